@@ -1,0 +1,53 @@
+"""The exceptions of mla_cupy.
+
+Every error about a call names the argument, what was given, what was expected and what to do, and is raised
+before any kernel is launched. Each kind is also the built-in exception that a caller would expect.
+"""
+
+from __future__ import annotations
+
+
+class MlaError(Exception):
+    """Base of every exception that mla_cupy raises on purpose."""
+
+
+class ArgumentError(MlaError, ValueError):
+    """An argument has a value that the call cannot take."""
+
+
+class ShapeError(ArgumentError):
+    """An array has the wrong rank, shape or strides."""
+
+
+class DTypeError(MlaError, TypeError):
+    """An array has the wrong dtype, or is of a kind that the call cannot take."""
+
+
+class DeviceError(ArgumentError):
+    """An array or a stream is on the wrong device, or arrays of different libraries are mixed."""
+
+
+class PlanError(ArgumentError):
+    """A plan does not fit the call."""
+
+
+class CacheFullError(MlaError, RuntimeError):
+    """A paged cache has no free page."""
+
+
+class KernelNotBuiltError(MlaError, RuntimeError):
+    """A kernel is not in the cache and may not be compiled now."""
+
+
+class KernelCompileError(MlaError, RuntimeError):
+    """NVRTC is missing or too old, refused a kernel, or produced code that the build does not accept."""
+
+
+class UnsupportedDeviceError(MlaError, RuntimeError):
+    """No GPU is there, or no kernel supports it."""
+
+
+def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:
+    """The one form of message: argument, got, expected, remedy."""
+    message = f"{argument}: got {got}, expected {expected}"
+    return f"{message}; {remedy}" if remedy else message
