@@ -72,4 +72,5 @@ def _round_to_odd_float32(x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     nearest = x.astype(np.float32)
     toward_zero = np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
     inexact = (toward_zero != x) & ~np.isnan(x)
-    return np.bitwise_or(toward_zero.view(np.uint32), inexact.astype(np.uint32)).view(np.float32)
+    bits: npt.NDArray[np.uint32] = toward_zero.view(np.uint32) | inexact
+    return bits.view(np.float32)

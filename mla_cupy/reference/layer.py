@@ -234,9 +234,10 @@ def _attend_chunked(q: Array, chunks: Iterable[tuple[Array, Array]], s_kv: int, 
 def _hidden_from(s_q: int, s_kv: int, start: int, count: int) -> Array:
     """Which of the keys start .. start + count each query may not see, (s_q, count)."""
     last_visible = np.arange(s_q) + s_kv - s_q
-    return np.greater(np.arange(start, start + count), last_visible[:, None])
+    hidden: Array = np.arange(start, start + count) > last_visible[:, None]
+    return hidden
 
 
 def _heads_first(x: Array) -> Array:
     """(tokens, heads, d) to (heads, tokens, d), and back."""
-    return x.transpose(1, 0, 2)
+    return np.swapaxes(x, 0, 1)
