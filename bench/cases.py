@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import BenchError
@@ -18,8 +17,8 @@ D_V = 512
 class DecodeCase:
     """One dense paged decode: every sequence has `s_kv` keys.
 
-    `seen_us` are the microseconds of the peers on one H200 on one day, and `target_us` what we aim at there.
-    They are for orientation: a claim is always a ratio of two figures of one run.
+    The microseconds are what the peers took on one H200 on one day, and what we aim at there. They are for
+    orientation: a claim is always a ratio of two figures of one run.
     """
 
     b: int
@@ -28,7 +27,8 @@ class DecodeCase:
     s_kv: int
     h_kv: int = 1
     page_size: int = 64
-    seen_us: MappingProxyType[str, float] = field(default=MappingProxyType({}), compare=False)
+    flashmla_us: float | None = field(default=None, compare=False)
+    fa3_us: float | None = field(default=None, compare=False)
     target_us: float | None = field(default=None, compare=False)
 
     @property
@@ -57,34 +57,29 @@ class DecodeCase:
 
     def shape(self) -> dict[str, int]:
         """The sizes as plain data, for the records."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("seen_us", "target_us")}
-        return {**sizes, "d_qk": D_QK, "d_v": D_V}
-
-
-def _row(b: int, s_q: int, h_q: int, s_kv: int, flashmla: float, fa3: float, target: float) -> DecodeCase:
-    seen: MappingProxyType[str, float] = MappingProxyType({"flashmla": flashmla, "fa3": fa3})
-    return DecodeCase(b, s_q, h_q, s_kv, seen_us=seen, target_us=target)
+        names = ("b", "s_q", "h_q", "s_kv", "h_kv", "page_size")
+        return {**{name: getattr(self, name) for name in names}, "d_qk": D_QK, "d_v": D_V}
 
 
 DECODE: tuple[DecodeCase, ...] = (
-    # b, s_q, h_q, s_kv: FlashMLA us, FA3 us, target us
-    _row(128, 1, 128, 4096, 254, 269, 235),
-    _row(128, 2, 128, 4096, 494, 502, 460),
-    _row(64, 1, 128, 16384, 512, 502, 460),
-    _row(128, 1, 64, 4096, 164, 170, 148),
-    _row(128, 1, 32, 8192, 300, 299, 286),
-    _row(128, 1, 16, 8192, 302, 297, 286),
-    _row(128, 4, 16, 8192, 303, 302, 288),
-    _row(128, 1, 8, 8192, 297, 294, 285),
-    _row(32, 1, 16, 8192, 100, 89, 76),
-    _row(16, 1, 128, 8192, 82, 80, 66),
-    _row(4, 1, 128, 8192, 48, 37, 26),
-    _row(1, 1, 128, 1024, 18.6, 16.4, 8),
-    _row(1, 1, 128, 8192, 31.7, 24.4, 14),
-    _row(1, 1, 128, 131072, 98.9, 92.6, 74),
-    _row(1, 1, 16, 1024, 15.8, 13.7, 7),
-    _row(1, 1, 16, 8192, 29.5, 19.7, 8),
-    _row(1, 1, 16, 131072, 80.7, 60.6, 40),
+    # b, s_q, h_q, s_kv
+    DecodeCase(128, 1, 128, 4096, flashmla_us=254, fa3_us=269, target_us=235),
+    DecodeCase(128, 2, 128, 4096, flashmla_us=494, fa3_us=502, target_us=460),
+    DecodeCase(64, 1, 128, 16384, flashmla_us=512, fa3_us=502, target_us=460),
+    DecodeCase(128, 1, 64, 4096, flashmla_us=164, fa3_us=170, target_us=148),
+    DecodeCase(128, 1, 32, 8192, flashmla_us=300, fa3_us=299, target_us=286),
+    DecodeCase(128, 1, 16, 8192, flashmla_us=302, fa3_us=297, target_us=286),
+    DecodeCase(128, 4, 16, 8192, flashmla_us=303, fa3_us=302, target_us=288),
+    DecodeCase(128, 1, 8, 8192, flashmla_us=297, fa3_us=294, target_us=285),
+    DecodeCase(32, 1, 16, 8192, flashmla_us=100, fa3_us=89, target_us=76),
+    DecodeCase(16, 1, 128, 8192, flashmla_us=82, fa3_us=80, target_us=66),
+    DecodeCase(4, 1, 128, 8192, flashmla_us=48, fa3_us=37, target_us=26),
+    DecodeCase(1, 1, 128, 1024, flashmla_us=18.6, fa3_us=16.4, target_us=8),
+    DecodeCase(1, 1, 128, 8192, flashmla_us=31.7, fa3_us=24.4, target_us=14),
+    DecodeCase(1, 1, 128, 131072, flashmla_us=98.9, fa3_us=92.6, target_us=74),
+    DecodeCase(1, 1, 16, 1024, flashmla_us=15.8, fa3_us=13.7, target_us=7),
+    DecodeCase(1, 1, 16, 8192, flashmla_us=29.5, fa3_us=19.7, target_us=8),
+    DecodeCase(1, 1, 16, 131072, flashmla_us=80.7, fa3_us=60.6, target_us=40),
 )
 
 # Large and compute-bound, long, memory-bound, and a single sequence: one row of each kind.
@@ -111,9 +106,18 @@ def parse(name: str) -> DecodeCase:
     """
     match = _PATTERN.fullmatch(name.strip())
     if not match:
-        raise BenchError(f"case {name!r}: expected b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>]; `list` prints the built-in ones")
+        raise BenchError(
+            f"case {name!r}: expected b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>]; `list` prints the built-in ones"
+        )
     b, s_q, h_q, s_kv, h_kv, page_size = (int(text) if text else None for text in match.groups())
-    sizes: dict[str, Any] = {"b": b, "s_q": s_q, "h_q": h_q, "s_kv": s_kv, "h_kv": h_kv or 1, "page_size": page_size or 64}
+    sizes: dict[str, Any] = {
+        "b": b,
+        "s_q": s_q,
+        "h_q": h_q,
+        "s_kv": s_kv,
+        "h_kv": h_kv or 1,
+        "page_size": page_size or 64,
+    }
     case = DecodeCase(**sizes)
     if min(case.b, case.s_q, case.h_q, case.s_kv) < 1 or case.h_q % case.h_kv:
         raise BenchError(f"case {name!r}: every size must be at least 1 and h_kv must divide h_q")

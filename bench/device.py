@@ -56,6 +56,9 @@ class Device(Protocol):
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """An array full of NaN, so that a result which was never written cannot pass."""
 
+    def poison(self, array: Any) -> None:
+        """Fills a 16-bit array with NaN."""
+
     def to_host(self, array: Any) -> Array: ...
 
     def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
@@ -74,7 +77,9 @@ class CudaDevice:
         try:
             import cupy
         except ImportError as error:
-            raise BenchError(f"the benchmark needs CuPy ({error}); pip install 'mla_cupy[cu12,bench]' or [cu13,bench]") from error
+            raise BenchError(
+                f"the benchmark needs CuPy ({error}); pip install 'mla_cupy[cu12,bench]' or [cu13,bench]"
+            ) from error
         try:
             count = cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -134,8 +139,12 @@ class CudaDevice:
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         if dtype == "float32":
             return self._cupy.full(tuple(shape), np.nan, dtype=dtype)
-        bits = self._cupy.full(tuple(shape), 0xFFFF, dtype="uint16")  # a NaN in both 16-bit formats
-        return bits.view(NUMPY_DTYPES[dtype])
+        array = self._cupy.empty(tuple(shape), dtype="uint16").view(NUMPY_DTYPES[dtype])
+        self.poison(array)
+        return array
+
+    def poison(self, array: Any) -> None:
+        array.view("uint16").fill(0xFFFF)  # a NaN in both 16-bit formats
 
     def to_host(self, array: Any) -> Array:
         if array.dtype == NUMPY_DTYPES["bfloat16"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from .device import CudaDevice
@@ -55,7 +56,9 @@ def _copy(device: CudaDevice) -> tuple[float, str]:
         "driver copy": lambda: target.data.copy_from_device_async(source.data, source.nbytes),
         "elementwise kernel": lambda: cupy.negative(source, out=target),
     }
-    rates = {name: 2 * COPY_BYTES / _median_us(device, device.recorder(), [way] * 2) / 1e6 for name, way in ways.items()}
+    rates = {
+        name: 2 * COPY_BYTES / _median_us(device, device.recorder(), [way] * 2) / 1e6 for name, way in ways.items()
+    }
     best = max(rates, key=lambda name: rates[name])
     return rates[best], f"{best} of {COPY_BYTES >> 30} GiB, bytes read and written"
 
@@ -70,7 +73,7 @@ def _gemm(device: CudaDevice) -> tuple[float | None, str]:
             left, right = (device.normal((GEMM_SIZE, GEMM_SIZE), dtype, seed=seed) for seed in (2, 3))
             product = cupy.empty_like(left)
             # CuPy refuses cuBLAS in a graph capture; a call of 1.6 ms hides the host's time.
-            us = _median_us(device, Eager(), [lambda a=left, b=right, c=product: cupy.matmul(a, b, out=c)] * 4)  # type: ignore[misc]
+            us = _median_us(device, Eager(), [partial(cupy.matmul, left, right, out=product)] * 4)
             return 2 * GEMM_SIZE**3 / us / 1e6, f"cuBLAS {dtype} GEMM of {GEMM_SIZE}^3 through CuPy"
         except Exception as error:  # whatever CuPy or cuBLAS raises: the limit is then unknown, and said to be
             failures.append(f"{dtype}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .check import Verdict
 from .cases import DecodeCase
+from .check import Verdict
 from .costs import Cost, decode_cost, roofline_us
 from .errors import BenchError
 from .limits import Limits
@@ -180,7 +180,19 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS = ("implementation", "us", "spread", "TFLOP/s", "TB/s", "of GEMM", "of copy", "roofline", "vs best peer", "host us", "method")
+COLUMNS = (
+    "implementation",
+    "us",
+    "spread",
+    "TFLOP/s",
+    "TB/s",
+    "of GEMM",
+    "of copy",
+    "roofline",
+    "vs best peer",
+    "host us",
+    "method",
+)
 
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -87,7 +87,7 @@ def host_us(
     synchronize: Callable[[], object],
     *,
     batches: int = 5,
-    per_batch: int = 40,
+    per_batch: int = 20,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Median host microseconds of an eager call: time to queue a batch without waiting for it, per call.

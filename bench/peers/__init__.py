@@ -86,5 +86,7 @@ def make(names: Sequence[str], peers_dir: Path | None, variant: str | None) -> l
     known = registry(peers_dir, variant)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise BenchError(f"unknown peer {unknown[0]!r}: expected some of {', '.join(name for name in known if name != OWN)}")
+        raise BenchError(
+            f"unknown peer {unknown[0]!r}: expected some of {', '.join(name for name in known if name != OWN)}"
+        )
     return [known[name]() for name in dict.fromkeys((OWN, *names))]

@@ -38,7 +38,9 @@ class CupyUnfused:
         return None
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        results = [Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets]
+        results = [
+            Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets
+        ]
         buffers = _Buffers(case, dtype)
 
         def call(inputs: InputSet, result: Outputs) -> Call:
@@ -73,7 +75,11 @@ class _Buffers:
         )
 
     def product(
-        self, ops: tuple[int, int], sizes: tuple[int, int, int], factor: float, operands: Sequence[tuple[Any, int, int, int]]
+        self,
+        ops: tuple[int, int],
+        sizes: tuple[int, int, int],
+        factor: float,
+        operands: Sequence[tuple[Any, int, int, int]],
     ) -> None:
         """One strided-batched GEMM; an operand is (array, its CUDA type, leading dimension, stride of the batch)."""
         import cupy
@@ -108,11 +114,14 @@ def _decode(case: DecodeCase, inputs: InputSet, result: Outputs, buffers: _Buffe
     pool = inputs.kv_cache.view("uint64").reshape(case.num_pages, -1)
     cupy.take(pool, inputs.block_table, axis=0, out=buffers.keys)
 
-    # cuBLAS is column-major: it computes scores^T = K Q^T, then out^T = V^T weights^T, V being the first 512 of K's 576.
+    # cuBLAS is column-major: scores^T = K Q^T, then out^T = V^T weights^T, where V is the first 512 of K's 576.
     keys = (buffers.keys, element, D_QK, keys_per_batch)
     queries = (inputs.q, element, D_QK, rows * D_QK)
     buffers.product(
-        (OP_T, OP_N), (case.s_kv, rows, D_QK), case.scale, (keys, queries, (scores, single, case.s_kv, rows * case.s_kv))
+        (OP_T, OP_N),
+        (case.s_kv, rows, D_QK),
+        case.scale,
+        (keys, queries, (scores, single, case.s_kv, rows * case.s_kv)),
     )
     by_token = scores.reshape(case.b, case.s_q, case.h_q, case.s_kv)
     for i in range(case.s_q - 1):

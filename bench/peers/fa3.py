@@ -1,4 +1,4 @@
-"""FlashAttention-3 in its MLA form (a value head of 512 beside a key head of 64), as the shared object of a wheel ships it."""
+"""FlashAttention-3 in its MLA form (values of 512 beside keys of 64), as the shared object of a wheel ships it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ class Generic:
         return None
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        results = [Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets]
+        results = [
+            Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets
+        ]
 
         def call(inputs: InputSet, result: Outputs) -> Call:
             return lambda: mla_cupy.mla_decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mla_cupy
@@ -27,10 +28,18 @@ class Project:
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         plan: Any = mla_cupy.plan_decode(
-            max_b=case.b, s_q=case.s_q, h_q=case.h_q, h_kv=case.h_kv, max_pages=case.max_pages, page_size=case.page_size, dtype=dtype
+            max_b=case.b,
+            s_q=case.s_q,
+            h_q=case.h_q,
+            h_kv=case.h_kv,
+            max_pages=case.max_pages,
+            page_size=case.page_size,
+            dtype=dtype,
         )
         plan.update(sets[0].seqlens)
-        results = [Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets]
+        results = [
+            Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets
+        ]
 
         def call(inputs: InputSet, result: Outputs, plan: Any) -> Call:
             return lambda: mla_cupy.mla_decode(
@@ -51,6 +60,6 @@ class Project:
             variant=self._variant or "",
             figures={
                 "no_plan": [call(inputs, result, None) for inputs, result in zip(sets, results, strict=True)],
-                "plan_update": [lambda seqlens=inputs.seqlens: plan.update(seqlens) for inputs in sets],
+                "plan_update": [partial(plan.update, inputs.seqlens) for inputs in sets],
             },
         )

@@ -15,7 +15,9 @@ def load(directory: Path, file: str) -> Any:
     """Imports torch, loads one shared object of a peer's wheel and returns torch."""
     path = directory / file
     if not path.is_file():
-        raise BenchError(f"--peers-dir: {path} is not there; unpack the peer's wheel and give the directory that holds {file}")
+        raise BenchError(
+            f"--peers-dir: {path} is not there; unpack the peer's wheel and give the directory that holds {file}"
+        )
     try:
         import torch
     except ImportError as error:
