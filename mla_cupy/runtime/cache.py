@@ -150,17 +150,19 @@ def prebuilt(request: BuildRequest) -> Build | None:
     return None
 
 
+def usage() -> tuple[int, int]:
+    """How many entries there are, and their bytes."""
+    files = [file for directory in dict.fromkeys(places().read) for file in directory.glob("*/*") if file.is_file()]
+    return sum(file.name == _RECORD for file in files), sum(file.stat().st_size for file in files)
+
+
 def clear() -> tuple[int, int]:
     """Delete every entry that we may delete; returns how many, and their bytes."""
-    count = size = 0
+    before = usage()
     for directory in dict.fromkeys(places().read):
-        for entry in directory.glob("*"):
-            files = [file for file in entry.rglob("*") if file.is_file()]
-            size += sum(file.stat().st_size for file in files)
-            count += (entry / _RECORD).exists()
-            shutil.rmtree(entry, ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)
-    return count, size
+    after = usage()
+    return before[0] - after[0], before[1] - after[1]
 
 
 @contextlib.contextmanager

@@ -66,6 +66,19 @@ def get(name: str) -> str:
     return value
 
 
+def table() -> list[dict[str, str]]:
+    """Every variable with its value now, its default and its meaning."""
+    return [
+        {
+            "name": variable.full_name,
+            "value": os.environ.get(variable.full_name, ""),
+            "default": variable.default,
+            "meaning": variable.meaning,
+        }
+        for variable in VARIABLES.values()
+    ]
+
+
 def nvrtc_flags() -> tuple[str, str]:
     """Flags that NVRTC itself adds to every compilation, from its own variables: they belong in the cache key."""
     return os.environ.get("NVRTC_PREPEND_FLAGS", ""), os.environ.get("NVRTC_APPEND_FLAGS", "")

@@ -80,6 +80,10 @@ class Nvrtc:
             self._check("nvrtcDestroyProgram", ctypes.byref(program))
         return Output(ok, log, cubin, ptx)
 
+    def exact_version(self) -> str:
+        """Such as "12.9.86": NVRTC itself tells only the minor version, but it signs the PTX it writes."""
+        return exact_version(self.compile("empty.cu", b"", {}, ("-arch=sm_90",)).ptx)
+
     def _version(self) -> tuple[int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
