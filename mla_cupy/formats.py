@@ -71,6 +71,6 @@ def _round_to_odd_float32(x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """float32 towards zero, with the last bit set where anything was cut off."""
     nearest = x.astype(np.float32)
     toward_zero = np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
-    inexact = (toward_zero != x) & ~np.isnan(x)
+    inexact = toward_zero != x
     bits: npt.NDArray[np.uint32] = toward_zero.view(np.uint32) | inexact
     return bits.view(np.float32)

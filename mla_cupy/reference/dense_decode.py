@@ -113,7 +113,7 @@ def _present_tokens(cache: Array, table: Array, length: int) -> tuple[Array, Arr
 
 def _visible_prefixes(positions: Array, length: int, s_q: int, causal: bool) -> Iterator[tuple[slice, int]]:
     """Groups of query tokens, and how many of the present keys each group sees (always the first ones)."""
-    if not causal or s_q == 1:
+    if not causal:
         yield slice(0, s_q), len(positions)
         return
     for i in range(s_q):
@@ -128,7 +128,7 @@ def _attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | No
     if len(keys) == 0:
         return np.zeros((len(rows), d_v)), np.full(len(rows), -np.inf)
     scores = scale * (rows @ keys.T)
-    top = _finite_or_nan(scores.max(axis=1))
+    top = _shift(scores.max(axis=1))
     weights = np.exp(scores - top[:, None])
     total = weights.sum(axis=1)
     return _normalise(weights @ keys[:, :d_v], total), top + np.log(total)
@@ -145,18 +145,18 @@ def _attend_rounded(rows: Array, keys: Array, d_v: int, scale: float, rounding: 
         block = keys[start : start + BLOCK_TOKENS]
         scores = (rows @ block.T) * scale_log2
         new_top = np.maximum(top, scores.max(axis=1))
-        shift = _finite_or_nan(new_top)
+        shift = _shift(new_top)
         weights = np.exp2(scores - shift[:, None])
         decay = np.exp2(top - shift)
         total = total * decay + weights.sum(axis=1)
         out = out * decay[:, None] + round_to(weights, rounding) @ block[:, :d_v]
         top = new_top
-    lse = (_finite_or_nan(top) + np.log2(total)) * np.float32(np.log(2.0))
+    lse = (_shift(top) + np.log2(total)) * np.float32(np.log(2.0))
     return _normalise(out, total), lse
 
 
-def _finite_or_nan(top: Array) -> Array:
-    """The maximum to subtract: 0 where no key has any weight, so that exp(-inf - top) is 0 and not NaN."""
+def _shift(top: Array) -> Array:
+    """What to subtract from scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
     return np.where(top == -np.inf, top.dtype.type(0), top)
 
 

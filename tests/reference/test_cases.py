@@ -37,6 +37,8 @@ def test_the_pool_is_nan_but_for_owned_tokens(case: DecodeCase) -> None:
     assert np.array_equal(np.isnan(cache.astype(np.float32)).all(axis=(2, 3)), ~owned)
     assert np.sum(~owned.any(axis=1)) >= case.spare_pages
     assert (missing > 0) == (case.missing_pages > 0)
+    owned_pages = inputs.block_table[(inputs.block_table >= 0) & (inputs.block_table < num_pages)]
+    assert np.any(np.diff(owned_pages) < 0)
     assert np.isfinite(inputs.q.astype(np.float32)).all()
     assert np.isfinite(inputs.exact[0]).all()
 

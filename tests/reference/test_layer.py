@@ -159,6 +159,18 @@ def test_latents_are_normed_and_rope_keys_are_not() -> None:
     np.testing.assert_allclose(latents[0, 16:], down[0, 16:])
 
 
+def test_queries_pass_through_a_normed_latent_and_rope() -> None:
+    weights, _, _ = setup(SMALL, 1, 1)
+    hidden = np.random.default_rng(5).standard_normal((2, SMALL.hidden))
+    positions = np.array([0, 7])
+    q = layer.project_queries(weights, hidden, positions)
+    latent = layer.rms_norm(hidden @ weights.q_down, weights.q_norm, SMALL.norm_eps)
+    unturned = (latent @ weights.q_up).reshape(2, 3, 20)
+    np.testing.assert_allclose(q[..., :12], unturned[..., :12], rtol=1e-12)
+    np.testing.assert_allclose(q[..., 12:], layer.rope(unturned[..., 12:], positions, 10000.0), rtol=1e-12)
+    np.testing.assert_allclose(layer.project_queries(weights, 1000 * hidden, positions), q, rtol=1e-4)
+
+
 def test_default_dimensions_are_deepseek_v3() -> None:
     config = MlaConfig()
     widths = (config.hidden, config.q_lora, config.kv_lora, config.heads, config.d_nope, config.d_rope, config.d_v)

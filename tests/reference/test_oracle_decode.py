@@ -212,6 +212,21 @@ def test_a_poisoned_query_spoils_its_own_row_only() -> None:
     assert np.array_equal(out[~hit], inputs.exact[0][~hit])
 
 
+@pytest.mark.parametrize("rounding", [None, "bfloat16"])
+def test_keys_of_score_minus_infinity_have_no_weight(rounding: str | None) -> None:
+    tokens, q = gaussian(70, D_QK).astype(np.float32), gaussian(1, 2, D_QK, seed=1).astype(np.float32)
+    q[..., -1] = 1
+    expected = dense(tokens[66:], q)
+    tokens[:66, -1] = -np.inf
+    out, lse = dense(tokens, q, rounding=rounding)
+    np.testing.assert_allclose(out, expected[0], atol=1e-2)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-4)
+
+    out, lse = dense(tokens[:66], q, rounding=rounding)
+    assert np.all(out == 0)
+    assert np.all(np.isneginf(lse))
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ShapeError, match="3 heads"):
         mla_decode(gaussian(1, 1, 3, 8), gaussian(1, 4, 2, 8), np.zeros((1, 1), int), np.ones(1, int), d_v=4)
@@ -248,11 +263,13 @@ def test_rounding_rounds_the_weights_and_not_their_sum() -> None:
     np.testing.assert_allclose(lse, math.log(1.3), rtol=1e-6)
 
 
-def test_rounding_is_relative_to_a_running_maximum() -> None:
-    # The second block of 64 raises the maximum: what the first one summed must shrink by the same factor.
+@pytest.mark.parametrize("boost", [0.2, 10.0])
+def test_rounding_is_relative_to_a_running_maximum(boost: float) -> None:
+    # The second block of 64 raises the maximum, by a little or out of sight: what the first one summed must shrink by
+    # the same factor, and the later ones must not grow.
     tokens = gaussian(200, D_QK).astype(np.float32)
     q = gaussian(1, 2, D_QK, seed=1).astype(np.float32)
-    tokens[64:128] += 0.2 * q[0, 0]
+    tokens[64:128] += boost * q[0, 0]
     exact = dense(tokens, q)
     assert np.argmax(tokens @ q[0, 0]) in range(64, 128)
     rounded = dense(tokens, q, rounding="float16")
