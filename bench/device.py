@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.runtime.device import describe, gpu_count
+
 from .cases import DecodeCase
 from .errors import BenchError
 from .inputs import InputSet, cache_shape, q_shape, shuffled_table
@@ -80,18 +82,11 @@ class CudaDevice:
             raise BenchError(
                 f"the benchmark needs CuPy ({error}); pip install 'mla_cupy[cu12,bench]' or [cu13,bench]"
             ) from error
-        try:
-            count = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise BenchError(f"no CUDA GPU: {error}; `list`, `compare` and `plot` work without one") from error
-        if count == 0:
-            raise BenchError("no CUDA GPU; `list`, `compare` and `plot` work without one")
+        if gpu_count() == 0:
+            raise BenchError("no CUDA GPU here; `list`, `compare` and `plot` work without one")
         self._cupy: Any = cupy
-        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-        capability = properties["major"] * 10 + properties["minor"]
-        self.name = properties["name"].decode()
-        self.arch = f"sm_{capability}a" if capability in (90, 100, 103) else f"sm_{capability}"
-        self.l2_bytes = int(properties["l2CacheSize"])
+        info = describe(cupy.cuda.Device().id)
+        self.name, self.arch, self.l2_bytes = info.name, info.arch, info.l2_bytes
         self.stream: Any = cupy.cuda.Stream(non_blocking=True)
         self._clock: CudaClock | None = None
         self._normal: dict[str, Callable[..., Any]] = {

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-import mla_cupy
+from mla_cupy._version import __version__
+from mla_cupy.runtime.device import nvml_gpus
 
-NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+NVIDIA_SMI_FIELDS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 
 
 def describe(gpu: str, arch: str, tag: str) -> dict[str, Any]:
@@ -28,8 +29,9 @@ def describe(gpu: str, arch: str, tag: str) -> dict[str, Any]:
         "cuda_runtime": _dotted(runtime.runtimeGetVersion()),
         "nvrtc": nvrtc_version(),
         "cupy": cupy.__version__,
+        "driver": next((gpu.driver for gpu in nvml_gpus()), None),
         "smi": nvidia_smi(),
-        "mla_cupy": mla_cupy.__version__,
+        "mla_cupy": __version__,
         "git": git_commit(),
         "numpy": np.__version__,
         "python": platform.python_version(),
@@ -44,7 +46,7 @@ def command_line() -> str:
 
 
 def nvidia_smi() -> dict[str, str] | None:
-    """Driver, clocks, power limit and temperature of the first GPU as nvidia-smi tells them."""
+    """Clocks, power limit and temperature of the first GPU as nvidia-smi tells them."""
     query = f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}"
     text = _output(["nvidia-smi", query, "--format=csv,noheader", "--id=0"])
     if text is None:
