@@ -17,6 +17,7 @@ DESCRIPTION = """Benchmarks of mla_cupy against its peers and the limits of the 
 Every implementation's result is checked before it is timed; the figure is the median over replays of a CUDA
 graph of calls that rotate over more inputs than the L2 cache holds; shares are of limits measured in the same run.
 """
+PROG = "mla-cupy bench" if __name__.startswith("mla_cupy.") else "python -m bench"
 RUN_EXAMPLES = """examples:
   run decode --quick                                   the four main cases, with the built-in baselines
   run decode --peers-dir peers --json h200.jsonl       all cases, FlashMLA and FlashAttention-3 beside us
@@ -30,7 +31,8 @@ exit status: 0 all right, 1 a wrong result or an error in a case, 2 cannot run
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
         return int(args.handler(args))
     except BenchError as error:
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def build_parser(prog: str = "python -m bench") -> argparse.ArgumentParser:
+def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The parser of all commands."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=raw)
@@ -165,7 +167,9 @@ def run_decode(args: argparse.Namespace) -> int:
     console.print(f"limit: copy {_rate(measured.copy_tbps, 'TB/s')} ({measured.copy_note})")
     console.print(f"limit: GEMM {_rate(measured.gemm_tflops, 'TFLOP/s')} ({measured.gemm_note})")
 
-    options = Options(args.dtype, args.replays, not args.no_check, measured, env, environment.command_line())
+    options = Options(
+        args.dtype, args.replays, not args.no_check, measured, env, environment.command_line(args.arguments)
+    )
     failed = False
     with ExitStack() as stack:
         stream = stack.enter_context(_open_to_append(args.json)) if args.json else None

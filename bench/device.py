@@ -55,6 +55,8 @@ class Device(Protocol):
 
     def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet: ...
 
+    def upload(self, array: Array) -> Any: ...
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """An array full of NaN, so that a result which was never written cannot pass."""
 
@@ -125,11 +127,14 @@ class CudaDevice:
         return InputSet(
             q=self.normal(q_shape(case), dtype, 2 * seed + 1),
             kv_cache=self.normal(cache_shape(case), dtype, 2 * seed + 2),
-            block_table=self._cupy.asarray(table),
-            seqlens=self._cupy.asarray(seqlens),
+            block_table=self.upload(table),
+            seqlens=self.upload(seqlens),
             host_table=table,
             host_seqlens=seqlens,
         )
+
+    def upload(self, array: Array) -> Any:
+        return self._cupy.asarray(array)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         if dtype == "float32":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import platform
+import shlex
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ def describe(gpu: str, arch: str, tag: str) -> dict[str, Any]:
     }
 
 
-def command_line() -> str:
-    """The command that made a row, to be run again."""
-    return " ".join(["python -m bench", *sys.argv[1:]])
+def command_line(arguments: Sequence[str]) -> str:
+    """The command that makes a row, to be run again from a checkout."""
+    return shlex.join(["python", "-m", "bench", *arguments])
 
 
 def nvidia_smi() -> dict[str, str] | None:

@@ -64,6 +64,9 @@ class HostDevice:
         q, cache = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in (q_shape(case), cache_shape(case)))
         return InputSet(q, cache, table, seqlens, table, seqlens)
 
+    def upload(self, array: Any) -> Any:
+        return array.copy()
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         return np.full(shape, np.nan, DTYPES[dtype])
 
