@@ -60,18 +60,18 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
     """The oracle's values for the sampled sequences and heads."""
     group = case.h_q // case.h_kv
     expected = []
-    for batch in spaced(case.b):
+    for batch in spaced(case.b).tolist():
         q = device.to_host(inputs.q[batch : batch + 1])
         length = inputs.host_seqlens[batch : batch + 1]
-        for kv_head in spaced(case.h_kv):
+        for kv_head in spaced(case.h_kv).tolist():
             heads = kv_head * group + spaced(group)
-            pages = device.pages(inputs.kv_cache, inputs.host_table[batch], int(kv_head))
+            pages = device.pages(inputs.kv_cache, inputs.host_table[batch], kv_head)
             table = np.arange(len(pages), dtype=np.int32)[None]
             arguments = q[:, :, heads], pages, table, length
             out, lse = reference.mla_decode(*arguments, scale=case.scale)
             rounded_out, rounded_lse = reference.mla_decode(*arguments, scale=case.scale, rounding=dtype)
             errors = _distance(rounded_out, out), _distance(rounded_lse, lse)
-            expected.append(Expected(int(batch), heads, out[0], lse[0], *errors))
+            expected.append(Expected(batch, heads, out[0], lse[0], *errors))
     return expected
 
 

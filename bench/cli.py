@@ -175,11 +175,14 @@ def run_decode(args: argparse.Namespace) -> int:
         stream = stack.enter_context(_open_to_append(args.json)) if args.json else None
         for case in cases:
             rows = run_case(case, implementations, device, options)
-            device.release()
             report.show(console, rows)
             if stream:
                 report.write(stream, rows)
             failed |= any(row["status"] in (report.WRONG, report.ERROR) for row in rows)
+            try:
+                device.release()
+            except Exception as error:  # an error of a kernel stays with the process
+                raise BenchError(f"the GPU cannot be used any more after {case.name}: {error}") from error
     return int(failed)
 
 

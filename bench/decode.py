@@ -56,24 +56,38 @@ def run_case(
     case: DecodeCase, implementations: Sequence[Implementation], device: Device, options: Options
 ) -> list[dict[str, Any]]:
     """The rows of one case. What goes wrong with one implementation is in its row and stops no other."""
+    count = set_count(set_bytes(case), device.l2_bytes)
+    entries = [Entry(implementation) for implementation in implementations]
     with device.current():
-        count = set_count(set_bytes(case), device.l2_bytes)
-        sets = [device.inputs(case, options.dtype, seed) for seed in range(count)]
-        expected = expect(case, options.dtype, sets[0], device) if options.check else []
-        device.synchronize()
-
-        entries = [Entry(implementation) for implementation in implementations]
-        for entry in entries:
-            _guarded(entry, partial(_prepare, entry, case, sets, expected, device, options))
-        for _ in range(ROUNDS):
+        try:
+            sets = [device.inputs(case, options.dtype, seed) for seed in range(count)]
+            expected = expect(case, options.dtype, sets[0], device) if options.check else []
+            device.synchronize()
+        except Exception as error:  # most likely a case too large for the memory
             for entry in entries:
-                _guarded(entry, partial(_time, entry, count, device, options))
-        for entry in entries:
-            _guarded(entry, partial(_finish, entry, count, expected, device, options))
-
+                entry.fail(ERROR, f"no inputs: {type(error).__name__}: {error}")
+        else:
+            _run(entries, case, sets, expected, device, options)
         rows = [_row(entry, case, count, options) for entry in entries]
     relate(rows)
     return rows
+
+
+def _run(
+    entries: Sequence[Entry],
+    case: DecodeCase,
+    sets: Sequence[InputSet],
+    expected: Sequence[Expected],
+    device: Device,
+    options: Options,
+) -> None:
+    for entry in entries:
+        _guarded(entry, partial(_prepare, entry, case, sets, expected, device, options))
+    for _ in range(ROUNDS):
+        for entry in entries:
+            _guarded(entry, partial(_time, entry, len(sets), device, options))
+    for entry in entries:
+        _guarded(entry, partial(_finish, entry, len(sets), expected, device, options))
 
 
 def _guarded(entry: Entry, step: Callable[[], None]) -> None:

@@ -154,7 +154,7 @@ class CudaDevice:
         return host
 
     def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
-        bits = kv_cache.view("uint16")[self._cupy.asarray(pages), :, kv_head]
+        bits = kv_cache.view("uint16")[:, :, kv_head][self.upload(pages)]
         return self.to_host(bits).view(kv_cache.dtype)
 
     def count_not_finite(self, array: Any) -> int:

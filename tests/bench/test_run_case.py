@@ -126,6 +126,16 @@ def test_one_that_throws_or_refuses_stops_no_other(device, options, fake):
     assert rows["mla_cupy"]["status"] == "ok"
 
 
+def test_a_case_without_inputs_is_an_error_of_every_row(device, options, fake):
+    def too_large(*args):
+        raise MemoryError("1 TB")
+
+    device.inputs = too_large
+    rows = run(device, options, fake("mla_cupy", 1.0), fake("generic", 1.0))
+    assert {row["status"] for row in rows.values()} == {"error"}
+    assert all("1 TB" in row["reason"] for row in rows.values())
+
+
 def test_unchecked_rows_say_so(device, options, fake):
     options = Options("bfloat16", 20, False, options.limits, {}, "")
     row = run(device, options, fake("mla_cupy", 2.0, spoil=_wrong_value))["mla_cupy"]
