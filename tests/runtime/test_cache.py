@@ -213,11 +213,10 @@ def test_a_cache_that_cannot_be_made(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLA_CUPY_CACHE_DIR", blocked.replace("FILE", str(tmp_path / "file")))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="cannot be made") as caught:
+    with pytest.warns(RuntimeWarning, match="cannot be made"):
         kernels.obtain(TINY_REQUEST)
-        kernels.forget()
-        kernels.obtain(TINY_REQUEST)
-    assert len(caught) == 1
+    kernels.forget()
+    kernels.obtain(TINY_REQUEST)  # a second warning would be an error
     assert len(entries(tmp_path / f"mla_cupy-{os.geteuid()}" / cache.LAYOUT)) == 1
 
 

@@ -25,10 +25,12 @@ SCALE = "#pragma once\n__device__ float scale() { return 2.0f; }\n"
 def slow_source(statements: int = 900) -> str:
     """A kernel that takes seconds to compile: straight-line code with data-dependent branches."""
     body = "".join(
-        f"v = v * {2654435761 + 2 * i}u + (w >> {i % 31}); w ^= v * {7 * i + 3}u; if (v % {2 * i + 3}u == {i}u) w += x[{i}];\n"
+        f"v = v * {2654435761 + 2 * i}u + (w >> {i % 31}); w ^= v * {7 * i + 3}u;"
+        f"if (v % {2 * i + 3}u == {i}u) w += x[{i}];\n"
         for i in range(statements)
     )
-    return f'extern "C" __global__ void mla_slow(unsigned* x) {{\nunsigned v = x[threadIdx.x], w = v;\n{body}x[0] = v ^ w;\n}}\n'
+    head = 'extern "C" __global__ void mla_slow(unsigned* x) {\nunsigned v = x[threadIdx.x], w = v;\n'
+    return f"{head}{body}x[0] = v ^ w;\n}}\n"
 
 
 TINY_REQUEST = BuildRequest("mla_tiny", "generic/tiny.cu", "sm_90a", (("MLA_FACTOR", "3.0f"),), "3")
