@@ -145,15 +145,23 @@ def _finish(entry: Entry, sets: int, expected: Sequence[Expected], device: Devic
     _check(entry, expected, device, options)
     if entry.status != OK:
         return
-    prepared = entry.prepared
-    calls = len(rotation(sets))
-    with prepared.recorder.current():
-        entry.host_us["call"] = host_us(prepared.calls, device.synchronize)
-        for name, figure in prepared.figures.items():
-            replay = prepared.recorder.record([figure[index] for index in rotation(sets)])
-            samples = sample(device.clock(), replay, calls, options.replays, WARMUP)
-            entry.figures_us[name] = summarise(samples, calls).us_median
-            entry.host_us[name] = host_us(figure, device.synchronize)
+    with entry.prepared.recorder.current():
+        entry.host_us["call"] = host_us(entry.prepared.calls, device.synchronize)
+        for name, figure in entry.prepared.figures.items():
+            try:
+                entry.figures_us[name], entry.host_us[name] = _figure(entry.prepared, figure, sets, device, options)
+            except Exception as error:  # the row's own figure stands
+                entry.reason = f"{name}: {type(error).__name__}: {error}"
+
+
+def _figure(
+    prepared: Prepared, figure: Sequence[Call], sets: int, device: Device, options: Options
+) -> tuple[float, float]:
+    """Microseconds on the GPU and on the host."""
+    order = rotation(sets)
+    replay = prepared.recorder.record([figure[index] for index in order])
+    samples = sample(device.clock(), replay, len(order), options.replays, WARMUP)
+    return summarise(samples, len(order)).us_median, host_us(figure, device.synchronize)
 
 
 def _row(entry: Entry, case: DecodeCase, sets: int, options: Options) -> dict[str, Any]:

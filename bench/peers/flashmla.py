@@ -38,21 +38,19 @@ class FlashMla:
             *_, metadata, splits = self._decode(q, cache, D_V, seqlens, table, case.scale, True, None, None, None)
         latest: list[tuple[Any, Any]] = [(None, None)] * len(sets)
 
-        def call(index: int, planned: bool) -> Call:
+        def call(index: int) -> Call:
             q, cache, table, seqlens = tensors[index]
-            plan = (metadata, splits) if planned else (None, None)
 
             def run() -> None:
-                out, lse, *_ = self._decode(q, cache, D_V, seqlens, table, case.scale, True, *plan, None)
+                out, lse, *_ = self._decode(q, cache, D_V, seqlens, table, case.scale, True, metadata, splits, None)
                 latest[index] = out, lse
 
             return run
 
         return Prepared(
-            calls=[call(index, True) for index in range(len(sets))],
+            calls=[call(index) for index in range(len(sets))],
             outputs=lambda index: Outputs(*map(cupy.from_dlpack, latest[index])),
             recorder=recorder,
-            figures={"no_plan": [call(index, False) for index in range(len(sets))]},
         )
 
     def _tensors(self, inputs: InputSet) -> tuple[Any, ...]:

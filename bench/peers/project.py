@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import mla_cupy
 
@@ -27,7 +26,7 @@ class Project:
         return None
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        plan: Any = mla_cupy.plan_decode(
+        plan = mla_cupy.plan_decode(
             max_b=case.b,
             s_q=case.s_q,
             h_q=case.h_q,
@@ -35,31 +34,37 @@ class Project:
             max_pages=case.max_pages,
             page_size=case.page_size,
             dtype=dtype,
+            variant=self._variant,
         )
-        plan.update(sets[0].seqlens)
+        plan.update(sets[0].seqlens)  # the lengths of all sets are equal
         results = [
             Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets
         ]
 
-        def call(inputs: InputSet, result: Outputs, plan: Any) -> Call:
-            return lambda: mla_cupy.mla_decode(
-                inputs.q,
-                inputs.kv_cache,
-                inputs.block_table,
-                inputs.seqlens,
-                plan=plan,
-                out=result.out,
-                lse=result.lse,
-                variant=self._variant,
-            )
+        def calls(plan: mla_cupy.DecodePlan | None) -> list[Call]:
+            return [
+                partial(
+                    mla_cupy.mla_decode,
+                    inputs.q,
+                    inputs.kv_cache,
+                    inputs.block_table,
+                    inputs.seqlens,
+                    scale=case.scale,
+                    plan=plan,
+                    out=result.out,
+                    lse=result.lse,
+                    variant=self._variant,
+                )
+                for inputs, result in zip(sets, results, strict=True)
+            ]
 
         return Prepared(
-            calls=[call(inputs, result, plan) for inputs, result in zip(sets, results, strict=True)],
+            calls=calls(plan),
             outputs=lambda index: results[index],
             recorder=device.recorder(),
-            variant=self._variant or "",
+            variant=plan.variant,
             figures={
-                "no_plan": [call(inputs, result, None) for inputs, result in zip(sets, results, strict=True)],
+                "no_plan": calls(None),
                 "plan_update": [partial(plan.update, inputs.seqlens) for inputs in sets],
             },
         )

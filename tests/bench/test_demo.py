@@ -35,7 +35,7 @@ def off_by_one_key(q, cache, table, seqlens, **rest):
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(demo.device, "gpu_count", lambda: 0)
-    monkeypatch.setenv("MLA_CUPY_BACKEND", "auto")
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -47,7 +47,7 @@ def test_without_a_gpu(no_gpu, capsys, dtype):
 
 
 def test_a_wrong_result_without_a_gpu(no_gpu, capsys, monkeypatch):
-    monkeypatch.setattr(mla_cupy, "mla_decode", off_by_one_key, raising=False)
+    monkeypatch.setattr(mla_cupy, "mla_decode", off_by_one_key)
     assert demo.run(options("--no-compile")) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
@@ -57,7 +57,7 @@ def test_kernels_are_compiled_and_a_failure_counts(no_gpu, monkeypatch, works):
     from mla_cupy import cli
 
     asked = []
-    monkeypatch.setattr(mla_cupy, "mla_decode", oracle, raising=False)
+    monkeypatch.setattr(mla_cupy, "mla_decode", oracle)
     monkeypatch.setattr(demo.nvrtc, "find_nvrtc", lambda: "libnvrtc.so")
     monkeypatch.setattr(cli, "main", lambda arguments: asked.append(arguments) or (0 if works else 1))
     assert demo.run(options("-j", "3")) == (0 if works else 1)
@@ -68,7 +68,7 @@ def test_without_nvrtc_it_says_so(no_gpu, monkeypatch, capsys):
     def missing():
         raise demo.KernelCompileError("no NVRTC; run pip install something")
 
-    monkeypatch.setattr(mla_cupy, "mla_decode", oracle, raising=False)
+    monkeypatch.setattr(mla_cupy, "mla_decode", oracle)
     monkeypatch.setattr(demo.nvrtc, "find_nvrtc", missing)
     assert demo.run(options()) == 0
     assert "pip install something" in capsys.readouterr().out
@@ -92,8 +92,8 @@ def test_the_gpu_half(monkeypatch, capsys, device, decode):
     monkeypatch.setattr(demo, "GPU_LONGEST", 200)
     monkeypatch.setattr(demo.bench_module("device"), "CudaDevice", lambda: device)
     monkeypatch.setattr(demo.bench_module("limits"), "measure", lambda gpu: Limits(4.0, None, "given", "no cuBLAS"))
-    monkeypatch.setattr(mla_cupy, "plan_decode", lambda **sizes: Plan(), raising=False)
-    monkeypatch.setattr(mla_cupy, "mla_decode", timed, raising=False)
+    monkeypatch.setattr(mla_cupy, "plan_decode", lambda **sizes: Plan())
+    monkeypatch.setattr(mla_cupy, "mla_decode", timed)
     right = decode is oracle
     assert demo.run(options()) == (0 if right else 1)
     assert Plan.updates == 1

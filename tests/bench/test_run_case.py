@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -100,8 +103,7 @@ def test_a_replay_that_writes_nothing_is_caught(device, options, fake):
 
     def lazy(*args):
         prepared = prepare(*args)
-        object.__setattr__(prepared, "recorder", Idle())
-        return prepared
+        return replace(prepared, recorder=Idle())
 
     implementation.prepare = lazy
     row = run(device, options, implementation)["mla_cupy"]
@@ -124,6 +126,24 @@ def test_one_that_throws_or_refuses_stops_no_other(device, options, fake):
     assert "illegal address" in rows["generic"]["reason"]
     assert (rows["fa3"]["status"], rows["fa3"]["reason"]) == ("unsupported", "no such shape")
     assert rows["mla_cupy"]["status"] == "ok"
+
+
+def test_a_further_figure_that_throws_leaves_the_row(device, options, fake):
+    implementation = fake("mla_cupy", 3.0)
+    prepare = implementation.prepare
+
+    def broken(*args):
+        def boom():
+            raise RuntimeError("not capturable")
+
+        return replace(prepare(*args), figures={"no_plan": [boom] * 100})
+
+    implementation.prepare = broken
+    row = run(device, options, implementation)["mla_cupy"]
+    assert row["status"] == "ok"
+    assert row["timing"]["us_median"] == pytest.approx(3.0)
+    assert "not capturable" in row["reason"]
+    assert row["figures_us"] == {}
 
 
 def test_a_case_without_inputs_is_an_error_of_every_row(device, options, fake):
@@ -168,3 +188,26 @@ def test_spaced():
     assert spaced(1).tolist() == [0]
     assert spaced(2).tolist() == [0, 1]
     assert spaced(128).tolist() == [0, 64, 127]
+
+
+def test_the_project_through_its_public_call(device, options, monkeypatch):
+    """The real adapters on the NumPy backend: plans, results in place, further figures."""
+    from bench.peers.generic import Generic
+    from bench.peers.project import Project
+
+    class WallClock:
+        def start(self):
+            self.begin = time.perf_counter()
+
+        def stop_us(self):
+            return (time.perf_counter() - self.begin) * 1e6
+
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    device.watch = WallClock()
+    small = DecodeCase(b=2, s_q=2, h_q=4, s_kv=20, h_kv=2, page_size=16)
+    rows = {row["implementation"]: row for row in run_case(small, [Project(), Generic()], device, options)}
+    assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
+    assert rows["mla_cupy"]["variant"] == "numpy"
+    assert set(rows["mla_cupy"]["figures_us"]) == {"no_plan", "plan_update"}
+    assert set(rows["mla_cupy"]["host_us"]) == {"call", "no_plan", "plan_update"}
+    assert rows["generic"]["figures_us"] == {}
