@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"mla-cupy: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -157,8 +160,9 @@ def _compile(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        heads = ("kernel", "variant", "target", "registers", "smem", "spills", "stack", "seconds", "state")
-        _show(_table("kernels", heads, ([row[head] for head in heads] for row in rows)))
+        keys = ("kernel", "variant", "target", "registers", "smem", "spills", "seconds", "state")
+        heads = ["regs" if key == "registers" else key for key in keys]
+        _show(_table("kernels", heads, ([row[key] for key in keys] for row in rows)))
         if options.out:
             print(f"Written to {options.out}: use them with MLA_CUPY_CUBIN_DIR={options.out.resolve()}")
     for outcome in failed:
@@ -281,11 +285,12 @@ def _bench_main() -> Any:
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head, overflow="fold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for index, head in enumerate(heads):
+        table.add_column(head, overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     return table
@@ -295,5 +300,7 @@ def _show(*tables: Table) -> None:
     from rich.console import Console
 
     console = Console()
-    for table in tables:
-        console.print(table)
+    if not console.is_terminal:  # a file or a pipe has no width: do not fold for one
+        console = Console(width=160)
+    for index, table in enumerate(tables):
+        console.print(*([""] if index else []), table)

@@ -33,7 +33,8 @@ class Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
 class Seen(ctypes.Structure):
     _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem", ctypes.c_uint32),
-                ("stream", ctypes.c_void_p), ("at", ctypes.c_void_p), ("count", ctypes.c_uint32), ("pad", ctypes.c_uint32),
+                ("stream", ctypes.c_void_p), ("at", ctypes.c_void_p), ("count", ctypes.c_uint32),
+                ("pad", ctypes.c_uint32),
                 ("attrs", Attribute * 4), ("function", ctypes.c_void_p), ("first", ctypes.c_void_p),
                 ("context", ctypes.c_void_p), ("argument", ctypes.c_char * 16), ("launches", ctypes.c_int),
                 ("pushes", ctypes.c_int), ("pops", ctypes.c_int)]
