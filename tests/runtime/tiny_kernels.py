@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(128) mla_tiny(float* x) {
 SCALE = "#pragma once\n__device__ float scale() { return 2.0f; }\n"
 
 
-def slow_source(statements: int = 900) -> str:
-    """A kernel that takes seconds to compile: straight-line code with data-dependent branches."""
+def slow_source(statements: int) -> str:
+    """Straight-line code with data-dependent branches: 900 statements take seconds to compile, 2500 half a minute."""
     body = "".join(
         f"v = v * {2654435761 + 2 * i}u + (w >> {i % 31}); w ^= v * {7 * i + 3}u;"
         f"if (v % {2 * i + 3}u == {i}u) w += x[{i}];\n"
@@ -34,4 +34,5 @@ def slow_source(statements: int = 900) -> str:
 
 
 TINY_REQUEST = BuildRequest("mla_tiny", "generic/tiny.cu", "sm_90a", (("MLA_FACTOR", "3.0f"),), "3")
+ENDLESS_REQUEST = BuildRequest("mla_slow", "generic/endless.cu", "sm_90a", (), "plain")
 SLOW_REQUEST = BuildRequest("mla_slow", "generic/slow.cu", "sm_90a", (), "plain")
