@@ -155,7 +155,16 @@ print(*[child._process.pid for child in worker._alive])
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_the_child_ends_with_a_parent_that_says_nothing(fresh: Path, python: Python, end: str) -> None:
     done = python(
-        PRELUDE + f"worker.start([ENDLESS_REQUEST]); print(worker._background[0]._process.pid, flush=True)\n{end}"
+        PRELUDE
+        + f"""
+worker.start([ENDLESS_REQUEST])
+(child,) = worker._background
+while not child.started(ENDLESS_REQUEST):
+    time.sleep(0.01)
+time.sleep(0.2)
+print(child._process.pid, flush=True)
+{end}
+"""
     )
     assert done.returncode in (0, -9)
     assert_gone(int(done.stdout))
