@@ -80,7 +80,7 @@ def __dir__() -> list[str]:
 
 
 def _compile_core_kernels() -> None:
-    """Start compiling for the GPUs of this machine, if MLA_CUPY_JIT says so; costs a call of NVML where there is one."""
+    """Start compiling for this machine's GPUs, if MLA_CUPY_JIT says so; costs a call of NVML where there is one."""
     from mla_cupy.runtime import env
 
     if env.get("JIT") != "import":

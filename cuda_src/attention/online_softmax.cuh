@@ -45,15 +45,10 @@ struct RowState {
 struct TileMask {
     i32 visible[kFragmentRows];
     u64 present;
-
-    MLA_DEVICE bool hides_nothing(i32 columns) const {
-        return visible[0] >= columns && visible[1] >= columns && present == ~0ull;
-    }
 };
 
 template <i32 kCount>
 MLA_DEVICE void mask_scores(float (&scores)[kCount], const TileMask& mask, i32 thread) {
-    if (mask.hides_nothing(kCount * 2)) return;
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
         const i32 column = 8 * (i / 4) + fragment_column(thread) + (i & 1);

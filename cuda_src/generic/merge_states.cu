@@ -65,13 +65,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __
         const float lse = state_lse2(p, lses, j);
         if (lse != negative_infinity()) sum += exp2f(lse - max_lse);
     }
+    const float total = sum == 0.f ? negative_infinity() : max_lse + log2f(sum);
     for (i32 column = lane; column < p.d; column += kWarpThreads) {
         float merged = 0.f;
         for (i32 j = 0; j < p.n; ++j) {
             const float lse = state_lse2(p, lses, j);
             if (lse == negative_infinity()) continue;  // whatever stands in an empty state's output
             const float x = read_element(p.outs, from + j * p.outs_stride_n_elems + column, p.outs_are_fp32);
-            merged = fmaf(exp2f(lse - max_lse) / sum, x, merged);
+            merged = fmaf(exp2f(lse - total), x, merged);
         }
         if (p.out_is_fp32) {
             static_cast<float*>(p.out)[to + column] = merged;
@@ -81,6 +82,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __
     }
     if (lane == 0) {
         p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
-            sum == 0.f ? p.empty_lse : (max_lse + log2f(sum)) * p.lse_factor;
+            sum == 0.f ? p.empty_lse : total * p.lse_factor;
     }
 }

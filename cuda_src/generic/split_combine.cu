@@ -40,29 +40,31 @@ struct SplitRequest {
 
 struct Storage {
     SchedulePoint schedule[kMaxParts + 1];
-    SplitRequest splits[kMaxParts];
-    i32 warp_counts[kWarps];
+    SplitRequest splits[kMaxParts];  // those with few pieces, then those with many
+    i32 warp_counts[2][kWarps];
     float weights[kMaxParts];
     float warp_values[kWarps];
     float4 sums[kWarps][kWarpThreads];
 };
 
 // ---- The list of split requests --------------------------------------------------------------------------------
-MLA_DEVICE bool before(const SchedulePoint& a, i32 request) { return a.request < request; }
+struct SplitCounts {
+    i32 few, all;
+};
 
-// Fills s.splits in the order of the parts, the same in every block; returns their number.
-MLA_DEVICE i32 list_splits(const DenseDecodeParams& p, Storage& s) {
+// Fills s.splits, in the same order in every block.
+MLA_DEVICE SplitCounts list_splits(const DenseDecodeParams& p, Storage& s) {
     const i32 thread = threadIdx.x, lane = thread % kWarpThreads, warp = thread / kWarpThreads;
     for (i32 i = thread; i <= p.num_parts; i += kThreads) s.schedule[i] = p.schedule[i];
     __syncthreads();
-    bool found = false;
+    bool few = false, many = false;
     SplitRequest split;
     if (thread < p.num_parts) {
         const SchedulePoint begin = s.schedule[thread], end = s.schedule[thread + 1];
-        found = end.tile > 0 && !(begin.request == end.request && begin.tile > 0);
+        const bool starts_split = end.tile > 0 && !(begin.request == end.request && begin.tile > 0);
         // The request goes on until the first later part that begins beyond it.
         i32 low = thread + 1, high = p.num_parts;
-        while (found && low < high) {
+        while (starts_split && low < high) {
             const i32 middle = (low + high) / 2;
             if (s.schedule[middle].request <= end.request) {
                 low = middle + 1;
@@ -71,18 +73,28 @@ MLA_DEVICE i32 list_splits(const DenseDecodeParams& p, Storage& s) {
             }
         }
         split = SplitRequest{end.request, thread, low - thread};
+        few = starts_split && split.pieces <= kMostPiecesOfWarp;
+        many = starts_split && !few;
     }
-    const u32 ballot = __ballot_sync(kFullWarp, found);
-    if (lane == 0) s.warp_counts[warp] = __popc(ballot);
-    __syncthreads();
-    i32 place = __popc(ballot & ((1u << lane) - 1)), total = 0;
-    for (i32 i = 0; i < kWarps; ++i) {
-        if (i < warp) place += s.warp_counts[i];
-        total += s.warp_counts[i];
+    const u32 with_few = __ballot_sync(kFullWarp, few), with_many = __ballot_sync(kFullWarp, many);
+    if (lane == 0) {
+        s.warp_counts[0][warp] = __popc(with_few);
+        s.warp_counts[1][warp] = __popc(with_many);
     }
-    if (found) s.splits[place] = split;
     __syncthreads();
-    return total;
+    i32 place[2] = {0, 0}, total[2] = {0, 0};
+#pragma unroll
+    for (i32 kind = 0; kind < 2; ++kind) {
+        for (i32 i = 0; i < kWarps; ++i) {
+            if (i < warp) place[kind] += s.warp_counts[kind][i];
+            total[kind] += s.warp_counts[kind][i];
+        }
+    }
+    const u32 lanes_before = (1u << lane) - 1;
+    if (few) s.splits[place[0] + __popc(with_few & lanes_before)] = split;
+    if (many) s.splits[total[0] + place[1] + __popc(with_many & lanes_before)] = split;
+    __syncthreads();
+    return SplitCounts{total[0], total[0] + total[1]};
 }
 
 // ---- Merging ---------------------------------------------------------------------------------------------------
@@ -217,19 +229,15 @@ MLA_DEVICE void merge_columns_by_block(const DenseDecodeParams& p, Storage& s, c
 extern "C" __global__ void __launch_bounds__(kThreads) mla_split_combine(const __grid_constant__ DenseDecodeParams p) {
     __shared__ Storage s;
     griddepcontrol_wait();
-    const i32 splits = list_splits(p, s);
+    const SplitCounts splits = list_splits(p, s);
     const i32 rows = p.s_q * p.h_q;
-    for (i32 i = 0; i < splits; ++i) {
-        const SplitRequest split = s.splits[i];
-        // Each request starts at another block, so that short requests do not all fall to the first ones.
-        const i32 block = (blockIdx.x + i * (gridDim.x / 2 + 1)) % gridDim.x;
-        if (split.pieces <= kMostPiecesOfWarp) {
-            const i32 warp = block * kWarps + threadIdx.x / kWarpThreads;
-            for (i32 row = warp; row < rows; row += gridDim.x * kWarps) merge_row_by_warp(p, split, row);
-        } else {
-            for (i32 unit = block; unit < rows * kColumnBlocks; unit += gridDim.x) {
-                merge_columns_by_block(p, s, split, unit / kColumnBlocks, unit % kColumnBlocks);
-            }
-        }
+    const i32 warp = blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
+    for (i32 unit = warp; unit < splits.few * rows; unit += gridDim.x * kWarps) {
+        merge_row_by_warp(p, s.splits[unit / rows], unit % rows);
+    }
+    const i32 units = rows * kColumnBlocks;
+    for (i32 unit = blockIdx.x; unit < (splits.all - splits.few) * units; unit += gridDim.x) {
+        const i32 within = unit % units;
+        merge_columns_by_block(p, s, s.splits[splits.few + unit / units], within / kColumnBlocks, within % kColumnBlocks);
     }
 }

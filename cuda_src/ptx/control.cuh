@@ -27,5 +27,7 @@ MLA_DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// The compiler may not assume to know `x` from here on (see tile/panel.cuh for why).
+// The compiler may not assume to know `x` from here on: what is computed from it is computed here, and not kept in
+// registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }
+MLA_DEVICE void opaque(i32& x) { asm volatile("" : "+r"(x)); }

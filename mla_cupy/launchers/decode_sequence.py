@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
 from mla_cupy.launchers import (
     decode_schedule,
     dense_decode_generic,
+    dense_decode_sm90_delayed,
     dense_decode_sm90_seesaw,
     split_combine,
 )
@@ -24,12 +26,13 @@ from mla_cupy.launchers.spec import MAP_BYTES, DtypeVariant, Launch, Variant, ar
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.tensormap import TensorMapSpec
 
 logger = logging.getLogger("mla_cupy")
 
 #: The attention kernels, the fastest first.
 KERNELS: dict[str, ModuleType] = {
-    module.SPEC.name: module for module in (dense_decode_sm90_seesaw, dense_decode_generic)
+    module.SPEC.name: module for module in (dense_decode_sm90_delayed, dense_decode_sm90_seesaw, dense_decode_generic)
 }
 _ALIGNMENT = 256
 _MAPS_KEPT = 1024
@@ -151,7 +154,7 @@ class DecodeSequence:
         self._schedule = Launch(decode_schedule.SPEC.request(Variant(), device.arch), device.ordinal)
         self._attend = Launch(module.SPEC.request(dtype, device.arch), device.ordinal)
         self._combine = Launch(split_combine.SPEC.request(dtype, device.arch), device.ordinal)
-        self._uses_map = module is dense_decode_sm90_seesaw
+        self._kv_map_spec = getattr(module, "kv_map", None)  # of kernels that fetch by TMA
         self._maps: dict[tuple[driver.Driver, int, int, int, tuple[int, ...]], bytes] = {}
 
     def bind(self, stream: int) -> None:
@@ -207,20 +210,29 @@ class DecodeSequence:
             config.num_parts,
             *flags,
         )
-        if self._uses_map:
-            args.views[1][:] = self._kv_map(pointers.kv, sizes.page_size, sizes.num_pages, pointers.kv_strides)
+        if self._kv_map_spec is not None:
+            args.views[1][:] = self._kv_map(
+                self._kv_map_spec, pointers.kv, sizes.page_size, sizes.num_pages, pointers.kv_strides
+            )
         self._attend((config.row_blocks, config.num_parts, 1), args, stream)
         if config.combine_blocks:
             self._combine((config.combine_blocks, 1, 1), args, stream)
 
-    def _kv_map(self, base: int, page_size: int, num_pages: int, strides: tuple[int, ...]) -> bytes:
+    def _kv_map(
+        self,
+        make_spec: Callable[..., TensorMapSpec],
+        base: int,
+        page_size: int,
+        num_pages: int,
+        strides: tuple[int, ...],
+    ) -> bytes:
         """The cache's tensor map, kept: a model calls with the same few caches, one a layer."""
         target = driver.current()
         key = (target, base, page_size, num_pages, strides)
         encoded = self._maps.get(key)
         if encoded is None:
             problem = self.config.problem
-            spec = dense_decode_sm90_seesaw.kv_map(problem.dtype, base, page_size, problem.h_kv, num_pages, *strides)
+            spec = make_spec(problem.dtype, base, page_size, problem.h_kv, num_pages, *strides)
             if len(self._maps) >= _MAPS_KEPT:
                 self._maps.clear()
             encoded = self._maps[key] = target.encode_tiled(spec)
