@@ -32,7 +32,7 @@ logger = logging.getLogger("mla_cupy")
 
 #: The attention kernels, the fastest first.
 KERNELS: dict[str, ModuleType] = {
-    module.SPEC.name: module for module in (dense_decode_sm90_delayed, dense_decode_sm90_seesaw, dense_decode_generic)
+    module.SPEC.name: module for module in (dense_decode_sm90_seesaw, dense_decode_sm90_delayed, dense_decode_generic)
 }
 _ALIGNMENT = 256
 _MAPS_KEPT = 1024
