@@ -37,6 +37,9 @@ class Native(Protocol):
     def view(self, x: Any) -> View:
         """The array from outside."""
 
+    def peek(self, x: Any) -> tuple[int, object]:
+        """The address, and all else that `view` would tell, in whatever form is cheapest to compare."""
+
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
         """Memory that is used on `stream`."""
 
@@ -110,6 +113,9 @@ class NumpyFamily(_NativeFamily):
         size = x.dtype.itemsize
         return View(x.ctypes.data, x.shape, tuple(s // size for s in x.strides), _dtype_name(x.dtype), HOST)
 
+    def peek(self, x: Any) -> tuple[int, object]:
+        return x.ctypes.data, (x.shape, x.strides, x.dtype)
+
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
         return np.empty(shape, _NUMPY_DTYPES[dtype])
 
@@ -140,6 +146,10 @@ class CupyFamily(_NativeFamily):
         size = dtype.itemsize
         strides = tuple([s // size for s in x.strides])
         return View(x.data.ptr, x.shape, strides, _dtype_name(dtype), x.data.device_id)
+
+    def peek(self, x: Any) -> tuple[int, object]:
+        data = x.data
+        return data.ptr, (x.shape, x.strides, x.dtype, data.device_id)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
         with self._device(device), self._stream(stream):
@@ -204,6 +214,10 @@ class TorchFamily(_NativeFamily):
         dtype = x.dtype
         name = self._names.get(dtype) or str(dtype)
         return View(x.data_ptr(), tuple(x.shape), x.stride(), name, x.get_device())
+
+    def peek(self, x: Any) -> tuple[int, object]:
+        needs_grad = x.requires_grad and self._torch.is_grad_enabled()
+        return x.data_ptr(), (x.shape, x.stride(), x.dtype, x.get_device(), needs_grad)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
         torch = self._torch

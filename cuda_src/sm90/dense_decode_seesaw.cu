@@ -28,11 +28,11 @@
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
-// left          0..3     232    even tiles: S0, softmax
-// right         4..7     232    odd tiles:  S1, softmax
-// load, query   8..11    40     attention/decode_load_sm90.cuh
-constexpr i32 kRegsMath = 232;
-constexpr i32 kRegsLoad = 40;
+// left          0..3     224    even tiles: S0, softmax
+// right         4..7     224    odd tiles:  S1, softmax
+// load, query   8..11    56     attention/decode_load_sm90.cuh
+constexpr i32 kRegsMath = 224;
+constexpr i32 kRegsLoad = 56;
 static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has at entry");
 
 // A fact made true by the first, waited for by the second (the mbarriers stand in attention/decode_block_sm90.cuh):

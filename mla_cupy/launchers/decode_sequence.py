@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from mla_cupy.launchers import (
     split_combine,
 )
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, PARAMS, DecodeProblem
-from mla_cupy.launchers.spec import MAP_BYTES, DtypeVariant, Launch, Variant, argument_block
+from mla_cupy.launchers.spec import MAP_BYTES, DtypeVariant, Launch, Variant
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
@@ -36,6 +37,7 @@ KERNELS: dict[str, ModuleType] = {
 }
 _ALIGNMENT = 256
 _MAPS_KEPT = 1024
+_ADDRESSES = struct.Struct("<7Q")  # the record up to `lse`
 
 
 class Workspace(NamedTuple):
@@ -145,27 +147,29 @@ class DecodeSizes(NamedTuple):
 
 
 class DecodeSequence:
-    """The kernels of one configuration on one device."""
+    """The kernels of one configuration on one device: `attend` and `combine` are launches, `schedule` a call."""
 
     def __init__(self, config: DecodeConfig, device: DeviceInfo) -> None:
         self.config = config
         module = KERNELS[config.kernel]
         dtype = DtypeVariant(config.problem.dtype)
-        self._schedule = Launch(decode_schedule.SPEC.request(Variant(), device.arch), device.ordinal)
-        self._attend = Launch(module.SPEC.request(dtype, device.arch), device.ordinal)
-        self._combine = Launch(split_combine.SPEC.request(dtype, device.arch), device.ordinal)
-        self._kv_map_spec = getattr(module, "kv_map", None)  # of kernels that fetch by TMA
+        self._cut = Launch(decode_schedule.SPEC.request(Variant(), device.arch), device.ordinal)
+        self.attend = Launch(module.SPEC.request(dtype, device.arch), device.ordinal)
+        self.combine = Launch(split_combine.SPEC.request(dtype, device.arch), device.ordinal)
+        self._kv_map_spec: Callable[..., TensorMapSpec] | None = getattr(
+            module, "kv_map", None
+        )  # of kernels that fetch by TMA
         self._maps: dict[tuple[driver.Driver, int, int, int, tuple[int, ...]], bytes] = {}
 
     def bind(self, stream: int) -> None:
         """Build and load every kernel, so that later calls can be captured."""
-        for launch in (self._schedule, self._attend, self._combine):
+        for launch in (self._cut, self.attend, self.combine):
             launch.bind(stream)
 
     def schedule(self, seqlens: int, stride: int, sizes: DecodeSizes, workspace: int, stream: int) -> None:
         """Enqueue the cutting of the batch into parts."""
         decode_schedule.launch(
-            self._schedule,
+            self._cut,
             seqlens,
             stride,
             sizes.b,
@@ -175,21 +179,57 @@ class DecodeSequence:
             stream,
         )
 
-    def attend(
+    def prepare(
+        self, pointers: DecodePointers, sizes: DecodeSizes, flags: tuple[float, ...], workspace: int
+    ) -> PreparedAttention:
+        """The attention and the merge, ready to be enqueued. `flags` is the record from `causal` on."""
+        return PreparedAttention(self, pointers, sizes, flags, workspace)
+
+    def kv_map(self, base: int, sizes: DecodeSizes, strides: tuple[int, ...]) -> bytes | None:
+        """The cache's tensor map, kept: a model calls with the same few caches, one a layer. None if not needed."""
+        if self._kv_map_spec is None:
+            return None
+        target = driver.current()
+        key = (target, base, sizes.page_size, sizes.num_pages, strides)
+        encoded = self._maps.get(key)
+        if encoded is None:
+            problem = self.config.problem
+            spec = self._kv_map_spec(problem.dtype, base, sizes.page_size, problem.h_kv, sizes.num_pages, *strides)
+            if len(self._maps) >= _MAPS_KEPT:
+                self._maps.clear()
+            encoded = self._maps[key] = target.encode_tiled(spec)
+        return encoded
+
+
+class PreparedAttention:
+    """The launches of one call with everything packed; calls that differ in addresses only can share it.
+
+    It owns its argument block: one thread at a time may use it.
+    """
+
+    __slots__ = ("_args", "_combine_grid", "_grid", "_kernels", "_kv", "_kv_strides", "_schedule", "_sizes")
+
+    def __init__(
         self,
+        kernels: DecodeSequence,
         pointers: DecodePointers,
         sizes: DecodeSizes,
         flags: tuple[float, ...],
         workspace: int,
-        stream: int,
     ) -> None:
-        """Enqueue the attention and the merge. `flags` is the record from `causal` on."""
-        config, problem = self.config, self.config.problem
-        args = argument_block(PARAMS.size, MAP_BYTES)
+        config, problem = kernels.config, kernels.config.problem
+        self._kernels = kernels
+        self._sizes = sizes
+        self._kv_strides = pointers.kv_strides
+        self._schedule = workspace + config.workspace.schedule
+        self._grid = (config.row_blocks, config.num_parts, 1)
+        self._combine_grid = (config.combine_blocks, 1, 1)
+        self._args = driver.ArgumentBlock((PARAMS.size, MAP_BYTES))
+        self._kv: tuple[driver.Driver | None, int] = (None, 0)  # whose map is in the block
         PARAMS.pack_into(
-            args.views[0],
+            self._args.views[0],
             *pointers[:4],
-            workspace + config.workspace.schedule,
+            self._schedule,
             pointers.out,
             pointers.lse,
             workspace + config.workspace.partial_out,
@@ -210,33 +250,20 @@ class DecodeSequence:
             config.num_parts,
             *flags,
         )
-        if self._kv_map_spec is not None:
-            args.views[1][:] = self._kv_map(
-                self._kv_map_spec, pointers.kv, sizes.page_size, sizes.num_pages, pointers.kv_strides
-            )
-        self._attend((config.row_blocks, config.num_parts, 1), args, stream)
-        if config.combine_blocks:
-            self._combine((config.combine_blocks, 1, 1), args, stream)
 
-    def _kv_map(
-        self,
-        make_spec: Callable[..., TensorMapSpec],
-        base: int,
-        page_size: int,
-        num_pages: int,
-        strides: tuple[int, ...],
-    ) -> bytes:
-        """The cache's tensor map, kept: a model calls with the same few caches, one a layer."""
-        target = driver.current()
-        key = (target, base, page_size, num_pages, strides)
-        encoded = self._maps.get(key)
-        if encoded is None:
-            problem = self.config.problem
-            spec = make_spec(problem.dtype, base, page_size, problem.h_kv, num_pages, *strides)
-            if len(self._maps) >= _MAPS_KEPT:
-                self._maps.clear()
-            encoded = self._maps[key] = target.encode_tiled(spec)
-        return encoded
+    def enqueue(self, addresses: Sequence[int], stream: int) -> None:
+        """Enqueue with these addresses (of the six arrays) in place of those that it was made with."""
+        q, kv, block_table, seqlens, out, lse = addresses
+        _ADDRESSES.pack_into(self._args.views[0], 0, q, kv, block_table, seqlens, self._schedule, out, lse)
+        key = (driver.current(), kv)
+        if key != self._kv:
+            encoded = self._kernels.kv_map(kv, self._sizes, self._kv_strides)
+            if encoded is not None:
+                self._args.views[1][:] = encoded
+            self._kv = key
+        self._kernels.attend(self._grid, self._args, stream)
+        if self._combine_grid[0]:
+            self._kernels.combine(self._combine_grid, self._args, stream)
 
 
 @functools.lru_cache(maxsize=256)

@@ -108,18 +108,22 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), float(lse[0, 0, 0].round(3))
     ((1, 1, 16, 512), 1.0, 28.605)
     """
+    options = _Options(d_v, scale, causal, out_dtype, lse_base, empty_lse, variant)
+    if plan is not None and not check:
+        repeated = plan.repeat((q, kv_cache, block_table, seqlens, out, lse), options, stream)
+        if repeated is not None:
+            return repeated
     family = arrays.common_family(
         {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens, "out": out, "lse": lse}
     )
     if not family.mutable and (out is not None or lse is not None):
         raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
-    options = _Options(causal, plan, out_dtype, lse_base, empty_lse, variant, check, stream)
-    scale = check_scalars(d_v, scale, lse_base)
+    check_scalars(d_v, scale, lse_base)
     arguments = _Arguments(
         *(None if x is None else family.adopt(x) for x in (q, kv_cache, block_table, seqlens, out, lse))
     )
     run = _decode_on_gpu if family.on_gpu else _decode_on_host
-    result, result_lse = run(family.native, arguments, scale, options)
+    result, result_lse = run(family.native, arguments, options, plan, check, stream)
     return (
         out if out is not None else family.release(result),
         lse if lse is not None else family.release(result_lse),
@@ -138,16 +142,21 @@ class _Arguments(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The rest of a call."""
+    """What, with the arrays, decides the result."""
 
+    d_v: int
+    scale: float | None
     causal: bool
-    plan: DecodePlan | None
     out_dtype: str | None
     lse_base: str
     empty_lse: float
     variant: str | None
-    check: bool
-    stream: Any
+
+    def flags(self, out_is_fp32: bool) -> tuple[float, ...]:
+        """The end of the kernels' record, from `causal` on."""
+        scale = check_scalars(self.d_v, self.scale, self.lse_base)
+        lse_factor = math.log(2) if self.lse_base == "e" else 1.0
+        return (bool(self.causal), out_is_fp32, scale * LOG2_E, lse_factor, float(self.empty_lse))
 
 
 class _Checked(NamedTuple):
@@ -179,34 +188,36 @@ def _check(native: Native, arguments: _Arguments, options: _Options) -> _Checked
     return _Checked(q, kv, table, seqlens, out, lse, out_dtype, problem, sizes)
 
 
-def _decode_on_gpu(native: Native, arguments: _Arguments, scale: float, options: _Options) -> tuple[Any, Any]:
+def _decode_on_gpu(
+    native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool, stream: Any
+) -> tuple[Any, Any]:
     """Check, allocate what is missing, enqueue."""
     checked = _check(native, arguments, options)
-    q, sizes, plan = checked.q, checked.sizes, options.plan
+    q, sizes = checked.q, checked.sizes
     device = q.device
     if plan is None:
         kernels = sequence(checked.problem, device, options.variant)
     else:
         kernels = plan.sequence_for(checked.problem, sizes, device, options.variant)
-    stream = native.current_stream(device) if options.stream is None else arrays.stream_handle(options.stream)
-    if options.check:
-        table, seqlens = (native.to_numpy(x, stream) for x in (arguments.block_table, arguments.seqlens))
+    handle = native.current_stream(device) if stream is None else arrays.stream_handle(stream)
+    if check:
+        table, seqlens = (native.to_numpy(x, handle) for x in (arguments.block_table, arguments.seqlens))
         check_values(table, seqlens, sizes.num_pages, sizes.page_size)
-    kernels.bind(stream)  # what can fail does so before anything is allocated or enqueued
+    kernels.bind(handle)  # what can fail does so before anything is allocated or enqueued
 
     out, lse, out_view, lse_view = arguments.out, arguments.lse, checked.out, checked.lse
     if out_view is None:
-        out = native.empty((*q.shape[:3], HEAD_DIM_V), checked.out_dtype, device, stream)
+        out = native.empty((*q.shape[:3], HEAD_DIM_V), checked.out_dtype, device, handle)
         out_view = native.view(out)
     if lse_view is None:
-        lse = native.empty((sizes.b, q.shape[2], q.shape[1]), "float32", device, stream)
+        lse = native.empty((sizes.b, q.shape[2], q.shape[1]), "float32", device, handle)
         lse_view = native.view(lse)
     if sizes.b == 0:
         return out, lse
     if plan is None:
-        scratch = native.empty((kernels.config.workspace.nbytes,), "uint8", device, stream)  # held to the end
+        scratch = native.empty((kernels.config.workspace.nbytes,), "uint8", device, handle)  # held to the end
         workspace = native.view(scratch).ptr
-        kernels.schedule(checked.seqlens.ptr, checked.seqlens.strides[0], sizes, workspace, stream)
+        kernels.schedule(checked.seqlens.ptr, checked.seqlens.strides[0], sizes, workspace, handle)
     else:
         workspace = plan.workspace_address
     pointers = DecodePointers(
@@ -223,35 +234,39 @@ def _decode_on_gpu(native: Native, arguments: _Arguments, scale: float, options:
         out_view.strides[:3],
         lse_view.strides,
     )
-    lse_factor = math.log(2) if options.lse_base == "e" else 1.0
-    is_fp32 = checked.out_dtype == "float32"
-    flags = (bool(options.causal), is_fp32, scale * LOG2_E, lse_factor, float(options.empty_lse))
-    kernels.attend(pointers, sizes, flags, workspace, stream)
+    prepared = kernels.prepare(pointers, sizes, options.flags(checked.out_dtype == "float32"), workspace)
+    prepared.enqueue(pointers[:6], handle)
+    if plan is not None:
+        plan.remember(native, arguments, checked.out_dtype, options, prepared)
     return out, lse
 
 
-def _decode_on_host(native: Native, arguments: _Arguments, scale: float, options: _Options) -> tuple[Any, Any]:
+def _decode_on_host(
+    native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool, stream: Any
+) -> tuple[Any, Any]:
     """NumPy arrays: on the GPU and back, or by the oracle."""
     given = (arguments.out, arguments.lse)
     if not backend.use_gpu():
-        return backend.deliver(_decode_by_oracle(native, arguments, scale, options), given)
+        return backend.deliver(_decode_by_oracle(native, arguments, options, plan, check), given)
     out_dtype = _check(native, arguments, options).out_dtype
-    cupy = arrays.cupy_family()
     q, kv_cache, block_table, seqlens = (arrays.to_gpu(x) for x in arguments[:4])
     on_gpu = _Arguments(q, kv_cache, block_table, seqlens, None, None)
-    results = _decode_on_gpu(cupy, on_gpu, scale, options._replace(out_dtype=out_dtype))
-    return backend.deliver(backend.fetched(results, options.stream), given)
+    options = options._replace(out_dtype=out_dtype)
+    results = _decode_on_gpu(arrays.cupy_family(), on_gpu, options, plan, check, stream)
+    return backend.deliver(backend.fetched(results, stream), given)
 
 
-def _decode_by_oracle(native: Native, arguments: _Arguments, scale: float, options: _Options) -> list[Any]:
+def _decode_by_oracle(
+    native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool
+) -> list[Any]:
     checked = _check(native, arguments, options)
-    if options.plan is not None:
-        options.plan.check_fit(replace(checked.problem, aligned=True), checked.sizes, arrays.HOST)
-    if options.check:
+    if plan is not None:
+        plan.check_fit(replace(checked.problem, aligned=True), checked.sizes, arrays.HOST)
+    if check:
         check_values(arguments.block_table, arguments.seqlens, checked.sizes.num_pages, checked.sizes.page_size)
     results = backend.reference_decode(
         *arguments[:4],
-        scale=scale,
+        scale=options.scale,
         causal=options.causal,
         lse_base=options.lse_base,
         empty_lse=options.empty_lse,
