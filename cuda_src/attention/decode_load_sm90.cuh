@@ -11,31 +11,42 @@ MLA_DEVICE const u16* query_row(const Block& block, i32 request, i32 row) {
            (i64)(block.kv_head * group + r % group) * p.q_stride_h_elems;
 }
 
+// Each warp loads every third row. Its lanes work out the rows' addresses side by side and hand them round, since an
+// address takes two divisions.
+constexpr i32 kQueryWarps = kQueryThreads / kWarpThreads;
+static_assert(ceil_div(kBlockM, kQueryWarps) <= kWarpThreads, "a lane knows one row of its warp");
+
+MLA_DEVICE void load_query_rows(const Block& block, const u16* my_row, i32 first_row, i32 lane) {
+    const SmemAddr q = smem_addr(block.s.q);
+    for (i32 i = 0, row = first_row; row < kBlockM; ++i, row += kQueryWarps) {
+        const u16* from = reinterpret_cast<const u16*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row), i));
+        const bool present = block.row0 + row < block.rows;
+        for (i32 chunk = lane; chunk < kPanelsQk * kPanelChunks; chunk += kWarpThreads) {
+            const u32 panel = (u32)(chunk / kPanelChunks) * kPanelBytes;
+            cp_async_16(q + (panel + panel_offset(row, chunk % kPanelChunks)), from + chunk * 8, present);
+        }
+    }
+}
+
 MLA_DEVICE void run_query_role(Block& block, i32 thread) {
     const DenseDecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads, first_row = thread / kWarpThreads;
-    const SmemAddr q = smem_addr(block.s.q);
+    bool others_at_work = false;
     Ring<1> ring;
     Fragment fragment;
     for (FragmentWalk walk(p, block.part); walk.next(p, fragment);) {
         if (fragment.tile_begin >= fragment.tile_end) continue;
-        // The rows come into L2 while the fragment before is still at work.
-        for (i32 row = first_row; row < kBlockM; row += kQueryThreads / kWarpThreads) {
-            if (lane < kPanelsQk) prefetch_global_l2(query_row(block, fragment.request, row) + lane * kPanelColumns);
+        const u16* my_row = query_row(block, fragment.request, first_row + lane * kQueryWarps);
+        if (others_at_work) {  // on the fragment before: meanwhile the rows come into L2
+            for (i32 panel = 0; panel < kPanelsQk; ++panel) prefetch_global_l2(my_row + panel * kPanelColumns);
         }
         mbarrier_wait(block.s.q_empty, ring.empty_parity(0));
-        for (i32 row = first_row; row < kBlockM; row += kQueryThreads / kWarpThreads) {
-            const u16* from = query_row(block, fragment.request, row);
-            const bool present = block.row0 + row < block.rows;
-            for (i32 chunk = lane; chunk < kPanelsQk * kPanelChunks; chunk += kWarpThreads) {
-                const u32 panel = (u32)(chunk / kPanelChunks) * kPanelBytes;
-                cp_async_16(q + (panel + panel_offset(row, chunk % kPanelChunks)), from + chunk * 8, present);
-            }
-        }
+        load_query_rows(block, my_row, first_row, lane);
         cp_async_wait_all();
         fence_proxy_async();
         mbarrier_arrive(block.s.q_full);
         ring.advance(0);
+        others_at_work = true;
     }
 }
 

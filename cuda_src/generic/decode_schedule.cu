@@ -14,7 +14,7 @@
 constexpr i32 kThreads = 1024;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 // What a request costs besides its tiles: fetching Q, starting the pipeline, writing the result.
-constexpr i32 kRequestCost = 3;
+constexpr i32 kRequestCost = 5;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DecodeScheduleParams {

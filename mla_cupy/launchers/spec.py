@@ -111,7 +111,8 @@ class Launch:
     def __call__(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> None:
         """Enqueue it. Every kernel waits for its predecessor before it reads, so all are launched dependently."""
         target = driver.current()
-        self.bind(stream)
+        if target is not self._driver:
+            self.bind(stream)
         target.launch(self._kernel, grid, self._block, (1, 1, 1), self._smem, args, stream, True)
 
     def bind(self, stream: int) -> None:
