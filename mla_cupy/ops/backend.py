@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mla_cupy import arrays, formats, reference
+from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
 from mla_cupy.runtime import device, env
 
 logger = logging.getLogger("mla_cupy")
@@ -17,10 +18,13 @@ logger = logging.getLogger("mla_cupy")
 def use_gpu() -> bool:
     """Whether NumPy arrays go to the GPU: MLA_CUPY_BACKEND, or whether there is one."""
     choice = env.get("BACKEND")
-    if choice != "auto":
-        return choice == "cuda"
+    if choice == "numpy":
+        return False
     if _has_gpu():
         return True
+    if choice == "cuda":
+        remedy = "set MLA_CUPY_BACKEND=numpy or auto; `mla-cupy info` says what is missing"
+        raise UnsupportedDeviceError(explain("MLA_CUPY_BACKEND", "cuda", "a GPU that CuPy can use", remedy))
     _say_no_gpu()
     return False
 
@@ -62,6 +66,9 @@ def fetched(results: tuple[Any, Any], stream: Any) -> list[np.ndarray[Any, Any]]
 
 def deliver(results: list[np.ndarray[Any, Any]], given: tuple[Any, Any]) -> tuple[Any, Any]:
     """Write (out, lse) to the caller's arrays where there are any; returns what the caller gets."""
+    for argument, target in zip(("out", "lse"), given, strict=True):
+        if target is not None and not target.flags.writeable:
+            raise ArgumentError(explain(argument, "a read-only array", "a writable one"))
     for result, target in zip(results, given, strict=True):
         if target is not None:
             np.copyto(target, result)

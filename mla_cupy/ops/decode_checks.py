@@ -14,6 +14,8 @@ from mla_cupy.launchers.decode_problem import HEAD_DIM_QK, HEAD_DIM_V
 HALF_TYPES = ("bfloat16", "float16")
 _TMA_BYTES = 16
 _MOST_INT32 = 2**31 - 1
+_LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
+"""What float32 can hold, also when it is multiplied by log2(e)."""
 
 
 def check_inputs(q: View, kv: View, table: View, seqlens: View) -> View:
@@ -40,7 +42,7 @@ def check_inputs(q: View, kv: View, table: View, seqlens: View) -> View:
         if view.shape[-1] != HEAD_DIM_QK:
             remedy = "only d_qk = 576 (512 latent + 64 rope) is built"
             raise ShapeError(explain(f"{argument}.shape[-1]", view.shape[-1], str(HEAD_DIM_QK), remedy))
-        if view.strides[-1] != 1:
+        if not contiguous_along_last(view):
             remedy = f"make {argument} contiguous along it"
             raise ShapeError(explain(f"{argument}.strides[-1]", view.strides[-1], "1 element", remedy))
     if min(s_q, h_q, page_size, h_kv) < 1:
@@ -74,7 +76,7 @@ def check_outputs(q: View, out: View | None, lse: View | None, out_dtype: str | 
             raise DTypeError(explain("out.dtype", out.dtype, out_dtype or f"{q.dtype}, like q, or float32"))
         if out.device != q.device:
             raise DeviceError(explain("out's device", out.device, f"{q.device}, like q"))
-        if out.strides[-1] != 1 or not steps_by_16_bytes(out):
+        if not contiguous_along_last(out) or not steps_by_16_bytes(out):
             expected = "a contiguous last axis, and a start and further strides that are multiples of 16 bytes"
             raise ShapeError(explain("out.strides", out.strides, expected, "pass a contiguous array"))
     if lse is not None:
@@ -94,8 +96,8 @@ def check_scalars(d_v: int, scale: float | None, lse_base: str) -> float:
     check_lse_base(lse_base)
     if scale is None:
         return float(HEAD_DIM_QK**-0.5)
-    if not (isinstance(scale, (int, float, np.floating)) and math.isfinite(scale) and scale > 0):
-        raise ArgumentError(explain("scale", scale, "a finite number above 0"))
+    if not (isinstance(scale, (int, float, np.floating)) and _LEAST_SCALE <= scale <= _MOST_SCALE):
+        raise ArgumentError(explain("scale", repr(scale), "a finite number above 0, in float32"))
     return float(scale)
 
 
@@ -104,8 +106,15 @@ def check_lse_base(lse_base: str) -> None:
         raise ArgumentError(explain("lse_base", repr(lse_base), '"e" or "2"'))
 
 
+def contiguous_along_last(view: View) -> bool:
+    """Whether the last axis steps by 1 element. The strides of an array without elements mean nothing."""
+    return view.strides[-1] == 1 or view.shape[-1] == 1 or 0 in view.shape
+
+
 def steps_by_16_bytes(view: View) -> bool:
     """Whether the array starts at, and every axis but the last steps by, a multiple of 16 bytes; forwards."""
+    if 0 in view.shape:
+        return True
     elements = _TMA_BYTES // (4 if view.dtype == "float32" else 2)
     if view.ptr % _TMA_BYTES:
         return False

@@ -12,7 +12,7 @@ from mla_cupy.errors import DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.launchers import merge_states as launcher
 from mla_cupy.launchers.spec import DtypeVariant, Launch
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import HALF_TYPES, check_lse_base
+from mla_cupy.ops.decode_checks import HALF_TYPES, check_lse_base, contiguous_along_last
 from mla_cupy.runtime import device as devices
 
 
@@ -125,16 +125,18 @@ def _check(native: Native, arguments: _Arguments, out_dtype: str | None, lse_bas
         raise ShapeError(explain("lses.shape", lses.shape, f"(n, b, h_q, s_q) = {(n, b, h_q, s_q)}"))
     if outs.dtype not in floats:
         raise DTypeError(explain("outs.dtype", outs.dtype, "bfloat16, float16 or float32"))
-    if outs.strides[-1] != 1 and d > 1:
+    if not contiguous_along_last(outs):
         raise ShapeError(explain("outs.strides[-1]", outs.strides[-1], "1 element", "make it contiguous along it"))
     if lses.dtype != "float32":
         raise DTypeError(explain("lses.dtype", lses.dtype, "float32"))
     if out is not None and out.shape != (b, s_q, h_q, d):
         raise ShapeError(explain("out.shape", out.shape, str((b, s_q, h_q, d))))
-    if out is not None and out.strides[-1] != 1 and d > 1:
+    if out is not None and not contiguous_along_last(out):
         raise ShapeError(explain("out.strides[-1]", out.strides[-1], "1 element"))
-    if lse is not None and (lse.shape != (b, h_q, s_q) or lse.dtype != "float32"):
-        raise ShapeError(explain("lse", f"{lse.dtype} {lse.shape}", f"float32 {(b, h_q, s_q)}"))
+    if lse is not None and lse.shape != (b, h_q, s_q):
+        raise ShapeError(explain("lse.shape", lse.shape, str((b, h_q, s_q))))
+    if lse is not None and lse.dtype != "float32":
+        raise DTypeError(explain("lse.dtype", lse.dtype, "float32"))
     dtype = out_dtype or (out.dtype if out is not None else outs.dtype)
     if out is not None and out.dtype != dtype:
         raise DTypeError(explain("out.dtype", out.dtype, dtype))
