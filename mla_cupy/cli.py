@@ -244,7 +244,7 @@ def _outcome_row(plan: Planned, outcome: kernels.Outcome) -> dict[str, Any]:
     return {
         **row,
         "registers": record["registers"],
-        "smem": record["static_smem"] + record["facts"].get(kernels.SMEM_FACT, 0),
+        "smem": record["static_smem"] + record["facts"].get("smem_bytes", 0),
         "spills": record["spill_stores"] + record["spill_loads"],
         "stack": record["stack"],
         "seconds": record["seconds"],

@@ -123,6 +123,7 @@ MLA_DEVICE void clean_values(Block& block, const Fragment& fragment, i32 tile, i
     const i32 seen_by_all = block.seen_by_all(fragment) - tile * kTileTokens;
     const i32 end = fragment.tokens - tile * kTileTokens;
     if (seen_by_all >= kTileTokens) return;
+    bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the other warps' scores are done too: they read these rows
     u8* panels = value_panels<kRight>(block.s, stage);
     const i32 first = max(seen_by_all, 0);
     for (i32 i = thread; i < (kTileTokens - first) * kPanelChunks; i += kWarpgroupThreads) {
@@ -253,8 +254,9 @@ MLA_DEVICE void restore_nonfinite(const Block& block, const Fragment& fragment, 
     }
 }
 
-// One math warpgroup: `Tiles` is what it does with the tiles of a fragment, the kernel's own part.
-template <bool kRight, class Tiles>
+// One math warpgroup. `tiles` is what it does with the tiles of a fragment, the kernel's own part; kScores says whether
+// that includes scores. (One that does not need the query must not read it: its place is given to P.)
+template <bool kRight, bool kScores, class Tiles>
 MLA_DEVICE void run_math_role(Block& block, i32 thread, Tiles tiles) {
     Storage& s = block.s;
     Math math;
@@ -266,7 +268,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Tiles tiles) {
         float sums[kFragmentRows] = {0.f, 0.f};
         bool unclean = false;
         if (fragment.tile_begin < fragment.tile_end) {
-            load_q_rope(s, math, thread);
+            if (kScores) load_q_rope(s, math, thread);
             tiles(math, fragment);
             total_sums<kRight>(sums, s, math.rows, thread);
             unclean = s.unclean_request[kRight] == fragment.request;

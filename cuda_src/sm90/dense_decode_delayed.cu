@@ -103,11 +103,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < 4) {
         setmaxnreg_inc<kRegsLeft>();
-        run_math_role<false>(
+        run_math_role<false, true>(
             block, thread, [&](Math& math, const Fragment& fragment) { run_left(block, math, fragment, thread); });
     } else if (warp < 8) {
         setmaxnreg_inc<kRegsRight>();
-        run_math_role<true>(
+        run_math_role<true, false>(
             block, thread, [&](Math& math, const Fragment& fragment) { run_right(block, math, fragment, thread); });
     } else {
         setmaxnreg_dec<kRegsLoad>();

@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < 4) {
         setmaxnreg_inc<kRegsMath>();
-        run_math_role<false>(block, thread, [&](Math& math, const Fragment& fragment) {
+        run_math_role<false, true>(block, thread, [&](Math& math, const Fragment& fragment) {
 #pragma unroll 1
             for (i32 tile = fragment.tile_begin; tile < fragment.tile_end; tile += 2) {
                 left_pair(block, math, fragment, tile, thread);
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         });
     } else if (warp < 8) {
         setmaxnreg_inc<kRegsMath>();
-        run_math_role<true>(block, thread, [&](Math& math, const Fragment& fragment) {
+        run_math_role<true, true>(block, thread, [&](Math& math, const Fragment& fragment) {
             i32 tile = fragment.tile_begin;
 #pragma unroll 1
             for (; tile + 1 < fragment.tile_end; tile += 2) right_pair(block, math, fragment, tile, thread);

@@ -121,9 +121,9 @@ class Launch:
         if target is self._driver:
             return
         self._kernel = kernels.loaded(self._request, self._device, stream)
-        facts = kernels.obtain(self._request).facts
-        self._block = (int(facts["threads"]), 1, 1)
-        self._smem = int(facts.get(kernels.SMEM_FACT, 0))
+        build = kernels.obtain(self._request)
+        self._block = (int(build.facts["threads"]), 1, 1)
+        self._smem = build.dynamic_smem
         self._driver = target
 
 

@@ -59,6 +59,16 @@ class Build:
     record: dict[str, Any]
 
     @property
+    def entry(self) -> str:
+        """Name of its one entry point."""
+        return str(self.record["entry"])
+
+    @property
+    def dynamic_smem(self) -> int:
+        """Bytes of dynamic shared memory that it must be launched with: its fact `smem_bytes`."""
+        return int(self.facts.get("smem_bytes", 0))
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What the kernel tells the host: name -> int, or list of ints."""
         facts: dict[str, Any] = self.record["facts"]

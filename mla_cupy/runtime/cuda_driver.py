@@ -16,6 +16,7 @@ from typing import Any
 
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import tensormap
+from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel
 
 _REMEDIES = {
@@ -62,15 +63,16 @@ class CudaDriver:
         self._thread = _PerThread()
         self._images: list[int] = []
 
-    def load(self, cubin: bytes, entry: str, device: int, smem: int) -> Kernel:
-        """Load `entry` of `cubin` on `device`.
+    def load(self, build: Build, device: int) -> Kernel:
+        """Load the kernel of `build` on `device`.
 
         CuPy keeps loaded modules by path, so every image gets a path of its own that is never used again: a file in
         memory whose descriptor stays open. That also works where no directory is writable.
         """
+        entry, smem = build.entry, build.dynamic_smem
         with self.device_guard(device):
             try:
-                raw = self._cupy.RawModule(path=self._path(cubin, entry)).get_function(entry)
+                raw = self._cupy.RawModule(path=self._path(build.cubin, entry)).get_function(entry)
                 function = raw.kernel
                 if smem > 0:
                     raw.max_dynamic_shared_size_bytes = smem

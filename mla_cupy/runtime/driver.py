@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Dim3 = tuple[int, int, int]
@@ -71,8 +72,8 @@ class Kernel:
 class Driver(Protocol):
     """What a launcher may ask of a GPU. Streams are raw handles; 0 is the legacy default stream."""
 
-    def load(self, cubin: bytes, entry: str, device: int, smem: int) -> Kernel:
-        """Load the entry of a cubin on a device, allowing `smem` bytes of dynamic shared memory."""
+    def load(self, build: Build, device: int) -> Kernel:
+        """Load a kernel on a device, allowing the dynamic shared memory that its facts ask for."""
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         """The 128 bytes of a tensor map."""

@@ -16,9 +16,6 @@ from mla_cupy.runtime.build import Build, BuildRequest
 
 logger = logging.getLogger("mla_cupy.jit")
 
-SMEM_FACT = "smem_bytes"
-"""The fact that says how much dynamic shared memory a kernel needs; none if it is missing."""
-
 _QUIET_SECONDS = 1.0
 _TICK_SECONDS = 0.1
 
@@ -63,9 +60,7 @@ def loaded(request: BuildRequest, device: int, stream: int = 0) -> driver.Kernel
                 f"{request.name} is not loaded and the stream is being captured into a graph: "
                 "make a plan, or call the function once, before the capture"
             )
-        build = obtain(request)
-        smem = build.facts.get(SMEM_FACT, 0)
-        kernel = _kernels[key] = target.load(build.cubin, request.entry, device, smem)
+        kernel = _kernels[key] = target.load(obtain(request), device)
     return kernel
 
 

@@ -18,7 +18,7 @@ from tiny_kernels import TINY_REQUEST
 
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import cuda_driver, device, driver, kernels
-from mla_cupy.runtime.build import compile_kernel
+from mla_cupy.runtime.build import Build, compile_kernel
 from mla_cupy.runtime.driver import ArgumentBlock, Kernel
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -214,8 +214,8 @@ def test_load_gives_every_image_a_path_of_its_own(
     if not memfd:
         monkeypatch.setattr(cuda_driver.os, "memfd_create", missing)
     cubin = compile_kernel(TINY_REQUEST).cubin
-    first = loading.load(cubin, "mla_tiny", 0, 2048)
-    loading.load(cubin + b"\0", "mla_tiny", 0, 0)
+    first = loading.load(Build(cubin, b"", {"entry": "mla_tiny", "facts": {"smem_bytes": 2048}}), 0)
+    loading.load(Build(cubin + b"\0", b"", {"entry": "mla_tiny", "facts": {}}), 0)
     assert list(loading._cupy.modules.values()) == [cubin, cubin + b"\0"]
     assert loading._cupy.smem == [2048]
     assert (first.handle, first.context, first.device) == (0x99, 0xC0, 0)
@@ -225,7 +225,7 @@ def test_load_gives_every_image_a_path_of_its_own(
 
 def test_a_refused_image_is_explained(loading: cuda_driver.CudaDriver) -> None:
     with pytest.raises(RuntimeError, match=r"loading mla_tiny on device 0: .*\(209\); the kernel was compiled for"):
-        loading.load(b"junk", "mla_tiny", 0, 0)
+        loading.load(Build(b"junk", b"", {"entry": "mla_tiny", "facts": {}}), 0)
 
 
 def test_without_a_driver_library_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tiny_kernels import SLOW_REQUEST, TINY_REQUEST
 
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
 from mla_cupy.runtime import cache, driver, kernels, nvrtc, worker
+from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
@@ -21,12 +22,12 @@ class RecordingDriver:
     """Loads nothing, but remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.loads: list[tuple[bytes, str, int, int]] = []
+        self.loads: list[tuple[bytes, str, int, int]] = []  # image, entry, device, dynamic shared memory
         self.capturing: set[int] = set()
 
-    def load(self, cubin: bytes, entry: str, device: int, smem: int) -> Kernel:
-        self.loads.append((cubin, entry, device, smem))
-        return Kernel(entry, device, 1)
+    def load(self, build: Build, device: int) -> Kernel:
+        self.loads.append((build.cubin, build.entry, device, build.dynamic_smem))
+        return Kernel(build.entry, device, 1)
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         return bytes(128)
