@@ -361,17 +361,19 @@ def family_of(x: Any, argument: str) -> Family:
 
 
 def common_family(arrays: Mapping[str, Any]) -> Family:
-    """The one family of all arrays (None is passed over).
+    """The one family of all arrays. `out` and `lse` may be None, which is passed over.
 
     Raises
     ------
+    DTypeError
+        If one is no array.
     DeviceError
-        If there are several.
+        If there are several families.
     """
     first = ""
     family: Family | None = None
     for argument, x in arrays.items():
-        if x is None:
+        if x is None and argument in ("out", "lse"):
             continue
         other = family_of(x, argument)
         if family is None:

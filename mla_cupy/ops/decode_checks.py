@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from mla_cupy.launchers.decode_problem import HEAD_DIM_QK, HEAD_DIM_V
 HALF_TYPES = ("bfloat16", "float16")
 _TMA_BYTES = 16
 _MOST_INT32 = 2**31 - 1
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
 """What float32 can hold, also when it is multiplied by log2(e)."""
 
@@ -103,6 +105,13 @@ def check_scalars(d_v: int, scale: float | None, lse_base: str) -> float:
 def check_lse_base(lse_base: str) -> None:
     if lse_base not in ("e", "2"):
         raise ArgumentError(explain("lse_base", repr(lse_base), '"e" or "2"'))
+
+
+def check_empty_lse(empty_lse: float) -> float:
+    """Check the number; infinities and NaN are good."""
+    if isinstance(empty_lse, (int, float, np.floating)) and not _MOST_FLOAT32 < abs(empty_lse) < math.inf:
+        return float(empty_lse)
+    raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32"))
 
 
 def contiguous_along_last(view: View) -> bool:

@@ -12,7 +12,7 @@ from mla_cupy.errors import DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.launchers import merge_states as launcher
 from mla_cupy.launchers.spec import DtypeVariant, Launch
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import HALF_TYPES, check_lse_base, contiguous_along_last
+from mla_cupy.ops.decode_checks import HALF_TYPES, check_empty_lse, check_lse_base, contiguous_along_last
 from mla_cupy.runtime import device as devices
 
 
@@ -77,7 +77,7 @@ def merge_states(
         raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
     lent = _Arguments(*(None if x is None else family.adopt(x) for x in (outs, lses, out, lse)))
     dtype = _check(family.native, lent, out_dtype, lse_base)
-    options = _Options(dtype, lse_base, float(empty_lse), stream)
+    options = _Options(dtype, lse_base, check_empty_lse(empty_lse), stream)
     if family.on_gpu:
         results = _merge_on_gpu(family.native, lent, options)
     elif backend.use_gpu():
