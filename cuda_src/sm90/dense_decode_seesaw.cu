@@ -100,16 +100,14 @@ MLA_DEVICE void right_pair(Block& block, Math& math, const Fragment& fragment, i
 
     bar_sync(P0Ready, kMathThreads);
     rescale(math.out, even_scale);
-    clean_values<true>(block, fragment, tile + 1, 1, thread);
+    clean_values<true>(block, fragment, tile, 0, thread);
     start_other_product<true>(s, math, 0);
-    if (odd_scale.any()) {
-        finish<0>(math);
-        rescale(math.out, odd_scale);
-    }
-    start_own_product<true>(s, math, 1);
-    finish<1>(math);
+    finish<0>(math);
     release(s.kv_empty[0].right, thread);
     math.ring.advance(0);
+    rescale(math.out, odd_scale);
+    clean_values<true>(block, fragment, tile + 1, 1, thread);
+    start_own_product<true>(s, math, 1);
     finish<0>(math);
     release(s.kv_empty[1].right, thread);
     math.ring.advance(1);
