@@ -202,15 +202,7 @@ class TorchFamily(_NativeFamily):
         return self
 
     def view(self, x: Any) -> View:
-        if x.requires_grad and self._torch.is_grad_enabled():
-            raise DTypeError(
-                explain(
-                    "a tensor",
-                    "one that requires grad, in grad mode",
-                    "no gradient to be recorded",
-                    "this operation has no backward: call it under torch.no_grad(), or detach its inputs",
-                )
-            )
+        _refuse_gradients(self._torch, x)
         dtype = x.dtype
         name = self._names.get(dtype) or str(dtype)
         return View(x.data_ptr(), tuple(x.shape), x.stride(), name, x.get_device())
@@ -247,7 +239,9 @@ class TorchCpuFamily:
         return NUMPY
 
     def adopt(self, x: Any) -> Any:
-        return _torch_to_numpy(sys.modules["torch"], x.detach())
+        torch = sys.modules["torch"]
+        _refuse_gradients(torch, x)
+        return _torch_to_numpy(torch, x.detach())
 
     def release(self, x: Any) -> Any:
         torch: Any = sys.modules["torch"]
@@ -274,7 +268,7 @@ class JaxFamily:
     def release(self, x: Any) -> Any:
         import jax
 
-        return jax.dlpack.from_dlpack(x) if self.on_gpu else jax.numpy.asarray(x)
+        return jax.dlpack.from_dlpack(x) if self.on_gpu else jax.device_put(x, jax.devices("cpu")[0])
 
 
 class DlpackFamily:
@@ -301,6 +295,18 @@ class _RawStream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self._handle)
+
+
+def _refuse_gradients(torch: Any, x: Any) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise DTypeError(
+            explain(
+                "a tensor",
+                "one that requires grad, in grad mode",
+                "no gradient to be recorded",
+                "this operation has no backward: call it under torch.no_grad(), or detach its inputs",
+            )
+        )
 
 
 def _torch_to_numpy(torch: Any, x: Any) -> np.ndarray[Any, Any]:
