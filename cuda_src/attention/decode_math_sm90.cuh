@@ -7,8 +7,11 @@
 #include "ptx/matrix.cuh"
 #include "tile/nonfinite.cuh"
 
-// Named barriers of one warpgroup among itself, and of both. A kernel's own ones come after them.
-enum SharedNamedBarrier : i32 { LeftOnly = 1, RightOnly, SumsReady, FirstFreeBarrier };
+// Named barriers: one warpgroup among itself, or a fact that one makes true and the other waits for. A kernel's own
+// ones come after them.
+// LeftOnly, RightOnly             the warpgroup's threads are all here
+// LeftSumsReady, RightSumsReady   the warpgroup's share of l is in sums
+enum SharedNamedBarrier : i32 { LeftOnly = 1, RightOnly, LeftSumsReady, RightSumsReady, FirstFreeBarrier };
 
 MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : LeftOnly; }
 
@@ -171,7 +174,8 @@ MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage& s, const RowSt
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) sums[r] = quad_sum(rows.sum[r]);
     store_rows(s.sums[kRight], sums, thread);
-    bar_sync(SumsReady, kMathThreads);
+    bar_arrive(kRight ? RightSumsReady : LeftSumsReady, kMathThreads);
+    bar_sync(kRight ? LeftSumsReady : RightSumsReady, kMathThreads);
     float other[kFragmentRows];
     load_rows(other, s.sums[!kRight], thread);
 #pragma unroll
