@@ -7,6 +7,12 @@ import pytest
 from mla_cupy.runtime import device
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sim", choices=("quick", "full"), default="quick", help="cases that run in the simulator: a choice, or all"
+    )
+
+
 @pytest.fixture(scope="session")
 def gpu() -> device.DeviceInfo:
     """The first GPU, where there is one."""

@@ -90,9 +90,14 @@ def configure(problem: DecodeProblem, device: DeviceInfo, variant: str | None = 
     )
 
 
-def _choose(problem: DecodeProblem, device: DeviceInfo, variant: str | None) -> str:
+def check_variant(variant: str | None) -> None:
+    """Raise ArgumentError unless it names an attention kernel, or None."""
     if variant is not None and variant not in KERNELS:
         raise ArgumentError(explain("variant", repr(variant), "one of " + ", ".join(KERNELS)))
+
+
+def _choose(problem: DecodeProblem, device: DeviceInfo, variant: str | None) -> str:
+    check_variant(variant)
     reasons = {}
     for name in KERNELS if variant is None else (variant,):
         reasons[name] = KERNELS[name].unsupported(problem, device)
@@ -180,10 +185,10 @@ class DecodeSequence:
         )
 
     def prepare(
-        self, pointers: DecodePointers, sizes: DecodeSizes, flags: tuple[float, ...], workspace: int
+        self, pointers: DecodePointers, sizes: DecodeSizes, flags: tuple[float, ...], workspace: int, stream: int
     ) -> PreparedAttention:
         """The attention and the merge, ready to be enqueued. `flags` is the record from `causal` on."""
-        return PreparedAttention(self, pointers, sizes, flags, workspace)
+        return PreparedAttention(self, pointers, sizes, flags, workspace, stream)
 
     def kv_map(self, base: int, sizes: DecodeSizes, strides: tuple[int, ...]) -> bytes | None:
         """The cache's tensor map, kept: a model calls with the same few caches, one a layer. None if not needed."""
@@ -207,7 +212,7 @@ class PreparedAttention:
     It owns its argument block: one thread at a time may use it.
     """
 
-    __slots__ = ("_args", "_combine_grid", "_grid", "_kernels", "_kv", "_kv_strides", "_schedule", "_sizes")
+    __slots__ = ("_args", "_driver", "_kernels", "_kv", "_kv_strides", "_launches", "_record", "_schedule", "_sizes")
 
     def __init__(
         self,
@@ -216,16 +221,20 @@ class PreparedAttention:
         sizes: DecodeSizes,
         flags: tuple[float, ...],
         workspace: int,
+        stream: int,
     ) -> None:
         config, problem = kernels.config, kernels.config.problem
         self._kernels = kernels
         self._sizes = sizes
         self._kv_strides = pointers.kv_strides
         self._schedule = workspace + config.workspace.schedule
-        self._grid = (config.row_blocks, config.num_parts, 1)
-        self._combine_grid = (config.combine_blocks, 1, 1)
         self._args = driver.ArgumentBlock((PARAMS.size, MAP_BYTES))
-        self._kv: tuple[driver.Driver | None, int] = (None, 0)  # whose map is in the block
+        self._record = self._args.views[0]
+        self._kv = 0  # whose map is in the block
+        self._driver = driver.current()
+        self._launches = [kernels.attend.prepare((config.row_blocks, config.num_parts, 1), self._args, stream)]
+        if config.combine_blocks:
+            self._launches.append(kernels.combine.prepare((config.combine_blocks, 1, 1), self._args, stream))
         PARAMS.pack_into(
             self._args.views[0],
             *pointers[:4],
@@ -254,16 +263,18 @@ class PreparedAttention:
     def enqueue(self, addresses: Sequence[int], stream: int) -> None:
         """Enqueue with these addresses (of the six arrays) in place of those that it was made with."""
         q, kv, block_table, seqlens, out, lse = addresses
-        _ADDRESSES.pack_into(self._args.views[0], 0, q, kv, block_table, seqlens, self._schedule, out, lse)
-        key = (driver.current(), kv)
-        if key != self._kv:
+        _ADDRESSES.pack_into(self._record, 0, q, kv, block_table, seqlens, self._schedule, out, lse)
+        if kv != self._kv:
             encoded = self._kernels.kv_map(kv, self._sizes, self._kv_strides)
             if encoded is not None:
                 self._args.views[1][:] = encoded
-            self._kv = key
-        self._kernels.attend(self._grid, self._args, stream)
-        if self._combine_grid[0]:
-            self._kernels.combine(self._combine_grid, self._args, stream)
+            self._kv = kv
+        for launch in self._launches:
+            launch(stream)
+
+    def is_current(self) -> bool:
+        """Whether it was prepared for the driver of now."""
+        return self._driver is driver.current()
 
 
 @functools.lru_cache(maxsize=256)

@@ -109,11 +109,16 @@ class Launch:
         self._driver: driver.Driver | None = None
 
     def __call__(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> None:
-        """Enqueue it. Every kernel waits for its predecessor before it reads, so all are launched dependently."""
-        target = driver.current()
-        if target is not self._driver:
-            self.bind(stream)
-        target.launch(self._kernel, grid, self._block, (1, 1, 1), self._smem, args, stream, True)
+        """Enqueue it once."""
+        self.prepare(grid, args, stream)(stream)
+
+    def prepare(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> driver.PreparedLaunch:
+        """Make it ready to be enqueued; `stream` is only asked whether it is being captured.
+
+        Every kernel waits for its predecessor before it reads, so all are launched as programmatic dependents.
+        """
+        self.bind(stream)
+        return driver.current().prepare(self._kernel, grid, self._block, (1, 1, 1), self._smem, args, True)
 
     def bind(self, stream: int) -> None:
         """Build and load the kernel, unless that is done; not while `stream` is being captured."""

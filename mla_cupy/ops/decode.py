@@ -8,11 +8,18 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays
 from mla_cupy.arrays import Native, View
-from mla_cupy.errors import DTypeError, explain
+from mla_cupy.errors import DTypeError, PlanError, explain
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
-from mla_cupy.launchers.decode_sequence import DecodePointers, DecodeSizes, sequence
+from mla_cupy.launchers.decode_sequence import DecodePointers, DecodeSizes, check_variant, sequence
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import check_inputs, check_outputs, check_scalars, check_values, steps_by_16_bytes
+from mla_cupy.ops.decode_checks import (
+    check_empty_lse,
+    check_inputs,
+    check_outputs,
+    check_scalars,
+    check_values,
+    steps_by_16_bytes,
+)
 from mla_cupy.ops.decode_plan import DecodePlan
 
 LOG2_E = math.log2(math.e)
@@ -108,17 +115,22 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), float(lse[0, 0, 0].round(3))
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    options = _Options(d_v, scale, causal, out_dtype, lse_base, empty_lse, variant)
+    choices = (d_v, scale, causal, out_dtype, lse_base, empty_lse, variant)
+    if plan is not None and not isinstance(plan, DecodePlan):
+        raise PlanError(explain("plan", repr(plan), "a DecodePlan, from plan_decode"))
     if plan is not None and not check:
-        repeated = plan.repeat((q, kv_cache, block_table, seqlens, out, lse), options, stream)
+        repeated = plan.repeat((q, kv_cache, block_table, seqlens, out, lse), choices, stream)
         if repeated is not None:
             return repeated
+    options = _Options(*choices)
     family = arrays.common_family(
         {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens, "out": out, "lse": lse}
     )
     if not family.mutable and (out is not None or lse is not None):
         raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
     check_scalars(d_v, scale, lse_base)
+    check_empty_lse(empty_lse)
+    check_variant(variant)
     arguments = _Arguments(
         *(None if x is None else family.adopt(x) for x in (q, kv_cache, block_table, seqlens, out, lse))
     )
@@ -234,7 +246,7 @@ def _decode_on_gpu(
         out_view.strides[:3],
         lse_view.strides,
     )
-    prepared = kernels.prepare(pointers, sizes, options.flags(checked.out_dtype == "float32"), workspace)
+    prepared = kernels.prepare(pointers, sizes, options.flags(checked.out_dtype == "float32"), workspace, handle)
     prepared.enqueue(pointers[:6], handle)
     if plan is not None:
         plan.remember(native, arguments, checked.out_dtype, options, prepared)

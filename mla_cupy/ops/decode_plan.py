@@ -10,7 +10,7 @@ from mla_cupy import arrays
 from mla_cupy.arrays import HOST
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, explain
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
-from mla_cupy.launchers.decode_sequence import DecodeSequence, DecodeSizes, PreparedAttention, sequence
+from mla_cupy.launchers.decode_sequence import DecodeSequence, DecodeSizes, PreparedAttention, check_variant, sequence
 from mla_cupy.ops import backend
 from mla_cupy.ops.decode_checks import HALF_TYPES
 
@@ -122,7 +122,7 @@ class DecodePlan:
         The checks of the last call hold for this one, since everything that they look at is the same.
         """
         last = self._last
-        if options != last.options or self._scheduled_b != last.b:
+        if options != last.options or self._scheduled_b != last.b or not last.prepared.is_current():
             return None
         peek, kind = last.peek, last.kind
         addresses: list[int] = []
@@ -137,7 +137,8 @@ class DecodePlan:
                 address, signature = peek(x)
                 addresses.append(address)
                 signatures.append(signature)
-        if signatures != last.signatures:
+        # The kernels' demand on addresses was checked for the last ones only: see `steps_by_16_bytes`.
+        if signatures != last.signatures or (addresses[0] | addresses[1] | addresses[4]) % 16:
             return None
         handle = last.native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
         out, lse = arguments[4], arguments[5]
@@ -253,6 +254,7 @@ def plan_decode(
         raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
     if max_pages * page_size >= 2**31:
         raise ArgumentError(explain("max_pages * page_size", max_pages * page_size, "less than 2^31 tokens"))
+    check_variant(variant)
     problem = DecodeProblem(s_q, h_q, h_kv, _dtype_name(dtype))
     most = DecodeSizes(max_b, 0, page_size, max_pages)
     if device is None and not backend.use_gpu():

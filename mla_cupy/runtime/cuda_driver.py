@@ -1,6 +1,6 @@
 """The driver Protocol on CUDA: CuPy loads and holds kernels, cuda.bindings launches them.
 
-A hot launch is one prebuilt configuration (one per thread and shape of launch), its grid and stream, and one call.
+A hot launch is one prebuilt configuration, its stream, and one call.
 It never changes the current device of the caller: where a kernel's context is not current, as on another device or
 in a thread that has not used CUDA yet, it is pushed for the call.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import tensormap
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel
+from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel, PreparedLaunch
 
 _REMEDIES = {
     3: "the process was forked after CUDA was used: start workers with the spawn method, or fork before the first call",
@@ -32,10 +32,9 @@ _NO_GUARD: AbstractContextManager[object] = nullcontext()
 
 
 class _PerThread(threading.local):
-    """Launch configurations and the cell that receives the current context; a launch drops the GIL while it reads."""
+    """The cell that receives the current context."""
 
     def __init__(self) -> None:
-        self.configs: dict[tuple[Dim3, Dim3, int, bool], Any] = {}
         self.context = ctypes.c_void_p()
         self.context_cell = ctypes.byref(self.context)
 
@@ -91,31 +90,31 @@ class CudaDriver:
         if status:
             raise RuntimeError(_message("cuMemsetD8Async", int(status), status.name))
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Dim3,
-        block: Dim3,
-        cluster: Dim3,
-        smem: int,
-        args: ArgumentBlock,
-        stream: int,
-        pdl: bool,
-    ) -> None:
-        """Enqueue `kernel`; the caller's current device stays what it is."""
-        thread = self._thread
-        config = thread.configs.get((block, cluster, smem, pdl))
-        if config is None:
-            config = thread.configs[block, cluster, smem, pdl] = self._configure(block, cluster, smem, pdl)
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.hStream = stream
-        self._get_context(thread.context_cell)
-        if thread.context.value == kernel.context:
-            status = self._launch(config, kernel.handle, args.pointers, 0)[0]
-        else:
-            status = self._launch_elsewhere(config, kernel, args)
-        if status:
-            raise RuntimeError(_message(f"launching {kernel.entry}, grid {grid}", int(status), status.name))
+    def prepare(
+        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+    ) -> PreparedLaunch:
+        """One configuration, one argument block; enqueueing sets the stream and makes one call.
+
+        The caller's current device stays what it is: where the kernel's context is not current, it is pushed.
+        """
+        config = self._configure(grid, block, cluster, smem, pdl)
+        bindings, launch, get_context = self._bindings, self._launch, self._get_context
+        thread, context, handle, pointers = self._thread, kernel.context, kernel.handle, args.pointers
+
+        def enqueue(stream: int) -> None:
+            config.hStream = stream
+            get_context(thread.context_cell)
+            if thread.context.value == context:
+                status = launch(config, handle, pointers, 0)[0]
+            else:
+                status = bindings.cuCtxPushCurrent(context)[0]
+                if not status:
+                    status = launch(config, handle, pointers, 0)[0]
+                    bindings.cuCtxPopCurrent()
+            if status:
+                raise RuntimeError(_message(f"launching {kernel.entry}, grid {grid}", int(status), status.name))
+
+        return enqueue
 
     def is_capturing(self, stream: int) -> bool:
         """Whether `stream` is being captured."""
@@ -129,9 +128,10 @@ class CudaDriver:
         guard: AbstractContextManager[object] = self._cupy.cuda.Device(device)
         return guard
 
-    def _configure(self, block: Dim3, cluster: Dim3, smem: int, pdl: bool) -> Any:
+    def _configure(self, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, pdl: bool) -> Any:
         bindings = self._bindings
         config = bindings.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = smem
         attributes = []
@@ -149,15 +149,6 @@ class CudaDriver:
         config.attrs = attributes
         config.numAttrs = len(attributes)
         return config
-
-    def _launch_elsewhere(self, config: Any, kernel: Kernel, args: ArgumentBlock) -> Any:
-        status = self._bindings.cuCtxPushCurrent(kernel.context)[0]
-        if status:
-            return status
-        try:
-            return self._launch(config, kernel.handle, args.pointers, 0)[0]
-        finally:
-            self._bindings.cuCtxPopCurrent()
 
     def _context(self) -> int:
         self._get_context(self._thread.context_cell)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,6 +69,10 @@ class Kernel:
     owner: object = field(default=None, repr=False)
 
 
+PreparedLaunch = Callable[[int], None]
+"""Enqueues a launch on a stream."""
+
+
 class Driver(Protocol):
     """What a launcher may ask of a GPU. Streams are raw handles; 0 is the legacy default stream."""
 
@@ -81,18 +85,14 @@ class Driver(Protocol):
     def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
         """Enqueue filling `nbytes` with a byte; the device of `stream` must be current (`device_guard`)."""
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Dim3,
-        block: Dim3,
-        cluster: Dim3,
-        smem: int,
-        args: ArgumentBlock,
-        stream: int,
-        pdl: bool,
-    ) -> None:
-        """Enqueue a kernel. `grid` counts blocks; `pdl` lets it start before its predecessor has ended."""
+    def prepare(
+        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+    ) -> PreparedLaunch:
+        """A launch ready to be enqueued, again and again; `args` may change in between.
+
+        `grid` counts blocks; `pdl` lets the kernel start before its predecessor in the stream has ended. Like `args`,
+        it belongs to one thread.
+        """
 
     def is_capturing(self, stream: int) -> bool:
         """Whether the stream is being captured into a graph."""

@@ -101,7 +101,9 @@ def test_family_of_a_foreign_gpu_array() -> None:
 
 
 @pytest.mark.parametrize(
-    "x", [None, 3, 2.5, "text", [1.0], (1,), {"a": 1}, np.float32(3), OnHost(), object()], ids=repr
+    "x",
+    [None, 3, 2.5, "text", [1.0], (1,), {"a": 1}, np.float32(3), OnHost(), object()],
+    ids=lambda x: type(x).__name__,
 )
 def test_no_array(x: Any) -> None:
     with pytest.raises(DTypeError, match=rf"^mine: got a {type(x).__name__}, expected an array of NumPy"):
@@ -156,7 +158,7 @@ def test_stream_handle(stream: Any, handle: int) -> None:
     assert arrays.stream_handle(stream) == handle
 
 
-@pytest.mark.parametrize("stream", ["0", True, 1.0, object(), None], ids=repr)
+@pytest.mark.parametrize("stream", ["0", True, 1.0, object(), None], ids=lambda x: type(x).__name__)
 def test_no_stream(stream: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^stream: got .*, expected a raw handle or a stream"):
         arrays.stream_handle(stream)

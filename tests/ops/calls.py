@@ -75,8 +75,11 @@ class NoLaunch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def launch(self, kernel: driver.Kernel, *rest: Any) -> None:
-        raise AssertionError(f"launched {kernel.entry}")
+    def prepare(self, kernel: driver.Kernel, *rest: Any) -> driver.PreparedLaunch:
+        def enqueue(stream: int) -> None:
+            raise AssertionError(f"launched {kernel.entry}")
+
+        return enqueue
 
 
 @contextlib.contextmanager

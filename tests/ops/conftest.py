@@ -47,7 +47,7 @@ class Recorder:
         self.maps.append(tensor_map)
         return len(self.maps).to_bytes(128, "little")
 
-    def launch(
+    def prepare(
         self,
         kernel: driver.Kernel,
         grid: driver.Dim3,
@@ -55,12 +55,14 @@ class Recorder:
         cluster: driver.Dim3,
         smem: int,
         args: driver.ArgumentBlock,
-        stream: int,
         pdl: bool,
-    ) -> None:
-        record, *more = [bytes(view) for view in args.views]
-        params = np.frombuffer(record, SPECS[kernel.entry.removeprefix("mla_")].params.dtype)[0]
-        self.launches.append(Launched(kernel.entry, grid, stream, params, more))
+    ) -> driver.PreparedLaunch:
+        def enqueue(stream: int) -> None:
+            record, *more = [bytes(view) for view in args.views]
+            params = np.frombuffer(record, SPECS[kernel.entry.removeprefix("mla_")].params.dtype)[0]
+            self.launches.append(Launched(kernel.entry, grid, stream, params, more))
+
+        return enqueue
 
     def is_capturing(self, stream: int) -> bool:
         return self.capturing

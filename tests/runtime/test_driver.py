@@ -75,15 +75,15 @@ def test_argument_block(sizes: list[int]) -> None:
 def test_launch_reaches_the_driver_as_said(with_fake_cuda: Callable[[str], None]) -> None:
     with_fake_cuda("""
 args.views[0][:8] = struct.pack("<q", 0x1122334455)
-cuda.launch(kernel, (132, 2, 3), (384, 1, 2), (2, 1, 1), 200000, args, 0x77, True)
+cuda.prepare(kernel, (132, 2, 3), (384, 1, 2), (2, 1, 1), 200000, args, True)(0x77)
 assert list(seen.grid) == [132, 2, 3] and list(seen.block) == [384, 1, 2], (list(seen.grid), list(seen.block))
 assert (seen.smem, seen.stream, seen.function, seen.count) == (200000, 0x77, 0x1234, 2)
 assert (seen.attrs[0].id, list(seen.attrs[0].value[:3])) == (4, [2, 1, 1])  # cluster dimension
 assert (seen.attrs[1].id, seen.attrs[1].value[0]) == (6, 1)  # programmatic stream serialization
 assert seen.first % 128 == 0 and ctypes.string_at(ctypes.addressof(seen) + Seen.argument.offset, 8) == args.views[0][:8]
-cuda.launch(kernel, (7, 1, 1), (384, 1, 2), (2, 1, 1), 200000, args, 0, True)
+cuda.prepare(kernel, (7, 1, 1), (384, 1, 2), (2, 1, 1), 200000, args, True)(0)
 assert list(seen.grid) == [7, 1, 1] and not seen.stream and seen.count == 2
-cuda.launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, 0, False)
+cuda.prepare(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, False)(0)
 assert list(seen.block) == [128, 1, 1] and (seen.count, seen.smem) == (0, 0)
 assert (seen.launches, seen.pushes) == (3, 0)
 """)
@@ -94,21 +94,23 @@ def test_the_kernels_context_is_current_for_the_call_only(with_fake_cuda: Callab
 context = ctypes.c_void_p.in_dll(fake, "mla_context")
 for before in (0xC0, None):  # another device's context, and none: a thread that is new to CUDA
     context.value = before
-    cuda.launch(Kernel("mla_tiny", 1, 0x1234, 0xC1), (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, 0, False)
+    cuda.prepare(Kernel("mla_tiny", 1, 0x1234, 0xC1), (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, False)(0)
     assert seen.context == 0xC1 and context.value == before
 assert (seen.launches, seen.pushes, seen.pops) == (2, 2, 2)
 """)
 
 
-def test_threads_do_not_share_configurations(with_fake_cuda: Callable[[str], None]) -> None:
+def test_a_prepared_launch_can_be_repeated(with_fake_cuda: Callable[[str], None]) -> None:
+    """On another stream and with other arguments; other launches keep theirs."""
     with_fake_cuda("""
-configs = []
-def one():
-    cuda.launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, 0, False)
-    configs.append(next(iter(cuda._thread.configs.values())))
-one(); one()
-thread = threading.Thread(target=one); thread.start(); thread.join()
-assert configs[0] is configs[1] and configs[0] is not configs[2]
+first = cuda.prepare(kernel, (3, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, True)
+other = cuda.prepare(kernel, (4, 1, 1), (64, 1, 1), (1, 1, 1), 16, args, False)
+for stream, word in ((0x11, 5), (0x22, 6)):
+    other(0x33)
+    args.views[0][:8] = struct.pack("<q", word)
+    first(stream)
+    assert (list(seen.grid), list(seen.block), seen.smem, seen.stream) == ([3, 1, 1], [128, 1, 1], 0, stream)
+    assert ctypes.string_at(ctypes.addressof(seen) + Seen.argument.offset, 8) == struct.pack("<q", word)
 """)
 
 
@@ -121,7 +123,7 @@ for code, words in (
 ):
     status.value = code
     try:
-        cuda.launch(kernel, (5, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, 0, False)
+        cuda.prepare(kernel, (5, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, False)(0)
     except RuntimeError as error:
         assert words in str(error) and "launching mla_tiny, grid (5, 1, 1)" in str(error), error
     else:
@@ -252,13 +254,13 @@ def test_a_kernel_runs(fresh: Path, gpu: object) -> None:
     args.views[0][:] = x.data.ptr.to_bytes(8, "little")
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
-    target.launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, stream.ptr, True)
+    target.prepare(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, True)(stream.ptr)
     stream.synchronize()
     assert (x.get() == 6.0 * cupy.arange(127, -1, -1).get()).all()
     with stream:
         stream.begin_capture()
         assert target.is_capturing(stream.ptr)
-        target.launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, stream.ptr, False)
+        target.prepare(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, False)(stream.ptr)
         graph = stream.end_capture()
     graph.launch(stream)
     stream.synchronize()
@@ -298,7 +300,7 @@ def test_a_new_thread_can_launch(fresh: Path, gpu: object) -> None:
     def work() -> None:
         args = ArgumentBlock([8])
         args.views[0][:] = x.data.ptr.to_bytes(8, "little")
-        driver.current().launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, 0, False)
+        driver.current().prepare(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, False)(0)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -321,7 +323,7 @@ def test_a_kernel_on_another_device_than_the_current_one(fresh: Path, gpu: objec
     args = ArgumentBlock([8])
     args.views[0][:] = x.data.ptr.to_bytes(8, "little")
     assert cupy.cuda.runtime.getDevice() == 0
-    driver.current().launch(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, 0, False)
+    driver.current().prepare(kernel, (1, 1, 1), (128, 1, 1), (1, 1, 1), 2048, args, False)(0)
     assert cupy.cuda.runtime.getDevice() == 0
     cupy.cuda.Device(1).synchronize()
     with driver.device_guard(1):

@@ -14,7 +14,7 @@ from tiny_kernels import SLOW_REQUEST, TINY_REQUEST
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
 from mla_cupy.runtime import cache, driver, kernels, nvrtc, worker
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel
+from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 
@@ -35,18 +35,10 @@ class RecordingDriver:
     def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
         pass
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Dim3,
-        block: Dim3,
-        cluster: Dim3,
-        smem: int,
-        args: ArgumentBlock,
-        stream: int,
-        pdl: bool,
-    ) -> None:
-        pass
+    def prepare(
+        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+    ) -> PreparedLaunch:
+        return lambda stream: None
 
     def is_capturing(self, stream: int) -> bool:
         return stream in self.capturing

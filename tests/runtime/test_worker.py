@@ -66,7 +66,7 @@ def test_errors_of_the_child_are_ours(fresh: Path, cuda_src: Path) -> None:
 
 def test_background_fills_the_cache(background: None) -> None:
     worker.start([TINY_REQUEST, SLOW_REQUEST])
-    (child,) = worker._background
+    child = worker._background[-1]  # the import may have started one of its own
     assert kernels.obtain(TINY_REQUEST).facts["threads"] == 128  # at once, whoever compiles it
     end = time.monotonic() + 30
     while not child.wait(SLOW_REQUEST, 0.1):
@@ -77,7 +77,7 @@ def test_background_fills_the_cache(background: None) -> None:
 
 def test_a_call_joins_the_kernel_that_is_being_compiled(background: None, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.start([SLOW_REQUEST])
-    (child,) = worker._background
+    child = worker._background[-1]  # the import may have started one of its own
     while not child.started(SLOW_REQUEST):
         time.sleep(0.01)
     monkeypatch.setattr(kernels, "_compile", lambda request: pytest.fail("compiled twice"))
@@ -100,7 +100,7 @@ def test_start_never_raises(background: None, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_killed_background_costs_nothing_but_time(background: None) -> None:
     worker.start([TINY_REQUEST])
-    (child,) = worker._background
+    child = worker._background[-1]  # the import may have started one of its own
     child._process.send_signal(signal.SIGKILL)
     assert kernels.obtain(TINY_REQUEST).facts["threads"] == 128
 
