@@ -114,7 +114,7 @@ def test_gpus_do_not_mix(second_gpu: DeviceInfo) -> None:
     with pytest.raises(DeviceError, match="seqlens' device: got 1, expected 0, the plan's"):
         plan.update(there[3])
     plan.update(here[3])
-    with pytest.raises(mla_cupy.PlanError, match="plan.device: got 0, expected 1"):
+    with pytest.raises(mla_cupy.PlanError, match=r"plan\.device: got 0, expected 1"):
         mla_cupy.mla_decode(*there, plan=plan)
 
 
