@@ -131,19 +131,6 @@ def test_cuda_check_sees(tmp_path: Path, changed: dict[str, str], fault: str) ->
     assert any(fault in line for line in faults)
 
 
-def test_tests_do_not_lean_on_each_other() -> None:
-    """What several suites share lies in tests/support; a suite imports only that and itself."""
-    suites = {path.name for path in (REPOSITORY / "tests").iterdir() if path.is_dir()} - {"support"}
-    found = []
-    for suite in sorted(suites):
-        for path in sorted((REPOSITORY / "tests" / suite).rglob("*.py")):
-            for entry in imports.imports(path):
-                parts = entry.module.split(".")
-                if parts[0] == "tests" and parts[1] in suites - {suite}:
-                    found.append(f"{path}:{entry.line}: {entry.module}")
-    assert found == []
-
-
 def test_the_reader_of_imports() -> None:
     text = "import a.b\nif TYPE_CHECKING:\n    import c\ndef f():\n    from d import e\n"
     read = [
