@@ -43,6 +43,7 @@ MLA_DEVICE i32 stage_of(const Fragment& fragment, i32 tile) { return (tile - fra
 // kv_empty[s].right  right warps (4)      -             load           free
 // q_full             query threads (96)   -             left, right    blocked
 // q_empty            math warps (8)       -             query          free
+// sums_ready[side]   its threads (128)    -             the other side blocked
 //
 // P of the tile in stage s goes to p(s). It needs no "free" barrier: it is overwritten only after the next tile has
 // arrived in stage s, for which both warpgroups had to release that stage, and so had multiplied the P before.
@@ -60,6 +61,7 @@ struct Storage {
     i32 unclean_request[2];             // left, right: the last request that clean_values took something out of
     HalfBarriers kv_full[kStagesKV], kv_empty[kStagesKV];
     MBarrier q_full, q_empty;
+    MBarrier sums_ready[2];  // left, right: the share of l is in sums
 
     MLA_DEVICE u8* q_rope() { return q + kRopePanel * kPanelBytes; }
     MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p0 : q_rope(); }
@@ -102,6 +104,7 @@ MLA_DEVICE void init_storage(Storage& s, const TensorMap& kv_map) {
         mbarrier_init(s.kv_empty[stage].right, kWarpgroupThreads / kWarpThreads);
     }
     mbarrier_init(s.q_full, kQueryThreads);
+    for (MBarrier& ready : s.sums_ready) mbarrier_init(ready, kWarpgroupThreads);
     mbarrier_init(s.q_empty, kMathThreads / kWarpThreads);
     fence_mbarrier_init();
     s.unclean_request[0] = s.unclean_request[1] = -1;

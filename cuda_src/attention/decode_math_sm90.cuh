@@ -7,11 +7,8 @@
 #include "ptx/matrix.cuh"
 #include "tile/nonfinite.cuh"
 
-// Named barriers: one warpgroup among itself, or a fact that one makes true and the other waits for. A kernel's own
-// ones come after them.
-// LeftOnly, RightOnly             the warpgroup's threads are all here
-// LeftSumsReady, RightSumsReady   the warpgroup's share of l is in sums
-enum SharedNamedBarrier : i32 { LeftOnly = 1, RightOnly, LeftSumsReady, RightSumsReady, FirstFreeBarrier };
+// Named barriers of one warpgroup among itself. A kernel's own ones come after them.
+enum SharedNamedBarrier : i32 { LeftOnly = 1, RightOnly, FirstFreeBarrier };
 
 MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : LeftOnly; }
 
@@ -25,6 +22,7 @@ struct Math {
     RowState rows;
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
+    Ring<1> sums_ring;
 };
 
 template <bool kRight>
@@ -114,8 +112,9 @@ MLA_DEVICE void finish(Math& math) {
     pin(math.out);
 }
 
-// Each warp releases what it has waited for.
+// Each warp releases what it has waited for, once all its lanes are done with it.
 MLA_DEVICE void release(MBarrier& empty, i32 thread) {
+    __syncwarp();
     if (thread % kWarpThreads == 0) mbarrier_arrive(empty);
 }
 
@@ -172,12 +171,13 @@ MLA_DEVICE void mask_tile(const Block& block, Math& math, const Fragment& fragme
 
 // Adds up both warpgroups' shares of the sums.
 template <bool kRight>
-MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage& s, const RowState& rows, i32 thread) {
+MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage& s, Math& math, i32 thread) {
 #pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) sums[r] = quad_sum(rows.sum[r]);
+    for (i32 r = 0; r < kFragmentRows; ++r) sums[r] = quad_sum(math.rows.sum[r]);
     store_rows(s.sums[kRight], sums, thread);
-    bar_arrive(kRight ? RightSumsReady : LeftSumsReady, kMathThreads);
-    bar_sync(kRight ? LeftSumsReady : RightSumsReady, kMathThreads);
+    mbarrier_arrive(s.sums_ready[kRight]);
+    mbarrier_wait(s.sums_ready[!kRight], math.sums_ring.full_parity(0));
+    math.sums_ring.advance(0);
     float other[kFragmentRows];
     load_rows(other, s.sums[!kRight], thread);
 #pragma unroll
@@ -277,7 +277,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Tiles tiles) {
         if (fragment.tile_begin < fragment.tile_end) {
             if (kScores) load_q_rope(s, math, thread);
             tiles(math, fragment);
-            total_sums<kRight>(sums, s, math.rows, thread);
+            total_sums<kRight>(sums, s, math, thread);
             unclean = s.unclean_request[kRight] == fragment.request;
             release(s.q_empty, thread);  // only now: the next fragment may change what was read above
         }

@@ -143,6 +143,7 @@ def test_inputs_are_left_alone() -> None:
 def test_cuda_backend_without_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "cuda")
     monkeypatch.setattr(device, "gpu_count", lambda: 0)
+    backend._has_gpu.cache_clear()
     inputs = make(SMALL)
     with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
         mla_cupy.mla_decode(*inputs.arguments)

@@ -165,6 +165,9 @@ def test_inputs_written_on_the_stream_before_the_call_are_seen(
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         late = tuple(cupy.zeros_like(x) for x in arguments)
+        for target, source in zip(late, arguments, strict=True):
+            target[...] = source  # compiles CuPy's own kernels
+            target.fill(0)
         block_stream(stream, 0.5)
         for target, source in zip(late, arguments, strict=True):
             target[...] = source
