@@ -17,6 +17,7 @@ from .errors import (
 from .memory import Memory
 from .module import Module
 from .report import Report
+from .tensormap import TensorMap, TensorMapError, encode_tiled
 
 __all__ = [
     "DeadlockError",
@@ -33,5 +34,8 @@ __all__ = [
     "StepLimitError",
     "StrictWarning",
     "SyncError",
+    "TensorMap",
+    "TensorMapError",
     "UnknownInstruction",
+    "encode_tiled",
 ]

@@ -249,8 +249,10 @@ def join(store: np.ndarray | None, vector: np.ndarray) -> np.ndarray:
     if store is None:
         return vector.copy()
     if len(store) < len(vector):
-        store = np.concatenate([store, np.zeros(len(vector) - len(store), np.uint32)])
-    return np.maximum(store, vector[: len(store)])
+        store, vector = vector, store
+    result = store.copy()
+    np.maximum(result[: len(vector)], vector, out=result[: len(vector)])
+    return result
 
 
 def _grow_masks(masks: np.ndarray, rows: int) -> np.ndarray:

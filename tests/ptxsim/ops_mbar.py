@@ -82,17 +82,7 @@ def _address_bits(operand: Addr, space: str) -> str:
 
 @op("mbarrier", "sync", dsts=_dsts)
 def _mbarrier(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    kind = mods.choose(
-        "init", "inval", "expect_tx", "complete_tx", "arrive", "arrive_drop", "test_wait", "try_wait", "pending_count",
-        "zz",
-        default="zz",
-    )  # fmt: skip
-    if "arrive" in ins.mods:
-        kind = "arrive"
-        mods.flag("arrive")
-    elif "arrive_drop" in ins.mods:
-        kind = "arrive_drop"
-        mods.flag("arrive_drop")
+    kind = mods.left.pop(0) if mods.left else ""
     table = {
         "init": _init,
         "inval": _inval,

@@ -79,6 +79,7 @@ class Program:
         self.full: dict[int, tuple[Callable, tuple[int, ...]]] = {}
         self.partial: list[Callable | None] = [None] * len(self.blocks)
         self.counts = np.zeros(len(self.blocks), np.int64)
+        self._inflight: list[int] | None = None
         self._layout(module)
         self._zeros = {code: np.zeros(32, "bool" if code == "b1" else code) for code in set(self.cfg.storage) - {"q"}}
         self._zeros["q"] = np.zeros((32, 2), "u8")
@@ -126,6 +127,25 @@ class Program:
     def initial_registers(self) -> list[np.ndarray]:
         """Return a register file of zeros (all of it poison)."""
         return [self._zeros[code] for code in self.cfg.storage]
+
+    def inflight_registers(self) -> list[int]:
+        """Return the registers that may hold results still in flight: D of wgmma and copies of it."""
+        if self._inflight is None:
+            found: set[int] = set()
+            moves: dict[int, list[int]] = {}
+            for ins in self.cfg.code.instrs:
+                if ins.op == "wgmma" and "mma_async" in ins.mods:
+                    found.update(r.index for r in ins.args[0].items)
+                elif ins.op == "mov" and all(hasattr(a, "index") for a in ins.args):
+                    moves.setdefault(ins.args[1].index, []).append(ins.args[0].index)
+            work = list(found)
+            while work:
+                for target in moves.get(work.pop(), ()):
+                    if target not in found:
+                        found.add(target)
+                        work.append(target)
+            self._inflight = sorted(found)
+        return self._inflight
 
     def superblock(self, start: int) -> tuple[Callable, tuple[int, ...]]:
         """Return the full-warp function that starts at a block, and the blocks it runs."""

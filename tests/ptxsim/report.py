@@ -47,6 +47,8 @@ class Report:
         Bytes moved per space.
     counters : dict of str to int
         Waits, barrier arrivals and finished asynchronous operations.
+    notes : list of str
+        Oddities that are legal, such as arrivals left over at a named barrier.
     banks : dict
         Per site: accesses, wavefronts, and wavefronts without conflicts.
     """
@@ -70,6 +72,7 @@ class Report:
         self.flops = {k[6:]: v for k, v in counters.items() if k.startswith("flops ")}
         self.counters = {k: v for k, v in counters.items() if not k.startswith("flops ")}
         self.bytes = dict(zip(_TRAFFIC, launch.traffic))
+        self.notes = list(launch.notes)
         self.banks = dict(launch.banks.sites) if launch.banks else {}
 
     def __str__(self) -> str:
@@ -85,4 +88,4 @@ class Report:
         for site, (accesses, waves, ideal) in sorted(self.banks.items(), key=lambda kv: kv[1][2] - kv[1][1]):
             if waves > ideal:
                 lines.append(f"  bank conflicts: {waves} wavefronts for {ideal} in {accesses} accesses, {site[:100]}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
