@@ -247,7 +247,7 @@ class BulkGroups:
     """Bulk-group bookkeeping of one thread: counts of operations issued, read and written, and group ends."""
 
     def __init__(self, W: Ctx, lane: int) -> None:
-        self.issued = self.read = self.written = 0
+        self.issued = self.read = self.written = self.waited = 0
         self.ends: list[int] = []
         detector = W.cta.cluster.detector
         self.agent = detector.new_agent(f"bulk group of {W.name} lane {lane}", False) if detector else 0
@@ -279,6 +279,7 @@ def wait_bulk(W: Ctx, L: object, keep: int, read: bool) -> None:
         key = ("bulk", id(W), int(lane))
         done = (lambda g=group, n=need: g.read >= n) if read else (lambda g=group, n=need: g.written >= n)
         W.cta.cluster.drain(key, done)
+        group.waited = max(group.waited, need)
         detector = W.cta.cluster.detector
         if detector:
             detector.V[W.agent, group.agent] = max(int(detector.V[W.agent, group.agent]), need)

@@ -81,6 +81,13 @@ class Cta:
     def _check_exit(self) -> None:
         if self.tmem is not None:
             self.tmem.check_exit()
+        for warp in self.warps:
+            for key, group in warp.state.items():
+                if key[0] == "bulk" and group.waited < group.issued:
+                    raise SyncError(
+                        f"kernel {self.program.name}: block {self.ctaid} exits while bulk stores of {warp.name} lane"
+                        f" {key[1]} may still read its shared memory (no wait_group)"
+                    )
         for barrier in self.named.values():
             if barrier.arrived:
                 # Legal (the hardware drops it), but worth knowing.

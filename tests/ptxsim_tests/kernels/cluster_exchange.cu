@@ -23,7 +23,6 @@ extern "C" __global__ void __launch_bounds__(64, 1)
             mbar_expect(full, 8192);
             mbar_expect(mail, 256);
         }
-        cluster_sync();
         if (threadIdx.x == 0 && rank == 0)
             tma_load_multicast(base, &map, full, 0, i * 64, 3);
         __syncwarp();

@@ -1,0 +1,65 @@
+"""Bugs planted in the test kernels: each is one replacement in a kernel's source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: ``old`` is replaced by ``new`` (the n-th occurrence) in a kernel's source."""
+
+    kernel: str
+    name: str
+    old: str
+    new: str
+    nth: int = 0
+    frozen: bool = False
+
+    def apply(self, source: str) -> str:
+        """Return the mutated source."""
+        parts = source.split(self.old)
+        if len(parts) < self.nth + 2:
+            raise ValueError(f"mutant {self.name!r} does not apply")
+        return self.old.join(parts[: self.nth + 1]) + self.new + self.old.join(parts[self.nth + 1 :])
+
+
+G, C, R = "hopper_gemm", "cluster_exchange", "cp_async_ring"
+
+MUTANTS = [
+    Mutant(G, "no proxy fence before the TMA store", "    fence_async();\n", ""),
+    Mutant(G, "no barrier before the TMA store", "    bar_sync(1, 128);\n", "    __syncwarp();\n"),
+    Mutant(G, "no fence after mbarrier init", "        fence_mbar_init();\n", ""),
+    Mutant(G, "no __syncthreads after mbarrier init", "    __syncthreads();\n", ""),
+    Mutant(G, "consumer does not wait for the data", "        mbar_wait(full + 8 * s, round & 1);\n", ""),
+    Mutant(G, "producer does not wait for the stage", "mbar_wait(empty + 8 * s, (round & 1) ^ 1);", ""),
+    Mutant(G, "producer's parity flipped", "(round & 1) ^ 1", "(round & 1)"),
+    Mutant(G, "consumer's parity flipped", "mbar_wait(full + 8 * s, round & 1)", "mbar_wait(full + 8 * s, ~round & 1)"),
+    Mutant(G, "consumer's parity never flips", "mbar_wait(full + 8 * s, round & 1)", "mbar_wait(full + 8 * s, 0)"),
+    Mutant(G, "arrival count one too small", "mbar_init(empty + 8 * s, 4)", "mbar_init(empty + 8 * s, 3)"),
+    Mutant(G, "arrival count one too large", "mbar_init(empty + 8 * s, 4)", "mbar_init(empty + 8 * s, 5)"),
+    Mutant(G, "expects half the bytes", "2 * kTile);", "kTile);"),
+    Mutant(G, "no wgmma wait", "        wgmma_wait<0>();\n", ""),
+    Mutant(G, "stage released before the wait", "        wgmma_wait<0>();\n        if (threadIdx.x % 32 == 0)\n            mbar_arrive(empty + 8 * s);\n",
+           "        if (threadIdx.x % 32 == 0)\n            mbar_arrive(empty + 8 * s);\n        wgmma_wait<0>();\n"),
+    Mutant(G, "stage released after one warp's wait",
+           "        if (threadIdx.x % 32 == 0)\n            mbar_arrive(empty + 8 * s);\n",
+           "        if (threadIdx.x == 0)\n            for (int j = 0; j < 4; j++)\n                mbar_arrive(empty + 8 * s);\n"),
+    Mutant(G, "one group may stay in flight", "wgmma_wait<0>", "wgmma_wait<1>"),
+    Mutant(G, "no wgmma fence", "        wgmma_fence();\n", ""),
+    Mutant(G, "no commit", "        wgmma_commit();\n", ""),
+    Mutant(G, "LBO and SBO swapped", "16, 1024)", "1024, 16)"),
+    Mutant(G, "wrong k step", "s * kTile + k * 32", "s * kTile + k * 64", 1),
+    Mutant(G, "store not waited for", "        bulk_wait();\n", ""),
+    Mutant(C, "no cluster barrier after init", "    cluster_sync();\n", "", 0),
+    Mutant(C, "mail not waited for", "        mbar_wait_cluster(mail, i & 1);\n", ""),
+    Mutant(C, "remote arrival goes to the own block", "mbar_arrive_remote(mapa(empty, 0))", "mbar_arrive_remote(mapa(empty, rank))"),
+    Mutant(C, "expected mail bytes wrong", "mbar_expect(mail, 256)", "mbar_expect(mail, 128)"),
+    Mutant(C, "multicast mask misses a block", "i * 64, 3)", "i * 64, 1)"),
+    Mutant(C, "block exits before its peer is done", "    cluster_sync();\n}", "}"),
+    Mutant(R, "ring slot not waited for", "                bar_sync(1 + s, 64);\n", "                __syncwarp();\n"),
+    Mutant(R, "consumer does not wait", "            mbar_wait(smem_u32(&full[s]), (t >> 1) & 1);\n", ""),
+    Mutant(R, "noinc dropped", "arrive.noinc", "arrive"),
+    Mutant(R, "page out of bounds", "(t * 8 + r) * 128", "(t * 8 + r + 1) * 128"),
+    Mutant(R, "barrier count wrong", "bar_arrive(1 + s, 64)", "bar_arrive(1 + s, 32)"),
+]  # fmt: skip
