@@ -143,9 +143,11 @@ class BulkLoad:
         memory = cta.shared
         memory.chunks[chunks] = 0xFFFFFFFF
         memory.chunk_init[chunks] = 0
+        known = detector.knowledge(W.agent) if detector else None
 
         def finish() -> None:
             data = read()
+            barrier.gather_known(known)
             if not cta.alive:
                 W.sync_error(ins, "a bulk copy arrives in a block that has exited")
             memory.chunks[chunks] = data.view("u4").reshape(-1, 4)

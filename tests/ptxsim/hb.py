@@ -19,7 +19,8 @@ PENDING = np.uint32(0xFFFFFFFF)
 class Shadow:
     """What the detector knows about each 4-byte word of one block's shared memory."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, columns: int = 0) -> None:
+        self.columns = columns
         self.writer = np.zeros(words, np.intp)
         self.clock = np.zeros(words, np.uint32)
         self.mask = np.full(words, 15, np.uint8)
@@ -30,6 +31,12 @@ class Shadow:
         self.read_masks: np.ndarray | None = None
         self.writer4 = self.writer.reshape(-1, 4)
         self.clock4 = self.clock.reshape(-1, 4)
+
+    def space(self, word: int) -> str:
+        """Describe where a word is."""
+        if self.columns:
+            return f"tensor memory lane {word // self.columns} column {word % self.columns}"
+        return f"shared byte {word * 4}"
 
     def row(self, agents: tuple[int, ...]) -> int:
         """Return the read row of an agent, or of four agents that read together."""
@@ -53,13 +60,14 @@ class Detector:
         self.generic = np.zeros(64, bool)
         self.V = np.zeros((64, 64), np.uint32)
         self.P = np.zeros((64, 64), np.uint32)
+        self.T = np.zeros((64, 64), np.uint32)
         self.new_agent("initial state", False)
 
     def new_agent(self, name: str, generic: bool) -> int:
         """Add an agent and return its number."""
         index = len(self.names)
         if index >= len(self.V):
-            for key in ("V", "P"):
+            for key in ("V", "P", "T"):
                 old = getattr(self, key)
                 grown = np.zeros((2 * len(old), 2 * len(old)), np.uint32)
                 grown[: len(old), : len(old)] = old
@@ -96,6 +104,23 @@ class Detector:
     def async_view(self, agent: int) -> np.ndarray:
         """Return what an asynchronous operation issued by an agent may rely on."""
         return np.where(self.generic, self.P[agent], self.V[agent])
+
+    def knowledge(self, agent: int) -> list:
+        """Return what an agent has acquired from others, without its own latest accesses."""
+        known = [self.V[agent].copy(), self.P[agent].copy()]
+        known[0][agent] -= 1
+        return known
+
+    def tensor_view(self, agent: int, *own: int) -> np.ndarray:
+        """Return what a warp's tensor-memory operations may rely on; its own in-order agents are always seen."""
+        view = self.T[agent].copy()
+        view[0] = 0
+        view[list(own)] = PENDING
+        return view
+
+    def tensor_after(self, agent: int) -> None:
+        """tcgen05.fence::after_thread_sync: what the warp has seen orders its tensor-memory operations too."""
+        np.maximum(self.T[agent], self.V[agent], out=self.T[agent])
 
     # ---- generic accesses --------------------------------------------------------------------------------------
     def read(self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: int = 15) -> None:
@@ -149,9 +174,9 @@ class Detector:
                     return
             hit, at = np.argwhere(bad)[0]
             reader = self.names[shadow.row_agents[hit, 0]]
-            address = int(np.asarray(words).reshape(-1)[at]) * 4
+            place = shadow.space(int(np.asarray(words).reshape(-1)[at]))
             raise RaceError(
-                f"{where}: race at shared byte {address}: {self.names[agent]} writes what {reader} may still read"
+                f"{where}: race at {place}: {self.names[agent]} writes what {reader} may still read"
             )
 
     def _report(
@@ -167,6 +192,7 @@ class Detector:
     ) -> None:
         """Raise for a conflict with the last writer, unless it touched other bytes of the word."""
         flat = np.asarray(words).reshape(-1)
+        space = shadow.space
         masks = np.broadcast_to(np.asarray(mask, np.uint8), flat.shape)
         overlap = bad.reshape(-1) & ((shadow.mask[flat] & masks) != 0)
         if not overlap.any():
@@ -179,7 +205,7 @@ class Detector:
         if self.generic[writer] and shadow.clock[word] <= self.V[agent, writer] and row is not self.V[agent]:
             hint = " (ordered, but no proxy fence makes it visible to the asynchronous proxy)"
         raise RaceError(
-            f"{where}: race at shared byte {word * 4}: {self.names[agent]} {verb} after {state} of"
+            f"{where}: race at {space(word)}: {self.names[agent]} {verb} after {state} of"
             f" {self.names[writer]} without synchronisation{hint}"
         )
 
@@ -232,6 +258,23 @@ class Detector:
         shadow.clock[words] = PENDING
         shadow.mask[words] = 15
         shadow.atomic[words] = False
+
+    def tensor_read(
+        self, agent: int, view: np.ndarray, shadow: Shadow, words: np.ndarray, reader: int, clock: int, where: object
+    ) -> None:
+        """Check and record a tensor-memory read by one of a warp's asynchronous agents."""
+        self.async_read(agent, view, shadow, words, (reader,), clock, where)
+
+    def tensor_write(
+        self, agent: int, view: np.ndarray, shadow: Shadow, words: np.ndarray, writer: int, clock: int, where: object
+    ) -> None:
+        """Check and record a tensor-memory write that its agent finishes at ``clock``."""
+        bad = shadow.clock[words] > view[shadow.writer[words]]
+        if np.count_nonzero(bad):
+            self._report(agent, shadow, words, bad, where, 15, "(asynchronously) writes", view)
+        self._check_reads(agent, shadow, words, view, where)
+        shadow.writer[words] = writer
+        shadow.clock[words] = clock
 
     def finish_write(self, shadow: Shadow, words: np.ndarray, writer: int, clock: int) -> None:
         """Turn a pending write into one that happened at a clock of its agent."""

@@ -136,6 +136,8 @@ class Program:
             for ins in self.cfg.code.instrs:
                 if ins.op == "wgmma" and "mma_async" in ins.mods:
                     found.update(r.index for r in ins.args[0].items)
+                elif ins.op == "tcgen05" and ins.mods[0] == "ld":
+                    found.update(r.index for r in operand_regs(ins.args[0]))
                 elif ins.op == "mov" and all(hasattr(a, "index") for a in ins.args):
                     moves.setdefault(ins.args[1].index, []).append(ins.args[0].index)
             work = list(found)

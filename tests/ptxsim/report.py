@@ -68,7 +68,7 @@ class Report:
             classes[name.split(".")[0]] += count
         self.classes = dict(classes)
         self.total = sum(classes.values())
-        counters = dict(launch.counters)
+        counters = {k: v for k, v in launch.counters.items() if k != "tcgen05 cta_group"}
         self.flops = {k[6:]: v for k, v in counters.items() if k.startswith("flops ")}
         self.counters = {k: v for k, v in counters.items() if not k.startswith("flops ")}
         self.bytes = dict(zip(_TRAFFIC, launch.traffic))

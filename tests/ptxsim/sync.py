@@ -93,8 +93,15 @@ class MBarrier:
         if detector:
             detector.publish(agent, self.gathered)
 
-    def gather_clock(self, agent: int, clock: int, issuer: int | None = None) -> None:
-        """Let waiters acquire that an asynchronous agent reached a clock (and what its issuer knew)."""
+    def gather_known(self, known: list | None) -> None:
+        """Let waiters acquire what the issuer of an asynchronous operation had acquired before it issued."""
+        if known is not None:
+            from .hb import join
+
+            self.gathered = [join(self.gathered[0], known[0]), join(self.gathered[1], known[1])]
+
+    def gather_clock(self, agent: int, clock: int) -> None:
+        """Let waiters acquire that an asynchronous agent reached a clock."""
         detector = self.cta.cluster.detector
         if detector:
             from .hb import join
