@@ -77,7 +77,7 @@ DI u32 pack_bf16(float lo, float hi) {
 }
 DI void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DI void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DI void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int kKeep> DI void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kKeep) : "memory"); }
 DI u64 wgmma_desc(u32 addr, u32 lbo, u32 sbo) {
     return (u64)((addr & 0x3FFFF) >> 4) | ((u64)(lbo >> 4) << 16) | ((u64)(sbo >> 4) << 32) | (1ull << 62);
 }
