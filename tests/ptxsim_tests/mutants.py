@@ -24,7 +24,10 @@ class Mutant:
         return self.old.join(parts[: self.nth + 1]) + self.new + self.old.join(parts[self.nth + 1 :])
 
 
-G, C, R = "hopper_gemm", "cluster_exchange", "cp_async_ring"
+G, C, R, B = "hopper_gemm", "cluster_exchange", "cp_async_ring", "blackwell_gemm"
+_AFTER = 'asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");\n'
+_BEFORE = 'asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");\n'
+_WAIT_LD = 'asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");\n'
 
 MUTANTS = [
     Mutant(G, "no proxy fence before the TMA store", "    fence_async();\n", ""),
@@ -61,5 +64,21 @@ MUTANTS = [
     Mutant(R, "consumer does not wait", "            mbar_wait(smem_u32(&full[s]), (t >> 1) & 1);\n", ""),
     Mutant(R, "noinc dropped", "arrive.noinc", "arrive"),
     Mutant(R, "page out of bounds", "(t * 8 + r) * 128", "(t * 8 + r + 1) * 128"),
+    Mutant(B, "accumulator read before the commit", "        mbar_wait(done, 0);\n", ""),
+    Mutant(B, "no after_thread_sync before the loads", _AFTER, "", 2),
+    Mutant(B, "loaded registers used before wait::ld", _WAIT_LD, ""),
+    Mutant(B, "no before_thread_sync after the loads", _BEFORE, "", 1),
+    Mutant(B, "TMEM quadrant wrong", "(warp << 21)", "((warp ^ 1) << 21)"),
+    Mutant(B, "all warps read quadrant 0", "(warp << 21)", "0"),
+    Mutant(B, "first MMA accumulates on undefined cells", "i + k > 0", "1"),
+    Mutant(B, "every MMA overwrites", "i + k > 0", "0"),
+    Mutant(B, "stage never committed", "                commit(empty + 8 * s);\n", ""),
+    Mutant(B, "stage committed before its MMAs", "                for (int k = 0; k < 4; k++)\n", "                commit(empty + 8 * s);\n                for (int k = 0; k < 4; k++)\n"),
+    Mutant(B, "tensor memory not freed", '        asm volatile("tcgen05.dealloc"', '        if (0) asm volatile("tcgen05.dealloc"'),
+    Mutant(B, "descriptor version bits missing", "| (1ull << 46)", ""),
+    Mutant(B, "64-byte swizzle code", "(2ull << 61)", "(4ull << 61)"),
+    Mutant(B, "all lanes issue the MMA", "rank == 0 && elect()", "rank == 0"),
+    Mutant(B, "instruction descriptor of half N", "((N >> 3) << 17)", "((N >> 4) << 17)"),
+    Mutant(B, "no barrier after the allocation", "        __syncthreads();\n", "        __syncwarp();\n", 0),
     Mutant(R, "barrier count wrong", "bar_arrive(1 + s, 64)", "bar_arrive(1 + s, 32)"),
 ]  # fmt: skip

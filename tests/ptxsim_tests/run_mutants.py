@@ -12,6 +12,9 @@ from mutants import MUTANTS, Mutant
 from runners import MODES, RUNNERS
 
 
+DEFINES = {"blackwell_gemm": ("M=128", "N=64", "GROUP=1", "WS=0", "A_MN=0", "B_MN=0", "HALF=0")}
+
+
 def arch_of(kernel: str) -> str:
     """Return the architecture a test kernel is written for."""
     return "sm_100a" if kernel.startswith("blackwell") else "sm_90a"
@@ -21,7 +24,7 @@ def outcome(mutant: Mutant, mode: str, seed: int) -> str:
     """Run a mutant in one mode and name the error that caught it ('' when it escaped)."""
     source = mutant.apply((nvrtc.KERNELS / f"{mutant.kernel}.cu").read_text())
     try:
-        RUNNERS[mutant.kernel](nvrtc.compile_ptx(source, arch_of(mutant.kernel)), mode, seed)
+        RUNNERS[mutant.kernel](nvrtc.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ())), mode, seed)
     except ptxsim.SimError as error:
         return type(error).__name__
     except AssertionError:
