@@ -84,10 +84,13 @@ class Cta:
         for warp in self.warps:
             for key, group in warp.state.items():
                 if key[0] == "bulk" and group.waited < group.issued:
-                    raise SyncError(
+                    text = (
                         f"kernel {self.program.name}: block {self.ctaid} exits while bulk stores of {warp.name} lane"
                         f" {key[1]} may still read its shared memory (no wait_group)"
                     )
+                    if self.launch.strict:
+                        raise SyncError(text)
+                    self.launch.warn(("exit", "bulk"), text)
         for barrier in self.named.values():
             if barrier.arrived:
                 # Legal (the hardware drops it), but worth knowing.
@@ -258,11 +261,10 @@ class Launch:
             raise SimError(f"kernel {self.program.name}: symbol {name!r} is not defined")
         return found
 
-    def warn(self, ins: object, text: str) -> None:
-        """Warn once per place."""
-        key = (id(ins), text[-60:])
-        if key not in self.warned:
-            self.warned.add(key)
+    def warn(self, rule: tuple, text: str) -> None:
+        """Warn once per rule."""
+        if rule not in self.warned:
+            self.warned.add(rule)
             warnings.warn(text, StrictWarning, stacklevel=2)
 
     # ---- hooks of the timeline ---------------------------------------------------------------------------------

@@ -99,6 +99,11 @@ def _cluster_mods(mods: Mods) -> tuple[bool, bool, int]:
 
 def _tensor(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
     rank = int(mods.choose("1d", "2d", "3d", "4d", "5d")[0])
+    # Some emitters write .cta_group before the destination space.
+    pair = next((m for m in mods.left if m.startswith("cta_group")), None)
+    if pair is not None:
+        mods.left.remove(pair)
+        mods.left.append(pair)
     if any(m.startswith("im2col") for m in mods.left):
         mods.fail("im2col is not modelled")
     loading = mods.left[0] in ("shared::cluster", "shared::cta")

@@ -117,7 +117,9 @@ def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
             fence_mbarriers(W)
         barrier = W.cta.cluster.barrier
-        W.state["cluster"] = barrier.arrive(W, sem == "release", lambda why: W.sync_error(ins, why))
+        # A relaxed arrive orders nothing by the letter; production kernels rely on it for their own block.
+        release = sem == "release" or not W.launch.strict
+        W.state["cluster"] = barrier.arrive(W, release, lambda why: W.sync_error(ins, why))
 
     def wait(W: Ctx, L: object) -> Park | None:
         if "cluster" not in W.state:
@@ -131,6 +133,11 @@ def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
             detector = W.cta.cluster.detector
             if detector:
                 detector.acquire(W.agent, barrier.snapshot)
+            # fence.mbarrier_init makes inits visible across even a relaxed cluster barrier.
+            for cta in W.cta.cluster.ctas:
+                for each in cta.mbarriers.values():
+                    if each.fenced:
+                        each.seen.add(W.agent)
             return True
 
         return None if ready() else Park(ready, "waits for the cluster barrier")

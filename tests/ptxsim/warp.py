@@ -245,10 +245,10 @@ class Warp:
         raise kind(self.where(ins, lanes) + why)
 
     def bend(self, kind: type[SimError], ins: Instr, why: str) -> None:
-        """Raise with ``strict=True``, else warn once per place and rule."""
+        """Raise with ``strict=True``, else warn once per rule and launch."""
         if self.launch.strict:
             self.fail(kind, ins, why)
-        self.launch.warn(ins, f"{self.where(ins)}{why}")
+        self.launch.warn((ins.op, why[:20]), f"{self.where(ins)}{why}")
 
     def _lanes(self, L: np.ndarray | None, pick: np.ndarray) -> np.ndarray:
         return np.flatnonzero(pick) if L is None else L[pick]
