@@ -168,9 +168,10 @@ def _clean(W: Ctx, L: object, ins: Instr, masks: tuple) -> None:
 
 
 def _bulk(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
-    dst_space = mods.choose("shared::cluster", "shared::cta", default="global")
+    dst_space = mods.left.pop(0) if mods.left else ""
+    if dst_space not in ("shared::cluster", "shared::cta", "global"):
+        mods.fail("unknown destination space")
     if dst_space == "global":
-        mods.choose("global")
         mods.choose("shared::cta")
         mods.choose("bulk_group")
         reduction = mods.choose(*_REDUCTIONS) if reduce else None

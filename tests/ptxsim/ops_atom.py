@@ -19,17 +19,13 @@ Ctx = "the executing warp (see warp.Warp)"
 _OPS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
 
 
-def _red_is_async(ins: Instr) -> bool:
-    return "async" in ins.mods
-
-
 @op("atom red", "call", dsts=lambda ins: 1 if ins.op == "atom" else 0)
 def _atom(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if mods.flag("async"):
         from .ops_async import red_async
 
         return red_async(cg, ins, mods)
-    space, acquire, release = memory_mods(mods)
+    space, _ = memory_mods(mods)
     kind = mods.choose(*_OPS)
     mods.flag("noftz")
     count = vector_count(mods)
@@ -49,7 +45,7 @@ def _atom(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.fail(f"operation .{kind} on .{type_name}")
     bits = 32 if space.startswith("shared") else 64
     want = any(r is not SINK for r in results)
-    run = make_atomic(space, type_name, count, kind, combine, ins, want, (acquire, release))
+    run = make_atomic(space, type_name, count, kind, combine, ins, want)
     raw = f"b{TYPE_BITS[type_name]}"
     sources = [(address, f"addr{bits}")] + [(v, raw) for v in operands]
     return cg.call(run, sources, [(r, raw) for r in results] if want else [])
@@ -122,7 +118,7 @@ def _order(W: Ctx, count: int) -> object:
 
 
 def make_atomic(
-    space: str, type_name: str, count: int, kind: str, combine: Callable, ins: Instr, want: bool, sync: tuple
+    space: str, type_name: str, count: int, kind: str, combine: Callable, ins: Instr, want: bool
 ) -> Callable:
     """Return the run-time function of an atomic in a state space."""
     code = _array_code(type_name)
@@ -130,8 +126,8 @@ def make_atomic(
     if space.startswith("shared"):
         return _shared(*args)
     if space == "global":
-        return _global(*args, sync)
-    table = {"shared": _shared(*args), "global": _global(*args, sync)}
+        return _global(*args)
+    table = {"shared": _shared(*args), "global": _global(*args)}
 
     def generic(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> object:
         return by_space(W, L, a, qa, values, table, ins, 2 * count if want else 0)
@@ -146,7 +142,7 @@ def _outputs(olds: list, want: bool, code: str) -> tuple | None:
     return tuple(x for old in olds for x in (old.view(raw), None))
 
 
-def _global(code: str, count: int, kind: str, combine: Callable, ins: Instr, want: bool, sync: tuple) -> Callable:
+def _global(code: str, count: int, kind: str, combine: Callable, ins: Instr, want: bool) -> Callable:
     width = int(code[1:])
     shift = np.uint64(width.bit_length() - 1)
 
@@ -165,7 +161,7 @@ def _global(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
         if not buffer.writable:
             W.fault(ins, f"atomic on read-only {buffer.name}", L)
         if W.global_races is not None:
-            W.global_races.atomic(W, buffer, a, width * count, ins, *sync)
+            W.global_races.atomic(W, a)
         operands = values[::2]
         olds = []
         for k in range(count):

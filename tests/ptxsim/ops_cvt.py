@@ -25,6 +25,8 @@ def _cvt(cg: Codegen, ins: Instr, mods: Mods) -> None:
     left = mods.left
     if any(m in _FP8 for m in left):
         return _cvt_fp8(cg, ins, mods)
+    if "ue8m0x2" in left:
+        return _cvt_ue8m0(cg, ins, mods)
     if "pack" in left:
         return _cvt_pack(cg, ins, mods)
     if len([m for m in left if m in TYPE_BITS]) != 2:
@@ -181,6 +183,46 @@ def _to_fp8(cg: Codegen, mods: Mods, name: str, source: str, relu: bool) -> None
 
     values = ", ".join(cg.src(v, source) for v in args)
     cg.out(dst, "b16", f"{cg.bind(from_f32 if source == 'f32' else from_f16x2)}({values})")
+
+
+def to_ue8m0(x: np.ndarray, up: bool) -> np.ndarray:
+    """Round the magnitude of float32 to a power of two, as a biased exponent byte; NaN is 0xff, infinity 0xfe."""
+    bits = x.view("u4") & np.uint32(0x7FFFFFFF)
+    exponent = bits >> np.uint32(23)
+    if up:
+        fraction = bits & np.uint32(0x7FFFFF)
+        exponent = exponent + np.where(exponent == 0, fraction > 0x400000, fraction != 0)
+    return np.where(np.isnan(x), 255, np.minimum(exponent, 254)).astype("u1")
+
+
+def from_ue8m0(x: np.ndarray) -> np.ndarray:
+    """Return the float32 value of exponent bytes."""
+    return np.where(x == 255, np.float32(np.nan), np.ldexp(np.float32(1), x.astype("i4") - 127)).astype("f4")
+
+
+def _cvt_ue8m0(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    """Emit conversions between pairs of float32 or bf16 and ue8m0x2."""
+    if mods.left[-1] == "ue8m0x2":
+        mods.choose("rn")
+        mods.flag("ue8m0x2")
+        mods.choose("bf16x2")
+        dst, a = mods.args(2)
+
+        def widen(x: np.ndarray) -> np.ndarray:
+            pair = to_bf16(from_ue8m0(np.ascontiguousarray(x).view("u1")))
+            return pair.view("u4")
+
+        return cg.out(dst, "bf16x2", f"{cg.bind(widen)}({cg.src(a, 'b16')})")
+    up = mods.choose("rz", "rp") == "rp"
+    mods.flag("satfinite")
+    mods.flag("ue8m0x2")
+    mods.choose("f32")
+    dst, a, b = mods.args(3)
+
+    def run(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+        return to_ue8m0(high, up).astype("u2") << np.uint16(8) | to_ue8m0(low, up)
+
+    return cg.out(dst, "b16", f"{cg.bind(run)}({cg.src(a, 'f32')}, {cg.src(b, 'f32')})")
 
 
 def _cvt_pack(cg: Codegen, ins: Instr, mods: Mods) -> None:

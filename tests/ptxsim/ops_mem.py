@@ -21,15 +21,15 @@ SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "const"
 Ctx = "the executing warp (see machine.Warp)"
 
 
-def memory_mods(mods: Mods) -> tuple[str, bool, bool]:
-    """Take the modifiers common to memory accesses; return space, whether it acquires, whether it releases."""
-    mods.flag("volatile")
+def memory_mods(mods: Mods) -> tuple[str, bool]:
+    """Take the modifiers common to memory accesses; return the space, and whether the access is strong."""
+    volatile = mods.flag("volatile")
     sem = mods.choose("weak", "relaxed", "acquire", "release", "acq_rel", "mmio", default="weak")
     mods.choose("cta", "cluster", "gpu", "sys", default="")
     space = mods.choose(*SPACES, default="generic")
     for hint in (*_CACHE_HINTS, *_LEVELS):
         mods.flag(hint)
-    return space, sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel")
+    return space, volatile or sem != "weak"
 
 
 def vector_count(mods: Mods) -> int:
@@ -47,7 +47,7 @@ def resolve_space(cg: Codegen, space: str, address: Addr) -> str:
 
 @op("ld ldu", "call")
 def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    space, acquire, _ = memory_mods(mods)
+    space, strong = memory_mods(mods)
     count, type_name = vector_count(mods), mods.type()
     hint = mods.flag("L2::cache_hint")
     dst, address, *_ = mods.args(3 if hint else 2)
@@ -56,7 +56,7 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.fail("vector length differs from the operand")
     space = resolve_space(cg, space, address)
     if type_name == "b128":
-        load = make_load(space, "u8", 2 * count, ins, acquire)
+        load = make_load(space, "u8", 2 * count, ins, strong)
 
         def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
             parts = load(W, L, a, qa)
@@ -66,14 +66,14 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
             return tuple(out)
 
     else:
-        run = make_load(space, VIEWS[type_name], count, ins, acquire)
+        run = make_load(space, VIEWS[type_name], count, ins, strong)
     bits = 32 if space.startswith("shared") else 64
     cg.call(run, [(address, f"addr{bits}")], [(item, type_name) for item in items])
 
 
 @op("st", "call", dsts=0)
 def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    space, _, release = memory_mods(mods)
+    space, strong = memory_mods(mods)
     if mods.flag("async"):
         from .ops_async import st_async
 
@@ -92,22 +92,32 @@ def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
     code = f"u{TYPE_BITS[type_name] // 8}"
     raw = f"b{TYPE_BITS[type_name]}"
     bits = 32 if space.startswith("shared") else 64
-    run = make_store(space, code, count, ins, release)
+    if type_name == "b128":
+        inner = make_store(space, "u8", 2 * count, ins, strong)
+
+        def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+            halves = []
+            for value, poison in zip(values[::2], values[1::2]):
+                halves += [value[:, 0].copy(), poison, value[:, 1].copy(), poison]
+            inner(W, L, a, qa, *halves)
+
+    else:
+        run = make_store(space, code, count, ins, strong)
     return cg.call(run, [(address, f"addr{bits}")] + [(item, raw) for item in items if item is not SINK], [])
 
 
-def make_load(space: str, code: str, count: int, ins: Instr, acquire: bool = False) -> Callable:
+def make_load(space: str, code: str, count: int, ins: Instr, strong: bool = False) -> Callable:
     """Return the run-time function of a load: ``(W, L, address, poison) -> (value, poison, ...)``."""
     if space.startswith("shared"):
         return _load_shared(code, count, ins, space == "shared::cluster")
     if space == "global":
-        return _load_global(code, count, ins, acquire)
+        return _load_global(code, count, ins, strong)
     if space == "local":
         return _load_local(code, count, ins)
     if space in ("param", "const"):
         return _load_image(space, code, count, ins)
-    loaders = {s: make_load(s, code, count, ins, acquire) for s in ("global", "local", "const", "param")}
-    loaders["shared"] = make_load("shared::cluster", code, count, ins, acquire)
+    loaders = {s: make_load(s, code, count, ins, strong) for s in ("global", "local", "const", "param")}
+    loaders["shared"] = make_load("shared::cluster", code, count, ins, strong)
 
     def generic(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
         return by_space(W, L, a, qa, (), loaders, ins, 2 * count)
@@ -182,12 +192,12 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
     return load
 
 
-def make_store(space: str, code: str, count: int, ins: Instr, release: bool = False) -> Callable:
+def make_store(space: str, code: str, count: int, ins: Instr, strong: bool = False) -> Callable:
     """Return the run-time function of a store: ``(W, L, address, poison, value, poison, ...)``."""
     if space.startswith("shared"):
         return _store_shared(code, count, ins, space == "shared::cluster")
     if space == "global":
-        return _store_global(code, count, ins, release)
+        return _store_global(code, count, ins, strong)
     if space == "local":
         return _store_local(code, count, ins)
     if space in ("param", "const"):
@@ -196,8 +206,8 @@ def make_store(space: str, code: str, count: int, ins: Instr, release: bool = Fa
             W.fault(ins, f"store to .{space} memory", L)
 
         return refuse
-    table = {s: make_store(s, code, count, ins, release) for s in ("global", "local", "const", "param")}
-    table["shared"] = make_store("shared::cluster", code, count, ins, release)
+    table = {s: make_store(s, code, count, ins, strong) for s in ("global", "local", "const", "param")}
+    table["shared"] = make_store("shared::cluster", code, count, ins, strong)
 
     def generic(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
         by_space(W, L, a, qa, values, table, ins, 0)
@@ -278,7 +288,7 @@ def by_buffer(W: Ctx, L: object, a: np.ndarray, function: Callable, extra: tuple
     return tuple(results) if outputs else None
 
 
-def _load_global(code: str, count: int, ins: Instr, acquire: bool) -> Callable:
+def _load_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
     width = int(code[1:])
     shift = np.uint64(width.bit_length() - 1)
 
@@ -296,16 +306,17 @@ def _load_global(code: str, count: int, ins: Instr, acquire: bool) -> Callable:
         for k in range(count):
             out += [view[index + np.uint64(k) if k else index], None]
         if W.global_races is not None:
-            W.global_races.read(W, buffer, offset, width * count, ins)
-            if acquire:
+            if strong:
                 W.global_races.acquire(W, a)
+            else:
+                W.global_races.read(W, buffer, offset, width * count, ins)
         W.traffic[2] += len(a) * width * count
         return tuple(out)
 
     return load
 
 
-def _store_global(code: str, count: int, ins: Instr, release: bool) -> Callable:
+def _store_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
     width = int(code[1:])
     shift = np.uint64(width.bit_length() - 1)
 
@@ -325,9 +336,10 @@ def _store_global(code: str, count: int, ins: Instr, release: bool) -> Callable:
         if not buffer.writable:
             W.fault(ins, f"store to read-only {buffer.name}", L)
         if W.global_races is not None:
-            W.global_races.write(W, buffer, offset, width * count, ins)
-            if release:
+            if strong:
                 W.global_races.release(W, a)
+            else:
+                W.global_races.write(W, buffer, offset, width * count, ins)
         for k in range(count):
             at = index + np.uint64(k) if k else index
             view[at] = values[2 * k]

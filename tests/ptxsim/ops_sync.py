@@ -150,12 +150,7 @@ def _membar(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if mods.flag("proxy"):
         return _proxy(cg, ins, mods)
     mods.choose("cta", "gl", "sys")
-    return cg.call(_memory_fence, [], [])
-
-
-def _memory_fence(W: Ctx, L: object) -> None:
-    if W.global_races is not None:
-        W.global_races.fence(W)
+    return None
 
 
 @op("fence", "call", dsts=0)
@@ -171,7 +166,7 @@ def _fence(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.choose("sc", "acq_rel", "acquire", "release", default="acq_rel")
     mods.flag("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
     mods.choose("cta", "cluster", "gpu", "sys")
-    return cg.call(_memory_fence, [], [])
+    return None
 
 
 def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
@@ -198,7 +193,4 @@ def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
             detector = W.cta.cluster.detector
             if detector:
                 detector.proxy_fence(W.agent)
-        if W.global_races is not None:
-            W.global_races.fence(W)
-
     return cg.call(run, [], [])

@@ -175,16 +175,19 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     mask = list(rest.pop(0).items) if rest and isinstance(rest[0], Vec) else []
     if mask and (ws or len(mask) != 4 * group):
         mods.fail("disable-output-lane vector")
-    if not 1 <= len(rest) <= 2 or (len(rest) == 2 and not isinstance(rest[1], Imm)):
-        mods.fail("operand form (a zero-column mask is not modelled)")
-    if len(rest) == 2 and ws:
-        mods.fail("a zero-column mask is not modelled")
-    scale = rest[1].value if len(rest) == 2 else 0
+    if not 1 <= len(rest) <= 2 or (len(rest) == 2 and not ws and not isinstance(rest[1], Imm)):
+        mods.fail("operand form")
+    scale = rest[1].value if len(rest) == 2 and not ws else 0
+    columns = [rest[1]] if len(rest) == 2 and ws else []
     in_tmem = isinstance(a, Addr)
 
     def run(W: Ctx, L: object, *pairs: object) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.mma")
         single(W, ins, L, "tcgen05.mma")
+        if columns:
+            *pairs, zeros, _ = pairs
+            if (zeros >> np.uint64(39) & np.uint64(1)).any():
+                W.fail(SyncError, ins, "a zero-column mask that masks columns is not modelled")
         for lane in range(len(pairs[0])):
             dv, av, bv, iv, ev, *mv = (p[lane] for p in pairs[::2])
             operation = umma.Mma(W, ins, mma_kind, group, ws)
@@ -192,7 +195,8 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
             operation.issue(int(dv), int(av), in_tmem, int(bv), int(iv), bool(ev), lanes, scale)
 
     sources = [(d, "addr32"), (a, "addr32" if in_tmem else "b64"), (b, "b64"), (idesc, "b32"), (rest[0], "pred")]
-    values(cg, run, sources + [(m, "b32") for m in mask])
+    sources += [(m, "b32") for m in mask] + [(c, "b64") for c in columns]
+    values(cg, run, sources)
 
 
 def _commit(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
