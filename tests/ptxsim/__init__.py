@@ -18,6 +18,7 @@ from .memory import Memory
 from .module import Module
 from .report import Report
 from .tensormap import TensorMap, TensorMapError, encode_tiled
+from .timeline import Timeline
 
 __all__ = [
     "DeadlockError",
@@ -36,6 +37,7 @@ __all__ = [
     "SyncError",
     "TensorMap",
     "TensorMapError",
+    "Timeline",
     "UnknownInstruction",
     "encode_tiled",
 ]

@@ -92,7 +92,9 @@ class Cfg:
         """Return the block a branch goes to."""
         label = ins.args[0]
         if not isinstance(label, Sym) or label.name not in self.code.labels:
-            raise UnknownInstruction(f"kernel {self.code.name}, line {ins.line}: branch to an unknown label: {ins.text}")
+            raise UnknownInstruction(
+                f"kernel {self.code.name}, line {ins.line}: branch to an unknown label: {ins.text}"
+            )
         return self.block_at[self.code.labels[label.name]]
 
     def _edges(self) -> None:

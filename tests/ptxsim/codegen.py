@@ -208,7 +208,7 @@ class Codegen:
         chain = " is ".join([*names, "None"])
         return f"None if {chain} else orq({', '.join(names)})"
 
-    def out(self, dst: object, type_name: str, expr: str, poison: str | None | bool = True) -> None:
+    def out(self, dst: object, type_name: str, expr: str, poison: str | bool | None = True) -> None:
         """Assign a result to a destination register, honouring the guard and the register's width.
 
         ``poison`` True derives the mask from the sources; a string is an expression; None means clean.
@@ -250,7 +250,9 @@ class Codegen:
         saved, self.sources = self.sources, []
         value = self.src(guard, "pred")
         if self.sources:
-            self.line(f"if {self.sources[0]} is not None: W.poisoned({self.sources[0]}, {self.here()}, 'a predicate', L)")
+            self.line(
+                f"if {self.sources[0]} is not None: W.poisoned({self.sources[0]}, {self.here()}, 'a predicate', L)"
+            )
         self.sources = saved
         if not self.ins.guard_neg:
             return value

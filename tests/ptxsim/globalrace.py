@@ -81,7 +81,9 @@ class GlobalRaces:
     ) -> None:
         word = int(words[np.flatnonzero(bad)[0]])
         warp.fail(
-            RaceError, ins, f"race at byte {4 * word} of {buffer.name}: {verb} {self.names[who[word]]} without synchronisation"
+            RaceError,
+            ins,
+            f"race at byte {4 * word} of {buffer.name}: {verb} {self.names[who[word]]} without synchronisation",
         )
 
     def atomic(self, warp: object, address: np.ndarray) -> None:

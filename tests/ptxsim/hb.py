@@ -175,9 +175,7 @@ class Detector:
             hit, at = np.argwhere(bad)[0]
             reader = self.names[shadow.row_agents[hit, 0]]
             place = shadow.space(int(np.asarray(words).reshape(-1)[at]))
-            raise RaceError(
-                f"{where}: race at {place}: {self.names[agent]} writes what {reader} may still read"
-            )
+            raise RaceError(f"{where}: race at {place}: {self.names[agent]} writes what {reader} may still read")
 
     def _report(
         self,

@@ -331,11 +331,15 @@ class Launch:
         for warp in warps:
             ran = warp.run(int(self.rng.integers(1, 64)) if self.random else 200)
             moved += ran
+            if self.timeline is not None and ran:
+                self.timeline.turn(warp, self.steps, self.steps + ran)
             self.steps += ran
             if ran and self.random:
                 warp.cta.cluster.progress_any(0.1)
         if self.steps > self.step_limit:
-            raise StepLimitError(f"kernel {self.program.name} ran {self.steps} blocks: over the step limit\n{self.dump()}")
+            raise StepLimitError(
+                f"kernel {self.program.name} ran {self.steps} blocks: over the step limit\n{self.dump()}"
+            )
         if moved:
             return
         if self.module.on_idle is not None and self.module.on_idle():

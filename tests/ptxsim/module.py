@@ -18,8 +18,8 @@ from . import (  # noqa: F401 (emitters register themselves)
     ops_mem,
     ops_sync,
     ops_tcgen05,
-    ops_wgmma,
     ops_warp,
+    ops_wgmma,
 )
 from .errors import SimError
 from .ir import TYPE_BITS

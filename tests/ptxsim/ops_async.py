@@ -184,9 +184,7 @@ def _bulk(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
                   qn: object) -> None:  # fmt: skip
             _clean(W, L, ins, (qd, qs, qn))
             for lane in range(len(d)):
-                BulkStore(W, ins, _lane(L, lane)).linear(
-                    int(d[lane]), int(s[lane]), int(n[lane]), reduction, type_name
-                )
+                BulkStore(W, ins, _lane(L, lane)).linear(int(d[lane]), int(s[lane]), int(n[lane]), reduction, type_name)
 
         return cg.call(store, [(dst, "addr64"), (src, "addr32"), (size, "u32")], [])
     source_space = mods.choose("global", "shared::cta")

@@ -96,7 +96,14 @@ def _array_code(type_name: str) -> str:
 
 
 def apply(
-    view: np.ndarray, index: np.ndarray, values: list, kind: str, combine: Callable, code: str, want: bool, order: object
+    view: np.ndarray,
+    index: np.ndarray,
+    values: list,
+    kind: str,
+    combine: Callable,
+    code: str,
+    want: bool,
+    order: object,
 ) -> np.ndarray | None:
     """Perform one element's atomic for all lanes; return old values when they are wanted."""
     operand = values[0].view(code) if values[0].dtype != np.dtype(code) else values[0]

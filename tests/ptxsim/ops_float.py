@@ -127,7 +127,9 @@ def float_binary(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if type_name == "f32x2":
         base = _WIDE[ins.op] if rounding == "rn" else _directed(ins.op, rounding)
         return cg.out(dst, type_name, f"{cg.bind(pairwise32(_flushing(base, ftz)))}({x}, {y})")
-    return cg.out(dst, type_name, f"{cg.bind(_saturating(widened(_WIDE[ins.op], type_name), type_name, sat))}({x}, {y})")
+    return cg.out(
+        dst, type_name, f"{cg.bind(_saturating(widened(_WIDE[ins.op], type_name), type_name, sat))}({x}, {y})"
+    )
 
 
 def _flushing(function: Callable, ftz: bool) -> Callable:

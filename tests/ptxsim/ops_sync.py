@@ -193,4 +193,5 @@ def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
             detector = W.cta.cluster.detector
             if detector:
                 detector.proxy_fence(W.agent)
+
     return cg.call(run, [], [])

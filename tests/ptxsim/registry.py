@@ -116,4 +116,6 @@ class Mods:
 
 def unknown(kernel: str, ins: Instr, why: str) -> UnknownInstruction:
     """Return the error for an instruction that is not implemented."""
-    return UnknownInstruction(f"kernel {kernel}, line {ins.line}: unknown instruction {ins.opcode!r}: {why}\n  {ins.text}")
+    return UnknownInstruction(
+        f"kernel {kernel}, line {ins.line}: unknown instruction {ins.opcode!r}: {why}\n  {ins.text}"
+    )

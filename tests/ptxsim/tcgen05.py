@@ -38,9 +38,7 @@ def decode_smem_descriptor(bits: int) -> SmemLayout:
     mode = bits >> 61
     refuse(mode == 1, "128-byte swizzling with 32-byte atoms is not modelled")
     refuse(mode not in _SWIZZLE_SPAN, f"swizzle mode {mode} is invalid")
-    return SmemLayout(
-        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SWIZZLE_SPAN[mode]
-    )
+    return SmemLayout((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SWIZZLE_SPAN[mode])
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,16 @@ def decode_instruction_descriptor(bits: int, kind: str, group: int, ws: bool) ->
     if b_mn and kind in ("f8f6f4", "i8"):
         refuse(n % (16 * group) != 0, f"N={n} of a transposed 8-bit B must be a multiple of {16 * group}")
     return InstructionDescriptor(
-        m, n, a_kind, b_kind, _OUTPUTS[kind][out], bool(negative & 1), bool(negative & 2), a_mn, b_mn, bool(bits >> 3 & 1)
+        m,
+        n,
+        a_kind,
+        b_kind,
+        _OUTPUTS[kind][out],
+        bool(negative & 1),
+        bool(negative & 2),
+        a_mn,
+        b_mn,
+        bool(bits >> 3 & 1),
     )
 
 

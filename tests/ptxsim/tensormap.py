@@ -132,7 +132,9 @@ def encode_tiled(
     _refuse(box[0] * item % 16 != 0, f"the box's inner row of {box[0] * item} bytes is not a multiple of 16")
     _refuse(mode not in (0, 1, 2, 3), f"swizzle {mode} is unknown (or one of the wide-atom modes, not modelled)")
     span = _SWIZZLE_SPAN.get(mode)
-    _refuse(span is not None and box[0] * item > span, f"inner row of {box[0] * item} bytes exceeds the {span}-byte swizzle")
+    _refuse(
+        span is not None and box[0] * item > span, f"inner row of {box[0] * item} bytes exceeds the {span}-byte swizzle"
+    )
     _refuse(not 0 <= l2_promotion <= 3, f"L2 promotion {l2_promotion} is unknown")
     _refuse(oob_fill not in (0, 1), f"out-of-bounds fill {oob_fill} is unknown")
     _refuse(oob_fill == 1 and code not in _FLOATING, "NaN fill needs a floating-point type")

@@ -372,9 +372,7 @@ class Mma:
             cells = (self.lanes[:, :, None] * COLUMNS + self.columns).reshape(-1)
             for cta in self.ctas:
                 shadow, where = tmem_of(cta).shadow, _Where(W, self.ins)
-                self.detector.tensor_write(
-                    W.agent, self.tensor, shadow, cells, pipe.agents[0], self.clock, where
-                )
+                self.detector.tensor_write(W.agent, self.tensor, shadow, cells, pipe.agents[0], self.clock, where)
 
     def _compute(
         self, desc: InstructionDescriptor, a_in_tmem: bool, a_places: object, b_places: list, enable: bool,

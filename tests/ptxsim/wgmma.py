@@ -20,9 +20,7 @@ def decode_descriptor(bits: int) -> SmemLayout:
         raise DescriptorError(f"matrix descriptor {bits:#018x} has reserved bits set")
     if bits >> 49 & 7:
         raise DescriptorError(f"matrix descriptor {bits:#018x} has a base offset, which is not modelled")
-    return SmemLayout(
-        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SPANS[bits >> 62]
-    )
+    return SmemLayout((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SPANS[bits >> 62])
 
 
 class Form:
@@ -186,9 +184,7 @@ def _bind_accumulator(W: Warp, group: Warpgroup, operation: Operation, w: int, s
     acc.last = operation.seq
 
 
-def _submit(
-    W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None, desc_b: int, scale_d: bool
-) -> None:
+def _submit(W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None, desc_b: int, scale_d: bool) -> None:
     """Check what the operation reads, then queue its arithmetic."""
     form, cta = operation.form, W.cta
     try:

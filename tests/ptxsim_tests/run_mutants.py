@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
-import nvrtc
-import ptxsim
-from mutants import MUTANTS, Mutant
-from runners import MODES, RUNNERS
-
+import nvrtc  # noqa: E402
+import ptxsim  # noqa: E402
+from mutants import MUTANTS, Mutant  # noqa: E402
+from runners import MODES, RUNNERS  # noqa: E402
 
 DEFINES = {"blackwell_gemm": ("M=128", "N=64", "GROUP=1", "WS=0", "A_MN=0", "B_MN=0", "HALF=0")}
 
@@ -24,7 +23,8 @@ def outcome(mutant: Mutant, mode: str, seed: int) -> str:
     """Run a mutant in one mode and name the error that caught it ('' when it escaped)."""
     source = mutant.apply((nvrtc.KERNELS / f"{mutant.kernel}.cu").read_text())
     try:
-        RUNNERS[mutant.kernel](nvrtc.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ())), mode, seed)
+        ptx = nvrtc.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ()))
+        RUNNERS[mutant.kernel](ptx, mode, seed)
     except ptxsim.SimError as error:
         return type(error).__name__
     except AssertionError:

@@ -26,7 +26,9 @@ def hopper_gemm(ptx: str, mode: str, seed: int, check: bool = True) -> ptxsim.Re
     for array, cols in ((a, k), (b, k), (c, n)):
         address = module.memory.map(array)
         maps.append(ptxsim.encode_tiled("bfloat16", address, [cols, 128], [cols * 2], [64, 64], swizzle="128B"))
-    report = module.launch("hopper_gemm", (2, 2), 160, [*maps, k // 64], 7 * 8192 + 64, mode=mode, seed=seed, check=check)
+    report = module.launch(
+        "hopper_gemm", (2, 2), 160, [*maps, k // 64], 7 * 8192 + 64, mode=mode, seed=seed, check=check
+    )
     expected = a.astype("f4") @ b.astype("f4").T
     np.testing.assert_allclose(c.astype("f4"), expected, rtol=2**-7, atol=2**-7)
     return report
@@ -38,9 +40,7 @@ def cluster_exchange(ptx: str, mode: str, seed: int, check: bool = True) -> ptxs
     rounds = 3
     tile, out = bf16(rng, 64 * rounds, 64), np.zeros((2, 64), "f4")
     module = ptxsim.Module(ptx)
-    tmap = ptxsim.encode_tiled(
-        "bfloat16", module.memory.map(tile), [64, 64 * rounds], [128], [64, 64], swizzle="128B"
-    )
+    tmap = ptxsim.encode_tiled("bfloat16", module.memory.map(tile), [64, 64 * rounds], [128], [64, 64], swizzle="128B")
     report = module.launch(
         "cluster_exchange", 2, 64, [tmap, out, rounds], 8192 + 512, cluster=2, mode=mode, seed=seed, check=check
     )

@@ -48,7 +48,9 @@ def test_read_only_and_unmapped_memory() -> None:
 
 def test_misaligned_vector() -> None:
     with pytest.raises(ptxsim.MemoryFault, match="misaligned for 16"):
-        body("ld.param.u64 %rd1, [a]; ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%rd1+8];", "a").launch("k", 1, 1, [np.zeros(64, "u4")])
+        body("ld.param.u64 %rd1, [a]; ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%rd1+8];", "a").launch(
+            "k", 1, 1, [np.zeros(64, "u4")]
+        )
 
 
 def test_shared_bounds() -> None:
@@ -116,7 +118,9 @@ def test_lanes_that_store_different_values_to_one_address() -> None:
 
 def test_deadlock_reports_barriers() -> None:
     code = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 bar.sync 3, 64;"
-    with pytest.raises(ptxsim.DeadlockError, match=r"(?s)waits for barrier 3.*barrier 3: warps \[0\] arrived, needs 64"):
+    with pytest.raises(
+        ptxsim.DeadlockError, match=r"(?s)waits for barrier 3.*barrier 3: warps \[0\] arrived, needs 64"
+    ):
         body(code).launch("k", 1, 64, [])
 
 
@@ -179,7 +183,9 @@ def test_wrong_arguments() -> None:
         module.launch("other", 1, 1, [])
 
 
-@pytest.mark.parametrize("text", [".version 8.8\nnonsense here", HEADER + ".visible .entry k()\n{ add.u32 %r1 %r2 [; }"])
+@pytest.mark.parametrize(
+    "text", [".version 8.8\nnonsense here", HEADER + ".visible .entry k()\n{ add.u32 %r1 %r2 [; }"]
+)
 def test_syntax_errors_name_the_line(text: str) -> None:
     with pytest.raises(ptxsim.SimError, match="line"):
         ptxsim.Module(text).launch("k", 1, 1, [])

@@ -17,7 +17,9 @@ Z = np.roll(FLOATS, 13)
 
 def nearest32(value: Fraction) -> np.float32:
     """Round an exact number to float32, ties to even, by comparing neighbours."""
-    guess = np.float32(float(value)) if abs(value) < Fraction(2) ** 200 else np.float32(np.inf * (1 if value > 0 else -1))
+    guess = (
+        np.float32(float(value)) if abs(value) < Fraction(2) ** 200 else np.float32(np.inf * (1 if value > 0 else -1))
+    )
     best = guess
     for candidate in (np.nextafter(guess, np.float32(-np.inf)), np.nextafter(guess, np.float32(np.inf))):
         if not np.isfinite(candidate):
@@ -178,7 +180,9 @@ def test_f16_conversion_overflows_to_infinity() -> None:
     assert got.tolist() == want.tolist()
 
 
-@pytest.mark.parametrize(("name", "dtype", "limit"), [("e4m3", ml_dtypes.float8_e4m3fn, 448), ("e5m2", ml_dtypes.float8_e5m2, 57344)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "limit"), [("e4m3", ml_dtypes.float8_e4m3fn, 448), ("e5m2", ml_dtypes.float8_e5m2, 57344)]
+)
 def test_fp8_conversion_saturates(name: str, dtype: type, limit: float) -> None:
     got = run(f"cvt.rn.satfinite.{name}x2.f32 %d, %a, %b;", [X, Y], np.zeros(32, "u2"))
     table = np.arange(256, dtype="u1").view(dtype).astype("f8")

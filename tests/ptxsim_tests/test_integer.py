@@ -130,7 +130,9 @@ COMPARES = {
 def test_setp_and_selp(name: str) -> None:
     y = B.copy()
     y[::4] = A[::4]
-    got = run(f"setp.{name} %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.u32 %d, %d, 2;", [A, y], np.zeros(32, "u4"))
+    got = run(
+        f"setp.{name} %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.u32 %d, %d, 2;", [A, y], np.zeros(32, "u4")
+    )
     assert got.tolist() == [1 if COMPARES[name](int(a), int(b)) else 2 for a, b in zip(A, y)]
 
 

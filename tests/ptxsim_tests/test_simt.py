@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import nvrtc
 import numpy as np
+import nvrtc
 import ptxsim
 import pytest
 from single import run

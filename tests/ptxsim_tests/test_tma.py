@@ -99,7 +99,9 @@ def test_tile_load(rank: int, dims: list[int], box: list[int], at: list[int], sw
 
 @pytest.mark.parametrize("reduction", ["", "add", "max"])
 @pytest.mark.parametrize(("rank", "dims", "box", "at", "swizzle"), CASES, ids=str)
-def test_tile_store_and_reduce(rank: int, dims: list[int], box: list[int], at: list[int], swizzle: str, reduction: str) -> None:
+def test_tile_store_and_reduce(
+    rank: int, dims: list[int], box: list[int], at: list[int], swizzle: str, reduction: str
+) -> None:
     rng = np.random.default_rng(rank)
     shape = padded(dims, rng).shape
     array = rng.integers(-8, 8, shape).astype("f2")
@@ -192,7 +194,14 @@ def test_cp_async_zero_fill_and_groups() -> None:
     ],
 )
 def test_encoder_refuses(change: dict, why: str) -> None:
-    good = {"dtype": "bfloat16", "address": 1 << 36, "dims": [64, 64], "strides": [128], "box": [64, 64], "swizzle": "128B"}
+    good = {
+        "dtype": "bfloat16",
+        "address": 1 << 36,
+        "dims": [64, 64],
+        "strides": [128],
+        "box": [64, 64],
+        "swizzle": "128B",
+    }
     assert len(ptxsim.encode_tiled(**good)) == 128
     with pytest.raises(ptxsim.TensorMapError, match=why) as caught:
         ptxsim.encode_tiled(**(good | change))

@@ -123,7 +123,10 @@ def body(code: str, n: int = 64, free: bool = True, params: str = "") -> ptxsim.
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("late", 0), ("random", 5)])
-@pytest.mark.parametrize(("shape", "count", "packed"), [("32x32b", 4, ""), ("16x64b", 2, ""), ("16x128b", 2, ""), ("16x256b", 1, ""), ("32x32b", 2, "16b")])
+@pytest.mark.parametrize(
+    ("shape", "count", "packed"),
+    [("32x32b", 4, ""), ("16x64b", 2, ""), ("16x128b", 2, ""), ("16x256b", 1, ""), ("32x32b", 2, "16b")],
+)
 def test_store_then_load(shape: str, count: int, packed: str, mode: str, seed: int) -> None:
     """Store per-thread values through a shape; read whole lanes back with 32x32b, and check each cell's place."""
     n = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}[shape] * count
@@ -133,7 +136,9 @@ def test_store_then_load(shape: str, count: int, packed: str, mode: str, seed: i
     suffix = f".unpack::{packed}" if packed else ""
     read = ", ".join(f"%r{100 + i}" for i in range(16))
     code = (
-        "mov.u32 %r9, 0;" + set_values + f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r2], {{{zero}}}; tcgen05.wait::st.sync.aligned;"
+        "mov.u32 %r9, 0;"
+        + set_values
+        + f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r2], {{{zero}}}; tcgen05.wait::st.sync.aligned;"
         f"tcgen05.st.sync.aligned.{shape}.x{count}{suffix}.b32 [%r2], {{{regs}}}; tcgen05.wait::st.sync.aligned;"
         f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {{{read}}}, [%r2]; tcgen05.wait::ld.sync.aligned;"
         "ld.param.u64 %rd1, [out]; mad.wide.u32 %rd1, %r3, 64, %rd1;"
@@ -181,7 +186,10 @@ def test_misuse(code: str, n: int, free: bool, why: str) -> None:
 def test_copy_from_shared_memory() -> None:
     code = (
         ".shared .align 1024 .b8 s[2048]; mov.u32 %r3, %tid.x; mov.u32 %r4, s;"
-        + "".join(f"mad.lo.u32 %r5, %r3, 64, %r4; mad.lo.u32 %r6, %r3, 16, {i}; st.shared.u32 [%r5+{4 * i}], %r6;" for i in range(16))
+        + "".join(
+            f"mad.lo.u32 %r5, %r3, 64, %r4; mad.lo.u32 %r6, %r3, 16, {i}; st.shared.u32 [%r5+{4 * i}], %r6;"
+            for i in range(16)
+        )
         + "fence.proxy.async.shared::cta; bar.warp.sync -1; mov.u32 %r7, bar; setp.eq.u32 %p1, %r3, 0; @!%p1 bra J;"
         "mbarrier.init.shared::cta.b64 [%r7], 1; fence.mbarrier_init.release.cluster; shr.u32 %r8, %r4, 4; cvt.u64.u32 %rd2, %r8;"
         "or.b64 %rd2, %rd2, 0x0000400800080000; or.b64 %rd2, %rd2, 0x0000400000000000;"
@@ -192,7 +200,9 @@ def test_copy_from_shared_memory() -> None:
         "ld.param.u64 %rd1, [out]; mad.wide.u32 %rd1, %r3, 16, %rd1; st.global.v4.u32 [%rd1], {%r10, %r11, %r12, %r13};"
     )
     out = np.zeros((32, 4), "u4")
-    module = body(code.replace("mov.u32 %r7, bar;", ".shared .align 8 .b8 bar[8]; mov.u32 %r7, bar;"), params=".param .u64 out")
+    module = body(
+        code.replace("mov.u32 %r7, bar;", ".shared .align 8 .b8 bar[8]; mov.u32 %r7, bar;"), params=".param .u64 out"
+    )
     module.launch("k", 1, 32, [out], mode="late")
     # No swizzle, K-major: row r at (r % 8) * 16 + (r // 8) * SBO, with SBO = 128; thread t wrote words 16 t + i at 64 t + 4 i.
     want = [[(r % 8 * 16 + r // 8 * 128) // 4 + i for i in range(4)] for r in range(32)]

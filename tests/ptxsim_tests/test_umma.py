@@ -25,7 +25,9 @@ def source(kind: str, a: str, mask: str, scale: str, ws: bool) -> str:
         "shl.b32 %r5, %r0, 2; {0}: cvt.u64.u32 %rd9, %r5; add.u64 %rd9, %rd9, {2}; ld.global.u32 %r7, [%rd9]; add.u32 %r8, %r2, %r5;"
         "add.u32 %r8, %r8, {1}; st.shared.u32 [%r8], %r7; add.u32 %r5, %r5, 512; setp.lt.u32 %p1, %r5, 8192; @%p1 bra {0};"
     )
-    return HEADER + f"""
+    return (
+        HEADER
+        + f"""
 .visible .entry k(.param .u64 a, .param .u64 b, .param .u64 da, .param .u64 db, .param .u32 idesc, .param .u64 out,
     .param .u64 ta, .param .u64 before)
 {{
@@ -61,6 +63,7 @@ tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
 ret;
 }}
 """
+    )
 
 
 def run(
@@ -82,10 +85,18 @@ def run(
     cells = {"f32": before.astype("f4").view("u4"), "s32": before.astype("i4").view("u4"),
              "f16": before.astype("f2").view("u2").astype("u4")}[out]  # fmt: skip
     got = np.zeros((128, N), "u4")
-    text = source(kind, "[%r14]" if in_tmem else "%rd4", ", {%r15, %r16, %r17, %r18}" if mask else "", f", {scale}" if scale else "", False)
+    text = source(
+        kind,
+        "[%r14]" if in_tmem else "%rd4",
+        ", {%r15, %r16, %r17, %r18}" if mask else "",
+        f", {scale}" if scale else "",
+        False,
+    )
     words = np.ascontiguousarray(a).view("u1").reshape(128, 32).view("u4").copy()
     ptxsim.Module(text).launch("k", 1, 128, [raw_a, raw_b, desc_a, desc_b, idesc, got, words, cells], mode=mode)
-    values = {"f32": lambda x: x.view("f4"), "s32": lambda x: x.view("i4"), "f16": lambda x: x.astype("u2").view("f2")}[out](got)
+    values = {"f32": lambda x: x.view("f4"), "s32": lambda x: x.view("i4"), "f16": lambda x: x.astype("u2").view("f2")}[
+        out
+    ](got)
     return values.astype("f8"), a.astype("f8") @ b.astype("f8").T, before.astype("f8")
 
 

@@ -67,7 +67,9 @@ def build(n: int, k: int, kind: str, out: str, tail: str, register_a: bool, size
         "mov.u32 %r5, %r1; {0}: cvt.u64.u32 %rd8, %r5; add.u64 %rd9, %rd8, {2}; mul.lo.u32 %r6, %r5, 1; ld.global.u32 %r7, [%rd9];"
         "add.u32 %r8, %r2, %r6; add.u32 %r8, %r8, {1}; st.shared.u32 [%r8], %r7; add.u32 %r5, %r5, 512; setp.lt.u32 %p1, %r5, {3}; @%p1 bra {0};"
     )
-    return HEADER.replace("sm_100a", "sm_90a") + f"""
+    return (
+        HEADER.replace("sm_100a", "sm_90a")
+        + f"""
 .visible .entry k(.param .u64 a, .param .u64 b, .param .u64 da, .param .u64 db, .param .u64 out, .param .u64 ra)
 {{
 .reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .pred %p<4>; .reg .{reg_type} %d<{count}>; .reg .b32 %a<4>;
@@ -87,6 +89,7 @@ ld.param.u64 %rd6, [out]; mad.wide.u32 %rd6, %r0, 4, %rd6; {stores}
 ret;
 }}
 """
+    )
 
 
 def collect(out: np.ndarray, n: int) -> np.ndarray:
