@@ -18,11 +18,10 @@ from .timeline import Timeline
 _DTYPES = {"bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 _EPILOG = """arguments of the kernel, in order:
   zeros:DTYPE:SHAPE   randn:DTYPE:SHAPE   arange:DTYPE:SHAPE     an array (f4, i4, bf16, ...; SHAPE as 64x128)
-  file.npy                                                       an array from a file
-  int:N   float:X                                                a scalar
-  map:INDEX:BOX:SWIZZLE                                          a tensor map over array argument INDEX (as map:0:64x64:128B;
-                                                                 the box innermost first), the array being declared by data:...
-  data:KIND:DTYPE:SHAPE                                          an array that only tensor maps refer to (not passed itself)
+  file.npy                an array from a file
+  int:N   float:X         a scalar
+  data:KIND:DTYPE:SHAPE   an array that only tensor maps refer to (not passed itself)
+  map:INDEX:BOX:SWIZZLE   a tensor map over array number INDEX, as map:0:64x64:128B (the box innermost first)
 """
 
 

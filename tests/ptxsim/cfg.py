@@ -79,7 +79,7 @@ class Cfg:
                 gather[position] = ins
         starts = sorted(p for p in leaders if p < len(instrs))
         blocks = []
-        for index, (start, end) in enumerate(zip(starts, [*starts[1:], len(instrs)])):
+        for index, (start, end) in enumerate(zip(starts, [*starts[1:], len(instrs)], strict=False)):
             block = Block(index, start, instrs[start:end])
             block.solo = OPS[instrs[start].op].kind in ("sync", "direct")
             block.gather = gather.get(start)

@@ -300,7 +300,7 @@ class Codegen:
             self.line(f"{', '.join(outs)} = {call}")
         else:
             self.line(call)
-        for (operand, type_name), value, mask in zip(results, outs[::2], outs[1::2]):
+        for (operand, type_name), value, mask in zip(results, outs[::2], outs[1::2], strict=False):
             self.out(operand, type_name, value, mask)
 
     # ---- whole functions ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ class PtxSyntaxError(SimError):
     """The text is not PTX that the parser understands."""
 
 
-class UnknownInstruction(SimError):
+class UnknownInstruction(SimError):  # noqa: N818
     """An opcode, modifier or operand form that the simulator does not implement."""
 
 
@@ -19,7 +19,7 @@ class PoisonError(SimError):
     """A value that was never written (or is still in flight) reached a place where it matters."""
 
 
-class MemoryFault(SimError):
+class MemoryFault(SimError):  # noqa: N818
     """An access out of bounds, misaligned, or to memory that the instruction may not touch."""
 
 
@@ -43,7 +43,7 @@ class StepLimitError(SimError):
     """The launch executed more blocks than its step limit allows."""
 
 
-class KernelTrap(SimError):
+class KernelTrap(SimError):  # noqa: N818
     """The kernel executed ``trap`` or a failed device assertion."""
 
 

@@ -136,7 +136,7 @@ def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None
     if len(actual) != len(target.params) or len(actual_returns) != len(target.returns):
         raise UnknownInstruction(f"{out.name}, line {ins.line}: argument count differs from the callee: {ins.text}")
     names = {label: out.fresh(label) for label in target.labels}
-    for formal, given in zip([*target.params, *target.returns], [*actual, *actual_returns]):
+    for formal, given in zip([*target.params, *target.returns], [*actual, *actual_returns], strict=False):
         if not isinstance(given, Sym):
             raise UnknownInstruction(f"{out.name}, line {ins.line}: register arguments are not supported: {ins.text}")
         names[formal.name] = given.name

@@ -131,13 +131,13 @@ class Cta:
         """Return a special register that is the same in all lanes."""
         launch, cluster = self.launch, self.launch.cluster
         grid = launch.grid
-        blocks = tuple(g // c for g, c in zip(grid, cluster))
-        inside = tuple(i % c for i, c in zip(self.ctaid, cluster))
+        blocks = tuple(g // c for g, c in zip(grid, cluster, strict=False))
+        inside = tuple(i % c for i, c in zip(self.ctaid, cluster, strict=False))
         table = {
             "%ntid": launch.block,
             "%ctaid": self.ctaid,
             "%nctaid": grid,
-            "%clusterid": tuple(i // c for i, c in zip(self.ctaid, cluster)),
+            "%clusterid": tuple(i // c for i, c in zip(self.ctaid, cluster, strict=False)),
             "%nclusterid": blocks,
             "%cluster_ctaid": inside,
             "%cluster_nctaid": cluster,
@@ -293,10 +293,10 @@ class Launch:
     # ---- running -----------------------------------------------------------------------------------------------
     def cluster_origins(self) -> list[list[tuple[int, int, int]]]:
         """Return, per cluster, the coordinates of its blocks in rank order."""
-        counts = [g // c for g, c in zip(self.grid, self.cluster)]
+        counts = [g // c for g, c in zip(self.grid, self.cluster, strict=False)]
         result = []
         for z, y, x in itertools.product(*(range(n) for n in reversed(counts))):
-            origin = [i * c for i, c in zip((x, y, z), self.cluster)]
+            origin = [i * c for i, c in zip((x, y, z), self.cluster, strict=False)]
             offsets = itertools.product(*(range(c) for c in reversed(self.cluster)))
             result.append([(origin[0] + i, origin[1] + j, origin[2] + k) for k, j, i in offsets])
         return result

@@ -10,6 +10,7 @@ from . import (  # noqa: F401 (emitters register themselves)
     ops_alu,
     ops_async,
     ops_atom,
+    ops_bits,
     ops_ctl,
     ops_cvt,
     ops_float,
@@ -157,7 +158,7 @@ class Module:
             raise ValueError(f"mode {mode!r} is not 'early', 'late' or 'random'")
         program = self.program(name)
         grid3, block3, cluster3 = _dims(grid), _dims(block), _dims(cluster)
-        if any(g % c for g, c in zip(grid3, cluster3)):
+        if any(g % c for g, c in zip(grid3, cluster3, strict=False)):
             raise SimError(f"grid {grid3} is not a multiple of the cluster {cluster3}")
         threads = int(np.prod(block3))
         if not 1 <= threads <= 1024:
@@ -200,7 +201,7 @@ class Module:
         if len(args) != len(params):
             raise SimError(f"kernel {program.name} takes {len(params)} arguments, {len(args)} given")
         data = np.zeros(program.param_size, np.uint8)
-        for param, arg in zip(params, args):
+        for param, arg in zip(params, args, strict=False):
             raw = self._argument(param, arg)
             if len(raw) != param.size:
                 raise SimError(f"kernel {program.name}: {param.name} has {param.size} bytes, the argument {len(raw)}")

@@ -146,7 +146,7 @@ def mul_hi(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         shift = a.dtype.type(0).nbytes * 8
         return ((a.astype(wide) * b.astype(wide)) >> np.dtype(wide).type(shift)).astype(a.dtype)
     mask = (1 << 64) - 1
-    high = [((int(x) * int(y)) >> 64) & mask for x, y in zip(a, b)]
+    high = [((int(x) * int(y)) >> 64) & mask for x, y in zip(a, b, strict=False)]
     return np.array(high, dtype="u8").view(a.dtype)
 
 

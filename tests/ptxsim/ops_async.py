@@ -10,14 +10,11 @@ from .asyncops import (
     TensorTarget,
     commit_bulk,
     copy_shared_to_shared,
-    cp_async_arrive,
-    cp_async_commit,
-    cp_async_copy,
-    cp_async_wait,
     st_async_lane,
     wait_bulk,
 )
 from .codegen import Codegen
+from .cpasync import cp_async_arrive, cp_async_commit, cp_async_copy, cp_async_wait
 from .errors import MemoryFault
 from .ir import TYPE_BITS, Addr, Imm, Instr, Vec
 from .registry import Mods, op

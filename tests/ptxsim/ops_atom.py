@@ -214,6 +214,6 @@ def _shared(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
         if not want:
             return None
         raw = f"u{width}"
-        return tuple(x for old, poison in zip(olds, result) for x in (old.view(raw), poison))
+        return tuple(x for old, poison in zip(olds, result, strict=False) for x in (old.view(raw), poison))
 
     return run

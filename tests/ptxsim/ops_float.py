@@ -63,7 +63,7 @@ def widened(function: Callable, type_name: str, ftz: bool = False) -> Callable:
     if type_name == "bf16x2":
 
         def run_bf16x2(*args: np.ndarray) -> np.ndarray:
-            low, high = zip(*(halves_bf16(x) for x in args))
+            low, high = zip(*(halves_bf16(x) for x in args), strict=False)
             parts = [to_bf16(function(*(x.astype("f8") for x in side))) for side in (low, high)]
             return parts[0].astype("u4") | parts[1].astype("u4") << np.uint32(16)
 
@@ -170,10 +170,7 @@ def float_fma(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mode = "fma32" if rounding == "rn" else cg.bind(lambda p, q, r: numeric.fma_mode(p, q, r, rounding))
         return cg.out(dst, type_name, finish(f"{mode}({x}, {y}, {z})", ftz, sat))
     if type_name == "f32x2":
-        if rounding == "rn":
-            base = numeric.fma32
-        else:
-            base = lambda p, q, r: numeric.fma_mode(p, q, r, rounding)  # noqa: E731
+        base = numeric.fma32 if rounding == "rn" else _directed_fma(rounding)
         return cg.out(dst, type_name, f"{cg.bind(pairwise32(_flushing(base, ftz)))}({x}, {y}, {z})")
     if type_name == "f64":
         function: Callable = fma64
@@ -181,6 +178,10 @@ def float_fma(cg: Codegen, ins: Instr, mods: Mods) -> None:
         inner = _relu_fma if relu else _odd_fma
         function = _saturating(widened(inner, type_name), type_name, sat)
     return cg.out(dst, type_name, f"{cg.bind(function)}({x}, {y}, {z})")
+
+
+def _directed_fma(mode: str) -> Callable:
+    return lambda a, b, c: numeric.fma_mode(a, b, c, mode)
 
 
 def _odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

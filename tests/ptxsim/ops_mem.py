@@ -97,7 +97,7 @@ def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
         def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
             halves = []
-            for value, poison in zip(values[::2], values[1::2]):
+            for value, poison in zip(values[::2], values[1::2], strict=False):
                 halves += [value[:, 0].copy(), poison, value[:, 1].copy(), poison]
             inner(W, L, a, qa, *halves)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .codegen import Codegen, Park
-from .ir import Instr, Not
+from .ir import Instr
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -98,8 +98,7 @@ def _bar_red(cg: Codegen, ins: Instr, mods: Mods) -> None:
             return np.full(len(pred), true, "u4"), None
         return np.full(len(pred), true == total if kind == "and" else true > 0), None
 
-    predicate = p if not isinstance(p, Not) else p
-    sources = [(a, "u32"), (predicate, "pred")] + [(each, "u32") for each in count]
+    sources = [(a, "u32"), (p, "pred")] + [(each, "u32") for each in count]
     cg.call(run, sources, [(dst, result)])
 
 

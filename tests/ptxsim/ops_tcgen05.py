@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import umma
+from . import tmemops, umma
 from .codegen import Codegen
 from .errors import SyncError
 from .ir import Addr, Imm, Instr, Reg, Vec
@@ -45,11 +45,11 @@ def _tcgen05(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if kind in ("wait::ld", "wait::st"):
         mods.choose("sync")
         mods.choose("aligned")
-        return direct(cg, lambda W, L: umma.wait(W, ins, kind))
+        return direct(cg, lambda W, L: tmemops.wait(W, ins, kind))
     if kind == "fence::before_thread_sync":
-        return direct(cg, lambda W, L: umma.fence_before(W))
+        return direct(cg, lambda W, L: tmemops.fence_before(W))
     if kind == "fence::after_thread_sync":
-        return direct(cg, lambda W, L: umma.fence_after(W))
+        return direct(cg, lambda W, L: tmemops.fence_after(W))
     if kind not in table:
         mods.fail(f"tcgen05.{kind} is not modelled")
     return table[kind](cg, ins, mods, kind)
@@ -96,7 +96,7 @@ def _alloc(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
 
     def run(W: Ctx, L: object, *pairs: object) -> object:
         at, count = same(W, ins, L, pairs, "the operand of tcgen05.alloc")
-        return umma.alloc(W, ins, L, group, int(at), int(count))
+        return tmemops.alloc(W, ins, L, group, int(at), int(count))
 
     values(cg, run, [(address, "addr32" if shared else "addr64"), (columns, "u32")])
 
@@ -110,7 +110,7 @@ def _dealloc(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
 
     def run(W: Ctx, L: object, *pairs: object) -> None:
         at, count = same(W, ins, L, pairs, "the operand of tcgen05.dealloc")
-        umma.dealloc(W, ins, L, group, int(at), int(count))
+        tmemops.dealloc(W, ins, L, group, int(at), int(count))
 
     values(cg, run, [(address, "b32"), (columns, "u32")])
 
@@ -119,7 +119,7 @@ def _relinquish(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     group = _group(mods)
     mods.choose("sync")
     mods.choose("aligned")
-    direct(cg, lambda W, L: umma.relinquish(W, ins, group))
+    direct(cg, lambda W, L: tmemops.relinquish(W, ins, group))
 
 
 def _ld_st(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
@@ -144,7 +144,7 @@ def _ld_st(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     per_rep, limit = SHAPES[shape]
     if args or len(items) != per_rep * count or count > limit or not all(isinstance(r, Reg) for r in items):
         mods.fail(f"shape .{shape}.x{count} takes {per_rep * count} registers")
-    function = umma.load if kind == "ld" else umma.store
+    function = tmemops.load if kind == "ld" else tmemops.store
 
     def run(W: Ctx, L: object, taddr: np.ndarray, q: object) -> None:
         if q is not None:

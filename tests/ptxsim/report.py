@@ -58,7 +58,7 @@ class Report:
         self.kernel = program.name
         self.steps = launch.steps
         opcodes: Counter = Counter()
-        for block, count in zip(program.blocks, program.counts):
+        for block, count in zip(program.blocks, program.counts, strict=False):
             if count:
                 for ins in block.instrs:
                     opcodes[ins.opcode] += int(count)
@@ -71,7 +71,7 @@ class Report:
         counters = {k: v for k, v in launch.counters.items() if k != "tcgen05 cta_group"}
         self.flops = {k[6:]: v for k, v in counters.items() if k.startswith("flops ")}
         self.counters = {k: v for k, v in counters.items() if not k.startswith("flops ")}
-        self.bytes = dict(zip(_TRAFFIC, launch.traffic))
+        self.bytes = dict(zip(_TRAFFIC, launch.traffic, strict=False))
         self.notes = list(launch.notes)
         self.banks = dict(launch.banks.sites) if launch.banks else {}
 

@@ -60,7 +60,7 @@ class Decoded:
     @property
     def counts(self) -> tuple[int, ...]:
         """Elements of the box per dimension."""
-        return tuple(-(-b // s) for b, s in zip(self.box, self.steps))
+        return tuple(-(-b // s) for b, s in zip(self.box, self.steps, strict=False))
 
     @property
     def box_bytes(self) -> int:

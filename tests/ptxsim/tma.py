@@ -26,7 +26,7 @@ def swizzle_chunks(chunks: np.ndarray, mode: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def tile_chunks(count: int, mode: int, phase: int) -> np.ndarray:
-    """Return where the chunks of a tile go, relative to its start, for a start at chunk ``phase`` of a 1024-byte atom."""
+    """Return where a tile's chunks go, relative to its start at chunk ``phase`` of a 1024-byte atom."""
     linear = np.arange(count) + phase
     result = swizzle_chunks(linear, mode) - phase
     result.flags.writeable = False
@@ -47,7 +47,7 @@ class Region:
         counts = tmap.counts
         byte_strides = (tmap.itemsize, *tmap.strides)
         start, shape, strides, inside = 0, [], [], []
-        for coord, count, step, dim, stride in zip(coords, counts, tmap.steps, tmap.dims, byte_strides):
+        for coord, count, step, dim, stride in zip(coords, counts, tmap.steps, tmap.dims, byte_strides, strict=False):
             low = max(0, -(coord // step)) if coord < 0 else 0
             high = min(count, max(0, -(-(dim - coord) // step)))
             inside.append(slice(low, max(low, high)))
@@ -60,7 +60,7 @@ class Region:
         self.window: np.ndarray | None = None
         if self.empty:
             return
-        last = start + sum((n - 1) * s for n, s in zip(shape, strides)) + tmap.itemsize
+        last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=False)) + tmap.itemsize
         flat = memory.slice(tmap.address + start, last - start, write)
         code = f"u{tmap.itemsize}"
         base = np.ndarray((), code, buffer=flat.data if flat.flags.c_contiguous else flat)
@@ -118,7 +118,8 @@ def element_kind(dtype: int) -> str:
 def combine(old: np.ndarray, new: np.ndarray, reduction: str, kind: str) -> np.ndarray:
     """Return the element-wise reduction of raw (unsigned) arrays interpreted as a PTX type."""
     table = {
-        "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
     }  # fmt: skip
     if reduction == "inc":
         return np.where(old >= new, old.dtype.type(0), old + old.dtype.type(1))

@@ -173,7 +173,7 @@ def _bind_accumulator(W: Warp, group: Warpgroup, operation: Operation, w: int, s
             values = np.stack([W.R[r.index] for r in regs]).view(code)
             acc.fresh[w] = (values, _stack_poison(W, regs))
         storage = W.program.cfg.storage
-        for reg, row in zip(regs, acc.rows[w]):
+        for reg, row in zip(regs, acc.rows[w], strict=False):
             code = storage[reg.index]
             W.R[reg.index] = row if row.dtype == np.dtype(code) else row.view(code)
             W.Q[reg.index] = acc.pending[w]

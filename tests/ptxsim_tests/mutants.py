@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Bugs planted in the test kernels: each is one replacement in a kernel's source."""
 
 from __future__ import annotations

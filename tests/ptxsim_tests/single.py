@@ -31,7 +31,7 @@ def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = T
     names = "abcefg"[: len(inputs)]
     params = [f".param .u64 p_{n}" for n in [*names, "d"]]
     lines = [".reg .b64 %x<9>; .reg .b32 %t<9>; .reg .pred %p<4>;", "mov.u32 %t0, %tid.x;"]
-    for index, (name, array) in enumerate(zip(names, inputs)):
+    for index, (name, array) in enumerate(zip(names, inputs, strict=False)):
         width = array.dtype.itemsize
         kind = "b16" if width < 4 else f"b{8 * width}"
         lines += [

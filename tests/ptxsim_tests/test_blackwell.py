@@ -26,7 +26,9 @@ SHAPES = [
 def build(shape: tuple[int, ...], major: int | None = None) -> str:
     """Compile the kernel for a shape."""
     names = ("M", "N", "GROUP", "WS", "A_MN", "B_MN", "HALF")
-    return nvrtc.kernel_ptx("blackwell_gemm.cu", "sm_100a", major, tuple(f"{k}={v}" for k, v in zip(names, shape)))
+    return nvrtc.kernel_ptx(
+        "blackwell_gemm.cu", "sm_100a", major, tuple(f"{k}={v}" for k, v in zip(names, shape, strict=False))
+    )
 
 
 def run(shape: tuple[int, ...], mode: str, seed: int, major: int | None = None) -> None:

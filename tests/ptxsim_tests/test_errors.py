@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """What must be refused: unknown instructions, faults, poison, races, misuse of barriers."""
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ def test_fma_rounds_once() -> None:
     a[:2], b[:2] = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12)
     c[:2] = np.array([2.0**-60, -(2.0**-60)], "f4")
     got = run("fma.rn.f32 %d, %a, %b, %c;", [a, b, c], np.zeros(32, "f4"))
-    want = [nearest32(Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r))) for p, q, r in zip(a, b, c)]
+    want = [
+        nearest32(Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r)))
+        for p, q, r in zip(a, b, c, strict=False)
+    ]
     same(got, np.array(want, "f4"))
 
 
@@ -65,7 +68,7 @@ def test_directed_rounding(mode: str) -> None:
     a = RNG.standard_normal(32).astype("f4")
     b = (RNG.standard_normal(32) * 1e-3).astype("f4")
     got = run(f"add.{mode}.f32 %d, %a, %b;", [a, b], np.zeros(32, "f4"))
-    for value, p, q in zip(got, a, b):
+    for value, p, q in zip(got, a, b, strict=False):
         exact = Fraction(float(p)) + Fraction(float(q))
         low = value if Fraction(float(value)) <= exact else np.nextafter(value, np.float32(-np.inf))
         high = low if Fraction(float(low)) == exact else np.nextafter(low, np.float32(np.inf))
@@ -142,7 +145,7 @@ def test_integer_to_float() -> None:
     got = run("cvt.rn.f32.u32 %d, %a;", [EDGES32], np.zeros(32, "f4"))
     same(got, np.array([nearest32(Fraction(int(v))) for v in EDGES32], "f4"))
     got = run("cvt.rz.f32.s32 %d, %a;", [EDGES32], np.zeros(32, "f4"))
-    for value, source in zip(got, EDGES32.view("i4").tolist()):
+    for value, source in zip(got, EDGES32.view("i4").tolist(), strict=False):
         assert abs(Fraction(float(value))) <= abs(source)
         if Fraction(float(value)) != source:
             assert abs(Fraction(float(np.nextafter(value, np.float32(np.inf * source))))) > abs(source)
@@ -169,7 +172,7 @@ def bf16_nearest(x: np.float32) -> int:
 
 def test_packed_bf16_conversion_puts_the_first_source_high() -> None:
     got = run("cvt.rn.bf16x2.f32 %d, %a, %b;", [X, Y], np.zeros(32, "u4"))
-    assert got.tolist() == [bf16_nearest(a) << 16 | bf16_nearest(b) for a, b in zip(X, Y)]
+    assert got.tolist() == [bf16_nearest(a) << 16 | bf16_nearest(b) for a, b in zip(X, Y, strict=False)]
 
 
 def test_f16_conversion_overflows_to_infinity() -> None:
@@ -196,7 +199,7 @@ def test_fp8_conversion_saturates(name: str, dtype: type, limit: float) -> None:
         near = [c for c in codes if abs(table[c] - value) == best]
         return min(near, key=lambda c: c & 1)
 
-    assert got.tolist() == [encode(a) << 8 | encode(b) for a, b in zip(X, Y)]
+    assert got.tolist() == [encode(a) << 8 | encode(b) for a, b in zip(X, Y, strict=False)]
     pairs = np.arange(32, dtype="u2") * np.uint16(0x0805)
     wide = run(f"cvt.rn.f16x2.{name}x2 %d, %a;", [pairs], np.zeros(32, "u4")).view("f2").reshape(32, 2)
     expected = np.stack([table[pairs & 255], table[pairs >> 8]], 1).astype("f2")
@@ -248,12 +251,12 @@ def test_float_comparison_with_nan(name: str, formula: object) -> None:
     y = Y.copy()
     y[:4] = X[:4]
     got = run(f"setp.{name}.f32 %p1, %a, %b; selp.b32 %d, 1, 0, %p1;", [X, y], np.zeros(32, "u4"))
-    assert got.tolist() == [int(formula(float(a), float(b))) for a, b in zip(X, y)]
+    assert got.tolist() == [int(formula(float(a), float(b))) for a, b in zip(X, y, strict=False)]
 
 
 def test_f64() -> None:
     a, b = RNG.standard_normal(32), RNG.standard_normal(32)
     assert run("div.rn.f64 %d, %a, %b;", [a, b], np.zeros(32)).tolist() == (a / b).tolist()
     got = run("fma.rn.f64 %d, %a, %b, %a;", [a, b], np.zeros(32))
-    exact = [Fraction(p) * Fraction(q) + Fraction(p) for p, q in zip(a, b)]
+    exact = [Fraction(p) * Fraction(q) + Fraction(p) for p, q in zip(a, b, strict=False)]
     assert got.tolist() == [float(v) for v in exact]

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """Integer, logic and shift instructions against formulas on Python integers, written from the PTX ISA."""
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ CASES: list[tuple[str, Callable]] = [
 @pytest.mark.parametrize(("code", "formula"), [c for c in CASES if c[1]], ids=[c[0] for c in CASES if c[1]])
 def test_three_operands(code: str, formula: Callable) -> None:
     got = run(code, [A, B, C], np.zeros(32, "u4"))
-    want = [formula(int(a), int(b), int(c)) & M32 for a, b, c in zip(A, B, C)]
+    want = [formula(int(a), int(b), int(c)) & M32 for a, b, c in zip(A, B, C, strict=False)]
     assert [hex(v) for v in got.tolist()] == [hex(v) for v in want]
 
 
@@ -97,22 +98,22 @@ def test_wide_products(signed: bool) -> None:
     kind = "s32" if signed else "u32"
     got = run(f"mul.wide.{kind} %d, %a, %b;", [A, B], np.zeros(32, "u8"))
     read = s32 if signed else int
-    assert got.tolist() == [(read(int(a)) * read(int(b))) & ((1 << 64) - 1) for a, b in zip(A, B)]
+    assert got.tolist() == [(read(int(a)) * read(int(b))) & ((1 << 64) - 1) for a, b in zip(A, B, strict=False)]
 
 
 def test_64_bit_high_product() -> None:
     x = RNG.integers(0, 1 << 63, 32, dtype="u8") * np.uint64(2) + np.uint64(1)
     y = RNG.integers(0, 1 << 63, 32, dtype="u8")
     got = run("mul.hi.u64 %d, %a, %b;", [x, y], np.zeros(32, "u8"))
-    assert got.tolist() == [(int(a) * int(b)) >> 64 for a, b in zip(x, y)]
+    assert got.tolist() == [(int(a) * int(b)) >> 64 for a, b in zip(x, y, strict=False)]
 
 
 def test_16_bit_arithmetic_wraps() -> None:
     x, y = A.astype("u2"), B.astype("u2")
     got = run("mad.lo.u16 %d, %a, %b, %b;", [x, y], np.zeros(32, "u2"))
-    assert got.tolist() == [(int(a) * int(b) + int(b)) & 0xFFFF for a, b in zip(x, y)]
+    assert got.tolist() == [(int(a) * int(b) + int(b)) & 0xFFFF for a, b in zip(x, y, strict=False)]
     wide = run("mul.wide.s16 %d, %a, %b;", [x, y], np.zeros(32, "u4"))
-    assert wide.view("i4").tolist() == [int(a) * int(b) for a, b in zip(x.view("i2"), y.view("i2"))]
+    assert wide.view("i4").tolist() == [int(a) * int(b) for a, b in zip(x.view("i2"), y.view("i2"), strict=False)]
 
 
 COMPARES = {
@@ -133,16 +134,16 @@ def test_setp_and_selp(name: str) -> None:
     got = run(
         f"setp.{name} %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.u32 %d, %d, 2;", [A, y], np.zeros(32, "u4")
     )
-    assert got.tolist() == [1 if COMPARES[name](int(a), int(b)) else 2 for a, b in zip(A, y)]
+    assert got.tolist() == [1 if COMPARES[name](int(a), int(b)) else 2 for a, b in zip(A, y, strict=False)]
 
 
 def test_setp_combines_with_a_predicate() -> None:
     code = "setp.lt.u32 %p1, %a, %b; setp.gt.and.u32 %p2, %a, 100, !%p1; selp.b32 %d, 1, 0, %p2;"
     got = run(code, [A, B], np.zeros(32, "u4"))
-    assert got.tolist() == [int(a > 100 and not a < b) for a, b in zip(A.tolist(), B.tolist())]
+    assert got.tolist() == [int(a > 100 and not a < b) for a, b in zip(A.tolist(), B.tolist(), strict=False)]
 
 
 def test_register_pack_and_unpack() -> None:
     code = ".reg .b16 %h<2>; .reg .b64 %w; mov.b32 {%h0, %h1}, %a; mov.b32 %d, {%h1, %h0}; mov.b64 %w, {%d, %b}; mov.b64 {%t1, %t2}, %w; xor.b32 %d, %t1, %t2;"
     got = run(code, [A, B], np.zeros(32, "u4"))
-    assert got.tolist() == [((a >> 16 | a << 16) & M32) ^ b for a, b in zip(A.tolist(), B.tolist())]
+    assert got.tolist() == [((a >> 16 | a << 16) & M32) ^ b for a, b in zip(A.tolist(), B.tolist(), strict=False)]

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """Statistics, bank conflicts, timeline and the command line."""
 
 from __future__ import annotations

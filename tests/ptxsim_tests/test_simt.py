@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """Divergence, reconvergence, calls, spinning and collectives against plain Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """Tensor maps, bulk copies and cp.async against element-by-element formulas."""
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def tile_offsets(dims: list[int], box: list[int], at: list[int]) -> list[tuple[i
     """Return (byte offset in the tile, tensor index or None when outside) of every element of a box."""
     result = []
     for number, index in enumerate(itertools.product(*(range(b) for b in reversed(box)))):
-        where = tuple(c + i for c, i in zip(at, reversed(index)))
-        inside = all(0 <= w < d for w, d in zip(where, dims))
+        where = tuple(c + i for c, i in zip(at, reversed(index), strict=False))
+        inside = all(0 <= w < d for w, d in zip(where, dims, strict=False))
         result.append((2 * number, tuple(reversed(where)) if inside else None))
     return result
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """Tensor-memory shapes and descriptors against the ISA's tables and CUTLASS's copy layouts."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from single import HEADER
 def cute(shape: tuple, stride: tuple, index: int) -> int:
     """Evaluate a CuTe layout (colexicographic) at a linear index."""
     total = 0
-    for s, d in zip(shape, stride):
+    for s, d in zip(shape, stride, strict=False):
         total += index % s * d
         index //= s
     return total

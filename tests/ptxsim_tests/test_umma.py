@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """tcgen05.mma variants on one small tile: kinds, A in tensor memory, D of f16 and s32, scale, negation, lane masks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
 """wgmma operands and fragments against formulas from the ISA: layouts, majors, types, register A, poison."""
 
 from __future__ import annotations
