@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 
 from .errors import UnknownInstruction
-from .ir import Addr, Function, Instr, ModuleIR, Neg, Not, Pair, Reg, Sym, Variable, Vec
+from .ir import SINK, Addr, Function, Instr, ModuleIR, Neg, Not, Pair, Reg, Sym, Variable, Vec
 from .registry import kind_of
 
 BUILTIN_CALLS = ("vprintf", "__assertfail")
@@ -24,6 +24,15 @@ class Lowered:
         self.regs: list[Reg] = list(function.regs)
         self.variables: dict[str, Variable] = dict(function.variables)
         self.unique = 0
+        self._carry: Reg | None = None
+
+    @property
+    def carry(self) -> Reg:
+        """The carry flag of extended-precision arithmetic, as a predicate register."""
+        if self._carry is None:
+            self._carry = Reg("%cc", "pred", len(self.regs))
+            self.regs.append(self._carry)
+        return self._carry
 
     def label_here(self, name: str) -> None:
         """Bind a label to the next instruction."""
@@ -95,6 +104,8 @@ def _emit_body(
         args = [rewrite(arg, regs, names) for arg in ins.args]
         guard = regs.get(ins.guard, ins.guard) if ins.guard else None
         new = replace(ins, args=args, guard=guard)
+        if new.op in ("addc", "subc", "madc") or (new.op in ("add", "sub", "mad") and "cc" in new.mods):
+            new = _lower_carry(new, out)
         if new.op == "ret":
             new = _lower_return(new, return_label)
         skip = None
@@ -111,6 +122,15 @@ def _emit_body(
             out.label_here(skip)
     for label in at.get(len(function.instrs), ()):
         out.label_here(names.get(label, label))
+
+
+def _lower_carry(ins: Instr, out: Lowered) -> Instr:
+    """Make the carry flag an operand: ``carry_op d, carry out, sources..., carry in``."""
+    writes, reads = "cc" in ins.mods, ins.op.endswith("c")
+    mods = [m for m in ins.mods if m != "cc"]
+    carry_in = [out.carry] if reads else []
+    args = [ins.args[0], out.carry if writes else SINK, *ins.args[1:], *carry_in]
+    return replace(ins, op=f"carry_{ins.op.removesuffix('c') if reads else ins.op}", mods=mods, args=args)
 
 
 def _lower_return(ins: Instr, return_label: str | None) -> Instr:

@@ -104,6 +104,54 @@ def _mad(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return cg.out(dst, wide, f"{x}.astype({VIEWS[wide]!r}) * {y} + {cg.src(c, wide)}")
 
 
+def add_carry(a: np.ndarray, b: np.ndarray, carry: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return sum and carry out of unsigned addition."""
+    total = a + b
+    out = total < a
+    if carry is not None:
+        more = total + carry.astype(a.dtype)
+        out, total = out | (more < total), more
+    return total, out
+
+
+def sub_borrow(a: np.ndarray, b: np.ndarray, borrow: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return difference and borrow out of unsigned subtraction."""
+    difference = a - b
+    out = a < b
+    if borrow is not None:
+        less = difference - borrow.astype(a.dtype)
+        out, difference = out | (less > difference), less
+    return difference, out
+
+
+@op("carry_add carry_sub carry_mad", dsts=2)
+def _carry(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    """Emit the extended-precision forms (.cc and addc, subc, madc); lowering made the carry flag an operand."""
+    kind = ins.op.removeprefix("carry_")
+    type_name = mods.type("u32", "s32", "u64", "s64")
+    dst, carry_out, *sources = ins.args
+    count = 3 if kind == "mad" else 2
+    carry = cg.src(sources.pop(), "pred") if len(sources) > count else "None"
+    if len(sources) != count:
+        mods.fail("operand count")
+    unsigned = "u" + type_name[1:]
+    if kind == "mad":
+        part = mods.choose("lo", "hi")
+        x, y = (cg.src(v, type_name) for v in sources[:2])
+        product = (
+            f"mul_hi({x}, {y}).view({VIEWS[unsigned]!r})" if part == "hi" else f"({x} * {y}).view({VIEWS[unsigned]!r})"
+        )
+        values = [product, cg.src(sources[2], unsigned)]
+    else:
+        values = [cg.src(v, unsigned) for v in sources]
+    function = cg.bind(sub_borrow if kind == "sub" else add_carry)
+    total, flag = cg.name("v"), cg.name("v")
+    cg.line(f"{total}, {flag} = {function}({values[0]}, {values[1]}, {carry})")
+    poison = cg.poison()
+    cg.out(dst, unsigned, total, poison)
+    cg.out(carry_out, "pred", flag, poison)
+
+
 @op("mul24 mad24")
 def _mul24(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("u32", "s32")

@@ -147,3 +147,23 @@ def test_register_pack_and_unpack() -> None:
     code = ".reg .b16 %h<2>; .reg .b64 %w; mov.b32 {%h0, %h1}, %a; mov.b32 %d, {%h1, %h0}; mov.b64 %w, {%d, %b}; mov.b64 {%t1, %t2}, %w; xor.b32 %d, %t1, %t2;"
     got = run(code, [A, B], np.zeros(32, "u4"))
     assert got.tolist() == [((a >> 16 | a << 16) & M32) ^ b for a, b in zip(A.tolist(), B.tolist(), strict=False)]
+
+
+def test_carry_chain_makes_128_bit_arithmetic() -> None:
+    x = [RNG.integers(0, 1 << 63, 32, dtype="u8") * np.uint64(2) + np.uint64(1) for _ in range(4)]
+    x[0][:4], x[2][:4] = np.uint64((1 << 64) - 1), np.uint64(1)
+    low = run("add.cc.u64 %d, %a, %c;", x[:3], np.zeros(32, "u8"))
+    high = run(".reg .b64 %z; add.cc.u64 %z, %a, %c; addc.u64 %d, %b, %e;", x, np.zeros(32, "u8"))
+    difference = run(".reg .b64 %z; sub.cc.u64 %z, %a, %c; subc.u64 %d, %b, %e;", x, np.zeros(32, "u8"))
+    wide = (1 << 128) - 1
+    for i in range(32):
+        a, b = (int(x[1][i]) << 64 | int(x[0][i])), (int(x[3][i]) << 64 | int(x[2][i]))
+        assert int(high[i]) << 64 | int(low[i]) == (a + b) & wide
+        assert int(difference[i]) == ((a - b) & wide) >> 64
+
+
+def test_multiply_add_with_carry() -> None:
+    got = run("mad.lo.cc.u32 %t1, %a, %b, %c; madc.hi.u32 %d, %a, %b, 0;", [A, B, C], np.zeros(32, "u4"))
+    assert got.tolist() == [
+        (a * b + c) >> 32 & M32 for a, b, c in zip(A.tolist(), B.tolist(), C.tolist(), strict=False)
+    ]

@@ -28,7 +28,9 @@ def test_ldmatrix(transposed: bool) -> None:
     data = np.arange(256, dtype="u2").reshape(4, 8, 8)
     out = np.zeros((32, 4, 2), "u2")
     trans = ".trans" if transposed else ""
-    launch(FILL + f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r6];" + DUMP, data, out)
+    launch(
+        FILL + f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r6];" + DUMP, data, out
+    )
     for lane in range(32):
         for i in range(4):
             row, col = lane // 4, 2 * (lane % 4)
@@ -65,7 +67,9 @@ def test_movmatrix() -> None:
 def test_mma_sync(kind: str, depth: int) -> None:
     dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]
     rng = np.random.default_rng(0)
-    a, b, c = (rng.integers(-4, 5, s).astype(t) for s, t in (((16, depth), dtype), ((depth, 8), dtype), ((16, 8), "f4")))
+    a, b, c = (
+        rng.integers(-4, 5, s).astype(t) for s, t in (((16, depth), dtype), ((depth, 8), dtype), ((16, 8), "f4"))
+    )
     regs = np.zeros((32, 16), "u4")
     for lane in range(32):
         g, t = lane // 4, lane % 4
@@ -77,7 +81,9 @@ def test_mma_sync(kind: str, depth: int) -> None:
             regs[lane, 8 + i] = c[g + 8 * (i // 2), 2 * t + i % 2].view("u4")
     na, nb = depth // 4, depth // 8
     out = np.zeros((32, 4), "f4")
-    code = "ld.param.u64 %rd1, [p0]; mad.wide.u32 %rd1, %r0, 64, %rd1;" + "".join(f"ld.global.u32 %r{20 + i}, [%rd1+{4 * i}];" for i in range(12))
+    code = "ld.param.u64 %rd1, [p0]; mad.wide.u32 %rd1, %r0, 64, %rd1;" + "".join(
+        f"ld.global.u32 %r{20 + i}, [%rd1+{4 * i}];" for i in range(12)
+    )
     code += "".join(f"mov.b32 %f{i}, %r{28 + i};" for i in range(4))
     code += f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {{%f4, %f5, %f6, %f7}}, {{{', '.join(f'%r{20 + i}' for i in range(na))}}}, {{{', '.join(f'%r{24 + i}' for i in range(nb))}}}, {{%f0, %f1, %f2, %f3}};"
     code += "ld.param.u64 %rd2, [p1]; mad.wide.u32 %rd2, %r0, 16, %rd2; st.global.v4.f32 [%rd2], {%f4, %f5, %f6, %f7};"
