@@ -252,6 +252,7 @@ class Launch:
         self.tmem_base: int = options.get("tmem_base", 0)
         self.warned: set = set()
         self.notes: list[str] = []
+        self.waiting: deque[tuple[int, list[tuple[int, int, int]]]] = deque()
         self.clusters: list[Cluster] = []
 
     def locate(self, name: str) -> tuple[str, int]:
@@ -303,7 +304,8 @@ class Launch:
 
     def run(self) -> None:
         """Run every cluster of the grid, ``resident`` of them at a time."""
-        waiting = deque(enumerate(self.cluster_origins()))
+        waiting = self.waiting
+        waiting.extend(enumerate(self.cluster_origins()))
         with np.errstate(all="ignore"):
             while waiting or self.clusters:
                 while waiting and len(self.clusters) < self.resident:

@@ -11,6 +11,7 @@ from . import (  # noqa: F401 (emitters register themselves)
     ops_async,
     ops_atom,
     ops_bits,
+    ops_clc,
     ops_ctl,
     ops_cvt,
     ops_float,
