@@ -168,7 +168,7 @@ class Cluster:
 
     def __init__(self, launch: object, index: int, ctaids: list[tuple[int, int, int]]) -> None:
         self.launch, self.index = launch, index
-        self.detector = Detector() if launch.check else None
+        self.detector = Detector(launch.strict) if launch.check else None
         self.queues: dict[object, deque[AsyncOp]] = {}
         self.ctas: list[Cta] = []
         self.barrier = ClusterBarrier(self)

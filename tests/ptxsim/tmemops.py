@@ -235,6 +235,8 @@ def _finished(W: Warp, pipe: Pipe, which: int, clock: int) -> None:
         agent = pipe.agents[which]
         detector.T[W.agent, agent] = max(int(detector.T[W.agent, agent]), clock)
         pipe.unreleased[agent] = clock
+        if not W.launch.strict:
+            fence_before(W)
 
 
 def fence_before(W: Warp) -> None:

@@ -238,7 +238,9 @@ class Warp:
     def where(self, ins: Instr, lanes: object = None) -> str:
         """Return the place of an error: kernel, line, block, warp, lanes, instruction."""
         which = "" if lanes is None else f" lanes {list(map(int, lanes))}"
-        return f"kernel {self.program.name}, line {ins.line}, {self.name}{which}: {ins.text}\n  "
+        name = self.program.name
+        name = name if len(name) <= 60 else name[:57] + "..."
+        return f"kernel {name}, line {ins.line}, {self.name}{which}: {ins.text}\n  "
 
     def fail(self, kind: type[SimError], ins: Instr, why: str, lanes: object = None) -> None:
         """Raise an error of a kind at an instruction."""
