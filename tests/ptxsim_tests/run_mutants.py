@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
-import nvrtc  # noqa: E402
+import ptx_compile  # noqa: E402
 import ptxsim  # noqa: E402
-from mutants import MUTANTS, Mutant  # noqa: E402
-from runners import MODES, RUNNERS  # noqa: E402
+from ptx_mutants import MUTANTS, Mutant  # noqa: E402
+from ptx_runners import MODES, RUNNERS  # noqa: E402
 
 DEFINES = {"blackwell_gemm": ("M=128", "N=64", "GROUP=1", "WS=0", "A_MN=0", "B_MN=0", "HALF=0")}
 
@@ -21,9 +21,9 @@ def arch_of(kernel: str) -> str:
 
 def outcome(mutant: Mutant, mode: str, seed: int) -> str:
     """Run a mutant in one mode and name the error that caught it ('' when it escaped)."""
-    source = mutant.apply((nvrtc.KERNELS / f"{mutant.kernel}.cu").read_text())
+    source = mutant.apply((ptx_compile.KERNELS / f"{mutant.kernel}.cu").read_text())
     try:
-        ptx = nvrtc.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ()))
+        ptx = ptx_compile.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ()))
         RUNNERS[mutant.kernel](ptx, mode, seed)
     except ptxsim.SimError as error:
         return type(error).__name__

@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 
 import numpy as np
-import nvrtc
+import ptx_compile
 import ptxsim
 import pytest
+from ptx_runners import bf16
+from ptx_single import HEADER
 from ptxsim.__main__ import main
-from runners import bf16
-from single import HEADER
 
 
 def gemm(timeline: ptxsim.Timeline | None = None, banks: bool = False) -> ptxsim.Report:
     """Run one tile of the Hopper GEMM with K = 128."""
-    module = ptxsim.Module(nvrtc.kernel_ptx("hopper_gemm.cu"))
+    module = ptxsim.Module(ptx_compile.kernel_ptx("hopper_gemm.cu"))
     arrays = [bf16(np.random.default_rng(0), 64, 128) for _ in range(2)] + [bf16(np.random.default_rng(1), 64, 64)]
     maps = [
         ptxsim.encode_tiled(
@@ -65,7 +65,7 @@ def test_timeline(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ptx = tmp_path / "k.ptx"
     ptx.write_text(
-        nvrtc.compile_ptx(
+        ptx_compile.compile_ptx(
             'extern "C" __global__ void twice(float *x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
         )
     )

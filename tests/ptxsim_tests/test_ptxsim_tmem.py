@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import ptxsim
 import pytest
+from ptx_single import HEADER
 from ptxsim.tcgen05 import data_path, decode_instruction_descriptor, decode_smem_descriptor
 from ptxsim.tmem import fragment
-from single import HEADER
 
 
 def cute(shape: tuple, stride: tuple, index: int) -> int:

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import ptxsim
 import pytest
-from single import HEADER
+from ptx_single import HEADER
 
 REGS = ".reg .b32 %r<30>; .reg .b64 %rd<20>; .reg .pred %p<9>;"
 INIT = (

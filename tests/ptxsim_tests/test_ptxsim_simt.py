@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import nvrtc
+import ptx_compile
 import ptxsim
 import pytest
-from single import run
+from ptx_single import run
 
 SOURCE = r"""
 extern "C" __global__ void loops(const int *x, int *y) {
@@ -70,9 +70,9 @@ extern "C" __global__ void partial(int *y) { unsigned m = __activemask(); if (th
 """
 
 
-@pytest.fixture(params=nvrtc.available(), name="module")
+@pytest.fixture(params=ptx_compile.available(), name="module")
 def _module(request: pytest.FixtureRequest) -> ptxsim.Module:
-    return ptxsim.Module(nvrtc.compile_ptx(SOURCE, "sm_90a", request.param))
+    return ptxsim.Module(ptx_compile.compile_ptx(SOURCE, "sm_90a", request.param))
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
@@ -199,7 +199,7 @@ extern "C" __global__ void atoms(int *n, unsigned *old, float *f, unsigned *c) {
 }"""
     n, old, f = np.zeros(1, "i4"), np.zeros(64, "u4"), np.zeros(8, "f4")
     c = np.array([5, 0, 7], "u4")
-    ptxsim.Module(nvrtc.compile_ptx(text)).launch("atoms", 1, 64, [n, old, f, c], mode="random", seed=3)
+    ptxsim.Module(ptx_compile.compile_ptx(text)).launch("atoms", 1, 64, [n, old, f, c], mode="random", seed=3)
     assert n[0] == 128
     assert sorted(old.tolist()) == list(range(0, 128, 2))
     assert f.tolist() == [32.0, 0, 0, 0, 64.0, 64.0, 64.0, 64.0]
@@ -216,7 +216,7 @@ extern "C" __global__ void relay(volatile int *flag, int *out) {
         else { __threadfence(); flag[0] = 42; }
     }
 }"""
-    module = ptxsim.Module(nvrtc.compile_ptx(text))
+    module = ptxsim.Module(ptx_compile.compile_ptx(text))
     flag, out = np.zeros(1, "i4"), np.zeros(1, "i4")
     with pytest.raises(ptxsim.StepLimitError):
         module.launch("relay", 2, 32, [flag, out], max_steps=5000)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import ptxsim
 import pytest
-from single import HEADER, run
+from ptx_single import HEADER, run
 
 ONES = np.ones(32, "u4")
 

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import ptxsim
 import pytest
-from single import HEADER
-from test_wgmma import place
+from ptx_single import HEADER
+from test_ptxsim_wgmma import place
 
 TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
          "tf32": np.float32, "s8": np.int8, "u8": np.uint8}  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import nvrtc
+import ptx_compile
+import ptx_runners
 import ptxsim
 import pytest
-import runners
-from mutants import MUTANTS
+from ptx_mutants import MUTANTS
 from run_mutants import DEFINES, arch_of
 
 BENT = {
@@ -25,13 +25,13 @@ BENT = {
 @pytest.mark.parametrize("name", BENT)
 def test_lenient_runs_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (mutant,) = [m for m in MUTANTS if m.name == name]
-    source = mutant.apply((nvrtc.KERNELS / f"{mutant.kernel}.cu").read_text())
-    ptx = nvrtc.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ()))
+    source = mutant.apply((ptx_compile.KERNELS / f"{mutant.kernel}.cu").read_text())
+    ptx = ptx_compile.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ()))
     with pytest.raises(ptxsim.SimError):
-        runners.RUNNERS[mutant.kernel](ptx, "late", 0)
+        ptx_runners.RUNNERS[mutant.kernel](ptx, "late", 0)
     monkeypatch.setattr(ptxsim, "Module", functools.partial(ptxsim.Module, strict=False))
     if BENT[name]:
         with pytest.warns(ptxsim.StrictWarning):
-            runners.RUNNERS[mutant.kernel](ptx, "late", 0)
+            ptx_runners.RUNNERS[mutant.kernel](ptx, "late", 0)
     else:
-        runners.RUNNERS[mutant.kernel](ptx, "late", 0)
+        ptx_runners.RUNNERS[mutant.kernel](ptx, "late", 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from single import EDGES32, run
+from ptx_single import EDGES32, run
 
 RNG = np.random.default_rng(7)
 A = EDGES32

@@ -7,7 +7,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from single import EDGES32, FLOATS, run
+from ptx_single import EDGES32, FLOATS, run
 
 RNG = np.random.default_rng(3)
 X = FLOATS

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import ptxsim
 import pytest
-from single import HEADER
+from ptx_single import HEADER
 
 REGS = ".reg .b32 %r<40>; .reg .b64 %rd<9>; .reg .f32 %f<20>; .shared .align 128 .b8 s[512];"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import nvrtc
+import ptx_compile
 import ptxsim
 import pytest
 
@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize(("mode", "seed", "resident"), [("early", 0, 1), ("late", 0, 2), ("random", 3, 4)])
 def test_every_block_is_visited_once(mode: str, seed: int, resident: int) -> None:
     visits, taken = np.zeros(11, "i4"), np.zeros(1, "i4")
-    module = ptxsim.Module(nvrtc.kernel_ptx("persistent.cu", "sm_100a"))
+    module = ptxsim.Module(ptx_compile.kernel_ptx("persistent.cu", "sm_100a"))
     module.launch("persistent", 11, 64, [visits, taken], mode=mode, seed=seed, resident=resident)
     assert visits.tolist() == [1] * 11
     assert taken[0] == 11 - resident
