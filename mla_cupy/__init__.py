@@ -1,1 +1,107 @@
+"""Attention kernels for Multi-head Latent Attention: hand-written CUDA, compiled at run time, for any array library.
 
+The names below are loaded when they are first used. Importing touches neither CUDA nor CuPy; where a supported GPU is
+there and its kernels are not compiled yet, a child process starts to compile them (MLA_CUPY_JIT).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mla_cupy._version import __version__
+
+if TYPE_CHECKING:
+    from mla_cupy import reference
+    from mla_cupy.errors import (
+        ArgumentError,
+        CacheFullError,
+        DeviceError,
+        DTypeError,
+        KernelCompileError,
+        KernelNotBuiltError,
+        MlaError,
+        PlanError,
+        ShapeError,
+        UnsupportedDeviceError,
+    )
+    from mla_cupy.ops import DecodePlan, merge_states, mla_decode, plan_decode
+
+_HOME = {
+    **dict.fromkeys(("DecodePlan", "merge_states", "mla_decode", "plan_decode"), "mla_cupy.ops"),
+    **dict.fromkeys(
+        (
+            "ArgumentError",
+            "CacheFullError",
+            "DTypeError",
+            "DeviceError",
+            "KernelCompileError",
+            "KernelNotBuiltError",
+            "MlaError",
+            "PlanError",
+            "ShapeError",
+            "UnsupportedDeviceError",
+        ),
+        "mla_cupy.errors",
+    ),
+}
+
+__all__ = [
+    "ArgumentError",
+    "CacheFullError",
+    "DTypeError",
+    "DecodePlan",
+    "DeviceError",
+    "KernelCompileError",
+    "KernelNotBuiltError",
+    "MlaError",
+    "PlanError",
+    "ShapeError",
+    "UnsupportedDeviceError",
+    "__version__",
+    "merge_states",
+    "mla_decode",
+    "plan_decode",
+    "reference",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":
+        return importlib.import_module("mla_cupy.reference")
+    if name in _HOME:
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
+    raise AttributeError(f"module 'mla_cupy' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _compile_core_kernels() -> None:
+    """Start compiling for this machine's GPUs, if MLA_CUPY_JIT says so; costs a call of NVML where there is one."""
+    from mla_cupy.runtime import env
+
+    if env.get("JIT") != "import":
+        return
+    from mla_cupy.runtime import device
+
+    archs = device.nvml_archs()
+    if not archs:
+        return
+    from mla_cupy.launchers import SPECS
+    from mla_cupy.runtime import worker
+
+    worker.start(
+        [
+            spec.request(variant, arch)
+            for arch in archs
+            for spec in SPECS.values()
+            if spec.supports_arch(arch)
+            for variant in spec.core
+        ]
+    )
+
+
+_compile_core_kernels()

@@ -1,1 +1,24 @@
+"""One file per kernel: what it is, what it can take, how it is launched."""
 
+from mla_cupy.launchers import (
+    decode_schedule,
+    dense_decode_generic,
+    dense_decode_sm90_delayed,
+    dense_decode_sm90_seesaw,
+    merge_states,
+    split_combine,
+)
+from mla_cupy.launchers.spec import KernelSpec
+
+#: Every kernel of the package, by name.
+SPECS: dict[str, KernelSpec] = {
+    module.SPEC.name: module.SPEC
+    for module in (
+        dense_decode_sm90_delayed,
+        dense_decode_sm90_seesaw,
+        dense_decode_generic,
+        decode_schedule,
+        split_combine,
+        merge_states,
+    )
+}

@@ -1,1 +1,7 @@
+"""The public operations: what they mean, what they check, how they run."""
 
+from mla_cupy.ops.decode import mla_decode
+from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.merge import merge_states
+
+__all__ = ["DecodePlan", "merge_states", "mla_decode", "plan_decode"]

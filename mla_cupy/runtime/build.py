@@ -1,9 +1,169 @@
-"""Placeholder replaced by the runtime."""
+"""Compile one kernel with NVRTC, read what ptxas says about it, and refuse code that is slow without saying so.
+
+NVRTC calls a kernel that spills, or whose WGMMAs it serialises, a success. Here both are errors.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
 from dataclasses import dataclass
+from typing import Any
+
+from mla_cupy.errors import KernelCompileError, explain
+from mla_cupy.runtime import elf, env, sources
+from mla_cupy.runtime.nvrtc import Nvrtc, exact_version, find_nvrtc, load
+
+FACT_PREFIX = "mla_fact_"
+"""What a kernel tells the host is a constant `extern "C" __constant__ const int mla_fact_<name>`."""
+
+_RESOURCES = {
+    "registers": r"Used (\d+) registers",
+    "spill_stores": r"(\d+) bytes spill stores",
+    "spill_loads": r"(\d+) bytes spill loads",
+    "stack": r"(\d+) bytes stack frame",
+    "static_smem": r"(\d+) bytes smem",
+    "barriers": r"used (\d+) barriers",
+}
+_NOISE = re.compile(
+    r"ptxas +(info +: (\d+ bytes gmem|Compiling entry|Function properties|Used \d+|Compile time)|\.  )|\s*$"
+)
+_FATAL = re.compile(r"Potential Performance Loss|\(C7517\)")
+
+
 @dataclass(frozen=True)
 class BuildRequest:
+    """One kernel to compile: an entry point of a source file, for one target, with its macros.
+
+    `label` is the variant's canonical name; `arch` a target such as "sm_90a".
+    """
+
     entry: str
     source: str
     arch: str
     defines: tuple[tuple[str, str], ...]
     label: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry}-{self.label}-{self.arch}"
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiled kernel: the image for the driver, the PTX it was made of, and what is known about it."""
+
+    cubin: bytes
+    ptx: bytes
+    record: dict[str, Any]
+
+    @property
+    def entry(self) -> str:
+        """Name of its one entry point."""
+        return str(self.record["entry"])
+
+    @property
+    def dynamic_smem(self) -> int:
+        """Bytes of dynamic shared memory that it must be launched with: its fact `smem_bytes`."""
+        return int(self.facts.get("smem_bytes", 0))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the kernel tells the host: name -> int, or list of ints."""
+        facts: dict[str, Any] = self.record["facts"]
+        return facts
+
+
+def options(request: BuildRequest) -> tuple[str, ...]:
+    """NVRTC's options for `request`. One `-arch` only, and full optimisation always.
+
+    `--no-cache` keeps out NVRTC's own cache, which would hide the log of ptxas.
+    """
+    lineinfo = ("-lineinfo",) if env.get("LINEINFO") == "1" else ()
+    return (
+        f"-arch={request.arch}",
+        "-std=c++17",
+        "-default-device",
+        "--no-cache",
+        "--ptxas-options=-v",
+        *lineinfo,
+        *(f"-D{name}={value}" for name, value in request.defines),
+    )
+
+
+def compile_kernel(request: BuildRequest, nvrtc: Nvrtc | None = None) -> Build:
+    """Compile `request` in this thread.
+
+    Parameters
+    ----------
+    request : BuildRequest
+    nvrtc : Nvrtc, optional
+        Default: the one that `find_nvrtc` finds.
+
+    Raises
+    ------
+    KernelCompileError
+        If NVRTC is missing, too old or refuses the source, or if the code spills, is serialised, or is not exactly
+        one entry point.
+    """
+    nvrtc = load(find_nvrtc()) if nvrtc is None else nvrtc
+    files = sources.gather(request.source)
+    headers = {name: text for name, text in files.items() if name != request.source}
+    flags = options(request)
+    start = time.perf_counter()
+    output = nvrtc.compile(request.source, files[request.source], headers, flags)
+    seconds = time.perf_counter() - start
+    if not output.ok:
+        raise KernelCompileError(f"{request.name} does not compile:\n{output.log}")
+    record = {
+        "name": request.name,
+        "entry": request.entry,
+        "source": request.source,
+        "arch": request.arch,
+        "label": request.label,
+        "defines": [list(define) for define in request.defines],
+        "source_digest": sources.digest(files),
+        "nvrtc": exact_version(output.ptx),
+        "options": list(flags),
+        "seconds": round(seconds, 3),
+        **resources(output.log),
+        "facts": facts(output.cubin),
+        "notes": notes(output.log),
+    }
+    _gate(request, record, output.cubin)
+    return Build(output.cubin, output.ptx, record)
+
+
+def resources(log: str) -> dict[str, int]:
+    """Registers, spills, stack, static shared memory and barriers, from the log of ptxas; sums over functions."""
+    return {name: sum(int(count) for count in re.findall(pattern, log)) for name, pattern in _RESOURCES.items()}
+
+
+def notes(log: str) -> list[str]:
+    """What the compiler says beyond the figures: warnings and ptxas notes, each line once."""
+    lines = (line.strip() for line in log.splitlines() if not _NOISE.match(line))
+    return list(dict.fromkeys(lines))
+
+
+def facts(cubin: bytes) -> dict[str, int | list[int]]:
+    """The constants `mla_fact_*` of the cubin: a scalar (or array of one) is an int, an array a list."""
+    found: dict[str, int | list[int]] = {}
+    for symbol in elf.symbols(cubin):
+        if symbol.name.startswith(FACT_PREFIX) and symbol.data:
+            values = [value for (value,) in struct.iter_unpack("<i", symbol.data)]
+            found[symbol.name[len(FACT_PREFIX) :]] = values if len(values) > 1 else values[0]
+    return dict(sorted(found.items()))
+
+
+def _gate(request: BuildRequest, record: dict[str, Any], cubin: bytes) -> None:
+    entries = [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]
+    if entries != [request.entry]:
+        raise KernelCompileError(
+            explain(f"entries of {request.source}", ", ".join(entries) or "none", f"{request.entry} and no other")
+        )
+    faults = [note for note in record["notes"] if _FATAL.search(note)]
+    if record["spill_stores"] or record["spill_loads"]:
+        faults.insert(0, f"spills {record['spill_stores']} bytes of stores, {record['spill_loads']} bytes of loads")
+    if faults:
+        raise KernelCompileError(f"{request.name} is refused, its code would be slow:\n" + "\n".join(faults))

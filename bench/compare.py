@@ -1,0 +1,89 @@
+"""Two result files side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .peers import OWN
+from .report import OK, microseconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Key = tuple[str, str, str, str]  # op, case, dtype, implementation
+Rows = Mapping[Key, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one row. The figures are microseconds, or microseconds over those of a peer in the same run."""
+
+    key: Key
+    before: float | None
+    after: float | None
+    after_status: str
+
+    @property
+    def slowdown(self) -> float | None:
+        """0.05 where the second file is 5% slower; negative where it is faster."""
+        return self.after / self.before - 1 if self.before and self.after else None
+
+    def fails(self, percent: float) -> bool:
+        """Whether the project's own row became slower than allowed, wrong, or is no longer there."""
+        if self.key[3] != OWN or self.before is None:
+            return False
+        return self.slowdown is None or self.slowdown * 100 > percent
+
+
+def index(rows: Iterable[Mapping[str, Any]]) -> Rows:
+    """The rows by key; a later row of the same key replaces an earlier one."""
+    return {(row["op"], row["case"], row["dtype"], row["implementation"]): row for row in rows}
+
+
+def compare(
+    before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]], relative_to: str | None = None
+) -> list[Change]:
+    """Every row of either file, in the first file's order.
+
+    With `relative_to`, a figure is the time over that implementation's time for the same case in the same file:
+    the only fair way to compare two runs on two machines, or on two days.
+    """
+    old, new = index(before), index(after)
+    changes = []
+    for key in dict.fromkeys((*old, *new)):
+        status = new[key]["status"] if key in new else "missing"
+        changes.append(Change(key, _figure(old, key, relative_to), _figure(new, key, relative_to), status))
+    return changes
+
+
+def _figure(rows: Rows, key: Key, relative_to: str | None) -> float | None:
+    us = microseconds(rows[key]) if key in rows else None
+    if us is None or relative_to is None:
+        return us
+    peer = rows.get((*key[:3], relative_to))
+    peer_us = microseconds(peer) if peer else None
+    return us / peer_us if peer_us else None
+
+
+def show(console: Console, changes: Sequence[Change], percent: float | None) -> None:
+    """The table of changes."""
+    from rich.table import Table
+
+    table = Table()
+    for column in ("case", "dtype", "implementation"):
+        table.add_column(column, no_wrap=True)
+    for column in ("before", "after", "change", ""):
+        table.add_column(column, justify="right")
+    for change in changes:
+        slowdown = "-" if change.slowdown is None else f"{change.slowdown:+.1%}"
+        remark = "" if change.after_status == OK else change.after_status
+        if percent is not None and change.fails(percent):
+            remark = (remark + " FAIL").strip()
+        table.add_row(*change.key[1:], _text(change.before), _text(change.after), slowdown, remark)
+    console.print(table)
+
+
+def _text(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.3f}"

@@ -1,0 +1,168 @@
+"""The GPU as the benchmark sees it: arrays, random inputs, a clock. `Device` is what the tests replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.runtime.device import describe, gpu_count
+
+from .cases import DecodeCase
+from .errors import BenchError
+from .inputs import InputSet, cache_shape, q_shape, shuffled_table
+from .recorders import CupyGraph, Recorder
+from .timer import Clock, CudaClock
+
+Array = npt.NDArray[Any]
+NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+# One splitmix64 step a value and a Box-Muller normal from its two halves: no cuRAND, and any seed is reproducible.
+_NORMAL = """
+unsigned long long z = seed + (unsigned long long)(i + 1) * 0x9E3779B97F4A7C15ULL;
+z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+z ^= z >> 31;
+const float uniform = ((unsigned int)z + 1.0f) * 2.3283064e-10f;  // in (0, 1]
+const float angle = (unsigned int)(z >> 32) * 4.6566129e-10f;     // in [0, 2), in units of pi
+const float x = scale * sqrtf(-2.0f * logf(uniform)) * cospif(angle);
+"""
+# Round to nearest even by hand: CuPy's own bfloat16 arithmetic is experimental.
+ROUND_TO_BFLOAT16 = "bits = (unsigned short)((__float_as_uint(x) + 0x7FFF + ((__float_as_uint(x) >> 16) & 1)) >> 16);"
+
+
+class Device(Protocol):
+    """What the benchmark asks of a device. Everything is queued on the device's one stream."""
+
+    name: str
+    arch: str
+    l2_bytes: int
+    stream: Any
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the device's stream the current one of its array library."""
+
+    def recorder(self) -> Recorder:
+        """The way to record calls that take this device's arrays."""
+
+    def clock(self) -> Clock: ...
+
+    def synchronize(self) -> None: ...
+
+    def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet: ...
+
+    def upload(self, array: Array) -> Any: ...
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """An array full of NaN, so that a result which was never written cannot pass."""
+
+    def poison(self, array: Any) -> None:
+        """Fills a 16-bit array with NaN."""
+
+    def to_host(self, array: Any) -> Array: ...
+
+    def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
+        """The named pages of one KV head, on the host: (n, page_size, 576)."""
+
+    def count_not_finite(self, array: Any) -> int: ...
+
+    def release(self) -> None:
+        """Gives memory that nobody holds back to the system."""
+
+
+class CudaDevice:
+    """The current CUDA device, through CuPy."""
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise BenchError(
+                f"the benchmark needs CuPy ({error}); pip install 'mla_cupy[cu12,bench]' or [cu13,bench]"
+            ) from error
+        if gpu_count() == 0:
+            raise BenchError("no CUDA GPU here; `list`, `compare` and `plot` work without one")
+        self._cupy: Any = cupy
+        info = describe(cupy.cuda.Device().id)
+        self.name, self.arch, self.l2_bytes = info.name, info.arch, info.l2_bytes
+        self.stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._clock: CudaClock | None = None
+        self._normal: dict[str, Callable[..., Any]] = {
+            "bfloat16": cupy.ElementwiseKernel(
+                "uint64 seed, float32 scale", "uint16 bits", _NORMAL + ROUND_TO_BFLOAT16, "bench_normal_bfloat16"
+            ),
+            "float16": cupy.ElementwiseKernel(
+                "uint64 seed, float32 scale", "float16 value", _NORMAL + "value = x;", "bench_normal_float16"
+            ),
+        }
+
+    def current(self) -> AbstractContextManager[object]:
+        stream: AbstractContextManager[object] = self.stream
+        return stream
+
+    def recorder(self) -> Recorder:
+        return CupyGraph(self.stream)
+
+    def clock(self) -> Clock:
+        if self._clock is None:
+            self._clock = CudaClock(self.stream)
+        return self._clock
+
+    def synchronize(self) -> None:
+        self._cupy.cuda.Device().synchronize()
+
+    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
+        """Normal random values, made on the device."""
+        raw = self._cupy.empty(tuple(shape), dtype="uint16" if dtype == "bfloat16" else "float16")
+        self._normal[dtype](np.uint64(seed * 0x5851F42D4C957F2D % 2**64), np.float32(scale), raw)
+        return raw.view(NUMPY_DTYPES[dtype])
+
+    def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet:
+        table = shuffled_table(case, seed)
+        seqlens = np.full(case.b, case.s_kv, np.int32)
+        return InputSet(
+            q=self.normal(q_shape(case), dtype, 2 * seed + 1),
+            kv_cache=self.normal(cache_shape(case), dtype, 2 * seed + 2),
+            block_table=self.upload(table),
+            seqlens=self.upload(seqlens),
+            host_table=table,
+            host_seqlens=seqlens,
+        )
+
+    def upload(self, array: Array) -> Any:
+        return self._cupy.asarray(array)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        if dtype == "float32":
+            return self._cupy.full(tuple(shape), np.nan, dtype=dtype)
+        array = self._cupy.empty(tuple(shape), dtype="uint16").view(NUMPY_DTYPES[dtype])
+        self.poison(array)
+        return array
+
+    def poison(self, array: Any) -> None:
+        array.view("uint16").fill(0xFFFF)  # a NaN in both 16-bit formats
+
+    def to_host(self, array: Any) -> Array:
+        if array.dtype == NUMPY_DTYPES["bfloat16"]:
+            host: Array = self._cupy.asnumpy(array.view("uint16")).view(NUMPY_DTYPES["bfloat16"])
+        else:
+            host = self._cupy.asnumpy(array)
+        return host
+
+    def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
+        bits = kv_cache.view("uint16")[:, :, kv_head][self.upload(pages)]
+        return self.to_host(bits).view(kv_cache.dtype)
+
+    def count_not_finite(self, array: Any) -> int:
+        if array.dtype == np.float32:
+            return int((~self._cupy.isfinite(array)).sum())
+        exponent = 0x7F80 if array.dtype == NUMPY_DTYPES["bfloat16"] else 0x7C00
+        return int(((array.view("uint16") & exponent) == exponent).sum())
+
+    def release(self) -> None:
+        self.synchronize()
+        self._cupy.get_default_memory_pool().free_all_blocks()

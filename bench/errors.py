@@ -1,0 +1,7 @@
+"""What stops a benchmark before it starts."""
+
+from __future__ import annotations
+
+
+class BenchError(Exception):
+    """A benchmark cannot run or a file cannot be read; the message says what to do."""

@@ -1,0 +1,108 @@
+// Online softmax of a 64 x 64 tile of scores in WGMMA fragments, in base 2: P = exp2(S * scale_log2 - max).
+#pragma once
+#include "ptx/convert.cuh"
+#include "tile/fragment.cuh"
+
+// The running maximum starts at a finite value, so that no difference of infinities arises.
+constexpr float kLowestMax = -3.0e38f;
+// It follows the true maximum only once that is 2^8 above it. The result is the same after normalisation, what was
+// accumulated is seldom re-scaled, and P stays at most 256, far inside fp16.
+constexpr float kLazyMaxLog2 = 8.f;
+
+// By how much a new maximum scales what was accumulated under the old one.
+struct RowScale {
+    float by[kFragmentRows];
+
+    // The same answer in every lane of the warp.
+    MLA_DEVICE bool any() const { return __any_sync(kFullWarp, by[0] != 1.f || by[1] != 1.f); }
+};
+
+// A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row.
+struct RowState {
+    float max[kFragmentRows], sum[kFragmentRows];
+
+    MLA_DEVICE void reset() {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            max[r] = kLowestMax;
+            sum[r] = 0.f;
+        }
+    }
+
+    MLA_DEVICE RowScale move_max(const float (&to)[kFragmentRows]) {
+        RowScale scale;
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            scale.by[r] = ex2_approx(max[r] - to[r]);
+            sum[r] *= scale.by[r];
+            max[r] = to[r];
+        }
+        return scale;
+    }
+};
+
+// Which scores of a tile count: columns below `visible[r]` for row r, on pages that are present (bit = column).
+struct TileMask {
+    i32 visible[kFragmentRows];
+    u64 present;
+};
+
+template <i32 kCount>
+MLA_DEVICE void mask_scores(float (&scores)[kCount], const TileMask& mask, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        const i32 column = 8 * (i / 4) + fragment_column(thread) + (i & 1);
+        const bool counts = column < mask.visible[fragment_half(i)] && ((mask.present >> column) & 1);
+        if (!counts) scores[i] = negative_infinity();
+    }
+}
+
+// The rows' maxima over the tile, scaled to base 2; equal in the four lanes of a quad.
+template <i32 kCount>
+MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCount], float scale_log2) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = negative_infinity();
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) to[fragment_half(i)] = fmaxf(to[fragment_half(i)], scores[i]);
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = quad_max(to[r]) * scale_log2;
+}
+
+// The running maximum after a tile.
+MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], const RowState& rows, const float (&tile)[kFragmentRows]) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = tile[r] > rows.max[r] + kLazyMaxLog2 ? tile[r] : rows.max[r];
+}
+
+// P in 16 bits, as the A fragments of the product with V; adds the unrounded values to the rows' sums.
+template <class Element, i32 kCount>
+MLA_DEVICE void exponentiate(u32 (&p_fragment)[kCount / 8][4], RowState& rows, const float (&scores)[kCount],
+                             float scale_log2) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; i += 2) {
+        const i32 r = fragment_half(i);
+        const float p0 = ex2_approx(fmaf(scores[i], scale_log2, -rows.max[r]));
+        const float p1 = ex2_approx(fmaf(scores[i + 1], scale_log2, -rows.max[r]));
+        rows.sum[r] += p0 + p1;
+        p_fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
+    }
+}
+
+template <i32 kCount>
+MLA_DEVICE void rescale(float (&accumulator)[kCount], const RowScale& scale) {
+    if (!scale.any()) return;
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) accumulator[i] *= scale.by[fragment_half(i)];
+}
+
+// The rows' values to and from shared memory, one float a row of the tile.
+MLA_DEVICE void store_rows(float* rows, const float (&values)[kFragmentRows], i32 thread) {
+    if (thread % 4 != 0) return;
+    rows[fragment_row(thread)] = values[0];
+    rows[fragment_row(thread) + 8] = values[1];
+}
+
+MLA_DEVICE void load_rows(float (&values)[kFragmentRows], const float* rows, i32 thread) {
+    values[0] = rows[fragment_row(thread)];
+    values[1] = rows[fragment_row(thread) + 8];
+}

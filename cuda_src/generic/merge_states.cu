@@ -1,0 +1,87 @@
+// Merges n partial attention results over disjoint sets of keys.
+//
+//   lse = log sum_j exp(lse_j),   out = sum_j out_j exp(lse_j - lse)
+//
+// Grid: x = rows of (b, s_q, h_q), a warp each. A state whose lse is +Inf or -Inf is empty: it saw no key.
+#include "common/facts.cuh"
+#include "ptx/control.cuh"
+#include "ptx/element.cuh"
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+#ifndef MLA_DTYPE
+#error "MLA_DTYPE must be bfloat16 or float16"
+#endif
+using Element = MLA_DTYPE;  // of `outs` and `out` where they are not fp32
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 128;
+constexpr i32 kWarps = kThreads / kWarpThreads;
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct MergeStatesParams {
+    const void* outs;   // (n, b, s_q, h_q, d), 16-bit or fp32
+    const float* lses;  // (n, b, h_q, s_q)
+    void* out;          // (b, s_q, h_q, d), 16-bit or fp32
+    float* lse;         // (b, h_q, s_q)
+    i64 outs_stride_n_elems, outs_stride_b_elems, outs_stride_s_elems, outs_stride_h_elems;
+    i64 lses_stride_n_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;
+    i64 out_stride_b_elems, out_stride_s_elems, out_stride_h_elems;
+    i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
+    i32 n, b, s_q, h_q, d;
+    i32 outs_are_fp32, out_is_fp32;
+    float to_log2;     // from the caller's base to base 2
+    float lse_factor;  // and back
+    float empty_lse;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeStatesParams, outs_stride_n_elems), MLA_OFFSET(MergeStatesParams, n),
+              MLA_OFFSET(MergeStatesParams, to_log2), (int)sizeof(MergeStatesParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(rows_per_block, kWarps);
+
+// -Inf for an empty state; a NaN stays one.
+MLA_DEVICE float state_lse2(const MergeStatesParams& p, const float* lses, i32 j) {
+    const float lse = lses[j * p.lses_stride_n_elems];
+    return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * p.to_log2;
+}
+
+MLA_DEVICE float read_element(const void* from, i64 at, i32 is_fp32) {
+    return is_fp32 ? static_cast<const float*>(from)[at] : Element::to_float(static_cast<const u16*>(from)[at]);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __grid_constant__ MergeStatesParams p) {
+    griddepcontrol_wait();
+    const i32 lane = threadIdx.x % kWarpThreads;
+    const i64 index = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
+    if (index >= (i64)p.b * p.s_q * p.h_q) return;
+    const i64 h = index % p.h_q, s = index / p.h_q % p.s_q, b = index / p.h_q / p.s_q;
+    const float* lses = p.lses + b * p.lses_stride_b_elems + h * p.lses_stride_h_elems + s * p.lses_stride_s_elems;
+    const i64 from = b * p.outs_stride_b_elems + s * p.outs_stride_s_elems + h * p.outs_stride_h_elems;
+    const i64 to = b * p.out_stride_b_elems + s * p.out_stride_s_elems + h * p.out_stride_h_elems;
+
+    float max_lse = negative_infinity(), sum = 0.f;
+    for (i32 j = 0; j < p.n; ++j) max_lse = fmaxf(max_lse, state_lse2(p, lses, j));
+    for (i32 j = 0; j < p.n; ++j) {
+        const float lse = state_lse2(p, lses, j);
+        if (lse != negative_infinity()) sum += exp2f(lse - max_lse);
+    }
+    const float total = sum == 0.f ? negative_infinity() : max_lse + log2f(sum);
+    for (i32 column = lane; column < p.d; column += kWarpThreads) {
+        float merged = 0.f;
+        for (i32 j = 0; j < p.n; ++j) {
+            const float lse = state_lse2(p, lses, j);
+            if (lse == negative_infinity()) continue;  // whatever stands in an empty state's output
+            const float x = read_element(p.outs, from + j * p.outs_stride_n_elems + column, p.outs_are_fp32);
+            merged = fmaf(exp2f(lse - total), x, merged);
+        }
+        if (p.out_is_fp32) {
+            static_cast<float*>(p.out)[to + column] = merged;
+        } else {
+            static_cast<u16*>(p.out)[to + column] = Element::from_float(merged);
+        }
+    }
+    if (lane == 0) {
+        p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
+            sum == 0.f ? p.empty_lse : total * p.lse_factor;
+    }
+}

@@ -1,0 +1,35 @@
+// Asynchronous copies into shared memory: tensor boxes (TMA) and 16-byte pieces (cp.async).
+#pragma once
+#include "ptx/barrier.cuh"
+
+// A tensor map as the driver encodes it; passed by value as a __grid_constant__ kernel parameter.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+// L2 policy: the lines of this load are the first to go. Each page is read once by each block that needs it.
+constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+
+MLA_DEVICE void prefetch_tensormap(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1, i32 c2,
+                                        i32 c3, u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to.value),
+        "l"(&map), "r"(smem_addr(&full).value), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(l2_policy)
+        : "memory");
+}
+
+// Copies 16 bytes, or writes 16 zero bytes where `present` is false (the source is then not read).
+MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.value), "l"(from), "r"(present ? 16 : 0)
+                 : "memory");
+}
+
+MLA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Brings a line into L2.
+MLA_DEVICE void prefetch_global_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }

@@ -1,0 +1,16 @@
+// 8x8 matrices of 16-bit elements between registers and shared memory, four at a time.
+#pragma once
+#include "common/types.cuh"
+
+MLA_DEVICE void ldmatrix_x4(u32 (&r)[4], SmemAddr from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from.value)
+                 : "memory");
+}
+
+MLA_DEVICE void stmatrix_x4(SmemAddr to, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to.value), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}

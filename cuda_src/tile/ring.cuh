@@ -1,0 +1,20 @@
+// Phases of a ring of shared-memory stages, each guarded by a full and an empty mbarrier.
+#pragma once
+#include "ptx/barrier.cuh"
+
+// One role's place in a ring. A stage's phase flips each time this role has passed it.
+template <i32 kStages>
+struct Ring {
+    u32 phases = 0;
+
+    // Consumers wait for this parity on "full"; a fresh barrier blocks them.
+    MLA_DEVICE u32 full_parity(i32 stage) const { return (phases >> stage) & 1u; }
+    // Producers wait for this parity on "empty"; a fresh barrier lets them pass.
+    MLA_DEVICE u32 empty_parity(i32 stage) const { return full_parity(stage) ^ 1u; }
+    MLA_DEVICE void advance(i32 stage) { phases ^= 1u << stage; }
+};
+
+MLA_DEVICE void mbarrier_wait(MBarrier& barrier, u32 parity) {
+    while (!mbarrier_try_wait_parity(barrier, parity)) {
+    }
+}

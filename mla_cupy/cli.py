@@ -1,0 +1,306 @@
+"""The command line: `mla-cupy info | compile | list | clear-cache | demo | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_cupy._version import __version__
+from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
+from mla_cupy.runtime import cache, device, kernels, report, worker
+from mla_cupy.runtime.build import BuildRequest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mla_cupy.launchers.spec import KernelSpec, Variant
+
+_DEFAULT_ARCH = "sm_90a"
+_EPILOG = """\
+examples:
+  mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
+  mla-cupy compile --arch sm_90a              compile every kernel for Hopper into the cache; needs no GPU
+  mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
+  mla-cupy demo                               decode a ragged batch and check it
+"""
+
+Planned = tuple["KernelSpec", "Variant", BuildRequest]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 well, 1 something failed, 2 wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["bench"]:
+            return int(_bench_main()(arguments[1:]))
+        options = _parser(arguments).parse_args(arguments)
+        return int(options.run(options))
+    except MlaError as error:
+        print(f"mla-cupy: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ArgumentError) else 1
+    except KeyboardInterrupt:
+        print("mla-cupy: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"mla-cupy: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-cupy",
+        description="Kernels for Multi-head Latent Attention: look at the installation, compile, try, measure.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mla-cupy {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add = functools.partial(_add_command, commands)
+
+    add("info", _info, "versions, NVRTC, GPUs, the cache and the environment variables")
+    command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
+    _add_selection(command)
+    jobs = min(8, os.cpu_count() or 1)
+    command.add_argument("-j", "--jobs", type=_positive, default=jobs, metavar="N", help=f"at a time (default: {jobs})")
+    command.add_argument("--out", type=Path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
+    _add_selection(add("list", _list, "the kernels, their variants, and which of them are built"))
+    add("clear-cache", _clear_cache, "delete the compiled kernels of the cache")
+    demo = add("demo", _demo, "decode a ragged batch and check it against the oracle", json_too=False)
+    if arguments[:1] == ["demo"]:
+        _demo_module().add_arguments(demo)
+    add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
+    return parser
+
+
+def _add_command(commands: Any, name: str, run: Any, summary: str, *, json_too: bool = True) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + "."
+    )
+    command.set_defaults(run=run)
+    if json_too:
+        command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return command
+
+
+def _add_selection(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--arch",
+        type=_names,
+        metavar="ARCH[,ARCH...]",
+        help=f"targets, such as sm_90a,sm_100a (default: the GPUs of this machine, or {_DEFAULT_ARCH})",
+    )
+    command.add_argument(
+        "--kernels", type=_names, default=("all",), metavar="NAME[,NAME...]", help="kernels by name, or all (default)"
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+# -- info ------------------------------------------------------------------------------------------------------------
+
+
+def _info(options: argparse.Namespace) -> int:
+    facts = report.report()
+    if options.json:
+        print(json.dumps(facts, indent=1))
+        return 0
+    tables = [
+        _table("mla_cupy", ("what", "value"), facts["versions"].items()),
+        _table("NVRTC", ("what", "value"), facts["nvrtc"].items()),
+        _table("GPUs", ("name", "compute capability", "target", "memory", "driver"), map(_gpu_row, facts["gpus"])),
+        _table("cache", ("what", "value"), facts["cache"].items()),
+        _table(
+            "environment variables", ("name", "value", "default", "meaning"), map(dict.values, facts["environment"])
+        ),
+    ]
+    _show(*tables)
+    if not facts["gpus"]:
+        print("No GPU: NumPy arrays are computed by the NumPy backend; kernels can be compiled.")
+    return 0
+
+
+def _gpu_row(gpu: dict[str, Any]) -> tuple[str, ...]:
+    memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+    return gpu["name"], gpu["compute_capability"], gpu["target"], memory, gpu["driver"]
+
+
+# -- compile, list, clear-cache --------------------------------------------------------------------------------------
+
+
+def _compile(options: argparse.Namespace) -> int:
+    planned = _plan(options)
+    outcomes = _build_with_progress([request for _, _, request in planned], options.jobs, quiet=options.json)
+    if options.out:
+        for outcome in outcomes:
+            if outcome.build:
+                entry = options.out / outcome.request.name
+                cache.write(entry, outcome.build, cache.image_key(outcome.request))
+    rows = [_outcome_row(plan, outcome) for plan, outcome in zip(planned, outcomes, strict=True)]
+    failed = [outcome for outcome in outcomes if outcome.build is None]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        keys = ("kernel", "variant", "target", "registers", "smem", "spills", "seconds", "state")
+        heads = ["regs" if key == "registers" else key for key in keys]
+        _show(_table("kernels", heads, ([row[key] for key in keys] for row in rows)))
+        if options.out:
+            print(f"Written to {options.out}: use them with MLA_CUPY_CUBIN_DIR={options.out.resolve()}")
+    for outcome in failed:
+        print(f"\nmla-cupy: {outcome.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    rows = [
+        {
+            "kernel": spec.name,
+            "variant": str(variant),
+            "target": request.arch,
+            "source": spec.source,
+            "core": variant in spec.core,
+            "built": _built(request),
+        }
+        for spec, variant, request in _plan(options)
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    cells = (
+        [("yes" if value else "no") if isinstance(value, bool) else value for value in row.values()] for row in rows
+    )
+    _show(_table("kernels", ("kernel", "variant", "target", "source", "on import", "built"), cells))
+    return 0
+
+
+def _clear_cache(options: argparse.Namespace) -> int:
+    count, size = cache.clear()
+    if options.json:
+        print(json.dumps({"kernels": count, "bytes": size}))
+    else:
+        print(f"Deleted {count} kernels, {size / 2**20:.1f} MiB, from {cache.cache_dir() or 'no directory'}.")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> list[Planned]:
+    """Every kernel, variant and target that the options ask for."""
+    from mla_cupy.launchers import SPECS
+
+    archs = options.arch or tuple(device.nvml_archs()) or (_DEFAULT_ARCH,)
+    named = options.kernels != ("all",)
+    if unknown := [name for name in options.kernels if named and name not in SPECS]:
+        raise ArgumentError(explain("--kernels", ", ".join(unknown), "all, or some of " + ", ".join(SPECS)))
+    planned = [
+        (spec, variant, spec.request(variant, arch))
+        for arch in archs
+        for spec in SPECS.values()
+        if (not named or spec.name in options.kernels) and spec.supports_arch(arch)
+        for variant in spec.variants
+    ]
+    if not planned:
+        raise ArgumentError(explain("--arch", ", ".join(archs), "a target that one of the kernels supports"))
+    return planned
+
+
+def _build_with_progress(requests: list[BuildRequest], jobs: int, *, quiet: bool) -> list[kernels.Outcome]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        bar = progress.add_task("compiling", total=len(requests))
+
+        def tell(request: BuildRequest, outcome: kernels.Outcome | None) -> None:
+            progress.update(bar, description=request.name, advance=1 if outcome else 0)
+
+        return kernels.build_all(requests, jobs, tell)
+
+
+def _outcome_row(plan: Planned, outcome: kernels.Outcome) -> dict[str, Any]:
+    spec, variant, request = plan
+    row: dict[str, Any] = {"kernel": spec.name, "variant": str(variant), "target": request.arch}
+    if outcome.build is None:
+        return {**row, **dict.fromkeys(("registers", "smem", "spills", "stack", "seconds"), "-"), "state": "failed"}
+    record = outcome.build.record
+    return {
+        **row,
+        "registers": record["registers"],
+        "smem": record["static_smem"] + record["facts"].get("smem_bytes", 0),
+        "spills": record["spill_stores"] + record["spill_loads"],
+        "stack": record["stack"],
+        "seconds": record["seconds"],
+        "state": "cached" if outcome.was_cached else "compiled",
+    }
+
+
+def _built(request: BuildRequest) -> bool | str:
+    try:
+        return worker.cached(request) is not None
+    except KernelCompileError:
+        return "unknown: no NVRTC"
+
+
+# -- demo, bench -----------------------------------------------------------------------------------------------------
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return int(_demo_module().run(options))
+
+
+def _demo_module() -> Any:
+    return importlib.import_module("mla_cupy.demo")
+
+
+def _bench_main() -> Any:
+    """`main` of the benches: a part of the installed package, a directory beside it in a checkout."""
+    if importlib.util.find_spec("mla_cupy.bench") is None:
+        checkout = Path(__file__).resolve().parents[1]
+        if not (checkout / "bench" / "cli.py").is_file():
+            raise ArgumentError(explain("bench", "no benches", "an installed package or a checkout"))
+        sys.path.insert(0, str(checkout))
+        return importlib.import_module("bench.cli").main
+    return importlib.import_module("mla_cupy.bench.cli").main
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for index, head in enumerate(heads):
+        table.add_column(head, overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    return table
+
+
+def _show(*tables: Table) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width: do not fold for one
+        console = Console(width=160)
+    for index, table in enumerate(tables):
+        console.print(*([""] if index else []), table)

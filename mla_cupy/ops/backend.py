@@ -1,0 +1,76 @@
+"""Where NumPy arrays are computed: the one place that knows both the GPU and the oracle."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+
+from mla_cupy import arrays, formats, reference
+from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
+from mla_cupy.runtime import device, env
+
+logger = logging.getLogger("mla_cupy")
+
+
+def use_gpu() -> bool:
+    """Whether NumPy arrays go to the GPU: MLA_CUPY_BACKEND, or whether there is one."""
+    choice = env.get("BACKEND")
+    if choice == "numpy":
+        return False
+    if _has_gpu():
+        return True
+    if choice == "cuda":
+        remedy = "set MLA_CUPY_BACKEND=numpy or auto; `mla-cupy info` says what is missing"
+        raise UnsupportedDeviceError(explain("MLA_CUPY_BACKEND", "cuda", "a GPU that CuPy can use", remedy))
+    _say_no_gpu()
+    return False
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return device.gpu_count() > 0
+
+
+@functools.cache
+def _say_no_gpu() -> None:
+    logger.info("no GPU is visible: NumPy arrays are computed by the NumPy backend, in float64")
+
+
+def reference_decode(*inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """The oracle's answer, in float64."""
+    return reference.mla_decode(*inputs, **options)
+
+
+def reference_merge(*inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """The oracle's answer, in float64."""
+    return reference.merge_states(*inputs, **options)
+
+
+def rounded(results: tuple[Any, Any], out_dtype: str) -> list[np.ndarray[Any, Any]]:
+    """(out, lse) in the dtypes that a GPU would return."""
+    out, lse = results
+    dtype = formats.numpy_dtype(out_dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [formats.round_to(out, out_dtype).astype(dtype), lse.astype(np.float32)]
+
+
+def fetched(results: tuple[Any, Any], stream: Any) -> list[np.ndarray[Any, Any]]:
+    """CuPy results as NumPy arrays, once `stream` has made them."""
+    cupy = arrays.cupy_family()
+    handle = cupy.current_stream(cupy.current_device()) if stream is None else arrays.stream_handle(stream)
+    return [cupy.to_numpy(x, handle) for x in results]
+
+
+def deliver(results: list[np.ndarray[Any, Any]], given: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Write (out, lse) to the caller's arrays where there are any; returns what the caller gets."""
+    for argument, target in zip(("out", "lse"), given, strict=True):
+        if target is not None and not target.flags.writeable:
+            raise ArgumentError(explain(argument, "a read-only array", "a writable one"))
+    for result, target in zip(results, given, strict=True):
+        if target is not None:
+            np.copyto(target, result)
+    out, lse = (result if target is None else target for result, target in zip(results, given, strict=True))
+    return out, lse

@@ -1,0 +1,165 @@
+"""Decode attention over a paged latent cache: the specification of `mla_cupy.mla_decode`, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.errors import ShapeError, explain
+from mla_cupy.formats import dtype_name, round_to
+from mla_cupy.reference.lse import log_of_base
+
+Array = npt.NDArray[Any]
+
+#: The rounding mode keeps its running maximum over blocks of this many tokens, as the kernels do.
+BLOCK_TOKENS = 64
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def mla_decode(
+    q: npt.ArrayLike,
+    kv_cache: npt.ArrayLike,
+    block_table: npt.ArrayLike,
+    seqlens: npt.ArrayLike,
+    *,
+    d_v: int = 512,
+    scale: float | None = None,
+    causal: bool = True,
+    lse_base: str = "e",
+    empty_lse: float = -np.inf,
+    rounding: str | None = None,
+) -> tuple[Array, Array]:
+    """Attend from a few query tokens per sequence to a paged latent cache.
+
+    out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :d_v], where j runs over the visible tokens: those
+    below the sequence's length and, if causal, with j <= i + length - s_q.
+
+    Parameters
+    ----------
+    q : array, (b, s_q, h_q, d_qk)
+        Absorbed queries: d_qk is 576 in DeepSeek-V3.
+    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk)
+        The pool of pages. The values are the first `d_v` elements of the keys. Query head h reads head
+        h // (h_q // h_kv).
+    block_table : array, (b, max_pages), integers
+        The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
+        tokens are invisible.
+    seqlens : array, (b,), integers
+        Tokens in the cache of each sequence, the query tokens included; clamped to [0, max_pages * page_size].
+    d_v : int
+        Width of the values.
+    scale : float, optional
+        Factor of the scores, d_qk**-0.5 by default.
+    causal : bool
+        Whether a query token is blind to the query tokens after it (which are the last of the cache).
+    lse_base : str
+        "e" or "2".
+    empty_lse : float
+        The `lse` of a row that sees no token.
+    rounding : str, optional
+        "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
+        against the running maximum, and `out` to the dtype of `q`. It yields the error that a right kernel may have.
+
+    Returns
+    -------
+    out : array, (b, s_q, h_q, d_v), float64
+        0 in rows that see no token.
+    lse : array, (b, h_q, s_q), float64
+        log(sum_j exp(scale * q . k[j])).
+
+    Notes
+    -----
+    Not a number or infinity in a token that a query does not see has no effect on it.
+    """
+    q, cache, block_table, seqlens = map(np.asarray, (q, kv_cache, block_table, seqlens))
+    if cache.ndim == 3:
+        cache = cache[:, :, None, :]
+    b, s_q, h_q, d_qk = q.shape
+    h_kv = cache.shape[2]
+    if h_q % h_kv:
+        raise ShapeError(explain("q", f"{h_q} heads", f"a multiple of the cache's {h_kv}"))
+    group = h_q // h_kv
+    scale = d_qk**-0.5 if scale is None else scale
+
+    out = np.zeros((b, s_q, h_q, d_v))
+    lse = np.full((b, h_q, s_q), -np.inf)
+    for i in range(b):
+        length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1]))
+        keys, positions = _present_tokens(cache, block_table[i], length)
+        for tokens, visible in _visible_prefixes(positions, length, s_q, causal):
+            for h in range(h_kv):
+                heads = slice(h * group, (h + 1) * group)
+                rows = q[i, tokens, heads].astype(keys.dtype)
+                row_out, row_lse = _attend(rows.reshape(-1, d_qk), keys[:visible, h], d_v, scale, rounding)
+                out[i, tokens, heads] = row_out.reshape(*rows.shape[:2], d_v)
+                lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
+    if rounding is not None:
+        out = round_to(out, dtype_name(q.dtype))
+    return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+
+
+def _present_tokens(cache: Array, table: Array, length: int) -> tuple[Array, Array]:
+    """The keys of one sequence without those in missing pages, (n, h_kv, d_qk), and their positions, (n,)."""
+    page_size = cache.shape[1]
+    positions = np.arange(length)
+    pages = table[: -(-length // page_size)].astype(np.int64)[positions // page_size]
+    present = (pages >= 0) & (pages < cache.shape[0])
+    positions = positions[present]
+    return cache[pages[present], positions % page_size].astype(np.float64), positions
+
+
+def _visible_prefixes(positions: Array, length: int, s_q: int, causal: bool) -> Iterator[tuple[slice, int]]:
+    """Groups of query tokens, and how many of the present keys each group sees (always the first ones)."""
+    if not causal:
+        yield slice(0, s_q), len(positions)
+        return
+    for i in range(s_q):
+        last = i + length - s_q
+        yield slice(i, i + 1), int(np.searchsorted(positions, last, side="right"))
+
+
+def _attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | None) -> tuple[Array, Array]:
+    """Attention of `rows` to all of `keys`: out (rows, d_v) and natural lse (rows,)."""
+    if rounding is not None:
+        return _attend_rounded(rows, keys, d_v, scale, rounding)
+    if len(keys) == 0:
+        return np.zeros((len(rows), d_v)), np.full(len(rows), -np.inf)
+    scores = scale * (rows @ keys.T)
+    top = _shift(scores.max(axis=1))
+    weights = np.exp(scores - top[:, None])
+    total = weights.sum(axis=1)
+    return _normalise(weights @ keys[:, :d_v], total), top + np.log(total)
+
+
+def _attend_rounded(rows: Array, keys: Array, d_v: int, scale: float, rounding: str) -> tuple[Array, Array]:
+    """The same in the kernels' arithmetic: float32, online softmax in base 2, rounded weights."""
+    rows, keys = rows.astype(np.float32), keys.astype(np.float32)
+    scale_log2 = np.float32(scale * np.log2(np.e))
+    top = np.full(len(rows), -np.inf, np.float32)
+    total = np.zeros(len(rows), np.float32)
+    out = np.zeros((len(rows), d_v), np.float32)
+    for start in range(0, len(keys), BLOCK_TOKENS):
+        block = keys[start : start + BLOCK_TOKENS]
+        scores = (rows @ block.T) * scale_log2
+        new_top = np.maximum(top, scores.max(axis=1))
+        shift = _shift(new_top)
+        weights = np.exp2(scores - shift[:, None])
+        decay = np.exp2(top - shift)
+        total = total * decay + weights.sum(axis=1)
+        out = out * decay[:, None] + round_to(weights, rounding) @ block[:, :d_v]
+        top = new_top
+    lse = (_shift(top) + np.log2(total)) * np.float32(np.log(2.0))
+    return _normalise(out, total), lse
+
+
+def _shift(top: Array) -> Array:
+    """What to subtract from scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
+    return np.where(top == -np.inf, top.dtype.type(0), top)
+
+
+def _normalise(out: Array, total: Array) -> Array:
+    """`out` divided by the sum of its weights; 0 where that sum is 0."""
+    return np.where(total[:, None] == 0, out.dtype.type(0), out / total[:, None])

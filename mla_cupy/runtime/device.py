@@ -1,0 +1,132 @@
+"""What the kernels need to know of a GPU, and which GPUs there are."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+from mla_cupy.errors import UnsupportedDeviceError
+from mla_cupy.runtime import env
+
+_ARCHITECTURE_SPECIFIC = ("sm_90", "sm_100", "sm_103")
+"""Targets whose `a` flavour has instructions that the kernels use."""
+
+
+def arch_of(major: int, minor: int) -> str:
+    """The target for a compute capability: "sm_90a" for (9, 0), "sm_80" for (8, 0)."""
+    arch = f"sm_{major}{minor}"
+    return arch + "a" if arch in _ARCHITECTURE_SPECIFIC else arch
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One GPU: nothing about it is assumed, everything is read from it."""
+
+    ordinal: int
+    name: str
+    cc: tuple[int, int]
+    sm_count: int
+    smem_optin: int
+    l2_bytes: int
+    total_memory: int
+
+    @property
+    def arch(self) -> str:
+        """The target to compile for."""
+        return arch_of(*self.cc)
+
+
+@dataclass(frozen=True)
+class VisibleGpu:
+    """One GPU as NVML sees it, which needs neither CuPy nor a CUDA context."""
+
+    name: str
+    cc: tuple[int, int]
+    total_memory: int
+    driver: str
+
+    @property
+    def arch(self) -> str:
+        """The target to compile for."""
+        return arch_of(*self.cc)
+
+
+@functools.cache
+def describe(ordinal: int) -> DeviceInfo:
+    """The GPU that CUDA counts as `ordinal` in this process.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If there is no such GPU, or no CuPy.
+    """
+    count = gpu_count()
+    if not 0 <= ordinal < count:
+        raise UnsupportedDeviceError(f"device {ordinal}: this process sees {count} GPUs")
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    return DeviceInfo(
+        ordinal=ordinal,
+        name=properties["name"].decode(),
+        cc=(int(properties["major"]), int(properties["minor"])),
+        sm_count=int(properties["multiProcessorCount"]),
+        smem_optin=int(properties["sharedMemPerBlockOptin"]),
+        l2_bytes=int(properties["l2CacheSize"]),
+        total_memory=int(properties["totalGlobalMem"]),
+    )
+
+
+def gpu_count() -> int:
+    """How many GPUs CUDA shows this process; 0 without CuPy, a driver or a GPU."""
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except ImportError:
+        return 0
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def nvml_gpus() -> list[VisibleGpu]:
+    """The GPUs of this machine according to NVML: no CUDA context, no `cuInit`, [] without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return []
+    except (OSError, AttributeError):
+        return []
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [gpu for index in range(count.value) if (gpu := _nvml_gpu(nvml, index))]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def nvml_archs() -> list[str]:
+    """The targets of the GPUs that this process may use, each once: see `nvml_gpus`."""
+    if env.gpus_hidden():
+        return []
+    return list(dict.fromkeys(gpu.arch for gpu in nvml_gpus()))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> VisibleGpu | None:
+    handle = ctypes.c_void_p()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+        return None
+    major, minor, memory = ctypes.c_int(), ctypes.c_int(), _Memory()
+    if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
+        return None
+    name, driver = ctypes.create_string_buffer(96), ctypes.create_string_buffer(80)
+    nvml.nvmlDeviceGetName(handle, name, len(name))
+    nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    nvml.nvmlSystemGetDriverVersion(driver, len(driver))
+    return VisibleGpu(name.value.decode(), (major.value, minor.value), memory.total, driver.value.decode())

@@ -1,0 +1,83 @@
+"""Read just enough of a 64-bit little-endian ELF file: symbols of a cubin, the build id of a library."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_NOTE = struct.Struct("<III")
+
+_SYMTAB, _NOTES, _NO_BITS = 2, 7, 8
+_FUNCTION, _ENTRY = 2, 0x10
+_GNU_BUILD_ID = 3
+
+
+@dataclass(frozen=True)
+class _Section:
+    kind: int
+    offset: int
+    size: int
+    link: int
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A symbol with its bytes; `data` is empty where the file holds none, `is_entry` marks a kernel."""
+
+    name: str
+    data: bytes
+    is_entry: bool
+
+
+def symbols(image: bytes) -> Iterator[Symbol]:
+    """The symbols of a cubin."""
+    sections = _sections(image[: _HEADER.size], lambda offset, size: image[offset : offset + size])
+    for table in (section for section in sections if section.kind == _SYMTAB):
+        names = sections[table.link]
+        strings = image[names.offset : names.offset + names.size]
+        for entry in _SYMBOL.iter_unpack(image[table.offset : table.offset + table.size]):
+            yield _symbol(image, sections, strings, entry)
+
+
+def build_id(file: BinaryIO) -> str:
+    """The GNU build id of a library, or "" where it has none; reads a few hundred bytes only."""
+
+    def read(offset: int, size: int) -> bytes:
+        file.seek(offset)
+        return file.read(size)
+
+    for section in _sections(read(0, _HEADER.size), read):
+        if section.kind == _NOTES:
+            note = read(section.offset, section.size)
+            name_size, size, kind = _NOTE.unpack_from(note)
+            start = _NOTE.size + (name_size + 3) // 4 * 4
+            if kind == _GNU_BUILD_ID and note[_NOTE.size :].startswith(b"GNU\0"):
+                return note[start : start + size].hex()
+    return ""
+
+
+def _sections(header: bytes, read: Callable[[int, int], bytes]) -> list[_Section]:
+    if len(header) < _HEADER.size or header[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF file")
+    fields = _HEADER.unpack(header)
+    offset, entry_size, count = fields[6], fields[11], fields[12]
+    if entry_size != _SECTION.size:
+        raise ValueError(f"section headers of {entry_size} bytes")
+    table = _SECTION.iter_unpack(read(offset, entry_size * count))
+    return [_Section(row[1], row[4], row[5], row[6]) for row in table]
+
+
+def _symbol(image: bytes, sections: list[_Section], strings: bytes, entry: tuple[int, ...]) -> Symbol:
+    name_at, info, other, index, value, size = entry
+    name = strings[name_at : strings.index(b"\0", name_at)].decode()
+    kind = info & 0xF
+    data = b""
+    if 0 < index < len(sections) and kind != _FUNCTION and sections[index].kind != _NO_BITS:
+        start = sections[index].offset + value
+        data = image[start : start + size]
+    return Symbol(name, data, kind == _FUNCTION and bool(other & _ENTRY))

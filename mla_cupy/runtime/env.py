@@ -1,0 +1,100 @@
+"""The environment variables of mla_cupy: the only file that reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mla_cupy.errors import ArgumentError, explain
+
+_PREFIX = "MLA_CUPY_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable, without its prefix `MLA_CUPY_`; `choices` is empty where any text is good."""
+
+    name: str
+    default: str
+    meaning: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return _PREFIX + self.name
+
+
+VARIABLES: Mapping[str, Variable] = {
+    variable.name: variable
+    for variable in (
+        Variable("CACHE_DIR", "", "where compiled kernels are kept (default: the user's cache directory)"),
+        Variable("CUBIN_DIR", "", "read-only directory of prebuilt kernels, made by `mla-cupy compile --out DIR`"),
+        Variable(
+            "JIT",
+            "import",
+            "import: compile the core kernels from import on, in a child process; lazy: compile at the first call; "
+            "off: never compile",
+            ("import", "lazy", "off"),
+        ),
+        Variable("NVRTC", "", "path of the libnvrtc to compile with (default: the installed wheel, then the system)"),
+        Variable("CUDA_SRC", "", "directory of the CUDA sources (default: those of the package)"),
+        Variable("LINEINFO", "0", "1: kernels carry source lines for profilers", ("0", "1")),
+        Variable(
+            "BACKEND",
+            "auto",
+            "where NumPy arrays are computed: cuda, numpy, or auto (the GPU if there is one)",
+            ("auto", "cuda", "numpy"),
+        ),
+    )
+}
+
+
+def get(name: str) -> str:
+    """The value of `MLA_CUPY_<name>`, or its default where it is unset or empty.
+
+    Raises
+    ------
+    ArgumentError
+        If the variable has a fixed set of values and holds another one.
+    """
+    variable = VARIABLES[name]
+    value = os.environ.get(variable.full_name, "").strip() or variable.default
+    if variable.choices and value not in variable.choices:
+        expected = "one of " + ", ".join(variable.choices)
+        raise ArgumentError(explain(f"environment variable {variable.full_name}", repr(value), expected))
+    return value
+
+
+def table() -> list[dict[str, str]]:
+    """Every variable with its value now, its default and its meaning."""
+    return [
+        {
+            "name": variable.full_name,
+            "value": os.environ.get(variable.full_name, ""),
+            "default": variable.default,
+            "meaning": variable.meaning,
+        }
+        for variable in VARIABLES.values()
+    ]
+
+
+def nvrtc_flags() -> tuple[str, str]:
+    """Flags that NVRTC itself adds to every compilation, from its own variables: they belong in the cache key."""
+    return os.environ.get("NVRTC_PREPEND_FLAGS", ""), os.environ.get("NVRTC_APPEND_FLAGS", "")
+
+
+def cuda_roots() -> tuple[str, ...]:
+    """Where the user says that a CUDA toolkit lies."""
+    return tuple(value for name in ("CUDA_HOME", "CUDA_PATH") if (value := os.environ.get(name, "")))
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a process that compiles: ours, but it must not start compilers of its own."""
+    return {**os.environ, VARIABLES["JIT"].full_name: "lazy"}
+
+
+def gpus_hidden() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU from this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and visible.strip() in ("", "-1")

@@ -1,0 +1,215 @@
+"""Get a kernel: built, and loaded on a device. Everything but the first call is one look-up in a dictionary."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
+from mla_cupy.runtime import cache, driver, env, nvrtc, worker
+from mla_cupy.runtime.build import Build, BuildRequest
+
+logger = logging.getLogger("mla_cupy.jit")
+
+_QUIET_SECONDS = 1.0
+_TICK_SECONDS = 0.1
+
+_builds: dict[BuildRequest, Build] = {}
+_kernels: dict[tuple[driver.Driver, BuildRequest, int], driver.Kernel] = {}
+_locks: dict[BuildRequest, threading.Lock] = {}
+
+
+def obtain(request: BuildRequest) -> Build:
+    """The build of `request`: from memory, `MLA_CUPY_CUBIN_DIR`, the cache, the background, or compiled now.
+
+    Raises
+    ------
+    KernelCompileError
+        If it must be compiled and cannot be.
+    KernelNotBuiltError
+        If it must be compiled and `MLA_CUPY_JIT=off`.
+    """
+    build = _builds.get(request)
+    if build is None:
+        with _locks.setdefault(request, threading.Lock()):
+            build = _builds.get(request)
+            if build is None:
+                build = _builds[request] = _obtain(request)
+    return build
+
+
+def loaded(request: BuildRequest, device: int, stream: int = 0) -> driver.Kernel:
+    """The kernel of `request` on `device`, ready to launch on `stream`.
+
+    Raises
+    ------
+    KernelNotBuiltError
+        If it is not loaded yet and `stream` is being captured into a graph, where loading is not allowed.
+    """
+    target = driver.current()
+    key = (target, request, device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        if target.is_capturing(stream):
+            raise KernelNotBuiltError(
+                f"{request.name} is not loaded and the stream is being captured into a graph: "
+                "make a plan, or call the function once, before the capture"
+            )
+        kernel = _kernels[key] = target.load(obtain(request), device)
+    return kernel
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request of `build_all`: a build, or what is wrong with it."""
+
+    request: BuildRequest
+    build: Build | None
+    error: str
+    was_cached: bool
+
+
+def build_all(
+    requests: Sequence[BuildRequest],
+    jobs: int,
+    on_progress: Callable[[BuildRequest, Outcome | None], None] | None = None,
+) -> list[Outcome]:
+    """Build `requests`, up to `jobs` at a time, each in a child process of its own.
+
+    Parameters
+    ----------
+    requests : sequence of BuildRequest
+    jobs : int
+    on_progress : callable, optional
+        Called with a request and None when it is started, and with its outcome when it has ended.
+
+    Returns
+    -------
+    list of Outcome
+        In the order of `requests`. A kernel that does not compile is an outcome, not an exception.
+    """
+    outcomes: dict[BuildRequest, Outcome] = {}
+    running: dict[BuildRequest, worker.Worker] = {}
+    waiting = list(dict.fromkeys(requests))
+    tell = on_progress or (lambda request, outcome: None)
+
+    def finish(request: BuildRequest, outcome: Outcome) -> None:
+        outcomes[request] = outcome
+        tell(request, outcome)
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < max(1, jobs):
+                request = waiting.pop(0)
+                tell(request, None)
+                try:
+                    found = worker.cached(request)
+                    if found is None:
+                        running[request] = worker.Worker([request], inline=True)
+                    else:
+                        finish(request, Outcome(request, found, "", True))
+                except KernelCompileError as error:
+                    finish(request, Outcome(request, None, str(error), False))
+            for request, child in list(running.items()):
+                if child.wait(request, _TICK_SECONDS / len(running)):
+                    del running[request]
+                    finish(request, _outcome(request, child))
+    finally:
+        for child in running.values():
+            child.close()
+    return [outcomes[request] for request in requests]
+
+
+def forget() -> None:
+    """Drop what this process holds in memory, so that the next call looks on disk again. Loaded kernels stay alive."""
+    _builds.clear()
+    _kernels.clear()
+
+
+def _obtain(request: BuildRequest) -> Build:
+    found = cache.prebuilt(request)
+    if found is not None:
+        return found
+    if env.get("JIT") == "off":
+        return _cached_or_refuse(request)
+    found = worker.cached(request)
+    if found is not None:
+        return found
+    background = worker.join(request)
+    if background is not None:
+        try:
+            _watch(background, request)
+            if found := background.result(request) or worker.cached(request):
+                return found
+        except KernelCompileError as error:
+            logger.debug("in the background: %s", error)  # compiling it here says it again, to the caller
+    return _compile(request)
+
+
+def _cached_or_refuse(request: BuildRequest) -> Build:
+    try:
+        found = worker.cached(request)
+    except KernelCompileError:  # no NVRTC: what it would have built cannot be told
+        found = None
+    if found is None:
+        kernel = request.entry.removeprefix("mla_")
+        raise KernelNotBuiltError(
+            f"{request.name} is not built and MLA_CUPY_JIT=off forbids compiling it: run "
+            f"`mla-cupy compile --arch {request.arch} --kernels {kernel}`, or set MLA_CUPY_CUBIN_DIR"
+        )
+    return found
+
+
+def _compile(request: BuildRequest) -> Build:
+    start = time.perf_counter()
+    logger.info("compiling %s", request.name)
+    build = _compile_in_child(request) if worker.can_spawn() else _compile_here(request)
+    logger.info("compiled %s in %.1f s", request.name, time.perf_counter() - start)
+    return build
+
+
+def _compile_in_child(request: BuildRequest) -> Build:
+    try:
+        child = worker.Worker([request], inline=True)
+    except OSError as error:
+        logger.debug("no child process (%s): compiling in this one", error)
+        return _compile_here(request)
+    try:
+        _watch(child, request)
+        build = child.result(request)
+    finally:
+        child.close()
+    assert build is not None
+    return build
+
+
+def _compile_here(request: BuildRequest) -> Build:
+    found = cache.places()
+    return worker.build_here(request, nvrtc.find_nvrtc(), found.read, found.write)[0]
+
+
+def _watch(child: worker.Worker, request: BuildRequest) -> None:
+    """Wait for `request`; a person at a terminal is told once why it takes so long."""
+    said_at = time.monotonic() + _QUIET_SECONDS
+    said = False
+    while not child.wait(request, _TICK_SECONDS):
+        if not said and time.monotonic() > said_at and sys.stderr is not None and sys.stderr.isatty():
+            said = True
+            print(f"mla_cupy: compiling {request.name}, once for this machine ...", file=sys.stderr, flush=True)
+
+
+def _outcome(request: BuildRequest, child: worker.Worker) -> Outcome:
+    try:
+        return Outcome(request, child.result(request), "", False)
+    except KernelCompileError as error:
+        return Outcome(request, None, str(error), False)
+    finally:
+        child.close()
+
+
+os.register_at_fork(after_in_child=_locks.clear)  # another thread may have held one: it does not exist in the child

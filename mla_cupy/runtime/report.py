@@ -1,0 +1,63 @@
+"""What is installed and where things are, as data: for `mla-cupy info` and for bug reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+from mla_cupy._version import __version__
+from mla_cupy.errors import KernelCompileError
+from mla_cupy.runtime import cache, device, env, nvrtc
+
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvrtc",
+)
+
+
+def report() -> dict[str, Any]:
+    """Versions, NVRTC, GPUs, the cache and the environment variables; imports neither CuPy nor CUDA."""
+    written = cache.cache_dir()
+    count, size = cache.usage()
+    return {
+        "versions": {
+            "mla_cupy": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{package: _version(package) for package in _PACKAGES},
+        },
+        "nvrtc": _nvrtc(),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "compute_capability": f"{gpu.cc[0]}.{gpu.cc[1]}",
+                "target": gpu.arch,
+                "memory_bytes": gpu.total_memory,
+                "driver": gpu.driver,
+            }
+            for gpu in device.nvml_gpus()
+        ],
+        "cache": {"directory": str(written) if written else "memory only", "kernels": count, "bytes": size},
+        "environment": env.table(),
+    }
+
+
+def _nvrtc() -> dict[str, str]:
+    try:
+        library = nvrtc.load(nvrtc.find_nvrtc())
+        return {"path": library.path, "version": library.exact_version()}
+    except KernelCompileError as error:
+        return {"error": str(error)}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

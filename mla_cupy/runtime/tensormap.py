@@ -1,0 +1,145 @@
+"""Tensor maps: what TMA needs to know of an array.
+
+The driver encodes a map into 128 opaque bytes, which only a driver with a GPU can do; the rules that it demands
+are checked here without one, so that a wrong map is an error with a reason and not "invalid argument".
+ctypes and a buffer of our own, because cuda.h demands 64-byte (from CUDA 13 on 128-byte) alignment of the map and
+the object that cuda.bindings returns has 16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mla_cupy.errors import ArgumentError, explain
+
+MAP_BYTES = 128
+ALIGNMENT = 128
+
+_ELEMENT = {"uint8": (0, 1), "int32": (3, 4), "float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
+_SWIZZLE = {"none": (0, 256 * 16), "32B": (1, 32), "64B": (2, 64), "128B": (3, 128)}
+_L2 = {"none": 0, "64B": 1, "128B": 2, "256B": 3}
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """A tiled tensor map, as the driver wants it: the innermost dimension first.
+
+    Parameters
+    ----------
+    dtype : str
+        "bfloat16", "float16", "float32", "int32" or "uint8".
+    base : int
+        Device address, a multiple of 16.
+    dims : tuple of int
+        1 to 5 sizes in elements, the innermost first.
+    strides_bytes : tuple of int
+        Of every dimension but the innermost, which is contiguous; multiples of 16.
+    box : tuple of int
+        Sizes in elements of what one copy moves, each at most 256.
+    swizzle : str
+        "none", "32B", "64B" or "128B": the span of the swizzle, and the most bytes that a row of the box may have.
+    l2 : str
+        Promotion of the fetches into L2: "none", "64B", "128B" or "256B".
+    """
+
+    dtype: str
+    base: int
+    dims: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: str = "128B"
+    l2: str = "256B"
+
+    def validate(self) -> None:
+        """Check what the driver would refuse.
+
+        Raises
+        ------
+        ArgumentError
+            That names the field and the rule.
+        """
+        _among("dtype", self.dtype, _ELEMENT)
+        _among("swizzle", self.swizzle, _SWIZZLE)
+        _among("l2", self.l2, _L2)
+        rank = len(self.dims)
+        _demand(1 <= rank <= 5, "dims", self.dims, "1 to 5 dimensions")
+        _demand(len(self.box) == rank, "box", self.box, f"{rank} sizes, one per dimension")
+        _demand(len(self.strides_bytes) == rank - 1, "strides_bytes", self.strides_bytes, f"{rank - 1} strides")
+        _demand(self.base > 0 and self.base % 16 == 0, "base", hex(self.base), "a multiple of 16")
+        _demand(all(0 < size <= 1 << 32 for size in self.dims), "dims", self.dims, "each from 1 to 2^32")
+        _demand(
+            all(0 < stride < 1 << 40 and stride % 16 == 0 for stride in self.strides_bytes),
+            "strides_bytes",
+            self.strides_bytes,
+            "multiples of 16 below 2^40",
+        )
+        _demand(all(0 < size <= 256 for size in self.box), "box", self.box, "each from 1 to 256")
+        row = self.box[0] * _ELEMENT[self.dtype][1]
+        _demand(row % 16 == 0, "box", self.box, f"rows of a multiple of 16 bytes, not of {row}")
+        span = _SWIZZLE[self.swizzle][1]
+        _demand(row <= span, "box", self.box, f"rows of at most {span} bytes with swizzle {self.swizzle}, not of {row}")
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(spec: TensorMapSpec) -> bytes:
+    """The 128 bytes of `spec`, by the driver. The same arrays come again and again, so they are kept.
+
+    Raises
+    ------
+    ArgumentError
+        If the driver's rules forbid the map.
+    RuntimeError
+        If the driver refuses it all the same.
+    """
+    spec.validate()
+    storage = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
+    address = -(-ctypes.addressof(storage) // ALIGNMENT) * ALIGNMENT
+    rank = len(spec.dims)
+    status = _encode_function()(
+        address,
+        _ELEMENT[spec.dtype][0],
+        rank,
+        spec.base,
+        _array(ctypes.c_uint64, spec.dims),
+        _array(ctypes.c_uint64, spec.strides_bytes),
+        _array(ctypes.c_uint32, spec.box),
+        _array(ctypes.c_uint32, (1,) * rank),
+        0,  # no interleave
+        _SWIZZLE[spec.swizzle][0],
+        _L2[spec.l2],
+        0,  # what lies outside reads as zero
+    )
+    if status != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: the driver refused {spec} with error {status}")
+    return ctypes.string_at(address, MAP_BYTES)
+
+
+@functools.cache
+def _encode_function() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        *[ctypes.c_void_p] * 4,
+        *[ctypes.c_int] * 4,
+    ]
+    return function
+
+
+def _array(kind: Any, values: Sequence[int]) -> Any:
+    return (kind * len(values))(*values)
+
+
+def _among(field: str, value: str, allowed: dict[str, object] | dict[str, int] | dict[str, tuple[int, int]]) -> None:
+    _demand(value in allowed, field, repr(value), "one of " + ", ".join(allowed))
+
+
+def _demand(good: bool, field: str, got: object, expected: str) -> None:
+    if not good:
+        raise ArgumentError(explain(f"TensorMapSpec.{field}", got, expected))

@@ -1,0 +1,213 @@
+"""The flow of one case on the NumPy device: what is checked, what is timed, what the rows say."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench import report
+from bench.cases import DecodeCase
+from bench.check import expect, judge, spaced
+from bench.decode import Options, run_case
+from bench.inputs import Outputs
+
+CASE = DecodeCase(b=3, s_q=2, h_q=4, s_kv=100, h_kv=2, page_size=16)
+
+
+@pytest.fixture
+def options(limits):
+    return Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+
+
+def run(device, options, *implementations):
+    rows = run_case(CASE, implementations, device, options)
+    for row in rows:
+        report.validate(row)
+    return {row["implementation"]: row for row in rows}
+
+
+def test_times_and_ratios(device, options, fake):
+    ours, peer = fake("mla_cupy", 10.0), fake("flashmla", 8.0)
+    slow = fake("cupy", 1.0)
+    rows = run(device, options, ours, peer, slow)
+    row = rows["mla_cupy"]
+    assert row["status"] == "ok"
+    assert row["timing"]["us_median"] == pytest.approx(10.0)
+    assert row["timing"]["spread"] == pytest.approx(0.0)
+    assert row["timing"]["replays"] >= 20
+    assert row["figures_us"]["plan_update"] == pytest.approx(2.5)
+    assert row["speed_vs"] == pytest.approx({"flashmla": 0.8, "cupy": 0.1})
+    assert row["speed_vs_best_peer"] == pytest.approx(0.8), "a baseline is not a peer while a peer is there"
+    assert rows["flashmla"]["speed_vs_best_peer"] == pytest.approx(1.0)
+    assert row["tflops"] == pytest.approx(row["flops"] / 10.0 / 1e6)
+    assert row["share_roofline"] == pytest.approx(max(row["share_gemm"], row["share_copy"]))
+    assert row["check"]["ok"]
+    assert set(row["host_us"]) == {"call", "plan_update"}
+
+
+def test_without_peers_the_fastest_baseline_counts(device, options, fake):
+    ours, slow = fake("mla_cupy", 10.0), fake("generic", 40.0)
+    assert run(device, options, ours, slow)["mla_cupy"]["speed_vs_best_peer"] == pytest.approx(4.0)
+
+
+def _wrong_value(calls, result):
+    result.out[2, 1, 3, 7] += 1.0  # the last sequence, the last head
+
+
+def _wrong_lse(calls, result):
+    result.lse[0, 0, 0] += 0.1
+
+
+def _nan_outside_the_sample(calls, result):
+    assert 1 in spaced(3)
+    result.out[1, 0, 2, 5] = np.nan
+
+
+@pytest.mark.parametrize("spoil", [_wrong_value, _wrong_lse, _nan_outside_the_sample])
+def test_a_wrong_result_is_said_and_not_timed(device, options, fake, spoil):
+    wrong, right = fake("mla_cupy", 1.0, spoil=spoil), fake("flashmla", 8.0)
+    rows = run(device, options, wrong, right)
+    row = rows["mla_cupy"]
+    assert row["status"] == "wrong"
+    assert row["reason"]
+    assert row["timing"] is None
+    assert row["tflops"] is None
+    assert not row["host_us"]
+    assert rows["flashmla"]["status"] == "ok"
+    assert rows["flashmla"]["speed_vs"] == {}, "a wrong result is nothing to be compared with"
+
+
+def test_a_result_that_turns_wrong_in_the_replays_is_caught(device, options, fake):
+    def later(calls, result):
+        if calls > 30:
+            result.out[...] = 0
+
+    row = run(device, options, fake("mla_cupy", 1.0, spoil=later))["mla_cupy"]
+    assert row["status"] == "wrong"
+    assert row["timing"] is None
+
+
+def test_a_replay_that_writes_nothing_is_caught(device, options, fake):
+    implementation = fake("mla_cupy", 1.0)
+    prepare = implementation.prepare
+
+    class Idle:
+        method = "idle"
+        current = staticmethod(device.current)
+
+        def record(self, calls):
+            return lambda: None
+
+    def lazy(*args):
+        prepared = prepare(*args)
+        return replace(prepared, recorder=Idle())
+
+    implementation.prepare = lazy
+    row = run(device, options, implementation)["mla_cupy"]
+    assert row["status"] == "wrong"
+    assert "never written" in row["reason"]
+
+
+def test_one_that_throws_or_refuses_stops_no_other(device, options, fake):
+    def explode(calls, result):
+        raise RuntimeError("illegal address")
+
+    rows = run(
+        device,
+        options,
+        fake("generic", 1.0, spoil=explode),
+        fake("fa3", 1.0, refuse="no such shape"),
+        fake("mla_cupy", 2.0),
+    )
+    assert rows["generic"]["status"] == "error"
+    assert "illegal address" in rows["generic"]["reason"]
+    assert (rows["fa3"]["status"], rows["fa3"]["reason"]) == ("unsupported", "no such shape")
+    assert rows["mla_cupy"]["status"] == "ok"
+
+
+def test_a_further_figure_that_throws_leaves_the_row(device, options, fake):
+    implementation = fake("mla_cupy", 3.0)
+    prepare = implementation.prepare
+
+    def broken(*args):
+        def boom():
+            raise RuntimeError("not capturable")
+
+        return replace(prepare(*args), figures={"no_plan": [boom] * 100})
+
+    implementation.prepare = broken
+    row = run(device, options, implementation)["mla_cupy"]
+    assert row["status"] == "ok"
+    assert row["timing"]["us_median"] == pytest.approx(3.0)
+    assert "not capturable" in row["reason"]
+    assert row["figures_us"] == {}
+
+
+def test_a_case_without_inputs_is_an_error_of_every_row(device, options, fake):
+    def too_large(*args):
+        raise MemoryError("1 TB")
+
+    device.inputs = too_large
+    rows = run(device, options, fake("mla_cupy", 1.0), fake("generic", 1.0))
+    assert {row["status"] for row in rows.values()} == {"error"}
+    assert all("1 TB" in row["reason"] for row in rows.values())
+
+
+def test_unchecked_rows_say_so(device, options, fake):
+    options = Options("bfloat16", 20, False, options.limits, {}, "")
+    row = run(device, options, fake("mla_cupy", 2.0, spoil=_wrong_value))["mla_cupy"]
+    assert row["status"] == "ok"
+    assert row["check"] is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tolerance_lets_rounding_pass_and_little_more(device, dtype):
+    inputs = device.inputs(CASE, dtype, seed=5)
+    expected = expect(CASE, dtype, inputs, device)
+    assert {(e.batch, head) for e in expected for head in e.heads} == {(b, h) for b in range(3) for h in range(4)}
+
+    out = device.empty((3, 2, 4, 512), dtype)
+    lse = device.empty((3, 4, 2), "float32")
+    for e in expected:
+        out[e.batch][:, e.heads] = e.out
+        lse[e.batch, e.heads] = e.lse
+    verdict = judge(expected, Outputs(out, lse), dtype, device)
+    assert verdict.ok
+    assert verdict.sampled_rows == 24
+    assert judge(expected, Outputs(out, None), dtype, device).lse_max is None
+
+    out[0, 0, 0, 0] += 2 * verdict.out_tolerance
+    assert not judge(expected, Outputs(out, lse), dtype, device).ok
+    assert verdict.out_tolerance < 0.05 * max(abs(e.out).max() for e in expected)
+
+
+def test_spaced():
+    assert spaced(1).tolist() == [0]
+    assert spaced(2).tolist() == [0, 1]
+    assert spaced(128).tolist() == [0, 64, 127]
+
+
+def test_the_project_through_its_public_call(device, options, monkeypatch):
+    """The real adapters on the NumPy backend: plans, results in place, further figures."""
+    from bench.peers.generic import Generic
+    from bench.peers.project import Project
+
+    class WallClock:
+        def start(self):
+            self.begin = time.perf_counter()
+
+        def stop_us(self):
+            return (time.perf_counter() - self.begin) * 1e6
+
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    device.watch = WallClock()
+    small = DecodeCase(b=2, s_q=2, h_q=4, s_kv=20, h_kv=2, page_size=16)
+    rows = {row["implementation"]: row for row in run_case(small, [Project(), Generic()], device, options)}
+    assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
+    assert rows["mla_cupy"]["variant"] == "numpy"
+    assert set(rows["mla_cupy"]["figures_us"]) == {"no_plan", "plan_update"}
+    assert set(rows["mla_cupy"]["host_us"]) == {"call", "no_plan", "plan_update"}
+    assert rows["generic"]["figures_us"] == {}

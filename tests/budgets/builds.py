@@ -1,0 +1,91 @@
+"""Every kernel, variant and target, compiled once for each line of NVRTC; shared by the processes of a test run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_cupy.launchers import SPECS
+from mla_cupy.launchers.spec import KernelSpec, Variant
+from mla_cupy.runtime import cache, nvrtc, worker
+from mla_cupy.runtime.build import Build
+
+ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a")
+LINES = (12, 13)
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "budgets.json"
+
+Figures = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kernel to compile, and the line of NVRTC to do it with."""
+
+    line: int
+    kernel: str
+    variant: Variant
+    arch: str
+
+    @property
+    def spec(self) -> KernelSpec:
+        return SPECS[self.kernel]
+
+    @property
+    def name(self) -> str:
+        """Of the cubin, the same for both lines."""
+        return self.spec.request(self.variant, self.arch).name
+
+    def __str__(self) -> str:
+        return f"nvrtc{self.line}-{self.name}"
+
+
+TARGETS = tuple(
+    Target(line, spec.name, variant, arch)
+    for line in LINES
+    for spec in SPECS.values()
+    for arch in ARCHS
+    if spec.supports_arch(arch)
+    for variant in spec.variants
+)
+
+
+@functools.cache
+def library(line: int) -> str:
+    """The wheel's library of a line; "" where it is not installed."""
+    return next(nvrtc._wheels((line,)), "")
+
+
+@functools.cache
+def version(line: int) -> str:
+    """Such as "12.9.86"."""
+    return nvrtc.load(library(line)).exact_version()
+
+
+@functools.cache
+def build(target: Target) -> Build:
+    """From the ordinary cache, whose key holds every byte and option, or compiled in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # nothing is writable: then nothing is shared
+        places = cache.places()
+    request = target.spec.request(target.variant, target.arch)
+    return worker.build_here(request, library(target.line), places.read, places.write)[0]
+
+
+def figures(made: Build) -> Figures:
+    """What the golden file holds of a build; spills are not in it, they are refused."""
+    record = made.record
+    return {
+        "registers": record["registers"],
+        "stack": record["stack"],
+        "smem": record["static_smem"] + made.facts.get("smem_bytes", 0),
+        "barriers": record["barriers"],
+    }
+
+
+def golden() -> dict[str, dict[str, Figures]]:
+    """Exact version of NVRTC -> name of the cubin -> figures."""
+    found: dict[str, dict[str, Figures]] = json.loads(GOLDEN.read_text())
+    return found

@@ -1,0 +1,66 @@
+"""Every kernel compiles for every target on both lines of NVRTC, within the resources that the golden file holds."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+from mla_cupy.runtime.build import Build
+from tests.budgets import builds
+from tests.budgets.builds import Target
+
+REGISTERS_OF_AN_SM = 65536
+SMEM_OF_A_BLOCK = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
+NAMED_BARRIERS = 16
+SECONDS_OF_A_VARIANT = 15
+SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
+
+
+def built(target: Target) -> Build:
+    """The target's build; skipped only where its NVRTC is not installed."""
+    if not builds.library(target.line):
+        pytest.skip(f"no NVRTC wheel of CUDA {target.line} is installed")
+    return builds.build(target)
+
+
+@pytest.fixture(params=builds.TARGETS, ids=str)
+def target(request: pytest.FixtureRequest) -> Target:
+    found: Target = request.param
+    return found
+
+
+def test_compiles_and_fits(target: Target) -> None:
+    """Spills, stack and serialised WGMMAs are slow without an error of NVRTC's; the rest would not launch."""
+    made = built(target)
+    record, figures = made.record, builds.figures(made)
+    assert (record["spill_stores"], record["spill_loads"], figures["stack"]) == (0, 0, 0)
+    assert record["notes"] == []
+    assert f".target {target.arch}".encode() in made.ptx
+    assert made.entry == target.spec.entry
+    assert figures["registers"] * made.facts["threads"] <= REGISTERS_OF_AN_SM
+    assert figures["smem"] <= SMEM_OF_A_BLOCK[target.arch]
+    assert figures["barriers"] <= NAMED_BARRIERS
+    assert record["seconds"] <= SECONDS_OF_A_VARIANT
+
+
+def test_resources_are_the_golden_ones(target: Target) -> None:
+    made = built(target)
+    known = builds.golden()
+    version = builds.version(target.line)
+    if version not in known:
+        pytest.skip(f"the golden file has no figures of NVRTC {version}, only of {', '.join(known)}")
+    assert builds.figures(made) == known[version].get(target.name), "if intended: python -m tests.budgets.update"
+
+
+@pytest.mark.parametrize("line", builds.LINES)
+def test_golden_file_is_complete(line: int) -> None:
+    """One set of figures a line, of the version that the extra `test` pins, without a kernel that is no more."""
+    config = configparser.ConfigParser()
+    config.read(SETUP)
+    package = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}[line]
+    pins = re.findall(rf"^{package}==([\d.]+)$", config["options.extras_require"]["test"], re.MULTILINE)
+    assert pins == [version for version in builds.golden() if version.startswith(f"{line}.")]
+    assert builds.golden()[pins[0]].keys() == {target.name for target in builds.TARGETS if target.line == line}

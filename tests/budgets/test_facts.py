@@ -1,0 +1,90 @@
+"""What a cubin says of its kernel is what the kernel's launcher believes."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+
+from mla_cupy.launchers import (
+    SPECS,
+    decode_block_sm90,
+    decode_problem,
+    decode_schedule,
+    dense_decode_generic,
+    merge_states,
+)
+from mla_cupy.launchers.spec import KernelSpec
+from mla_cupy.runtime import sources
+from tests.budgets.builds import TARGETS, Target
+from tests.budgets.test_budgets import built
+
+#: The facts that a launcher repeats as a constant: kernel -> fact -> where the constant stands.
+CONSTANTS: dict[str, dict[str, tuple[ModuleType, str]]] = {
+    "dense_decode_sm90_delayed": {
+        "block_m": (decode_block_sm90, "BLOCK_M"),
+        "tile_tokens": (decode_block_sm90, "TILE_TOKENS"),
+    },
+    "dense_decode_sm90_seesaw": {
+        "block_m": (decode_block_sm90, "BLOCK_M"),
+        "tile_tokens": (decode_block_sm90, "TILE_TOKENS"),
+    },
+    "dense_decode_generic": {
+        "block_m": (dense_decode_generic, "BLOCK_M"),
+        "tile_tokens": (decode_block_sm90, "TILE_TOKENS"),
+    },
+    "decode_schedule": {},
+    "split_combine": {
+        "max_parts": (decode_problem, "MAX_PARTS"),
+        "tile_tokens": (decode_block_sm90, "TILE_TOKENS"),
+    },
+    "merge_states": {"rows_per_block": (merge_states, "ROWS_PER_BLOCK")},
+}
+#: Facts that launches read from the cubin itself.
+READ = {"threads", "smem_bytes"}
+
+KINDS = {"i64": "i8", "i32": "i4", "float": "f4"}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_facts_are_the_launchers(target: Target) -> None:
+    facts = built(target).facts
+    constants = CONSTANTS[target.kernel]
+    assert facts["params_layout"] == target.spec.params.layout()
+    assert {name: facts[name] for name in constants} == {
+        name: getattr(module, constant) for name, (module, constant) in constants.items()
+    }
+    assert facts.keys() - READ == {"params_layout", *constants}, "a fact that nobody compares"
+    assert facts["threads"] % 32 == 0
+    assert 32 <= facts["threads"] <= 1024
+
+
+def parameter_struct(spec: KernelSpec) -> list[tuple[str, str]]:
+    """(name, kind) of each member of the struct that the kernel takes, as the source has them."""
+    text = b"\n".join(sources.gather(spec.source).values()).decode()
+    text = re.sub(r"//.*", "", text)
+    (name,) = set(re.findall(r"__grid_constant__ (\w+Params) p\b", text))
+    (body,) = re.findall(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
+    members = []
+    for declaration in filter(None, (part.strip() for part in body.split(";"))):
+        if "*" in declaration:
+            members.append((declaration.rpartition("*")[2].strip(), "u8"))
+        else:
+            kind, _, names = declaration.partition(" ")
+            members.extend((member.strip(), KINDS[kind]) for member in names.split(","))
+    return [member for member in members if member[0] != "padding"]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_record_has_the_members_of_the_struct(spec: KernelSpec) -> None:
+    """The fact `params_layout` sees sizes only: two members of one kind in another order would pass it."""
+    record = spec.params.dtype
+    assert parameter_struct(spec) == [(name, record[name].str[1:]) for name in record.names or ()]
+
+
+def test_a_point_of_the_schedule_is_two_ints() -> None:
+    text = sources.gather("attention/decode_params.cuh")["attention/decode_params.cuh"].decode()
+    (body,) = re.findall(r"struct SchedulePoint \{(.*?)\};", text, re.DOTALL)
+    assert 4 * body.count("i32 ") == decode_schedule.POINT_BYTES
+    assert body.count(";") == 2

@@ -1,0 +1,29 @@
+"""What all tests share: capabilities are probed, never assumed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_cupy.runtime import device
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sim", choices=("quick", "full"), default="quick", help="cases that run in the simulator: a choice, or all"
+    )
+
+
+@pytest.fixture(scope="session")
+def gpu() -> device.DeviceInfo:
+    """The first GPU, where there is one."""
+    if device.gpu_count() == 0:
+        pytest.skip("no CUDA GPU")
+    return device.describe(0)
+
+
+@pytest.fixture(scope="session")
+def hopper(gpu: device.DeviceInfo) -> device.DeviceInfo:
+    """The first GPU, where it is a Hopper."""
+    if gpu.arch != "sm_90a":
+        pytest.skip(f"needs compute capability 9.0, {gpu.name} has {gpu.cc}")
+    return gpu

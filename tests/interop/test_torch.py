@@ -1,0 +1,264 @@
+"""PyTorch tensors: results are tensors, on PyTorch's current stream, out of PyTorch's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import DeviceError, DTypeError
+from tests.ops.calls import Array, assert_same, oracle, plan_of
+from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.gpu import uploaded
+from tests.support.tolerance import check
+
+CASE = DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700")
+
+
+def tensor(torch: Any, x: Array, device: Any = "cpu") -> Any:
+    """A tensor with the same strides; what lies in the gaps is whatever the memory held."""
+    host = np.ascontiguousarray(x)
+    flat = torch.from_numpy(host.view(np.int16)).view(torch.bfloat16) if is_bf16(host) else torch.from_numpy(host)
+    strides = tuple(stride // x.itemsize for stride in x.strides)
+    return torch.empty_strided(x.shape, strides, dtype=flat.dtype, device=device).copy_(flat)
+
+
+def is_bf16(x: Array) -> bool:
+    return x.dtype == ml_dtypes.bfloat16
+
+
+def array(torch: Any, x: Any) -> Array:
+    """Back to NumPy."""
+    x = x.detach().cpu()
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return np.asarray(x.numpy())
+
+
+def tensors(torch: Any, inputs: DecodeInputs, device: Any = "cpu") -> list[Any]:
+    return [tensor(torch, x, device) for x in inputs.arguments]
+
+
+# ---- On the CPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_cpu_tensors(torch: Any, dtype: str, out_dtype: str | None) -> None:
+    inputs = make(DecodeCase(h_q=4, seqlens=70, dtype=dtype))
+    out, lse = mla_cupy.mla_decode(*tensors(torch, inputs), out_dtype=out_dtype)
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(lse, torch.Tensor)
+    assert (out.device.type, out.dtype) == ("cpu", getattr(torch, out_dtype or dtype))
+    expected = oracle(inputs, out_dtype)
+    assert_same(array(torch, out), expected[0])
+    assert_same(array(torch, lse), expected[1])
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_cpu_tensors_are_written_in_place(torch: Any) -> None:
+    inputs = make(DecodeCase(h_q=4, seqlens=70))
+    out = torch.full((3, 1, 4, 520), 7.0, dtype=torch.bfloat16)[..., :512]
+    lse = torch.full((3, 4, 1), 7.0)
+    results = mla_cupy.mla_decode(*tensors(torch, inputs), out=out, lse=lse)
+    assert results[0] is out
+    assert results[1] is lse
+    expected = oracle(inputs)
+    assert_same(array(torch, out), expected[0])
+    assert_same(array(torch, lse), expected[1])
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_cpu_tensors_that_require_grad_are_refused(torch: Any) -> None:
+    q, *others = tensors(torch, make(DecodeCase(h_q=4, seqlens=70)))
+    q.requires_grad_()
+    with pytest.raises(DTypeError, match=r"requires grad.*torch\.no_grad\(\)"):
+        mla_cupy.mla_decode(q, *others)
+    with torch.no_grad():
+        mla_cupy.mla_decode(q, *others)
+    mla_cupy.mla_decode(q.detach(), *others)
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_cpu_merge(torch: Any) -> None:
+    outs, lses = torch.ones((2, 1, 1, 2, 8), dtype=torch.bfloat16), torch.zeros((2, 1, 2, 1))
+    outs[1] = 3
+    out, lse = mla_cupy.merge_states(outs, lses, lse_base="2")
+    assert out.dtype == torch.bfloat16
+    assert (out == 2).all()
+    assert (lse == 1).all()
+
+
+@pytest.mark.gpu
+def test_cpu_tensors_use_the_gpu_where_there_is_one(torch: Any, gpu: object) -> None:
+    inputs = make(CASE)
+    out, lse = mla_cupy.mla_decode(*tensors(torch, inputs))
+    assert out.device.type == lse.device.type == "cpu"
+    check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
+
+
+# ---- On the GPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("strides", ["padded", "odd", "dense"])
+def test_gpu_tensors(torch_gpu: Any, dtype: str, strides: Any) -> None:
+    inputs = make(DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700", dtype=dtype, strides=strides))
+    out, lse = mla_cupy.mla_decode(*tensors(torch_gpu, inputs, "cuda"))
+    assert isinstance(out, torch_gpu.Tensor)
+    assert isinstance(lse, torch_gpu.Tensor)
+    assert out.is_cuda
+    assert (out.dtype, lse.dtype) == (getattr(torch_gpu, dtype), torch_gpu.float32)
+    assert not out.requires_grad
+    got = array(torch_gpu, out), array(torch_gpu, lse)
+    check(got, inputs.exact, inputs.rounded, dtype)
+    of_cupy = mla_cupy.mla_decode(*uploaded(inputs))
+    assert_same(got[0], of_cupy[0].get())
+    assert_same(got[1], of_cupy[1].get())
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_are_written_in_place(torch_gpu: Any) -> None:
+    torch, inputs = torch_gpu, make(CASE)
+    whole = torch.full((4, 2, 32, 520), 7.0, dtype=torch.float32, device="cuda")
+    out, lse = whole[..., :512], torch.full((4, 2, 32), 7.0, device="cuda").transpose(1, 2)
+    results = mla_cupy.mla_decode(*tensors(torch, inputs, "cuda"), out=out, lse=lse)
+    assert results[0] is out
+    assert results[1] is lse
+    check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
+    assert (whole[..., 512:] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_current_stream_is_honoured(torch_gpu: Any, with_plan: bool) -> None:
+    """Inputs that are written late on the current stream are seen, and nobody waits for them on the host."""
+    torch, inputs = torch_gpu, make(CASE)
+    ready = tensors(torch, inputs, "cuda")
+    plan = plan_of(inputs) if with_plan else None
+    mla_cupy.mla_decode(*ready)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = [torch.zeros_like(x) for x in ready]
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        for target, source in zip(late, ready, strict=True):
+            target.copy_(source)
+        if plan:
+            plan.update(late[3])
+        out, lse = mla_cupy.mla_decode(*late, plan=plan)
+        assert not stream.query(), "the call waited, or did not run on the current stream"
+    stream.synchronize()
+    check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
+
+
+@pytest.mark.gpu
+def test_stream_argument(torch_gpu: Any) -> None:
+    torch, inputs = torch_gpu, make(CASE)
+    arguments = tensors(torch, inputs, "cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for given in (stream, stream.cuda_stream):
+        out, lse = mla_cupy.mla_decode(*arguments, stream=given)
+        stream.synchronize()
+        check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
+
+
+@pytest.mark.gpu
+def test_memory_comes_from_torch(torch_gpu: Any) -> None:
+    import cupy
+
+    torch, inputs = torch_gpu, make(CASE)
+    arguments = tensors(torch, inputs, "cuda")
+
+    def refuse(nbytes: int) -> Any:
+        raise AssertionError(f"{nbytes} bytes were asked of CuPy")
+
+    mla_cupy.mla_decode(*arguments)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with cupy.cuda.using_allocator(refuse):
+        mla_cupy.mla_decode(*arguments)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 3  # out, lse, workspace
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_that_require_grad_are_refused(torch_gpu: Any) -> None:
+    torch, inputs = torch_gpu, make(CASE)
+    q, *others = tensors(torch, inputs, "cuda")
+    plan = plan_of(inputs)
+    plan.update(others[2])
+    mla_cupy.mla_decode(q, *others, plan=plan)
+    q = torch.nn.Parameter(q)
+    for options in ({}, {"plan": plan}):
+        with pytest.raises(DTypeError, match=r"requires grad.*torch\.no_grad\(\)"):
+            mla_cupy.mla_decode(q, *others, **options)
+        with torch.no_grad():
+            out, lse = mla_cupy.mla_decode(q, *others, **options)
+        check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
+        mla_cupy.mla_decode(q.detach(), *others, **options)
+    q = q.detach().requires_grad_()
+    with pytest.raises(DTypeError, match="requires grad"):
+        mla_cupy.mla_decode(q, *others, plan=plan)
+
+
+@pytest.mark.gpu
+def test_places_do_not_mix(torch_gpu: Any) -> None:
+    q, kv_cache, table, seqlens = tensors(torch_gpu, make(CASE), "cuda")
+    with pytest.raises(
+        DeviceError, match="seqlens: got an array of torch on the CPU, expected an array of torch on the GPU"
+    ):
+        mla_cupy.mla_decode(q, kv_cache, table, seqlens.cpu())
+    import cupy
+
+    with pytest.raises(DeviceError, match="seqlens: got an array of cupy on the GPU, expected an array of torch"):
+        mla_cupy.mla_decode(q, kv_cache, table, cupy.asarray(seqlens.cpu().numpy()))
+
+
+@pytest.mark.gpu
+def test_plan_in_a_torch_graph(torch_gpu: Any) -> None:
+    torch, inputs = torch_gpu, make(CASE)
+    arguments = tensors(torch, inputs, "cuda")
+    q, kv_cache, table, seqlens = arguments
+    nbytes = plan_of(inputs).workspace_bytes
+    workspace = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")  # PyTorch aligns to 512 bytes
+    plan = plan_of(inputs, workspace=workspace)
+    out = torch.empty((4, 2, 32, 512), dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty((4, 32, 2), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        plan.update(seqlens)
+        mla_cupy.mla_decode(q, kv_cache, table, seqlens, plan=plan, out=out, lse=lse)
+        doubled = out.float() * 2  # PyTorch's own work in the same graph
+    graph.replay()
+    check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
+    shorter = np.minimum(inputs.seqlens, 64)
+    seqlens.copy_(torch.from_numpy(shorter))
+    graph.replay()
+    exact = mla_cupy.reference.mla_decode(*inputs.arguments[:3], shorter)
+    rounded = mla_cupy.reference.mla_decode(*inputs.arguments[:3], shorter, rounding=CASE.dtype)
+    check((array(torch, out), array(torch, lse)), exact, rounded, CASE.dtype)
+    assert torch.equal(doubled, out.float() * 2)
+
+
+@pytest.mark.gpu
+def test_gpu_merge(torch_gpu: Any) -> None:
+    torch = torch_gpu
+    generator = torch.Generator("cuda").manual_seed(0)
+    outs = torch.randn((3, 2, 1, 4, 64), device="cuda", generator=generator)
+    lses = torch.randn((3, 2, 4, 1), device="cuda", generator=generator)
+    out, lse = mla_cupy.merge_states(outs, lses, out_dtype="bfloat16")
+    assert (out.dtype, out.device) == (torch.bfloat16, outs.device)
+    assert torch.allclose(lse, torch.logsumexp(lses, 0), atol=1e-5)
+    weights = torch.softmax(lses, 0).swapaxes(-1, -2)[..., None]
+    assert torch.allclose(out.float(), (weights * outs).sum(0), atol=0.02)

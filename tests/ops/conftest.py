@@ -1,0 +1,114 @@
+"""A GPU that only writes down what it is asked to launch: the public calls' path without CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mla_cupy import arrays
+from mla_cupy.launchers import SPECS, decode_sequence, spec
+from mla_cupy.ops import backend, merge
+from mla_cupy.runtime import device, driver
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+H200 = DeviceInfo(arrays.HOST, "a fake H200", (9, 0), 132, 232448, 50 << 20, 139 << 30)
+
+
+class Launched(NamedTuple):
+    """One launch: `params` is the record of its parameters, `more` what follows it (a tensor map)."""
+
+    entry: str
+    grid: driver.Dim3
+    stream: int
+    params: Any
+    more: list[bytes]
+
+
+class Recorder:
+    """A driver that launches nothing; memory is the host's."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] = []
+        self.maps: list[TensorMapSpec] = []
+        self.allocations: list[tuple[int, ...]] = []
+        self.capturing = False
+
+    @property
+    def entries(self) -> list[str]:
+        return [launch.entry.removeprefix("mla_") for launch in self.launches]
+
+    def encode_tiled(self, tensor_map: TensorMapSpec) -> bytes:
+        self.maps.append(tensor_map)
+        return len(self.maps).to_bytes(128, "little")
+
+    def prepare(
+        self,
+        kernel: driver.Kernel,
+        grid: driver.Dim3,
+        block: driver.Dim3,
+        cluster: driver.Dim3,
+        smem: int,
+        args: driver.ArgumentBlock,
+        pdl: bool,
+    ) -> driver.PreparedLaunch:
+        def enqueue(stream: int) -> None:
+            record, *more = [bytes(view) for view in args.views]
+            params = np.frombuffer(record, SPECS[kernel.entry.removeprefix("mla_")].params.dtype)[0]
+            self.launches.append(Launched(kernel.entry, grid, stream, params, more))
+
+        return enqueue
+
+    def is_capturing(self, stream: int) -> bool:
+        return self.capturing
+
+    def device_guard(self, device: int) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class _FakeCupy:
+    """What plans ask of CuPy."""
+
+    def current_device(self) -> int:
+        return arrays.HOST
+
+    def current_stream(self, device: int) -> int:
+        return 0
+
+    def own_memory(self, nbytes: int, device: int) -> Any:
+        memory = np.zeros(nbytes, np.uint8)
+        return SimpleNamespace(memory=memory, ptr=memory.ctypes.data)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """NumPy arrays count as arrays on a fake H200, and launches are written down."""
+    fake = Recorder()
+    empty = arrays.NumpyFamily.empty
+
+    def counted(self: arrays.NumpyFamily, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
+        fake.allocations.append(shape)
+        return empty(self, shape, dtype, device, stream)
+
+    monkeypatch.setattr(arrays.NumpyFamily, "on_gpu", True)
+    monkeypatch.setattr(arrays.NumpyFamily, "empty", counted)
+    monkeypatch.setattr(arrays, "cupy_family", _FakeCupy)
+    monkeypatch.setattr(backend, "use_gpu", lambda: True)
+    monkeypatch.setattr(device, "describe", lambda ordinal: H200)
+    built = SimpleNamespace(facts={"threads": 256}, dynamic_smem=0)
+    monkeypatch.setattr(spec.kernels, "obtain", lambda request: built)
+    monkeypatch.setattr(spec.kernels, "loaded", lambda request, device, stream: driver.Kernel(request.entry, device, 1))
+    _forget()
+    with driver.use(fake):  # type: ignore[arg-type]
+        yield fake
+    _forget()
+
+
+def _forget() -> None:
+    decode_sequence.sequence.cache_clear()
+    merge._kernel.cache_clear()

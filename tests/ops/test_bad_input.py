@@ -1,0 +1,495 @@
+"""Every mistake of a caller: the right exception, with argument, got and expected, before anything has happened."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, DeviceError, DTypeError, MlaError, PlanError, ShapeError, UnsupportedDeviceError
+from mla_cupy.ops import backend
+from tests.ops.calls import no_launch
+from tests.ops.conftest import Recorder
+from tests.support.gpu import upload
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+Call = dict[str, Any]
+
+
+class Foreign:
+    """An array of an unknown library, on a GPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise AssertionError("nobody may ask for the memory of an array that does not fit")
+
+
+class HostForeign(Foreign):
+    """The same on a CPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class Bad(NamedTuple):
+    """One mistake: what it does to a good call, and what the error must say."""
+
+    id: str
+    change: Callable[[Call], object]
+    error: type[Exception]
+    words: tuple[str, ...]
+
+
+def good_decode() -> Call:
+    """Two sequences of 20 and 33 tokens; every array is contiguous."""
+    rng = np.random.default_rng(0)
+    return {
+        "q": rng.standard_normal((2, 3, 4, 576), np.float32).astype(BF16),
+        "kv_cache": rng.standard_normal((8, 16, 2, 576), np.float32).astype(BF16),
+        "block_table": np.arange(8, dtype=np.int32).reshape(2, 4),
+        "seqlens": np.array([20, 33], np.int32),
+        "out": np.full((2, 3, 4, 512), 7, BF16),
+        "lse": np.full((2, 4, 3), 7, np.float32),
+    }
+
+
+def swap(name: str, make: Callable[[Any], Any]) -> Callable[[Call], object]:
+    """Replace an argument by what `make` makes of it."""
+
+    def change(call: Call) -> None:
+        call[name] = make(call.get(name))
+
+    return change
+
+
+def gapped(x: Any) -> Any:
+    """The same values, the last axis in steps of 2 elements."""
+    return np.repeat(x, 2, axis=-1)[..., ::2]
+
+
+def shifted(x: Any) -> Any:
+    """The same shape, one element past a multiple of 16 bytes."""
+    whole = np.zeros(x.size + 16, x.dtype)
+    return whole[1 : 1 + x.size].reshape(x.shape)
+
+
+def option(name: str, value: Any) -> Callable[[Call], object]:
+    return lambda call: call.update({name: value})
+
+
+DECODE = [
+    # rank
+    Bad("q 3-D", swap("q", lambda x: x[0]), ShapeError, ("q.shape", "(3, 4, 576)", "(b, s_q, h_q, 576)")),
+    Bad("kv 2-D", swap("kv_cache", lambda x: x[0, 0]), ShapeError, ("kv_cache.shape", "(2, 576)", "page_size")),
+    Bad("kv 5-D", swap("kv_cache", lambda x: x[None]), ShapeError, ("kv_cache.shape", "(1, 8, 16, 2, 576)")),
+    Bad("table 1-D", swap("block_table", lambda x: x[0]), ShapeError, ("block_table.shape", "(4,)", "(b, max_pages)")),
+    Bad("seqlens 2-D", swap("seqlens", lambda x: x[None]), ShapeError, ("seqlens.shape", "(1, 2)", "(b,)")),
+    Bad("seqlens 0-D", swap("seqlens", lambda x: np.array(20, np.int32)), ShapeError, ("seqlens.shape", "()", "(b,)")),
+    # shape
+    Bad("q 512", swap("q", lambda x: x[..., :512].copy()), ShapeError, ("q.shape[-1]", "512", "576")),
+    Bad("kv 512", swap("kv_cache", lambda x: x[..., :512].copy()), ShapeError, ("kv_cache.shape[-1]", "512", "576")),
+    Bad("q 192", swap("q", lambda x: x[..., :192].copy()), ShapeError, ("q.shape[-1]", "192", "576", "d_qk")),
+    Bad("table b", swap("block_table", lambda x: x[:1]), ShapeError, ("block_table.shape[0]", "1", "b=2")),
+    Bad("seqlens b", swap("seqlens", lambda x: np.resize(x, 3)), ShapeError, ("seqlens.shape[0]", "3", "b=2")),
+    Bad("no heads", swap("q", lambda x: x[:, :, :0]), ShapeError, ("h_q=0", "at least 1")),
+    Bad("no tokens", swap("q", lambda x: x[:, :0]), ShapeError, ("s_q=0", "at least 1")),
+    Bad("empty pages", swap("kv_cache", lambda x: x[:, :0]), ShapeError, ("page_size=0", "at least 1")),
+    Bad("no kv heads", swap("kv_cache", lambda x: x[:, :, :0]), ShapeError, ("h_kv=0", "at least 1")),
+    Bad("h_q % h_kv", swap("q", lambda x: x[:, :, :3].copy()), ShapeError, ("h_q", "3", "multiple of h_kv=2")),
+    Bad(
+        "too many tokens",
+        swap("block_table", lambda x: np.broadcast_to(x[:, :1], (2, 2**27))),
+        ShapeError,
+        ("max_pages * page_size", str(2**31), "2^31"),
+    ),
+    Bad("out shape", swap("out", lambda x: x[..., :511]), ShapeError, ("out.shape", "511)", "(2, 3, 4, 512)")),
+    Bad("out heads", swap("out", lambda x: x[:, :, :2]), ShapeError, ("out.shape", "(2, 3, 2, 512)", "(2, 3, 4, 512)")),
+    Bad("lse shape", swap("lse", lambda x: x.transpose(0, 2, 1)), ShapeError, ("lse.shape", "(2, 3, 4)", "(2, 4, 3)")),
+    # dtype
+    Bad("q fp32", swap("q", lambda x: x.astype(np.float32)), DTypeError, ("q.dtype", "float32", "bfloat16 or float16")),
+    Bad("q words", swap("q", lambda x: x.view(np.uint16)), DTypeError, ("q.dtype", "uint16", "ml_dtypes.bfloat16")),
+    Bad(
+        "kv fp16",
+        swap("kv_cache", lambda x: x.astype(np.float16)),
+        DTypeError,
+        ("kv_cache.dtype", "float16", "bfloat16, like q"),
+    ),
+    Bad("table int64", swap("block_table", lambda x: x.astype(np.int64)), DTypeError, ("block_table.dtype", "int64")),
+    Bad(
+        "seqlens int64", swap("seqlens", lambda x: x.astype(np.int64)), DTypeError, ("seqlens.dtype", "int64", "int32")
+    ),
+    Bad("seqlens uint32", swap("seqlens", lambda x: x.astype(np.uint32)), DTypeError, ("seqlens.dtype", "uint32")),
+    Bad("out fp16", swap("out", lambda x: x.astype(np.float16)), DTypeError, ("out.dtype", "float16", "bfloat16")),
+    Bad("out fp64", swap("out", lambda x: x.astype(np.float64)), DTypeError, ("out.dtype", "float64", "float32")),
+    Bad("lse fp64", swap("lse", lambda x: x.astype(np.float64)), DTypeError, ("lse.dtype", "float64", "float32")),
+    Bad("lse bf16", swap("lse", lambda x: x.astype(BF16)), DTypeError, ("lse.dtype", "bfloat16", "float32")),
+    Bad("out_dtype", option("out_dtype", "float16"), DTypeError, ("out_dtype", "float16", "bfloat16, like q")),
+    Bad("out_dtype 64", option("out_dtype", "float64"), DTypeError, ("out_dtype", "float64", "float32")),
+    Bad("out_dtype, out", option("out_dtype", "float32"), DTypeError, ("out.dtype", "bfloat16", "float32")),
+    # stride
+    Bad("q stride", swap("q", gapped), ShapeError, ("q.strides[-1]", "2", "1 element", "contiguous")),
+    Bad("kv stride", swap("kv_cache", gapped), ShapeError, ("kv_cache.strides[-1]", "2", "1 element")),
+    Bad("q reversed", swap("q", lambda x: x[..., ::-1]), ShapeError, ("q.strides[-1]", "-1", "1 element")),
+    Bad("out stride", swap("out", gapped), ShapeError, ("out.strides", "2)", "contiguous last axis")),
+    Bad("out unaligned", swap("out", shifted), ShapeError, ("out.strides", "16 bytes")),
+    Bad(
+        "out odd rows",
+        swap("out", lambda x: np.full((2, 3, 4, 513), 7, BF16)[..., :512]),
+        ShapeError,
+        ("out.strides", "513", "16 bytes"),
+    ),
+    Bad("out reversed", swap("out", lambda x: x[::-1]), ShapeError, ("out.strides", "16 bytes")),
+    # libraries
+    Bad("q list", swap("q", lambda x: [[1.0]]), DTypeError, ("q", "a list", "NumPy, CuPy, PyTorch, JAX")),
+    Bad("q number", swap("q", lambda x: 3), DTypeError, ("q", "a int", "an array")),
+    Bad("q None", swap("q", lambda x: None), MlaError, ("q", "an array")),
+    Bad("seqlens None", swap("seqlens", lambda x: None), MlaError, ("seqlens", "an array")),
+    Bad("seqlens list", swap("seqlens", lambda x: [20, 33]), DTypeError, ("seqlens", "a list", "an array")),
+    Bad("seqlens scalar", swap("seqlens", lambda x: x[0]), DTypeError, ("seqlens", "a int32", "an array")),
+    Bad("out str", swap("out", lambda x: "out"), DTypeError, ("out", "a str", "an array")),
+    Bad("kv foreign", swap("kv_cache", lambda x: Foreign()), DeviceError, ("kv_cache", "dlpack on the GPU", "like q")),
+    Bad("lse foreign", swap("lse", lambda x: Foreign()), DeviceError, ("lse", "dlpack on the GPU", "like q")),
+    Bad("kv foreign host", swap("kv_cache", lambda x: HostForeign()), DTypeError, ("kv_cache", "a HostForeign")),
+    # numbers
+    Bad("d_v", option("d_v", 256), ArgumentError, ("d_v", "256", "512")),
+    Bad("d_v 576", option("d_v", 576), ArgumentError, ("d_v", "576", "512")),
+    Bad("scale 0", option("scale", 0), ArgumentError, ("scale", "0", "finite number above 0")),
+    Bad("scale -1", option("scale", -1.0), ArgumentError, ("scale", "-1.0", "above 0")),
+    Bad("scale nan", option("scale", math.nan), ArgumentError, ("scale", "nan", "finite")),
+    Bad("scale inf", option("scale", math.inf), ArgumentError, ("scale", "inf", "finite")),
+    Bad("scale str", option("scale", "0.1"), ArgumentError, ("scale", "'0.1'", "a finite number")),
+    Bad("scale tiny", option("scale", 1e-300), ArgumentError, ("scale", "1e-300", "float32")),
+    Bad("scale huge", option("scale", 1e300), ArgumentError, ("scale", "1e+300", "float32")),
+    Bad("scale huger", option("scale", 10**400), ArgumentError, ("scale", "float32")),
+    Bad("scale array", option("scale", np.ones(2)), ArgumentError, ("scale", "array", "a finite number")),
+    Bad("lse_base", option("lse_base", "10"), ArgumentError, ("lse_base", "'10'", '"e" or "2"')),
+    Bad("lse_base 2", option("lse_base", 2), ArgumentError, ("lse_base", "2", '"e" or "2"')),
+    Bad("empty_lse", option("empty_lse", "x"), MlaError, ("empty_lse", "'x'", "number")),
+    Bad("empty_lse huge", option("empty_lse", 1e300), MlaError, ("empty_lse", "1e+300", "float32")),
+    Bad("variant", option("variant", "fastest"), ArgumentError, ("variant", "'fastest'", "dense_decode_generic")),
+    Bad("plan", option("plan", "a plan"), MlaError, ("plan", "'a plan'", "plan_decode")),
+    # values
+    Bad(
+        "check low", lambda c: (c.update(check=True), c["seqlens"].fill(-5)), ArgumentError, ("seqlens[0]", "-5", "64")
+    ),
+    Bad(
+        "check high",
+        lambda c: (c.update(check=True), c["seqlens"].__setitem__(1, 65)),
+        ArgumentError,
+        ("seqlens[1]", "65", "max_pages * page_size = 64"),
+    ),
+    Bad(
+        "check page high",
+        lambda c: (c.update(check=True), c["block_table"].__setitem__((1, 2), 8)),
+        ArgumentError,
+        ("block_table[1, 2]", "8", "0 to 7"),
+    ),
+    Bad(
+        "check page low",
+        lambda c: (c.update(check=True), c["block_table"].__setitem__((0, 1), -1)),
+        ArgumentError,
+        ("block_table[0, 1]", "-1", "0 to 7"),
+    ),
+]
+
+
+def good_merge() -> Call:
+    """Three states."""
+    rng = np.random.default_rng(0)
+    return {
+        "outs": rng.standard_normal((3, 2, 3, 4, 64), np.float32).astype(BF16),
+        "lses": rng.standard_normal((3, 2, 4, 3), np.float32),
+        "out": np.full((2, 3, 4, 64), 7, BF16),
+        "lse": np.full((2, 4, 3), 7, np.float32),
+    }
+
+
+MERGE = [
+    Bad("outs 4-D", swap("outs", lambda x: x[0]), ShapeError, ("outs.shape", "(2, 3, 4, 64)", "(n, b, s_q, h_q, d)")),
+    Bad("no states", swap("outs", lambda x: x[:0]), ShapeError, ("outs.shape", "(0, 2", "n and d of at least 1")),
+    Bad("no columns", swap("outs", lambda x: x[..., :0]), ShapeError, ("outs.shape", "4, 0)", "at least 1")),
+    Bad(
+        "lses of another layout",
+        swap("lses", lambda x: x.transpose(0, 1, 3, 2)),
+        ShapeError,
+        ("lses.shape", "(3, 2, 3, 4)", "(3, 2, 4, 3)"),
+    ),
+    Bad("lses of fewer", swap("lses", lambda x: x[:2]), ShapeError, ("lses.shape", "(2, 2, 4, 3)", "(3, 2, 4, 3)")),
+    Bad("outs fp64", swap("outs", lambda x: x.astype(np.float64)), DTypeError, ("outs.dtype", "float64", "bfloat16")),
+    Bad("outs int", swap("outs", lambda x: x.astype(np.int32)), DTypeError, ("outs.dtype", "int32", "bfloat16")),
+    Bad("lses fp64", swap("lses", lambda x: x.astype(np.float64)), DTypeError, ("lses.dtype", "float64", "float32")),
+    Bad("outs stride", swap("outs", gapped), ShapeError, ("outs.strides[-1]", "2", "1 element")),
+    Bad("out stride", swap("out", gapped), ShapeError, ("out.strides[-1]", "2", "1 element")),
+    Bad("out shape", swap("out", lambda x: x[:1]), ShapeError, ("out.shape", "(1, 3, 4, 64)", "(2, 3, 4, 64)")),
+    Bad("lse shape", swap("lse", lambda x: x[:, :3]), ShapeError, ("lse.shape", "(2, 3, 3)", "(2, 4, 3)")),
+    Bad("lse dtype", swap("lse", lambda x: x.astype(np.float64)), DTypeError, ("lse.dtype", "float64", "float32")),
+    Bad("out fp16", swap("out", lambda x: x.astype(np.float16)), DTypeError, ("out_dtype", "float16", "bfloat16")),
+    Bad("out_dtype", option("out_dtype", "float32"), DTypeError, ("out.dtype", "bfloat16", "float32")),
+    Bad(
+        "out_dtype fp16",
+        lambda c: (c.update(out_dtype="float16"), c.pop("out")),
+        DTypeError,
+        ("out_dtype", "float16", "bfloat16"),
+    ),
+    Bad(
+        "out_dtype fp64",
+        lambda c: (c.update(out_dtype="float64"), c.pop("out")),
+        DTypeError,
+        ("out_dtype", "float64", "float32"),
+    ),
+    Bad("lse_base", option("lse_base", "10"), ArgumentError, ("lse_base", "'10'", '"e" or "2"')),
+    Bad("empty_lse", option("empty_lse", "x"), MlaError, ("empty_lse", "'x'", "number")),
+    Bad("outs list", swap("outs", lambda x: [1.0]), DTypeError, ("outs", "a list", "an array")),
+    Bad("outs None", swap("outs", lambda x: None), MlaError, ("outs", "an array")),
+    Bad("lses foreign", swap("lses", lambda x: Foreign()), DeviceError, ("lses", "dlpack on the GPU", "like outs")),
+]
+
+
+@pytest.fixture(
+    params=["numpy", "recorder", pytest.param("cupy", marks=pytest.mark.gpu)],
+    ids=["numpy", "recorded", "cupy"],
+)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the arrays are; nothing may be computed or launched."""
+    guard: AbstractContextManager[object] = nullcontext()
+    if request.param == "numpy":
+        monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+        def fail(*inputs: Any, **options: Any) -> Any:
+            raise AssertionError("computed")
+
+        monkeypatch.setattr(backend, "reference_decode", fail)
+        monkeypatch.setattr(backend, "reference_merge", fail)
+    elif request.param == "cupy":
+        request.getfixturevalue("gpu")
+        guard = no_launch()
+    else:
+        recorder: Recorder = request.getfixturevalue("recorder")
+    with guard:
+        yield request.param
+    if request.param == "recorder":
+        assert recorder.launches == []
+
+
+def raises(bad: Bad, function: Callable[..., Any], call: Call, place: str) -> None:
+    """The error is right, and what the results would have gone to is as it was."""
+    bad.change(call)
+    if place == "cupy":
+        call = {name: upload(x) if isinstance(x, np.ndarray) and name != "scale" else x for name, x in call.items()}
+    before = {name: bytes(call[name].tobytes()) for name in ("out", "lse") if hasattr(call.get(name), "tobytes")}
+    positional = ("q", "kv_cache", "block_table", "seqlens", "outs", "lses")
+    inputs = [call[name] for name in positional if name in call]
+    with pytest.raises(bad.error) as caught:
+        function(*inputs, **{name: x for name, x in call.items() if name not in positional})
+    assert isinstance(caught.value, MlaError)
+    message = str(caught.value)
+    for word in ("got", "expected", *bad.words):
+        assert word in message, f"{word!r} is not in {message!r}"
+    for name, content in before.items():
+        assert bytes(call[name].tobytes()) == content, f"{name} was written"
+
+
+@pytest.mark.parametrize("bad", DECODE, ids=lambda bad: bad.id.replace(" ", "_"))
+def test_decode_refuses(bad: Bad, place: str) -> None:
+    if place == "cupy" and bad.id == "too many tokens":
+        pytest.skip("uploading makes the broadcast real")
+    raises(bad, mla_cupy.mla_decode, good_decode(), place)
+
+
+@pytest.mark.parametrize("bad", MERGE, ids=lambda bad: bad.id.replace(" ", "_"))
+def test_merge_refuses(bad: Bad, place: str) -> None:
+    raises(bad, mla_cupy.merge_states, good_merge(), place)
+
+
+def test_the_calls_that_the_mistakes_are_made_in_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    for function, call in ((mla_cupy.mla_decode, good_decode()), (mla_cupy.merge_states, good_merge())):
+        out, lse = function(**call)
+        assert (out.astype(np.float32) != 7).all()
+        assert (lse != 7).all()
+
+
+def test_the_same_calls_are_launched_when_good(recorder: Recorder) -> None:
+    mla_cupy.mla_decode(**good_decode())
+    assert recorder.entries == ["decode_schedule", "dense_decode_sm90_seesaw", "split_combine"]
+    mla_cupy.merge_states(**good_merge())
+    assert recorder.entries[3:] == ["merge_states"]
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_read_only_results_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    for function, call in ((mla_cupy.mla_decode, good_decode()), (mla_cupy.merge_states, good_merge())):
+        call[name].flags.writeable = False
+        with pytest.raises(ArgumentError, match=rf"{name}: got a read-only array, expected a writable one"):
+            function(**call)
+        assert (call["out"].astype(np.float32) == 7).all()
+        assert (call["lse"] == 7).all()
+
+
+def test_stream_of_an_unknown_kind(recorder: Recorder) -> None:
+    for function, call in ((mla_cupy.mla_decode, good_decode()), (mla_cupy.merge_states, good_merge())):
+        with pytest.raises(ArgumentError, match=r"stream: got 'mine', expected a raw handle"):
+            function(**call, stream="mine")
+    assert recorder.launches == []
+
+
+# ---- Plans -----------------------------------------------------------------------------------------------------
+
+GOOD_PLAN: Call = {
+    "max_b": 2, "s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"s_q": 2}, ("plan", "s_q=2", "s_q=3")),
+        ({"h_q": 8}, ("plan", "h_q=8", "h_q=4")),
+        ({"h_kv": 1}, ("plan", "h_kv=1", "h_kv=2")),
+        ({"dtype": "float16"}, ("plan", "float16", "bfloat16")),
+        ({"max_pages": 3}, ("plan", "max_pages=3", "max_pages=4")),
+        ({"max_pages": 5}, ("plan", "max_pages=5", "max_pages=4")),
+        ({"page_size": 32}, ("plan", "page_size=32", "page_size=16")),
+    ],
+    ids=str,
+)
+def test_plan_of_another_shape(
+    place: str, sizes: Call, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = mla_cupy.plan_decode(**{**GOOD_PLAN, **sizes})
+    if place == "numpy":
+        plan.update(good_decode()["seqlens"])
+    else:
+        plan._scheduled_b = 2  # as an update does, which would launch
+    raises(Bad("", option("plan", plan), PlanError, words), mla_cupy.mla_decode, good_decode(), place)
+
+
+def test_plan_without_update(place: str) -> None:
+    plan = mla_cupy.plan_decode(**GOOD_PLAN)
+    bad = Bad("", option("plan", plan), PlanError, ("plan", "no update yet", "b=2", "plan.update"))
+    raises(bad, mla_cupy.mla_decode, good_decode(), place)
+
+
+def test_plan_updated_for_another_batch(place: str) -> None:
+    plan = mla_cupy.plan_decode(**GOOD_PLAN)
+    plan._scheduled_b = 1
+    bad = Bad("", option("plan", plan), PlanError, ("plan", "update for b=1", "b=2", "plan.update"))
+    raises(bad, mla_cupy.mla_decode, good_decode(), place)
+
+
+UPDATE = [
+    (np.zeros(3, np.int32), PlanError, ("seqlens.shape[0]", "3", "max_b=2", "larger plan")),
+    (np.zeros((1, 2), np.int32), ShapeError, ("seqlens.shape", "(1, 2)", "(b,)")),
+    (np.zeros(2, np.int64), DTypeError, ("seqlens.dtype", "int64", "int32")),
+    ([1, 2], DTypeError, ("seqlens", "a list", "an array")),
+]
+
+
+@pytest.mark.parametrize(("seqlens", "error", "words"), UPDATE, ids=lambda x: getattr(x, "__name__", None))
+def test_update_refuses(place: str, seqlens: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+    plan = mla_cupy.plan_decode(**GOOD_PLAN)
+    if place == "cupy" and isinstance(seqlens, np.ndarray):
+        seqlens = upload(seqlens)
+    with pytest.raises(error) as caught:
+        plan.update(seqlens)
+    for word in words:
+        assert word in str(caught.value)
+    assert plan._scheduled_b is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        *(({name: 0}, ArgumentError, (name, "0", "at least 1")) for name in GOOD_PLAN if name != "dtype"),
+        *(({name: 1.5}, ArgumentError, (name, "1.5", "an integer")) for name in GOOD_PLAN if name != "dtype"),
+        ({"h_q": 3}, ArgumentError, ("h_q", "3", "multiple of h_kv=2")),
+        ({"max_pages": 2**27}, ArgumentError, ("max_pages * page_size", "2^31")),
+        ({"dtype": "float32"}, DTypeError, ("dtype", "float32", "bfloat16 or float16")),
+        ({"dtype": np.float64}, DTypeError, ("dtype", "float64", "bfloat16 or float16")),
+        ({"dtype": None}, DTypeError, ("dtype", "None", "bfloat16 or float16")),
+        ({"variant": "fastest"}, ArgumentError, ("variant", "'fastest'", "dense_decode_generic")),
+    ],
+    ids=str,
+)
+def test_plan_refuses(place: str, changes: Call, error: type[Exception], words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mla_cupy.plan_decode(**{**GOOD_PLAN, **changes})
+    assert isinstance(caught.value, MlaError)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", BF16, ml_dtypes.bfloat16, np.float16, np.dtype(np.float16)], ids=str)
+def test_plan_takes_a_dtype_in_any_form(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    plan = mla_cupy.plan_decode(**{**GOOD_PLAN, "dtype": dtype})
+    assert plan._problem.dtype == ("bfloat16" if "bfloat16" in str(dtype) else "float16")
+
+
+def test_workspace_of_the_caller(recorder: Recorder) -> None:
+    nbytes = mla_cupy.plan_decode(**GOOD_PLAN).workspace_bytes
+    whole = np.zeros(nbytes + 512, np.uint8)
+    aligned = whole[-whole.ctypes.data % 256 :][:nbytes]
+    plan = mla_cupy.plan_decode(**GOOD_PLAN, workspace=aligned)
+    assert plan.workspace_address == aligned.ctypes.data
+    for workspace, word in (
+        (aligned[:-1], f"at least {nbytes}"),
+        (whole[(-whole.ctypes.data) % 256 + 128 :][:nbytes], "multiple of 256"),
+        (aligned.view(np.int8), "uint8"),
+        (np.zeros((2, nbytes), np.uint8), "contiguous vector"),
+        (np.zeros(2 * nbytes, np.uint8)[::2], "contiguous vector"),
+    ):
+        with pytest.raises(PlanError, match="workspace") as caught:
+            mla_cupy.plan_decode(**GOOD_PLAN, workspace=workspace)
+        assert word in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_host_memory_is_no_workspace(gpu: object) -> None:
+    with pytest.raises(PlanError, match=r"workspace.*numpy.*GPU"):
+        mla_cupy.plan_decode(**GOOD_PLAN, workspace=np.zeros(1 << 24, np.uint8))
+
+
+def test_forced_kernel_that_does_not_fit(recorder: Recorder) -> None:
+    call = good_decode()
+    call["q"] = shifted(call["q"])
+    with pytest.raises(UnsupportedDeviceError, match="dense_decode_sm90_seesaw needs q and kv_cache to start at"):
+        mla_cupy.mla_decode(**call, variant="dense_decode_sm90_seesaw")
+    assert recorder.launches == []
+
+
+# ---- Mixed libraries -------------------------------------------------------------------------------------------
+
+
+def test_torch_on_the_cpu_and_numpy_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    call = good_decode()
+    call["seqlens"] = torch.from_numpy(call["seqlens"])
+    with pytest.raises(DeviceError, match="seqlens: got an array of torch on the CPU, expected an array of numpy"):
+        mla_cupy.mla_decode(**call)
+
+
+@pytest.mark.gpu
+def test_numpy_and_cupy_do_not_mix(gpu: object) -> None:
+    call = good_decode()
+    call["kv_cache"] = upload(call["kv_cache"])
+    with no_launch(), pytest.raises(DeviceError, match=r"kv_cache: got an array of cupy on the GPU, expected.*numpy"):
+        mla_cupy.mla_decode(**call)
+
+
+def test_a_library_is_not_imported_to_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    loaded = {name for name in ("torch", "jax") if name in sys.modules}
+    raises(DECODE[[bad.id for bad in DECODE].index("q list")], mla_cupy.mla_decode, good_decode(), "numpy")
+    assert {name for name in ("torch", "jax") if name in sys.modules} == loaded

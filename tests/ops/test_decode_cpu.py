@@ -1,0 +1,182 @@
+"""The public decode call through the NumPy backend: the oracle's answer, rounded once, where the caller wants it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import UnsupportedDeviceError, formats
+from mla_cupy.ops import backend
+from mla_cupy.runtime import device
+from tests.ops.calls import assert_same, oracle, plan_of
+from tests.support.cases import DecodeCase, make
+
+SMALL = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16, h_kv=2)
+
+
+@pytest.fixture(autouse=True)
+def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+
+def check(case: DecodeCase, **options: Any) -> None:
+    inputs = make(case)
+    out, lse = mla_cupy.mla_decode(*inputs.arguments, **options)
+    expected = oracle(inputs, **options)
+    assert_same(out, expected[0])
+    assert_same(lse, expected[1])
+    assert np.isfinite(out.astype(np.float32)).all()  # the pool's poison did not leak
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_equals_rounded_oracle(dtype: str, causal: bool, out_dtype: str | None) -> None:
+    case = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16, h_kv=2, dtype=dtype)
+    check(case, causal=causal, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lse_base": "2"},
+        {"empty_lse": math.inf},
+        {"empty_lse": -1e30, "lse_base": "2"},
+        {"scale": 0.01},
+        {"scale": 1},
+        {"scale": np.float32(0.125)},
+    ],
+    ids=str,
+)
+def test_options_reach_the_oracle(options: dict[str, Any]) -> None:
+    check(SMALL, **options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(h_q=3, head_axis=False, seqlens=70),
+        DecodeCase(h_q=2, strides="odd", page_size=24),
+        DecodeCase(h_q=2, strides="dense"),
+        DecodeCase(h_q=2, missing_pages=2, page_size=8, seqlens=60),
+        DecodeCase(b=0, h_q=2, seqlens=0),
+        DecodeCase(b=1, h_q=2, seqlens=0, spare_pages=0),  # a pool without pages
+        DecodeCase(h_q=1, page_size=1, seqlens=9),
+    ],
+    ids=lambda case: case.id,
+)
+def test_shapes(case: DecodeCase) -> None:
+    check(case)
+
+
+def test_base_two_is_the_same_number() -> None:
+    inputs = make(SMALL)
+    natural = mla_cupy.mla_decode(*inputs.arguments)[1]
+    binary = mla_cupy.mla_decode(*inputs.arguments, lse_base="2")[1]
+    seen = np.isfinite(natural)
+    assert seen.any()
+    np.testing.assert_allclose(binary[seen] * math.log(2), natural[seen], rtol=1e-6)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_given_arrays_are_written_and_returned(out_dtype: str) -> None:
+    inputs = make(SMALL)
+    b, s_q, h_q = inputs.q.shape[:3]
+    whole_out = np.full((b, s_q + 1, h_q, 520), 7, formats.numpy_dtype(out_dtype))
+    whole_lse = np.full((b, 2 * h_q, s_q), 7, np.float32)
+    out, lse = whole_out[:, :s_q, :, :512], whole_lse[:, ::2]
+    results = mla_cupy.mla_decode(*inputs.arguments, out=out, lse=lse)
+    assert results[0] is out
+    assert results[1] is lse
+    expected = oracle(inputs, out_dtype)
+    assert_same(out, expected[0])
+    assert_same(lse, expected[1])
+    assert (whole_out[:, s_q:] == 7).all()
+    assert (whole_out[..., 512:] == 7).all()
+    assert (whole_lse[:, 1::2] == 7).all()
+
+
+def test_only_one_array_given() -> None:
+    inputs = make(SMALL)
+    expected = oracle(inputs)
+    lse = np.empty(expected[1].shape, np.float32)
+    out, same = mla_cupy.mla_decode(*inputs.arguments, lse=lse)
+    assert same is lse
+    assert_same(out, expected[0])
+    assert_same(lse, expected[1])
+
+
+def test_check_passes_good_values() -> None:
+    case = DecodeCase(h_q=2, seqlens="ragged-90")
+    inputs = make(case)
+    assert_same(mla_cupy.mla_decode(*inputs.arguments, check=True)[0], oracle(inputs)[0])
+
+
+def test_plan_of_the_backend() -> None:
+    inputs = make(SMALL)
+    plan = plan_of(inputs)
+    assert plan.workspace_bytes == 0
+    assert plan.device == -1
+    assert "numpy" in repr(plan)
+    plan.update(inputs.seqlens)
+    assert_same(mla_cupy.mla_decode(*inputs.arguments, plan=plan)[0], oracle(inputs)[0])
+    few = [x[:2] if i != 1 else x for i, x in enumerate(inputs.arguments)]
+    plan.update(few[3])
+    assert_same(mla_cupy.mla_decode(*few, plan=plan)[0], oracle(inputs)[0][:2])
+
+
+def test_inputs_are_left_alone() -> None:
+    inputs = make(SMALL)
+    before = [x.tobytes() for x in inputs.arguments]
+    mla_cupy.mla_decode(*inputs.arguments)
+    assert [x.tobytes() for x in inputs.arguments] == before
+
+
+# ---- Which backend ---------------------------------------------------------------------------------------------
+
+
+def test_cuda_backend_without_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "cuda")
+    monkeypatch.setattr(device, "gpu_count", lambda: 0)
+    inputs = make(SMALL)
+    with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
+        mla_cupy.mla_decode(*inputs.arguments)
+    with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
+        plan_of(inputs)
+    with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
+        mla_cupy.merge_states(np.zeros((1, 1, 1, 1, 8), np.float32), np.zeros((1, 1, 1, 1), np.float32))
+
+
+def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "tpu")
+    with pytest.raises(mla_cupy.ArgumentError, match=r"MLA_CUPY_BACKEND.*'tpu'.*auto, cuda, numpy"):
+        mla_cupy.mla_decode(*make(SMALL).arguments)
+
+
+def test_missing_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "auto")
+    monkeypatch.setattr(device, "gpu_count", lambda: 0)
+    backend._has_gpu.cache_clear()
+    backend._say_no_gpu.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, "mla_cupy"):
+            for _ in range(2):
+                check(DecodeCase(b=1, h_q=1, seqlens=3))
+        assert [record.message for record in caplog.records if "NumPy backend" in record.message] == [
+            "no GPU is visible: NumPy arrays are computed by the NumPy backend, in float64"
+        ]
+    finally:
+        backend._has_gpu.cache_clear()
+        backend._say_no_gpu.cache_clear()
+
+
+def test_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.gpu_count():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UnsupportedDeviceError, match="device 0"):
+        plan_of(make(SMALL), device=0)

@@ -1,0 +1,70 @@
+"""Dense decode on a GPU against the oracle, on hostile inputs: poisoned, ragged, non-contiguous."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.cases import DecodeCase
+from tests.support.gpu import run_and_check
+
+pytestmark = pytest.mark.gpu
+
+HOPPER = ("dense_decode_sm90_delayed", "dense_decode_sm90_seesaw")
+GENERIC = "dense_decode_generic"
+DTYPES = ("bfloat16", "float16")
+
+#: 1 to 20 blocks of 64 tokens, one less and one more; and nothing.
+BLOCK_EDGES = (0, *(64 * blocks + off for blocks in range(1, 21) for off in (-1, 0, 1)))
+
+EDGES = [DecodeCase(b=len(BLOCK_EDGES), seqlens=BLOCK_EDGES, h_q=h_q, dtype=d) for d in DTYPES for h_q in (16, 128)]
+HEADS = [
+    DecodeCase(s_q=s_q, h_q=h_q, h_kv=h_kv, dtype=DTYPES[(s_q + h_q) % 2], seqlens="ragged-400")
+    for s_q in (1, 2, 3, 4)
+    for h_q in (1, 5, 8, 16, 32, 64, 96, 128, 192)
+    for h_kv in (1, 2)
+    if h_q % h_kv == 0
+]
+PAGES = [
+    DecodeCase(page_size=page_size, s_q=1 + page_size % 3, h_kv=h_kv, dtype=dtype, b=5, seqlens="ragged-500")
+    for page_size in (1, 2, 16, 24, 32, 64, 65, 128, 192)
+    for h_kv, dtype in ((1, "bfloat16"), (2, "float16"))
+]
+LONG = [
+    DecodeCase(b=1, h_q=128, seqlens=9000),  # one request, split over the whole GPU
+    DecodeCase(b=1, h_q=16, seqlens=20000),
+    DecodeCase(b=1, s_q=2, h_q=64, seqlens=8192, dtype="float16"),
+    DecodeCase(b=7, h_q=128, seqlens=(5000, 1, 0, 700, 64, 3000, 2)),  # some split, some whole
+    DecodeCase(b=300, h_q=8, seqlens="ragged-200"),  # more requests than parts
+]
+ODD = [
+    DecodeCase(causal=False, s_q=3, seqlens="ragged-200"),
+    DecodeCase(s_q=4, seqlens=(1, 2, 3, 4, 5, 66, 130), b=7),  # queries that see nothing
+    DecodeCase(s_q=70, h_q=2, seqlens=(70, 200, 131)),  # the causal edge spans several blocks of rows and tokens
+    DecodeCase(missing_pages=2, page_size=16, b=4, seqlens="ragged-300"),
+    DecodeCase(missing_pages=1, page_size=128, b=4, seqlens="ragged-600"),
+    DecodeCase(head_axis=False),
+    DecodeCase(strides="dense"),
+    DecodeCase(b=1, seqlens=0),
+]
+
+
+@pytest.mark.parametrize("case", [*EDGES, *HEADS, *PAGES, *LONG, *ODD], ids=lambda case: case.id)
+@pytest.mark.parametrize("variant", HOPPER)
+def test_hopper_kernels_match_oracle(hopper: object, case: DecodeCase, variant: str) -> None:
+    run_and_check(case, variant=variant)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*EDGES[::3], *HEADS[::7], *PAGES, *LONG, *ODD, replace(ODD[0], strides="odd"), DecodeCase(strides="odd", h_kv=2)],
+    ids=lambda case: case.id,
+)
+def test_generic_matches_oracle(gpu: object, case: DecodeCase) -> None:
+    run_and_check(case, variant=GENERIC)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_that_tma_cannot_take_fall_back(gpu: object, dtype: str) -> None:
+    run_and_check(DecodeCase(strides="odd", dtype=dtype, h_kv=2, s_q=2))

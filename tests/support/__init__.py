@@ -1,0 +1,1 @@
+"""What several test suites share: hostile inputs and the tolerance rule."""

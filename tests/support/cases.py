@@ -1,0 +1,170 @@
+"""Hostile inputs of the decode operation, the same for every suite: `make(DecodeCase(...))`.
+
+Whatever an operation must not read is poison. The pool is NaN but for the tokens that a sequence owns, and there are
+pages that nobody owns. Pages are permuted. Block-table entries past a sequence's end are out of range. No array is
+contiguous, and what lies in the gaps is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy import formats, reference
+
+Array = npt.NDArray[Any]
+
+D_QK, D_V = 576, 512
+#: Page ids that are in no pool.
+GARBAGE_PAGES = (2147480000, -7)
+_GAP_OF_ROW = {"padded": 8, "odd": 1, "dense": 0}
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One case, reproducible from its fields; `id` names it in a test's parameters.
+
+    seqlens
+        The lengths, repeated as often as `b` asks for; one number for all; or "ragged-N": 0, 1, N and random ones.
+    strides
+        "padded": rows 8 elements apart (what TMA can take: multiples of 16 bytes), outer axes one longer than the
+        view. "odd": rows 1 element apart, so that rows are not even 4-byte aligned. "dense": contiguous.
+    spare_pages
+        Pages of NaN that no sequence owns.
+    missing_pages
+        How many pages of each sequence (from its second on, where it has one) are replaced by an id out of range.
+    head_axis
+        False drops the cache's head axis; needs h_kv 1.
+    """
+
+    b: int = 3
+    s_q: int = 1
+    h_q: int = 16
+    h_kv: int = 1
+    page_size: int = 64
+    seqlens: tuple[int, ...] | int | str = "ragged-300"
+    dtype: str = "bfloat16"
+    causal: bool = True
+    seed: int = 0
+    strides: Literal["padded", "odd", "dense"] = "padded"
+    spare_pages: int = 3
+    missing_pages: int = 0
+    head_axis: bool = True
+
+    @property
+    def id(self) -> str:
+        lengths = self.seqlens if isinstance(self.seqlens, (int, str)) else ",".join(map(str, self.seqlens))
+        parts = [
+            f"b{self.b}-sq{self.s_q}-h{self.h_q}x{self.h_kv}-page{self.page_size}-len{lengths}-{self.dtype}",
+            "causal" if self.causal else "full",
+            "" if self.strides == "padded" else self.strides,
+            f"missing{self.missing_pages}" if self.missing_pages else "",
+            "" if self.head_axis else "3d",
+            f"seed{self.seed}" if self.seed else "",
+        ]
+        return "-".join(part for part in parts if part)
+
+    def lengths(self) -> Array:
+        """The lengths themselves, (b,) int32."""
+        if isinstance(self.seqlens, str):
+            policy, _, longest = self.seqlens.partition("-")
+            if policy != "ragged":
+                raise ValueError(f"unknown policy of lengths: {self.seqlens}")
+            random = np.random.default_rng([self.seed, 1]).integers(0, int(longest) + 1, self.b)
+            random[:3] = [int(longest), 0, 1][: self.b]
+            return random.astype(np.int32)
+        return np.resize(np.asarray(self.seqlens, np.int32), self.b)
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The arrays of a case, and what the oracle says about them."""
+
+    case: DecodeCase
+    q: Array = field(repr=False)
+    kv_cache: Array = field(repr=False)
+    block_table: Array = field(repr=False)
+    seqlens: Array = field(repr=False)
+
+    @property
+    def arguments(self) -> tuple[Array, Array, Array, Array]:
+        """The positional arguments of `mla_decode`."""
+        return self.q, self.kv_cache, self.block_table, self.seqlens
+
+    @cached_property
+    def exact(self) -> tuple[Array, Array]:
+        """out and lse of the oracle."""
+        return reference.mla_decode(*self.arguments, causal=self.case.causal)
+
+    @cached_property
+    def rounded(self) -> tuple[Array, Array]:
+        """out and lse of the oracle with the kernels' roundings."""
+        return reference.mla_decode(*self.arguments, causal=self.case.causal, rounding=self.case.dtype)
+
+
+def make(case: DecodeCase) -> DecodeInputs:
+    """The inputs of a case."""
+    rng = np.random.default_rng(case.seed)
+    dtype = formats.numpy_dtype(case.dtype)
+    lengths = case.lengths()
+    pages_of = -(-lengths // case.page_size)
+
+    q = _poisoned((case.b, case.s_q, case.h_q, D_QK), dtype, case.strides)
+    q[...] = _values(rng, q.shape, loud=(0.5, 1.0, 4.0))
+
+    num_pages = int(pages_of.sum()) + case.spare_pages
+    kv_cache = _poisoned((num_pages, case.page_size, case.h_kv, D_QK), dtype, case.strides)
+    max_pages = int(pages_of.max(initial=0)) + 2
+    block_table = _block_table(rng, pages_of, num_pages, max_pages, case.strides)
+    for i, length in enumerate(lengths):
+        positions = np.arange(length)
+        tokens = _values(rng, (int(length), case.h_kv, D_QK), loud=(1.0,) * 31 + (3.0,))
+        kv_cache[block_table[i, positions // case.page_size], positions % case.page_size] = tokens.astype(dtype)
+
+    for i, count in enumerate(pages_of):
+        _lose_pages(rng, kv_cache, block_table[i, : int(count)], case.missing_pages)
+    if not case.head_axis:
+        kv_cache = kv_cache[:, :, 0]
+    return DecodeInputs(case, q, kv_cache, block_table, lengths)
+
+
+def _values(rng: np.random.Generator, shape: tuple[int, ...], loud: tuple[float, ...]) -> Array:
+    """Normal values; each row of the last axis is scaled by one of `loud`, so that the softmax is not flat."""
+    gains = rng.choice(np.asarray(loud, np.float32), shape[:-1])
+    return rng.standard_normal(shape, dtype=np.float32) * gains[..., None]
+
+
+def _poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Array:
+    """A view of NaN with gaps of NaN between its rows; its last axis is contiguous."""
+    if strides == "dense":
+        return np.full(shape, np.nan, dtype)
+    *outer, row = shape
+    # An axis of one element has no gap: its stride says nothing, and doubling a large pool would cost.
+    whole = np.full([n + (n > 1) for n in outer] + [row + _GAP_OF_ROW[strides]], np.nan, dtype)
+    return whole[tuple(slice(n) for n in shape)]
+
+
+def _block_table(rng: np.random.Generator, pages_of: Array, num_pages: int, max_pages: int, strides: str) -> Array:
+    """Distinct pages in random order for each sequence, garbage after its end and in the gaps between rows."""
+    b = len(pages_of)
+    gap = 0 if strides == "dense" else 3
+    whole = np.resize(np.asarray(GARBAGE_PAGES, np.int32), (b, max_pages + gap))
+    table = whole[:, :max_pages]
+    order = rng.permutation(num_pages)
+    start = 0
+    for i, count in enumerate(pages_of):
+        table[i, :count] = order[start : start + count]
+        start += count
+    return table
+
+
+def _lose_pages(rng: np.random.Generator, kv_cache: Array, pages: Array, count: int) -> None:
+    """Replace `count` of a sequence's pages by ids out of range, and poison what they held."""
+    candidates = np.arange(1, len(pages))
+    for n, lost in enumerate(rng.permutation(candidates)[:count]):
+        kv_cache[pages[lost]] = np.nan
+        pages[lost] = (kv_cache.shape[0], *GARBAGE_PAGES)[n % 3]

@@ -1,0 +1,43 @@
+"""Host inputs on the GPU, gaps and strides included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.tolerance import check
+
+Array = npt.NDArray[Any]
+
+
+def upload(x: Array) -> Any:
+    """A CuPy array with the same strides, and the same poison between its rows."""
+    import cupy
+
+    root = x
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not root.flags.c_contiguous or root.itemsize != x.itemsize:
+        root = x = np.ascontiguousarray(x)
+    memory = cupy.asarray(root)
+    offset = x.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+    return cupy.ndarray(x.shape, x.dtype, memory.data + offset, strides=x.strides)
+
+
+def uploaded(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """The positional arguments of `mla_decode` on the GPU."""
+    return tuple(upload(x) for x in inputs.arguments)
+
+
+def run_and_check(case: DecodeCase, **options: Any) -> None:
+    """The public call on the GPU against the oracle."""
+    import cupy
+
+    import mla_cupy
+
+    inputs = make(case)
+    out, lse = mla_cupy.mla_decode(*uploaded(inputs), causal=case.causal, **options)
+    check((cupy.asnumpy(out), cupy.asnumpy(lse)), inputs.exact, inputs.rounded, case.dtype)
