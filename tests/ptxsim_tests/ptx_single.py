@@ -9,25 +9,8 @@ _LOAD = {"u8": "b16", "u16": "b16", "u32": "b32", "u64": "b64"}
 HEADER = ".version 8.8\n.target sm_100a\n.address_size 64\n"
 
 
-def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = True) -> np.ndarray:
-    """Execute ``code`` with inputs in %a, %b, %c... (registers of the arrays' widths) and %d stored to the output.
-
-    Parameters
-    ----------
-    code : str
-        PTX statements.
-    inputs : list of numpy.ndarray
-        Arrays of 32 elements; registers are raw bits.
-    output : numpy.ndarray
-        Receives %d, 32 elements.
-    check : bool, optional
-        Passed on to the launch.
-
-    Returns
-    -------
-    numpy.ndarray
-        ``output``.
-    """
+def program(code: str, inputs: list[np.ndarray], output: np.ndarray) -> str:
+    """Return the PTX of a kernel that applies ``code`` to its inputs (see :func:`run`)."""
     names = "abcefg"[: len(inputs)]
     params = [f".param .u64 p_{n}" for n in [*names, "d"]]
     lines = [".reg .b64 %x<9>; .reg .b32 %t<9>; .reg .pred %p<4>;", "mov.u32 %t0, %tid.x;"]
@@ -49,7 +32,29 @@ def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = T
         f"st.global.u{8 * width} [%x8], %d;",
         "ret;",
     ]
-    text = HEADER + f".visible .entry k({', '.join(params)})\n{{\n" + "\n".join(lines) + "\n}\n"
+    return HEADER + f".visible .entry k({', '.join(params)})\n{{\n" + "\n".join(lines) + "\n}\n"
+
+
+def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = True) -> np.ndarray:
+    """Execute ``code`` with inputs in %a, %b, %c... (registers of the arrays' widths) and %d stored to the output.
+
+    Parameters
+    ----------
+    code : str
+        PTX statements.
+    inputs : list of numpy.ndarray
+        Arrays of 32 elements; registers are raw bits.
+    output : numpy.ndarray
+        Receives %d, 32 elements.
+    check : bool, optional
+        Passed on to the launch.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``output``.
+    """
+    text = program(code, inputs, output)
     ptxsim.Module(text).launch("k", 1, 32, [*inputs, output], check=check)
     return output
 
