@@ -63,6 +63,7 @@ class Memory:
     def __init__(self) -> None:
         self.buffers: dict[int, Buffer] = {}
         self._known: dict[tuple, tuple[int, np.ndarray]] = {}
+        self._free: list[int] = []
 
     def map(self, array: np.ndarray, name: str = "") -> int:
         """Register an array and return its device address.
@@ -83,7 +84,7 @@ class Memory:
         key = (start, stop, array.flags.writeable)
         if key in self._known:
             return self._known[key][0]
-        index = len(self.buffers) + 1
+        index = self._free.pop() if self._free else len(self.buffers) + 1
         if array.size == 0:
             flat = np.empty(0, np.uint8)
         elif array.flags.c_contiguous:
@@ -96,6 +97,15 @@ class Memory:
         self.buffers[index] = Buffer(flat, base, name or f"array {index} {array.dtype}{list(array.shape)}")
         self._known[key] = (base, array)
         return base
+
+    def unmap(self, address: int) -> None:
+        """Forget the array mapped at an address (the memory holds arrays alive, and at most 1,983 of them)."""
+        index = address >> BUFFER_SHIFT
+        if self.buffers.get(index) is None or self.buffers[index].base != address:
+            raise MemoryFault(f"no array is mapped at {address:#x}")
+        del self.buffers[index]
+        self._free.append(index)
+        self._known = {key: value for key, value in self._known.items() if value[0] != address}
 
     def find(self, address: int) -> Buffer | None:
         """Return the buffer that an address belongs to (it may still be out of its bounds)."""
