@@ -66,6 +66,10 @@ class Family(Protocol):
         """Whether results can be written to its arrays."""
 
     @property
+    def takes_stream(self) -> bool:
+        """Whether a call may name a stream; else its arrays are ordered by CuPy's current one, through DLPack."""
+
+    @property
     def native(self) -> Native:
         """What its arrays become when they are lent."""
 
@@ -79,7 +83,7 @@ class Family(Protocol):
 class _NativeFamily:
     """A family that is native itself: nothing to lend."""
 
-    mutable = True
+    mutable = takes_stream = True
 
     def adopt(self, x: Any) -> Any:
         return x
@@ -171,6 +175,11 @@ class CupyFamily(_NativeFamily):
         with self._device(device):
             return self._cupy.cuda.Memory(nbytes)
 
+    def from_numpy(self, x: np.ndarray[Any, Any], device: int, stream: int) -> Any:
+        """A copy on the GPU, made on `stream`."""
+        with self._device(device), self._stream(stream):
+            return self._cupy.asarray(x)
+
     def _device(self, device: int) -> AbstractContextManager[object]:
         if self._cupy.cuda.runtime.getDevice() == device:
             return nullcontext()
@@ -232,7 +241,7 @@ class TorchFamily(_NativeFamily):
 class TorchCpuFamily:
     """PyTorch tensors on the CPU: the same memory as NumPy arrays."""
 
-    name, on_gpu, mutable = "torch", False, True
+    name, on_gpu, mutable, takes_stream = "torch", False, True, True
 
     @property
     def native(self) -> Native:
@@ -253,7 +262,7 @@ class TorchCpuFamily:
 class JaxFamily:
     """JAX arrays, through DLPack, which also orders the streams. They cannot be written to."""
 
-    name, mutable = "jax", False
+    name, mutable, takes_stream = "jax", False, False
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -274,7 +283,7 @@ class JaxFamily:
 class DlpackFamily:
     """GPU arrays of any other library with DLPack: results are CuPy arrays."""
 
-    name, on_gpu, mutable = "dlpack", True, True
+    name, on_gpu, mutable, takes_stream = "dlpack", True, True, False
 
     @property
     def native(self) -> Native:
@@ -408,13 +417,13 @@ def stream_handle(stream: Any) -> int:
     raise ArgumentError(explain("stream", repr(stream), "a raw handle or a stream of CuPy, PyTorch or cuda.core"))
 
 
+def check_stream(family: Family, stream: Any) -> None:
+    """Raise ArgumentError if a stream is named that the arrays would not be ordered with."""
+    if stream is not None and not family.takes_stream:
+        remedy = "make it CuPy's current stream instead: DLPack orders the arrays with that one"
+        raise ArgumentError(explain("stream", repr(stream), f"None for {family.name} arrays", remedy))
+
+
 def cupy_family() -> CupyFamily:
     """CuPy's family, for memory of our own."""
     return _cupy_family()
-
-
-def to_gpu(x: np.ndarray[Any, Any]) -> Any:
-    """A copy of a host array on the current GPU, as a CuPy array."""
-    import cupy
-
-    return cupy.asarray(x)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers beside the tests
 
 from mla_cupy.runtime import device
 

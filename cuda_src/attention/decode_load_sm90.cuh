@@ -51,9 +51,9 @@ MLA_DEVICE void run_query_role(Block& block, i32 thread) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// A tile of 64 tokens is fetched in boxes of gcd(page_size, 64) tokens, each within one page. The warp looks up 64 boxes
-// at a time, two a lane, and the lane that knows a box fetches it. The pages of the next 64 boxes are read from the
-// block table while the present ones are fetched, so that their latency is hidden.
+// A tile of 64 tokens is fetched in boxes of gcd(page_size, 64) tokens, each within one page. The warp looks up 64
+// boxes at a time, two a lane, and the lane that knows a box fetches it. The pages of the next 64 boxes are read from
+// the block table while the present ones are fetched, so that their latency is hidden.
 //
 // Past the request's end nothing is looked up, and a page outside the pool is not read: such a box lies outside the
 // tensor, where TMA writes zeros.
@@ -66,7 +66,8 @@ struct BoxWindow {
 };
 
 // `first_token` of the window; boxes are `rows` tokens each.
-MLA_DEVICE BoxWindow look_up(const DenseDecodeParams& p, const Fragment& fragment, i32 first_token, i32 rows, i32 lane) {
+MLA_DEVICE BoxWindow look_up(const DenseDecodeParams& p, const Fragment& fragment, i32 first_token, i32 rows,
+                             i32 lane) {
     BoxWindow window;
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
@@ -112,8 +113,8 @@ MLA_DEVICE u64 present_tokens(const BoxWindow& window, const TileBoxes& boxes, i
 }
 
 // Fetches `count` panels of the tile's boxes, from panel `first` on.
-MLA_DEVICE void load_panels(Block& block, const BoxWindow& window, const TileBoxes& boxes, i32 stage, i32 rows, i32 lane,
-                            i32 first, i32 count, MBarrier& full) {
+MLA_DEVICE void load_panels(Block& block, const BoxWindow& window, const TileBoxes& boxes, i32 stage, i32 rows,
+                            i32 lane, i32 first, i32 count, MBarrier& full) {
     const SmemAddr tile = smem_addr(block.s.kv[stage]);
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
@@ -121,7 +122,8 @@ MLA_DEVICE void load_panels(Block& block, const BoxWindow& window, const TileBox
         if (!boxes.contains(place)) continue;
         for (i32 panel = first; panel < first + count; ++panel) {
             cp_async_bulk_tensor_4d(tile + (panel * kPanelBytes + place * rows * kPanelRowBytes), block.kv_map, full,
-                                    panel * kPanelColumns, window.offset[i], block.kv_head, window.page[i], kEvictFirst);
+                                    panel * kPanelColumns, window.offset[i], block.kv_head, window.page[i],
+                                    kEvictFirst);
         }
     }
 }

@@ -43,7 +43,8 @@ MLA_DEVICE void load_q_rope(Storage& s, Math& math, i32 thread) {
     math.q_ring.advance(0);
     const SmemAddr panel = smem_addr(s.q_rope());
 #pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) ldmatrix_x4(math.q_rope[step], panel + matrix_offset(thread, step));
+    for (i32 step = 0; step < kPanelMmaSteps; ++step)
+        ldmatrix_x4(math.q_rope[step], panel + matrix_offset(thread, step));
 }
 
 // Starts S = Q K^T of the tile in `stage`, each half as soon as it has arrived.
@@ -133,7 +134,8 @@ MLA_DEVICE void clean_values(Block& block, const Fragment& fragment, i32 tile, i
         const i32 row = first + i / kPanelChunks;
 #pragma unroll
         for (i32 panel = 0; panel < kPanelsHalf; ++panel) {
-            uint4& chunk = *reinterpret_cast<uint4*>(panels + panel * kPanelBytes + panel_offset(row, i % kPanelChunks));
+            uint4& chunk =
+                *reinterpret_cast<uint4*>(panels + panel * kPanelBytes + panel_offset(row, i % kPanelChunks));
             uint4 clean = make_uint4(0, 0, 0, 0);
             if (row < end && zero_nonfinite<Element>(clean = chunk)) block.s.unclean_request[kRight] = fragment.request;
             chunk = clean;
@@ -211,7 +213,8 @@ MLA_DEVICE void store_out_row(const Block& block, const Fragment& fragment, cons
             }
             quad_transpose(words, thread % 4);
             if (stored) {
-                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
+                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
     }

@@ -64,8 +64,7 @@ MLA_DEVICE const u16* cached_row(const DenseDecodeParams& p, i32 request, i32 kv
 }
 
 // The struct's layout for the host's own record. Members of one size stand together, so these four say it all.
-#define MLA_DECODE_FACTS()                                                                             \
-    MLA_FACT_LIST(params_layout, MLA_OFFSET(DenseDecodeParams, q_stride_b_elems),                      \
-                  MLA_OFFSET(DenseDecodeParams, b), MLA_OFFSET(DenseDecodeParams, scale_log2),         \
-                  (int)sizeof(DenseDecodeParams));                                                     \
+#define MLA_DECODE_FACTS()                                                                                          \
+    MLA_FACT_LIST(params_layout, MLA_OFFSET(DenseDecodeParams, q_stride_b_elems), MLA_OFFSET(DenseDecodeParams, b), \
+                  MLA_OFFSET(DenseDecodeParams, scale_log2), (int)sizeof(DenseDecodeParams));                       \
     MLA_FACT(tile_tokens, kTileTokens)

@@ -25,8 +25,8 @@ struct DecodeScheduleParams {
     i32 b, num_parts;
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(DecodeScheduleParams, seqlens_stride_elems), MLA_OFFSET(DecodeScheduleParams, b),
-              (int)sizeof(DecodeScheduleParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(DecodeScheduleParams, seqlens_stride_elems),
+              MLA_OFFSET(DecodeScheduleParams, b), (int)sizeof(DecodeScheduleParams));
 MLA_FACT(threads, kThreads);
 
 MLA_DEVICE i32 request_tiles(const DecodeScheduleParams& p, i32 request) {

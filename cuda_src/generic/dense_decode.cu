@@ -20,10 +20,10 @@ using Element = MLA_DTYPE;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kBlockM = kWarps;         // rows: one a warp
-constexpr i32 kTokens = kWarpThreads;   // of one step: one a lane
+constexpr i32 kBlockM = kWarps;                 // rows: one a warp
+constexpr i32 kTokens = kWarpThreads;           // of one step: one a lane
 constexpr i32 kColumns = kHeadDimV / kThreads;  // of the output, a thread: 2
-constexpr i32 kChunkElems = 8;          // 16 bytes
+constexpr i32 kChunkElems = 8;                  // 16 bytes
 // An odd number of words a row: lanes that read the same column of 32 tokens meet 32 banks.
 constexpr i32 kKeyElems = kHeadDimQk + 2;
 static_assert(kTileTokens % kTokens == 0, "a tile is a whole number of steps");
@@ -190,7 +190,8 @@ MLA_DEVICE void store_result(const Block& block, const Fragment& fragment, const
         for (i32 i = 1; i < kBlockM; ++i) {
             if (row == i) x = out[i];
         }
-        store_columns(block, fragment, block.row0 + row, threadIdx.x * kColumns, make_float2(x.x * factor, x.y * factor));
+        store_columns(block, fragment, block.row0 + row, threadIdx.x * kColumns,
+                      make_float2(x.x * factor, x.y * factor));
     }
 }
 
@@ -224,7 +225,7 @@ MLA_DEVICE void run_fragment(const Block& block, const Fragment& fragment) {
     __syncthreads();  // the next fragment may overwrite the storage
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     mla_dense_decode_generic(const __grid_constant__ DenseDecodeParams p) {
     __shared__ Storage s;
     griddepcontrol_wait();

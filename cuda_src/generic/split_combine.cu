@@ -20,10 +20,10 @@ using Element = MLA_DTYPE;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kMaxParts = 256;                          // of a schedule
-constexpr i32 kWarpColumns = 4 * kWarpThreads;          // 16 bytes of fp32 a lane
+constexpr i32 kMaxParts = 256;                           // of a schedule
+constexpr i32 kWarpColumns = 4 * kWarpThreads;           // 16 bytes of fp32 a lane
 constexpr i32 kColumnBlocks = kHeadDimV / kWarpColumns;  // 4
-constexpr i32 kMostPiecesOfWarp = 8;                    // more are merged by a block
+constexpr i32 kMostPiecesOfWarp = 8;                     // more are merged by a block
 constexpr i32 kLoadsInFlight = 4;
 static_assert(kThreads >= kMaxParts, "one thread looks at one part, or at one piece's lse");
 
@@ -35,7 +35,9 @@ struct SplitRequest {
     i32 request, first_part, pieces;
 
     // Slot of piece j: the first piece ended its part, every other one began its part.
-    MLA_DEVICE i32 slot(const DenseDecodeParams& p, i32 j) const { return j == 0 ? p.num_parts + first_part : first_part + j; }
+    MLA_DEVICE i32 slot(const DenseDecodeParams& p, i32 j) const {
+        return j == 0 ? p.num_parts + first_part : first_part + j;
+    }
 };
 
 struct Storage {
@@ -170,7 +172,8 @@ MLA_DEVICE void merge_row_by_warp(const DenseDecodeParams& p, const SplitRequest
         for (i32 c = 0; c < kColumnBlocks; ++c) add_weighted(columns[c], loaded[c], w);
     }
 #pragma unroll
-    for (i32 c = 0; c < kColumnBlocks; ++c) store_columns(p, split.request, row, c * kWarpColumns + 4 * lane, columns[c]);
+    for (i32 c = 0; c < kColumnBlocks; ++c)
+        store_columns(p, split.request, row, c * kWarpColumns + 4 * lane, columns[c]);
     if (lane == 0) store_lse(p, split.request, row, max_lse, sum);
 }
 
@@ -226,7 +229,8 @@ MLA_DEVICE void merge_columns_by_block(const DenseDecodeParams& p, Storage& s, c
     if (column_block == 0 && lane == 0) store_lse(p, split.request, row, max_lse, sum);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) mla_split_combine(const __grid_constant__ DenseDecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+    mla_split_combine(const __grid_constant__ DenseDecodeParams p) {
     __shared__ Storage s;
     griddepcontrol_wait();
     const SplitCounts splits = list_splits(p, s);
@@ -238,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_split_combine(const _
     const i32 units = rows * kColumnBlocks;
     for (i32 unit = blockIdx.x; unit < (splits.all - splits.few) * units; unit += gridDim.x) {
         const i32 within = unit % units;
-        merge_columns_by_block(p, s, s.splits[splits.few + unit / units], within / kColumnBlocks, within % kColumnBlocks);
+        merge_columns_by_block(p, s, s.splits[splits.few + unit / units], within / kColumnBlocks,
+                               within % kColumnBlocks);
     }
 }

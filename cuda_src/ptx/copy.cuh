@@ -32,4 +32,6 @@ MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
 MLA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Brings a line into L2.
-MLA_DEVICE void prefetch_global_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
+MLA_DEVICE void prefetch_global_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}

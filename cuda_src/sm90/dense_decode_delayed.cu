@@ -90,7 +90,8 @@ MLA_DEVICE void run_right(Block& block, Math& math, const Fragment& fragment, i3
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_dense_decode_sm90_delayed(const __grid_constant__ DenseDecodeParams p, const __grid_constant__ TensorMap kv_map) {
+    mla_dense_decode_sm90_delayed(const __grid_constant__ DenseDecodeParams p,
+                                  const __grid_constant__ TensorMap kv_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     Block block(p, kv_map, s);

@@ -4,7 +4,8 @@
 
 constexpr i32 kFragmentRows = 2;  // a thread holds elements of two rows, eight apart
 
-// Row of d[i] is fragment_row(thread) + 8 * fragment_half(i); column is 8 * (i / 4) + fragment_column(thread) + (i & 1).
+// Row of d[i] is fragment_row(thread) + 8 * fragment_half(i); column is 8 * (i / 4) + fragment_column(thread) + (i &
+// 1).
 MLA_DEVICE i32 fragment_row(i32 thread) { return (thread / kWarpThreads) * 16 + (thread % kWarpThreads) / 4; }
 MLA_DEVICE i32 fragment_column(i32 thread) { return (thread % 4) * 2; }
 MLA_DEVICE constexpr i32 fragment_half(i32 i) { return (i / 2) & 1; }

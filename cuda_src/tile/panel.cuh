@@ -10,9 +10,9 @@ constexpr i32 kPanelRows = 64;
 constexpr i32 kPanelColumns = 64;
 constexpr u32 kPanelRowBytes = 128;
 constexpr u32 kPanelBytes = kPanelRows * kPanelRowBytes;
-constexpr i32 kPanelChunks = 8;       // of 16 bytes in a row
+constexpr i32 kPanelChunks = 8;          // of 16 bytes in a row
 constexpr u32 kSwizzleAtomBytes = 1024;  // 8 rows: a panel must start at a multiple of it
-constexpr i32 kMmaK = 16;             // depth of one wgmma of 16-bit elements
+constexpr i32 kMmaK = 16;                // depth of one wgmma of 16-bit elements
 constexpr i32 kPanelMmaSteps = kPanelColumns / kMmaK;
 
 // Byte offset of 16-byte chunk `chunk` of row `row`.

@@ -8,7 +8,7 @@ from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, any_arch
 from mla_cupy.runtime.device import DeviceInfo
 
 BLOCK_M = 8
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = 2
 
 SPEC = KernelSpec(
     "dense_decode_generic",

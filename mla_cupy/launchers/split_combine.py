@@ -6,7 +6,7 @@ from mla_cupy.launchers import decode_problem
 from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, any_arch
 from mla_cupy.runtime.device import DeviceInfo
 
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = 3
 
 SPEC = KernelSpec(
     "split_combine",

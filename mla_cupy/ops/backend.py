@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,20 @@ def rounded(results: tuple[Any, Any], out_dtype: str) -> list[np.ndarray[Any, An
         return [formats.round_to(out, out_dtype).astype(dtype), lse.astype(np.float32)]
 
 
+def sent(inputs: Iterable[Any], device: int | None, stream: Any) -> list[Any]:
+    """NumPy arrays as CuPy arrays on a device (None: the current one), made on the stream that will read them."""
+    cupy = arrays.cupy_family()
+    device = cupy.current_device() if device is None else device
+    return [cupy.from_numpy(x, device, _handle(device, stream)) for x in inputs]
+
+
 def fetched(results: tuple[Any, Any], stream: Any) -> list[np.ndarray[Any, Any]]:
     """CuPy results as NumPy arrays, once `stream` has made them."""
-    cupy = arrays.cupy_family()
-    handle = cupy.current_stream(cupy.current_device()) if stream is None else arrays.stream_handle(stream)
-    return [cupy.to_numpy(x, handle) for x in results]
+    return [arrays.cupy_family().to_numpy(x, _handle(x.device.id, stream)) for x in results]
+
+
+def _handle(device: int, stream: Any) -> int:
+    return arrays.cupy_family().current_stream(device) if stream is None else arrays.stream_handle(stream)
 
 
 def deliver(results: list[np.ndarray[Any, Any]], given: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -112,7 +112,7 @@ def mla_decode(
     >>> q = np.ones((1, 1, 16, 576), np.float16)
     >>> cache = np.ones((4, 64, 576), np.float16)
     >>> out, lse = mla_cupy.mla_decode(q, cache, np.array([[2, 0]], np.int32), np.array([100], np.int32))
-    >>> out.shape, float(out[0, 0, 0, 0]), float(lse[0, 0, 0].round(3))
+    >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
     choices = (d_v, scale, causal, out_dtype, lse_base, empty_lse, variant)
@@ -128,6 +128,7 @@ def mla_decode(
     )
     if not family.mutable and (out is not None or lse is not None):
         raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
+    arrays.check_stream(family, stream)
     check_scalars(d_v, scale, lse_base)
     check_empty_lse(empty_lse)
     check_variant(variant)
@@ -261,7 +262,7 @@ def _decode_on_host(
     if not backend.use_gpu():
         return backend.deliver(_decode_by_oracle(native, arguments, options, plan, check), given)
     out_dtype = _check(native, arguments, options).out_dtype
-    q, kv_cache, block_table, seqlens = (arrays.to_gpu(x) for x in arguments[:4])
+    q, kv_cache, block_table, seqlens = backend.sent(arguments[:4], plan.device if plan else None, stream)
     on_gpu = _Arguments(q, kv_cache, block_table, seqlens, None, None)
     options = options._replace(out_dtype=out_dtype)
     results = _decode_on_gpu(arrays.cupy_family(), on_gpu, options, plan, check, stream)

@@ -13,7 +13,8 @@ from mla_cupy.launchers.decode_problem import HEAD_DIM_QK, HEAD_DIM_V
 
 HALF_TYPES = ("bfloat16", "float16")
 _TMA_BYTES = 16
-_MOST_INT32 = 2**31 - 1
+MOST_TOKENS = 2**31 - 64
+"""Of a sequence: the kernels count tokens in int32, in tiles of 64."""
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
 """What float32 can hold, also when it is multiplied by log2(e)."""
@@ -58,9 +59,10 @@ def check_inputs(q: View, kv: View, table: View, seqlens: View) -> View:
             raise DeviceError(explain(f"{argument}'s device", view.device, f"{q.device}, like q", "move it"))
     if kv.device != q.device:
         raise DeviceError(explain("kv_cache's device", kv.device, f"{q.device}, like q", "move it"))
-    if table.shape[1] * page_size > _MOST_INT32:
-        remedy = "shorten block_table"
-        raise ShapeError(explain("max_pages * page_size", table.shape[1] * page_size, "less than 2^31 tokens", remedy))
+    tokens = table.shape[1] * page_size
+    if tokens > MOST_TOKENS:
+        expected = f"at most {MOST_TOKENS} = 2^31 - 64"
+        raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
     return kv
 
 

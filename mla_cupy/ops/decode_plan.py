@@ -12,7 +12,7 @@ from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, S
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
 from mla_cupy.launchers.decode_sequence import DecodeSequence, DecodeSizes, PreparedAttention, check_variant, sequence
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import HALF_TYPES
+from mla_cupy.ops.decode_checks import HALF_TYPES, MOST_TOKENS
 
 
 class _LastCall(threading.local):
@@ -94,8 +94,9 @@ class DecodePlan:
             If `seqlens` does not fit the plan.
         """
         family = arrays.family_of(seqlens, "seqlens")
-        native = family.native
-        lengths = native.view(family.adopt(seqlens))
+        arrays.check_stream(family, stream)
+        native, lent = family.native, family.adopt(seqlens)
+        lengths = native.view(lent)
         if len(lengths.shape) != 1:
             raise ShapeError(explain("seqlens.shape", lengths.shape, "(b,)"))
         if lengths.dtype != "int32":
@@ -105,9 +106,8 @@ class DecodePlan:
             raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={self._most.b}", "make a larger plan"))
         if self._kernels is not None:
             if not family.on_gpu:
-                seqlens = arrays.to_gpu(seqlens)
-                native = arrays.cupy_family()
-                lengths = native.view(seqlens)
+                native, (lent,) = arrays.cupy_family(), backend.sent([lent], self.device, stream)
+                lengths = native.view(lent)
             if lengths.device != self.device:
                 raise DeviceError(explain("seqlens' device", lengths.device, f"{self.device}, the plan's"))
             handle = native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
@@ -122,7 +122,11 @@ class DecodePlan:
         The checks of the last call hold for this one, since everything that they look at is the same.
         """
         last = self._last
-        if options != last.options or self._scheduled_b != last.b or not last.prepared.is_current():
+        try:
+            same = options == last.options and self._scheduled_b == last.b and last.prepared.is_current()
+        except ValueError:  # an option that is an array: the checks have words for it
+            return None
+        if not same:
             return None
         peek, kind = last.peek, last.kind
         addresses: list[int] = []
@@ -252,8 +256,10 @@ def plan_decode(
             raise ArgumentError(explain(argument, value, "an integer of at least 1"))
     if h_q % h_kv:
         raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
-    if max_pages * page_size >= 2**31:
-        raise ArgumentError(explain("max_pages * page_size", max_pages * page_size, "less than 2^31 tokens"))
+    if max_pages * page_size > MOST_TOKENS:
+        raise ArgumentError(
+            explain("max_pages * page_size", max_pages * page_size, f"at most {MOST_TOKENS} = 2^31 - 64")
+        )
     check_variant(variant)
     problem = DecodeProblem(s_q, h_q, h_kv, _dtype_name(dtype))
     most = DecodeSizes(max_b, 0, page_size, max_pages)

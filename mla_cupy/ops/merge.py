@@ -75,13 +75,15 @@ def merge_states(
     family = arrays.common_family({"outs": outs, "lses": lses, "out": out, "lse": lse})
     if not family.mutable and (out is not None or lse is not None):
         raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
+    arrays.check_stream(family, stream)
     lent = _Arguments(*(None if x is None else family.adopt(x) for x in (outs, lses, out, lse)))
     dtype = _check(family.native, lent, out_dtype, lse_base)
     options = _Options(dtype, lse_base, check_empty_lse(empty_lse), stream)
     if family.on_gpu:
         results = _merge_on_gpu(family.native, lent, options)
     elif backend.use_gpu():
-        on_gpu = _Arguments(arrays.to_gpu(lent.outs), arrays.to_gpu(lent.lses), None, None)
+        sent_outs, sent_lses = backend.sent(lent[:2], None, stream)
+        on_gpu = _Arguments(sent_outs, sent_lses, None, None)
         fetched = backend.fetched(_merge_on_gpu(arrays.cupy_family(), on_gpu, options), stream)
         results = backend.deliver(fetched, lent[2:])
     else:

@@ -199,8 +199,10 @@ def _lock(descriptor: int) -> None:
 
 
 def _user_cache() -> Path:
-    import platformdirs
-
+    try:
+        import platformdirs
+    except ImportError:  # a source tree without its dependencies: what platformdirs says on Linux
+        return Path(env.user_cache_home()) / "mla_cupy"
     return Path(platformdirs.user_cache_dir("mla_cupy", appauthor=False))
 
 

@@ -98,3 +98,8 @@ def gpus_hidden() -> bool:
     """Whether CUDA_VISIBLE_DEVICES hides every GPU from this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and visible.strip() in ("", "-1")
+
+
+def user_cache_home() -> str:
+    """Where the user's caches are, by the rules of the desktop."""
+    return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")

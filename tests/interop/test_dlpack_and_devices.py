@@ -10,7 +10,7 @@ import mla_cupy
 from mla_cupy import DeviceError
 from mla_cupy.runtime import device
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.calls import assert_same, on_host, plan_of
+from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check

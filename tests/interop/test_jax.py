@@ -9,7 +9,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import DTypeError, reference
-from tests.ops.calls import assert_same, oracle, plan_of
+from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check

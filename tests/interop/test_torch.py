@@ -10,7 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import DeviceError, DTypeError
-from tests.ops.calls import Array, assert_same, oracle, plan_of
+from tests.support.calls import Array, assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check

@@ -15,8 +15,8 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DeviceError, DTypeError, MlaError, PlanError, ShapeError, UnsupportedDeviceError
 from mla_cupy.ops import backend
-from tests.ops.calls import no_launch
 from tests.ops.conftest import Recorder
+from tests.support.calls import no_launch
 from tests.support.gpu import upload
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

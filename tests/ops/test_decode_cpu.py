@@ -13,7 +13,7 @@ import mla_cupy
 from mla_cupy import UnsupportedDeviceError, formats
 from mla_cupy.ops import backend
 from mla_cupy.runtime import device
-from tests.ops.calls import assert_same, oracle, plan_of
+from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, make
 
 SMALL = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16, h_kv=2)

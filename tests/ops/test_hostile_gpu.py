@@ -12,7 +12,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
+from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload, uploaded
 from tests.support.tolerance import check

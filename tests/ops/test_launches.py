@@ -11,8 +11,8 @@ import pytest
 import mla_cupy
 from mla_cupy import KernelNotBuiltError, PlanError, ShapeError
 from mla_cupy.launchers.decode_sequence import KERNELS, configure
-from tests.ops.calls import plan_of
 from tests.ops.conftest import H200, Launched, Recorder
+from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 
 CASE = DecodeCase(b=3, s_q=2, h_q=8, h_kv=2, page_size=32, seqlens="ragged-100")

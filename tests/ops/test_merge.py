@@ -10,7 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import formats, reference
-from tests.ops.calls import Array, assert_same, on_host
+from tests.support.calls import Array, assert_same, on_host
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload, uploaded
 

@@ -12,7 +12,7 @@ from mla_cupy import KernelNotBuiltError
 from mla_cupy.launchers import decode_sequence
 from mla_cupy.runtime import kernels
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
+from tests.support.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check

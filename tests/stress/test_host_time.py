@@ -10,7 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.calls import plan_of
+from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import uploaded
 

@@ -12,7 +12,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
+from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check
@@ -165,7 +165,7 @@ def test_inputs_written_on_the_stream_before_the_call_are_seen(
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         late = tuple(cupy.zeros_like(x) for x in arguments)
-        block_stream(stream, 0.1)
+        block_stream(stream, 0.5)
         for target, source in zip(late, arguments, strict=True):
             target[...] = source
         result = mla_cupy.mla_decode(*late, variant=variant)
