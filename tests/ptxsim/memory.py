@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 try:
@@ -11,12 +13,28 @@ except ImportError:  # NumPy 1.x
 
 from .errors import MemoryFault
 
-GENERIC_BASE = {"global": 0, "const": 0x7C << 40, "param": 0x7D << 40, "local": 0x7E << 40, "shared": 0x7F << 40}
+_FIRST = 0x10001
+GENERIC_BASE = {
+    "global": 0,
+    "const": _FIRST << 40,
+    "param": (_FIRST + 1) << 40,
+    "local": (_FIRST + 2) << 40,
+    "shared": (_FIRST + 3) << 40,
+}
 """Where each state space lies in the generic address space (global addresses are below all of them)."""
 
+FIRST_WINDOW = GENERIC_BASE["const"]
+"""Addresses below this are global."""
+
 _TOPS = {base >> 40: space for space, base in GENERIC_BASE.items() if base}
+DEVICE_BASE = 1 << 48
+"""Mapped arrays lie from here on, above every address of the host."""
+
 BUFFER_SHIFT = 36
-"""Host arrays are 2**36 bytes apart, so that an address names its array."""
+"""Mapped arrays are 2**36 bytes apart, so that an address names its array."""
+
+_NEAR = 4096
+"""An address this close behind a registered array is reported as out of that array's bounds."""
 
 SHARED_RESERVED = 1024
 """Bytes at the bottom of every block's shared window that belong to the system."""
@@ -64,6 +82,7 @@ class Memory:
         self.buffers: dict[int, Buffer] = {}
         self._known: dict[tuple, tuple[int, np.ndarray]] = {}
         self._free: list[int] = []
+        self._host: list[tuple[int, Buffer]] = []
 
     def map(self, array: np.ndarray, name: str = "") -> int:
         """Register an array and return its device address.
@@ -85,22 +104,48 @@ class Memory:
         if key in self._known:
             return self._known[key][0]
         index = self._free.pop() if self._free else len(self.buffers) + 1
-        if array.size == 0:
-            flat = np.empty(0, np.uint8)
-        elif array.flags.c_contiguous:
-            flat = array.reshape(-1).view(np.uint8)
-        else:
-            flat = _window(array, start, stop)
-        base = index << BUFFER_SHIFT
-        if base >= GENERIC_BASE["const"]:
+        flat = _flat(array, start, stop)
+        base = DEVICE_BASE + (index << BUFFER_SHIFT)
+        if base >= FIRST_WINDOW:
             raise MemoryFault("too many arrays are mapped")
         self.buffers[index] = Buffer(flat, base, name or f"array {index} {array.dtype}{list(array.shape)}")
         self._known[key] = (base, array)
         return base
 
+    def register(self, array: np.ndarray, name: str = "") -> int:
+        """Make an array's bytes reachable at their own host address, and return it.
+
+        For callers that already hold pointers: what a kernel's parameters carry may then be plain host addresses.
+        Registered arrays must not overlap in part; one that lies inside another is found through the outer one. A view
+        that does not start on 16 bytes is registered with the whole array that owns its memory.
+        """
+        start, stop = byte_bounds(array)
+        wanted = start
+        if start % 16:
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            start, stop = byte_bounds(array)
+            if start % 16:
+                raise MemoryFault(f"an array at {start:#x} cannot be registered: it does not start on 16 bytes")
+        covering = self.find(start)
+        if covering is not None and stop <= covering.base + covering.size:
+            return wanted
+        buffer = Buffer(
+            _flat(array, start, stop), start, name or f"array at {start:#x} {array.dtype}{list(array.shape)}"
+        )
+        self._host = [entry for entry in self._host if not (start <= entry[0] < stop)]
+        bisect.insort(self._host, (start, buffer), key=lambda entry: entry[0])
+        return wanted
+
     def unmap(self, address: int) -> None:
-        """Forget the array mapped at an address (the memory holds arrays alive, and at most 1,983 of them)."""
-        index = address >> BUFFER_SHIFT
+        """Forget the array mapped or registered at an address (the memory holds arrays alive)."""
+        if address < DEVICE_BASE:
+            kept = [entry for entry in self._host if entry[0] != address]
+            if len(kept) == len(self._host):
+                raise MemoryFault(f"no array is registered at {address:#x}")
+            self._host = kept
+            return
+        index = (address - DEVICE_BASE) >> BUFFER_SHIFT
         if self.buffers.get(index) is None or self.buffers[index].base != address:
             raise MemoryFault(f"no array is mapped at {address:#x}")
         del self.buffers[index]
@@ -109,7 +154,13 @@ class Memory:
 
     def find(self, address: int) -> Buffer | None:
         """Return the buffer that an address belongs to (it may still be out of its bounds)."""
-        return self.buffers.get(address >> BUFFER_SHIFT)
+        if address >= DEVICE_BASE:
+            return self.buffers.get((address - DEVICE_BASE) >> BUFFER_SHIFT)
+        place = bisect.bisect_right(self._host, address, key=lambda entry: entry[0]) - 1
+        if place < 0:
+            return None
+        buffer = self._host[place][1]
+        return buffer if address < buffer.base + buffer.size + _NEAR else None
 
     def slice(self, address: int, size: int, write: bool = False) -> np.ndarray:
         """Return bytes of global memory, checking bounds."""
@@ -122,6 +173,15 @@ class Memory:
         if write and not buffer.writable:
             raise MemoryFault(f"write to read-only {buffer.name}")
         return buffer.bytes[offset : offset + size]
+
+
+def _flat(array: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Return an array's bytes from its first to its last element."""
+    if array.size == 0:
+        return np.empty(0, np.uint8)
+    if array.flags.c_contiguous:
+        return array.reshape(-1).view(np.uint8)
+    return _window(array, start, stop)
 
 
 def _window(array: np.ndarray, start: int, stop: int) -> np.ndarray:

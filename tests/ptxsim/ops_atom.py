@@ -162,7 +162,7 @@ def _global(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
         buffer, offset = _locate(W, ins, a, L, width * count)
         view, index = buffer.view(code), offset >> shift
         if int(index.max()) + count > len(view):
-            if _several_buffers(a):
+            if _several_buffers(W, a, buffer):
                 return by_buffer(W, L, a, run, values, 2 * count if want else 0)
             W.out_of_bounds(ins, buffer, offset, width * count, L)
         if not buffer.writable:

@@ -9,7 +9,7 @@ import numpy as np
 from .cfg import VIEWS
 from .codegen import Codegen
 from .ir import SINK, TYPE_BITS, Addr, Instr, Sym, Vec
-from .memory import BUFFER_SHIFT, GENERIC_BASE, INIT_ONES, space_of
+from .memory import FIRST_WINDOW, GENERIC_BASE, INIT_ONES, space_of
 from .registry import Mods, op
 
 _CACHE_HINTS = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
@@ -132,7 +132,7 @@ def by_space(
     if qa is not None:
         W.poisoned(qa, ins, "an address", L)
     tops = a >> np.uint64(40)
-    if np.count_nonzero(tops != tops[0]) == 0 or tops.max() < 0x7C:
+    if np.count_nonzero(tops != tops[0]) == 0 or int(a.max()) < FIRST_WINDOW:
         space = space_of(int(a[0]))
         local = a if space == "global" else a - np.uint64(GENERIC_BASE[space])
         if space == "shared":
@@ -258,27 +258,28 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
 
 def _locate(W: Ctx, ins: Instr, a: np.ndarray, L: object, size: int) -> tuple:
     """Return the buffer of lane 0 and the byte offsets of all lanes in it; misalignment is an error."""
-    buffer = W.memory.buffers.get(int(a[0]) >> BUFFER_SHIFT)
+    buffer = W.memory.find(int(a[0]))
     if buffer is None:
         W.unmapped(ins, a, L)
     offset = a - np.uint64(buffer.base)
-    if size > 1 and np.count_nonzero(offset & np.uint64(size - 1)):
+    if size > 1 and np.count_nonzero(a & np.uint64(size - 1)):
         W.misaligned(ins, a, size, L)
     return buffer, offset
 
 
-def _several_buffers(a: np.ndarray) -> bool:
-    top = a >> np.uint64(BUFFER_SHIFT)
-    return bool(np.count_nonzero(top != top[0]))
+def _several_buffers(W: Ctx, a: np.ndarray, buffer: object) -> bool:
+    """Tell whether lanes outside one buffer are in another."""
+    outside = (a < np.uint64(buffer.base)) | (a >= np.uint64(buffer.base + buffer.size))
+    return any(W.memory.find(int(x)) not in (None, buffer) for x in a[outside])
 
 
 def by_buffer(W: Ctx, L: object, a: np.ndarray, function: Callable, extra: tuple, outputs: int) -> tuple | None:
     """Run an access once per buffer and merge the results."""
     lanes = np.arange(32) if L is None else L
-    tops = a >> np.uint64(BUFFER_SHIFT)
+    owners = [id(W.memory.find(int(x))) for x in a]
     results: list = [None] * outputs
-    for top in np.unique(tops):
-        pick = tops == top
+    for owner in dict.fromkeys(owners):
+        pick = np.array([each == owner for each in owners])
         given = [None if x is None else x[pick] for x in extra]
         part = function(W, lanes[pick], a[pick], None, *given)
         for k in range(0, outputs, 2):
@@ -299,7 +300,7 @@ def _load_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
         index = offset >> shift
         view = buffer.view(code)
         if index.max() + np.uint64(count) > len(view):
-            if _several_buffers(a):
+            if _several_buffers(W, a, buffer):
                 return by_buffer(W, L, a, load, (), 2 * count)
             W.out_of_bounds(ins, buffer, offset, width * count, L)
         out = []
@@ -330,7 +331,7 @@ def _store_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
         index = offset >> shift
         view = buffer.view(code)
         if index.max() + np.uint64(count) > len(view):
-            if _several_buffers(a):
+            if _several_buffers(W, a, buffer):
                 return by_buffer(W, L, a, store, values, 0)
             W.out_of_bounds(ins, buffer, offset, width * count, L)
         if not buffer.writable:

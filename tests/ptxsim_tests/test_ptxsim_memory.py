@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (CUDA lines are kept whole)
 """Global memory: addresses of arrays and views, structs that hold addresses, forgetting arrays."""
 
 from __future__ import annotations
@@ -68,3 +69,38 @@ def test_struct_of_addresses_and_shared_memory_between_modules() -> None:
     index[1] = 8
     with pytest.raises(ptxsim.MemoryFault, match="out of bounds"):
         first.launch("take", 1, 32, [record, y])
+
+
+def test_registered_arrays_keep_their_host_address() -> None:
+    memory = ptxsim.Memory()
+    module = ptxsim.Module(ptx_compile.compile_ptx(SOURCE), memory=memory)
+    x, index, y = np.arange(8, dtype="f4") * 3, np.array([5, 0, 7], "i4"), np.zeros(3, "f4")
+    for array in (x, index, y):
+        assert memory.register(array) == array.ctypes.data
+    assert memory.register(x[2:4]) == x.ctypes.data + 8
+    record = np.zeros((), [("x", "u8"), ("n", "i8"), ("index", "u8")])
+    record["x"], record["n"], record["index"] = x.ctypes.data, 3, index.ctypes.data
+    module.launch("take", 1, 32, [record, y.ctypes.data])
+    assert y.tolist() == [15, 0, 21]
+    index[0] = 8
+    with pytest.raises(ptxsim.MemoryFault, match=r"out of bounds|in no array"):
+        module.launch("take", 1, 32, [record, y.ctypes.data])
+    whole = np.zeros(64, "u1")
+    odd = whole[(-whole.ctypes.data) % 16 + 8 :][:16]
+    assert memory.register(odd) == odd.ctypes.data
+    assert memory.find(whole.ctypes.data) is memory.find(odd.ctypes.data)
+    memory.unmap(y.ctypes.data)
+    index[0] = 0
+    with pytest.raises(ptxsim.MemoryFault):
+        module.launch("take", 1, 32, [record, y.ctypes.data])
+
+
+def test_lanes_in_different_arrays() -> None:
+    text = r"""extern "C" __global__ void both(int *const *p, int *out) { out[threadIdx.x] = *p[threadIdx.x]; *p[threadIdx.x] = -1; atomicAdd(p[threadIdx.x], 3); }"""
+    module = ptxsim.Module(ptx_compile.compile_ptx(text))
+    arrays = [np.array([10 * i], "i4") for i in range(8)]
+    addresses = [module.memory.map(a) if i % 2 else module.memory.register(a) for i, a in enumerate(arrays)]
+    out = np.zeros(8, "i4")
+    module.launch("both", 1, 8, [np.array(addresses, "u8"), out])
+    assert out.tolist() == [10 * i for i in range(8)]
+    assert [int(a[0]) for a in arrays] == [2] * 8
