@@ -88,6 +88,10 @@ class Module:
         """Names of the entry functions."""
         return [f.name for f in self.ir.functions.values() if f.entry]
 
+    def parameter_sizes(self, name: str) -> list[int]:
+        """Return the bytes of each parameter of a kernel, in order."""
+        return [param.size for param in self.program(name).function.params]
+
     def program(self, name: str) -> Program:
         """Return a kernel, lowered and checked for unknown instructions."""
         if name not in self._programs:

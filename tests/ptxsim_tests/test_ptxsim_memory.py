@@ -61,6 +61,7 @@ def test_struct_of_addresses_and_shared_memory_between_modules() -> None:
     x, index, y = np.arange(8, dtype="f4") * 3, np.array([5, 0, 7], "i4"), np.zeros(3, "f4")
     record = np.zeros((), [("x", "u8"), ("n", "i8"), ("index", "u8")])
     record["x"], record["n"], record["index"] = memory.map(x), 3, memory.map(index)
+    assert first.parameter_sizes("take") == [24, 8]
     first.launch("take", 1, 32, [record, y])
     assert y.tolist() == [15, 0, 21]
     y[:] = 0
