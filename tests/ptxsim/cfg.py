@@ -1,0 +1,164 @@
+"""Basic blocks, liveness and the storage type of every register."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from .errors import UnknownInstruction
+from .ir import TYPE_BITS, Instr, Reg, Sym, operand_regs
+from .lower import Lowered
+from .registry import OPS, unknown
+
+VIEWS = {
+    "pred": "b1",
+    "f16": "f2",
+    "bf16": "u2",
+    "f32": "f4",
+    "f64": "f8",
+    **{f"{k}{n}": f"{'i' if k == 's' else 'u'}{n // 8}" for k in "usb" for n in (8, 16, 32, 64)},
+    **dict.fromkeys(("f16x2", "bf16x2", "u16x2", "s16x2", "tf32"), "u4"),
+    "f32x2": "u8",
+    "b128": "q",
+}
+"""NumPy type code in which values of a PTX type are computed."""
+
+
+class Block:
+    """A straight run of instructions; ``solo`` blocks hold one instruction that may park the fragment."""
+
+    __slots__ = ("fall", "gather", "index", "instrs", "live_in", "live_out", "solo", "start", "succ")
+
+    def __init__(self, index: int, start: int, instrs: list[Instr]) -> None:
+        self.index, self.start, self.instrs = index, start, instrs
+        self.solo = False
+        self.gather: Instr | None = None
+        self.succ: list[int] = []
+        self.fall = index + 1
+        self.live_in: set[int] = set()
+        self.live_out: set[int] = set()
+
+
+def uses_defs(ins: Instr) -> tuple[list[Reg], list[Reg]]:
+    """Return the registers an instruction reads and writes."""
+    spec = OPS[ins.op]
+    count = spec.dst_count(ins)
+    defs = [r for arg in ins.args[:count] for r in operand_regs(arg)]
+    uses = [r for arg in ins.args[count:] for r in operand_regs(arg)]
+    if spec.reads_dst:
+        uses += defs
+    if ins.guard is not None:
+        uses = [*uses, ins.guard, *defs]
+    return uses, defs
+
+
+class Cfg:
+    """The control-flow graph of one kernel."""
+
+    def __init__(self, code: Lowered) -> None:
+        self.code = code
+        for ins in code.instrs:
+            if ins.op not in OPS:
+                raise unknown(code.name, ins, "no such opcode in the simulator")
+        self.blocks = self._split()
+        self._edges()
+        self._liveness()
+        self.storage = self._storage()
+
+    def _split(self) -> list[Block]:
+        instrs = self.code.instrs
+        leaders = {0, *self.code.labels.values()}
+        gather = {}
+        for position, ins in enumerate(instrs):
+            spec = OPS[ins.op]
+            if spec.kind in ("sync", "direct"):
+                leaders |= {position, position + 1}
+            elif spec.kind == "term":
+                leaders.add(position + 1)
+            if spec.is_collective(ins):
+                leaders.add(position)
+                gather[position] = ins
+        starts = sorted(p for p in leaders if p < len(instrs))
+        blocks = []
+        for index, (start, end) in enumerate(zip(starts, [*starts[1:], len(instrs)], strict=False)):
+            block = Block(index, start, instrs[start:end])
+            block.solo = OPS[instrs[start].op].kind in ("sync", "direct")
+            block.gather = gather.get(start)
+            blocks.append(block)
+        self.block_at = {block.start: block.index for block in blocks}
+        self.block_at[len(instrs)] = len(blocks)
+        return blocks
+
+    def target_block(self, ins: Instr) -> int:
+        """Return the block a branch goes to."""
+        label = ins.args[0]
+        if not isinstance(label, Sym) or label.name not in self.code.labels:
+            raise UnknownInstruction(
+                f"kernel {self.code.name}, line {ins.line}: branch to an unknown label: {ins.text}"
+            )
+        return self.block_at[self.code.labels[label.name]]
+
+    def _edges(self) -> None:
+        last = len(self.blocks) - 1
+        for block in self.blocks:
+            ins = block.instrs[-1]
+            falls = True
+            if ins.op == "bra":
+                block.succ.append(self.target_block(ins))
+                falls = ins.guard is not None
+            elif ins.op in ("exit", "trap"):
+                falls = ins.guard is not None
+            if falls and block.index < last:
+                block.succ.append(block.index + 1)
+
+    def _liveness(self) -> None:
+        gen, kill = [], []
+        for block in self.blocks:
+            used: set[int] = set()
+            defined: set[int] = set()
+            for ins in block.instrs:
+                uses, defs = uses_defs(ins)
+                used.update(r.index for r in uses if r.index not in defined)
+                if ins.guard is None:
+                    defined.update(r.index for r in defs)
+            gen.append(used)
+            kill.append(defined)
+        preds: dict[int, list[int]] = defaultdict(list)
+        for block in self.blocks:
+            for succ in block.succ:
+                preds[succ].append(block.index)
+        work = list(range(len(self.blocks)))
+        queued = set(work)
+        while work:
+            index = work.pop()
+            queued.discard(index)
+            block = self.blocks[index]
+            block.live_out = set().union(*(self.blocks[s].live_in for s in block.succ)) if block.succ else set()
+            live_in = gen[index] | (block.live_out - kill[index])
+            if live_in != block.live_in:
+                block.live_in = live_in
+                for pred in preds[index]:
+                    if pred not in queued:
+                        queued.add(pred)
+                        work.append(pred)
+
+    def _storage(self) -> list[str]:
+        """Choose per register the array type in which its users mostly want it, among those of its width."""
+        votes: dict[int, Counter] = defaultdict(Counter)
+        for ins in self.code.instrs:
+            types = [m for m in ins.mods if m in TYPE_BITS]
+            if not types:
+                continue
+            uses, defs = uses_defs(ins)
+            for reg in {*uses, *defs}:
+                for name in {types[0], types[-1]}:
+                    if TYPE_BITS[name] == reg.bits and name != "pred" and name[0] != "b":
+                        votes[reg.index][VIEWS[name]] += 1
+        storage = []
+        for reg in self.code.regs:
+            if reg.type == "pred":
+                storage.append("b1")
+            elif votes[reg.index]:
+                storage.append(votes[reg.index].most_common(1)[0][0])
+            else:
+                storage.append(VIEWS[reg.type])
+        return storage

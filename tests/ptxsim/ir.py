@@ -1,0 +1,196 @@
+"""The intermediate form of PTX: operands, instructions, symbols and functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+TYPE_BITS = {
+    "pred": 1,
+    **{f"{k}{n}": n for k in "usb" for n in (8, 16, 32, 64)},
+    "f16": 16,
+    "bf16": 16,
+    "f16x2": 32,
+    "bf16x2": 32,
+    "u16x2": 32,
+    "s16x2": 32,
+    "tf32": 32,
+    "f32": 32,
+    "f64": 64,
+    "f32x2": 64,
+    "b128": 128,
+}
+"""Width in bits of every fundamental and packed type the simulator knows."""
+
+
+@dataclass(eq=False)
+class Reg:
+    """A virtual register: ``index`` is its slot in the register file of every warp."""
+
+    name: str
+    type: str
+    index: int
+
+    @property
+    def bits(self) -> int:
+        """Declared width in bits."""
+        return TYPE_BITS[self.type]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Imm:
+    """A literal; ``kind`` is ``int``, ``f32`` or ``f64`` (the latter two hold raw bits in ``value``)."""
+
+    value: int
+    kind: str = "int"
+
+
+@dataclass(frozen=True)
+class SReg:
+    """A special register such as ``%tid.x``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sym:
+    """The address of a variable, or the name of a function."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Addr:
+    """``[base + offset]`` with optional further parts (``[map, {coords}]``)."""
+
+    base: object
+    offset: int = 0
+    parts: tuple = ()
+
+
+@dataclass(frozen=True)
+class Vec:
+    """``{a, b, ...}``."""
+
+    items: tuple
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``d|p``: two destinations."""
+
+    first: object
+    second: object
+
+
+@dataclass(frozen=True)
+class Not:
+    """``!p``."""
+
+    reg: object
+
+
+@dataclass(frozen=True)
+class Neg:
+    """``-r`` in a source operand."""
+
+    reg: object
+
+
+class Sink:
+    """``_``: a destination that is thrown away."""
+
+    def __repr__(self) -> str:
+        return "_"
+
+
+SINK = Sink()
+
+
+@dataclass(eq=False)
+class Instr:
+    """One PTX instruction; ``mods`` is the dotted tail of the opcode, in order."""
+
+    op: str
+    mods: list[str]
+    args: list
+    line: int
+    text: str
+    guard: Reg | None = None
+    guard_neg: bool = False
+    targets: list[int] = field(default_factory=list)
+
+    @property
+    def opcode(self) -> str:
+        """The full dotted opcode."""
+        return ".".join([self.op, *self.mods])
+
+
+@dataclass(eq=False)
+class Variable:
+    """A declared variable of any state space; ``data`` is its initial image (bytes) or None."""
+
+    name: str
+    space: str
+    align: int
+    size: int
+    type: str = "b8"
+    data: bytes | None = None
+    relocs: list = field(default_factory=list)
+    offset: int = 0
+    extern: bool = False
+
+
+@dataclass(eq=False)
+class Param:
+    """A kernel or function parameter."""
+
+    name: str
+    type: str
+    align: int
+    size: int
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class Function:
+    """A parsed ``.entry`` or ``.func``: instructions in order, and label positions."""
+
+    name: str
+    entry: bool
+    params: list[Param]
+    returns: list[Param]
+    instrs: list[Instr] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    regs: list[Reg] = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    directives: dict[str, tuple] = field(default_factory=dict)
+    line: int = 0
+
+
+@dataclass(eq=False)
+class ModuleIR:
+    """A whole PTX file."""
+
+    version: str
+    target: str
+    functions: dict[str, Function]
+    variables: dict[str, Variable]
+
+
+def operand_regs(operand: object) -> list[Reg]:
+    """Return every register inside an operand, in order."""
+    if isinstance(operand, Reg):
+        return [operand]
+    if isinstance(operand, Vec):
+        return [r for item in operand.items for r in operand_regs(item)]
+    if isinstance(operand, Addr):
+        return operand_regs(operand.base) + [r for part in operand.parts for r in operand_regs(part)]
+    if isinstance(operand, Pair):
+        return operand_regs(operand.first) + operand_regs(operand.second)
+    if isinstance(operand, (Not, Neg)):
+        return operand_regs(operand.reg)
+    return []

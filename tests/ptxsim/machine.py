@@ -1,0 +1,371 @@
+"""Blocks and clusters in execution, the queue of asynchronous work, and one launch."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from .errors import DeadlockError, SimError, StepLimitError, StrictWarning, SyncError
+from .hb import Detector, Shadow
+from .memory import RANK_SHIFT, SHARED_RESERVED, Buffer, Shared
+from .sync import ClusterBarrier, MBarrier, NamedBarrier
+from .warp import Warp
+
+
+class AsyncOp:
+    """A piece of asynchronous work.
+
+    ``finish`` performs it; ``ready`` (optional) tells whether it may be performed yet; ``lazy`` work waits in late
+    mode for the instruction that waits for it, or for the moment at which nothing else can run.
+    """
+
+    __slots__ = ("finish", "lazy", "name", "ready", "start")
+
+    def __init__(self, name: str, finish: Callable[[], None], ready: Callable[[], bool] | None = None) -> None:
+        self.name, self.finish, self.ready = name, finish, ready
+        self.lazy = True
+        self.start = 0
+
+
+class Cta:
+    """One thread block."""
+
+    def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int]) -> None:
+        self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
+        self.launch = cluster.launch
+        self.program = self.launch.program
+        size = self.program.dynamic_offset + self.launch.dynamic_shared
+        self.shared = Shared(size, rank)
+        self.shared_base = np.uint32(self.shared.base)
+        self.shadow = Shadow(self.shared.size // 4) if cluster.detector else None
+        self.named: dict[int, NamedBarrier] = {}
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.tmem: object = None
+        self.warps: list[Warp] = []
+        threads = int(np.prod(self.launch.block))
+        for index in range(-(-threads // 32)):
+            self.warps.append(Warp(self, index, min(32, threads - 32 * index)))
+        self.state: dict = {}
+
+    def symbol(self, name: str) -> int:
+        """Return a variable's address."""
+        kind, offset = self.launch.locate(name)
+        return offset + self.shared.base if kind == "shared" else offset
+
+    def barrier(self, index: int) -> NamedBarrier:
+        """Return a named barrier."""
+        if index not in self.named:
+            if not 0 <= index < 16:
+                raise SyncError(f"barrier {index} does not exist (0..15)")
+            self.named[index] = NamedBarrier(self, index)
+        return self.named[index]
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether any thread has not exited."""
+        return any(w.live for w in self.warps)
+
+    def warp_exited(self, warp: Warp) -> None:
+        """Re-check barriers that wait for all live threads."""
+        for barrier in self.named.values():
+            if barrier.everyone:
+                barrier.check()
+        self.cluster.barrier.check()
+        if not self.alive:
+            self._check_exit()
+
+    def _check_exit(self) -> None:
+        if self.tmem is not None:
+            self.tmem.check_exit()
+        for warp in self.warps:
+            for key, group in warp.state.items():
+                if key[0] == "bulk" and group.waited < group.issued:
+                    text = (
+                        f"kernel {self.program.name}: block {self.ctaid} exits while bulk stores of {warp.name} lane"
+                        f" {key[1]} may still read its shared memory (no wait_group)"
+                    )
+                    if self.launch.strict:
+                        raise SyncError(text)
+                    self.launch.warn(("exit", "bulk"), text)
+        for barrier in self.named.values():
+            if barrier.arrived:
+                # Legal (the hardware drops it), but worth knowing.
+                self.launch.notes.append(f"block {self.ctaid} exits with leftovers: {barrier.state()}")
+        for barrier in self.mbarriers.values():
+            if barrier.tx:
+                raise SyncError(f"kernel {self.program.name}: block {self.ctaid} exits with {barrier.state()}")
+
+    def special_register(self, warp: Warp, name: str) -> tuple[np.ndarray, bool]:
+        """Return a special register's 32 values, and whether they never change."""
+        launch = self.launch
+        lanes = np.arange(32, dtype="u4")
+        thread = lanes + np.uint32(32 * warp.index)
+        bx, by, _ = launch.block
+        axis = "xyz".find(name[-1]) if name[-2:-1] == "." else -1
+        if name.startswith("%tid"):
+            values = (thread % bx, thread // bx % by, thread // (bx * by))
+            return values[axis].astype("u4"), True
+        if name.startswith(("%clock", "%globaltimer")):
+            wide = "u8" if name in ("%clock64", "%globaltimer") else "u4"
+            return np.full(32, launch.steps & (0xFFFFFFFFFFFFFFFF if wide == "u8" else 0xFFFFFFFF), wide), False
+        if name.startswith("%lanemask_"):
+            one = np.uint64(1)
+            wide = lanes.astype("u8")
+            masks = {
+                "eq": one << wide,
+                "lt": (one << wide) - one,
+                "le": (one << (wide + one)) - one,
+                "gt": ~((one << (wide + one)) - one),
+                "ge": ~((one << wide) - one),
+            }
+            return (masks[name[-2:]] & np.uint64(0xFFFFFFFF)).astype("u4"), True
+        if name == "%laneid":
+            return lanes, True
+        return np.full(32, self._uniform(warp, name, axis), "u8" if name == "%gridid" else "u4"), True
+
+    def _uniform(self, warp: Warp, name: str, axis: int) -> int:
+        """Return a special register that is the same in all lanes."""
+        launch, cluster = self.launch, self.launch.cluster
+        grid = launch.grid
+        blocks = tuple(g // c for g, c in zip(grid, cluster, strict=False))
+        inside = tuple(i % c for i, c in zip(self.ctaid, cluster, strict=False))
+        table = {
+            "%ntid": launch.block,
+            "%ctaid": self.ctaid,
+            "%nctaid": grid,
+            "%clusterid": tuple(i // c for i, c in zip(self.ctaid, cluster, strict=False)),
+            "%nclusterid": blocks,
+            "%cluster_ctaid": inside,
+            "%cluster_nctaid": cluster,
+        }
+        if axis >= 0 and name[:-2] in table:
+            return table[name[:-2]][axis]
+        size = self.program.dynamic_offset + launch.dynamic_shared
+        plain = {
+            "%warpid": warp.index,
+            "%nwarpid": len(self.warps),
+            "%cluster_ctarank": self.rank,
+            "%cluster_nctarank": int(np.prod(cluster)),
+            "%is_explicit_cluster": int(np.prod(cluster) > 1),
+            "%smid": self.cluster.index % 148,
+            "%nsmid": 148,
+            "%gridid": 1,
+            "%dynamic_smem_size": launch.dynamic_shared,
+            "%total_smem_size": size,
+            "%aggr_smem_size": size + SHARED_RESERVED,
+        }
+        if name not in plain:
+            raise SimError(f"special register {name} is not modelled")
+        return plain[name]
+
+
+class Cluster:
+    """The blocks of a cluster, which run together and share a race detector."""
+
+    def __init__(self, launch: object, index: int, ctaids: list[tuple[int, int, int]]) -> None:
+        self.launch, self.index = launch, index
+        self.detector = Detector(launch.strict) if launch.check else None
+        self.queues: dict[object, deque[AsyncOp]] = {}
+        self.ctas: list[Cta] = []
+        self.barrier = ClusterBarrier(self)
+        for rank, ctaid in enumerate(ctaids):
+            self.ctas.append(Cta(self, rank, ctaid))
+        self.warps = [w for cta in self.ctas for w in cta.warps]
+        self.serial = itertools.count()
+
+    def member(self, warp: Warp, ins: object, rank: int) -> Cta:
+        """Return the block of a rank; a missing or exited one is an error."""
+        if rank >= len(self.ctas):
+            warp.sync_error(ins, f"block rank {rank} does not exist in a cluster of {len(self.ctas)}")
+        cta = self.ctas[rank]
+        if not cta.alive:
+            warp.sync_error(ins, f"block rank {rank} of the cluster has already exited")
+        return cta
+
+    def submit(self, key: object, op: AsyncOp) -> None:
+        """Queue asynchronous work; work under one key finishes in order. Key None: unordered."""
+        op.start = self.launch.steps
+        if self.launch.mode == "early" and not self.queues.get(key) and (op.ready is None or op.ready()):
+            op.finish()
+            self.launch.note_async(op)
+            return
+        if key is None:
+            key = ("unordered", next(self.serial))
+        self.queues.setdefault(key, deque()).append(op)
+
+    def progress(self, key: object) -> bool:
+        """Finish the head of one queue if it is ready."""
+        queue = self.queues.get(key)
+        if not queue or (queue[0].ready is not None and not queue[0].ready()):
+            return False
+        op = queue.popleft()
+        if not queue:
+            self.queues.pop(key, None)
+        op.finish()
+        self.launch.note_async(op)
+        return True
+
+    def drain(self, key: object, until: Callable[[], bool]) -> None:
+        """Finish work of one queue, in order, until a condition holds (or it is stuck)."""
+        while not until() and self.progress(key):
+            pass
+
+    def progress_any(self, chance: float = 1.0) -> bool:
+        """Finish one ready head, chosen by the seed; with a chance below 1, maybe none."""
+        rng = self.launch.rng
+        ready = [k for k, q in self.queues.items() if q[0].ready is None or q[0].ready()]
+        if not ready or (chance < 1.0 and rng.random() > chance):
+            return False
+        return self.progress(ready[int(rng.integers(len(ready)))])
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether any block still runs."""
+        return any(cta.alive for cta in self.ctas)
+
+
+class Launch:
+    """One kernel launch: grid, memory, scheduling mode, statistics."""
+
+    def __init__(self, module: object, program: object, memory: object, params: Buffer, **options: object) -> None:
+        self.module, self.program, self.memory, self.params = module, program, memory, params
+        self.constants: Buffer = module.constants
+        self.grid, self.block, self.cluster = options["grid"], options["block"], options["cluster"]
+        self.dynamic_shared: int = options["smem"]
+        self.mode: str = options["mode"]
+        self.strict: bool = options["strict"]
+        self.check: bool = options["check"]
+        self.resident: int = options["resident"]
+        self.step_limit: int = options["max_steps"]
+        self.rng = np.random.default_rng(options["seed"])
+        self.random = self.mode == "random"
+        self.steps = 0
+        self.traffic = [0] * 8
+        self.counters: Counter = Counter()
+        self.banks = options.get("banks")
+        self.timeline = options.get("timeline")
+        self.global_races = options.get("global_races")
+        self.tmem_base: int = options.get("tmem_base", 0)
+        self.warned: set = set()
+        self.notes: list[str] = []
+        self.waiting: deque[tuple[int, list[tuple[int, int, int]]]] = deque()
+        self.clusters: list[Cluster] = []
+
+    def locate(self, name: str) -> tuple[str, int]:
+        """Return the kind of a variable and its offset or address."""
+        found = self.program.offsets.get(name) or self.module.offsets.get(name)
+        if found is None:
+            raise SimError(f"kernel {self.program.name}: symbol {name!r} is not defined")
+        return found
+
+    def warn(self, rule: tuple, text: str) -> None:
+        """Warn once per rule."""
+        if rule not in self.warned:
+            self.warned.add(rule)
+            warnings.warn(text, StrictWarning, stacklevel=2)
+
+    # ---- hooks of the timeline ---------------------------------------------------------------------------------
+    def note_park(self, warp: Warp, park: object) -> None:
+        """A fragment starts to wait."""
+        self.counters["parks"] += 1
+        if self.timeline is not None:
+            self.timeline.park(warp, park, self.steps)
+
+    def note_wake(self, warp: Warp) -> None:
+        """A fragment resumes."""
+        if self.timeline is not None:
+            self.timeline.wake(warp, self.steps)
+
+    def note_async(self, op: AsyncOp) -> None:
+        """Asynchronous work finished."""
+        self.counters["async " + op.name] += 1
+        if self.timeline is not None:
+            self.timeline.asynchronous(op, self.steps)
+
+    def note_phase(self, barrier: MBarrier) -> None:
+        """An mbarrier completed a phase."""
+        if self.timeline is not None:
+            self.timeline.phase(barrier, self.steps)
+
+    # ---- running -----------------------------------------------------------------------------------------------
+    def cluster_origins(self) -> list[list[tuple[int, int, int]]]:
+        """Return, per cluster, the coordinates of its blocks in rank order."""
+        counts = [g // c for g, c in zip(self.grid, self.cluster, strict=False)]
+        result = []
+        for z, y, x in itertools.product(*(range(n) for n in reversed(counts))):
+            origin = [i * c for i, c in zip((x, y, z), self.cluster, strict=False)]
+            offsets = itertools.product(*(range(c) for c in reversed(self.cluster)))
+            result.append([(origin[0] + i, origin[1] + j, origin[2] + k) for k, j, i in offsets])
+        return result
+
+    def run(self) -> None:
+        """Run every cluster of the grid, ``resident`` of them at a time."""
+        waiting = self.waiting
+        waiting.extend(enumerate(self.cluster_origins()))
+        with np.errstate(all="ignore"):
+            while waiting or self.clusters:
+                while waiting and len(self.clusters) < self.resident:
+                    index, ctaids = waiting.popleft()
+                    self.clusters.append(Cluster(self, index, ctaids))
+                self._round()
+                for cluster in [c for c in self.clusters if not c.alive]:
+                    self._retire(cluster)
+
+    def _retire(self, cluster: Cluster) -> None:
+        """Finish what a cluster left in flight, and drop it."""
+        while cluster.progress_any():
+            pass
+        if cluster.queues:
+            names = sorted({op.name for q in cluster.queues.values() for op in q})
+            raise SyncError(f"kernel {self.program.name} exits with asynchronous work that cannot finish: {names}")
+        self.clusters.remove(cluster)
+
+    def _round(self) -> None:
+        """Give every warp a turn; when none can move, finish asynchronous work."""
+        moved = 0
+        warps = [w for cluster in self.clusters for w in cluster.warps if w.live]
+        if self.random:
+            warps = [warps[i] for i in self.rng.permutation(len(warps))]
+        for warp in warps:
+            ran = warp.run(int(self.rng.integers(1, 64)) if self.random else 200)
+            moved += ran
+            if self.timeline is not None and ran:
+                self.timeline.turn(warp, self.steps, self.steps + ran)
+            self.steps += ran
+            if ran and self.random:
+                warp.cta.cluster.progress_any(0.1)
+        if self.steps > self.step_limit:
+            raise StepLimitError(
+                f"kernel {self.program.name} ran {self.steps} blocks: over the step limit\n{self.dump()}"
+            )
+        if moved:
+            return
+        if self.module.on_idle is not None and self.module.on_idle():
+            return
+        order = self.rng.permutation(len(self.clusters))
+        if not any(self.clusters[i].progress_any() for i in order) and any(c.alive for c in self.clusters):
+            raise DeadlockError(f"kernel {self.program.name}: deadlock\n{self.dump()}")
+
+    def dump(self) -> str:
+        """Describe where every warp is and the state of every barrier."""
+        lines = []
+        for cluster in self.clusters:
+            for warp in cluster.warps:
+                for fragment in warp.fragments:
+                    ins = self.program.blocks[fragment.block].instrs[0]
+                    why = fragment.park.what if fragment.park else "missing lanes" if fragment.waiting else "running"
+                    lanes = "all lanes" if fragment.lanes is None else f"lanes {list(map(int, fragment.lanes))}"
+                    lines.append(f"  {warp.name} {lanes}: line {ins.line}: {why} [{ins.text[:90]}]")
+            for cta in cluster.ctas:
+                lines += [f"  {b.state()}" for b in cta.mbarriers.values()]
+                lines += [f"  {b.state()} (block {cta.ctaid})" for b in cta.named.values() if b.arrived]
+            for queue in cluster.queues.values():
+                lines.append(f"  in flight: {', '.join(op.name for op in queue)}")
+        return "\n".join(lines)
+
+
+__all__ = ["RANK_SHIFT", "AsyncOp", "Cluster", "Cta", "Launch"]

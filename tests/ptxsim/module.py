@@ -1,0 +1,242 @@
+"""The public entry: load PTX, launch kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from . import (  # noqa: F401 (emitters register themselves)
+    ops_alu,
+    ops_async,
+    ops_atom,
+    ops_bits,
+    ops_clc,
+    ops_ctl,
+    ops_cvt,
+    ops_float,
+    ops_matrix,
+    ops_mbar,
+    ops_mem,
+    ops_sync,
+    ops_tcgen05,
+    ops_warp,
+    ops_wgmma,
+)
+from .errors import SimError
+from .ir import TYPE_BITS
+from .machine import Launch
+from .memory import GENERIC_BASE, Buffer, Memory
+from .parse import parse
+from .program import Program, constant_image, place
+from .report import BankCounter, Report
+from .tensormap import TensorMap
+
+Dims = int | Sequence[int]
+
+
+class Module:
+    """A PTX module, loaded: ``Module(ptx).launch(name, grid, block, args)``.
+
+    Parameters
+    ----------
+    ptx : str
+        PTX text for sm_90a or sm_100a.
+    strict : bool, optional
+        Rules of the ISA that production kernels bend are errors (default) or warnings.
+    memory : Memory, optional
+        Global memory to share between modules.
+
+    Raises
+    ------
+    PtxSyntaxError
+        The text cannot be parsed.
+    """
+
+    def __init__(self, ptx: str, strict: bool = True, memory: Memory | None = None) -> None:
+        self.ir = parse(ptx)
+        self.strict = strict
+        self.memory = memory or Memory()
+        self.on_idle = None
+        self._programs: dict[str, Program] = {}
+        image, constants = constant_image(self.ir)
+        self.constants = Buffer(image, 0, "constant memory")
+        self.offsets: dict[str, tuple[str, int]] = {name: ("const", at) for name, at in constants.items()}
+        self.globals: dict[str, np.ndarray] = {}
+        for var in self.ir.variables.values():
+            if var.space == "global" and not var.extern:
+                self.globals[var.name] = np.zeros(var.size, np.uint8)
+                place(self.globals[var.name], var)
+                self.offsets[var.name] = ("global", self.memory.map(self.globals[var.name], var.name))
+        self._relocate(constants)
+
+    def _relocate(self, constants: dict[str, int]) -> None:
+        """Write the addresses that initialisers refer to."""
+        for var in self.ir.variables.values():
+            for at, width, name, generic, addend in var.relocs:
+                kind, value = self.offsets.get(name, ("global", 0))
+                value += addend + (GENERIC_BASE[kind] if generic else 0)
+                raw = np.frombuffer(value.to_bytes(8, "little")[:width], np.uint8)
+                if var.space == "const":
+                    start = constants[var.name] + at
+                    self.constants.bytes[start : start + width] = raw
+                else:
+                    self.globals[var.name][at : at + width] = raw
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the entry functions."""
+        return [f.name for f in self.ir.functions.values() if f.entry]
+
+    def parameter_sizes(self, name: str) -> list[int]:
+        """Return the bytes of each parameter of a kernel, in order."""
+        return [param.size for param in self.program(name).function.params]
+
+    def program(self, name: str) -> Program:
+        """Return a kernel, lowered and checked for unknown instructions."""
+        if name not in self._programs:
+            function = self.ir.functions.get(name)
+            if function is None or not function.entry:
+                raise SimError(f"no kernel {name!r}; the module has {', '.join(self.kernels)}")
+            self._programs[name] = Program(self.ir, function)
+        return self._programs[name]
+
+    def launch(
+        self,
+        name: str,
+        grid: Dims,
+        block: Dims,
+        args: Sequence[object],
+        smem: int = 0,
+        cluster: Dims = (1, 1, 1),
+        mode: str = "early",
+        seed: int = 0,
+        check: bool = True,
+        resident: int = 1,
+        max_steps: int = 50_000_000,
+        strict: bool | None = None,
+        banks: bool = False,
+        timeline: object = None,
+        race_global: bool = False,
+        tmem_base: int = 0,
+    ) -> Report:
+        """Run a kernel to its end.
+
+        Parameters
+        ----------
+        name : str
+            Entry function.
+        grid, block, cluster : int or sequence of int
+            Dimensions in blocks, threads and blocks.
+        args : sequence
+            One per parameter: a NumPy array (its address is passed), an int or float, ``bytes`` or a NumPy record (a
+            struct by value), or a :class:`~.tensormap.TensorMap`.
+        smem : int, optional
+            Dynamic shared memory in bytes.
+        mode : {'early', 'late', 'random'}, optional
+            When asynchronous work completes.
+        seed : int, optional
+            Seeds every random choice.
+        check : bool, optional
+            Race and proxy detection in shared memory.
+        resident : int, optional
+            How many clusters run interleaved.
+        max_steps : int, optional
+            Basic blocks after which the launch is given up as a hang.
+        strict : bool, optional
+            Overrides the module's setting.
+        banks : bool, optional
+            Count shared-memory bank conflicts per instruction.
+        timeline : Timeline, optional
+            Records what every warp and asynchronous unit does.
+        race_global : bool, optional
+            Race detection in global memory as well (blocks that exchange data).
+        tmem_base : int, optional
+            First tensor-memory column that allocations start at.
+
+        Returns
+        -------
+        Report
+            Statistics of the launch.
+        """
+        if mode not in ("early", "late", "random"):
+            raise ValueError(f"mode {mode!r} is not 'early', 'late' or 'random'")
+        program = self.program(name)
+        grid3, block3, cluster3 = _dims(grid), _dims(block), _dims(cluster)
+        if any(g % c for g, c in zip(grid3, cluster3, strict=False)):
+            raise SimError(f"grid {grid3} is not a multiple of the cluster {cluster3}")
+        threads = int(np.prod(block3))
+        if not 1 <= threads <= 1024:
+            raise SimError(f"a block of {threads} threads is not possible")
+        for key in ("maxntid", "reqntid"):
+            limit = program.function.directives.get(key)
+            if limit and threads > int(np.prod(limit)):
+                raise SimError(f"kernel {name}: {threads} threads exceed .{key} {limit}")
+        launch = Launch(
+            self,
+            program,
+            self.memory,
+            self._pack(program, args),
+            grid=grid3,
+            block=block3,
+            cluster=cluster3,
+            smem=smem,
+            mode=mode,
+            seed=seed,
+            check=check,
+            resident=resident,
+            max_steps=max_steps,
+            strict=self.strict if strict is None else strict,
+            banks=BankCounter() if banks else None,
+            timeline=timeline,
+            global_races=None,
+            tmem_base=tmem_base,
+        )
+        if race_global:
+            from .globalrace import GlobalRaces
+
+            launch.global_races = GlobalRaces()
+        program.counts[:] = 0
+        launch.run()
+        return Report(launch)
+
+    def _pack(self, program: Program, args: Sequence[object]) -> Buffer:
+        """Lay the arguments out as the kernel's parameter buffer."""
+        params = program.function.params
+        if len(args) != len(params):
+            raise SimError(f"kernel {program.name} takes {len(params)} arguments, {len(args)} given")
+        data = np.zeros(program.param_size, np.uint8)
+        for param, arg in zip(params, args, strict=False):
+            raw = self._argument(param, arg)
+            if len(raw) != param.size:
+                raise SimError(f"kernel {program.name}: {param.name} has {param.size} bytes, the argument {len(raw)}")
+            data[param.offset : param.offset + param.size] = np.frombuffer(raw, np.uint8)
+        data.flags.writeable = False
+        return Buffer(data, 0, "kernel parameters")
+
+    def _argument(self, param: object, arg: object) -> bytes:
+        """Return the bytes of one argument."""
+        if isinstance(arg, TensorMap):
+            return bytes(arg)
+        if isinstance(arg, (bytes, bytearray)):
+            return bytes(arg)
+        if isinstance(arg, np.void) or (isinstance(arg, np.ndarray) and arg.ndim == 0 and arg.dtype.names):
+            return arg.tobytes()
+        if isinstance(arg, np.ndarray):
+            return self.memory.map(arg).to_bytes(8, "little")
+        if isinstance(arg, np.generic):
+            return arg.tobytes()
+        if isinstance(arg, bool):
+            arg = int(arg)
+        if isinstance(arg, int):
+            return (arg & ((1 << 8 * param.size) - 1)).to_bytes(param.size, "little")
+        if isinstance(arg, float):
+            code = {4: "f4", 8: "f8", 2: "f2"}.get(TYPE_BITS[param.type] // 8, "f4")
+            return np.array(arg, code).tobytes()
+        raise SimError(f"argument {arg!r} for {param.name} is of no supported kind")
+
+
+def _dims(value: Dims) -> tuple[int, int, int]:
+    """Return three dimensions."""
+    values = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
+    return tuple(int(v) for v in (*values, 1, 1)[:3])

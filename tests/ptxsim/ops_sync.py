@@ -1,0 +1,196 @@
+"""Emitters of barriers of a block, a warp and a cluster, and of fences."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .codegen import Codegen, Park
+from .ir import Instr
+from .registry import Mods, op
+
+Ctx = "the executing warp (see warp.Warp)"
+
+
+def _bar_dsts(ins: Instr) -> int:
+    return 1 if "red" in ins.mods else 0
+
+
+def _bar_members(ins: Instr) -> int | None:
+    return 0 if "warp" in ins.mods else None
+
+
+@op("bar barrier", "sync", dsts=_bar_dsts, collective=True, members=_bar_members)
+def _bar(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    if mods.flag("cluster"):
+        return _cluster(cg, ins, mods)
+    mods.flag("cta")
+    mods.flag("aligned")
+    if mods.flag("warp"):
+        mods.choose("sync")
+        mods.args(1)
+        return None
+    kind = mods.choose("sync", "arrive", "red")
+    if kind == "red":
+        return _bar_red(cg, ins, mods)
+    args = mods.args(2) if kind == "arrive" else mods.args(1, 2)
+
+    def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray | None = None, qb: object = None) -> object:
+        index, threads = _uniform(W, ins, L, a, qa, b, qb)
+        barrier = W.cta.barrier(index)
+        generation = barrier.arrive(W, threads, W.width(L), lambda why: W.sync_error(ins, why))
+        W.launch.counters["barrier arrivals"] += 1
+        if kind == "arrive":
+            return None
+        return wait_named(W, barrier, generation)
+
+    return cg.call(run, [(each, "u32") for each in args], [])
+
+
+def wait_named(W: Ctx, barrier: object, generation: int) -> Park | None:
+    """Wait for a generation of a named barrier."""
+
+    def ready() -> bool:
+        if not barrier.completed(generation):
+            return False
+        barrier.acquire(W, generation)
+        return True
+
+    return None if ready() else Park(ready, f"waits for barrier {barrier.index}")
+
+
+def _uniform(W: Ctx, ins: Instr, L: object, a: np.ndarray, qa: object, b: object, qb: object) -> tuple:
+    """Return barrier number and thread count, which must be the same in all lanes."""
+    for q in (qa, qb):
+        if q is not None:
+            W.poisoned(q, ins, "a barrier", L)
+    for values in (a, b):
+        if values is not None and np.count_nonzero(values != values[0]):
+            W.sync_error(ins, "lanes of one warp name different barriers or counts", L)
+    return int(a[0]), None if b is None else int(b[0])
+
+
+def _bar_red(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    kind = mods.choose("popc", "and", "or")
+    result = mods.type("u32") if kind == "popc" else mods.type("pred")
+    dst, a, *rest = mods.args(3, 4)
+    *count, p = rest
+
+    def run(W: Ctx, L: object, va: np.ndarray, qa: object, pred: np.ndarray, qp: object, b: object = None,
+            qb: object = None) -> object:  # fmt: skip
+        index, threads = _uniform(W, ins, L, va, qa, b, qb)
+        if qp is not None:
+            W.poisoned(qp, ins, "a barrier reduction", L)
+        barrier = W.cta.barrier(index)
+        held = W.state.pop(("red", index), None)
+        if held is None:
+            generation = barrier.generation
+            barrier.values.append((generation, int(np.count_nonzero(pred)), len(pred)))
+            barrier.arrive(W, threads, W.width(L), lambda why: W.sync_error(ins, why))
+            W.state[("red", index)] = generation
+            park = wait_named(W, barrier, generation)
+            if park is not None:
+                park.redo = True
+                return park
+            held = W.state.pop(("red", index))
+        values = [v for v in barrier.values if v[0] == held]
+        true, total = sum(v[1] for v in values), sum(v[2] for v in values)
+        if kind == "popc":
+            return np.full(len(pred), true, "u4"), None
+        return np.full(len(pred), true == total if kind == "and" else true > 0), None
+
+    sources = [(a, "u32"), (p, "pred")] + [(each, "u32") for each in count]
+    cg.call(run, sources, [(dst, result)])
+
+
+def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    kind = mods.choose("arrive", "wait")
+    sem = mods.choose("release", "relaxed", "acquire", default="release" if kind == "arrive" else "acquire")
+    mods.flag("aligned")
+    mods.args(0)
+
+    def arrive(W: Ctx, L: object) -> None:
+        if "cluster" in W.state:
+            W.sync_error(ins, "barrier.cluster.arrive twice without a wait")
+        if sem == "release":
+            from .ops_mbar import fence_mbarriers
+
+            fence_mbarriers(W)
+        barrier = W.cta.cluster.barrier
+        # A relaxed arrive orders nothing by the letter; production kernels rely on it for their own block.
+        release = sem == "release" or not W.launch.strict
+        W.state["cluster"] = barrier.arrive(W, release, lambda why: W.sync_error(ins, why))
+
+    def wait(W: Ctx, L: object) -> Park | None:
+        if "cluster" not in W.state:
+            W.sync_error(ins, "barrier.cluster.wait without an arrive")
+        barrier = W.cta.cluster.barrier
+        generation = W.state.pop("cluster")
+
+        def ready() -> bool:
+            if barrier.generation <= generation:
+                return False
+            detector = W.cta.cluster.detector
+            if detector:
+                detector.acquire(W.agent, barrier.snapshot)
+            # fence.mbarrier_init makes inits visible across even a relaxed cluster barrier.
+            for cta in W.cta.cluster.ctas:
+                for each in cta.mbarriers.values():
+                    if each.fenced:
+                        each.seen.add(W.agent)
+            return True
+
+        return None if ready() else Park(ready, "waits for the cluster barrier")
+
+    cg.call(arrive if kind == "arrive" else wait, [], [])
+
+
+@op("membar", "call", dsts=0)
+def _membar(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    if mods.flag("proxy"):
+        return _proxy(cg, ins, mods)
+    mods.choose("cta", "gl", "sys")
+    return None
+
+
+@op("fence", "call", dsts=0)
+def _fence(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    if mods.flag("proxy"):
+        return _proxy(cg, ins, mods)
+    if mods.flag("mbarrier_init"):
+        mods.choose("release")
+        mods.choose("cluster")
+        from .ops_mbar import fence_mbarriers
+
+        return cg.call(lambda W, L: fence_mbarriers(W), [], [])
+    mods.choose("sc", "acq_rel", "acquire", "release", default="acq_rel")
+    mods.flag("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
+    mods.choose("cta", "cluster", "gpu", "sys")
+    return None
+
+
+def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    if mods.flag("tensormap::generic"):
+        mods.choose("release", "acquire")
+        mods.choose("cta", "cluster", "gpu", "sys")
+        return None
+    if mods.flag("alias"):
+        return None
+    both = mods.flag("async::generic")
+    if both:
+        mods.choose("acquire", "release")
+        mods.flag("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
+        mods.choose("cluster", "cta", default="cluster")
+    else:
+        mods.choose("async")
+    space = mods.choose("global", "shared::cta", "shared::cluster", default="all")
+
+    def run(W: Ctx, L: object) -> None:
+        from .ops_mbar import fence_mbarriers
+
+        if space != "global":
+            fence_mbarriers(W)
+            detector = W.cta.cluster.detector
+            if detector:
+                detector.proxy_fence(W.agent)
+
+    return cg.call(run, [], [])

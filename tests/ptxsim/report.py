@@ -1,0 +1,91 @@
+"""What a launch did: instruction counts, FLOPs, bytes, bank conflicts, barrier waits."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+
+_TRAFFIC = ("shared read", "shared written", "global read", "global written", "global atomic", "bulk read",
+            "bulk written", "tensor memory")  # fmt: skip
+
+
+class BankCounter:
+    """Counts shared-memory wavefronts per access site (32 banks of 4 bytes)."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+
+    def access(self, ins: object, offset: np.ndarray, size: int) -> None:
+        """Record one access of ``size`` bytes per lane at byte offsets."""
+        lanes = len(offset)
+        per_phase = max(1, 128 // max(size, 4))
+        wavefronts = ideal = 0
+        for start in range(0, lanes, per_phase):
+            part = offset[start : start + per_phase].astype("i8") // 4
+            words = np.unique((part[:, None] + np.arange(max(1, size // 4))).reshape(-1))
+            wavefronts += int(np.bincount(words % 32).max())
+            ideal += -(-len(words) // 32)
+        site = self.sites[f"line {ins.line}: {ins.text}"]
+        site[0] += 1
+        site[1] += wavefronts
+        site[2] += ideal
+
+
+class Report:
+    """Statistics of one launch.
+
+    Attributes
+    ----------
+    instructions : dict of str to int
+        Executed warp-instructions per opcode.
+    classes : dict of str to int
+        The same per first part of the opcode.
+    flops : dict of str to int
+        Matrix floating-point operations per kind.
+    bytes : dict of str to int
+        Bytes moved per space.
+    counters : dict of str to int
+        Waits, barrier arrivals and finished asynchronous operations.
+    notes : list of str
+        Oddities that are legal, such as arrivals left over at a named barrier.
+    banks : dict
+        Per site: accesses, wavefronts, and wavefronts without conflicts.
+    """
+
+    def __init__(self, launch: object) -> None:
+        program = launch.program
+        self.kernel = program.name
+        self.steps = launch.steps
+        opcodes: Counter = Counter()
+        for block, count in zip(program.blocks, program.counts, strict=False):
+            if count:
+                for ins in block.instrs:
+                    opcodes[ins.opcode] += int(count)
+        self.instructions = dict(opcodes)
+        classes: Counter = Counter()
+        for name, count in opcodes.items():
+            classes[name.split(".")[0]] += count
+        self.classes = dict(classes)
+        self.total = sum(classes.values())
+        counters = {k: v for k, v in launch.counters.items() if k != "tcgen05 cta_group"}
+        self.flops = {k[6:]: v for k, v in counters.items() if k.startswith("flops ")}
+        self.counters = {k: v for k, v in counters.items() if not k.startswith("flops ")}
+        self.bytes = dict(zip(_TRAFFIC, launch.traffic, strict=False))
+        self.notes = list(launch.notes)
+        self.banks = dict(launch.banks.sites) if launch.banks else {}
+
+    def __str__(self) -> str:
+        lines = [f"kernel {self.kernel}: {self.total} warp-instructions in {self.steps} blocks"]
+        for title, table in (
+            ("instructions", self.classes),
+            ("matrix FLOPs", self.flops),
+            ("bytes", self.bytes),
+            ("events", self.counters),
+        ):
+            lines.append(f"{title}:")
+            lines += [f"  {value:>14,}  {key}" for key, value in sorted(table.items(), key=lambda kv: -kv[1]) if value]
+        for site, (accesses, waves, ideal) in sorted(self.banks.items(), key=lambda kv: kv[1][2] - kv[1][1]):
+            if waves > ideal:
+                lines.append(f"  bank conflicts: {waves} wavefronts for {ideal} in {accesses} accesses, {site[:100]}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

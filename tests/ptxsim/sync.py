@@ -1,0 +1,224 @@
+"""Synchronisation objects: mbarriers, named barriers and the cluster barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .errors import SyncError
+
+_MAX_COUNT = (1 << 20) - 1
+
+
+class MBarrier:
+    """A 64-bit mbarrier object in shared memory.
+
+    ``phase`` counts completed phases; ``pending`` arrivals and ``tx`` bytes are outstanding in the current one.
+    """
+
+    def __init__(self, cta: object, offset: int, count: int) -> None:
+        if not 1 <= count <= _MAX_COUNT:
+            raise SyncError(f"mbarrier count {count} is outside 1..2^20-1")
+        self.cta, self.offset = cta, offset
+        self.count = self.pending = count
+        self.tx = 0
+        self.phase = 0
+        self.fenced = False
+        self.gathered: list = [None, None]
+        self.snapshot: list = [None, None]
+        self.waits = 0
+        self.created = (0, 0)
+        self.seen: set[int] = set()
+        detector = cta.cluster.detector
+        self.agent = detector.new_agent(f"mbarrier {self.name}", False) if detector else 0
+
+    @property
+    def name(self) -> str:
+        """Where the barrier is."""
+        return f"at shared byte {self.offset} of block {self.cta.ctaid}"
+
+    def state(self) -> str:
+        """Describe the barrier for a deadlock report."""
+        return (
+            f"mbarrier {self.name}: {self.phase} phases completed, {self.pending} of {self.count} arrivals pending,"
+            f" tx-count {self.tx}"
+        )
+
+    def expect(self, size: int) -> None:
+        """Add to the tx-count."""
+        self.tx += size
+        if abs(self.tx) > _MAX_COUNT:
+            raise SyncError(f"mbarrier {self.name}: tx-count {self.tx} is out of range")
+
+    def arrive(self, count: int = 1, drop: bool = False) -> None:
+        """Count arrivals; the phase completes when none is pending and the tx-count is zero."""
+        if count < 1 or count > self.pending:
+            raise SyncError(
+                f"mbarrier {self.name}: {count} arrivals with {self.pending} of {self.count} pending"
+                f" (phase {self.phase}, tx-count {self.tx})"
+            )
+        self.pending -= count
+        if drop:
+            self.count -= count
+        self._advance()
+
+    def complete_tx(self, size: int) -> None:
+        """Subtract transferred bytes from the tx-count."""
+        self.tx -= size
+        if abs(self.tx) > _MAX_COUNT:
+            raise SyncError(f"mbarrier {self.name}: tx-count {self.tx} is out of range")
+        self._advance()
+
+    def _advance(self) -> None:
+        if self.pending == 0 and self.tx == 0:
+            self.phase += 1
+            self.pending = self.count
+            detector = self.cta.cluster.detector
+            if detector:
+                from .hb import join
+
+                own = np.zeros(self.agent + 1, np.uint32)
+                own[self.agent] = self.phase
+                self.snapshot = [join(self.gathered[0], own), join(self.gathered[1], own * 0)]
+            self.cta.launch.note_phase(self)
+
+    def passed(self, parity: int) -> bool:
+        """Tell whether the phase of a parity has completed (the one before the current phase)."""
+        return (self.phase & 1) != parity
+
+    def gather(self, agent: int) -> None:
+        """Join an arriving agent's knowledge into what waiters will acquire."""
+        detector = self.cta.cluster.detector
+        if detector:
+            detector.publish(agent, self.gathered)
+
+    def gather_known(self, known: list | None) -> None:
+        """Let waiters acquire what the issuer of an asynchronous operation had acquired before it issued."""
+        if known is not None:
+            from .hb import join
+
+            self.gathered = [join(self.gathered[0], known[0]), join(self.gathered[1], known[1])]
+
+    def gather_clock(self, agent: int, clock: int) -> None:
+        """Let waiters acquire that an asynchronous agent reached a clock."""
+        detector = self.cta.cluster.detector
+        if detector:
+            from .hb import join
+
+            own = np.zeros(agent + 1, np.uint32)
+            own[agent] = clock
+            self.gathered = [join(self.gathered[0], own), join(self.gathered[1], own * 0)]
+
+    def acquire(self, agent: int) -> None:
+        """Give a waiter what was published in the completed phase."""
+        detector = self.cta.cluster.detector
+        if detector:
+            detector.acquire(agent, self.snapshot)
+
+
+class NamedBarrier:
+    """One of the 16 barriers of a block, counted in warps of 32 threads."""
+
+    def __init__(self, cta: object, index: int) -> None:
+        self.cta, self.index = cta, index
+        self.generation = 0
+        self.expected: int | None = None
+        self.everyone = False
+        self.arrived: dict[int, int] = {}
+        self.gathered: list = [None, None]
+        self.snapshots: dict[int, list] = {}
+        self.values: list[int] = []
+        self.results: dict[int, tuple[int, bool, bool]] = {}
+
+    def state(self) -> str:
+        """Describe the barrier for a deadlock report."""
+        need = "all live warps" if self.everyone else f"{self.expected} threads"
+        return f"barrier {self.index}: warps {sorted(self.arrived)} arrived, needs {need}"
+
+    def arrive(self, warp: object, threads: int | None, lanes: int, fail: Callable) -> int:
+        """Count a warp's arrival and return its generation.
+
+        Parameters
+        ----------
+        warp : Warp
+            Who arrives.
+        threads : int or None
+            The instruction's thread count; None means every live thread of the block.
+        lanes : int
+            Threads that arrive (a multiple of 32 is counted for a warp).
+        fail : callable
+            Called with a message when the barrier is misused.
+        """
+        if threads is not None and (threads % 32 or threads <= 0):
+            fail(f"barrier thread count {threads} is not a positive multiple of 32")
+        if self.arrived and (self.everyone != (threads is None) or (threads is not None and threads != self.expected)):
+            fail(f"barrier {self.index} is used with different thread counts: {self.expected} and {threads}")
+        if warp.index in self.arrived:
+            fail(f"warp {warp.index} arrives twice at barrier {self.index} in one generation")
+        self.expected, self.everyone = threads, threads is None
+        self.arrived[warp.index] = lanes
+        detector = self.cta.cluster.detector
+        if detector:
+            detector.publish(warp.agent, self.gathered)
+        generation = self.generation
+        self.check()
+        return generation
+
+    def check(self) -> None:
+        """Complete the generation when everybody has arrived."""
+        if not self.arrived:
+            return
+        if self.everyone:
+            done = {w.index for w in self.cta.warps if w.live} <= set(self.arrived)
+        else:
+            total = 32 * len(self.arrived)
+            if total > self.expected:
+                raise SyncError(f"barrier {self.index}: {total} threads arrived, expected {self.expected}")
+            done = total == self.expected
+        if done:
+            self.snapshots = {self.generation: self.gathered}
+            self.generation += 1
+            self.arrived, self.gathered = {}, [None, None]
+
+    def completed(self, generation: int) -> bool:
+        """Tell whether a generation is over."""
+        return self.generation > generation
+
+    def acquire(self, warp: object, generation: int) -> None:
+        """Give a waiter what the arrivals published."""
+        detector = self.cta.cluster.detector
+        if detector and generation in self.snapshots:
+            detector.acquire(warp.agent, self.snapshots[generation])
+
+
+class ClusterBarrier:
+    """``barrier.cluster``: every live thread of the cluster arrives, then waits."""
+
+    def __init__(self, cluster: object) -> None:
+        self.cluster = cluster
+        self.generation = 0
+        self.arrived: set[tuple[int, int]] = set()
+        self.gathered: list = [None, None]
+        self.snapshot: list = [None, None]
+
+    def arrive(self, warp: object, release: bool, fail: Callable) -> int:
+        """Count a warp's arrival and return its generation."""
+        key = (warp.cta.rank, warp.index)
+        if key in self.arrived:
+            fail("a warp arrives twice at the cluster barrier")
+        self.arrived.add(key)
+        detector = self.cluster.detector
+        if detector and release:
+            detector.publish(warp.agent, self.gathered)
+        generation = self.generation
+        self.check()
+        return generation
+
+    def check(self) -> None:
+        """Complete the generation when every live warp has arrived."""
+        live = {(c.rank, w.index) for c in self.cluster.ctas for w in c.warps if w.live}
+        if self.arrived and live <= self.arrived:
+            self.snapshot, self.gathered = self.gathered, [None, None]
+            self.generation += 1
+            self.arrived = set()

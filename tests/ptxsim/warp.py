@@ -1,0 +1,381 @@
+"""A warp: its register file, and the fragments into which divergence splits it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .codegen import EXIT, Park
+from .errors import MemoryFault, PoisonError, RaceError, SimError, SyncError
+from .ir import Imm, Instr
+from .memory import RANK_SHIFT, SHARED_RESERVED, Local
+
+_SPIN_LIMIT = 64
+ALL_POISON = np.ones(32, bool)
+
+
+class Fragment:
+    """Lanes of a warp at one place; ``lanes`` is None when all 32 are together."""
+
+    __slots__ = ("block", "deferred", "lanes", "last_wait", "park", "spins", "waiting")
+
+    def __init__(self, block: int, lanes: np.ndarray | None) -> None:
+        self.block, self.lanes = block, lanes
+        self.park: Park | None = None
+        self.waiting = False
+        self.deferred = False
+        self.spins = 0
+        self.last_wait: tuple | None = None
+
+    def lane_list(self) -> np.ndarray:
+        """Return the lanes as an index array."""
+        return np.arange(32) if self.lanes is None else self.lanes
+
+
+class Warp:
+    """32 lanes in execution. Generated code reaches everything through this object."""
+
+    def __init__(self, cta: object, index: int, lanes: int) -> None:
+        self.cta, self.index = cta, index
+        self.program = cta.program
+        self.launch = cta.launch
+        self.memory = cta.launch.memory
+        self.params, self.constants = cta.launch.params, cta.launch.constants
+        self.R = self.program.initial_registers()
+        self.Q: list[np.ndarray | None] = [ALL_POISON] * len(self.R)
+        self.local = Local(self.program.local_size)
+        self.traffic = cta.launch.traffic
+        self.banks = cta.launch.banks
+        self.global_races = cta.launch.global_races
+        live = None if lanes == 32 else np.arange(lanes)
+        self.fragments = [Fragment(0, live)]
+        self.live = lanes
+        self.current: Fragment | None = None
+        self.agent = cta.cluster.detector.new_agent(self.name, True) if cta.cluster.detector else 0
+        self._special: dict[str, np.ndarray] = {}
+        self.wgmma_state: object = None
+        self.state: dict = {}
+
+    @property
+    def name(self) -> str:
+        """Block and warp for messages."""
+        return f"block {self.cta.ctaid} warp {self.index}"
+
+    # ---- scheduling --------------------------------------------------------------------------------------------
+    def run(self, quota: int) -> int:
+        """Run up to ``quota`` blocks; return how many ran (0: every fragment waits)."""
+        done = 0
+        while done < quota:
+            fragment = self._choose()
+            if fragment is None:
+                break
+            self.current = fragment
+            ran = self._step(fragment, quota - done)
+            if not ran:
+                break
+            done += ran
+        self.current = None
+        return done
+
+    def _choose(self) -> Fragment | None:
+        """Pick the runnable fragment at the lowest block, and merge into it all others there."""
+        fragments = self.fragments
+        if len(fragments) == 1:
+            only = fragments[0]
+            if only.park is not None and not self._wake(only):
+                return None
+            if only.waiting and not self._gathered(only):
+                return None
+            return only
+        runnable = [f for f in fragments if (f.park is None or self._wake(f)) and not f.waiting]
+        while runnable:
+            ready = [f for f in runnable if not f.deferred]
+            if not ready:
+                for f in runnable:
+                    f.deferred = False
+                ready = runnable
+            chosen = min(ready, key=lambda f: f.block)
+            chosen = self._merge(chosen)
+            block = self.program.blocks[chosen.block]
+            if block.gather is None or self._gathered(chosen):
+                chosen.waiting = False
+                return chosen
+            chosen.waiting = True
+            runnable = [f for f in self.fragments if f.park is None and not f.waiting]
+        for f in fragments:
+            if f.waiting and self._gathered(f):
+                f.waiting = False
+                return f
+        return None
+
+    def _wake(self, fragment: Fragment) -> bool:
+        """Resume a parked fragment if what it waits for has happened."""
+        if not fragment.park.ready():
+            return False
+        if not fragment.park.redo:
+            fragment.block += 1
+        fragment.park = None
+        self.launch.note_wake(self)
+        return True
+
+    def _merge(self, chosen: Fragment) -> Fragment:
+        same = [f for f in self.fragments if f.block == chosen.block and f.park is None]
+        if len(same) > 1:
+            lanes = np.sort(np.concatenate([f.lane_list() for f in same]))
+            merged = Fragment(chosen.block, None if len(lanes) == 32 else lanes)
+            self.fragments = [f for f in self.fragments if f not in same]
+            self.fragments.append(merged)
+            return merged
+        return chosen
+
+    def _gathered(self, fragment: Fragment) -> bool:
+        """Tell whether all members of the collective at the fragment's block are in the fragment."""
+        block = self.program.blocks[fragment.block]
+        if block.gather is None or fragment.lanes is None or len(fragment.lanes) == self.live:
+            return True
+        members = self._members(block.gather, fragment)
+        if members is None:
+            return False
+        alive = set(np.concatenate([f.lane_list() for f in self.fragments]).tolist())
+        return not ((members & alive) - set(fragment.lanes.tolist()))
+
+    def _members(self, ins: Instr, fragment: Fragment) -> set[int] | None:
+        """Return the member lanes named by a collective's mask operand (None: all live lanes)."""
+        from .registry import OPS
+
+        spec = OPS[ins.op]
+        position = spec.members(ins) if spec.members else None
+        if position is None:
+            return None
+        operand = ins.args[position]
+        if isinstance(operand, Imm):
+            mask = operand.value & 0xFFFFFFFF
+        else:
+            mask = int(self.R[operand.index][fragment.lanes].view("u4")[0])
+        return {i for i in range(32) if mask >> i & 1}
+
+    def _step(self, fragment: Fragment, quota: int) -> int:
+        """Run a fragment for up to ``quota`` blocks, until it splits, parks or joins others."""
+        program, ran = self.program, 0
+        R, Q = self.R, self.Q
+        counts = program.counts
+        alone = len(self.fragments) == 1
+        index, lanes = fragment.block, fragment.lanes
+        while ran < quota:
+            if lanes is None:
+                function, run = program.superblock(index)
+                for b in run:
+                    counts[b] += 1
+            else:
+                if program.blocks[index].gather is not None and not self._gathered(fragment):
+                    fragment.waiting = True
+                    return max(ran, 1)
+                function = program.partial[index] or program.block(index)
+                counts[index] += 1
+            following = function(self, R, Q, lanes)
+            ran += 1
+            if following.__class__ is int:
+                if following == EXIT:
+                    self._exit(fragment)
+                    return ran
+                if following <= index:
+                    fragment.spins += 1
+                    if not alone and fragment.spins > _SPIN_LIMIT:
+                        fragment.spins, fragment.deferred = 0, True
+                        fragment.block = following
+                        return ran
+                fragment.block = index = following
+                if not alone:
+                    return ran
+            elif following.__class__ is Park:
+                fragment.park = following
+                self.launch.note_park(self, following)
+                return ran
+            else:
+                self._split(fragment, *following)
+                return ran
+        return ran
+
+    def _split(self, fragment: Fragment, pred: np.ndarray, taken: int, fall: int) -> None:
+        lanes = fragment.lane_list()
+        self.fragments.remove(fragment)
+        for target, subset in ((taken, lanes[pred]), (fall, lanes[~pred])):
+            part = Fragment(target, subset)
+            if target == EXIT:
+                self.fragments.append(part)
+                self._exit(part)
+            else:
+                part.spins = fragment.spins + (target <= fragment.block)
+                if part.spins > _SPIN_LIMIT:
+                    part.spins, part.deferred = 0, True
+                part.last_wait = fragment.last_wait
+                self.fragments.append(part)
+
+    def _exit(self, fragment: Fragment) -> None:
+        self.fragments.remove(fragment)
+        self.live -= 32 if fragment.lanes is None else len(fragment.lanes)
+        if not self.live:
+            self.cta.warp_exited(self)
+
+    # ---- values ------------------------------------------------------------------------------------------------
+    def special(self, name: str) -> np.ndarray:
+        """Return a special register for all 32 lanes."""
+        value = self._special.get(name)
+        if value is None:
+            value, fixed = self.cta.special_register(self, name)
+            if fixed:
+                self._special[name] = value
+        return value
+
+    def symbol(self, name: str, offset: int) -> int:
+        """Return the address of a variable as the kernel's instructions see it."""
+        return self.cta.symbol(name) + offset
+
+    def width(self, L: np.ndarray | None) -> int:
+        """Return the number of active lanes."""
+        return 32 if L is None else len(L)
+
+    # ---- errors ------------------------------------------------------------------------------------------------
+    def where(self, ins: Instr, lanes: object = None) -> str:
+        """Return the place of an error: kernel, line, block, warp, lanes, instruction."""
+        which = "" if lanes is None else f" lanes {list(map(int, lanes))}"
+        name = self.program.name
+        name = name if len(name) <= 60 else name[:57] + "..."
+        return f"kernel {name}, line {ins.line}, {self.name}{which}: {ins.text}\n  "
+
+    def fail(self, kind: type[SimError], ins: Instr, why: str, lanes: object = None) -> None:
+        """Raise an error of a kind at an instruction."""
+        raise kind(self.where(ins, lanes) + why)
+
+    def bend(self, kind: type[SimError], ins: Instr, why: str) -> None:
+        """Raise with ``strict=True``, else warn once per rule and launch."""
+        if self.launch.strict:
+            self.fail(kind, ins, why)
+        self.launch.warn((ins.op, why[:20]), f"{self.where(ins)}{why}")
+
+    def _lanes(self, L: np.ndarray | None, pick: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(pick) if L is None else L[pick]
+
+    def poisoned(self, mask: np.ndarray, ins: Instr, what: str, L: np.ndarray | None) -> None:
+        """Raise if any active lane's value is poison."""
+        if np.count_nonzero(mask):
+            lanes = self._lanes(L, mask)
+            self.fail(PoisonError, ins, f"an undefined or still pending value reaches {what}", lanes)
+
+    def fault(self, ins: Instr, why: str, L: np.ndarray | None) -> None:
+        """Raise a memory fault."""
+        self.fail(MemoryFault, ins, why, L)
+
+    def misaligned(self, ins: Instr, a: np.ndarray, size: int, L: np.ndarray | None) -> None:
+        """Raise for an address that is not a multiple of the access size."""
+        bad = (a & a.dtype.type(size - 1)) != 0
+        first = int(a[bad][0]) if bad.any() else int(a[0])
+        self.fail(MemoryFault, ins, f"address {first:#x} is misaligned for {size} bytes", self._lanes(L, bad))
+
+    def unmapped(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
+        """Raise for a global address in no array."""
+        self.fail(MemoryFault, ins, f"global address {int(a[0]):#x} is in no array", L)
+
+    def out_of_bounds(self, ins: Instr, buffer: object, offset: np.ndarray, size: int, L: np.ndarray | None) -> None:
+        """Raise for an access beyond an array."""
+        bad = offset + offset.dtype.type(size) > buffer.size
+        first = int(offset[bad][0]) if bad.any() else int(offset[0])
+        if first > 1 << 62:
+            first -= 1 << 64
+        self.fail(
+            MemoryFault,
+            ins,
+            f"{size} bytes at byte {first} of {buffer.name} ({buffer.size} bytes) are out of bounds",
+            self._lanes(L, bad),
+        )
+
+    def out_of_shared(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
+        """Raise for an address outside the block's shared memory."""
+        offset = a.astype("i8") - int(self.cta.shared.base)
+        bad = (offset < 0) | (offset >= self.cta.shared.limit)
+        first = int(a[bad][0]) if bad.any() else int(a.max())
+        self.fail(
+            MemoryFault,
+            ins,
+            f"shared address {first:#x} is outside the block's window"
+            f" {self.cta.shared.base:#x}..{self.cta.shared.base + self.cta.shared.limit:#x}",
+            self._lanes(L, bad),
+        )
+
+    def lane_conflict(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
+        """Raise when lanes of one store write different values to one address."""
+        values, counts = np.unique(a, return_counts=True)
+        if (counts > 1).any():
+            address = int(values[counts > 1][0])
+            lanes = self._lanes(L, a == address)
+            self.fail(RaceError, ins, f"lanes of one store write different values to {address:#x}", lanes)
+
+    # ---- shared memory -----------------------------------------------------------------------------------------
+    def shared_read(self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr) -> None:
+        """Tell the detector about a generic read of this block's shared memory."""
+        detector = self.cta.cluster.detector
+        place = _Where(self, ins)
+        for words, mask in word_runs(offset, width, count):
+            detector.read(self.agent, shadow, words, place, mask)
+
+    def shared_write(
+        self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr, atomic: bool = False
+    ) -> None:
+        """Tell the detector about a generic write."""
+        detector = self.cta.cluster.detector
+        place = _Where(self, ins)
+        for words, mask in word_runs(offset, width, count):
+            detector.write(self.agent, shadow, words, place, mask, atomic)
+
+    def remote_shared(
+        self, ins: Instr, a: np.ndarray, L: np.ndarray | None, function: object, extra: tuple, outputs: int
+    ) -> tuple | None:
+        """Run a shared access whose lanes address other blocks of the cluster."""
+        ranks = (a - np.uint32(SHARED_RESERVED)) >> np.uint32(RANK_SHIFT)
+        own = self.cta
+        lanes = np.arange(32) if L is None else L
+        results: list = [None] * outputs
+        for rank in np.unique(ranks):
+            pick = ranks == rank
+            target = own.cluster.member(self, ins, int(rank))
+            local = a[pick]
+            if int((local - target.shared_base).max()) >= target.shared.size:
+                self.fail(MemoryFault, ins, f"shared address {int(local.max()):#x} is outside block {rank}'s window")
+            self.cta = target
+            try:
+                part = function(self, lanes[pick], local, None, *(None if x is None else x[pick] for x in extra))
+            finally:
+                self.cta = own
+            for k in range(outputs):
+                if results[k] is None:
+                    results[k] = np.zeros(len(a), bool if k % 2 else part[k].dtype)
+                results[k][pick] = False if part[k] is None else part[k]
+        return tuple(results) if outputs else None
+
+    def sync_error(self, ins: Instr, why: str, L: np.ndarray | None = None) -> None:
+        """Raise a misuse of a synchronisation object."""
+        self.fail(SyncError, ins, why, L)
+
+
+class _Where:
+    """A location that is only formatted when an error needs it."""
+
+    __slots__ = ("ins", "warp")
+
+    def __init__(self, warp: Warp, ins: Instr) -> None:
+        self.warp, self.ins = warp, ins
+
+    def __str__(self) -> str:
+        return self.warp.where(self.ins).rstrip()
+
+
+def word_runs(offset: np.ndarray, width: int, count: int) -> list[tuple[np.ndarray, object]]:
+    """Return (word indices, byte mask) for an access of ``count`` elements of ``width`` bytes per lane."""
+    words = offset >> np.uint32(2)
+    size = width * count
+    if size < 4:
+        mask = (np.uint8((1 << size) - 1) << (offset & np.uint32(3)).astype("u1")).astype("u1")
+        return [(words, mask)]
+    if size == 4:
+        return [(words, 15)]
+    steps = np.arange(size // 4, dtype="u4")
+    return [((words[:, None] + steps).reshape(-1), 15)]

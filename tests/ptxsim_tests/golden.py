@@ -1,0 +1,237 @@
+# ruff: noqa: E501 (the table of instructions)
+"""Golden outputs of an H200: the cases, the recorder, and the comparison.
+
+``python golden.py build FOLDER`` writes every case (PTX and arguments) here; ``python golden.py record FOLDER`` runs them
+on a Hopper GPU with nothing but NumPy and the driver library, and writes ``golden_h200.npz``, which belongs beside this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+FILE = Path(__file__).parent / "golden_h200.npz"
+
+
+@dataclass
+class Map:
+    """A tensor map over array number ``index`` of the case's data."""
+
+    index: int
+    dtype: int
+    dims: list[int]
+    strides: list[int]
+    box: list[int]
+    swizzle: int
+
+
+@dataclass
+class Case:
+    """One launch. ``args`` refer to ``data`` by ("array", i); other entries are ints and maps."""
+
+    name: str
+    ptx: str
+    kernel: str
+    grid: int
+    block: int
+    args: list
+    data: list[np.ndarray]
+    smem: int = 0
+    cluster: int = 1
+    ulp: float = 0.0
+    outputs: list[int] = field(default_factory=list)
+
+
+# Instruction, inputs (i: integer edge values, f: floats), output type, tolerance in units of 2**-23 (0: bit for bit).
+INSTRUCTIONS = [
+    ("add.sat.s32 %d, %a, %b;", "iii", "u4", 0), ("mul.hi.s32 %d, %a, %b;", "iii", "u4", 0),
+    ("mad.lo.u32 %d, %a, %b, %c;", "iii", "u4", 0), ("div.u32 %d, %a, %b;", "iii", "u4", 0),
+    ("rem.s32 %d, %a, %b;", "iii", "u4", 0), ("shl.b32 %d, %a, %b;", "iii", "u4", 0),
+    ("shr.s32 %d, %a, %b;", "iii", "u4", 0), ("shf.l.wrap.b32 %d, %a, %b, %c;", "iii", "u4", 0),
+    ("shf.r.clamp.b32 %d, %a, %b, %c;", "iii", "u4", 0), ("lop3.b32 %d, %a, %b, %c, 0x1A;", "iii", "u4", 0),
+    ("bfe.s32 %d, %a, %b, 8;", "iii", "u4", 0), ("bfe.u32 %d, %a, 28, %b;", "iii", "u4", 0),
+    ("bfi.b32 %d, %a, %b, %c, 12;", "iii", "u4", 0), ("bfind.s32 %d, %a;", "iii", "u4", 0),
+    ("brev.b32 %d, %a;", "iii", "u4", 0), ("clz.b32 %d, %a;", "iii", "u4", 0), ("popc.b32 %d, %a;", "iii", "u4", 0),
+    ("prmt.b32 %d, %a, %b, %c;", "iii", "u4", 0), ("prmt.b32.ecl %d, %a, %b, %c;", "iii", "u4", 0),
+    ("dp4a.s32.u32 %d, %a, %b, %c;", "iii", "u4", 0), ("fns.b32 %d, %a, 5, 3;", "iii", "u4", 0),
+    ("szext.clamp.s32 %d, %a, %b;", "iii", "u4", 0), ("bmsk.wrap.b32 %d, %a, %b;", "iii", "u4", 0),
+    ("add.f32 %d, %a, %b;", "fff", "f4", 0), ("mul.ftz.f32 %d, %a, %b;", "fff", "f4", 0),
+    ("fma.rn.f32 %d, %a, %b, %c;", "fff", "f4", 0), ("fma.rz.f32 %d, %a, %b, %c;", "fff", "f4", 0),
+    ("add.rm.f32 %d, %a, %b;", "fff", "f4", 0), ("add.sat.f32 %d, %a, %b;", "fff", "f4", 0),
+    ("min.f32 %d, %a, %b;", "fff", "f4", 0), ("max.NaN.f32 %d, %a, %b;", "fff", "f4", 0),
+    ("div.rn.f32 %d, %a, %b;", "fff", "f4", 0), ("rcp.rn.f32 %d, %a;", "fff", "f4", 0), ("sqrt.rn.f32 %d, %a;", "fff", "f4", 0),
+    ("ex2.approx.ftz.f32 %d, %a;", "fff", "f4", 4), ("lg2.approx.f32 %d, %a;", "fff", "f4", 8),
+    ("rcp.approx.ftz.f32 %d, %a;", "fff", "f4", 2), ("rsqrt.approx.f32 %d, %a;", "fff", "f4", 4),
+    ("cvt.rzi.s32.f32 %d, %a;", "fff", "i4", 0), ("cvt.rni.u32.f32 %d, %a;", "fff", "u4", 0),
+    ("cvt.rn.f32.s32 %d, %a;", "iii", "f4", 0), ("cvt.rz.f32.u32 %d, %a;", "iii", "f4", 0),
+    ("cvt.rn.f16.f32 %d, %a;", "fff", "u2", 0), ("cvt.rn.bf16x2.f32 %d, %a, %b;", "fff", "u4", 0),
+    ("cvt.rz.bf16x2.f32 %d, %a, %b;", "fff", "u4", 0), ("cvt.rn.satfinite.e4m3x2.f32 %d, %a, %b;", "fff", "u2", 0),
+    ("cvt.rn.satfinite.e5m2x2.f32 %d, %a, %b;", "fff", "u2", 0), ("cvt.sat.u16.s32 %d, %a;", "iii", "u2", 0),
+    ("add.rn.f16x2 %d, %a, %b;", "iii", "u4", 0), ("fma.rn.bf16x2 %d, %a, %b, %c;", "iii", "u4", 0),
+    ("shfl.sync.bfly.b32 %d, %a, 5, 0x181F, -1;", "iii", "u4", 0), ("shfl.sync.up.b32 %d, %a, 3, 0x1000, -1;", "iii", "u4", 0),
+    ("match.any.sync.b32 %d, %a, -1;", "iii", "u4", 0), ("redux.sync.xor.b32 %d, %a, -1;", "iii", "u4", 0),
+]  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    """Yield every case, with fresh data."""
+    import ptx_compile
+    from ptx_runners import bf16
+    from ptx_single import EDGES32, FLOATS, program
+
+    for code, kinds, out, ulp in INSTRUCTIONS:
+        inputs = [np.roll(EDGES32 if k == "i" else FLOATS, 5 * n) for n, k in enumerate(kinds)]
+        data = [*inputs, np.zeros(32, out)]
+        text = program(code, inputs, data[-1]).replace("sm_100a", "sm_90a")
+        yield Case(code, text, "k", 1, 32, [("array", i) for i in range(4)], data, ulp=ulp, outputs=[3])
+    rng = np.random.default_rng(0)
+    a, b, c = bf16(rng, 128, 320).view("u2"), bf16(rng, 128, 320).view("u2"), np.zeros((128, 128), "u2")
+    maps = [Map(i, 9, [w, 128], [2 * w], [64, 64], 3) for i, w in enumerate((320, 320, 128))]
+    text = ptx_compile.kernel_ptx("hopper_gemm.cu", "sm_90a", 12)
+    yield Case("hopper_gemm", text, "hopper_gemm", 2, 160, [*maps, 5], [a, b, c], 7 * 8192 + 64, 1, 2**16, [2])
+    tile = bf16(rng, 192, 64).view("u2")
+    text = ptx_compile.kernel_ptx("cluster_exchange.cu", "sm_90a", 12)
+    args = [Map(0, 9, [64, 192], [128], [64, 64], 3), ("array", 1), 3]
+    data = [tile, np.zeros((2, 64), "f4")]
+    yield Case("cluster_exchange", text, "cluster_exchange", 2, 64, args, data, 8192 + 512, 2, 64, [1])
+    text = ptx_compile.kernel_ptx("cp_async_ring.cu", "sm_90a", 12)
+    data = [rng.standard_normal((40, 128)).astype("f4"), np.zeros(128, "f4")]
+    yield Case("cp_async_ring", text, "cp_async_ring", 1, 64, [("array", 0), ("array", 1), 5], data, outputs=[1])
+
+
+def simulate(case: Case) -> list[np.ndarray]:
+    """Run a case in the simulator and return its outputs."""
+    import ptxsim
+
+    module = ptxsim.Module(case.ptx)
+    args = []
+    for arg in case.args:
+        if isinstance(arg, Map):
+            address = module.memory.map(case.data[arg.index])
+            args.append(ptxsim.encode_tiled(arg.dtype, address, arg.dims, arg.strides, arg.box, swizzle=arg.swizzle))
+        else:
+            args.append(case.data[arg[1]] if isinstance(arg, tuple) else arg)
+    module.launch(case.kernel, case.grid, case.block, args, case.smem, case.cluster)
+    return [case.data[i] for i in case.outputs]
+
+
+def agrees(case: Case, got: np.ndarray, want: np.ndarray) -> bool:
+    """Compare an output with the GPU's: bit for bit (any NaN equals any NaN), or within the case's tolerance."""
+    if got.dtype.kind != "f" and case.ulp:  # bf16 results as raw bits
+        got, want = ((x.astype("u4") << 16).view("f4") for x in (got, want))
+    if got.dtype.kind == "f":
+        nan = np.isnan(got)
+        if (nan != np.isnan(want)).any():
+            return False
+        got, want = np.where(nan, 0, got), np.where(nan, 0, want)
+    if not case.ulp:
+        return got.tobytes() == want.tobytes()
+    with np.errstate(invalid="ignore"):
+        close = np.abs(got - want) <= case.ulp * 2.0**-23 * np.maximum(np.abs(want), 2.0**-100)
+    return bool((close | (got == want)).all())
+
+
+# ---- the GPU side: ctypes on the driver library --------------------------------------------------------------------
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("dims", ctypes.c_uint * 7), ("pad", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attrs", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+class Gpu:
+    """Launches cases through the driver."""
+
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(device), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name: str, *args: object) -> None:
+        """Call a driver function and raise on failure."""
+        status = getattr(self.lib, name)(*args)
+        if status:
+            raise RuntimeError(f"{name} failed with {status}")
+
+    def run(self, case: Case) -> list[np.ndarray]:
+        """Run a case and return its outputs."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(case.ptx.encode()))
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, case.kernel.encode())
+        if case.smem > 48 * 1024:
+            self.call("cuFuncSetAttribute", function, 8, case.smem)
+        pointers = []
+        for array in case.data:
+            pointer = ctypes.c_uint64()
+            self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(array.nbytes, 16)))
+            self.call("cuMemcpyHtoD_v2", pointer, array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes))
+            pointers.append(pointer)
+        values = [self._argument(arg, pointers) for arg in case.args]
+        array = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        attribute = _Attribute(4, 0, (ctypes.c_uint * 16)(case.cluster, 1, 1))
+        config = _Config((ctypes.c_uint * 7)(case.grid, 1, 1, case.block, 1, 1, case.smem), 0, None, None, 0)
+        if case.cluster > 1:
+            config.attrs, config.count = ctypes.addressof(attribute), 1
+        self.call("cuLaunchKernelEx", ctypes.byref(config), function, array, None)
+        self.call("cuCtxSynchronize")
+        result = []
+        for index in case.outputs:
+            out = np.empty_like(case.data[index])
+            self.call(
+                "cuMemcpyDtoH_v2", out.ctypes.data_as(ctypes.c_void_p), pointers[index], ctypes.c_size_t(out.nbytes)
+            )
+            result.append(out)
+        for pointer in pointers:
+            self.call("cuMemFree_v2", pointer)
+        self.call("cuModuleUnload", module)
+        return result
+
+    def _argument(self, arg: object, pointers: list) -> object:
+        if isinstance(arg, tuple):
+            return ctypes.c_uint64(pointers[arg[1]].value)
+        if isinstance(arg, int):
+            return ctypes.c_int(arg)
+        rank = len(arg.dims)
+        raw = (ctypes.c_uint8 * 256)()
+        tmap = (ctypes.c_uint8 * 128).from_buffer(raw, -ctypes.addressof(raw) % 128)
+        self.call(
+            "cuTensorMapEncodeTiled", tmap, arg.dtype, rank, ctypes.c_void_p(pointers[arg.index].value),
+            (ctypes.c_uint64 * rank)(*arg.dims), (ctypes.c_uint64 * (rank - 1))(*arg.strides),
+            (ctypes.c_uint32 * rank)(*arg.box), (ctypes.c_uint32 * rank)(*([1] * rank)), 0, arg.swizzle, 0, 0,
+        )  # fmt: skip
+        return tmap
+
+
+def main() -> None:
+    """Build or record."""
+    command, folder = sys.argv[1], Path(sys.argv[2])
+    if command == "build":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cases.pickle").write_bytes(pickle.dumps(list(cases())))
+        return
+    gpu = Gpu()
+    results = {}
+    for case in pickle.loads((folder / "cases.pickle").read_bytes()):
+        for index, out in enumerate(gpu.run(case)):
+            results[f"{case.name} #{index}"] = out
+    np.savez_compressed(folder / "golden_h200.npz", **results)
+    print(f"{len(results)} outputs recorded")
+
+
+if __name__ == "__main__":
+    sys.modules["golden"] = sys.modules["__main__"]
+    main()

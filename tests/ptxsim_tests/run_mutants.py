@@ -1,0 +1,51 @@
+"""Prints the mutant table: ``python run_mutants.py`` (every mutant in every mode)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
+import ptx_compile  # noqa: E402
+import ptxsim  # noqa: E402
+from ptx_mutants import MUTANTS, Mutant  # noqa: E402
+from ptx_runners import MODES, RUNNERS  # noqa: E402
+
+DEFINES = {"blackwell_gemm": ("M=128", "N=64", "GROUP=1", "WS=0", "A_MN=0", "B_MN=0", "HALF=0")}
+
+
+def arch_of(kernel: str) -> str:
+    """Return the architecture a test kernel is written for."""
+    return "sm_100a" if kernel.startswith("blackwell") else "sm_90a"
+
+
+def outcome(mutant: Mutant, mode: str, seed: int) -> str:
+    """Run a mutant in one mode and name the error that caught it ('' when it escaped)."""
+    source = mutant.apply((ptx_compile.KERNELS / f"{mutant.kernel}.cu").read_text())
+    try:
+        ptx = ptx_compile.compile_ptx(source, arch_of(mutant.kernel), None, DEFINES.get(mutant.kernel, ()))
+        RUNNERS[mutant.kernel](ptx, mode, seed)
+    except ptxsim.SimError as error:
+        return type(error).__name__
+    except AssertionError:
+        return "wrong result"
+    return ""
+
+
+def main() -> None:
+    """Print one Markdown row per mutant."""
+    print("| kernel | mutant | " + " | ".join(f"{m} {s}" for m, s in MODES) + " |")
+    print("|---|---|" + "---|" * len(MODES))
+    caught = 0
+    for mutant in MUTANTS:
+        if len(sys.argv) > 1 and sys.argv[1] not in f"{mutant.kernel} {mutant.name}":
+            continue
+        results = [outcome(mutant, mode, seed) for mode, seed in MODES]
+        caught += any(results)
+        mark = " *" if mutant.frozen else ""
+        print(f"| {mutant.kernel} | {mutant.name}{mark} | " + " | ".join(r or "-" for r in results) + " |")
+    print(f"\n{caught} of {len(MUTANTS)} caught")
+
+
+if __name__ == "__main__":
+    main()

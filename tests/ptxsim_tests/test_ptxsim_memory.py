@@ -1,0 +1,107 @@
+# ruff: noqa: E501 (CUDA lines are kept whole)
+"""Global memory: addresses of arrays and views, structs that hold addresses, forgetting arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import ptx_compile
+import ptxsim
+import pytest
+
+SOURCE = r"""
+struct Args { float *x; long long n; const int *index; };
+extern "C" __global__ void take(const __grid_constant__ Args a, float *y) {
+    if (threadIdx.x < a.n) y[threadIdx.x] = a.x[a.index[threadIdx.x]];
+}
+"""
+
+
+def test_addresses() -> None:
+    memory = ptxsim.Memory()
+    a, b = np.arange(10, dtype="f4"), np.zeros(4, "i4")
+    first, second = memory.map(a), memory.map(b)
+    assert first % 256 == second % 256 == 0
+    assert memory.map(a) == first
+    assert memory.map(a[2:5]) not in (first, second)
+    assert memory.slice(first + 4, 4).view("f4")[0] == 1
+    memory.slice(second, 4, write=True)[:] = 255
+    assert b[0] == -1
+    for address, size in ((first + 38, 4), (1 << 60, 1)):
+        with pytest.raises(ptxsim.MemoryFault):
+            memory.slice(address, size)
+
+
+def test_strided_views_share_memory() -> None:
+    memory = ptxsim.Memory()
+    base = np.arange(40, dtype="f4").reshape(5, 8)
+    view = base[1:4:2, 2:6]
+    address = memory.map(view)
+    assert memory.slice(address, 16).view("f4").tolist() == view[0].tolist()
+    assert memory.slice(address + 64, 16).view("f4").tolist() == view[1].tolist()
+    with pytest.raises(ptxsim.MemoryFault):
+        memory.slice(address + 64, 20)
+
+
+def test_unmapped_addresses_are_used_again() -> None:
+    memory = ptxsim.Memory()
+    kept = memory.map(np.zeros(3))
+    for _ in range(3000):
+        memory.unmap(memory.map(np.zeros(2)))
+    with pytest.raises(ptxsim.MemoryFault):
+        memory.unmap(kept + 8)
+    memory.unmap(kept)
+    with pytest.raises(ptxsim.MemoryFault):
+        memory.slice(kept, 1)
+
+
+def test_struct_of_addresses_and_shared_memory_between_modules() -> None:
+    memory = ptxsim.Memory()
+    ptx = ptx_compile.compile_ptx(SOURCE)
+    first, second = ptxsim.Module(ptx, memory=memory), ptxsim.Module(ptx, memory=memory)
+    x, index, y = np.arange(8, dtype="f4") * 3, np.array([5, 0, 7], "i4"), np.zeros(3, "f4")
+    record = np.zeros((), [("x", "u8"), ("n", "i8"), ("index", "u8")])
+    record["x"], record["n"], record["index"] = memory.map(x), 3, memory.map(index)
+    assert first.parameter_sizes("take") == [24, 8]
+    first.launch("take", 1, 32, [record, y])
+    assert y.tolist() == [15, 0, 21]
+    y[:] = 0
+    second.launch("take", 1, 32, [record.tobytes(), memory.map(y)])
+    assert y.tolist() == [15, 0, 21]
+    index[1] = 8
+    with pytest.raises(ptxsim.MemoryFault, match="out of bounds"):
+        first.launch("take", 1, 32, [record, y])
+
+
+def test_registered_arrays_keep_their_host_address() -> None:
+    memory = ptxsim.Memory()
+    module = ptxsim.Module(ptx_compile.compile_ptx(SOURCE), memory=memory)
+    x, index, y = np.arange(8, dtype="f4") * 3, np.array([5, 0, 7], "i4"), np.zeros(3, "f4")
+    for array in (x, index, y):
+        assert memory.register(array) == array.ctypes.data
+    assert memory.register(x[2:4]) == x.ctypes.data + 8
+    record = np.zeros((), [("x", "u8"), ("n", "i8"), ("index", "u8")])
+    record["x"], record["n"], record["index"] = x.ctypes.data, 3, index.ctypes.data
+    module.launch("take", 1, 32, [record, y.ctypes.data])
+    assert y.tolist() == [15, 0, 21]
+    index[0] = 8
+    with pytest.raises(ptxsim.MemoryFault, match=r"out of bounds|in no array"):
+        module.launch("take", 1, 32, [record, y.ctypes.data])
+    whole = np.zeros(64, "u1")
+    odd = whole[(-whole.ctypes.data) % 16 + 8 :][:16]
+    assert memory.register(odd) == odd.ctypes.data
+    assert memory.find(whole.ctypes.data) is memory.find(odd.ctypes.data)
+    memory.unmap(y.ctypes.data)
+    index[0] = 0
+    with pytest.raises(ptxsim.MemoryFault):
+        module.launch("take", 1, 32, [record, y.ctypes.data])
+
+
+def test_lanes_in_different_arrays() -> None:
+    text = r"""extern "C" __global__ void both(int *const *p, int *out) { out[threadIdx.x] = *p[threadIdx.x]; *p[threadIdx.x] = -1; atomicAdd(p[threadIdx.x], 3); }"""
+    module = ptxsim.Module(ptx_compile.compile_ptx(text))
+    arrays = [np.array([10 * i], "i4") for i in range(8)]
+    addresses = [module.memory.map(a) if i % 2 else module.memory.register(a) for i, a in enumerate(arrays)]
+    out = np.zeros(8, "i4")
+    module.launch("both", 1, 8, [np.array(addresses, "u8"), out])
+    assert out.tolist() == [10 * i for i in range(8)]
+    assert [int(a[0]) for a in arrays] == [2] * 8

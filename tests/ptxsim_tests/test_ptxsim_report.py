@@ -1,0 +1,81 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
+"""Statistics, bank conflicts, timeline and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import ptx_compile
+import ptxsim
+import pytest
+from ptx_runners import bf16
+from ptx_single import HEADER
+from ptxsim.__main__ import main
+
+
+def gemm(timeline: ptxsim.Timeline | None = None, banks: bool = False) -> ptxsim.Report:
+    """Run one tile of the Hopper GEMM with K = 128."""
+    module = ptxsim.Module(ptx_compile.kernel_ptx("hopper_gemm.cu"))
+    arrays = [bf16(np.random.default_rng(0), 64, 128) for _ in range(2)] + [bf16(np.random.default_rng(1), 64, 64)]
+    maps = [
+        ptxsim.encode_tiled(
+            "bfloat16", module.memory.map(a), [a.shape[1], 64], [2 * a.shape[1]], [64, 64], swizzle="128B"
+        )
+        for a in arrays
+    ]
+    return module.launch("hopper_gemm", 1, 160, [*maps, 2], 7 * 8192 + 64, mode="late", timeline=timeline, banks=banks)
+
+
+def test_counts_flops_and_bytes() -> None:
+    report = gemm(banks=True)
+    assert report.instructions["wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"] == 2 * 4 * 4
+    assert report.flops == {"wgmma bf16": 2 * 64 * 64 * 128}
+    assert report.bytes["bulk read"] == 2 * 2 * 8192
+    assert report.bytes["bulk written"] == 8192
+    assert report.bytes["shared written"] == 8192
+    assert report.counters["async wgmma"] == 8
+    assert "wgmma bf16" in str(report)
+    sites = [v for k, v in report.banks.items() if "stmatrix" in k]
+    assert sites
+    assert all(waves == ideal for _, waves, ideal in sites)
+
+
+def test_bank_conflicts_are_counted() -> None:
+    code = ".reg .b32 %r<9>; .shared .align 4 .b8 s[8192]; mov.u32 %r1, %tid.x; mov.u32 %r2, s; mad.lo.u32 %r3, %r1, {step}, %r2; st.shared.u32 [%r3], %r1; ret;"
+    for step, waves in ((4, 1), (8, 2), (128, 32), (132, 1)):
+        module = ptxsim.Module(HEADER + ".visible .entry k()\n{\n" + code.replace("{step}", str(step)) + "\n}\n")
+        (site,) = module.launch("k", 1, 32, [], banks=True).banks.values()
+        assert site == [1, waves, 1]
+
+
+def test_timeline(tmp_path: Path) -> None:
+    timeline = ptxsim.Timeline()
+    gemm(timeline)
+    timeline.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["cat"] for e in events if e["ph"] == "X"} == {"run", "wait", "async", "phase"}
+    assert sum(e["name"] == "wgmma" for e in events if e["ph"] == "X") == 8
+    pytest.importorskip("matplotlib")
+    timeline.draw(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ptx = tmp_path / "k.ptx"
+    ptx.write_text(
+        ptx_compile.compile_ptx(
+            'extern "C" __global__ void twice(float *x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
+        )
+    )
+    assert main(["check", str(ptx)]) == 0
+    assert "all modelled" in capsys.readouterr().out
+    save = tmp_path / "out.npz"
+    assert main(["run", str(ptx), "arange:f4:40", "int:40", "--block", "64", "--save", str(save)]) == 0
+    assert np.load(save)["arr_0"].tolist() == [2 * i for i in range(40)]
+    assert main(["run", str(ptx), "arange:f4:30", "int:40", "--block", "64"]) == 1
+    assert "out of bounds" in capsys.readouterr().err
+    bad = tmp_path / "bad.ptx"
+    bad.write_text(HEADER + ".visible .entry k()\n{\nfoo.b32 %r1;\nret;\n}\n")
+    assert main(["check", str(bad)]) == 1

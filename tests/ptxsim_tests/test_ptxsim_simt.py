@@ -1,0 +1,225 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
+"""Divergence, reconvergence, calls, spinning and collectives against plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import ptx_compile
+import ptxsim
+import pytest
+from ptx_single import run
+
+SOURCE = r"""
+extern "C" __global__ void loops(const int *x, int *y) {
+    int i = threadIdx.x, v = 0;
+    for (int k = 0; k < x[i]; k++) {
+        if (k == 5) continue;
+        if (k > 20) break;
+        for (int j = 0; j < k % 3; j++) v += j * i;
+        v += k;
+    }
+    if (v % 7 == 0) { y[i] = -v; return; }
+    y[i] = v;
+}
+extern "C" __global__ void choose(const int *x, int *y) {
+    int i = threadIdx.x, v = x[i];
+    switch (v) {
+    case 0: v = 17; break; case 1: v = v * 3; break; case 2: v = 99; case 3: v += 5; break; case 4: v = i; break;
+    case 5: v = -1; break; case 7: v = 70; break; case 9: v = 90; break; case 12: v = 1200; break; case 19: v = 5; break;
+    default: v = 1000 + v;
+    }
+    y[i] = v;
+}
+extern "C" __global__ void ping_pong(int *y) {
+    __shared__ volatile int turn;
+    if (threadIdx.x == 0) turn = 0;
+    __syncthreads();
+    if (threadIdx.x < 2)
+        for (int n = 0; n < 10; n++) {
+            while (turn % 2 != threadIdx.x) ;
+            turn = turn + 1;
+        }
+    __syncthreads();
+    y[threadIdx.x] = turn;
+}
+__device__ __noinline__ int power(int b, int n) { int r = 1; for (int i = 0; i < n; i++) r *= b; return r; }
+struct Pair { int a; long long b; };
+__device__ __noinline__ Pair both(Pair p, int k) { p.a += k; p.b *= k; return p; }
+extern "C" __global__ void calls(int *y) {
+    int t = threadIdx.x, table[8];
+    for (int i = 0; i < 8; i++) table[i] = power(i, t % 4);
+    Pair p = both(Pair{t, t + 1}, 3);
+    y[t] = table[t % 8] + p.a + (int)p.b;
+}
+extern "C" __global__ void block_sum(const float *x, float *y) {
+    __shared__ float part[8];
+    int t = threadIdx.x; float v = x[t];
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+    if (t % 32 == 0) part[t / 32] = v;
+    __syncthreads();
+    if (t < 8) { float a = part[t]; for (int o = 4; o; o >>= 1) a += __shfl_down_sync(0xff, a, o); if (!t) *y = a; }
+}
+__constant__ int lut[4] = {3, 1, 4, 1};
+__device__ int counter = 5;
+__device__ int *pointer = &counter;
+extern "C" __global__ void symbols(int *y) { y[threadIdx.x] = lut[threadIdx.x & 3] + *pointer; atomicAdd(&counter, 1); }
+extern "C" __global__ void count(int *y) { int n = __syncthreads_count(threadIdx.x % 3 == 0); int o = __syncthreads_or(threadIdx.x == 5);
+    y[threadIdx.x] = n * 2 + (o != 0); }
+extern "C" __global__ void partial(int *y) { unsigned m = __activemask(); if (threadIdx.x & 1) m = __ballot_sync(0xaaaaaaaa, threadIdx.x > 8);
+    y[threadIdx.x] = m; }
+"""
+
+
+@pytest.fixture(params=ptx_compile.available(), name="module")
+def _module(request: pytest.FixtureRequest) -> ptxsim.Module:
+    return ptxsim.Module(ptx_compile.compile_ptx(SOURCE, "sm_90a", request.param))
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
+def test_divergent_loops(module: ptxsim.Module, mode: str, seed: int) -> None:
+    x = np.random.default_rng(seed).integers(0, 40, 64).astype("i4")
+    y = np.zeros(64, "i4")
+    module.launch("loops", 1, 64, [x, y], mode=mode, seed=seed)
+    for i in range(64):
+        v = 0
+        for k in range(x[i]):
+            if k == 5:
+                continue
+            if k > 20:
+                break
+            v += sum(j * i for j in range(k % 3)) + k
+        assert y[i] == (-v if v % 7 == 0 else v)
+
+
+def test_switch(module: ptxsim.Module) -> None:
+    x = np.arange(64, dtype="i4") % 21
+    y = np.zeros(64, "i4")
+    module.launch("choose", 1, 64, [x, y])
+    table = {0: 17, 1: 3, 2: 104, 3: 8, 5: -1, 7: 70, 9: 90, 12: 1200, 19: 5}
+    assert y.tolist() == [i if v == 4 else table.get(v, 1000 + v) for i, v in enumerate(x.tolist())]
+
+
+def test_two_lanes_of_a_warp_spin_on_each_other(module: ptxsim.Module) -> None:
+    y = np.zeros(32, "i4")
+    module.launch("ping_pong", 1, 32, [y], max_steps=100_000)
+    assert y.tolist() == [20] * 32
+
+
+def test_calls_with_structs_and_local_arrays(module: ptxsim.Module) -> None:
+    y = np.zeros(64, "i4")
+    module.launch("calls", 1, 64, [y])
+    assert y.tolist() == [(t % 8) ** (t % 4) + t + 3 + (t + 1) * 3 for t in range(64)]
+
+
+def test_block_sum(module: ptxsim.Module) -> None:
+    x, y = np.random.default_rng(0).random(256).astype("f4"), np.zeros(1, "f4")
+    module.launch("block_sum", 1, 256, [x, y])
+    np.testing.assert_allclose(y[0], x.sum(), rtol=1e-6)
+
+
+def test_constants_globals_and_relocations(module: ptxsim.Module) -> None:
+    y = np.zeros(32, "i4")
+    module.launch("symbols", 1, 32, [y])
+    assert y.tolist() == [[3, 1, 4, 1][t & 3] + 5 for t in range(32)]
+    module.launch("symbols", 1, 32, [y])
+    assert y[0] == 3 + 5 + 32
+
+
+def test_barrier_reductions(module: ptxsim.Module) -> None:
+    y = np.zeros(96, "i4")
+    module.launch("count", 1, 96, [y])
+    assert y.tolist() == [32 * 2 + 1] * 96
+
+
+def test_partial_masks_and_partial_warps(module: ptxsim.Module) -> None:
+    y = np.zeros(32, "u4")
+    module.launch("partial", 1, 32, [y])
+    assert y[1] == sum(1 << i for i in range(9, 32, 2))
+    assert y[0] == 0xFFFFFFFF
+    x, short = np.arange(20, dtype="i4"), np.zeros(20, "i4")
+    module.launch("choose", 1, 20, [x, short])
+    assert short[6] == 1006
+
+
+def shuffle(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
+    """Follow the pseudo-code of shfl.sync in the ISA, lane by lane."""
+    bval, cval, mask = b & 31, c & 31, c >> 8 & 31
+    top = (lane & mask) | (cval & ~mask)
+    low = lane & mask
+    j, p = {
+        "up": (lane - bval, lane - bval >= top),
+        "down": (lane + bval, lane + bval <= top),
+        "bfly": (lane ^ bval, (lane ^ bval) <= top),
+        "idx": (low | (bval & ~mask), (low | (bval & ~mask)) <= top),
+    }[mode]
+    return (j if p else lane), p
+
+
+@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
+@pytest.mark.parametrize("c", [31, 0, 0x181F, 0x1807, 0x0810 | 15])
+@pytest.mark.parametrize("b", [0, 1, 5, 16, 31])
+def test_shuffle(mode: str, b: int, c: int) -> None:
+    a = np.arange(32, dtype="u4") * 7 + 1
+    code = f"shfl.sync.{mode}.b32 %d|%p1, %a, {b}, {c}, -1; @%p1 add.u32 %d, %d, 0x10000;"
+    got = run(code, [a], np.zeros(32, "u4"))
+    want = []
+    for lane in range(32):
+        j, p = shuffle(mode, lane, b, c)
+        want.append(int(a[j]) + 0x10000 * p)
+    assert got.tolist() == want
+
+
+def test_votes_match_redux_elect() -> None:
+    a = np.arange(32, dtype="u4") % 5
+    ballot = run("setp.eq.u32 %p1, %a, 2; vote.sync.ballot.b32 %d, %p1, -1;", [a], np.zeros(32, "u4"))
+    assert ballot.tolist() == [sum(1 << i for i in range(32) if a[i] == 2)] * 32
+    match = run("match.any.sync.b32 %d, %a, -1;", [a], np.zeros(32, "u4"))
+    assert match.tolist() == [sum(1 << j for j in range(32) if a[j] == a[i]) for i in range(32)]
+    assert run("redux.sync.add.u32 %d, %a, -1;", [a], np.zeros(32, "u4"))[3] == a.sum()
+    assert run("redux.sync.max.s32 %d, %a, -1;", [a], np.zeros(32, "u4"))[3] == 4
+    elected = run("elect.sync %t1|%p1, -1; selp.b32 %d, 1, 0, %p1;", [a], np.zeros(32, "u4"))
+    assert elected.tolist() == [1] + [0] * 31
+
+
+def test_a_shuffle_from_an_absent_lane_is_poison() -> None:
+    a = np.arange(32, dtype="u4")
+    code = (
+        "mov.b32 %d, 0; and.b32 %t1, %a, 1; setp.eq.u32 %p1, %t1, 0; @%p1 bra E; bra F;"
+        "E: shfl.sync.bfly.b32 %d, %a, 1, 31, 0x55555555; F:"
+    )
+    with pytest.raises(ptxsim.PoisonError):
+        run(code, [a], np.zeros(32, "u4"))
+
+
+def test_atomics_count_every_lane() -> None:
+    text = r"""
+extern "C" __global__ void atoms(int *n, unsigned *old, float *f, unsigned *c) {
+    old[threadIdx.x] = atomicAdd(n, 2); atomicAdd(f, 0.5f); atomicMax(c, threadIdx.x * 3); atomicInc(c + 1, 9); atomicCAS(c + 2, 7u, threadIdx.x);
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %1, %1, %1};" ::"l"(f + 4), "f"(1.0f) : "memory");
+}"""
+    n, old, f = np.zeros(1, "i4"), np.zeros(64, "u4"), np.zeros(8, "f4")
+    c = np.array([5, 0, 7], "u4")
+    ptxsim.Module(ptx_compile.compile_ptx(text)).launch("atoms", 1, 64, [n, old, f, c], mode="random", seed=3)
+    assert n[0] == 128
+    assert sorted(old.tolist()) == list(range(0, 128, 2))
+    assert f.tolist() == [32.0, 0, 0, 0, 64.0, 64.0, 64.0, 64.0]
+    assert c[:2].tolist() == [189, 64 % 10]
+    assert c[2] in range(64)
+    assert c[2] != 7 or old is not None
+
+
+def test_blocks_that_wait_for_each_other_need_residency() -> None:
+    text = r"""
+extern "C" __global__ void relay(volatile int *flag, int *out) {
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) { while (flag[0] == 0) ; out[0] = flag[0]; }
+        else { __threadfence(); flag[0] = 42; }
+    }
+}"""
+    module = ptxsim.Module(ptx_compile.compile_ptx(text))
+    flag, out = np.zeros(1, "i4"), np.zeros(1, "i4")
+    with pytest.raises(ptxsim.StepLimitError):
+        module.launch("relay", 2, 32, [flag, out], max_steps=5000)
+    flag[0] = 0
+    module.launch("relay", 2, 32, [flag, out], resident=2, max_steps=50_000)
+    assert out[0] == 42

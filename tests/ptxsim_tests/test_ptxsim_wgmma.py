@@ -1,0 +1,161 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
+"""wgmma operands and fragments against formulas from the ISA: layouts, majors, types, register A, poison."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import ptxsim
+import pytest
+from ptx_single import HEADER
+
+TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
+         "tf32": np.float32, "s8": np.int8}  # fmt: skip
+LAYOUT = {0: 0, 128: 1, 64: 2, 32: 3}
+
+
+def place(matrix: np.ndarray, span: int, mn_major: bool) -> tuple[np.ndarray, int, int]:
+    """Lay a matrix [mn, k] out in 1024-aligned bytes in the canonical layout; return bytes, LBO and SBO.
+
+    K-major: 8-row groups of rows of ``span`` bytes (16 without swizzle). MN-major: 8-k groups, ``span`` bytes of mn.
+    """
+    item = matrix.itemsize
+    mn, k = matrix.shape
+    raw = np.zeros(64 * 1024, "u1")
+    source = np.ascontiguousarray(matrix).view("u1").reshape(mn, k, item)
+    if mn_major:
+        width = span or 16
+        sbo_bytes = 8 * width if span else 128 * (k // 8)
+        lbo_bytes = 8 * width * (k // 8) if span else 128
+        lbo, sbo = lbo_bytes, sbo_bytes
+    else:
+        width = span or 16
+        lbo, sbo = (16, 8 * width) if span else (128, 128 * (k * item // 16))
+    for r in range(mn):
+        for c in range(k):
+            if mn_major:
+                byte = r * item
+                if span:
+                    at = byte % span + c % 8 * span + byte // span * lbo + c // 8 * sbo
+                else:
+                    at = byte % 16 + c % 8 * 16 + byte // 16 * sbo + c // 8 * lbo
+            else:
+                byte = c * item
+                if span:
+                    at = byte + r % 8 * span + r // 8 * sbo
+                else:
+                    at = byte % 16 + byte // 16 * lbo + r % 8 * 16 + r // 8 * sbo
+            if span:
+                at ^= (at >> 7 & (span // 16 - 1)) << 4
+            raw[at : at + item] = source[r, c]
+    return raw, lbo, sbo
+
+
+def descriptor(lbo: int, sbo: int, span: int) -> int:
+    """Return the descriptor's bits above the start address."""
+    return lbo // 16 << 16 | sbo // 16 << 32 | LAYOUT[span] << 62
+
+
+def build(n: int, k: int, kind: str, out: str, tail: str, register_a: bool, size_a: int, size_b: int) -> str:
+    """Return PTX that copies both operands to shared memory, multiplies once and dumps D's registers."""
+    count = n // 4 if out == "f16" else n // 2
+    regs = ", ".join(f"%d{i}" for i in range(count))
+    reg_type = "f32" if out == "f32" else "b32"
+    a = "{%a0, %a1, %a2, %a3}" if register_a else "%rd4"
+    loads = "".join(f"ld.global.u32 %a{i}, [%rd7+{512 * i}];" for i in range(4)) if register_a else ""
+    stores = "".join(f"st.global.{reg_type} [%rd6+{512 * i}], %d{i};" for i in range(count))
+    copy = (
+        "mov.u32 %r5, %r1; {0}: cvt.u64.u32 %rd8, %r5; add.u64 %rd9, %rd8, {2}; mul.lo.u32 %r6, %r5, 1; ld.global.u32 %r7, [%rd9];"
+        "add.u32 %r8, %r2, %r6; add.u32 %r8, %r8, {1}; st.shared.u32 [%r8], %r7; add.u32 %r5, %r5, 512; setp.lt.u32 %p1, %r5, {3}; @%p1 bra {0};"
+    )
+    return (
+        HEADER.replace("sm_100a", "sm_90a")
+        + f"""
+.visible .entry k(.param .u64 a, .param .u64 b, .param .u64 da, .param .u64 db, .param .u64 out, .param .u64 ra)
+{{
+.reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .pred %p<4>; .reg .{reg_type} %d<{count}>; .reg .b32 %a<4>;
+.shared .align 1024 .b8 s[{size_a + size_b}];
+mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; mov.u32 %r2, s; ld.param.u64 %rd1, [a]; ld.param.u64 %rd2, [b];
+{copy.format("A", 0, "%rd1", size_a)}
+{copy.format("B", size_a, "%rd2", size_b)}
+fence.proxy.async.shared::cta; bar.sync 0;
+shr.u32 %r3, %r2, 4; cvt.u64.u32 %rd3, %r3; ld.param.u64 %rd4, [da]; or.b64 %rd4, %rd4, %rd3;
+add.u32 %r4, %r2, {size_a}; shr.u32 %r4, %r4, 4; cvt.u64.u32 %rd3, %r4; ld.param.u64 %rd5, [db]; or.b64 %rd5, %rd5, %rd3;
+ld.param.u64 %rd7, [ra]; mad.wide.u32 %rd7, %r0, 4, %rd7; {loads}
+setp.ne.u32 %p2, %r0, %r0;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n{n}k{k}.{out}.{kind}.{kind} {{{regs}}}, {a}, %rd5, %p2{tail};
+wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+ld.param.u64 %rd6, [out]; mad.wide.u32 %rd6, %r0, 4, %rd6; {stores}
+ret;
+}}
+"""
+    )
+
+
+def collect(out: np.ndarray, n: int) -> np.ndarray:
+    """Gather D from its registers by the ISA's fragment table."""
+    d = np.zeros((64, n), out.dtype)
+    for t in range(128):
+        w, g, c = t // 32, t % 32 // 4, t % 4
+        for i in range(n // 2):
+            d[16 * w + g + 8 * (i // 2 & 1), 8 * (i // 4) + 2 * c + (i & 1)] = out[i, t]
+    return d
+
+
+def multiply(kind: str, n: int, span_a: int, span_b: int, a_mn: bool, b_mn: bool, register_a: bool = False) -> None:
+    """Run one wgmma and compare."""
+    rng = np.random.default_rng(n)
+    depth = {"bf16": 16, "f16": 16, "tf32": 8}.get(kind, 32)
+    if kind == "s8":
+        a, b = (rng.integers(-128, 128, (r, depth)).astype("i1") for r in (64, n))
+    else:
+        a, b = (rng.integers(-4, 5, (r, depth)).astype(TYPES[kind]) for r in (64, n))
+    (raw_a, lbo_a, sbo_a), (raw_b, lbo_b, sbo_b) = place(a, span_a, a_mn), place(b, span_b, b_mn)
+    tail = "" if kind == "s8" else ", 1, 1"
+    if kind in ("bf16", "f16"):
+        tail += f", {int(b_mn)}" if register_a else f", {int(a_mn)}, {int(b_mn)}"
+    output = "s32" if kind == "s8" else "f32"
+    out = np.zeros((n // 2, 128), "i4" if kind == "s8" else "f4")
+    words = np.ascontiguousarray(a).view("u4").reshape(64, -1)
+    regs = np.zeros((4, 128), "u4")
+    for t in range(128):
+        w, g, c = t // 32, t % 32 // 4, t % 4
+        for j in range(4):
+            regs[j, t] = words[16 * w + g + 8 * (j & 1), c + 4 * (j >> 1)]
+    size = 16384
+    ptx = build(n, depth, kind, output, tail, register_a, size, size)
+    args = [raw_a, raw_b, descriptor(lbo_a, sbo_a, span_a), descriptor(lbo_b, sbo_b, span_b), out, regs]
+    ptxsim.Module(ptx).launch("k", 1, 128, args, mode="late")
+    want = a.astype("f8") @ b.astype("f8").T
+    np.testing.assert_array_equal(collect(out, n), want)
+
+
+@pytest.mark.parametrize("span", [0, 32, 64, 128])
+@pytest.mark.parametrize(("a_mn", "b_mn"), [(False, False), (True, False), (False, True), (True, True)])
+def test_layouts_and_majors(span: int, a_mn: bool, b_mn: bool) -> None:
+    multiply("bf16", 64, span, span, a_mn, b_mn)
+
+
+@pytest.mark.parametrize("n", [8, 24, 128, 256])
+def test_widths(n: int) -> None:
+    multiply("f16", n, 128, 32, False, False)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "tf32", "s8"])
+def test_types(kind: str) -> None:
+    multiply(kind, 32, 128, 128, False, False)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "tf32"])
+def test_a_in_registers(kind: str) -> None:
+    multiply(kind, 16, 128, 64, False, kind == "bf16", True)
+
+
+@pytest.mark.parametrize("bit", [14, 31, 46, 52, 61])
+def test_reserved_descriptor_bits(bit: int) -> None:
+    from ptxsim.wgmma import decode_descriptor
+
+    assert decode_descriptor(1 << 62 | 64 << 32 | 5).start == 80
+    with pytest.raises(ptxsim.DescriptorError, match="reserved"):
+        decode_descriptor(1 << 62 | 1 << bit)
