@@ -1,4 +1,4 @@
-"""The command line: `mla-cupy info | compile | list | clear-cache | demo | bench`."""
+"""The command line: `mla-cupy info | compile | list | clear-cache | demo | bench | sim`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"]:
-            return int(_bench_main()(arguments[1:]))
+            return int(_part("bench", "bench", "cli").main(arguments[1:]))
+        if arguments[:1] == ["sim"]:
+            return int(_part("ptxsim", "tests/ptxsim", "__main__").main(arguments[1:]))
         options = _parser(arguments).parse_args(arguments)
         return int(options.run(options))
     except MlaError as error:
@@ -79,6 +81,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     demo = add("demo", _demo, "decode a ragged batch and check it against the oracle", json_too=False)
     if arguments[:1] == ["demo"]:
         _demo_module().add_arguments(demo)
+    add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
     return parser
 
@@ -270,15 +273,15 @@ def _demo_module() -> Any:
     return importlib.import_module("mla_cupy.demo")
 
 
-def _bench_main() -> Any:
-    """`main` of the benches: a part of the installed package, a directory beside it in a checkout."""
-    if importlib.util.find_spec("mla_cupy.bench") is None:
-        checkout = Path(__file__).resolve().parents[1]
-        if not (checkout / "bench" / "cli.py").is_file():
-            raise ArgumentError(explain("bench", "no benches", "an installed package or a checkout"))
-        sys.path.insert(0, str(checkout))
-        return importlib.import_module("bench.cli").main
-    return importlib.import_module("mla_cupy.bench.cli").main
+def _part(name: str, place: str, module: str) -> Any:
+    """A module of the benches or the simulator: parts of the installed package, directories beside it in a checkout."""
+    if importlib.util.find_spec(f"mla_cupy.{name}") is not None:
+        return importlib.import_module(f"mla_cupy.{name}.{module}")
+    found = Path(__file__).resolve().parents[1] / place
+    if not (found / "__init__.py").is_file():
+        raise ArgumentError(explain(name, "nothing", "an installed package or a checkout"))
+    sys.path.insert(0, str(found.parent))
+    return importlib.import_module(f"{name}.{module}")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

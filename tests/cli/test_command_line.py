@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,7 +186,7 @@ def test_demo_and_bench_are_handed_their_arguments(monkeypatch: pytest.MonkeyPat
             return 5
 
     monkeypatch.setattr(cli, "_demo_module", lambda: Demo)
-    monkeypatch.setattr(cli, "_bench_main", lambda: lambda argv: seen.append(argv) or 6)
+    monkeypatch.setattr(cli, "_part", lambda *names: SimpleNamespace(main=lambda argv: seen.append(argv) or 6))
     assert cli.main(["demo", "--size", "3"]) == 5
     assert cli.main(["bench", "run", "decode", "--help"]) == 6
     assert seen == [3, ["run", "decode", "--help"]]

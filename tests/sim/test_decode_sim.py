@@ -1,0 +1,124 @@
+"""The compiled kernels in the simulator, through the public calls, against the oracle: on any machine.
+
+The simulator reports races, reads of anything undefined, and deadlocks, so a case that passes says more than its
+numbers. An ordinary run takes a pairwise choice of cases and modes; `--sim=full` takes them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from tests.support.cases import DecodeCase, make
+from tests.support.sim_driver import simulated
+from tests.support.tolerance import check
+
+HOPPER = ("dense_decode_sm90_seesaw", "dense_decode_sm90_delayed")
+GENERIC = "dense_decode_generic"
+#: (mode of completion, seed)
+MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+
+CASES = [
+    DecodeCase(b=1, seqlens=64, h_q=64),  # one whole tile
+    DecodeCase(b=1, seqlens=1, h_q=1),
+    DecodeCase(b=1, seqlens=129, h_q=16),  # an odd number of tiles, the last one a token
+    DecodeCase(b=2, seqlens=(0, 128), h_q=5),  # a request without tokens, two tiles
+    DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16, dtype="float16"),
+    DecodeCase(b=2, seqlens=(65, 190), s_q=2, h_q=8),  # the causal edge within a tile
+    DecodeCase(b=1, seqlens=66, s_q=4, h_q=32, h_kv=2),  # two KV heads, and rows that see little
+    DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False),  # two row blocks
+    DecodeCase(b=1, seqlens=150, page_size=16, missing_pages=2),
+    DecodeCase(b=2, seqlens=(100, 31), page_size=24, dtype="float16"),  # boxes of 8 tokens
+    DecodeCase(b=1, seqlens=140, page_size=128, h_kv=2),
+    DecodeCase(b=1, seqlens=66, page_size=1, h_q=3),  # boxes of one token
+    DecodeCase(b=1, seqlens=400, h_q=16),  # split
+]
+#: Multiprocessors of the simulated GPU: how often the batch is cut.
+SM_COUNTS = (1, 3, 5)
+
+
+def _pairwise() -> Iterator[tuple[DecodeCase, str, tuple[str, int], int]]:
+    """Each case with each kernel once; modes and SM counts take turns, out of step with each other."""
+    for i, (case, kernel) in enumerate(itertools.product(CASES, HOPPER)):
+        yield case, kernel, MODES[i % len(MODES)], SM_COUNTS[(i // 2) % len(SM_COUNTS)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_hopper_kernels:
+        chosen = list(_pairwise())
+        if metafunc.config.getoption("--sim") == "full":
+            chosen = list(itertools.product(CASES, HOPPER, MODES, SM_COUNTS))
+        ids = [f"{case.id}-{kernel}-{mode}{seed}-{sms}sm" for case, kernel, (mode, seed), sms in chosen]
+        metafunc.parametrize(("case", "kernel", "mode", "sm_count"), chosen, ids=ids)
+
+
+def _run(case: DecodeCase, kernel: str, sm_count: int, mode: tuple[str, int]) -> list[str]:
+    inputs = make(case)
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
+        got = mla_cupy.mla_decode(*inputs.arguments, causal=case.causal, variant=kernel)
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+    return target.launched
+
+
+def test_hopper_kernels(case: DecodeCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
+    assert f"mla_{kernel}" in _run(case, kernel, sm_count, mode)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[6], replace(CASES[8], strides="odd")], ids=lambda case: case.id)
+def test_generic_kernel(case: DecodeCase) -> None:
+    _run(case, GENERIC, 1, ("random", 3))
+
+
+def test_a_split_request_is_merged() -> None:
+    """Few pieces go by warps, many by blocks: both must be reached."""
+    case = DecodeCase(b=2, seqlens=(700, 130), h_q=2)
+    assert "mla_split_combine" in _run(case, HOPPER[0], 12, ("early", 0))
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("tokens", [130, 193])
+def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str, tokens: int) -> None:
+    """With 193 tokens the token in question lies in a tile that another one follows."""
+    inputs = make(DecodeCase(b=1, seqlens=tokens, s_q=3, h_q=4))
+    hidden = tokens - 2  # from the first query only
+    inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 300]] = np.nan, np.inf
+    with simulated(1, mode="late"):
+        got = mla_cupy.mla_decode(*inputs.arguments, variant=kernel)
+    assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+
+
+def test_a_plan_serves_other_lengths() -> None:
+    case = DecodeCase(b=2, seqlens=(100, 65), h_q=4)
+    first, second = make(case), make(replace(case, seqlens=(30, 128), seed=1))
+    width = max(x.block_table.shape[1] for x in (first, second))
+    with simulated(2):
+        plan = mla_cupy.plan_decode(max_b=3, s_q=1, h_q=4, max_pages=width, page_size=64, dtype="bfloat16", device=0)
+        for inputs in (first, second, first):
+            table = np.full((2, width), -7, np.int32)
+            table[:, : inputs.block_table.shape[1]] = inputs.block_table
+            plan.update(inputs.seqlens)
+            got = mla_cupy.mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
+            check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_states_are_merged(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    from mla_cupy import formats, reference
+
+    outs = rng.standard_normal((3, 2, 2, 3, 40)).astype(formats.numpy_dtype(dtype))
+    lses = rng.standard_normal((3, 2, 3, 2)).astype(np.float32)
+    lses[0, 0] = -np.inf
+    lses[:, 1, 2, 1] = np.inf, -np.inf, np.inf
+    outs[0, 0] = np.nan  # of a state without a key: not read
+    with simulated(1):
+        got = mla_cupy.merge_states(outs, lses, out_dtype="float32")
+    exact = reference.merge_states(outs, lses)
+    np.testing.assert_allclose(got[0], exact[0], rtol=3e-6, atol=3e-6)
+    np.testing.assert_allclose(got[1], exact[1], rtol=3e-6, atol=3e-6)
