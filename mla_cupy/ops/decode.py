@@ -250,7 +250,7 @@ def _decode_on_gpu(
     prepared = kernels.prepare(pointers, sizes, options.flags(checked.out_dtype == "float32"), workspace, handle)
     prepared.enqueue(pointers[:6], handle)
     if plan is not None:
-        plan.remember(native, arguments, checked.out_dtype, options, prepared)
+        plan.remember(native, arguments, checked.out_dtype, tuple(options), prepared)
     return out, lse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_cupy import arrays
 from mla_cupy.arrays import HOST
@@ -15,19 +15,25 @@ from mla_cupy.ops import backend
 from mla_cupy.ops.decode_checks import HALF_TYPES, MOST_TOKENS
 
 
-class _LastCall(threading.local):
-    """What a thread's last call with a plan looked like: launches are packed per thread."""
+class _Call(NamedTuple):
+    """What a call looked like, and its launches."""
 
-    options: tuple[Any, ...] | None = None
+    options: tuple[Any, ...]
     b: int
     native: arrays.Native
     peek: Callable[[Any], tuple[int, object]]
     kind: type
-    signatures: list[object]
+    signatures: tuple[object, ...]  # of the six arrays; None where there was none
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     out_dtype: str
     prepared: PreparedAttention
+
+
+class _LastCall(threading.local):
+    """A thread's last call with a plan: launches are packed per thread."""
+
+    call: _Call | None = None
 
 
 class DecodePlan:
@@ -121,28 +127,30 @@ class DecodePlan:
 
         The checks of the last call hold for this one, since everything that they look at is the same.
         """
-        last = self._last
+        last = self._last.call
+        if last is None or self._scheduled_b != last.b or not last.prepared.is_current():
+            return None
         try:
-            same = options == last.options and self._scheduled_b == last.b and last.prepared.is_current()
+            if options != last.options:
+                return None
         except ValueError:  # an option that is an array: the checks have words for it
             return None
-        if not same:
-            return None
         peek, kind = last.peek, last.kind
-        addresses: list[int] = []
-        signatures: list[object] = []
-        for x in arguments:
+        addresses = []
+        for x, wanted in zip(arguments, last.signatures, strict=True):
             if x is None:
-                addresses.append(0)
-                signatures.append(None)
-            else:
-                if type(x) is not kind:
+                if wanted is not None:
                     return None
-                address, signature = peek(x)
-                addresses.append(address)
-                signatures.append(signature)
+                addresses.append(0)
+                continue
+            if type(x) is not kind:
+                return None
+            address, signature = peek(x)
+            if signature != wanted:
+                return None
+            addresses.append(address)
         # The kernels' demand on addresses was checked for the last ones only: see `steps_by_16_bytes`.
-        if signatures != last.signatures or (addresses[0] | addresses[1] | addresses[4]) % 16:
+        if (addresses[0] | addresses[1] | addresses[4]) % 16:
             return None
         handle = last.native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
         out, lse = arguments[4], arguments[5]
@@ -164,14 +172,19 @@ class DecodePlan:
         prepared: PreparedAttention,
     ) -> None:
         """Let this thread's next call repeat this one."""
-        last = self._last
         b, s_q, h_q, _ = arguments[0].shape
-        last.b = b
-        last.native, last.peek, last.kind = native, native.peek, type(arguments[0])
-        last.signatures = [None if x is None else native.peek(x)[1] for x in arguments]
-        last.out_shape, last.lse_shape, last.out_dtype = (b, s_q, h_q, HEAD_DIM_V), (b, h_q, s_q), out_dtype
-        last.prepared = prepared
-        last.options = options
+        self._last.call = _Call(
+            options,
+            b,
+            native,
+            native.peek,
+            type(arguments[0]),
+            tuple(None if x is None else native.peek(x)[1] for x in arguments),
+            (b, s_q, h_q, HEAD_DIM_V),
+            (b, h_q, s_q),
+            out_dtype,
+            prepared,
+        )
 
     def check_fit(self, problem: DecodeProblem, sizes: DecodeSizes, device: int) -> None:
         """Raise PlanError unless the plan, as last updated, serves such a call."""

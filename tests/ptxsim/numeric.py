@@ -134,9 +134,9 @@ def int_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def int_rem(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Integer remainder with the sign of the dividend; by zero gives the dividend."""
+    """Integer remainder with the sign of the dividend; by zero gives all ones, as on an H200 (PTX leaves it open)."""
     zero = b == 0
-    return np.where(zero, a, a - int_div(a, np.where(zero, b.dtype.type(1), b)) * b)
+    return np.where(zero, ~a.dtype.type(0), a - int_div(a, np.where(zero, b.dtype.type(1), b)) * b)
 
 
 def mul_hi(a: np.ndarray, b: np.ndarray) -> np.ndarray:

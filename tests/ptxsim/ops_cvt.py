@@ -74,7 +74,7 @@ def _to_float(x: np.ndarray, target: str, source: str, rounding: str, ftz: bool,
         x = numeric.saturate(x)
     if target == "bf16":
         if rounding == "rz":
-            return (x.astype("f4").view("u4") >> np.uint32(16)).astype("u2")
+            return _chopped_bf16(x)
         return to_bf16(x)
     if target == "f16":
         return _directed_half(x, rounding) if rounding in ("rz", "rm", "rp") else to_f16(x)
@@ -86,6 +86,12 @@ def _to_float(x: np.ndarray, target: str, source: str, rounding: str, ftz: bool,
         return numeric.round_f64(x.astype("f8"), np.zeros(len(x)), "f4", rounding)
     result = x.astype(VIEWS[target])
     return numeric.flush(result) if ftz and target == "f32" else result
+
+
+def _chopped_bf16(x: np.ndarray) -> np.ndarray:
+    """Toward zero; NaN becomes the canonical one, as on an H200."""
+    bits = (x.astype("f4").view("u4") >> np.uint32(16)).astype("u2")
+    return np.where(np.isnan(x), np.uint16(0x7FFF), bits)
 
 
 def _directed_half(x: np.ndarray, rounding: str) -> np.ndarray:
@@ -131,7 +137,7 @@ def _cvt_x2(cg: Codegen, mods: Mods, target: str, source: str) -> None:
         if sat:
             x = np.clip(x, np.float32(-limit), np.float32(limit))
         if target == "bf16x2":
-            return to_bf16(x) if rounding == "rn" else (x.view("u4") >> np.uint32(16)).astype("u2")
+            return to_bf16(x) if rounding == "rn" else _chopped_bf16(x)
         return (to_f16(x) if rounding == "rn" else _directed_half(x, "rz")).view("u2")
 
     def run(high: np.ndarray, low: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ def test_against_the_gpu(case: Case) -> None:
     assert all(out.any() for out in outputs)
     if not FILE.exists():
         pytest.skip("no golden outputs are recorded yet")
-    recorded = np.load(FILE)
-    for index, out in enumerate(outputs):
-        assert agrees(case, out, recorded[f"{case.name} #{index}"])
+    with np.load(FILE) as recorded:
+        for index, out in enumerate(outputs):
+            assert agrees(case, out, recorded[f"{case.name} #{index}"])
 
 
 def test_the_comparison_can_fail() -> None:
