@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mla_cupy import arrays
@@ -21,7 +20,6 @@ class _Call(NamedTuple):
     options: tuple[Any, ...]
     b: int
     native: arrays.Native
-    peek: Callable[[Any], tuple[int, object]]
     kind: type
     signatures: tuple[object, ...]  # of the six arrays; None where there was none
     out_shape: tuple[int, ...]
@@ -135,20 +133,9 @@ class DecodePlan:
                 return None
         except ValueError:  # an option that is an array: the checks have words for it
             return None
-        peek, kind = last.peek, last.kind
-        addresses = []
-        for x, wanted in zip(arguments, last.signatures, strict=True):
-            if x is None:
-                if wanted is not None:
-                    return None
-                addresses.append(0)
-                continue
-            if type(x) is not kind:
-                return None
-            address, signature = peek(x)
-            if signature != wanted:
-                return None
-            addresses.append(address)
+        addresses = last.native.addresses_if_same(arguments, last.kind, last.signatures)
+        if addresses is None:
+            return None
         # The kernels' demand on addresses was checked for the last ones only: see `steps_by_16_bytes`.
         if (addresses[0] | addresses[1] | addresses[4]) % 16:
             return None
@@ -156,10 +143,10 @@ class DecodePlan:
         out, lse = arguments[4], arguments[5]
         if out is None:
             out = last.native.empty(last.out_shape, last.out_dtype, self.device, handle)
-            addresses[4] = peek(out)[0]
+            addresses[4] = last.native.peek(out)[0]
         if lse is None:
             lse = last.native.empty(last.lse_shape, "float32", self.device, handle)
-            addresses[5] = peek(lse)[0]
+            addresses[5] = last.native.peek(lse)[0]
         last.prepared.enqueue(addresses, handle)
         return out, lse
 
@@ -177,7 +164,6 @@ class DecodePlan:
             options,
             b,
             native,
-            native.peek,
             type(arguments[0]),
             tuple(None if x is None else native.peek(x)[1] for x in arguments),
             (b, s_q, h_q, HEAD_DIM_V),
