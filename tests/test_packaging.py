@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SHIPPED = ("mla_cupy", "cuda_src", "bench", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("mla_cupy", "cuda_src", "bench", "tests/ptxsim", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 MEGABYTE = 1 << 20
 IMPORT_SECONDS = 0.1
 
@@ -60,6 +60,7 @@ def test_wheel_is_whole_and_small(wheel: Path) -> None:
         *files_of("mla_cupy", ".py"),
         "mla_cupy/py.typed",
         *(f"mla_cupy/{name}" for name in files_of("bench", ".py")),
+        *(f"mla_cupy/{name.removeprefix('tests/')}" for name in files_of("tests/ptxsim", ".py", ".md")),
         *(f"mla_cupy/{name}" for name in files_of("cuda_src", ".cu", ".cuh", ".md")),
     }
     assert expected - names == set()
