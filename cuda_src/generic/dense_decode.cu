@@ -10,6 +10,7 @@
 // Everything is fp32 after the load; P is not rounded. Any stride is honoured, a token at a time.
 #include "attention/decode_output.cuh"
 #include "ptx/control.cuh"
+#include "tile/warp.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 #ifndef MLA_DTYPE
@@ -94,18 +95,6 @@ MLA_DEVICE u32 fetch_keys(const Block& block, const Fragment& fragment, i32 firs
 }
 
 // ---- One step --------------------------------------------------------------------------------------------------
-MLA_DEVICE float warp_max(float x) {
-#pragma unroll
-    for (i32 step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
-    return x;
-}
-
-MLA_DEVICE float warp_sum(float x) {
-#pragma unroll
-    for (i32 step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
-    return x;
-}
-
 MLA_DEVICE float2 unpack(u32 word) {
     return make_float2(Element::to_float((u16)(word & 0xffff)), Element::to_float((u16)(word >> 16)));
 }

@@ -10,6 +10,7 @@
 // Source: the log-sum-exp merge of flash-decoding. What differs from FlashMLA's: no walk over all splits by one warp.
 #include "attention/decode_output.cuh"
 #include "ptx/control.cuh"
+#include "tile/warp.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 #ifndef MLA_DTYPE
@@ -100,18 +101,6 @@ MLA_DEVICE SplitCounts list_splits(const DenseDecodeParams& p, Storage& s) {
 }
 
 // ---- Merging ---------------------------------------------------------------------------------------------------
-MLA_DEVICE float warp_max(float x) {
-#pragma unroll
-    for (i32 step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
-    return x;
-}
-
-MLA_DEVICE float warp_sum(float x) {
-#pragma unroll
-    for (i32 step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
-    return x;
-}
-
 MLA_DEVICE const float* partial_row(const DenseDecodeParams& p, i32 slot, i32 row) {
     return p.partial_out + ((i64)slot * p.s_q * p.h_q + row) * kHeadDimV;
 }
