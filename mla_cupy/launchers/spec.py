@@ -95,17 +95,23 @@ def only_sm90a(arch: str) -> bool:
     return arch == "sm_90a"
 
 
+def has_programmatic_launch(arch: str) -> bool:
+    """Whether kernels for `arch` can be programmatic dependents: from compute capability 9.0 on."""
+    return int(arch.removeprefix("sm_").rstrip("af")) >= 90
+
+
 class Launch:
     """A kernel bound to a device at its first use, with everything about its launch that does not change.
 
     Threads and shared memory are the kernel's own facts.
     """
 
-    __slots__ = ("_block", "_device", "_driver", "_kernel", "_request", "_smem")
+    __slots__ = ("_block", "_dependent", "_device", "_driver", "_kernel", "_request", "_smem")
 
     def __init__(self, request: BuildRequest, device: int) -> None:
         self._request = request
         self._device = device
+        self._dependent = has_programmatic_launch(request.arch)
         self._driver: driver.Driver | None = None
 
     def __call__(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> None:
@@ -115,10 +121,11 @@ class Launch:
     def prepare(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> driver.PreparedLaunch:
         """Make it ready to be enqueued; `stream` is only asked whether it is being captured.
 
-        Every kernel waits for its predecessor before it reads, so all are launched as programmatic dependents.
+        Every kernel waits for its predecessor before it reads, so all are launched as programmatic dependents, where
+        the GPU knows that.
         """
         self.bind(stream)
-        return driver.current().prepare(self._kernel, grid, self._block, (1, 1, 1), self._smem, args, True)
+        return driver.current().prepare(self._kernel, grid, self._block, (1, 1, 1), self._smem, args, self._dependent)
 
     def bind(self, stream: int) -> None:
         """Build and load the kernel, unless that is done; not while `stream` is being captured."""

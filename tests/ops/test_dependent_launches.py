@@ -1,0 +1,29 @@
+"""Which launches may start before their predecessor has ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mla_cupy.launchers import decode_schedule, spec
+from mla_cupy.launchers.spec import Launch, Variant
+from mla_cupy.runtime import driver, kernels
+
+
+@pytest.mark.parametrize(
+    ("arch", "dependent"), [("sm_75", False), ("sm_80", False), ("sm_90a", True), ("sm_100a", True), ("sm_103a", True)]
+)
+def test_only_where_the_gpu_knows_them(monkeypatch: pytest.MonkeyPatch, arch: str, dependent: bool) -> None:
+    asked: list[bool] = []
+
+    def prepare(*arguments: Any) -> driver.PreparedLaunch:
+        asked.append(arguments[-1])
+        return lambda stream: None
+
+    monkeypatch.setattr(kernels, "loaded", lambda request, device, stream: object())
+    monkeypatch.setattr(kernels, "obtain", lambda request: SimpleNamespace(facts={"threads": 32}, dynamic_smem=0))
+    with driver.use(SimpleNamespace(prepare=prepare)):  # type: ignore[arg-type]
+        Launch(decode_schedule.SPEC.request(Variant(), arch), 0)((1, 1, 1), spec.argument_block(8), 0)
+    assert asked == [dependent]
