@@ -214,6 +214,7 @@ MLA_DEVICE void run_fragment(const Block& block, const Fragment& fragment) {
     __syncthreads();  // the next fragment may overwrite the storage
 }
 
+// Two blocks an SM: left to itself, the compiler aims at four and spills on some targets.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     mla_dense_decode_generic(const __grid_constant__ DenseDecodeParams p) {
     __shared__ Storage s;

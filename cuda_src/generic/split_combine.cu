@@ -218,6 +218,7 @@ MLA_DEVICE void merge_columns_by_block(const DenseDecodeParams& p, Storage& s, c
     if (column_block == 0 && lane == 0) store_lse(p, split.request, row, max_lse, sum);
 }
 
+// Three blocks an SM: left to itself, the compiler aims at four and spills on some targets.
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
     mla_split_combine(const __grid_constant__ DenseDecodeParams p) {
     __shared__ Storage s;
