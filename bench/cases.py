@@ -1,16 +1,35 @@
-"""The benchmark cases: paged decode shapes, each with what peers were seen to reach and what we aim at."""
+"""What a benchmark case is, and the decode cases, each with what peers were seen to reach and what we aim at."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from .costs import D_QK, D_V, Cost, decode_cost
 from .errors import BenchError
 
-D_QK = 576
-D_V = 512
+
+class Case(Protocol):
+    """One shape of one operation."""
+
+    @property
+    def op(self) -> str:
+        """The public function."""
+
+    @property
+    def name(self) -> str:
+        """The canonical name, without spaces."""
+
+    @property
+    def cost(self) -> Cost: ...
+
+    @property
+    def seen(self) -> dict[str, float | None]:
+        """Microseconds for orientation, by whose they are."""
+
+    def shape(self) -> dict[str, Any]:
+        """The sizes as plain data, for the records."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,10 @@ class DecodeCase:
     target_us: float | None = field(default=None, compare=False)
 
     @property
+    def op(self) -> str:
+        return "mla_decode"
+
+    @property
     def name(self) -> str:
         """The canonical name, which `parse` takes back; fields at their default are left out."""
         name = f"b{self.b}-sq{self.s_q}-hq{self.h_q}-skv{self.s_kv}"
@@ -40,6 +63,14 @@ class DecodeCase:
         if self.page_size != 64:
             name += f"-page{self.page_size}"
         return name
+
+    @property
+    def cost(self) -> Cost:
+        return decode_cost(self)
+
+    @property
+    def seen(self) -> dict[str, float | None]:
+        return {"FlashMLA": self.flashmla_us, "FA3": self.fa3_us, "target": self.target_us}
 
     @property
     def scale(self) -> float:
@@ -55,7 +86,7 @@ class DecodeCase:
         """Pages of the whole cache."""
         return self.b * self.max_pages
 
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
         names = ("b", "s_q", "h_q", "s_kv", "h_kv", "page_size")
         return {**{name: getattr(self, name) for name in names}, "d_qk": D_QK, "d_v": D_V}
@@ -122,9 +153,3 @@ def parse(name: str) -> DecodeCase:
     if min(case.b, case.s_q, case.h_q, case.s_kv) < 1 or case.h_q % case.h_kv:
         raise BenchError(f"case {name!r}: every size must be at least 1 and h_kv must divide h_q")
     return next((known for known in DECODE if known == case), case)
-
-
-def select(names: Sequence[str], suite: str) -> tuple[DecodeCase, ...]:
-    """The cases asked for by name, or the suite when no name is given; doubles are dropped."""
-    cases: Iterable[DecodeCase] = [parse(name) for name in names] if names else SUITES[suite]
-    return tuple(dict.fromkeys(cases))

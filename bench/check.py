@@ -70,7 +70,7 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
             arguments = q[:, :, heads], pages, table, length
             out, lse = reference.mla_decode(*arguments, scale=case.scale)
             rounded_out, rounded_lse = reference.mla_decode(*arguments, scale=case.scale, rounding=dtype)
-            errors = _distance(rounded_out, out), _distance(rounded_lse, lse)
+            errors = distance(rounded_out, out), distance(rounded_lse, lse)
             expected.append(Expected(batch, heads, out[0], lse[0], *errors))
     return expected
 
@@ -82,10 +82,10 @@ def judge(expected: Sequence[Expected], outputs: Outputs, dtype: str, device: De
     lse_scale = max(1.0, *(float(np.abs(e.lse[np.isfinite(e.lse)]).max(initial=0)) for e in expected))
     lse_tolerance = 2 * max(e.lse_error for e in expected) + LSE_RELATIVE * lse_scale
 
-    out_max = max(_distance(device.to_host(outputs.out[e.batch])[:, e.heads], e.out) for e in expected)
+    out_max = max(distance(device.to_host(outputs.out[e.batch])[:, e.heads], e.out) for e in expected)
     lse_max = None
     if outputs.lse is not None:
-        lse_max = max(_distance(device.to_host(outputs.lse[e.batch])[e.heads], e.lse) for e in expected)
+        lse_max = max(distance(device.to_host(outputs.lse[e.batch])[e.heads], e.lse) for e in expected)
     not_finite = device.count_not_finite(outputs.out)
 
     reasons = []
@@ -99,7 +99,7 @@ def judge(expected: Sequence[Expected], outputs: Outputs, dtype: str, device: De
     return Verdict(not reasons, "; ".join(reasons), out_max, out_tolerance, lse_max, lse_tolerance, rows)
 
 
-def _distance(got: Array, want: Array) -> float:
+def distance(got: Array, want: Array) -> float:
     """The largest absolute difference; NaN where there is one. Equal infinities (an empty row's lse) do not differ."""
     got = got.astype(np.float64)
     return float(np.abs(np.subtract(got, want, out=np.zeros_like(want), where=got != want)).max())

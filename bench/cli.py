@@ -9,23 +9,43 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .cases import QUICK_NAMES, SUITES, select
 from .errors import BenchError
+from .operations import DECODE, OPERATIONS, SPARSE_BACKWARD, Operation
+from .peers import Choices, Implementation, make
+from .recorders import METHODS
+from .sparse_cases import FORM, INDICES, with_indices
 
 DESCRIPTION = """Benchmarks of mla_cupy against its peers and the limits of the machine.
 
-Every implementation's result is checked before it is timed; the figure is the median over replays of a CUDA
-graph of calls that rotate over more inputs than the L2 cache holds; shares are of limits measured in the same run.
+Every implementation's result is checked before it is timed; the figure is the median over replays of a group of
+calls that rotate over more inputs than the L2 cache holds; shares are of limits measured in the same run.
 """
 PROG = "mla-cupy bench" if __name__.startswith("mla_cupy.") else "python -m bench"
-RUN_EXAMPLES = """examples:
+EXAMPLES = {
+    "decode": """examples:
   run decode --quick                                   the four main cases, with the built-in baselines
   run decode --peers-dir peers --json h200.jsonl       all cases, FlashMLA and FlashAttention-3 beside us
   run decode --case b128-sq1-hq128-skv4096 --peers generic
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same way
-
-exit status: 0 all right, 1 a wrong result or an error in a case, 2 cannot run
-"""
+""",
+    "sparse-forward": """examples:
+  run sparse-forward --peers-dir peers                 all cases with FlashMLA beside us
+  run sparse-forward --quick --indices clustered       indices as an indexer would choose them
+  run sparse-forward --case sq512-skv4096-hq16-topk512 any other shape, named in the same way
+""",
+    "sparse-backward": """examples:
+  run sparse-backward --peers cudnn --deterministic    all cases, cudnn-frontend and our own reproducible way beside us
+  run sparse-backward --case sq512-skv4096-hq16-topk512-clustered
+""",
+}
+EXIT_STATUS = "\nexit status: 0 all right, 1 a wrong result or an error in a case, 2 cannot run\n"
+PEERS = {
+    "decode": "flashmla, fa3 (they import torch and need --peers-dir), cupy, generic; or none. "
+    "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
+    "sparse-forward": "flashmla (imports torch and needs --peers-dir), tilelang, generic; or none. "
+    "Default: flashmla where --peers-dir is given",
+    "sparse-backward": "cudnn (imports torch and cudnn-frontend), tilelang, generic. Default: none",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,11 +68,14 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="check and time one operation on the GPU")
     operations = run.add_subparsers(title="operations", required=True, metavar="OPERATION")
-    decode = operations.add_parser(
-        "decode", help="dense paged decode", description="Dense paged decode.", epilog=RUN_EXAMPLES, formatter_class=raw
-    )
-    _add_decode_arguments(decode)
-    decode.set_defaults(handler=run_decode)
+    for operation in OPERATIONS.values():
+        title = operation.title[0].upper() + operation.title[1:] + "."
+        epilog = EXAMPLES[operation.name] + EXIT_STATUS
+        one = operations.add_parser(
+            operation.name, help=operation.title, description=title, epilog=epilog, formatter_class=raw
+        )
+        _add_run_arguments(one, operation)
+        one.set_defaults(handler=run_operation, operation=operation)
 
     show = commands.add_parser("list", help="print the cases, their cost, and what was seen on one H200")
     show.set_defaults(handler=list_cases)
@@ -87,33 +110,58 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_decode_arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_argument_group("which cases").add_mutually_exclusive_group()
-    which.add_argument("--case", action="append", default=[], metavar="NAME", help="a case by name; may be given again")
+def _add_run_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None:
+    sparse = operation is not DECODE
+    cases = parser.add_argument_group("which cases")
+    which = cases.add_mutually_exclusive_group()
     which.add_argument(
-        "--suite", choices=sorted(SUITES), default="targets", help="a set of cases (default %(default)s)"
+        "--case",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a case by name; may be given again" + (f"; any {FORM}" if sparse else ""),
     )
     which.add_argument(
-        "--quick", action="store_const", const="quick", dest="suite", help=f"the suite of {len(QUICK_NAMES)} main cases"
+        "--suite", choices=sorted(operation.suites), default="targets", help="a set of cases (default %(default)s)"
     )
+    count = len(operation.suites["quick"])
+    which.add_argument(
+        "--quick", action="store_const", const="quick", dest="suite", help=f"the suite of {count} main cases"
+    )
+    if sparse:
+        cases.add_argument(
+            "--indices",
+            choices=INDICES,
+            default=None,
+            help="how the rows of each query are chosen, in every case: all visible ones alike, or sinks, recent "
+            "tokens and blocks that neighbouring queries share (default: as the case's name says, random)",
+        )
     what = parser.add_argument_group("what runs")
-    what.add_argument(
-        "--peers",
-        type=_names,
-        metavar="NAMES",
-        help="comma-separated: flashmla, fa3 (they import torch and need --peers-dir), cupy, generic; or none. "
-        "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
-    )
-    what.add_argument("--peers-dir", type=Path, metavar="DIR", help="holds the shared objects of the peers' wheels")
+    what.add_argument("--peers", type=_names, metavar="NAMES", help=f"comma-separated: {PEERS[operation.name]}")
+    if operation is not SPARSE_BACKWARD:
+        what.add_argument("--peers-dir", type=Path, metavar="DIR", help="holds the shared objects of the peers' wheels")
+    else:
+        what.add_argument(
+            "--deterministic", action="store_true", help="also mla_cupy with deterministic=True, as a row of its own"
+        )
     what.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    what.add_argument("--variant", metavar="NAME", help="force a kernel of mla_cupy, as mla_decode(variant=) does")
+    what.add_argument(
+        "--variant", metavar="NAME", help="force a kernel of mla_cupy, as variant= of its public calls does"
+    )
     how = parser.add_argument_group("how")
+    how.add_argument(
+        "--method",
+        choices=METHODS,
+        default=operation.method,
+        help="graph: replays of a CUDA graph. events: the same calls made one by one between two CUDA events; for "
+        "peers that cannot be captured (default %(default)s, the same for everyone in a run)",
+    )
     how.add_argument(
         "--replays",
         type=_replays,
         default=32,
         metavar="N",
-        help="timed graph replays, at least 20 (default %(default)s)",
+        help="timed replays, at least 20 (default %(default)s)",
     )
     how.add_argument("--no-check", action="store_true", help="do not check results (for profiling only)")
     how.add_argument(
@@ -145,19 +193,18 @@ def _console() -> Any:
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
-def run_decode(args: argparse.Namespace) -> int:
-    """`run decode`."""
+def run_operation(args: argparse.Namespace) -> int:
+    """`run decode` and the others."""
     from . import environment, limits, report
-    from .decode import Options, run_case
     from .device import CudaDevice
-    from .peers import make
+    from .runner import Options, run_case
 
-    cases = select(args.case, args.suite)
-    names = args.peers
-    if names is None:
-        names = ["generic", "cupy"] + (["flashmla", "fa3"] if args.peers_dir else [])
-    implementations = make(names, args.peers_dir, args.variant)
-    device = CudaDevice()
+    operation: Operation = args.operation
+    cases = operation.select(args.case, args.suite)
+    if getattr(args, "indices", None):
+        cases = operation.select([with_indices(case.name, args.indices) for case in cases], args.suite)
+    implementations = _implementations(args, operation)
+    device = CudaDevice(args.method)
     console = _console()
     env = environment.describe(device.name, device.arch, args.tag)
     versions = f"CUDA {env['cuda_runtime']}, NVRTC {env['nvrtc']}, CuPy {env['cupy']}, git {env['git']}"
@@ -174,7 +221,7 @@ def run_decode(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stream = stack.enter_context(_open_to_append(args.json)) if args.json else None
         for case in cases:
-            rows = run_case(case, implementations, device, options)
+            rows = run_case(operation, case, implementations, device, options)
             report.show(console, rows)
             if stream:
                 report.write(stream, rows)
@@ -184,6 +231,14 @@ def run_decode(args: argparse.Namespace) -> int:
             except Exception as error:  # an error of a kernel stays with the process
                 raise BenchError(f"the GPU cannot be used any more after {case.name}: {error}") from error
     return int(failed)
+
+
+def _implementations(args: argparse.Namespace, operation: Operation) -> list[Implementation]:
+    choices = Choices(getattr(args, "peers_dir", None), args.variant)
+    names = operation.default_peers(choices) if args.peers is None else args.peers
+    if getattr(args, "deterministic", False):
+        names = ["deterministic", *names]
+    return make(names, operation.implementations(choices))
 
 
 def _open_to_append(path: Path) -> Any:
@@ -201,19 +256,19 @@ def list_cases(args: argparse.Namespace) -> int:
     """`list`."""
     from rich.table import Table
 
-    from .costs import decode_cost
-
-    table = Table(caption="seen: microseconds on one H200, bfloat16, for orientation; claims are ratios of one run")
-    table.add_column("case", no_wrap=True)
-    for column in ("GFLOP", "MB", "FLOP/B", "FlashMLA seen", "FA3 seen", "target us", "suites"):
-        table.add_column(column, justify="right")
-    for case in SUITES["targets"]:
-        cost = decode_cost(case)
-        suites = ", ".join(name for name, cases in SUITES.items() if case in cases)
-        figures = (f"{cost.flops / 1e9:.2f}", f"{cost.nbytes / 1e6:.1f}", f"{cost.intensity:.0f}")
-        seen = (case.flashmla_us, case.fa3_us, case.target_us)
-        table.add_row(case.name, *figures, *(f"{us:g}" for us in seen), suites)
-    _console().print(table)
+    for operation in OPERATIONS.values():
+        table = Table(title=operation.name, title_justify="left")
+        table.add_column("case", no_wrap=True)
+        seen = operation.suites["targets"][0].seen
+        for column in ("GFLOP", "MB", "FLOP/B", *(f"{name} us" for name in seen), "suites"):
+            table.add_column(column, justify="right")
+        for case in operation.suites["targets"]:
+            cost = case.cost
+            suites = ", ".join(name for name, cases in operation.suites.items() if case in cases)
+            figures = (f"{cost.flops / 1e9:.2f}", f"{cost.nbytes / 1e6:.1f}", f"{cost.intensity:.0f}")
+            table.add_row(case.name, *figures, *("-" if us is None else f"{us:g}" for us in case.seen.values()), suites)
+        _console().print(table)
+    print("Microseconds: seen on one H200 with bfloat16, and aimed at there; claims are ratios of one run.")
     return 0
 
 

@@ -72,7 +72,7 @@ def show(console: Console, changes: Sequence[Change], percent: float | None) -> 
     from rich.table import Table
 
     table = Table()
-    for column in ("case", "dtype", "implementation"):
+    for column in ("operation", "case", "dtype", "implementation"):
         table.add_column(column, no_wrap=True)
     for column in ("before", "after", "change", ""):
         table.add_column(column, justify="right")
@@ -81,7 +81,7 @@ def show(console: Console, changes: Sequence[Change], percent: float | None) -> 
         remark = "" if change.after_status == OK else change.after_status
         if percent is not None and change.fails(percent):
             remark = (remark + " FAIL").strip()
-        table.add_row(*change.key[1:], _text(change.before), _text(change.after), slowdown, remark)
+        table.add_row(*change.key, _text(change.before), _text(change.after), slowdown, remark)
     console.print(table)
 
 

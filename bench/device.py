@@ -15,7 +15,7 @@ from mla_cupy.runtime.device import describe, gpu_count
 from .cases import DecodeCase
 from .errors import BenchError
 from .inputs import InputSet, cache_shape, q_shape, shuffled_table
-from .recorders import CupyGraph, Recorder
+from .recorders import EVENTS, GRAPH, Call, CupyGraph, Eager, Recorder
 from .timer import Clock, CudaClock
 
 Array = npt.NDArray[Any]
@@ -42,6 +42,7 @@ class Device(Protocol):
     arch: str
     l2_bytes: int
     stream: Any
+    method: str  # how calls are made into replays: of `recorders.METHODS`
 
     def current(self) -> AbstractContextManager[object]:
         """Makes the device's stream the current one of its array library."""
@@ -54,6 +55,9 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
 
     def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet: ...
+
+    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
+        """Normal random values."""
 
     def upload(self, array: Array) -> Any: ...
 
@@ -68,7 +72,13 @@ class Device(Protocol):
     def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
         """The named pages of one KV head, on the host: (n, page_size, 576)."""
 
+    def take(self, array: Any, rows: npt.NDArray[np.int64]) -> Array:
+        """The named rows of a 16-bit or float32 array, on the host."""
+
     def count_not_finite(self, array: Any) -> int: ...
+
+    def allocated_by(self, call: Call) -> int:
+        """The most bytes that a call takes from the allocator at a time, fragmentation included."""
 
     def release(self) -> None:
         """Gives memory that nobody holds back to the system."""
@@ -77,7 +87,8 @@ class Device(Protocol):
 class CudaDevice:
     """The current CUDA device, through CuPy."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: str = GRAPH) -> None:
+        self.method = method
         try:
             import cupy
         except ImportError as error:
@@ -105,7 +116,7 @@ class CudaDevice:
         return stream
 
     def recorder(self) -> Recorder:
-        return CupyGraph(self.stream)
+        return Eager(EVENTS) if self.method == EVENTS else CupyGraph(self.stream)
 
     def clock(self) -> Clock:
         if self._clock is None:
@@ -116,7 +127,6 @@ class CudaDevice:
         self._cupy.cuda.Device().synchronize()
 
     def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        """Normal random values, made on the device."""
         raw = self._cupy.empty(tuple(shape), dtype="uint16" if dtype == "bfloat16" else "float16")
         self._normal[dtype](np.uint64(seed * 0x5851F42D4C957F2D % 2**64), np.float32(scale), raw)
         return raw.view(NUMPY_DTYPES[dtype])
@@ -157,11 +167,22 @@ class CudaDevice:
         bits = kv_cache.view("uint16")[:, :, kv_head][self.upload(pages)]
         return self.to_host(bits).view(kv_cache.dtype)
 
+    def take(self, array: Any, rows: npt.NDArray[np.int64]) -> Array:
+        bits = array if array.dtype == np.float32 else array.view("uint16")
+        return self.to_host(bits[self.upload(rows)]).view(array.dtype)
+
     def count_not_finite(self, array: Any) -> int:
         if array.dtype == np.float32:
             return int((~self._cupy.isfinite(array)).sum())
         exponent = 0x7F80 if array.dtype == NUMPY_DTYPES["bfloat16"] else 0x7C00
         return int(((array.view("uint16") & exponent) == exponent).sum())
+
+    def allocated_by(self, call: Call) -> int:
+        pool = self._cupy.cuda.MemoryPool()
+        with self._cupy.cuda.using_allocator(pool.malloc):
+            call()
+        self.synchronize()
+        return int(pool.total_bytes())
 
     def release(self) -> None:
         self.synchronize()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .cases import D_QK, D_V, DecodeCase
-from .costs import decode_cost
+from .cases import DecodeCase
+from .costs import D_QK, D_V
 
 DTYPES = ("bfloat16", "float16")
 
@@ -41,11 +41,6 @@ def shuffled_table(case: DecodeCase, seed: int) -> npt.NDArray[np.int32]:
     """Every page of the cache once, in random order: what a serving engine's tables look like after a while."""
     order = np.random.default_rng(seed).permutation(case.num_pages)
     return order.astype(np.int32).reshape(case.b, case.max_pages)
-
-
-def set_bytes(case: DecodeCase) -> int:
-    """Bytes of one set that a call touches."""
-    return decode_cost(case).nbytes
 
 
 def q_shape(case: DecodeCase) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ def roofline(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.plot(*zip(*own, strict=True), marker, label=name, alpha=0.8)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s")
     env = timed[-1]["env"]
-    axes.set_title(f"MLA decode on {env.get('gpu')}, {str(env.get('date'))[:10]}")
+    operations = ", ".join(dict.fromkeys(row["op"] for row in timed))
+    axes.set_title(f"{operations} on {env.get('gpu')}, {str(env.get('date'))[:10]}")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     try:

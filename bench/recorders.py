@@ -20,10 +20,15 @@ class Recorder(Protocol):
     def record(self, calls: Sequence[Call]) -> Call: ...
 
 
+GRAPH, EVENTS = "graph", "events"
+METHODS = (GRAPH, EVENTS)  # what a run can ask for; a row says what its implementation did
+
+
 class Eager:
     """Makes the calls one by one: for work that cannot be captured. Short calls are then bound by the host."""
 
-    method = "eager"
+    def __init__(self, method: str = "eager") -> None:
+        self.method = method
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()

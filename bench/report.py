@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .cases import DecodeCase
-from .check import Verdict
-from .costs import Cost, decode_cost, roofline_us
+from .cases import Case
+from .costs import Cost, roofline_us
 from .errors import BenchError
 from .limits import Limits
-from .peers import EXTERNAL, OWN
+from .peers import BASELINES, EXTERNAL, Verdict
 from .timer import Timing
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 OK, WRONG, UNSUPPORTED, ERROR = "ok", "wrong", "unsupported", "error"
 NUMBER = (int, float)
 OPTIONAL_NUMBER = (int, float, type(None))
+
+# What version 1 did not have yet, as it must be read.
+SINCE_VERSION_1: dict[str, Any] = {"l2_bytes": None, "l2_tbps": None, "workspace_bytes": None}
 
 # Every row has every key, with a value of one of these types.
 SCHEMA: dict[str, tuple[type, ...]] = {
@@ -39,9 +42,12 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "host_us": (dict,),  # host microseconds of an eager call, by figure
     "figures_us": (dict,),  # further GPU figures: the plan's update, the call without a plan
     "flops": (int,),
-    "bytes": (int,),
+    "bytes": (int,),  # from and to memory, if nothing moves twice
+    "l2_bytes": (int, type(None)),  # the scattered rows of a sparse operation, between L2 and multiprocessors
+    "workspace_bytes": (int, type(None)),  # the most that a call allocates at a time, besides its results
     "tflops": OPTIONAL_NUMBER,
     "tbps": OPTIONAL_NUMBER,
+    "l2_tbps": OPTIONAL_NUMBER,
     "share_gemm": OPTIONAL_NUMBER,
     "share_copy": OPTIONAL_NUMBER,
     "share_roofline": OPTIONAL_NUMBER,
@@ -56,7 +62,7 @@ TIMING_KEYS = ("method", "cold_l2", "sets", "us_median", "us_p20", "us_p80", "re
 
 
 def make_row(
-    case: DecodeCase,
+    case: Case,
     dtype: str,
     implementation: str,
     *,
@@ -72,12 +78,13 @@ def make_row(
     verdict: Verdict | None = None,
     host_us: Mapping[str, float] | None = None,
     figures_us: Mapping[str, float] | None = None,
+    workspace_bytes: int | None = None,
 ) -> dict[str, Any]:
     """One row; the comparisons with other rows are filled in by `relate`."""
-    cost = decode_cost(case)
+    cost = case.cost
     row: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "op": "mla_decode",
+        "op": case.op,
         "case": case.name,
         "shape": case.shape(),
         "dtype": dtype,
@@ -90,9 +97,11 @@ def make_row(
         "figures_us": dict(figures_us or {}),
         "flops": cost.flops,
         "bytes": cost.nbytes,
+        "l2_bytes": cost.l2_bytes,
+        "workspace_bytes": workspace_bytes,
         "speed_vs": {},
         "speed_vs_best_peer": None,
-        "check": asdict(verdict) if verdict else None,
+        "check": _without_nan(asdict(verdict)) if verdict else None,
         "limits": limits.record(),
         "env": dict(env),
         "repro": repro,
@@ -102,8 +111,15 @@ def make_row(
     return row | _rates(cost, limits, timing)
 
 
+def _without_nan(value: Any) -> Any:
+    """The same data with None for what JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _rates(cost: Cost, limits: Limits, timing: Timing | None) -> dict[str, float | None]:
-    names = ("tflops", "tbps", "share_gemm", "share_copy", "share_roofline")
+    names = ("tflops", "tbps", "l2_tbps", "share_gemm", "share_copy", "share_roofline")
     if timing is None:
         return dict.fromkeys(names)
     us = timing.us_median
@@ -114,7 +130,7 @@ def _rates(cost: Cost, limits: Limits, timing: Timing | None) -> dict[str, float
         tbps / limits.copy_tbps if limits.copy_tbps else None,
         least / us if least else None,
     )
-    return dict(zip(names, (tflops, tbps, *shares), strict=True))
+    return dict(zip(names, (tflops, tbps, cost.l2_tbps(us), *shares), strict=True))
 
 
 def microseconds(row: Mapping[str, Any]) -> float | None:
@@ -128,7 +144,7 @@ def relate(rows: Sequence[dict[str, Any]]) -> None:
     The best peer is the fastest of the other projects, or the fastest baseline where none of those ran.
     """
     times = {row["implementation"]: us for row in rows if (us := microseconds(row)) is not None}
-    peers = [times[name] for name in EXTERNAL if name in times] or [us for name, us in times.items() if name != OWN]
+    peers = [times[name] for name in EXTERNAL if name in times] or [times[name] for name in BASELINES if name in times]
     for row in rows:
         us = microseconds(row)
         if us is None:
@@ -173,6 +189,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
+            if isinstance(row, dict) and row.get("schema_version") == 1:
+                row = {**SINCE_VERSION_1, **row, "schema_version": SCHEMA_VERSION}
             validate(row)
         except (json.JSONDecodeError, BenchError) as error:
             raise BenchError(f"{path}, line {number}: {error}") from error
@@ -193,6 +211,7 @@ COLUMNS = (
     "host us",
     "method",
 )
+SPARSE_COLUMNS = ("L2 TB/s", "workspace MB")
 
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -200,11 +219,12 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
-    for index, column in enumerate(COLUMNS):
+    table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
+    sparse = rows[0]["l2_bytes"] is not None
+    for index, column in enumerate(COLUMNS + SPARSE_COLUMNS if sparse else COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row), *(sparse_cells(row) if sparse else ()))
     console.print(table)
     for row in rows:
         if row["reason"]:
@@ -218,7 +238,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """A row as the texts of the table."""
     label = row["implementation"] + (f" ({row['variant']})" if row["variant"] else "")
     if row["status"] != OK:
-        return [label, row["status"]]
+        return [label, row["status"], *[""] * (len(COLUMNS) - 2)]
     timing = row["timing"]
     return [
         label,
@@ -231,6 +251,12 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['host_us']['call']:.1f}" if "call" in row["host_us"] else "-",
         timing["method"],
     ]
+
+
+def sparse_cells(row: Mapping[str, Any]) -> list[str]:
+    """What the table of a sparse case has besides."""
+    rate, workspace = row["l2_tbps"], row["workspace_bytes"]
+    return ["" if rate is None else f"{rate:.2f}", "" if workspace is None else f"{workspace / 1e6:.1f}"]
 
 
 def _percent(share: float | None) -> str:

@@ -25,10 +25,20 @@ if TYPE_CHECKING:
         ShapeError,
         UnsupportedDeviceError,
     )
-    from mla_cupy.ops import DecodePlan, merge_states, mla_decode, plan_decode
+    from mla_cupy.ops import (
+        DecodePlan,
+        merge_states,
+        mla_decode,
+        plan_decode,
+        sparse_mla_backward,
+        sparse_mla_forward,
+    )
 
 _HOME = {
-    **dict.fromkeys(("DecodePlan", "merge_states", "mla_decode", "plan_decode"), "mla_cupy.ops"),
+    **dict.fromkeys(
+        ("DecodePlan", "merge_states", "mla_decode", "plan_decode", "sparse_mla_backward", "sparse_mla_forward"),
+        "mla_cupy.ops",
+    ),
     **dict.fromkeys(
         (
             "ArgumentError",
@@ -63,6 +73,8 @@ __all__ = [
     "mla_decode",
     "plan_decode",
     "reference",
+    "sparse_mla_backward",
+    "sparse_mla_forward",
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -351,7 +351,8 @@ def _refuse_gradients(torch: Any, x: Any) -> None:
                 "a tensor",
                 "one that requires grad, in grad mode",
                 "no gradient to be recorded",
-                "this operation has no backward: call it under torch.no_grad(), or detach its inputs",
+                "call it under torch.no_grad(), or detach its inputs; for gradients of sparse attention use a "
+                "torch.autograd.Function, as examples/torch_sparse_attention.py does",
             )
         )
 
@@ -413,8 +414,8 @@ def family_of(x: Any, argument: str) -> Family:
     )
 
 
-def common_family(arrays: Mapping[str, Any]) -> Family:
-    """The one family of all arrays. `out` and `lse` may be None, which is passed over.
+def common_family(arrays: Mapping[str, Any], optional: Collection[str] = ("out", "lse")) -> Family:
+    """The one family of all arrays. The `optional` ones may be None, which is passed over.
 
     Raises
     ------
@@ -426,7 +427,7 @@ def common_family(arrays: Mapping[str, Any]) -> Family:
     first = ""
     family: Family | None = None
     for argument, x in arrays.items():
-        if x is None and argument in ("out", "lse"):
+        if x is None and argument in optional:
             continue
         other = family_of(x, argument)
         if family is None:

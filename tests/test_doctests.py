@@ -20,7 +20,7 @@ MODULES = sorted(
     if not found.name.endswith("__main__") and not found.name.startswith(("mla_cupy.bench", "mla_cupy.cuda_src"))
 )
 #: Public calls whose docstring must have an example.
-PUBLIC = ("merge_states", "mla_decode", "plan_decode")
+PUBLIC = ("merge_states", "mla_decode", "plan_decode", "sparse_mla_backward", "sparse_mla_forward")
 
 
 @pytest.fixture(autouse=True)

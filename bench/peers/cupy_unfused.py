@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..cases import D_QK, D_V, DecodeCase
+from ..cases import DecodeCase
+from ..costs import D_QK, D_V
 from ..device import ROUND_TO_BFLOAT16, Device
 from ..inputs import InputSet, Outputs, lse_shape, out_shape
 from ..recorders import Call, Eager

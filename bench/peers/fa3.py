@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cases import D_QK, D_V, DecodeCase
+from ..cases import DecodeCase
+from ..costs import D_QK, D_V
 from ..device import Device
 from ..inputs import InputSet, Outputs, out_shape
 from ..recorders import Call
 from . import Prepared
-from .torch_ops import TorchGraph, load
+from .torch_ops import load, recorder_for
 
 LIBRARY = "_vllm_fa3_C.abi3.so"
 
@@ -31,7 +32,7 @@ class FlashAttention3:
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         import cupy
 
-        recorder = TorchGraph(self._torch, device.stream)
+        recorder = recorder_for(self._torch, device)
         starts = self._torch.from_dlpack(cupy.arange(0, case.b * case.s_q + 1, case.s_q, dtype="int32"))
         results = [Outputs(device.empty(out_shape(case), dtype), None) for _ in sets]
         with recorder.current():

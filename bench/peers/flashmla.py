@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cases import D_V, DecodeCase
+from ..cases import DecodeCase
+from ..costs import D_V
 from ..device import Device
 from ..inputs import InputSet, Outputs
 from ..recorders import Call
 from . import Prepared
-from .torch_ops import TorchGraph, load
+from .torch_ops import load, recorder_for
 
 LIBRARY = "_flashmla_C.abi3.so"
 
@@ -31,7 +32,7 @@ class FlashMla:
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         import cupy
 
-        recorder = TorchGraph(self._torch, device.stream)
+        recorder = recorder_for(self._torch, device)
         tensors = [self._tensors(inputs) for inputs in sets]
         q, cache, table, seqlens = tensors[0]
         with recorder.current():

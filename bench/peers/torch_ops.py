@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..device import Device
 from ..errors import BenchError
-from ..recorders import Call
+from ..recorders import EVENTS, GRAPH, Call, Recorder
 
 
 def load(directory: Path, file: str) -> Any:
@@ -29,10 +30,26 @@ def load(directory: Path, file: str) -> Any:
     return torch
 
 
-class TorchGraph:
-    """Captures with torch, so that what the peer allocates stays in the graph's own pool; replays on our stream."""
+def recorder_for(torch: Any, device: Device) -> Recorder:
+    """The peers' way to do what `device.recorder()` does for the project."""
+    return {GRAPH: TorchGraph, EVENTS: TorchEager}[device.method](torch, device.stream)
 
-    method = "cuda-graph"
+
+def peak_bytes(torch: Any, call: Call, results: Callable[[], Sequence[Any]]) -> int:
+    """The most bytes of torch's that are in use during a call, besides what was before and besides its results."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    own = sum(tensor.numel() * tensor.element_size() for tensor in results())
+    return int(torch.cuda.max_memory_allocated() - before - own)
+
+
+class TorchEager:
+    """Makes the calls one by one on our stream."""
+
+    method = EVENTS
 
     def __init__(self, torch: Any, stream: Any) -> None:
         self._torch = torch
@@ -42,6 +59,20 @@ class TorchGraph:
     def current(self) -> Iterator[None]:
         with self._torch.cuda.stream(self._stream):
             yield
+
+    def record(self, calls: Sequence[Call]) -> Call:
+        def replay() -> None:
+            with self.current():
+                for call in calls:
+                    call()
+
+        return replay
+
+
+class TorchGraph(TorchEager):
+    """Captures with torch, so that what the peer allocates stays in the graph's own pool; replays on our stream."""
+
+    method = "cuda-graph"
 
     def record(self, calls: Sequence[Call]) -> Call:
         torch = self._torch

@@ -1,6 +1,13 @@
-// The loading roles of a decode block on Hopper: query rows by cp.async, KV tiles by TMA.
+// The loading roles of a dense decode block on Hopper: query rows by cp.async, KV tiles by TMA.
 #pragma once
 #include "attention/decode_block_sm90.cuh"
+#include "ptx/copy.cuh"
+
+// role    warps    does
+// load    8        KV tiles, page by page, into the two stages
+// query   9..11    the query rows of each fragment
+constexpr i32 kLoadArrivals = 1;
+constexpr i32 kQueryThreads = 3 * kWarpThreads;
 
 // ---- Query role ------------------------------------------------------------------------------------------------
 // Row `row` of the block; past the KV head's rows, its last one (which is then not used).
@@ -112,24 +119,25 @@ MLA_DEVICE u64 present_tokens(const BoxWindow& window, const TileBoxes& boxes, i
     return present;
 }
 
-// Fetches `count` panels of the tile's boxes, from panel `first` on.
-MLA_DEVICE void load_panels(Block& block, const BoxWindow& window, const TileBoxes& boxes, i32 stage, i32 rows,
-                            i32 lane, i32 first, i32 count, MBarrier& full) {
+// Fetches panels [first, last) of the tile's boxes, in the order of arrival.
+MLA_DEVICE void load_panels(Block& block, const TensorMap& kv_map, const BoxWindow& window, const TileBoxes& boxes,
+                            i32 stage, i32 rows, i32 lane, i32 first, i32 last, MBarrier& full) {
     const SmemAddr tile = smem_addr(block.s.kv[stage]);
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
         const i32 place = boxes.place(i, lane);
         if (!boxes.contains(place)) continue;
-        for (i32 panel = first; panel < first + count; ++panel) {
-            cp_async_bulk_tensor_4d(tile + (panel * kPanelBytes + place * rows * kPanelRowBytes), block.kv_map, full,
+        for (i32 k = first; k < last; ++k) {
+            const i32 panel = panel_in_order(k);
+            cp_async_bulk_tensor_4d(tile + (panel * kPanelBytes + place * rows * kPanelRowBytes), kv_map, full,
                                     panel * kPanelColumns, window.offset[i], block.kv_head, window.page[i],
                                     kEvictFirst);
         }
     }
 }
 
-MLA_DEVICE void load_tile(Block& block, const BoxWindow& window, const TileBoxes& boxes, i32 stage, i32 rows, i32 lane,
-                          u32 empty_parity) {
+MLA_DEVICE void load_tile(Block& block, const TensorMap& kv_map, const BoxWindow& window, const TileBoxes& boxes,
+                          i32 stage, i32 rows, i32 lane, u32 empty_parity) {
     Storage& s = block.s;
     const u64 present = present_tokens(window, boxes, rows, lane);
     mbarrier_wait(s.kv_empty[stage].left, empty_parity);
@@ -138,16 +146,15 @@ MLA_DEVICE void load_tile(Block& block, const BoxWindow& window, const TileBoxes
         mbarrier_arrive_expect_tx(s.kv_full[stage].left, kLeftBytes);
     }
     __syncwarp();
-    load_panels(block, window, boxes, stage, rows, lane, kRopePanel, 1, s.kv_full[stage].left);
-    load_panels(block, window, boxes, stage, rows, lane, 0, kPanelsHalf, s.kv_full[stage].left);
+    load_panels(block, kv_map, window, boxes, stage, rows, lane, 0, kPanelsLeft, s.kv_full[stage].left);
 
     mbarrier_wait(s.kv_empty[stage].right, empty_parity);
     if (lane == 0) mbarrier_arrive_expect_tx(s.kv_full[stage].right, kRightBytes);
     __syncwarp();
-    load_panels(block, window, boxes, stage, rows, lane, kPanelsHalf, kPanelsHalf, s.kv_full[stage].right);
+    load_panels(block, kv_map, window, boxes, stage, rows, lane, kPanelsLeft, kPanelsQk, s.kv_full[stage].right);
 }
 
-MLA_DEVICE void run_load_role(Block& block, i32 lane) {
+MLA_DEVICE void run_load_role(Block& block, const TensorMap& kv_map, i32 lane) {
     const DenseDecodeParams& p = block.p;
     i32 rows = kTileTokens;  // gcd(page_size, 64): the largest power of two up to 64 that divides page_size
     while (p.page_size % rows != 0) rows /= 2;
@@ -167,7 +174,7 @@ MLA_DEVICE void run_load_role(Block& block, i32 lane) {
             for (i32 tile = first; tile < last; ++tile) {
                 const i32 stage = stage_of(fragment, tile);
                 const TileBoxes boxes{(tile - first) * boxes_per_tile, boxes_per_tile};
-                load_tile(block, window, boxes, stage, rows, lane, ring.empty_parity(stage));
+                load_tile(block, kv_map, window, boxes, stage, rows, lane, ring.empty_parity(stage));
                 ring.advance(stage);
             }
         }

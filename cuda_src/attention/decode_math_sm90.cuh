@@ -18,7 +18,7 @@ struct Math {
     float scores[32];
     float out[128];
     u32 p_fragment[kPanelMmaSteps][4];
-    u32 q_rope[kPanelMmaSteps][4];
+    u32 q_resident[kPanelMmaSteps][4];
     RowState rows;
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
@@ -36,13 +36,20 @@ MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
     return panel_offset(row, step * 2 + (thread % kWarpThreads) / 16);
 }
 
-MLA_DEVICE void load_q_rope(Storage& s, Math& math, i32 thread) {
+// A gathered tile is written by ordinary copies: whoever has waited for it makes it visible to WGMMA. (Bulk copies need
+// no fence.)
+MLA_DEVICE void fence_gathered() {
+    if (kSparse) fence_proxy_async();
+}
+
+MLA_DEVICE void load_q_resident(Storage& s, Math& math, i32 thread) {
     mbarrier_wait(s.q_full, math.q_ring.full_parity(0));
     math.q_ring.advance(0);
-    const SmemAddr panel = smem_addr(s.q_rope());
+    fence_gathered();
+    const SmemAddr panel = smem_addr(s.q_resident());
 #pragma unroll
     for (i32 step = 0; step < kPanelMmaSteps; ++step)
-        ldmatrix_x4(math.q_rope[step], panel + matrix_offset(thread, step));
+        ldmatrix_x4(math.q_resident[step], panel + matrix_offset(thread, step));
 }
 
 // Starts S = Q K^T of the tile in `stage`, each half as soon as it has arrived.
@@ -52,23 +59,23 @@ MLA_DEVICE void start_scores(Storage& s, Math& math, i32 stage) {
     opaque(k.bits);
     const u32 parity = math.ring.full_parity(stage);
     pin(math.scores);
-    mbarrier_wait(s.kv_full[stage].left, parity);
-    wgmma_fence();
 #pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        const u32 bytes = kRopePanel * kPanelBytes + step * kKMajorStepBytes;
-        wgmma_m64n64k16<false>(Element{}, math.scores, math.q_rope[step], advance(k, bytes), step > 0);
-    }
-#pragma unroll
-    for (i32 panel = 0; panel < kRopePanel; ++panel) {
-        if (panel == kPanelsHalf) {
-            mbarrier_wait(s.kv_full[stage].right, parity);
+    for (i32 i = 0; i < kPanelsQk; ++i) {
+        if (i == 0 || i == kPanelsLeft) {
+            mbarrier_wait(i == 0 ? s.kv_full[stage].left : s.kv_full[stage].right, parity);
+            fence_gathered();
             wgmma_fence();
         }
+        const i32 panel = panel_in_order(i);
 #pragma unroll
         for (i32 step = 0; step < kPanelMmaSteps; ++step) {
             const u32 bytes = panel * kPanelBytes + step * kKMajorStepBytes;
-            wgmma_m64n64k16<false>(Element{}, math.scores, advance(q, bytes), advance(k, bytes), true);
+            const bool accumulate = i > 0 || step > 0;
+            if (panel == kResidentPanel) {
+                wgmma_m64n64k16<false>(Element{}, math.scores, math.q_resident[step], advance(k, bytes), accumulate);
+            } else {
+                wgmma_m64n64k16<false>(Element{}, math.scores, advance(q, bytes), advance(k, bytes), accumulate);
+            }
         }
     }
     wgmma_commit_group();
@@ -112,17 +119,14 @@ MLA_DEVICE void finish(Math& math) {
     pin(math.out);
 }
 
-// Each warp releases what it has waited for, once all its lanes are done with it.
-MLA_DEVICE void release(MBarrier& empty, i32 thread) {
-    __syncwarp();
-    if (thread % kWarpThreads == 0) mbarrier_arrive(empty);
-}
-
 // 0 * NaN is not 0: before V is multiplied, this warpgroup makes its half of the values finite where not every row of
 // the block sees them. Slots past the sequence's end become 0. A token that only later queries see keeps its finite
 // values; the others become 0, and restore_nonfinite adds them to the rows that do see them.
+//
+// A sparse tile has nothing to clean: all rows of the block see its tokens, and past the list's end there are zeros.
 template <bool kRight>
 MLA_DEVICE void clean_values(Block& block, const Fragment& fragment, i32 tile, i32 stage, i32 thread) {
+    if (kSparse) return;
     const i32 seen_by_all = block.seen_by_all(fragment) - tile * kTileTokens;
     const i32 end = fragment.tokens - tile * kTileTokens;
     if (seen_by_all >= kTileTokens) return;
@@ -155,7 +159,7 @@ MLA_DEVICE void store_p(Storage& s, Math& math, i32 stage, i32 thread) {
 
 // Masks the scores of `tile`, which lies in `stage`. Most tiles hide nothing.
 MLA_DEVICE void mask_tile(const Block& block, Math& math, const Fragment& fragment, i32 tile, i32 stage, i32 thread) {
-    const u64 present = block.s.present[stage];
+    const u64 present = kSparse ? ~0ull : block.s.present[stage];
     if ((tile + 1) * kTileTokens <= block.seen_by_all(fragment) && present == ~0ull) return;
     i32 row = block.row0 + fragment_row(thread);
     opaque(row);
@@ -169,12 +173,13 @@ MLA_DEVICE void mask_tile(const Block& block, Math& math, const Fragment& fragme
     mask_scores(math.scores, mask, thread);
 }
 
-// Adds up both warpgroups' shares of the sums.
+// Adds up both warpgroups' shares of the sums. The left one, which reports them, also gets the largest scores of both.
 template <bool kRight>
 MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage& s, Math& math, i32 thread) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) sums[r] = quad_sum(math.rows.sum[r]);
     store_rows(s.sums[kRight], sums, thread);
+    if (kSparse && kRight) store_rows(s.right_top, math.rows.top, thread);
     mbarrier_arrive(s.sums_ready[kRight]);
     mbarrier_wait(s.sums_ready[!kRight], math.sums_ring.full_parity(0));
     math.sums_ring.advance(0);
@@ -182,6 +187,11 @@ MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage& s, Math& math,
     load_rows(other, s.sums[!kRight], thread);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) sums[r] += other[r];
+    if (kSparse && !kRight) {
+        load_rows(other, s.right_top, thread);
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) math.rows.top[r] = fmaxf(math.rows.top[r], other[r]);
+    }
 }
 
 // Writes this warpgroup's 256 columns of a row, 32 bytes of fp32 or 64 bytes of 16 bits a quad at a time.
@@ -226,10 +236,17 @@ MLA_DEVICE void store_result(const Block& block, const Fragment& fragment, const
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = block.row0 + fragment_row(thread) + 8 * r;
-        const float factor = sums[r] == 0.f ? 0.f : 1.f / sums[r];
+        float factor = sums[r] == 0.f ? 0.f : 1.f / sums[r];
+        if (kSparse) {
+            const i32 head_row = min(row, block.rows - 1);
+            factor = output_factor(block.p, fragment, block.kv_head, head_row, math.rows.max[r], sums[r]);
+        }
         store_out_row<kRight>(block, fragment, math, r, factor, row, thread);
         if (!kRight && thread % 4 == 0 && row < block.rows) {
             store_row_lse(block.p, fragment, block.kv_head, row, row_lse2(math.rows.max[r], sums[r]));
+            if (kSparse) {
+                store_row_max(block.p, fragment, block.kv_head, row, with_nan_of(sums[r], math.rows.top[r]));
+            }
         }
     }
 }
@@ -275,10 +292,10 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Tiles tiles) {
         float sums[kFragmentRows] = {0.f, 0.f};
         bool unclean = false;
         if (fragment.tile_begin < fragment.tile_end) {
-            if (kScores) load_q_rope(s, math, thread);
+            if (kScores) load_q_resident(s, math, thread);
             tiles(math, fragment);
             total_sums<kRight>(sums, s, math, thread);
-            unclean = s.unclean_request[kRight] == fragment.request;
+            unclean = !kSparse && s.unclean_request[kRight] == fragment.request;
             release(s.q_empty, thread);  // only now: the next fragment may change what was read above
         }
         store_result<kRight>(block, fragment, math, sums, thread);

@@ -3,8 +3,30 @@
 #include "attention/split_work.cuh"
 #include "ptx/convert.cuh"
 
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+
 // Base-2 logarithm of the sum of exponentials of a row: running maximum `m` (base 2) and sum `l` relative to it.
 MLA_DEVICE float row_lse2(float m, float l) { return l == 0.f ? negative_infinity() : m + lg2_approx(l); }
+
+MLA_DEVICE i32 query_head(const DenseDecodeParams& p, i32 kv_head, i32 row) {
+    const i32 group = p.h_q / p.h_kv;
+    return kv_head * group + row % group;
+}
+
+// What turns a row's sum of weighted values into its final output: 1 / (l + exp2(sink - m)).
+MLA_DEVICE float final_factor(const DenseDecodeParams& p, i32 kv_head, i32 row, float m, float l) {
+    if (l == 0.f) return 0.f;
+    if (p.attn_sink == nullptr) return 1.f / l;
+    const float sink = p.attn_sink[query_head(p, kv_head, row) * p.sink_stride_elems];
+    return 1.f / (l + exp2f(fmaf(sink, kLog2E, -m)));
+}
+
+// The same for a fragment: a partial result is not yet weighed against the sink.
+MLA_DEVICE float output_factor(const DenseDecodeParams& p, const Fragment& fragment, i32 kv_head, i32 row, float m,
+                               float l) {
+    if (fragment.slot == kWholeRequest) return final_factor(p, kv_head, row, m, l);
+    return l == 0.f ? 0.f : 1.f / l;
+}
 
 MLA_DEVICE float final_lse(const DenseDecodeParams& p, float lse2) {
     return lse2 == negative_infinity() ? p.empty_lse : lse2 * p.lse_factor;
@@ -17,15 +39,18 @@ MLA_DEVICE i64 workspace_row(const DenseDecodeParams& p, i32 slot, i32 kv_head, 
 
 // Offset of a row in `out`, in elements.
 MLA_DEVICE i64 out_offset(const DenseDecodeParams& p, i32 request, i32 kv_head, i32 row) {
-    const i32 group = p.h_q / p.h_kv;
-    return request * p.out_stride_b_elems + (row / group) * p.out_stride_s_elems +
-           (i64)(kv_head * group + row % group) * p.out_stride_h_elems;
+    return request * p.out_stride_b_elems + (row / (p.h_q / p.h_kv)) * p.out_stride_s_elems +
+           query_head(p, kv_head, row) * p.out_stride_h_elems;
 }
 
 MLA_DEVICE i64 lse_offset(const DenseDecodeParams& p, i32 request, i32 kv_head, i32 row) {
-    const i32 group = p.h_q / p.h_kv;
-    return request * p.lse_stride_b_elems + (i64)(kv_head * group + row % group) * p.lse_stride_h_elems +
-           (row / group) * p.lse_stride_s_elems;
+    return request * p.lse_stride_b_elems + query_head(p, kv_head, row) * p.lse_stride_h_elems +
+           (row / (p.h_q / p.h_kv)) * p.lse_stride_s_elems;
+}
+
+MLA_DEVICE i64 max_offset(const DenseDecodeParams& p, i32 request, i32 kv_head, i32 row) {
+    return request * p.max_stride_b_elems + query_head(p, kv_head, row) * p.max_stride_h_elems +
+           (row / (p.h_q / p.h_kv)) * p.max_stride_s_elems;
 }
 
 // Writes the row's log-sum-exp, final or partial.
@@ -34,6 +59,19 @@ MLA_DEVICE void store_row_lse(const DenseDecodeParams& p, const Fragment& fragme
         p.lse[lse_offset(p, fragment.request, kv_head, row)] = final_lse(p, lse2);
     } else {
         p.partial_lse[workspace_row(p, fragment.slot, kv_head, row)] = lse2;
+    }
+}
+
+// A maximum passes over a NaN, the row's sum does not.
+MLA_DEVICE float with_nan_of(float sum, float top) { return sum != sum && top <= kLargestFloat ? sum : top; }
+
+// Writes the row's largest score (base 2), final or partial.
+MLA_DEVICE void store_row_max(const DenseDecodeParams& p, const Fragment& fragment, i32 kv_head, i32 row, float top) {
+    if (p.max_logits == nullptr) return;
+    if (fragment.slot == kWholeRequest) {
+        p.max_logits[max_offset(p, fragment.request, kv_head, row)] = top * kLn2;
+    } else {
+        p.partial_max[workspace_row(p, fragment.slot, kv_head, row)] = top;
     }
 }
 

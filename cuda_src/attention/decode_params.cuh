@@ -1,11 +1,18 @@
-// Parameters and sizes of dense MLA decode, shared by its kernels (one layout, so that one host record serves all).
+// Parameters and sizes of MLA decode, shared by its kernels (one layout, so that one host record serves all).
+//
+// Sparse attention is the same with pages of one token: each query is a request of one token, its list of rows is its
+// line of the block table, and the length of the list its seqlen. Only there attn_sink and max_logits may be asked for.
 #pragma once
 #include "common/facts.cuh"
 #include "common/types.cuh"
 
-constexpr i32 kHeadDimQk = 576;  // d_nope 512 + d_rope 64: the latent cache's width
-constexpr i32 kHeadDimV = 512;   // the values are the first 512 columns of the keys
-constexpr i32 kTileTokens = 64;  // tokens of one step, in the schedule and in every kernel
+#ifndef MLA_HEAD_DIM_QK
+#define MLA_HEAD_DIM_QK 576
+#endif
+constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;  // width of the latent cache: d_nope 512, and mostly d_rope 64
+constexpr i32 kHeadDimV = 512;               // the values are the first 512 columns of the keys
+constexpr i32 kTileTokens = 64;              // tokens of one step, in the schedule and in every kernel
+static_assert(kHeadDimQk == kHeadDimV || kHeadDimQk == kHeadDimV + 64, "with or without RoPE columns");
 
 // A place in the work of a batch: before tile `tile` of request `request`.
 struct SchedulePoint {
@@ -16,20 +23,25 @@ struct SchedulePoint {
 // Strides are in elements. A query row of KV head g is r = s * group + i, where group = h_q / h_kv and the head is
 // g * group + i: the rows that share keys.
 struct DenseDecodeParams {
-    const u16* q;                   // (b, s_q, h_q, 576)
-    const u16* kv;                  // (num_pages, page_size, h_kv, 576)
+    const u16* q;                   // (b, s_q, h_q, d_qk)
+    const u16* kv;                  // (num_pages, page_size, h_kv, d_qk)
     const i32* block_table;         // (b, max_pages)
     const i32* seqlens;             // (b,)
     const SchedulePoint* schedule;  // (num_parts + 1,)
     void* out;                      // (b, s_q, h_q, 512), 16-bit or fp32
     float* lse;                     // (b, h_q, s_q)
+    const float* attn_sink;         // (h_q,), or null: a logit without a value; `out` knows of it, `lse` does not
+    float* max_logits;              // (b, h_q, s_q), or null: the largest scaled score
     float* partial_out;             // (2 num_parts, h_q * s_q, 512), normalised; see attention/split_work.cuh
     float* partial_lse;             // (2 num_parts, h_q * s_q), base 2
+    float* partial_max;             // (2 num_parts, h_q * s_q), base 2
     i64 q_stride_b_elems, q_stride_s_elems, q_stride_h_elems;
     i64 kv_stride_page_elems, kv_stride_token_elems, kv_stride_h_elems;
     i64 table_stride_b_elems, table_stride_page_elems, seqlens_stride_elems;
     i64 out_stride_b_elems, out_stride_s_elems, out_stride_h_elems;
     i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
+    i64 max_stride_b_elems, max_stride_h_elems, max_stride_s_elems;
+    i64 sink_stride_elems;
     i32 b, s_q, h_q, h_kv;
     i32 num_pages, page_size, max_pages, num_parts;
     i32 causal, out_is_fp32;

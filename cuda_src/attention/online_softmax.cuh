@@ -17,15 +17,17 @@ struct RowScale {
     MLA_DEVICE bool any() const { return __any_sync(kFullWarp, by[0] != 1.f || by[1] != 1.f); }
 };
 
-// A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row.
+// A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row. `top` is the true maximum of
+// what this warpgroup has scored; a kernel that does not read it does not compute it.
 struct RowState {
-    float max[kFragmentRows], sum[kFragmentRows];
+    float max[kFragmentRows], sum[kFragmentRows], top[kFragmentRows];
 
     MLA_DEVICE void reset() {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             max[r] = kLowestMax;
             sum[r] = 0.f;
+            top[r] = negative_infinity();
         }
     }
 
@@ -69,9 +71,12 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCoun
 }
 
 // The running maximum after a tile.
-MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], const RowState& rows, const float (&tile)[kFragmentRows]) {
+MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], RowState& rows, const float (&tile)[kFragmentRows]) {
 #pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = tile[r] > rows.max[r] + kLazyMaxLog2 ? tile[r] : rows.max[r];
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        to[r] = tile[r] > rows.max[r] + kLazyMaxLog2 ? tile[r] : rows.max[r];
+        rows.top[r] = fmaxf(rows.top[r], tile[r]);
+    }
 }
 
 // P in 16 bits, as the A fragments of the product with V; adds the unrounded values to the rows' sums.

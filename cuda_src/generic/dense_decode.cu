@@ -2,6 +2,8 @@
 //
 //   s = q k^T * scale,   p = exp2(s log2(e) - m),   o = sum p v / sum p,   lse = ln 2 (m + log2 sum p)
 //
+// Sparse attention too: pages of one token, and o = sum p v / (sum p + exp2(sink - m)).
+//
 // Grid: x = blocks of 8 query rows of all KV heads, y = parts of the schedule (attention/split_work.cuh).
 // A block fetches 32 tokens at a time into shared memory:
 //
@@ -10,6 +12,7 @@
 // Everything is fp32 after the load; P is not rounded. Any stride is honoured, a token at a time.
 #include "attention/decode_output.cuh"
 #include "ptx/control.cuh"
+#include "tile/elements.cuh"
 #include "tile/warp.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -24,7 +27,6 @@ constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kBlockM = kWarps;                 // rows: one a warp
 constexpr i32 kTokens = kWarpThreads;           // of one step: one a lane
 constexpr i32 kColumns = kHeadDimV / kThreads;  // of the output, a thread: 2
-constexpr i32 kChunkElems = 8;                  // 16 bytes
 // An odd number of words a row: lanes that read the same column of 32 tokens meet 32 banks.
 constexpr i32 kKeyElems = kHeadDimQk + 2;
 static_assert(kTileTokens % kTokens == 0, "a tile is a whole number of steps");
@@ -35,8 +37,8 @@ struct Storage {
     alignas(16) u16 q[kBlockM][kHeadDimQk];
     u16 k[kTokens][kKeyElems];
     alignas(16) float p[kBlockM][kTokens];
-    float scale[kBlockM];  // what the step's new maximum does to the output so far
-    float sum[kBlockM];
+    float scale[kBlockM];   // what the step's new maximum does to the output so far
+    float factor[kBlockM];  // what the result is multiplied by
 };
 static_assert(sizeof(Storage) <= 48 * 1024, "static shared memory");
 
@@ -52,25 +54,6 @@ struct Block {
 };
 
 // ---- Fetching --------------------------------------------------------------------------------------------------
-// Copies 576 elements by one warp, in 16-byte pieces where the address allows; null becomes zeros. `to` needs only
-// 4-byte alignment.
-MLA_DEVICE void copy_row(u16* to, const u16* from, i32 lane) {
-    u32* words = reinterpret_cast<u32*>(to);
-    if (from == nullptr) {
-        for (i32 i = lane; i < kHeadDimQk / 2; i += kWarpThreads) words[i] = 0;
-    } else if (reinterpret_cast<u64>(from) % 16 == 0) {
-        for (i32 i = lane; i < kHeadDimQk / kChunkElems; i += kWarpThreads) {
-            const uint4 chunk = reinterpret_cast<const uint4*>(from)[i];
-            words[4 * i] = chunk.x;
-            words[4 * i + 1] = chunk.y;
-            words[4 * i + 2] = chunk.z;
-            words[4 * i + 3] = chunk.w;
-        }
-    } else {
-        for (i32 i = lane; i < kHeadDimQk; i += kWarpThreads) to[i] = from[i];
-    }
-}
-
 MLA_DEVICE void fetch_query(const Block& block, i32 request, i32 warp, i32 lane) {
     const DenseDecodeParams& p = block.p;
     const i32 group = p.h_q / p.h_kv, row = block.row0 + warp;
@@ -79,7 +62,7 @@ MLA_DEVICE void fetch_query(const Block& block, i32 request, i32 warp, i32 lane)
         from = p.q + request * p.q_stride_b_elems + (row / group) * p.q_stride_s_elems +
                (i64)(block.kv_head * group + row % group) * p.q_stride_h_elems;
     }
-    copy_row(block.s.q[warp], from, lane);
+    copy_row<kHeadDimQk>(block.s.q[warp], from, lane);
 }
 
 // Returns the tokens whose page is in the pool (bit = token of the step), as far as this warp fetched them.
@@ -88,33 +71,18 @@ MLA_DEVICE u32 fetch_keys(const Block& block, const Fragment& fragment, i32 firs
     for (i32 i = warp; i < kTokens; i += kWarps) {
         const u16* key = nullptr;
         if (first + i < fragment.tokens) key = cached_row(block.p, fragment.request, block.kv_head, first + i);
-        copy_row(block.s.k[i], key, lane);
+        copy_row<kHeadDimQk>(block.s.k[i], key, lane);
         present |= (u32)(key != nullptr) << i;
     }
     return present;
 }
 
 // ---- One step --------------------------------------------------------------------------------------------------
-MLA_DEVICE float2 unpack(u32 word) {
-    return make_float2(Element::to_float((u16)(word & 0xffff)), Element::to_float((u16)(word >> 16)));
-}
-
-MLA_DEVICE float dot(const u16* q, const u16* k) {
-    const u32* q_words = reinterpret_cast<const u32*>(q);
-    const u32* k_words = reinterpret_cast<const u32*>(k);
-    float even = 0.f, odd = 0.f;
-#pragma unroll 8
-    for (i32 i = 0; i < kHeadDimQk / 2; ++i) {
-        const float2 a = unpack(q_words[i]), b = unpack(k_words[i]);
-        even = fmaf(a.x, b.x, even);
-        odd = fmaf(a.y, b.y, odd);
-    }
-    return even + odd;
-}
-
 // One row's online softmax, by its warp. The maximum starts at a finite value: no difference of infinities.
+constexpr float kLowestMax = -3.0e38f;
+
 struct Row {
-    float max = -3.0e38f, sum = 0.f;
+    float max = kLowestMax, sum = 0.f;
 
     // Takes one score a lane, gives the lane's probability and what the earlier ones are to be scaled by.
     MLA_DEVICE float add(float score, float& scale) {
@@ -135,7 +103,7 @@ MLA_DEVICE void add_values(const Storage& s, float2 (&out)[kBlockM], i32 thread)
         out[row].y *= s.scale[row];
     }
     for (i32 token = 0; token < kTokens; ++token) {
-        const float2 v = unpack(reinterpret_cast<const u32*>(s.k[token])[thread]);
+        const float2 v = unpack<Element>(reinterpret_cast<const u32*>(s.k[token])[thread]);
 #pragma unroll
         for (i32 row = 0; row < kBlockM; ++row) {
             const float p = s.p[row][token];
@@ -166,14 +134,18 @@ MLA_DEVICE void store_columns(const Block& block, const Fragment& fragment, i32 
 
 MLA_DEVICE void store_result(const Block& block, const Fragment& fragment, const Row& row_state,
                              const float2 (&out)[kBlockM], i32 warp, i32 lane) {
-    if (lane == 0) {
-        block.s.sum[warp] = row_state.sum;
-        const float lse2 = row_state.sum == 0.f ? negative_infinity() : row_state.max + log2f(row_state.sum);
-        if (block.row0 + warp < block.rows) store_row_lse(block.p, fragment, block.kv_head, block.row0 + warp, lse2);
+    const i32 my_row = block.row0 + warp;
+    if (lane == 0 && my_row < block.rows) {
+        const float max = row_state.max, sum = row_state.sum;
+        const float lse2 = sum == 0.f ? negative_infinity() : max + log2f(sum);
+        const float top = max == kLowestMax ? negative_infinity() : max;
+        store_row_lse(block.p, fragment, block.kv_head, my_row, lse2);
+        store_row_max(block.p, fragment, block.kv_head, my_row, with_nan_of(sum, top));
+        block.s.factor[warp] = output_factor(block.p, fragment, block.kv_head, my_row, max, sum);
     }
     __syncthreads();
     for (i32 row = 0; row < min(kBlockM, block.rows - block.row0); ++row) {
-        const float sum = block.s.sum[row], factor = sum == 0.f ? 0.f : 1.f / sum;
+        const float factor = block.s.factor[row];
         float2 x = out[0];
 #pragma unroll
         for (i32 i = 1; i < kBlockM; ++i) {
@@ -203,7 +175,8 @@ MLA_DEVICE void run_fragment(const Block& block, const Fragment& fragment) {
         if (lane == 0) atomicOr(&present, fetched);
         __syncthreads();
         const bool counts = first + lane < visible && ((present >> lane) & 1);
-        const float score = counts ? dot(block.s.q[warp], block.s.k[lane]) * p.scale_log2 : negative_infinity();
+        const float score =
+            counts ? dot<Element>(block.s.q[warp], block.s.k[lane], kHeadDimQk) * p.scale_log2 : negative_infinity();
         float scale;
         block.s.p[warp][lane] = row.add(score, scale);
         if (lane == 0) block.s.scale[warp] = scale;

@@ -2,6 +2,8 @@
 //
 //   out = sum_j w_j out_j / sum_j w_j,   w_j = exp2(lse_j - max lse),   lse = max lse + log2 sum_j w_j
 //
+// With an attention sink, exp2(sink - max lse) is added to the denominator of `out`.
+//
 // Grid: as many blocks as fit on the GPU; they share out the rows of all split requests. Each block reads the schedule
 // (attention/split_work.cuh) and lists the split requests: those whose first piece ends a part. A request with few
 // pieces is merged by single warps, a row each; one with many by whole blocks, where each warp takes a share of the
@@ -109,6 +111,10 @@ MLA_DEVICE float partial_lse(const DenseDecodeParams& p, i32 slot, i32 row) {
     return p.partial_lse[(i64)slot * p.s_q * p.h_q + row];
 }
 
+MLA_DEVICE float partial_max(const DenseDecodeParams& p, i32 slot, i32 row) {
+    return p.partial_max[(i64)slot * p.s_q * p.h_q + row];
+}
+
 // exp2(lse - max), where no piece (both -Inf) weighs nothing. A NaN stays one.
 MLA_DEVICE float weight(float lse, float max_lse) { return lse == negative_infinity() ? 0.f : exp2f(lse - max_lse); }
 
@@ -139,6 +145,16 @@ MLA_DEVICE void store_lse(const DenseDecodeParams& p, i32 request, i32 row, floa
     p.lse[lse_offset(p, request, row / rows, row % rows)] = final_lse(p, lse2);
 }
 
+// By a warp: the largest score of all pieces.
+MLA_DEVICE void merge_max(const DenseDecodeParams& p, const SplitRequest& split, i32 row, float sum) {
+    if (p.max_logits == nullptr) return;
+    const i32 lane = threadIdx.x % kWarpThreads, rows = query_rows(p);
+    float top = negative_infinity();
+    for (i32 j = lane; j < split.pieces; j += kWarpThreads) top = fmaxf(top, partial_max(p, split.slot(p, j), row));
+    top = with_nan_of(sum, warp_max(top)) * kLn2;
+    if (lane == 0) p.max_logits[max_offset(p, split.request, row / rows, row % rows)] = top;
+}
+
 // A few pieces, by one warp: all 512 columns of a row.
 MLA_DEVICE void merge_row_by_warp(const DenseDecodeParams& p, const SplitRequest& split, i32 row) {
     const i32 lane = threadIdx.x % kWarpThreads;
@@ -147,7 +163,7 @@ MLA_DEVICE void merge_row_by_warp(const DenseDecodeParams& p, const SplitRequest
     const float max_lse = warp_max(lse);
     const float my_weight = weight(lse, max_lse);
     const float sum = warp_sum(my_weight);
-    const float factor = sum == 0.f ? 0.f : 1.f / sum;
+    const float factor = final_factor(p, row / query_rows(p), row % query_rows(p), max_lse, sum);
     float4 columns[kColumnBlocks];
 #pragma unroll
     for (i32 c = 0; c < kColumnBlocks; ++c) columns[c] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -164,6 +180,7 @@ MLA_DEVICE void merge_row_by_warp(const DenseDecodeParams& p, const SplitRequest
     for (i32 c = 0; c < kColumnBlocks; ++c)
         store_columns(p, split.request, row, c * kWarpColumns + 4 * lane, columns[c]);
     if (lane == 0) store_lse(p, split.request, row, max_lse, sum);
+    merge_max(p, split, row, sum);
 }
 
 // Many pieces, by a block: 128 columns of a row, each warp every eighth piece.
@@ -212,10 +229,12 @@ MLA_DEVICE void merge_columns_by_block(const DenseDecodeParams& p, Storage& s, c
         add_weighted(whole, s.sums[i][lane], 1.f);
         sum += s.warp_values[i];
     }
-    const float factor = sum == 0.f ? 0.f : 1.f / sum;
+    const float factor = final_factor(p, row / query_rows(p), row % query_rows(p), max_lse, sum);
     store_columns(p, split.request, row, column_block * kWarpColumns + 4 * lane,
                   make_float4(whole.x * factor, whole.y * factor, whole.z * factor, whole.w * factor));
-    if (column_block == 0 && lane == 0) store_lse(p, split.request, row, max_lse, sum);
+    if (column_block != 0) return;
+    if (lane == 0) store_lse(p, split.request, row, max_lse, sum);
+    merge_max(p, split, row, sum);
 }
 
 // Three blocks an SM: left to itself, the compiler aims at four and spills on some targets.

@@ -7,8 +7,11 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// L2 policy: the lines of this load are the first to go. Each page is read once by each block that needs it.
+// L2 policies. The lines of a load are the first to go: each page is read once by each block that needs it ...
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+constexpr u64 kEvictNormal = 0x1000000000000000ull;
+// ... or the last: rows that many queries select.
+constexpr u64 kEvictLast = 0x14F0000000000000ull;
 
 MLA_DEVICE void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -27,6 +30,26 @@ MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarr
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.value), "l"(from), "r"(present ? 16 : 0)
                  : "memory");
+}
+
+// The same with an L2 policy; what is not in L2 is fetched from memory kFetchBytes at a time.
+template <i32 kFetchBytes>
+MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present, u64 l2_policy) {
+    static_assert(kFetchBytes == 128 || kFetchBytes == 256, "128 or 256 bytes");
+    if (kFetchBytes == 128) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to.value),
+                     "l"(from), "r"(present ? 16 : 0), "l"(l2_policy)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to.value),
+                     "l"(from), "r"(present ? 16 : 0), "l"(l2_policy)
+                     : "memory");
+    }
+}
+
+// Arrives once all copies that this thread has started are done; the barrier counts each thread that will.
+MLA_DEVICE void cp_async_mbarrier_arrive_noinc(MBarrier& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(&barrier).value) : "memory");
 }
 
 MLA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

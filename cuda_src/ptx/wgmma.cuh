@@ -3,7 +3,7 @@
 //
 // Fragment of thread t (w = t / 32, g = (t % 32) / 4, c = t % 4): d[i] is row 16w + g + 8 * ((i / 2) & 1),
 // column 8 * (i / 4) + 2c + (i & 1). A in registers, for k-step j of 16 columns, is the same fragment packed in pairs.
-// `accumulate` false overwrites D. kTransposeB says that B is MN-major in shared memory.
+// `accumulate` false overwrites D. kTransposeA, kTransposeB say that A, B are MN-major in shared memory.
 #pragma once
 #include "ptx/element.cuh"
 
@@ -35,6 +35,8 @@ MLA_DEVICE void pin(float (&d)[kCount]) {
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MLA_D32(d, i) MLA_D8(d, i), MLA_D8(d, i + 8), MLA_D8(d, i + 16), MLA_D8(d, i + 24)
 #define MLA_D128(d) MLA_D32(d, 0), MLA_D32(d, 32), MLA_D32(d, 64), MLA_D32(d, 96)
+#define MLA_REGS8 "{%0, %1, %2, %3, %4, %5, %6, %7}"
+#define MLA_REGS16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define MLA_REGS32                                                                                                     \
     "{"                                                                                                                \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"                                            \
@@ -52,13 +54,46 @@ MLA_DEVICE void pin(float (&d)[kCount]) {
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"                   \
     "}"
 
-#define MLA_DEFINE_WGMMA_N64(Element, TYPE)                                                                            \
+#define MLA_DEFINE_WGMMA_N16(Element, TYPE)                                                                            \
+    template <bool kTransposeB, bool kTransposeA = false>                                                              \
+    MLA_DEVICE void wgmma_m64n16k16(Element, float (&d)[8], SmemDesc a, SmemDesc b, bool accumulate) {                 \
+        asm volatile(                                                                                                  \
+            "{\n .reg .pred p;\n setp.ne.b32 p, %10, 0;\n wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " " \
+            MLA_REGS8 ", %8, %9, p, 1, 1, %11, %12;\n}"                                                                \
+            : MLA_D8(d, 0) : "l"(a.bits), "l"(b.bits), "r"((i32)accumulate), "n"((i32)kTransposeA),                    \
+              "n"((i32)kTransposeB));                                                                                  \
+    }
+MLA_DEFINE_WGMMA_N16(bfloat16, "bf16")
+MLA_DEFINE_WGMMA_N16(float16, "f16")
+
+#define MLA_DEFINE_WGMMA_N32(Element, TYPE)                                                                            \
+    template <bool kTransposeB, bool kTransposeA = false>                                                              \
+    MLA_DEVICE void wgmma_m64n32k16(Element, float (&d)[16], SmemDesc a, SmemDesc b, bool accumulate) {                \
+        asm volatile(                                                                                                  \
+            "{\n .reg .pred p;\n setp.ne.b32 p, %18, 0;\n wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " " \
+            MLA_REGS16 ", %16, %17, p, 1, 1, %19, %20;\n}"                                                             \
+            : MLA_D8(d, 0), MLA_D8(d, 8) : "l"(a.bits), "l"(b.bits), "r"((i32)accumulate), "n"((i32)kTransposeA),      \
+              "n"((i32)kTransposeB));                                                                                  \
+    }                                                                                                                  \
     template <bool kTransposeB>                                                                                        \
+    MLA_DEVICE void wgmma_m64n32k16(Element, float (&d)[16], const u32 (&a)[4], SmemDesc b, bool accumulate) {         \
+        asm volatile(                                                                                                  \
+            "{\n .reg .pred p;\n setp.ne.b32 p, %21, 0;\n wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " " \
+            MLA_REGS16 ", {%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"                                                 \
+            : MLA_D8(d, 0), MLA_D8(d, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits),                    \
+              "r"((i32)accumulate), "n"((i32)kTransposeB));                                                            \
+    }
+MLA_DEFINE_WGMMA_N32(bfloat16, "bf16")
+MLA_DEFINE_WGMMA_N32(float16, "f16")
+
+#define MLA_DEFINE_WGMMA_N64(Element, TYPE)                                                                            \
+    template <bool kTransposeB, bool kTransposeA = false>                                                              \
     MLA_DEVICE void wgmma_m64n64k16(Element, float (&d)[32], SmemDesc a, SmemDesc b, bool accumulate) {                \
         asm volatile(                                                                                                  \
             "{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " \
-            MLA_REGS32 ", %32, %33, p, 1, 1, 0, %35;\n}"                                                               \
-            : MLA_D32(d, 0) : "l"(a.bits), "l"(b.bits), "r"((i32)accumulate), "n"((i32)kTransposeB));                  \
+            MLA_REGS32 ", %32, %33, p, 1, 1, %35, %36;\n}"                                                             \
+            : MLA_D32(d, 0) : "l"(a.bits), "l"(b.bits), "r"((i32)accumulate), "n"((i32)kTransposeA),                   \
+              "n"((i32)kTransposeB));                                                                                  \
     }                                                                                                                  \
     template <bool kTransposeB>                                                                                        \
     MLA_DEVICE void wgmma_m64n64k16(Element, float (&d)[32], const u32 (&a)[4], SmemDesc b, bool accumulate) {         \
@@ -90,8 +125,12 @@ MLA_DEFINE_WGMMA_N64(float16, "f16")
 MLA_DEFINE_WGMMA_N256(bfloat16, "bf16")
 MLA_DEFINE_WGMMA_N256(float16, "f16")
 
+#undef MLA_DEFINE_WGMMA_N16
+#undef MLA_DEFINE_WGMMA_N32
 #undef MLA_DEFINE_WGMMA_N64
 #undef MLA_DEFINE_WGMMA_N256
+#undef MLA_REGS8
+#undef MLA_REGS16
 #undef MLA_REGS32
 #undef MLA_REGS128
 #undef MLA_D8

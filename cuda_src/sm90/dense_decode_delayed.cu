@@ -17,6 +17,7 @@
 #ifndef MLA_DTYPE
 #error "MLA_DTYPE must be bfloat16 or float16"
 #endif
+constexpr bool kSparse = false;
 #include "attention/decode_load_sm90.cuh"
 #include "attention/decode_math_sm90.cuh"
 
@@ -94,8 +95,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                   const __grid_constant__ TensorMap kv_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    Block block(p, kv_map, s);
-    if (threadIdx.x == 0) init_storage(s, kv_map);
+    Block block(p, s);
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(kv_map);
+        init_storage(s, kLoadArrivals, kQueryThreads);
+    }
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
@@ -113,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp == 8) {
-            run_load_role(block, thread);
+            run_load_role(block, kv_map, thread);
         } else {
             run_query_role(block, thread - kWarpThreads);
         }

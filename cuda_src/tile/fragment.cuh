@@ -20,17 +20,21 @@ MLA_DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-// Each lane of a quad holds words [0..3] of four 16-byte chunks, one word a chunk; afterwards lane c holds chunk c.
-MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) {
-    const bool odd = lane & 1, high = lane & 2;
+// Four lanes, kStep apart, hold words [0..3] of four chunks, one word a chunk; afterwards lane c of them holds chunk c.
+template <i32 kStep>
+MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
+    const bool odd = lane & kStep, high = lane & 2 * kStep;
 #pragma unroll
     for (i32 i = 0; i < 4; i += 2) {
-        const u32 received = __shfl_xor_sync(kFullWarp, odd ? w[i] : w[i + 1], 1);
+        const u32 received = __shfl_xor_sync(kFullWarp, odd ? w[i] : w[i + 1], kStep);
         (odd ? w[i] : w[i + 1]) = received;
     }
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
-        const u32 received = __shfl_xor_sync(kFullWarp, high ? w[i] : w[i + 2], 2);
+        const u32 received = __shfl_xor_sync(kFullWarp, high ? w[i] : w[i + 2], 2 * kStep);
         (high ? w[i] : w[i + 2]) = received;
     }
 }
+
+// Of a quad.
+MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }

@@ -18,11 +18,14 @@ constexpr i32 kPanelMmaSteps = kPanelColumns / kMmaK;
 // Byte offset of 16-byte chunk `chunk` of row `row`.
 MLA_DEVICE u32 panel_offset(i32 row, i32 chunk) { return (u32)row * kPanelRowBytes + (u32)((chunk ^ (row & 7)) << 4); }
 
-// Fields of a WGMMA descriptor, in bytes. Layout type 1 is the 128-byte swizzle (TMA's enumeration runs the other way).
-MLA_DEVICE SmemDesc make_desc(SmemAddr start, u32 leading_bytes, u32 stride_bytes) {
-    constexpr u64 kSwizzle128 = 1ull << 62;
+// Layout types of a WGMMA descriptor (TMA's enumeration runs the other way).
+constexpr u64 kSwizzle128 = 1ull << 62;
+constexpr u64 kSwizzle64 = 2ull << 62;
+
+// Fields of a WGMMA descriptor, in bytes.
+MLA_DEVICE SmemDesc make_desc(SmemAddr start, u32 leading_bytes, u32 stride_bytes, u64 layout = kSwizzle128) {
     return SmemDesc{(u64)((start.value & 0x3ffffu) >> 4) | (u64)(leading_bytes >> 4) << 16 |
-                    (u64)(stride_bytes >> 4) << 32 | kSwizzle128};
+                    (u64)(stride_bytes >> 4) << 32 | layout};
 }
 
 // Rows are M or N, columns are K. The leading offset is not used by a swizzled K-major operand.

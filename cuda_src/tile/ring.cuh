@@ -18,3 +18,9 @@ MLA_DEVICE void mbarrier_wait(MBarrier& barrier, u32 parity) {
     while (!mbarrier_try_wait_parity(barrier, parity)) {
     }
 }
+
+// Each warp releases what it has waited for, once all its lanes are done with it.
+MLA_DEVICE void release(MBarrier& empty, i32 thread) {
+    __syncwarp();
+    if (thread % kWarpThreads == 0) mbarrier_arrive(empty);
+}

@@ -23,7 +23,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> str:
 
 def geometry(problem: DecodeProblem, device: DeviceInfo) -> DecodeGeometry:
     """A block fills an SM."""
-    return decode_problem.cut(problem, BLOCK_M, device.sm_count)
+    return decode_problem.cut(problem.rows, BLOCK_M, device.sm_count, problem.h_kv)
 
 
 def kv_map(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.launchers.spec import Params
+from mla_cupy.launchers.spec import Params, Variant
 
 HEAD_DIM_QK = 576
 HEAD_DIM_V = 512
@@ -19,8 +19,11 @@ PARAMS = Params(
     schedule="u8",
     out="u8",
     lse="u8",
+    attn_sink="u8",
+    max_logits="u8",
     partial_out="u8",
     partial_lse="u8",
+    partial_max="u8",
     q_stride_b_elems="i8",
     q_stride_s_elems="i8",
     q_stride_h_elems="i8",
@@ -36,6 +39,10 @@ PARAMS = Params(
     lse_stride_b_elems="i8",
     lse_stride_h_elems="i8",
     lse_stride_s_elems="i8",
+    max_stride_b_elems="i8",
+    max_stride_h_elems="i8",
+    max_stride_s_elems="i8",
+    sink_stride_elems="i8",
     b="i4",
     s_q="i4",
     h_q="i4",
@@ -79,7 +86,15 @@ class DecodeGeometry:
     num_parts: int
 
 
-def cut(problem: DecodeProblem, block_m: int, resident_blocks: int) -> DecodeGeometry:
-    """As many parts as keep every block of the grid resident at once."""
-    row_blocks = problem.h_kv * -(-problem.rows // block_m)
+@dataclass(frozen=True)
+class HeadDimVariant(Variant):
+    """A kernel that is compiled for each width of the keys, too."""
+
+    dtype: str
+    head_dim_qk: int
+
+
+def cut(rows: int, block_m: int, resident_blocks: int, h_kv: int = 1) -> DecodeGeometry:
+    """As many parts as keep every block of the grid resident at once; `rows` are those of one KV head."""
+    row_blocks = h_kv * -(-rows // block_m)
     return DecodeGeometry(row_blocks, min(MAX_PARTS, max(1, resident_blocks // row_blocks)))

@@ -7,15 +7,14 @@ a device; it takes raw pointers and enqueues.
 from __future__ import annotations
 
 import functools
-import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
-from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
 from mla_cupy.launchers import (
+    choice,
     decode_schedule,
     dense_decode_generic,
     dense_decode_sm90_delayed,
@@ -29,8 +28,6 @@ from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
-logger = logging.getLogger("mla_cupy")
-
 #: The attention kernels, the fastest first.
 KERNELS: dict[str, ModuleType] = {
     module.SPEC.name: module for module in (dense_decode_sm90_seesaw, dense_decode_sm90_delayed, dense_decode_generic)
@@ -38,6 +35,8 @@ KERNELS: dict[str, ModuleType] = {
 _ALIGNMENT = 256
 _MAPS_KEPT = 1024
 _ADDRESSES = struct.Struct("<7Q")  # the record up to `lse`
+_NO_SINK_NOR_MAX = (0, 0)  # only sparse attention knows them
+_NO_STRIDES = (0, 0, 0, 0)
 
 
 class Workspace(NamedTuple):
@@ -78,7 +77,7 @@ def configure(problem: DecodeProblem, device: DeviceInfo, variant: str | None = 
     UnsupportedDeviceError
         If it does not fit, or none does: the message has each one's reason.
     """
-    kernel = _choose(problem, device, variant)
+    kernel = choice.choose("decode", KERNELS, problem, device, variant)
     geometry = KERNELS[kernel].geometry(problem, device)
     return DecodeConfig(
         problem,
@@ -92,25 +91,7 @@ def configure(problem: DecodeProblem, device: DeviceInfo, variant: str | None = 
 
 def check_variant(variant: str | None) -> None:
     """Raise ArgumentError unless it names an attention kernel, or None."""
-    if variant is not None and variant not in KERNELS:
-        raise ArgumentError(explain("variant", repr(variant), "one of " + ", ".join(KERNELS)))
-
-
-def _choose(problem: DecodeProblem, device: DeviceInfo, variant: str | None) -> str:
-    check_variant(variant)
-    reasons = {}
-    for name in KERNELS if variant is None else (variant,):
-        reasons[name] = KERNELS[name].unsupported(problem, device)
-        if not reasons[name]:
-            if reasons.keys() - {name} and device.cc >= (8, 0):
-                _say_slow(device.name, name, next(iter(reasons.values())))
-            return name
-    raise UnsupportedDeviceError("no kernel fits: " + "; ".join(f"{name} {why}" for name, why in reasons.items()))
-
-
-@functools.cache
-def _say_slow(device: str, kernel: str, reason: str) -> None:
-    logger.warning("decode runs on the slow kernel %s on %s: the fast one %s", kernel, device, reason)
+    choice.check_variant(KERNELS, variant)
 
 
 def _lay_out(problem: DecodeProblem, num_parts: int) -> Workspace:
@@ -241,14 +222,17 @@ class PreparedAttention:
             self._schedule,
             pointers.out,
             pointers.lse,
+            *_NO_SINK_NOR_MAX,
             workspace + config.workspace.partial_out,
             workspace + config.workspace.partial_lse,
+            0,
             *pointers.q_strides,
             *pointers.kv_strides,
             *pointers.table_strides,
             *pointers.seqlens_strides,
             *pointers.out_strides,
             *pointers.lse_strides,
+            *_NO_STRIDES,
             sizes.b,
             problem.s_q,
             problem.h_q,

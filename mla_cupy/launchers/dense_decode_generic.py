@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.launchers import decode_problem
-from mla_cupy.launchers.decode_problem import DecodeGeometry, DecodeProblem
+from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeGeometry, DecodeProblem, HeadDimVariant
 from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, any_arch
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -13,7 +13,8 @@ BLOCKS_PER_SM = 2
 SPEC = KernelSpec(
     "dense_decode_generic",
     "generic/dense_decode.cu",
-    variants=DTYPE_VARIANTS,
+    # Keys without RoPE columns are for sparse attention.
+    variants=(*DTYPE_VARIANTS, *(HeadDimVariant(v.dtype, HEAD_DIM_V) for v in DTYPE_VARIANTS)),
     core=DTYPE_VARIANTS,
     supports_arch=any_arch,
     params=decode_problem.PARAMS,
@@ -29,4 +30,4 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> str:
 
 def geometry(problem: DecodeProblem, device: DeviceInfo) -> DecodeGeometry:
     """A few blocks share an SM."""
-    return decode_problem.cut(problem, BLOCK_M, BLOCKS_PER_SM * device.sm_count)
+    return decode_problem.cut(problem.rows, BLOCK_M, BLOCKS_PER_SM * device.sm_count, problem.h_kv)

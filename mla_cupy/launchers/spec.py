@@ -103,15 +103,16 @@ def has_programmatic_launch(arch: str) -> bool:
 class Launch:
     """A kernel bound to a device at its first use, with everything about its launch that does not change.
 
-    Threads and shared memory are the kernel's own facts.
+    Threads, blocks of a cluster and shared memory are the kernel's own facts. With `dependent` it is a programmatic
+    dependent of its predecessor, where the GPU knows that: it may start before the other one has ended.
     """
 
-    __slots__ = ("_block", "_dependent", "_device", "_driver", "_kernel", "_request", "_smem")
+    __slots__ = ("_block", "_cluster", "_dependent", "_device", "_driver", "_kernel", "_request", "_smem")
 
-    def __init__(self, request: BuildRequest, device: int) -> None:
+    def __init__(self, request: BuildRequest, device: int, dependent: bool = True) -> None:
         self._request = request
         self._device = device
-        self._dependent = has_programmatic_launch(request.arch)
+        self._dependent = dependent and has_programmatic_launch(request.arch)
         self._driver: driver.Driver | None = None
 
     def __call__(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> None:
@@ -121,11 +122,11 @@ class Launch:
     def prepare(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> driver.PreparedLaunch:
         """Make it ready to be enqueued; `stream` is only asked whether it is being captured.
 
-        Every kernel waits for its predecessor before it reads, so all are launched as programmatic dependents, where
-        the GPU knows that.
+        Every kernel waits for its predecessor before it reads, so all can be programmatic dependents.
         """
         self.bind(stream)
-        return driver.current().prepare(self._kernel, grid, self._block, (1, 1, 1), self._smem, args, self._dependent)
+        sizes = (grid, self._block, self._cluster)
+        return driver.current().prepare(self._kernel, *sizes, self._smem, args, self._dependent)
 
     def bind(self, stream: int) -> None:
         """Build and load the kernel, unless that is done; not while `stream` is being captured."""
@@ -135,6 +136,7 @@ class Launch:
         self._kernel = kernels.loaded(self._request, self._device, stream)
         build = kernels.obtain(self._request)
         self._block = (int(build.facts["threads"]), 1, 1)
+        self._cluster = (int(build.facts.get("cluster", 1)), 1, 1)
         self._smem = build.dynamic_smem
         self._driver = target
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,37 +50,53 @@ def reference_merge(*inputs: Any, **options: Any) -> tuple[Any, Any]:
     return reference.merge_states(*inputs, **options)
 
 
-def rounded(results: tuple[Any, Any], out_dtype: str) -> list[np.ndarray[Any, Any]]:
-    """(out, lse) in the dtypes that a GPU would return."""
-    out, lse = results
-    dtype = formats.numpy_dtype(out_dtype)
+def reference_sparse_forward(*inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The oracle's answer, in float64."""
+    return reference.sparse_mla_forward(*inputs, **options)
+
+
+def reference_sparse_backward(*inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The oracle's answer, in float64."""
+    return reference.sparse_mla_backward(*inputs, **options)
+
+
+def rounded(results: Iterable[Any], dtypes: Iterable[str]) -> list[Any]:
+    """The oracle's results in the dtypes that a GPU would return; None stays None."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return [formats.round_to(out, out_dtype).astype(dtype), lse.astype(np.float32)]
+        return [
+            None if x is None else formats.round_to(x, name).astype(formats.numpy_dtype(name))
+            for x, name in zip(results, dtypes, strict=True)
+        ]
 
 
 def sent(inputs: Iterable[Any], device: int | None, stream: Any) -> list[Any]:
-    """NumPy arrays as CuPy arrays on a device (None: the current one), made on the stream that will read them."""
+    """NumPy arrays as CuPy arrays on a device (None: the current one), made on the stream that will read them.
+
+    None stays None.
+    """
     cupy = arrays.cupy_family()
     device = cupy.current_device() if device is None else device
-    return [cupy.from_numpy(x, device, _handle(device, stream)) for x in inputs]
+    handle = _handle(device, stream)
+    return [None if x is None else cupy.from_numpy(x, device, handle) for x in inputs]
 
 
-def fetched(results: tuple[Any, Any], stream: Any) -> list[np.ndarray[Any, Any]]:
-    """CuPy results as NumPy arrays, once `stream` has made them."""
-    return [arrays.cupy_family().to_numpy(x, _handle(x.device.id, stream)) for x in results]
+def fetched(results: Iterable[Any], stream: Any) -> list[Any]:
+    """CuPy results as NumPy arrays, once `stream` has made them; None stays None."""
+    return [None if x is None else arrays.cupy_family().to_numpy(x, _handle(x.device.id, stream)) for x in results]
 
 
 def _handle(device: int, stream: Any) -> int:
     return arrays.cupy_family().current_stream(device) if stream is None else arrays.stream_handle(stream)
 
 
-def deliver(results: list[np.ndarray[Any, Any]], given: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Write (out, lse) to the caller's arrays where there are any; returns what the caller gets."""
-    for argument, target in zip(("out", "lse"), given, strict=True):
+def deliver(
+    results: Sequence[np.ndarray[Any, Any]], given: Sequence[Any], names: Sequence[str] = ("out", "lse")
+) -> tuple[Any, ...]:
+    """Write results to the caller's arrays where there are any; returns what the caller gets."""
+    for argument, target in zip(names, given, strict=True):
         if target is not None and not target.flags.writeable:
             raise ArgumentError(explain(argument, "a read-only array", "a writable one"))
     for result, target in zip(results, given, strict=True):
         if target is not None:
             np.copyto(target, result)
-    out, lse = (result if target is None else target for result, target in zip(results, given, strict=True))
-    return out, lse
+    return tuple(result if target is None else target for result, target in zip(results, given, strict=True))

@@ -12,14 +12,8 @@ from mla_cupy.errors import DTypeError, PlanError, explain
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
 from mla_cupy.launchers.decode_sequence import DecodePointers, DecodeSizes, check_variant, sequence
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import (
-    check_empty_lse,
-    check_inputs,
-    check_outputs,
-    check_scalars,
-    check_values,
-    steps_by_16_bytes,
-)
+from mla_cupy.ops.checks import check_empty_lse, steps_by_16_bytes
+from mla_cupy.ops.decode_checks import check_inputs, check_outputs, check_scalars, check_values
 from mla_cupy.ops.decode_plan import DecodePlan
 
 LOG2_E = math.log2(math.e)
@@ -203,7 +197,7 @@ def _check(native: Native, arguments: _Arguments, options: _Options) -> _Checked
 
 def _decode_on_gpu(
     native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool, stream: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Check, allocate what is missing, enqueue."""
     checked = _check(native, arguments, options)
     q, sizes = checked.q, checked.sizes
@@ -256,7 +250,7 @@ def _decode_on_gpu(
 
 def _decode_on_host(
     native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool, stream: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """NumPy arrays: on the GPU and back, or by the oracle."""
     given = (arguments.out, arguments.lse)
     if not backend.use_gpu():
@@ -284,4 +278,4 @@ def _decode_by_oracle(
         lse_base=options.lse_base,
         empty_lse=options.empty_lse,
     )
-    return backend.rounded(results, checked.out_dtype)
+    return backend.rounded(results, (checked.out_dtype, "float32"))

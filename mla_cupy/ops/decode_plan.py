@@ -11,7 +11,7 @@ from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, S
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
 from mla_cupy.launchers.decode_sequence import DecodeSequence, DecodeSizes, PreparedAttention, check_variant, sequence
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import HALF_TYPES, MOST_TOKENS
+from mla_cupy.ops.checks import HALF_TYPES, MOST_TOKENS
 
 
 class _Call(NamedTuple):

@@ -12,7 +12,7 @@ from mla_cupy.errors import DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.launchers import merge_states as launcher
 from mla_cupy.launchers.spec import DtypeVariant, Launch
 from mla_cupy.ops import backend
-from mla_cupy.ops.decode_checks import HALF_TYPES, check_empty_lse, check_lse_base, contiguous_along_last
+from mla_cupy.ops.checks import HALF_TYPES, check_empty_lse, check_lse_base, contiguous_along_last
 from mla_cupy.runtime import device as devices
 
 
@@ -88,7 +88,7 @@ def merge_states(
         results = backend.deliver(fetched, lent[2:])
     else:
         merged = backend.reference_merge(lent.outs, lent.lses, lse_base=lse_base, empty_lse=empty_lse)
-        results = backend.deliver(backend.rounded(merged, dtype), lent[2:])
+        results = backend.deliver(backend.rounded(merged, (dtype, "float32")), lent[2:])
     return (
         out if out is not None else family.release(results[0]),
         lse if lse is not None else family.release(results[1]),
@@ -155,7 +155,7 @@ def _kernel(dtype: str, device: int) -> Launch:
     return Launch(launcher.SPEC.request(DtypeVariant(dtype), devices.describe(device).arch), device)
 
 
-def _merge_on_gpu(native: Native, arguments: _Arguments, options: _Options) -> tuple[Any, Any]:
+def _merge_on_gpu(native: Native, arguments: _Arguments, options: _Options) -> tuple[Any, ...]:
     outs, lses = native.view(arguments.outs), native.view(arguments.lses)
     n, b, s_q, h_q, d = outs.shape
     device = outs.device

@@ -10,12 +10,10 @@ import numpy.typing as npt
 
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.formats import dtype_name, round_to
+from mla_cupy.reference.attend import attend
 from mla_cupy.reference.lse import log_of_base
 
 Array = npt.NDArray[Any]
-
-#: The rounding mode keeps its running maximum over blocks of this many tokens, as the kernels do.
-BLOCK_TOKENS = 64
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
@@ -93,7 +91,7 @@ def mla_decode(
             for h in range(h_kv):
                 heads = slice(h * group, (h + 1) * group)
                 rows = q[i, tokens, heads].astype(keys.dtype)
-                row_out, row_lse = _attend(rows.reshape(-1, d_qk), keys[:visible, h], d_v, scale, rounding)
+                row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[:visible, h], d_v, scale, rounding)
                 out[i, tokens, heads] = row_out.reshape(*rows.shape[:2], d_v)
                 lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
     if rounding is not None:
@@ -119,47 +117,3 @@ def _visible_prefixes(positions: Array, length: int, s_q: int, causal: bool) -> 
     for i in range(s_q):
         last = i + length - s_q
         yield slice(i, i + 1), int(np.searchsorted(positions, last, side="right"))
-
-
-def _attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | None) -> tuple[Array, Array]:
-    """Attention of `rows` to all of `keys`: out (rows, d_v) and natural lse (rows,)."""
-    if rounding is not None:
-        return _attend_rounded(rows, keys, d_v, scale, rounding)
-    if len(keys) == 0:
-        return np.zeros((len(rows), d_v)), np.full(len(rows), -np.inf)
-    scores = scale * (rows @ keys.T)
-    top = _shift(scores.max(axis=1))
-    weights = np.exp(scores - top[:, None])
-    total = weights.sum(axis=1)
-    return _normalise(weights @ keys[:, :d_v], total), top + np.log(total)
-
-
-def _attend_rounded(rows: Array, keys: Array, d_v: int, scale: float, rounding: str) -> tuple[Array, Array]:
-    """The same in the kernels' arithmetic: float32, online softmax in base 2, rounded weights."""
-    rows, keys = rows.astype(np.float32), keys.astype(np.float32)
-    scale_log2 = np.float32(scale * np.log2(np.e))
-    top = np.full(len(rows), -np.inf, np.float32)
-    total = np.zeros(len(rows), np.float32)
-    out = np.zeros((len(rows), d_v), np.float32)
-    for start in range(0, len(keys), BLOCK_TOKENS):
-        block = keys[start : start + BLOCK_TOKENS]
-        scores = (rows @ block.T) * scale_log2
-        new_top = np.maximum(top, scores.max(axis=1))
-        shift = _shift(new_top)
-        weights = np.exp2(scores - shift[:, None])
-        decay = np.exp2(top - shift)
-        total = total * decay + weights.sum(axis=1)
-        out = out * decay[:, None] + round_to(weights, rounding) @ block[:, :d_v]
-        top = new_top
-    lse = (_shift(top) + np.log2(total)) * np.float32(np.log(2.0))
-    return _normalise(out, total), lse
-
-
-def _shift(top: Array) -> Array:
-    """What to subtract from scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
-    return np.where(top == -np.inf, top.dtype.type(0), top)
-
-
-def _normalise(out: Array, total: Array) -> Array:
-    """`out` divided by the sum of its weights; 0 where that sum is 0."""
-    return np.where(total[:, None] == 0, out.dtype.type(0), out / total[:, None])

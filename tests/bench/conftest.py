@@ -14,7 +14,8 @@ from bench.cases import DecodeCase
 from bench.inputs import InputSet, Outputs, cache_shape, q_shape, shuffled_table
 from bench.limits import Limits
 from bench.peers import Prepared
-from bench.recorders import Eager
+from bench.recorders import GRAPH, Eager
+from bench.sparse_inputs import Gradients, SparseOutputs
 from mla_cupy import reference
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
@@ -37,7 +38,7 @@ class FakeClock:
 class HostDevice:
     """What `bench.device.Device` asks for, in NumPy."""
 
-    name, arch, l2_bytes, stream = "host", "sm_0", 1000, None
+    name, arch, l2_bytes, stream, method = "host", "sm_0", 1000, None, GRAPH
 
     def __init__(self) -> None:
         self.watch = FakeClock()
@@ -58,11 +59,13 @@ class HostDevice:
         pass
 
     def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet:
-        rng = np.random.default_rng(seed)
         table = shuffled_table(case, seed)
         seqlens = np.full(case.b, case.s_kv, np.int32)
-        q, cache = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in (q_shape(case), cache_shape(case)))
+        q, cache = self.normal(q_shape(case), dtype, 2 * seed + 1), self.normal(cache_shape(case), dtype, 2 * seed + 2)
         return InputSet(q, cache, table, seqlens, table, seqlens)
+
+    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
+        return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(DTYPES[dtype])
 
     def upload(self, array: Any) -> Any:
         return array.copy()
@@ -79,8 +82,32 @@ class HostDevice:
     def pages(self, kv_cache: Any, pages: Any, kv_head: int) -> Any:
         return kv_cache[pages][:, :, kv_head]
 
+    def take(self, array: Any, rows: Any) -> Any:
+        return array[rows]
+
+    def allocated_by(self, call: Callable[[], object]) -> int:
+        call()
+        return 12345
+
     def count_not_finite(self, array: Any) -> int:
         return int((~np.isfinite(array.astype(np.float32))).sum())
+
+
+def answer(case: Any, inputs: Any) -> dict[str, Any]:
+    """The oracle's results, by the names that the outputs of the case's operation have."""
+    if case.op == "mla_decode":
+        values = reference.mla_decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.seqlens, scale=case.scale)
+        return dict(zip(("out", "lse"), values, strict=True))
+    if case.op == "sparse_mla_forward":
+        values = reference.sparse_mla_forward(inputs.q, inputs.kv, inputs.indices, scale=case.scale)
+        return dict(zip(("out", "lse", "max_logits"), values, strict=True))
+    arrays = inputs.q, inputs.kv, inputs.out, inputs.dout, inputs.lse, inputs.indices
+    dq, dkv, _ = reference.sparse_mla_backward(*arrays, scale=case.scale)
+    return {"dq": dq, "dkv": dkv}
+
+
+OUTPUTS = {"mla_decode": Outputs, "sparse_mla_forward": SparseOutputs, "sparse_mla_backward": Gradients}
+SINGLE = ("lse", "max_logits")
 
 
 class FakeImplementation:
@@ -90,18 +117,21 @@ class FakeImplementation:
         self.name, self.us, self.device, self.spoil, self.refuse = name, us, device, spoil, refuse
         self.calls = 0
 
-    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+    def unsupported(self, case: Any, dtype: str) -> str | None:
         return self.refuse
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Any) -> Prepared:
-        answers = [reference.mla_decode(s.q, s.kv_cache, s.block_table, s.seqlens, scale=case.scale) for s in sets]
-        results = [Outputs(device.empty(out.shape, dtype), device.empty(lse.shape, "float32")) for out, lse in answers]
+    def prepare(self, case: Any, dtype: str, sets: Sequence[Any], device: Any) -> Prepared:
+        answers = [answer(case, inputs) for inputs in sets]
+        results = [
+            OUTPUTS[case.op](**{k: device.empty(x.shape, "float32" if k in SINGLE else dtype) for k, x in one.items()})
+            for one in answers
+        ]
 
         def call(index: int) -> None:
             self.calls += 1
             self.device.watch.now_us += self.us
-            results[index].out[...] = answers[index][0]
-            results[index].lse[...] = answers[index][1]
+            for name, value in answers[index].items():
+                getattr(results[index], name)[...] = value
             if self.spoil:
                 self.spoil(self.calls, results[index])
 
@@ -112,7 +142,8 @@ class FakeImplementation:
             calls=[lambda index=index: call(index) for index in range(len(sets))],
             outputs=lambda index: results[index],
             recorder=device.recorder(),
-            figures={"plan_update": [update] * len(sets)},
+            figures={"plan_update": [update] * len(sets)} if case.op == "mla_decode" else {},
+            workspace_bytes=lambda: 5000,
         )
 
 
@@ -134,3 +165,9 @@ def fake(device: HostDevice) -> Callable[..., FakeImplementation]:
         return FakeImplementation(name, us, device, **behaviour)
 
     return make
+
+
+@pytest.fixture
+def numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public calls compute with NumPy, also where there is a GPU."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cases import DECODE, SUITES, DecodeCase, parse, select
+from bench import operations
+from bench.cases import DECODE, SUITES, DecodeCase, parse
 from bench.costs import Cost, decode_cost, roofline_us
 from bench.errors import BenchError
 
@@ -74,8 +75,8 @@ def test_suites_and_selection():
         "b128-sq1-hq16-skv8192",
         "b1-sq1-hq128-skv8192",
     ]
-    assert select([], "targets") == DECODE
+    assert operations.DECODE.select([], "targets") == DECODE
     name = "b2-sq1-hq8-skv64"
-    assert [case.name for case in select([name, name], "targets")] == [name]
+    assert [case.name for case in operations.DECODE.select([name, name], "targets")] == [name]
     assert all(case.flashmla_us and case.fa3_us and case.target_us for case in DECODE)
     assert all(case.target_us < min(case.flashmla_us, case.fa3_us) for case in DECODE)

@@ -7,19 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from bench.cases import DECODE, SUITES
+from bench.cases import SUITES
 from bench.cli import build_parser, main
 from bench.errors import BenchError
-from bench.peers import Implementation, make, registry
+from bench.operations import DECODE, OPERATIONS, SPARSE_BACKWARD, SPARSE_FORWARD
+from bench.peers import Choices, Implementation, make
+from mla_cupy.launchers.sparse_backward_config import check_variant as check_backward
+from mla_cupy.launchers.sparse_forward_sequence import check_variant as check_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def parse(*arguments):
-    return build_parser().parse_args(["run", "decode", *arguments])
+def parse(*arguments, operation="decode"):
+    return build_parser().parse_args(["run", operation, *arguments])
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["run", "decode"], ["list"], ["compare"], ["plot"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], *(["run", name] for name in OPERATIONS), ["list"], ["compare"], ["plot"]], ids=" ".join
+)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
@@ -27,30 +32,32 @@ def test_every_command_has_help(command, capsys):
     assert "usage:" in capsys.readouterr().out
 
 
-def test_help_names_every_option(capsys):
+COMMON = ["--case", "--quick", "--suite", "--peers", "--dtype", "--method", "--replays", "--json"]
+COMMON += ["--no-check", "--no-limits", "--variant", "--tag"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "further"),
+    [
+        ("decode", ["--peers-dir"]),
+        ("sparse-forward", ["--peers-dir", "--indices"]),
+        ("sparse-backward", ["--deterministic", "--indices"]),
+    ],
+)
+def test_help_names_every_option(operation, further, capsys):
     with pytest.raises(SystemExit):
-        main(["run", "decode", "--help"])
+        main(["run", operation, "--help"])
     text = capsys.readouterr().out
-    for option in (
-        "--case",
-        "--quick",
-        "--suite",
-        "--peers",
-        "--peers-dir",
-        "--dtype",
-        "--replays",
-        "--json",
-        "--no-check",
-        "--variant",
-    ):
+    for option in COMMON + further:
         assert option in text
 
 
 def test_list_prints_every_case(capsys):
     assert main(["list"]) == 0
     text = capsys.readouterr().out
-    for case in DECODE:
-        assert case.name in text
+    for operation in OPERATIONS.values():
+        for case in operation.suites["targets"]:
+            assert case.name in text
 
 
 def test_options():
@@ -62,6 +69,9 @@ def test_options():
     assert parse("--case", "a", "--case", "b").case == ["a", "b"]
     assert parse("--peers-dir", "/x").peers_dir == Path("/x")
     assert set(SUITES) == {"targets", "quick"}
+    methods = {name: parse(operation=name).method for name in OPERATIONS}
+    assert methods == {"decode": "graph", "sparse-forward": "graph", "sparse-backward": "events"}
+    assert parse("--method", "events", operation="sparse-forward").method == "events"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +98,36 @@ def test_what_cannot_run_says_why(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("operation", "arguments", "text"),
+    [
+        ("sparse-forward", ["--case", "sq1"], "-topk<N>"),
+        ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
+        ("sparse-forward", ["--peers", "cudnn"], "generic, flashmla, tilelang"),
+        ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
+        ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, cudnn, tilelang"),
+    ],
+)
+def test_what_a_sparse_run_cannot_do(operation, arguments, text, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["run", operation, *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("operation", [SPARSE_FORWARD, SPARSE_BACKWARD], ids=lambda operation: operation.name)
+def test_tilelang_is_said_not_to_be_available(operation):
+    (_, tilelang) = make(["tilelang"], operation.implementations(Choices()))
+    assert tilelang.unsupported(operation.suites["quick"][0], "bfloat16").startswith("not available: ")
+
+
+def test_default_peers(tmp_path):
+    nothing, directory = Choices(), Choices(tmp_path)
+    assert DECODE.default_peers(nothing) == ["generic", "cupy"]
+    assert DECODE.default_peers(directory) == ["generic", "cupy", "flashmla", "fa3"]
+    assert (SPARSE_FORWARD.default_peers(nothing), SPARSE_FORWARD.default_peers(directory)) == ([], ["flashmla"])
+    assert SPARSE_BACKWARD.default_peers(nothing) == []
+
+
 def test_nothing_heavy_is_imported_for_list():
     code = (
         "import sys; from bench.cli import main; main(['list']); "
@@ -98,40 +138,57 @@ def test_nothing_heavy_is_imported_for_list():
 
 
 def test_adapters_meet_the_protocol():
-    """Each adapter has what `Implementation` asks for, with the very same parameters."""
+    """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
+    from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
     from bench.peers.fa3 import FlashAttention3
     from bench.peers.flashmla import FlashMla
+    from bench.peers.flashmla_sparse import FlashMlaSparse
     from bench.peers.generic import Generic
     from bench.peers.project import Project
+    from bench.peers.sparse_project import ProjectBackward, ProjectForward
 
+    decode = {"mla_cupy": Project, "generic": Generic, "cupy": CupyUnfused, "flashmla": FlashMla}
+    backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), ProjectBackward)
     adapters = {
-        "mla_cupy": Project,
-        "generic": Generic,
-        "cupy": CupyUnfused,
-        "flashmla": FlashMla,
-        "fa3": FlashAttention3,
+        DECODE: {**decode, "fa3": FlashAttention3},
+        SPARSE_FORWARD: {"mla_cupy": ProjectForward, "generic": ProjectForward, "flashmla": FlashMlaSparse},
+        SPARSE_BACKWARD: {**backward, "cudnn": CudnnSparse},
     }
-    assert adapters.keys() == registry(None, None).keys()
-    for name, adapter in adapters.items():
-        assert adapter.name == name
-        for method in ("unsupported", "prepare"):
-            asked = inspect.signature(getattr(Implementation, method))
-            assert inspect.signature(getattr(adapter, method)) == asked
+    for operation, own in adapters.items():
+        assert own.keys() == operation.implementations(Choices()).keys() - {"tilelang"}
+        for name, adapter in own.items():
+            assert getattr(adapter, "name", name) == name
+            for method in ("unsupported", "prepare"):
+                asked = inspect.signature(getattr(Implementation, method))
+                assert list(inspect.signature(getattr(adapter, method)).parameters) == list(asked.parameters)
+
+
+def test_our_own_ways_have_names_and_kernels():
+    forward, backward = (
+        operation.implementations(Choices(variant="some_kernel")) for operation in (SPARSE_FORWARD, SPARSE_BACKWARD)
+    )
+    names = ["generic"]
+    assert [one.name for one in make(names, forward)] == ["mla_cupy", "generic"]
+    assert [one.name for one in make([*names, "deterministic"], backward)] == ["mla_cupy", "generic", "deterministic"]
+    check_forward("dense_decode_generic")
+    check_backward("sparse_backward_generic")
 
 
 def test_make_puts_the_project_first_and_each_once():
-    assert [implementation.name for implementation in make(["generic", "cupy", "generic"], None, None)] == [
+    known = DECODE.implementations(Choices())
+    assert [implementation.name for implementation in make(["generic", "cupy", "generic"], known)] == [
         "mla_cupy",
         "generic",
         "cupy",
     ]
     with pytest.raises(BenchError, match="unknown peer"):
-        make(["mla"], None, None)
+        make(["mla"], known)
 
 
-def test_an_adapter_without_torch_says_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize("operation", [DECODE, SPARSE_FORWARD], ids=lambda operation: operation.name)
+def test_an_adapter_without_torch_says_so(operation, tmp_path, monkeypatch):
     (tmp_path / "_flashmla_C.abi3.so").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BenchError, match="PyTorch"):
-        make(["flashmla"], tmp_path, None)
+        make(["flashmla"], operation.implementations(Choices(tmp_path)))

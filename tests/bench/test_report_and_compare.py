@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_the_row_holds_what_the_schema_promises():
         lambda row: row.pop("tflops"),
         lambda row: row.update(extra=1),
         lambda row: row.update(flops="many"),
-        lambda row: row.update(schema_version=2),
+        lambda row: row.update(schema_version=3),
         lambda row: row.update(timing=None),
         lambda row: row["timing"].pop("us_median"),
     ],
@@ -70,6 +71,22 @@ def test_validation_finds(spoil, tmp_path):
     path.write_text(json.dumps(make()) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(BenchError, match="line 2"):
         report.read(path)
+
+
+def test_rows_of_the_first_version_are_read(tmp_path):
+    old = make() | {"schema_version": 1}
+    for key in report.SINCE_VERSION_1:
+        del old[key]
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps(old) + "\n")
+    assert report.read(path) == [make()]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.jsonl")), ids=lambda path: path.name
+)
+def test_the_kept_results_can_be_read(path):
+    assert report.read(path)
 
 
 def test_nan_is_never_written():

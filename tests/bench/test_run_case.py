@@ -11,8 +11,9 @@ import pytest
 from bench import report
 from bench.cases import DecodeCase
 from bench.check import expect, judge, spaced
-from bench.decode import Options, run_case
 from bench.inputs import Outputs
+from bench.operations import DECODE
+from bench.runner import Options, run_case
 
 CASE = DecodeCase(b=3, s_q=2, h_q=4, s_kv=100, h_kv=2, page_size=16)
 
@@ -23,7 +24,7 @@ def options(limits):
 
 
 def run(device, options, *implementations):
-    rows = run_case(CASE, implementations, device, options)
+    rows = run_case(DECODE, CASE, implementations, device, options)
     for row in rows:
         report.validate(row)
     return {row["implementation"]: row for row in rows}
@@ -46,6 +47,8 @@ def test_times_and_ratios(device, options, fake):
     assert row["share_roofline"] == pytest.approx(max(row["share_gemm"], row["share_copy"]))
     assert row["check"]["ok"]
     assert set(row["host_us"]) == {"call", "plan_update"}
+    assert row["workspace_bytes"] == 5000
+    assert (row["l2_bytes"], row["l2_tbps"]) == (None, None)
 
 
 def test_without_peers_the_fastest_baseline_counts(device, options, fake):
@@ -146,6 +149,19 @@ def test_a_further_figure_that_throws_leaves_the_row(device, options, fake):
     assert row["figures_us"] == {}
 
 
+def test_a_workspace_that_cannot_be_measured_leaves_the_row(device, options, fake):
+    implementation = fake("mla_cupy", 3.0)
+    prepare = implementation.prepare
+
+    def no_memory():
+        raise MemoryError("1 TB")
+
+    implementation.prepare = lambda *arguments: replace(prepare(*arguments), workspace_bytes=no_memory)
+    row = run(device, options, implementation)["mla_cupy"]
+    assert (row["status"], row["workspace_bytes"]) == ("ok", None)
+    assert "workspace: MemoryError: 1 TB" in row["reason"]
+
+
 def test_a_case_without_inputs_is_an_error_of_every_row(device, options, fake):
     def too_large(*args):
         raise MemoryError("1 TB")
@@ -205,7 +221,7 @@ def test_the_project_through_its_public_call(device, options, monkeypatch):
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     device.watch = WallClock()
     small = DecodeCase(b=2, s_q=2, h_q=4, s_kv=20, h_kv=2, page_size=16)
-    rows = {row["implementation"]: row for row in run_case(small, [Project(), Generic()], device, options)}
+    rows = {row["implementation"]: row for row in run_case(DECODE, small, [Project(), Generic()], device, options)}
     assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
     assert rows["mla_cupy"]["variant"] == "numpy"
     assert set(rows["mla_cupy"]["figures_us"]) == {"no_plan", "plan_update"}

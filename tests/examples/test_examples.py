@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -12,6 +13,19 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
+
+
+@functools.cache
+def can_import(library: str) -> bool:
+    """Tried in another process: a library as large as these stays out of this one, and so do its warnings."""
+    probe = [sys.executable, "-c", f"import {library}"]
+    return subprocess.run(probe, capture_output=True, timeout=120, check=False).returncode == 0
+
+
+def needs(library: str) -> None:
+    """Skips the test where the library cannot be imported."""
+    if not can_import(library):
+        pytest.skip(f"{library} cannot be imported here")
 
 
 def run(name: str, *arguments: str, backend: str = "numpy") -> str:
@@ -72,6 +86,56 @@ def test_cupy_decode(gpu: object) -> None:
     assert float(error) < 5e-3
 
 
+def errors(text: str) -> dict[str, float]:
+    """The largest errors that an example prints, the last of each name."""
+    found = re.findall(r"^ +(out|dq|dkv|d_sink) .*?(\d\S+)$", text, re.MULTILINE)
+    return {name: float(error) for name, error in found}
+
+
+SPARSE = {"torch": "equal to autograd\n", "jax": "equal to JAX's gradients\n"}
+
+
+def check_sparse_attention(library: str, backend: str, *arguments: str) -> None:
+    needs(library)
+    text = run(f"{library}_sparse_attention.py", "--tokens", "20", "--topk", "9", *arguments, backend=backend)
+    assert text.endswith(SPARSE[library])
+    assert errors(text).keys() == {"out", "dq", "dkv", "d_sink"}
+    assert all(0 < error < 0.01 for error in errors(text).values()), "more than nothing: it did go through 16 bits"
+    if library == "jax":
+        assert text.index("outside jit") < text.index("inside jit")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("library", SPARSE)
+def test_sparse_attention(library: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    on_host = ["--device", "cpu"] if library == "torch" else []
+    check_sparse_attention(library, "numpy", "--heads", "3", "--dtype", dtype, *on_host)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("library", SPARSE)
+def test_sparse_attention_on_gpu(gpu: object, library: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    check_sparse_attention(library, "cuda", "--heads", "64", "--dtype", dtype)
+
+
+@pytest.mark.parametrize("library", SPARSE)
+def test_a_wrong_gradient_is_said(library: str, tmp_path: Path) -> None:
+    """The examples with a backward that lost its sign."""
+    needs(library)
+    source = (EXAMPLES / f"{library}_sparse_attention.py").read_text()
+    wrong = re.sub(r"return dq, dkv, None", "return -dq, dkv, None", source)
+    assert wrong != source
+    (tmp_path / "wrong.py").write_text(wrong)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_BACKEND": "numpy", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(tmp_path / "wrong.py"), "--tokens", "4", "--topk", "3", "--heads", "2"]
+    command += ["--device", "cpu"] if library == "torch" else []
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, "DIFFERENT" in done.stdout) == (1, True), done.stdout + done.stderr
+
+
 def test_every_example_is_in_its_readme() -> None:
     listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -79,8 +143,9 @@ def test_every_example_is_in_its_readme() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_wrong_usage_is_said(name: str) -> None:
-    if name.startswith("cupy"):
-        pytest.importorskip("cupy")
+    library = name.partition("_")[0]
+    if library in ("cupy", "torch", "jax"):
+        needs(library)
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), "--no-such-option"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_JIT": "lazy"},

@@ -25,12 +25,13 @@ def test_cuda_layers() -> None:
 
 @pytest.mark.parametrize("folder", ["bench", "examples"])
 def test_frameworks_are_optional(folder: str) -> None:
-    """PyTorch and JAX only when they are asked for; CuPy too, but for the example that is about it."""
+    """PyTorch, JAX and CuPy only when they are asked for, but for the examples that are about one of them."""
     heavy = {"torch", "jax", "cupy", "cuda"}
+    about_one = {"cupy_decode.py", "jax_sparse_attention.py", "torch_sparse_attention.py"}
     found = [
         f"{path}: {entry.module}"
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
-        if path.name != "cupy_decode.py"
+        if path.name not in about_one
         for entry in imports.imports(path)
         if not (entry.lazy or entry.typing_only) and entry.module.partition(".")[0] in heavy
     ]

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from mla_cupy import arrays
-from mla_cupy.launchers import SPECS, decode_sequence, spec
+from mla_cupy.launchers import SPECS, decode_sequence, sparse_backward_sequence, sparse_forward_sequence, spec
 from mla_cupy.ops import backend, merge
 from mla_cupy.runtime import device, driver
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
+from tests.support.calls import no_launch
 
 H200 = DeviceInfo(arrays.HOST, "a fake H200", (9, 0), 132, 232448, 50 << 20, 139 << 30)
 
@@ -37,6 +38,7 @@ class Recorder:
         self.launches: list[Launched] = []
         self.maps: list[TensorMapSpec] = []
         self.allocations: list[tuple[int, ...]] = []
+        self.memsets: list[tuple[int, int, int, int]] = []  # address, byte, bytes, stream
         self.capturing = False
 
     @property
@@ -46,6 +48,9 @@ class Recorder:
     def encode_tiled(self, tensor_map: TensorMapSpec) -> bytes:
         self.maps.append(tensor_map)
         return len(self.maps).to_bytes(128, "little")
+
+    def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
+        self.memsets.append((ptr, value, nbytes, stream))
 
     def prepare(
         self,
@@ -111,4 +116,33 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def _forget() -> None:
     decode_sequence.sequence.cache_clear()
+    sparse_forward_sequence.sequence.cache_clear()
+    sparse_backward_sequence.sequence.cache_clear()
     merge._kernel.cache_clear()
+
+
+@pytest.fixture(
+    params=["numpy", "recorder", pytest.param("cupy", marks=pytest.mark.gpu)],
+    ids=["numpy", "recorded", "cupy"],
+)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the arrays are; nothing may be computed or launched."""
+    guard: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if request.param == "numpy":
+        monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+        def fail(*inputs: Any, **options: Any) -> Any:
+            raise AssertionError("computed")
+
+        for name in [name for name in vars(backend) if name.startswith("reference_")]:
+            monkeypatch.setattr(backend, name, fail)
+    elif request.param == "cupy":
+        request.getfixturevalue("gpu")
+        guard = no_launch()
+    else:
+        recorder: Recorder = request.getfixturevalue("recorder")
+    with guard:
+        yield request.param
+    if request.param == "recorder":
+        assert recorder.launches == []
+        assert recorder.memsets == []

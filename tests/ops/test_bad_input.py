@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,39 +12,12 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DeviceError, DTypeError, MlaError, PlanError, ShapeError, UnsupportedDeviceError
-from mla_cupy.ops import backend
 from tests.ops.conftest import Recorder
 from tests.support.calls import no_launch
 from tests.support.gpu import upload
+from tests.support.mistakes import Bad, Call, Foreign, HostForeign, gapped, option, raises, shifted, swap
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-Call = dict[str, Any]
-
-
-class Foreign:
-    """An array of an unknown library, on a GPU."""
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise AssertionError("nobody may ask for the memory of an array that does not fit")
-
-
-class HostForeign(Foreign):
-    """The same on a CPU."""
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
-
-
-class Bad(NamedTuple):
-    """One mistake: what it does to a good call, and what the error must say."""
-
-    id: str
-    change: Callable[[Call], object]
-    error: type[Exception]
-    words: tuple[str, ...]
 
 
 def good_decode() -> Call:
@@ -60,30 +31,6 @@ def good_decode() -> Call:
         "out": np.full((2, 3, 4, 512), 7, BF16),
         "lse": np.full((2, 4, 3), 7, np.float32),
     }
-
-
-def swap(name: str, make: Callable[[Any], Any]) -> Callable[[Call], object]:
-    """Replace an argument by what `make` makes of it."""
-
-    def change(call: Call) -> None:
-        call[name] = make(call.get(name))
-
-    return change
-
-
-def gapped(x: Any) -> Any:
-    """The same values, the last axis in steps of 2 elements."""
-    return np.repeat(x, 2, axis=-1)[..., ::2]
-
-
-def shifted(x: Any) -> Any:
-    """The same shape, one element past a multiple of 16 bytes."""
-    whole = np.zeros(x.size + 16, x.dtype)
-    return whole[1 : 1 + x.size].reshape(x.shape)
-
-
-def option(name: str, value: Any) -> Callable[[Call], object]:
-    return lambda call: call.update({name: value})
 
 
 DECODE = [
@@ -252,50 +199,6 @@ MERGE = [
     Bad("outs None", swap("outs", lambda x: None), MlaError, ("outs", "an array")),
     Bad("lses foreign", swap("lses", lambda x: Foreign()), DeviceError, ("lses", "dlpack on the GPU", "like outs")),
 ]
-
-
-@pytest.fixture(
-    params=["numpy", "recorder", pytest.param("cupy", marks=pytest.mark.gpu)],
-    ids=["numpy", "recorded", "cupy"],
-)
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the arrays are; nothing may be computed or launched."""
-    guard: AbstractContextManager[object] = nullcontext()
-    if request.param == "numpy":
-        monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-
-        def fail(*inputs: Any, **options: Any) -> Any:
-            raise AssertionError("computed")
-
-        monkeypatch.setattr(backend, "reference_decode", fail)
-        monkeypatch.setattr(backend, "reference_merge", fail)
-    elif request.param == "cupy":
-        request.getfixturevalue("gpu")
-        guard = no_launch()
-    else:
-        recorder: Recorder = request.getfixturevalue("recorder")
-    with guard:
-        yield request.param
-    if request.param == "recorder":
-        assert recorder.launches == []
-
-
-def raises(bad: Bad, function: Callable[..., Any], call: Call, place: str) -> None:
-    """The error is right, and what the results would have gone to is as it was."""
-    bad.change(call)
-    if place == "cupy":
-        call = {name: upload(x) if isinstance(x, np.ndarray) and name != "scale" else x for name, x in call.items()}
-    before = {name: bytes(call[name].tobytes()) for name in ("out", "lse") if hasattr(call.get(name), "tobytes")}
-    positional = ("q", "kv_cache", "block_table", "seqlens", "outs", "lses")
-    inputs = [call[name] for name in positional if name in call]
-    with pytest.raises(bad.error) as caught:
-        function(*inputs, **{name: x for name, x in call.items() if name not in positional})
-    assert isinstance(caught.value, MlaError)
-    message = str(caught.value)
-    for word in ("got", "expected", *bad.words):
-        assert word in message, f"{word!r} is not in {message!r}"
-    for name, content in before.items():
-        assert bytes(call[name].tobytes()) == content, f"{name} was written"
 
 
 @pytest.mark.parametrize("bad", DECODE, ids=lambda bad: bad.id.replace(" ", "_"))

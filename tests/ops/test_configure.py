@@ -9,9 +9,10 @@ import pytest
 
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.launchers import decode_schedule, dense_decode_generic, split_combine
+from mla_cupy.launchers.choice import say_slow
 from mla_cupy.launchers.decode_block_sm90 import BLOCK_M, kv_map
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, MAX_PARTS, PARAMS, DecodeProblem
-from mla_cupy.launchers.decode_sequence import KERNELS, _say_slow, configure
+from mla_cupy.launchers.decode_sequence import KERNELS, configure
 from mla_cupy.runtime.device import DeviceInfo
 from tests.ops.conftest import H200
 
@@ -115,14 +116,14 @@ def test_forced_kernel_that_does_not_fit_says_why(name: str) -> None:
 
 
 def test_slow_kernel_on_a_datacentre_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    _say_slow.cache_clear()
+    say_slow.cache_clear()
     with caplog.at_level(logging.WARNING, "mla_cupy"):
         configure(problem(), gpu((7, 5)))  # nothing faster is to be had for it
         configure(problem(), gpu((8, 0)), GENERIC)  # asked for
         assert caplog.records == []
         for _ in range(3):
             configure(problem(), gpu((8, 0)))
-    _say_slow.cache_clear()
+    say_slow.cache_clear()
     assert len(caplog.records) == 1
     assert GENERIC in caplog.text
     assert "compute capability 9.0" in caplog.text

@@ -17,7 +17,7 @@ from .errors import (
 from .memory import Memory
 from .module import Module
 from .report import Report
-from .tensormap import TensorMap, TensorMapError, encode_tiled
+from .tensormap import TensorMap, TensorMapError, encode_im2col, encode_tiled
 from .timeline import Timeline
 
 __all__ = [
@@ -39,5 +39,6 @@ __all__ = [
     "TensorMapError",
     "Timeline",
     "UnknownInstruction",
+    "encode_im2col",
     "encode_tiled",
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from .cuda_file import compile_cuda
 from .errors import SimError
 from .module import Module
 from .tensormap import encode_tiled
@@ -25,28 +26,11 @@ _EPILOG = """arguments of the kernel, in order:
 """
 
 
-def compile_cuda(path: Path, arch: str) -> str:
-    """Compile a CUDA file to PTX with the NVRTC of cuda-bindings."""
-    from cuda.bindings import nvrtc
-
-    error, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, None, None)
-    options = [f"-arch={arch}".encode(), b"-std=c++17", f"-I{path.parent}".encode()]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise SimError(log.decode())
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    text = b" " * size
-    nvrtc.nvrtcGetPTX(program, text)
-    return text.rstrip(b"\0 ").decode()
-
-
-def load_module(path: Path, arch: str, strict: bool) -> Module:
+def load_module(options: argparse.Namespace, strict: bool) -> Module:
     """Load PTX, or compile CUDA."""
-    text = path.read_text() if path.suffix == ".ptx" else compile_cuda(path, arch)
-    return Module(text, strict=strict)
+    if options.file.suffix == ".ptx":
+        return Module(options.file.read_text(), strict=strict)
+    return Module(compile_cuda(options.file, options.arch, options.include, options.define), strict=strict)
 
 
 def make_array(kind: str, dtype: str, shape: str, rng: np.random.Generator) -> np.ndarray:
@@ -62,7 +46,7 @@ def make_array(kind: str, dtype: str, shape: str, rng: np.random.Generator) -> n
     raise SimError(f"unknown array kind {kind!r}")
 
 
-_MAP_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+_MAP_TYPES = ("bfloat16", "float16", "float32", "float64", "int32", "int64")
 
 
 def build_arguments(module: Module, texts: Sequence[str], seed: int) -> tuple[list, list[np.ndarray]]:
@@ -79,7 +63,7 @@ def build_arguments(module: Module, texts: Sequence[str], seed: int) -> tuple[li
         elif kind == "map":
             array = arrays[int(rest[0])]
             box = [int(v) for v in rest[1].split("x")]
-            name = _MAP_TYPES.get(array.dtype.name, f"uint{8 * array.itemsize}")
+            name = array.dtype.name if array.dtype.name in _MAP_TYPES else f"uint{8 * array.itemsize}"
             strides = [array.strides[-1 - i] for i in range(1, array.ndim)]
             dims = list(reversed(array.shape))
             args.append(encode_tiled(name, module.memory.map(array), dims, strides, box, swizzle=rest[2]))
@@ -104,15 +88,19 @@ def parser() -> argparse.ArgumentParser:
     for each in (check, run):
         each.add_argument("file", type=Path, help="a .ptx file, or a .cu file (compiled with NVRTC)")
         each.add_argument("--arch", default="sm_90a", help="architecture for .cu files")
+        each.add_argument("-I", "--include", type=Path, action="append", default=[], help="header directory (.cu)")
+        each.add_argument("-D", "--define", action="append", default=[], help="macro for .cu files, as NAME=VALUE")
     run.add_argument("args", nargs="*", help="arguments of the kernel")
     run.add_argument("--kernel", help="entry function (default: the only one)")
     run.add_argument("--grid", type=_dims, default=(1,))
     run.add_argument("--block", type=_dims, default=(32,))
-    run.add_argument("--cluster", type=_dims, default=(1,))
+    run.add_argument("--cluster", type=_dims, help="default: what the kernel declares, else one block")
     run.add_argument("--smem", type=int, default=0, help="dynamic shared memory in bytes")
     run.add_argument("--mode", choices=("early", "late", "random"), default="early")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--resident", type=int, default=1, help="clusters that run interleaved")
+    run.add_argument("--max-steps", type=int, default=50_000_000, help="basic blocks after which a launch is a hang")
+    run.add_argument("--race-global", action="store_true", help="look for races in global memory too")
     run.add_argument("--no-check", action="store_true", help="no race detection")
     run.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
     run.add_argument("--banks", action="store_true", help="count shared-memory bank conflicts")
@@ -124,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check_file(options: argparse.Namespace) -> int:
     """List kernels and what they need that is missing."""
-    module = load_module(options.file, options.arch, False)
+    module = load_module(options, False)
     status = 0
     for name in module.kernels:
         try:
@@ -138,7 +126,7 @@ def check_file(options: argparse.Namespace) -> int:
 
 def run_file(options: argparse.Namespace) -> int:
     """Run one kernel and print its report."""
-    module = load_module(options.file, options.arch, not options.lenient)
+    module = load_module(options, not options.lenient)
     name = options.kernel or module.kernels[0]
     args, arrays = build_arguments(module, options.args, options.seed)
     timeline = Timeline() if options.trace or options.png else None
@@ -153,6 +141,8 @@ def run_file(options: argparse.Namespace) -> int:
         options.seed,
         not options.no_check,
         options.resident,
+        options.max_steps,
+        race_global=options.race_global,
         banks=options.banks,
         timeline=timeline,
     )

@@ -13,10 +13,21 @@ from .machine import AsyncOp
 from .memory import BUFFER_SHIFT, GENERIC_BASE, RANK_SHIFT, space_of
 from .ops_mbar import find, shared_target
 from .tensormap import Decoded, decode
-from .tma import combine, destination, inside_mask, load_box, store_box
+from .tma import (
+    check_load,
+    check_store,
+    combine,
+    defined_words,
+    destination,
+    flipped,
+    inside_bytes,
+    load_tile,
+    store_tile,
+)
 from .warp import _Where
 
 Ctx = "the executing warp (see warp.Warp)"
+_CLUSTER, _GPU = 2, 3  # how strong reductions are (see Order.strength)
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,40 @@ def tensor_map(W: Ctx, ins: Instr, address: int) -> Decoded:
         address += GENERIC_BASE["param"]
     if address % 64:
         W.fail(DescriptorError, ins, f"tensor map address {address:#x} is not a multiple of 64")
+    if W.launch.maps:
+        from .ops_tensormap import check_fenced
+
+        check_fenced(W, ins, address)
     try:
         return decode(bytes(read_bytes(W, ins, address, 128)))
     except DescriptorError as error:
         W.fail(DescriptorError, ins, str(error))
+
+
+def tile_rows(W: Ctx, ins: Instr, tmap: Decoded, coords: tuple[int, ...], mode: str) -> list[tuple[int, ...]]:
+    """Return the coordinates of each box of a tensor copy, checking that map and instruction fit."""
+    if tmap.im2col != mode.startswith("im2col"):
+        kind = "an im2col" if tmap.im2col else "a tiled"
+        W.fail(DescriptorError, ins, f".{mode} with {kind} tensor map")
+    if mode in ("tile::gather4", "tile::scatter4"):
+        if tmap.rank != 2 or tmap.box[1] != 1:
+            W.fail(DescriptorError, ins, f"{mode[6:]} needs a 2-D map with a box of one row")
+        return [(coords[0], r) for r in coords[1:]]
+    if len(coords) != tmap.rank:
+        W.fail(DescriptorError, ins, f"{len(coords)}-D copy with a map of rank {tmap.rank}")
+    return [coords]
+
+
+def touched_words(
+    W: Ctx, ins: Instr, tmap: Decoded, rows: list[tuple[int, ...]], offsets: tuple[int, ...] = ()
+) -> tuple | None:
+    """Return the shadow and words of global memory that tiles cover, when races there are looked for."""
+    if W.shadows is None:
+        return None
+    try:
+        return W.shadows.tile_words(tmap, rows, offsets)
+    except (DescriptorError, MemoryFault) as error:
+        return W.fail(type(error), ins, str(error))
 
 
 def words_of(chunks: np.ndarray) -> np.ndarray:
@@ -67,29 +108,27 @@ class BulkLoad:
     def __init__(self, W: Ctx, ins: Instr) -> None:
         self.W, self.ins = W, ins
 
-    def tensor(self, into: TensorTarget, map_address: int, coords: tuple[int, ...], mode: str) -> None:
-        """Load a tile (or four gathered rows) through a tensor map."""
+    def tensor(
+        self, into: TensorTarget, map_address: int, coords: tuple[int, ...], mode: str, offsets: tuple[int, ...] = ()
+    ) -> None:
+        """Load a tile (or four gathered rows, or a column of pixels) through a tensor map."""
         W, ins = self.W, self.ins
         tmap = tensor_map(W, ins, map_address)
-        rows = [coords]
-        if mode == "tile::gather4":
-            if tmap.rank != 2 or tmap.box[1] != 1:
-                W.fail(DescriptorError, ins, "gather4 needs a 2-D map with a box of one row")
-            rows = [(coords[0], r) for r in coords[1:]]
-        elif len(coords) != tmap.rank:
-            W.fail(DescriptorError, ins, f"{len(coords)}-D copy with a map of rank {tmap.rank}")
-        size = tmap.box_bytes * len(rows)
+        rows = tile_rows(W, ins, tmap, coords, mode)
         if into.address % 128:
             W.fail(MemoryFault, ins, f"shared address {into.address:#x} of a tensor copy is not a multiple of 128")
         memory = W.memory
 
         def read() -> np.ndarray:
             try:
-                return np.concatenate([load_box(memory, tmap, row) for row in rows])
-            except MemoryFault as error:
-                W.fail(MemoryFault, ins, str(error))
+                for row in rows:
+                    check_load(tmap, row)
+                return np.concatenate([load_tile(memory, tmap, row, offsets) for row in rows])
+            except (MemoryFault, DescriptorError) as error:
+                W.fail(type(error), ins, str(error))
 
-        self._submit(into, size, tmap.swizzle, read)
+        touched = touched_words(W, ins, tmap, rows, offsets)
+        self._submit(into, tmap.box_bytes * len(rows), tmap.tx_bytes * len(rows), read, tmap, touched)
 
     def linear(self, into: TensorTarget, source: int, size: int) -> None:
         """Load contiguous bytes."""
@@ -98,12 +137,22 @@ class BulkLoad:
             W.fail(MemoryFault, ins, "a bulk copy's addresses and size must be multiples of 16")
         if size == 0:
             return
-        self._submit(into, size, 0, lambda: read_bytes(W, ins, source, size).copy())
+        touched = W.shadows.words(source, size) if W.shadows else None
+        self._submit(into, size, size, lambda: read_bytes(W, ins, source, size).copy(), None, touched)
 
-    def _submit(self, into: TensorTarget, size: int, swizzle: int, read: Callable[[], np.ndarray]) -> None:
+    def _submit(
+        self,
+        into: TensorTarget,
+        size: int,
+        tx: int,
+        read: Callable[[], np.ndarray],
+        tmap: Decoded | None = None,
+        touched: tuple | None = None,
+    ) -> None:
+        """Issue the copies, one per destination block; ``touched`` tells the race detector what they read."""
         for address, barrier_address in self._targets(into):
-            self._one(address, barrier_address, size, swizzle, read)
-        self.W.traffic[5] += size
+            self._one(address, barrier_address, size, tx, read, tmap, touched)
+        self.W.traffic[5] += tx
 
     def _targets(self, into: TensorTarget) -> list[tuple[int, int]]:
         """Return (destination, mbarrier) addresses, one per destination block."""
@@ -126,20 +175,37 @@ class BulkLoad:
                 )
         return result
 
-    def _one(self, address: int, barrier_address: int, size: int, swizzle: int, read: Callable) -> None:
+    def _one(
+        self,
+        address: int,
+        barrier_address: int,
+        size: int,
+        tx: int,
+        read: Callable,
+        tmap: Decoded | None,
+        touched: tuple | None,
+    ) -> None:
         W, ins = self.W, self.ins
+        mode = tmap.swizzle if tmap else 0
+        written = defined_words(tmap) if tmap else 0x01010101
         cta, offset = shared_target(W, ins, address, True)
         if offset + size > cta.shared.limit:
             W.fail(MemoryFault, ins, f"{size} bytes at shared byte {offset} exceed the block's {cta.shared.limit}")
         barrier = find(W, ins, barrier_address, asynchronous=True)
         # Swizzles work on the address in the shared window, whose first bytes are the system's.
-        chunks = destination(offset + 1024, size, swizzle) - 64
+        chunks = destination(offset + 1024, size, tmap) - 64
+        if int(chunks.max()) * 16 + 16 > len(cta.shared.bytes):
+            W.fail(MemoryFault, ins, f"a tile at shared byte {offset} exceeds the block's {cta.shared.limit}")
         detector, shadow = W.cta.cluster.detector, cta.shadow
         words = None
         if shadow is not None:
             words = words_of(chunks)
             view = detector.async_view(W.agent)
             detector.async_write(W.agent, view, shadow, words, barrier.agent, _Where(W, ins))
+        if touched:
+            # The source may be overwritten once the mbarrier has completed: the reads carry its clock.
+            view, agents = detector.global_view(W.agent), (barrier.agent,)
+            detector.async_read(W.agent, view, *touched, agents, barrier.phase + 1, _Where(W, ins))
         memory = cta.shared
         memory.chunks[chunks] = 0xFFFFFFFF
         memory.chunk_init[chunks] = 0
@@ -150,11 +216,11 @@ class BulkLoad:
             barrier.gather_known(known)
             if not cta.alive:
                 W.sync_error(ins, "a bulk copy arrives in a block that has exited")
-            memory.chunks[chunks] = data.view("u4").reshape(-1, 4)
-            memory.chunk_init[chunks] = 0x01010101
+            memory.chunks[chunks] = flipped(data.view("u4").reshape(-1, 4), chunks, mode)
+            memory.chunk_init[chunks] = written
             if shadow is not None:
                 detector.finish_write(shadow, words, barrier.agent, barrier.phase + 1)
-            barrier.complete_tx(size)
+            barrier.complete_tx(tx)
 
         W.cta.cluster.submit(None, AsyncOp("bulk load", finish))
 
@@ -169,58 +235,71 @@ class BulkStore:
         """Store or reduce a tile through a tensor map."""
         W, ins = self.W, self.ins
         tmap = tensor_map(W, ins, map_address)
-        rows = [coords]
-        if mode == "tile::scatter4":
-            if tmap.rank != 2 or tmap.box[1] != 1:
-                W.fail(DescriptorError, ins, "scatter4 needs a 2-D map with a box of one row")
-            rows = [(coords[0], r) for r in coords[1:]]
-        elif len(coords) != tmap.rank:
-            W.fail(DescriptorError, ins, f"{len(coords)}-D copy with a map of rank {tmap.rank}")
+        rows = tile_rows(W, ins, tmap, coords, mode)
         if source % 128:
             W.fail(MemoryFault, ins, f"shared address {source:#x} of a tensor copy is not a multiple of 128")
         memory = W.memory
+        try:
+            for row in rows:
+                check_store(tmap, row, reduction)
+        except DescriptorError as error:
+            W.fail(DescriptorError, ins, str(error))
 
         def write(data: np.ndarray, defined: np.ndarray) -> None:
             try:
                 for index, row in enumerate(rows):
                     part = slice(index * tmap.box_bytes, (index + 1) * tmap.box_bytes)
-                    if not defined[part].all() and (~defined[part] & inside_mask(memory, tmap, row)).any():
+                    if not defined[part].all() and (~defined[part] & inside_bytes(memory, tmap, row)).any():
                         W.fail(PoisonError, ins, "undefined shared memory reaches global memory")
-                    store_box(memory, tmap, row, data[part], reduction)
-            except MemoryFault as error:
-                W.fail(MemoryFault, ins, str(error))
+                    store_tile(memory, tmap, row, data[part], reduction)
+            except (MemoryFault, DescriptorError) as error:
+                W.fail(type(error), ins, str(error))
 
-        self._submit(source, tmap.box_bytes * len(rows), tmap.swizzle, write)
+        touched = touched_words(W, ins, tmap, rows)
+        self._submit(source, tmap.box_bytes * len(rows), tmap, write, touched, _GPU * (reduction is not None))
 
-    def linear(self, target: int, source: int, size: int, reduction: str | None, kind: str) -> None:
-        """Store or reduce contiguous bytes."""
+    def linear(
+        self, target: int, source: int, size: int, reduction: str | None, kind: str, mask: int | None = None
+    ) -> None:
+        """Store or reduce contiguous bytes; bit i of ``mask`` lets byte i of every 16 be written."""
         W, ins = self.W, self.ins
         if size % 16 or source % 16 or target % 16:
             W.fail(MemoryFault, ins, "a bulk copy's addresses and size must be multiples of 16")
         if size == 0:
             return
 
+        wanted = np.ones(size, bool)
+        if mask is not None:
+            wanted = np.tile((mask >> np.arange(16) & 1).astype(bool), size // 16)
+
         def write(data: np.ndarray, defined: np.ndarray) -> None:
-            if not defined.all():
+            if not defined[wanted].all():
                 W.fail(PoisonError, ins, "undefined shared memory reaches global memory")
             try:
                 into = W.memory.slice(target, size, True)
             except MemoryFault as error:
                 W.fail(MemoryFault, ins, str(error))
             if reduction is None:
-                into[...] = data
+                into[wanted] = data[wanted]
             else:
                 code = f"u{int(kind.lstrip('bfsu').split('x')[0]) // 8}"
                 into.view(code)[...] = combine(into.view(code), data.view(code), reduction, kind)
 
-        self._submit(source, size, 0, write)
+        touched = W.shadows.words(target, size) if W.shadows else None
+        self._submit(source, size, None, write, touched, _GPU * (reduction is not None))
 
-    def _submit(self, source: int, size: int, swizzle: int, write: Callable) -> None:
+    def _submit(
+        self, source: int, size: int, tmap: Decoded | None, write: Callable, touched: tuple | None, strength: int
+    ) -> None:
+        """Issue the copy; ``touched`` tells the race detector what it writes, and how strongly."""
         W, ins = self.W, self.ins
         cta, offset = shared_target(W, ins, source, False)
         if offset + size > cta.shared.limit:
             W.fail(MemoryFault, ins, f"{size} bytes at shared byte {offset} exceed the block's {cta.shared.limit}")
-        chunks = destination(offset + 1024, size, swizzle) - 64
+        swizzle = tmap.swizzle if tmap else 0
+        chunks = destination(offset + 1024, size, tmap) - 64
+        if int(chunks.max()) * 16 + 16 > len(cta.shared.bytes):
+            W.fail(MemoryFault, ins, f"a tile at shared byte {offset} exceeds the block's {cta.shared.limit}")
         group = bulk_state(W, self.lane)
         group.issued += 1
         detector, shadow = W.cta.cluster.detector, cta.shadow
@@ -228,16 +307,22 @@ class BulkStore:
             view = detector.async_view(W.agent)
             where = _Where(W, ins)
             detector.async_read(W.agent, view, shadow, words_of(chunks), (group.agent,), group.issued, where)
+        if touched:
+            writer, where = group.writer, _Where(W, ins)
+            detector.async_write(W.agent, detector.global_view(W.agent), *touched, writer, where, strength)
+        clock = group.issued
         held: list[np.ndarray] = []
 
         def read() -> None:
-            held.append(cta.shared.chunks[chunks].reshape(-1).view("u1"))
+            held.append(flipped(cta.shared.chunks[chunks], chunks, swizzle).reshape(-1).view("u1"))
             held.append(cta.shared.chunk_init[chunks].reshape(-1).view("u1") == 1)
             group.read += 1
 
         def finish() -> None:
             write(*held)
             group.written += 1
+            if touched:
+                detector.finish_write(*touched, group.writer, clock)
 
         key = ("bulk", id(W), self.lane)
         W.cta.cluster.submit(key, AsyncOp("bulk store read", read))
@@ -252,7 +337,8 @@ class BulkGroups:
         self.issued = self.read = self.written = self.waited = 0
         self.ends: list[int] = []
         detector = W.cta.cluster.detector
-        self.agent = detector.new_agent(f"bulk group of {W.name} lane {lane}", False) if detector else 0
+        name = f"bulk group of {W.name} lane {lane}"
+        self.agent, self.writer = (detector.new_agent(name, False, W.home) for _ in range(2)) if detector else (0, 0)
 
 
 def bulk_state(W: Ctx, lane: int) -> BulkGroups:
@@ -284,7 +370,8 @@ def wait_bulk(W: Ctx, L: object, keep: int, read: bool) -> None:
         group.waited = max(group.waited, need)
         detector = W.cta.cluster.detector
         if detector:
-            detector.V[W.agent, group.agent] = max(int(detector.V[W.agent, group.agent]), need)
+            for agent in (group.agent,) if read else (group.agent, group.writer):
+                detector.V[W.agent, agent] = max(int(detector.V[W.agent, agent]), need)
 
 
 def copy_shared_to_shared(
@@ -300,14 +387,15 @@ def copy_shared_to_shared(
     barrier = find(W, ins, into.barrier, asynchronous=True)
     if barrier.cta is not target:
         W.fail(MemoryFault, ins, "destination and mbarrier of a bulk copy are in different blocks")
-    detector = W.cta.cluster.detector
+    detector = W.cta.cluster.detector if W.launch.check else None
     read_words = np.arange(offset // 4, (offset + size) // 4)
     words = np.arange(place // 4, (place + size) // 4)
     if detector:
         view, where = detector.async_view(W.agent), _Where(W, ins)
         # The source is free once the destination's mbarrier has completed: its reads carry that barrier's clock.
         detector.async_read(W.agent, view, cta.shadow, read_words, (barrier.agent,), barrier.phase + 1, where)
-        detector.async_write(W.agent, view, target.shadow, words, barrier.agent, where)
+        strength = _CLUSTER * (reduction is not None)
+        detector.async_write(W.agent, view, target.shadow, words, barrier.agent, where, strength)
 
     def finish() -> None:
         if not target.alive:
@@ -320,6 +408,7 @@ def copy_shared_to_shared(
         else:
             code = f"u{int(kind[1:]) // 8}"
             out.view(code)[...] = combine(out.view(code), data.view(code), reduction, kind)
+            target.shared.init[place : place + size] &= defined
         if detector:
             detector.finish_write(target.shadow, words, barrier.agent, barrier.phase + 1)
         barrier.complete_tx(size)
@@ -339,12 +428,13 @@ def st_async_lane(
     barrier = find(W, ins, barrier_address, asynchronous=True)
     if barrier.cta is not target:
         W.fail(MemoryFault, ins, "destination and mbarrier of an asynchronous store are in different blocks")
-    detector = W.cta.cluster.detector
+    detector = W.cta.cluster.detector if W.launch.check else None
     words = np.arange(place // 4, (place + size + 3) // 4)
-    if detector and reduction is None:
-        # The store itself is a weak generic write; only its completion is asynchronous.
-        view = detector.V[W.agent].copy()
-        detector.async_write(W.agent, view, target.shadow, words, barrier.agent, _Where(W, ins))
+    if detector:
+        # The access itself is generic (a reduction is relaxed); only its completion is asynchronous.
+        view, where = detector.V[W.agent].copy(), _Where(W, ins)
+        strength = _CLUSTER * (reduction is not None)
+        detector.async_write(W.agent, view, target.shadow, words, barrier.agent, where, strength)
 
     def finish() -> None:
         if not target.alive:
@@ -356,6 +446,7 @@ def st_async_lane(
         else:
             code = f"u{int(kind[1:]) // 8}"
             out.view(code)[...] = combine(out.view(code), data.view(code), reduction, kind)
+            target.shared.init[place : place + size] &= 0 if poison else 1
         if detector:
             detector.finish_write(target.shadow, words, barrier.agent, barrier.phase + 1)
         barrier.complete_tx(size)

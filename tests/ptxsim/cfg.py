@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from .errors import UnknownInstruction
 from .ir import TYPE_BITS, Instr, Reg, Sym, operand_regs
 from .lower import Lowered
-from .registry import OPS, unknown
+from .registry import OPS, reason, unknown
 
 VIEWS = {
     "pred": "b1",
@@ -58,7 +58,7 @@ class Cfg:
         self.code = code
         for ins in code.instrs:
             if ins.op not in OPS:
-                raise unknown(code.name, ins, "no such opcode in the simulator")
+                raise unknown(code.name, ins, reason(ins.op))
         self.blocks = self._split()
         self._edges()
         self._liveness()
@@ -88,9 +88,9 @@ class Cfg:
         self.block_at[len(instrs)] = len(blocks)
         return blocks
 
-    def target_block(self, ins: Instr) -> int:
-        """Return the block a branch goes to."""
-        label = ins.args[0]
+    def target_block(self, ins: Instr, position: int = 0) -> int:
+        """Return the block that a branch's label operand names."""
+        label = ins.args[position]
         if not isinstance(label, Sym) or label.name not in self.code.labels:
             raise UnknownInstruction(
                 f"kernel {self.code.name}, line {ins.line}: branch to an unknown label: {ins.text}"
@@ -105,6 +105,9 @@ class Cfg:
             if ins.op == "bra":
                 block.succ.append(self.target_block(ins))
                 falls = ins.guard is not None
+            elif ins.op == "brx":
+                block.succ += [self.target_block(ins, i) for i in range(1, len(ins.args))]
+                falls = False
             elif ins.op in ("exit", "trap"):
                 falls = ins.guard is not None
             if falls and block.index < last:

@@ -24,12 +24,17 @@ WIDTH = 32
 
 
 class Park:
-    """Returned by a synchronising instruction: the fragment waits until ``ready()``; ``redo`` repeats the block."""
+    """Returned by a synchronising instruction: the fragment waits until ``ready()``; ``redo`` repeats the block.
 
-    __slots__ = ("ready", "redo", "what")
+    ``what`` describes the wait in a deadlock report; ``name`` is what statistics count it under.
+    """
 
-    def __init__(self, ready: object, what: str, redo: bool = False) -> None:
+    __slots__ = ("name", "ready", "redo", "since", "what")
+
+    def __init__(self, ready: object, what: str, redo: bool = False, name: str | None = None) -> None:
         self.ready, self.what, self.redo = ready, what, redo
+        self.name = name or what.removeprefix("waits for ")
+        self.since = 0
 
 
 class Codegen:

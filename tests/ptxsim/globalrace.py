@@ -1,107 +1,63 @@
-"""Race detection in global memory, for kernels whose blocks exchange data (``race_global=True``).
+"""Race detection in global memory (``race_global=True``): what the detector knows about each array.
 
-The scheme is that of :mod:`.hb` with one vector clock per block: warps of a block are not told apart. Atomics and
-strong (volatile, relaxed, acquire, release) accesses order through their address and are not themselves checked; that
-is generous to a kernel that forgets a fence beside a relaxed access.
+The launch then has one detector for all its blocks, so that accesses of any two warps, and of what works for them
+asynchronously, are told apart. It costs four bytes per word and reading warp.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .errors import RaceError
-from .hb import join
+from .im2col import Column
+from .shadow import Shadow
+from .tensormap import Decoded
 
 
-class GlobalRaces:
-    """Shadow memory and clocks of one launch."""
+class GlobalShadows:
+    """Shadow memory of the arrays that one launch touches."""
 
-    def __init__(self) -> None:
-        self.agents: dict[int, int] = {}
-        self.names: list[str] = []
-        self.clocks: list[np.ndarray] = []
-        self.shadow: dict[int, tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]] = {}
-        self.places: dict[int, np.ndarray] = {}
-        self.blocks: list[object] = []  # keeps identities alive
+    def __init__(self, memory: object) -> None:
+        self.memory = memory
+        self.shadows: dict[int, tuple[object, Shadow]] = {}
 
-    def _agent(self, warp: object) -> int:
-        block = warp.cta
-        index = self.agents.get(id(block))
-        if index is None:
-            index = self.agents[id(block)] = len(self.names)
-            self.names.append(f"block {block.ctaid}")
-            self.blocks.append(block)
-            self.clocks.append(np.zeros(index + 1, np.int64))
-            self.clocks[index][index] = 1
-        return index
+    def of(self, buffer: object) -> Shadow:
+        """Return an array's shadow."""
+        found = self.shadows.get(id(buffer))
+        if found is None:
+            found = self.shadows[id(buffer)] = (buffer, Shadow(buffer.size // 4 + 1, name=buffer.name))
+        return found[1]
 
-    def _known(self, agent: int) -> np.ndarray:
-        clock = self.clocks[agent]
-        if len(clock) < len(self.names):
-            clock = self.clocks[agent] = np.concatenate([clock, np.zeros(len(self.names) - len(clock), np.int64)])
-        return clock
+    def words(self, address: int, size: int) -> tuple[Shadow, np.ndarray] | None:
+        """Return the shadow and the words of a run of bytes (None when it is not in global memory)."""
+        buffer = self.memory.find(address)
+        if buffer is None:
+            return None
+        offset = address - buffer.base
+        return self.of(buffer), np.arange(offset // 4, (offset + size + 3) // 4)
 
-    def _words(self, buffer: object, offset: np.ndarray, size: int) -> tuple:
-        key = id(buffer)
-        if key not in self.shadow:
-            count = buffer.size // 4 + 1
-            self.shadow[key] = (np.zeros(count, np.intp), np.zeros(count, np.int64), {})
-        words = offset.astype("i8")[:, None] // 4 + np.arange(max(1, size // 4))
-        return (*self.shadow[key], words.reshape(-1))
+    def tile_words(
+        self, tmap: Decoded, rows: list[tuple[int, ...]], offsets: tuple[int, ...] = ()
+    ) -> tuple[Shadow, np.ndarray] | None:
+        """Return the shadow and the words of the elements of some tiles that lie inside the tensor."""
+        buffer = self.memory.find(tmap.address)
+        if buffer is None:
+            return None
+        places = [_element_offsets(tmap, tmap.units(row), offsets) for row in rows]
+        first = np.concatenate(places) + (tmap.address - buffer.base)
+        units = first[:, None] + np.arange(0, tmap.itemsize, min(4, tmap.itemsize))
+        words = np.unique(units // 4)
+        return self.of(buffer), words[words < buffer.size // 4 + 1]
 
-    def read(self, warp: object, buffer: object, offset: np.ndarray, size: int, ins: object) -> None:
-        """Check and record a plain read."""
-        agent = self._agent(warp)
-        known = self._known(agent)
-        writer, clock, readers, words = self._words(buffer, offset, size)
-        bad = clock[words] > known[writer[words]]
-        if bad.any():
-            self._report(warp, buffer, words, writer, bad, ins, "reads after a write of")
-        readers.setdefault(agent, np.zeros(len(clock), np.int64))[words] = known[agent]
 
-    def write(self, warp: object, buffer: object, offset: np.ndarray, size: int, ins: object) -> None:
-        """Check and record a plain write."""
-        agent = self._agent(warp)
-        known = self._known(agent)
-        writer, clock, readers, words = self._words(buffer, offset, size)
-        # Sub-word stores of neighbours share a word; only whole-word writes are compared with other writers.
-        if size >= 4:
-            bad = clock[words] > known[writer[words]]
-            if bad.any():
-                self._report(warp, buffer, words, writer, bad, ins, "writes after a write of")
-            for other, times in readers.items():
-                if other != agent and (times[words] > known[other]).any():
-                    where = np.full(len(writer), other)
-                    self._report(warp, buffer, words, where, times[words] > known[other], ins, "writes after a read of")
-        writer[words] = agent
-        clock[words] = known[agent]
-
-    def _report(
-        self, warp: object, buffer: object, words: np.ndarray, who: np.ndarray, bad: np.ndarray, ins: object, verb: str
-    ) -> None:
-        word = int(words[np.flatnonzero(bad)[0]])
-        warp.fail(
-            RaceError,
-            ins,
-            f"race at byte {4 * word} of {buffer.name}: {verb} {self.names[who[word]]} without synchronisation",
-        )
-
-    def atomic(self, warp: object, address: np.ndarray) -> None:
-        """Order through an atomic: it releases and acquires at its address."""
-        self.release(warp, address)
-        self.acquire(warp, address)
-
-    def acquire(self, warp: object, address: np.ndarray) -> None:
-        """Join what was released at the addresses."""
-        agent = self._agent(warp)
-        for place in {int(a) for a in address}:
-            if place in self.places:
-                self.clocks[agent] = join(self._known(agent), self.places[place])
-
-    def release(self, warp: object, address: np.ndarray) -> None:
-        """Publish the block's knowledge at the addresses."""
-        agent = self._agent(warp)
-        known = self._known(agent)
-        for place in {int(a) for a in address}:
-            self.places[place] = join(self.places.get(place), known)
-        known[agent] += 1
+def _element_offsets(tmap: Decoded, coords: tuple[int, ...], offsets: tuple[int, ...]) -> np.ndarray:
+    """Return the byte offsets of a tile's elements inside the tensor, from its base."""
+    if tmap.im2col:
+        column = Column(tmap, coords, offsets)
+        return column.at[column.inside]
+    total, inside = np.zeros((), np.int64), np.ones((), bool)
+    strides = (tmap.itemsize, *tmap.strides)
+    for at, count, step, extent, stride in zip(coords, tmap.counts, tmap.steps, tmap.dims, strides, strict=False):
+        index = at + step * np.arange(count)
+        total = total[..., None] + index * stride
+        inside = inside[..., None] & (index >= 0) & (index < extent)
+    return total[inside]

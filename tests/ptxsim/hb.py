@@ -1,10 +1,10 @@
-"""Happens-before race and proxy detection for shared memory, with vector clocks.
+"""Happens-before race and proxy detection with vector clocks.
 
 An *agent* is anything that orders its own accesses: a warp, the share of a warp in asynchronous matrix operations, an
-mbarrier (for the bytes that bulk copies write), a warp's bulk groups, a warp's tensor-core pipe. ``V[a, b]`` is how far
-agent ``a`` has seen agent ``b``. ``P[a, b]`` is the same through a proxy fence: what generic accesses of ``b`` the
-asynchronous proxy sees when ``a`` issues an operation. A word remembers its last writer (agent and clock) and, per
-reading agent, the clock of its last read.
+mbarrier (for the bytes that bulk copies write), a thread's bulk groups, a warp's tensor-core pipe. ``V[a, b]`` is how
+far agent ``a`` has seen agent ``b``. ``P[a, b]`` is the same through a proxy fence: what generic accesses of ``b`` the
+asynchronous proxy sees in shared memory when ``a`` issues an operation; ``G[a, b]`` is that of global memory. A word
+remembers its last writer (agent and clock) and, per reading agent, the clock of its last read.
 """
 
 from __future__ import annotations
@@ -12,69 +12,34 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import RaceError
-
-PENDING = np.uint32(0xFFFFFFFF)
-
-
-class Shadow:
-    """What the detector knows about each 4-byte word of one block's shared memory."""
-
-    def __init__(self, words: int, columns: int = 0) -> None:
-        self.columns = columns
-        self.writer = np.zeros(words, np.intp)
-        self.clock = np.zeros(words, np.uint32)
-        self.mask = np.full(words, 15, np.uint8)
-        self.atomic = np.zeros(words, bool)
-        self.rows: dict[tuple[int, ...], int] = {}
-        self.row_agents = np.zeros((0, 4), np.intp)
-        self.reads = np.zeros((0, words), np.uint32)
-        self.read_masks: np.ndarray | None = None
-        self.writer4 = self.writer.reshape(-1, 4)
-        self.clock4 = self.clock.reshape(-1, 4)
-
-    def space(self, word: int) -> str:
-        """Describe where a word is."""
-        if self.columns:
-            return f"tensor memory lane {word // self.columns} column {word % self.columns}"
-        return f"shared byte {word * 4}"
-
-    def row(self, agents: tuple[int, ...]) -> int:
-        """Return the read row of an agent, or of four agents that read together."""
-        if agents not in self.rows:
-            index = self.rows[agents] = len(self.rows)
-            if index >= len(self.reads):
-                grown = np.zeros((max(8, 2 * len(self.reads)), self.reads.shape[1]), np.uint32)
-                grown[: len(self.reads)] = self.reads
-                self.reads = grown
-                self.read_masks = None if self.read_masks is None else _grow_masks(self.read_masks, len(grown))
-            four = agents if len(agents) == 4 else agents * 4
-            self.row_agents = np.concatenate([self.row_agents, np.array([four], np.intp)])
-        return self.rows[agents]
+from .shadow import PENDING, Shadow
+from .strong import SCOPES, Flags, includes
 
 
 class Detector:
-    """Vector clocks of one cluster, and the checks of accesses against them."""
+    """Vector clocks of one cluster (or of a launch), and the checks of accesses against them."""
 
     def __init__(self, strict: bool = True) -> None:
         self.strict = strict
         self.names: list[str] = []
+        self.homes: list[object] = []
         self.generic = np.zeros(64, bool)
-        self.V = np.zeros((64, 64), np.uint32)
-        self.P = np.zeros((64, 64), np.uint32)
-        self.T = np.zeros((64, 64), np.uint32)
+        self.V, self.P, self.G, self.T = (np.zeros((64, 64), np.uint32) for _ in range(4))
+        self.flags = Flags(self)
         self.new_agent("initial state", False)
 
-    def new_agent(self, name: str, generic: bool) -> int:
-        """Add an agent and return its number."""
+    def new_agent(self, name: str, generic: bool, home: object = None) -> int:
+        """Add an agent (of a block, where that matters) and return its number."""
         index = len(self.names)
         if index >= len(self.V):
-            for key in ("V", "P", "T"):
+            for key in ("V", "P", "G", "T"):
                 old = getattr(self, key)
                 grown = np.zeros((2 * len(old), 2 * len(old)), np.uint32)
                 grown[: len(old), : len(old)] = old
                 setattr(self, key, grown)
             self.generic = np.concatenate([self.generic, np.zeros(len(self.generic), bool)])
         self.names.append(name)
+        self.homes.append(home)
         self.generic[index] = generic
         self.V[index, index] = 1
         return index
@@ -84,31 +49,50 @@ class Detector:
         """Start a new epoch of an agent."""
         self.V[agent, agent] += 1
 
-    def publish(self, agent: int, store: list) -> None:
-        """Release: join an agent's knowledge into ``store`` (a pair of vectors or Nones), then tick."""
-        store[0] = join(store[0], self.V[agent])
-        store[1] = join(store[1], self.P[agent])
+    def snapshot(self, agent: int) -> list:
+        """Return an agent's knowledge as it publishes it, and start a new epoch of the agent."""
+        known = [self.V[agent].copy(), self.P[agent].copy(), self.G[agent].copy()]
         self.tick(agent)
+        return known
+
+    def merge(self, store: list, known: list) -> None:
+        """Join published knowledge into a store (a list of vectors, empty at first)."""
+        store[:] = [join(a, b) for a, b in zip(store or [None] * len(known), known, strict=True)]
+
+    def publish(self, agent: int, store: list) -> None:
+        """Release: join an agent's knowledge into a store."""
+        self.merge(store, self.snapshot(agent))
 
     def acquire(self, agent: int, store: list) -> None:
         """Acquire: join what was published into an agent's knowledge."""
-        if store[0] is not None:
-            n = len(store[0])
-            np.maximum(self.V[agent, :n], store[0], out=self.V[agent, :n])
-            np.maximum(self.P[agent, :n], store[1], out=self.P[agent, :n])
+        for matrix, vector in zip((self.V, self.P, self.G), store, strict=False):
+            n = len(vector)
+            np.maximum(matrix[agent, :n], vector, out=matrix[agent, :n])
 
-    def proxy_fence(self, agent: int) -> None:
-        """Make what the agent has seen visible to the asynchronous proxy."""
-        np.maximum(self.P[agent], self.V[agent], out=self.P[agent])
+    def clock_of(self, agent: int, clock: int) -> list:
+        """Return a store that says only that an agent reached a clock."""
+        own = np.zeros(agent + 1, np.uint32)
+        own[agent] = clock
+        return [own, own * 0, own * 0]
+
+    def proxy_fence(self, agent: int, shared: bool = True, everywhere: bool = False) -> None:
+        """Make what the agent has seen visible to the asynchronous proxy in shared memory, global memory or both."""
+        for matrix, wanted in ((self.P, shared), (self.G, everywhere)):
+            if wanted:
+                np.maximum(matrix[agent], self.V[agent], out=matrix[agent])
         self.tick(agent)
 
     def async_view(self, agent: int) -> np.ndarray:
-        """Return what an asynchronous operation issued by an agent may rely on."""
+        """Return what an asynchronous operation issued by an agent may rely on in shared memory."""
         return np.where(self.generic, self.P[agent], self.V[agent])
+
+    def global_view(self, agent: int) -> np.ndarray:
+        """Return what an asynchronous operation issued by an agent may rely on in global memory."""
+        return np.where(self.generic, self.G[agent], self.V[agent])
 
     def knowledge(self, agent: int) -> list:
         """Return what an agent has acquired from others, without its own latest accesses."""
-        known = [self.V[agent].copy(), self.P[agent].copy()]
+        known = [self.V[agent].copy(), self.P[agent].copy(), self.G[agent].copy()]
         known[0][agent] -= 1
         return known
 
@@ -127,33 +111,35 @@ class Detector:
         np.maximum(self.T[agent], self.V[agent], out=self.T[agent])
 
     # ---- generic accesses --------------------------------------------------------------------------------------
-    def read(self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: int = 15) -> None:
-        """Check and record a read by a warp."""
+    def read(
+        self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: object = 15, strength: int = 0
+    ) -> None:
+        """Check and record a read by a warp; a strong one does not conflict with strong writes."""
         row = self.V[agent]
         bad = shadow.clock[words] > row[shadow.writer[words]]
         if np.count_nonzero(bad):
+            bad &= ~self._tolerated(agent, shadow, words, strength)
             self._report(agent, shadow, words, bad, where, mask, "reads", row)
+        if shadow.updates and not strength:
+            self._check_updates(agent, shadow, words, row, where, "reads")
         key = (agent,)
-        index = shadow.rows[key] if key in shadow.rows else shadow.row(key)
-        shadow.reads[index, words] = row[agent]
+        index = shadow.row(key, True) if strength else shadow.rows[key] if key in shadow.rows else shadow.row(key)
+        shadow.reads[index][words] = row[agent]
         if shadow.read_masks is not None or not isinstance(mask, int):
-            if shadow.read_masks is None:
-                shadow.read_masks = np.full(shadow.reads.shape, 15, np.uint8)
-            shadow.read_masks[index, words] = 0
-            np.bitwise_or.at(shadow.read_masks[index], words, mask)
+            shadow.mark_read(index, words, mask)
 
     def write(
-        self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: object = 15, atomic: bool = False
+        self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: object = 15, strength: int = 0
     ) -> None:
         """Check and record a write by a warp; ``mask`` tells which bytes of each word."""
         row = self.V[agent]
         bad = shadow.clock[words] > row[shadow.writer[words]]
-        if atomic:
-            bad &= ~shadow.atomic[words]
         if np.count_nonzero(bad):
+            bad &= ~self._tolerated(agent, shadow, words, strength)
             self._report(agent, shadow, words, bad, where, mask, "writes", row)
-        if not (atomic and shadow.atomic[words].all()):
-            self._check_reads(agent, shadow, words, row, where, mask)
+        if shadow.updates and not strength:
+            self._check_updates(agent, shadow, words, row, where, "writes")
+        self._check_reads(agent, shadow, words, row, where, mask, strength)
         shadow.writer[words] = agent
         shadow.clock[words] = row[agent]
         if isinstance(mask, int):
@@ -161,21 +147,52 @@ class Detector:
         else:
             shadow.mask[words] = 0
             np.bitwise_or.at(shadow.mask, words, mask)
-        shadow.atomic[words] = atomic
+        shadow.strength[words] = strength
+        if strength and isinstance(mask, int):
+            shadow.update(agent, words, row[agent])
+
+    def _check_updates(
+        self, agent: int, shadow: Shadow, words: np.ndarray, row: np.ndarray, where: object, verb: str
+    ) -> None:
+        """Check a weak access against the strong writes of every agent."""
+        for writer, clocks in shadow.updates.items():
+            bad = clocks[words] > row[writer]
+            if np.count_nonzero(bad):
+                place = shadow.space(int(words.reshape(-1)[np.argmax(bad.reshape(-1))]))
+                raise RaceError(
+                    f"{where}: race at {place}: {self.names[agent]} {verb} after a strong write or reduction of"
+                    f" {self.names[writer]} without synchronisation"
+                )
+
+    def _tolerated(self, agent: int, shadow: Shadow, words: np.ndarray, strength: int) -> np.ndarray:
+        """Tell which words' last writes are strong enough not to conflict with a strong access."""
+        both = np.minimum(shadow.strength[words], np.uint8(strength))
+        fine = both > 0
+        if self.strict and strength and np.count_nonzero(fine & (both < 3)):
+            flat = fine.reshape(-1)
+            for i in np.flatnonzero(flat):
+                writer = self.homes[shadow.writer[words.reshape(-1)[i]]]
+                scope = SCOPES[int(both.reshape(-1)[i]) - 1]
+                flat[i] = writer is None or includes(scope, self.homes[agent], writer)
+        return fine
 
     def _check_reads(
-        self, agent: int, shadow: Shadow, words: np.ndarray, row: np.ndarray, where: object, mask: object = 15
-    ) -> None:
+        self, agent: int, shadow: Shadow, words: np.ndarray, row: np.ndarray, where: object, mask: object = 15,
+        strength: int = 0,
+    ) -> None:  # fmt: skip
+        """Check a write against earlier reads; a strong one does not conflict with strong reads."""
         count = len(shadow.rows)
         if not count:
             return
         known = row[shadow.row_agents[:count]].min(1)
         bad = shadow.reads[:count].take(words, axis=1) > known[:, None]
         if np.count_nonzero(bad):
+            if strength:
+                bad &= ~shadow.strong_rows[:count, None]
             if shadow.read_masks is not None:
                 bad &= (shadow.read_masks[:count][:, words] & np.asarray(mask, np.uint8)) != 0
-                if not bad.any():
-                    return
+            if not bad.any():
+                return
             hit, at = np.argwhere(bad)[0]
             reader = self.names[shadow.row_agents[hit, 0]]
             place = shadow.space(int(np.asarray(words).reshape(-1)[at]))
@@ -246,21 +263,38 @@ class Detector:
         bad = shadow.clock[words] > view[writers]
         if np.count_nonzero(bad):
             self._report(agent, shadow, words, bad, where, 15, "(asynchronously) reads", view)
+        if shadow.updates:
+            self._check_updates(agent, shadow, words, view, where, "(asynchronously) reads")
         row = shadow.row(readers)
-        shadow.reads[row, words] = np.uint32(clock)
+        shadow.reads[row][words] = np.uint32(clock)
 
     def async_write(
-        self, agent: int, view: np.ndarray, shadow: Shadow, words: np.ndarray, writer: int, where: object
+        self,
+        agent: int,
+        view: np.ndarray,
+        shadow: Shadow,
+        words: np.ndarray,
+        writer: int,
+        where: object,
+        strength: int = 0,
     ) -> None:
-        """Check a write by the asynchronous proxy and mark the words as being written by agent ``writer``."""
+        """Check a write by the asynchronous proxy and mark the words as being written by agent ``writer``.
+
+        A reduction has a strength and does not conflict with other reductions and atomics.
+        """
         bad = shadow.clock[words] > view[shadow.writer[words]]
         if np.count_nonzero(bad):
+            bad &= ~self._tolerated(agent, shadow, words, strength)
             self._report(agent, shadow, words, bad, where, 15, "(asynchronously) writes", view)
-        self._check_reads(agent, shadow, words.reshape(-1), self.V[agent], where)
+        if shadow.updates and not strength:
+            self._check_updates(agent, shadow, words, view, where, "(asynchronously) writes")
+        self._check_reads(agent, shadow, words.reshape(-1), self.V[agent], where, strength=strength)
         shadow.writer[words] = writer
         shadow.clock[words] = PENDING
         shadow.mask[words] = 15
-        shadow.atomic[words] = False
+        shadow.strength[words] = strength
+        if strength:
+            shadow.update(writer, words, PENDING)
 
     def tensor_read(
         self, agent: int, view: np.ndarray, shadow: Shadow, words: np.ndarray, reader: int, clock: int, where: object
@@ -283,6 +317,9 @@ class Detector:
         """Turn a pending write into one that happened at a clock of its agent."""
         mine = words[(shadow.writer[words] == writer) & (shadow.clock[words] == PENDING)]
         shadow.clock[mine] = clock
+        if writer in shadow.updates:
+            clocks = shadow.updates[writer]
+            clocks[words[clocks[words] == PENDING]] = clock
 
     def forbid(self, shadow: Shadow, words: np.ndarray, writer: int) -> None:
         """Make every access to words an error (a live mbarrier)."""
@@ -299,10 +336,3 @@ def join(store: np.ndarray | None, vector: np.ndarray) -> np.ndarray:
     result = store.copy()
     np.maximum(result[: len(vector)], vector, out=result[: len(vector)])
     return result
-
-
-def _grow_masks(masks: np.ndarray, rows: int) -> np.ndarray:
-    """Return read masks with more rows."""
-    grown = np.full((rows, masks.shape[1]), 15, np.uint8)
-    grown[: len(masks)] = masks
-    return grown

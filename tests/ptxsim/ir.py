@@ -146,13 +146,15 @@ class Variable:
 
 @dataclass(eq=False)
 class Param:
-    """A kernel or function parameter."""
+    """A kernel or function parameter; ``reg`` is its register when it is declared ``.reg``."""
 
     name: str
     type: str
     align: int
     size: int
     offset: int = 0
+    space: str = "param"
+    reg: Reg | None = None
 
 
 @dataclass(eq=False)

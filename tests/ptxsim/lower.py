@@ -6,7 +6,22 @@ import copy
 from dataclasses import replace
 
 from .errors import UnknownInstruction
-from .ir import SINK, Addr, Function, Instr, ModuleIR, Neg, Not, Pair, Reg, Sym, Variable, Vec
+from .ir import (
+    SINK,
+    TYPE_BITS,
+    Addr,
+    Function,
+    Instr,
+    ModuleIR,
+    Neg,
+    Not,
+    Pair,
+    Param,
+    Reg,
+    Sym,
+    Variable,
+    Vec,
+)
 from .registry import kind_of
 
 BUILTIN_CALLS = ("vprintf", "__assertfail")
@@ -109,7 +124,7 @@ def _emit_body(
         if new.op == "ret":
             new = _lower_return(new, return_label)
         skip = None
-        if new.guard is not None and (new.op == "call" or kind_of(new.op) in ("call", "sync", "direct")):
+        if new.guard is not None and (new.op in ("call", "brx") or kind_of(new.op) in ("call", "sync", "direct")):
             skip = out.fresh("skip")
             text = f"@{'' if new.guard_neg else '!'}{new.guard} bra (around: {new.text})"
             out.instrs.append(Instr("bra", [], [Sym(skip)], new.line, text, new.guard, not new.guard_neg))
@@ -140,26 +155,38 @@ def _lower_return(ins: Instr, return_label: str | None) -> Instr:
 
 
 def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None:
-    """Replace one ``call`` by the callee's body; formal parameters become the caller's variables."""
+    """Replace one ``call`` by the callee's body; formal parameters become the caller's variables or registers."""
+    where = f"kernel {out.name}, line {ins.line}"
     if depth > _MAX_DEPTH:
-        raise UnknownInstruction(f"{out.name}, line {ins.line}: recursive call is not supported: {ins.text}")
+        raise UnknownInstruction(f"{where}: recursive calls are not modelled: {ins.text}")
     args = list(ins.args)
     actual_returns = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
     callee = args.pop(0)
-    actual = list(args.pop(0).items) if args else []
-    if isinstance(callee, Sym) and callee.name in BUILTIN_CALLS:
-        out.instrs.append(Instr("builtin_call", [callee.name], [], ins.line, ins.text))
+    actual = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
+    if not isinstance(callee, Sym):
+        raise UnknownInstruction(f"{where}: indirect calls are not modelled: {ins.text}")
+    if callee.name in BUILTIN_CALLS:
+        places = [Addr(given) for given in (*actual, *actual_returns)]
+        out.instrs.append(Instr("builtin_call", [callee.name], places, ins.line, ins.text))
         return
-    target = module.functions.get(callee.name) if isinstance(callee, Sym) else None
+    target = module.functions.get(callee.name)
     if target is None or not target.instrs:
-        raise UnknownInstruction(f"{out.name}, line {ins.line}: call of an unknown or indirect function: {ins.text}")
+        raise UnknownInstruction(f"{where}: function {callee.name!r} has no body here: {ins.text}")
     if len(actual) != len(target.params) or len(actual_returns) != len(target.returns):
-        raise UnknownInstruction(f"{out.name}, line {ins.line}: argument count differs from the callee: {ins.text}")
+        raise UnknownInstruction(f"{where}: argument count differs from the callee: {ins.text}")
     names = {label: out.fresh(label) for label in target.labels}
-    for formal, given in zip([*target.params, *target.returns], [*actual, *actual_returns], strict=False):
-        if not isinstance(given, Sym):
-            raise UnknownInstruction(f"{out.name}, line {ins.line}: register arguments are not supported: {ins.text}")
-        names[formal.name] = given.name
+    regs = {}
+    for reg in target.regs:
+        regs[reg] = Reg(reg.name, reg.type, len(out.regs))
+        out.regs.append(regs[reg])
+    copies_back = []
+    for formal, given, returned in [
+        *((f, g, False) for f, g in zip(target.params, actual, strict=True)),
+        *((f, g, True) for f, g in zip(target.returns, actual_returns, strict=True)),
+    ]:
+        before, after = _bind(formal, given, out, regs, names, ins)
+        copies_back += after if returned else []
+        out.instrs += [] if returned else before
     for name, var in target.variables.items():
         if var.space == "shared":
             out.variables[name] = var
@@ -167,10 +194,31 @@ def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None
         clone = copy.copy(var)
         clone.name = names[name] = out.fresh(name)
         out.variables[clone.name] = clone
-    regs = {}
-    for reg in target.regs:
-        regs[reg] = Reg(reg.name, reg.type, len(out.regs))
-        out.regs.append(regs[reg])
     end = out.fresh("return")
     _emit_body(module, target, out, regs, names, end, depth + 1)
     out.label_here(end)
+    out.instrs += copies_back
+
+
+def _bind(
+    formal: Param, given: object, out: Lowered, regs: dict[Reg, Reg], names: dict[str, str], ins: Instr
+) -> tuple[list[Instr], list[Instr]]:
+    """Connect a formal parameter with what the call gives; return copies before and after the body."""
+    if formal.reg is None and isinstance(given, Sym):
+        names[formal.name] = given.name
+        return [], []
+    bits = f"b{TYPE_BITS[formal.type]}" if formal.type != "pred" else "pred"
+    inner: object = regs.get(formal.reg) if formal.reg else None
+    if inner is None:  # a register or a literal for a parameter in memory
+        variable = Variable(out.fresh(formal.name), "param", formal.align, formal.size, formal.type)
+        out.variables[variable.name] = variable
+        names[formal.name] = variable.name
+        place = Addr(Sym(variable.name))
+        store = Instr("st", ["param", bits], [place, given], ins.line, ins.text)
+        return [store], [Instr("ld", ["param", bits], [given, place], ins.line, ins.text)]
+    if isinstance(given, Sym):
+        place = Addr(given)
+        load = Instr("ld", ["param", bits], [inner, place], ins.line, ins.text)
+        return [load], [Instr("st", ["param", bits], [place, inner], ins.line, ins.text)]
+    move = Instr("mov", [bits], [inner, given], ins.line, ins.text)
+    return [move], [Instr("mov", [bits], [given, inner], ins.line, ins.text)]

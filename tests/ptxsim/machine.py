@@ -10,24 +10,28 @@ from collections.abc import Callable
 import numpy as np
 
 from .errors import DeadlockError, SimError, StepLimitError, StrictWarning, SyncError
-from .hb import Detector, Shadow
+from .globalrace import GlobalShadows
+from .hb import Detector
 from .memory import RANK_SHIFT, SHARED_RESERVED, Buffer, Shared
+from .shadow import Shadow
 from .sync import ClusterBarrier, MBarrier, NamedBarrier
 from .warp import Warp
 
+_PATIENCE = 4
+"""Rounds of the scheduler after which asynchronous work goes on although some warps can run."""
+
+
+_QUIET = frozenset(("cp", "bulk", "wgmma"))
+"""Queues (by the first part of their keys) whose work signals nothing: who needs it finishes it by waiting."""
+
 
 class AsyncOp:
-    """A piece of asynchronous work.
+    """A piece of asynchronous work, which ``finish`` performs."""
 
-    ``finish`` performs it; ``ready`` (optional) tells whether it may be performed yet; ``lazy`` work waits in late
-    mode for the instruction that waits for it, or for the moment at which nothing else can run.
-    """
+    __slots__ = ("finish", "name", "start")
 
-    __slots__ = ("finish", "lazy", "name", "ready", "start")
-
-    def __init__(self, name: str, finish: Callable[[], None], ready: Callable[[], bool] | None = None) -> None:
-        self.name, self.finish, self.ready = name, finish, ready
-        self.lazy = True
+    def __init__(self, name: str, finish: Callable[[], None]) -> None:
+        self.name, self.finish = name, finish
         self.start = 0
 
 
@@ -41,7 +45,7 @@ class Cta:
         size = self.program.dynamic_offset + self.launch.dynamic_shared
         self.shared = Shared(size, rank)
         self.shared_base = np.uint32(self.shared.base)
-        self.shadow = Shadow(self.shared.size // 4) if cluster.detector else None
+        self.shadow = Shadow(self.shared.size // 4) if self.launch.check else None
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
         self.tmem: object = None
@@ -147,7 +151,7 @@ class Cta:
         size = self.program.dynamic_offset + launch.dynamic_shared
         plain = {
             "%warpid": warp.index,
-            "%nwarpid": len(self.warps),
+            "%nwarpid": 64,
             "%cluster_ctarank": self.rank,
             "%cluster_nctarank": int(np.prod(cluster)),
             "%is_explicit_cluster": int(np.prod(cluster) > 1),
@@ -168,8 +172,10 @@ class Cluster:
 
     def __init__(self, launch: object, index: int, ctaids: list[tuple[int, int, int]]) -> None:
         self.launch, self.index = launch, index
-        self.detector = Detector(launch.strict) if launch.check else None
-        self.queues: dict[object, deque[AsyncOp]] = {}
+        self.detector = launch.detector or (Detector(launch.strict) if launch.check else None)
+        # Work that may wake a warp, and work that only the wait of its own thread finishes (see _QUIET).
+        self.queues: dict[tuple, deque[AsyncOp]] = {}
+        self.quiet: dict[tuple, deque[AsyncOp]] = {}
         self.ctas: list[Cta] = []
         self.barrier = ClusterBarrier(self)
         for rank, ctaid in enumerate(ctaids):
@@ -186,25 +192,26 @@ class Cluster:
             warp.sync_error(ins, f"block rank {rank} of the cluster has already exited")
         return cta
 
-    def submit(self, key: object, op: AsyncOp) -> None:
+    def submit(self, key: tuple | None, op: AsyncOp) -> None:
         """Queue asynchronous work; work under one key finishes in order. Key None: unordered."""
         op.start = self.launch.steps
-        if self.launch.mode == "early" and not self.queues.get(key) and (op.ready is None or op.ready()):
+        key = key or ("unordered", next(self.serial))
+        queues = self.quiet if key[0] in _QUIET else self.queues
+        if self.launch.mode == "early" and key not in queues:
             op.finish()
             self.launch.note_async(op)
             return
-        if key is None:
-            key = ("unordered", next(self.serial))
-        self.queues.setdefault(key, deque()).append(op)
+        queues.setdefault(key, deque()).append(op)
 
-    def progress(self, key: object) -> bool:
-        """Finish the head of one queue if it is ready."""
-        queue = self.queues.get(key)
-        if not queue or (queue[0].ready is not None and not queue[0].ready()):
+    def progress(self, key: tuple) -> bool:
+        """Finish the head of one queue; return whether there was one."""
+        queues = self.quiet if key[0] in _QUIET else self.queues
+        queue = queues.get(key)
+        if queue is None:
             return False
         op = queue.popleft()
         if not queue:
-            self.queues.pop(key, None)
+            del queues[key]
         op.finish()
         self.launch.note_async(op)
         return True
@@ -214,13 +221,19 @@ class Cluster:
         while not until() and self.progress(key):
             pass
 
-    def progress_any(self, chance: float = 1.0) -> bool:
-        """Finish one ready head, chosen by the seed; with a chance below 1, maybe none."""
+    def progress_any(self) -> bool:
+        """Finish a piece of work chosen by the seed: of what signals, else of the rest."""
+        return self._progress_one(self.queues) or self._progress_one(self.quiet)
+
+    def progress_maybe(self, chance: float) -> None:
+        """With some chance finish a piece of work of either kind."""
         rng = self.launch.rng
-        ready = [k for k, q in self.queues.items() if q[0].ready is None or q[0].ready()]
-        if not ready or (chance < 1.0 and rng.random() > chance):
-            return False
-        return self.progress(ready[int(rng.integers(len(ready)))])
+        if rng.random() < chance:
+            share = rng.random() * (len(self.queues) + len(self.quiet))
+            self._progress_one(self.queues if share < len(self.queues) else self.quiet)
+
+    def _progress_one(self, queues: dict[tuple, deque[AsyncOp]]) -> bool:
+        return bool(queues) and self.progress([*queues][int(self.launch.rng.integers(len(queues)))])
 
     @property
     def alive(self) -> bool:
@@ -243,14 +256,22 @@ class Launch:
         self.step_limit: int = options["max_steps"]
         self.rng = np.random.default_rng(options["seed"])
         self.random = self.mode == "random"
-        self.steps = 0
+        self.steps = self.stale = 0
+        self.counts = np.zeros(len(program.blocks), np.int64)
         self.traffic = [0] * 8
         self.counters: Counter = Counter()
+        self.waits: dict[str, list[int]] = {}
+        self.parked: list = []
         self.banks = options.get("banks")
         self.timeline = options.get("timeline")
-        self.global_races = options.get("global_races")
+        race_global = options.get("race_global")
+        self.detector = Detector(self.strict) if race_global else None
+        self.shadows = GlobalShadows(memory) if race_global else None
         self.tmem_base: int = options.get("tmem_base", 0)
         self.warned: set = set()
+        self.printed: list[str] = []
+        self.elected: dict[bytes, int] = {}
+        self.maps: dict[int, int] = {}
         self.notes: list[str] = []
         self.waiting: deque[tuple[int, list[tuple[int, int, int]]]] = deque()
         self.clusters: list[Cluster] = []
@@ -268,17 +289,19 @@ class Launch:
             self.warned.add(rule)
             warnings.warn(text, StrictWarning, stacklevel=2)
 
-    # ---- hooks of the timeline ---------------------------------------------------------------------------------
-    def note_park(self, warp: Warp, park: object) -> None:
+    # ---- hooks of the statistics and the timeline ----------------------------------------------------------------
+    def note_park(self, park: object) -> None:
         """A fragment starts to wait."""
-        self.counters["parks"] += 1
-        if self.timeline is not None:
-            self.timeline.park(warp, park, self.steps)
+        park.since = self.steps
+        self.parked.append(park)
 
-    def note_wake(self, warp: Warp) -> None:
+    def note_wake(self, warp: Warp, park: object) -> None:
         """A fragment resumes."""
+        entry = self.waits.setdefault(park.name, [0, 0])
+        entry[0] += 1
+        entry[1] += self.steps - park.since
         if self.timeline is not None:
-            self.timeline.wake(warp, self.steps)
+            self.timeline.wait(warp, park, self.steps)
 
     def note_async(self, op: AsyncOp) -> None:
         """Asynchronous work finished."""
@@ -319,9 +342,6 @@ class Launch:
         """Finish what a cluster left in flight, and drop it."""
         while cluster.progress_any():
             pass
-        if cluster.queues:
-            names = sorted({op.name for q in cluster.queues.values() for op in q})
-            raise SyncError(f"kernel {self.program.name} exits with asynchronous work that cannot finish: {names}")
         self.clusters.remove(cluster)
 
     def _round(self) -> None:
@@ -336,19 +356,34 @@ class Launch:
             if self.timeline is not None and ran:
                 self.timeline.turn(warp, self.steps, self.steps + ran)
             self.steps += ran
+            for park in self.parked:
+                park.since = self.steps
+            self.parked.clear()
             if ran and self.random:
-                warp.cta.cluster.progress_any(0.1)
+                self.clusters[int(self.rng.integers(len(self.clusters)))].progress_maybe(0.1)
         if self.steps > self.step_limit:
             raise StepLimitError(
                 f"kernel {self.program.name} ran {self.steps} blocks: over the step limit\n{self.dump()}"
             )
+        self.stale = self.stale + 1 if moved else 0
         if moved:
+            if self.stale >= _PATIENCE:
+                self._relieve(warps)
             return
         if self.module.on_idle is not None and self.module.on_idle():
             return
         order = self.rng.permutation(len(self.clusters))
         if not any(self.clusters[i].progress_any() for i in order) and any(c.alive for c in self.clusters):
             raise DeadlockError(f"kernel {self.program.name}: deadlock\n{self.dump()}")
+
+    def _relieve(self, warps: list[Warp]) -> None:
+        """Finish a piece of work of each cluster when some warps wait while others keep running.
+
+        Those may be polling memory for what a waiting warp will write once its copy has arrived.
+        """
+        self.stale = 0
+        for cluster in {id(w.cta.cluster): w.cta.cluster for w in warps if w.waits}.values():
+            cluster.progress_any()
 
     def dump(self) -> str:
         """Describe where every warp is and the state of every barrier."""
@@ -360,10 +395,12 @@ class Launch:
                     why = fragment.park.what if fragment.park else "missing lanes" if fragment.waiting else "running"
                     lanes = "all lanes" if fragment.lanes is None else f"lanes {list(map(int, fragment.lanes))}"
                     lines.append(f"  {warp.name} {lanes}: line {ins.line}: {why} [{ins.text[:90]}]")
+            if cluster.barrier.arrived:
+                lines.append(f"  {cluster.barrier.state()}")
             for cta in cluster.ctas:
                 lines += [f"  {b.state()}" for b in cta.mbarriers.values()]
                 lines += [f"  {b.state()} (block {cta.ctaid})" for b in cta.named.values() if b.arrived]
-            for queue in cluster.queues.values():
+            for queue in (*cluster.queues.values(), *cluster.quiet.values()):
                 lines.append(f"  in flight: {', '.join(op.name for op in queue)}")
         return "\n".join(lines)
 

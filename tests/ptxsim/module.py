@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,13 +20,15 @@ from . import (  # noqa: F401 (emitters register themselves)
     ops_matrix,
     ops_mbar,
     ops_mem,
+    ops_print,
     ops_sync,
     ops_tcgen05,
+    ops_tensormap,
     ops_warp,
     ops_wgmma,
 )
 from .errors import SimError
-from .ir import TYPE_BITS
+from .ir import TYPE_BITS, ModuleIR
 from .machine import Launch
 from .memory import GENERIC_BASE, Buffer, Memory
 from .parse import parse
@@ -33,6 +37,14 @@ from .report import BankCounter, Report
 from .tensormap import TensorMap
 
 Dims = int | Sequence[int]
+MAX_SHARED = 227 * 1024
+"""Bytes of shared memory that a block of sm_90 or sm_100 can have."""
+
+
+@lru_cache(maxsize=64)
+def _loaded(ptx: str) -> tuple[ModuleIR, dict[str, Program]]:
+    """Parse a text once: modules made from it share what is compiled, and nothing that a launch changes."""
+    return parse(ptx), {}
 
 
 class Module:
@@ -54,11 +66,10 @@ class Module:
     """
 
     def __init__(self, ptx: str, strict: bool = True, memory: Memory | None = None) -> None:
-        self.ir = parse(ptx)
+        self.ir, self._programs = _loaded(ptx)
         self.strict = strict
         self.memory = memory or Memory()
         self.on_idle = None
-        self._programs: dict[str, Program] = {}
         image, constants = constant_image(self.ir)
         self.constants = Buffer(image, 0, "constant memory")
         self.offsets: dict[str, tuple[str, int]] = {name: ("const", at) for name, at in constants.items()}
@@ -108,7 +119,7 @@ class Module:
         block: Dims,
         args: Sequence[object],
         smem: int = 0,
-        cluster: Dims = (1, 1, 1),
+        cluster: Dims | None = None,
         mode: str = "early",
         seed: int = 0,
         check: bool = True,
@@ -127,7 +138,7 @@ class Module:
         name : str
             Entry function.
         grid, block, cluster : int or sequence of int
-            Dimensions in blocks, threads and blocks.
+            Dimensions in blocks, threads and blocks; a cluster defaults to what the kernel declares, else one block.
         args : sequence
             One per parameter: a NumPy array (its address is passed), an int or float, ``bytes`` or a NumPy record (a
             struct by value), or a :class:`~.tensormap.TensorMap`.
@@ -138,7 +149,7 @@ class Module:
         seed : int, optional
             Seeds every random choice.
         check : bool, optional
-            Race and proxy detection in shared memory.
+            Race and proxy detection in shared and tensor memory.
         resident : int, optional
             How many clusters run interleaved.
         max_steps : int, optional
@@ -150,7 +161,7 @@ class Module:
         timeline : Timeline, optional
             Records what every warp and asynchronous unit does.
         race_global : bool, optional
-            Race detection in global memory as well (blocks that exchange data).
+            Race and proxy detection in global memory as well (blocks that exchange data).
         tmem_base : int, optional
             First tensor-memory column that allocations start at.
 
@@ -162,16 +173,8 @@ class Module:
         if mode not in ("early", "late", "random"):
             raise ValueError(f"mode {mode!r} is not 'early', 'late' or 'random'")
         program = self.program(name)
-        grid3, block3, cluster3 = _dims(grid), _dims(block), _dims(cluster)
-        if any(g % c for g, c in zip(grid3, cluster3, strict=False)):
-            raise SimError(f"grid {grid3} is not a multiple of the cluster {cluster3}")
-        threads = int(np.prod(block3))
-        if not 1 <= threads <= 1024:
-            raise SimError(f"a block of {threads} threads is not possible")
-        for key in ("maxntid", "reqntid"):
-            limit = program.function.directives.get(key)
-            if limit and threads > int(np.prod(limit)):
-                raise SimError(f"kernel {name}: {threads} threads exceed .{key} {limit}")
+        grid3, block3 = _dims(grid), _dims(block)
+        cluster3 = check_shape(program, grid3, block3, cluster, smem)
         launch = Launch(
             self,
             program,
@@ -189,15 +192,13 @@ class Module:
             strict=self.strict if strict is None else strict,
             banks=BankCounter() if banks else None,
             timeline=timeline,
-            global_races=None,
+            race_global=race_global,
             tmem_base=tmem_base,
         )
-        if race_global:
-            from .globalrace import GlobalRaces
-
-            launch.global_races = GlobalRaces()
-        program.counts[:] = 0
-        launch.run()
+        try:
+            launch.run()
+        finally:
+            sys.stdout.write("".join(launch.printed))
         return Report(launch)
 
     def _pack(self, program: Program, args: Sequence[object]) -> Buffer:
@@ -234,6 +235,32 @@ class Module:
             code = {4: "f4", 8: "f8", 2: "f2"}.get(TYPE_BITS[param.type] // 8, "f4")
             return np.array(arg, code).tobytes()
         raise SimError(f"argument {arg!r} for {param.name} is of no supported kind")
+
+
+def check_shape(program: Program, grid: tuple, block: tuple, cluster: Dims | None, smem: int) -> tuple[int, int, int]:
+    """Check a launch's dimensions as the driver does; return those of the cluster."""
+    name, directives = program.name, program.function.directives
+    declared = directives.get("reqnctapercluster")
+    if declared and cluster is not None and _dims(declared) != _dims(cluster):
+        raise SimError(f"kernel {name}: cluster {_dims(cluster)} differs from .reqnctapercluster {declared}")
+    cluster3 = _dims(cluster if cluster is not None else declared or 1)
+    if min(*grid, *cluster3) < 1 or any(g % c for g, c in zip(grid, cluster3, strict=True)):
+        raise SimError(f"kernel {name}: grid {grid} is not a multiple of the cluster {cluster3}")
+    blocks = int(np.prod(cluster3))
+    if blocks > min([16, *directives.get("maxclusterrank", ())]):
+        raise SimError(f"kernel {name}: a cluster of {blocks} blocks is not possible")
+    threads = int(np.prod(block))
+    if not 1 <= threads <= 1024 or block[2] > 64:
+        raise SimError(f"kernel {name}: a block of {block} threads is not possible")
+    if threads > int(np.prod(directives.get("maxntid", (1024,)))):
+        raise SimError(f"kernel {name}: {threads} threads exceed .maxntid {directives['maxntid']}")
+    required = directives.get("reqntid")
+    if required and _dims(required) != block:
+        raise SimError(f"kernel {name}: block {block} differs from .reqntid {required}")
+    size = program.dynamic_offset + smem
+    if size > MAX_SHARED:
+        raise SimError(f"kernel {name}: {size} bytes of shared memory exceed the {MAX_SHARED} that a block can have")
+    return cluster3
 
 
 def _dims(value: Dims) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import numpy as np
 
 _HALF_TIE = np.uint64(0x10000000)
 _LOW29 = np.uint64(0x1FFFFFFF)
+_ABOVE_TINY32 = np.uint32(0x7F000000)
 _TINY32 = 2.0**-126
 
 
@@ -23,12 +24,16 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     The product is exact in float64; where the float64 sum lies on a float32 rounding boundary (or the result is
     subnormal) the sum is first rounded to odd, so that the second rounding cannot err.
     """
-    product = a.astype("f8") * b
+    product = np.multiply(a, b, dtype="f8")
     total = product + c
-    low = total.view("u8") & _LOW29
-    if np.count_nonzero((low == _HALF_TIE) | ((np.abs(total) < _TINY32) & (total != 0))):
-        total = round_to_odd(product, c.astype("f8"), total)
-    return total.astype("f4")
+    result = total.astype("f4")
+    tie = (total.view("u8") & _LOW29) == _HALF_TIE
+    all_large = np.count_nonzero(result.view("u4") & _ABOVE_TINY32) == result.size  # cheaper than the look below
+    if all_large and not np.count_nonzero(tie):
+        return result
+    if np.count_nonzero(tie | ((np.abs(total) < _TINY32) & (total != 0))):
+        return round_to_odd(product, c.astype("f8"), total).astype("f4")
+    return result
 
 
 def round_to_odd(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
@@ -51,8 +56,9 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def saturate(x: np.ndarray) -> np.ndarray:
-    """Clamp to [0, 1], NaN to +0 (``.sat``)."""
-    return np.where(np.isnan(x), x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)))
+    """Clamp to [0, 1], NaN and -0 to +0 (``.sat``)."""
+    zero = x.dtype.type(0)
+    return np.where(np.isnan(x), zero, np.clip(x, zero, x.dtype.type(1)) + zero)
 
 
 def round_f64(total: np.ndarray, error: np.ndarray, dtype: str, mode: str) -> np.ndarray:

@@ -13,22 +13,50 @@ from .ops_float import from_bf16
 RESERVED_CHUNKS = 64
 """Chunks of 16 bytes below a block's first usable shared address."""
 
-ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
+ELEMENT_BITS = {
+    "f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4,
+}  # fmt: skip
+"""Width of an element; in shared memory sixteen 6- or 4-bit elements are packed at the start of 16 bytes."""
+
+CONTAINER_SHIFT = {"e2m3": 1, "e3m2": 1, "e2m1": 2}
+"""Where a 6- or 4-bit element starts in its 8-bit container in tensor memory.
+
+The ISA shows it in pictures only (its text for mma.sync puts 6-bit elements at bit 0). These are the positions that
+CUTLASS's example ``cp_narrow_a_to_tmem_mma.py`` states for tcgen05: 0xxxxxx0 and 00xxxx00.
+"""
 
 
 @dataclass(frozen=True)
 class SmemLayout:
-    """A shared-memory matrix descriptor, decoded: byte quantities, swizzle span in bytes (0: none)."""
+    """A shared-memory matrix descriptor, decoded.
+
+    ``span`` is the swizzle span in bytes (0: none), ``atom`` the bytes that a swizzle keeps together, ``base`` the
+    128-byte line (modulo 8) at which the swizzle's pattern starts; the other fields are byte quantities.
+    """
 
     start: int
     lbo: int
     sbo: int
     span: int
+    atom: int = 16
+    base: int = 0
+
+
+def swizzle(chunks: np.ndarray, span: int, atom: int = 16, base: int = 0) -> np.ndarray:
+    """Apply a swizzle to 16-byte chunk numbers (addresses / 16).
+
+    The position within a line of ``span`` bytes, in units of ``atom`` bytes, is XORed with the number of the 128-byte
+    line, counted from the start of the pattern.
+    """
+    if not span:
+        return chunks
+    shift = atom // 32  # 16, 32, 64 -> 0, 1, 2
+    return chunks ^ ((((chunks >> 3) - base) & (span // atom - 1)) << shift)
 
 
 @lru_cache(maxsize=1 << 14)
 def chunk_plan(
-    phase: int, lbo: int, sbo: int, span: int, mn_major: bool, mn: int, depth: int, bits: int
+    phase: int, shape: tuple[int, int, int, int, int], mn_major: bool, mn: int, depth: int, bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return chunk numbers of an operand relative to its start chunk, and the same as word numbers.
 
@@ -36,24 +64,24 @@ def chunk_plan(
     ----------
     phase : int
         Start address / 16 modulo 64 (swizzles depend on the absolute address).
-    lbo, sbo : int
-        Leading and stride byte offsets.
-    span : int
-        Swizzle span in bytes: 0, 32, 64 or 128.
+    shape : tuple
+        Leading and stride byte offsets, swizzle span, atom and base.
     mn_major : bool
         False: K is contiguous (array [mn, k chunk]); True: M or N is (array [mn chunk, k]).
     mn, depth : int
         Extents in elements.
     bits : int
-        Element width.
+        Element width (of the container, where elements are narrower than a byte).
     """
+    lbo, sbo, span, atom, base = shape
     per_chunk = 128 // bits
     if mn_major:
         i = np.arange(mn // per_chunk)[:, None]
         k = np.arange(depth)[None, :]
         if span:
-            width = span // 16
-            address = (i % width) * 16 + (i // width) * lbo + (k % 8) * span + (k // 8) * sbo
+            # Atoms of a span by eight k; by four k where the swizzle keeps 32 bytes together.
+            width, lines = span // 16, 128 // atom if atom > 16 else 8
+            address = (i % width) * 16 + (i // width) * lbo + (k % lines) * span + (k // lines) * sbo
         else:
             address = i * sbo + (k % 8) * 16 + (k // 8) * lbo
     else:
@@ -61,9 +89,7 @@ def chunk_plan(
         k = np.arange(depth // per_chunk)[None, :]
         row = span or 16
         address = (i % 8) * row + (i // 8) * sbo + k * (16 if span else lbo)
-    chunks = address // 16 + phase
-    mask = {0: 0, 32: 1, 64: 3, 128: 7}[span]
-    chunks = (chunks ^ (chunks >> 3 & mask)) - phase
+    chunks = swizzle(address // 16 + phase, span, atom, base) - phase
     words = (chunks.reshape(-1, 1) * 4 + np.arange(4)).reshape(-1)
     chunks.flags.writeable = words.flags.writeable = False
     return chunks, words
@@ -72,7 +98,8 @@ def chunk_plan(
 def placed(layout: SmemLayout, mn_major: bool, mn: int, depth: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the absolute chunk and word indices of an operand in a block's shared memory."""
     first = layout.start // 16
-    plan = chunk_plan(first % 64, layout.lbo, layout.sbo, layout.span, mn_major, mn, depth, bits)
+    shape = (layout.lbo, layout.sbo, layout.span, layout.atom, layout.base)
+    plan = chunk_plan(first % 64, shape, mn_major, mn, depth, bits)
     base = first - RESERVED_CHUNKS
     return plan[0] + base, plan[1] + 4 * base
 
@@ -83,28 +110,53 @@ def fetch(memory: object, chunks: np.ndarray, mn_major: bool, kind: str) -> tupl
     defined = memory.chunk_init[chunks]
     bad = None
     if np.count_nonzero(defined != 0x01010101):
-        undefined = _elements(defined, mn_major, kind, True)
-        bad = (undefined != 0).any(1)
-    return _elements(raw, mn_major, kind, False), bad
+        # A byte that is not defined is all ones, so that every element that has a bit of it is not zero.
+        undefined = (defined.view("u1") ^ np.uint8(1)) * np.uint8(255)
+        bad = (_elements(undefined.view("u4"), mn_major, kind) != 0).any(1)
+    return widen(_elements(raw, mn_major, kind), kind), bad
 
 
-def _elements(raw: np.ndarray, mn_major: bool, kind: str, poison: bool) -> np.ndarray:
-    """Turn gathered chunks [a, b, 4 words] into [mn, k] elements (or their undefined bytes)."""
-    width = ELEMENT_BITS[kind] // 8
-    flat = raw.reshape(raw.shape[0], -1)
-    if poison:
-        flat = flat ^ np.uint32(0x01010101)
-    values = flat.view(f"u{width}")
+def _elements(raw: np.ndarray, mn_major: bool, kind: str) -> np.ndarray:
+    """Turn gathered chunks [a, b, 4 words] into raw elements [mn, k]."""
+    bits = ELEMENT_BITS[kind]
+    if bits < 8:
+        values = unpack(raw.reshape(*raw.shape[:2], 4).view("u1"), bits).reshape(raw.shape[0], -1)
+    else:
+        values = raw.reshape(raw.shape[0], -1).view(f"u{bits // 8}")
     if mn_major:
-        per_chunk = 16 // width
+        per_chunk = 128 // max(bits, 8)
         values = values.reshape(raw.shape[0], raw.shape[1], per_chunk).transpose(0, 2, 1)
         values = values.reshape(-1, raw.shape[1])
-    return values if poison else widen(values, kind)
+    return values
 
 
-_FP8_TABLES = {
+def unpack(chunks: np.ndarray, bits: int) -> np.ndarray:
+    """Return the sixteen 6- or 4-bit elements packed at the start of 16-byte chunks [..., 16], as bytes."""
+    if bits == 4:
+        data = chunks[..., :8]
+        return np.stack([data & 15, data >> 4], -1).reshape(chunks.shape)
+    triple = chunks[..., :12].reshape(*chunks.shape[:-1], 4, 3).astype("u4")
+    joined = triple[..., 0] | triple[..., 1] << 8 | triple[..., 2] << 16
+    parts = [(joined >> (6 * j) & 63).astype("u1") for j in range(4)]
+    return np.stack(parts, -1).reshape(chunks.shape)
+
+
+def _small_floats(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
+    """Return the values of a float format without infinities and NaNs, by bit pattern."""
+    bias = (1 << exponent_bits - 1) - 1
+    code = np.arange(1 << exponent_bits + mantissa_bits + 1)
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    fraction = (code & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    magnitude = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    return np.where(code >> exponent_bits + mantissa_bits, -magnitude, magnitude).astype("f4")
+
+
+_TABLES = {
     "e4m3": np.arange(256, dtype="u1").view(ml_dtypes.float8_e4m3fn).astype("f4"),
     "e5m2": np.arange(256, dtype="u1").view(ml_dtypes.float8_e5m2).astype("f4"),
+    "e2m3": _small_floats(2, 3),
+    "e3m2": _small_floats(3, 2),
+    "e2m1": _small_floats(2, 1),
 }
 
 
@@ -116,9 +168,18 @@ def widen(values: np.ndarray, kind: str) -> np.ndarray:
         return np.ascontiguousarray(values).view("f2").astype("f4")
     if kind == "tf32":
         return (values & np.uint32(0xFFFFE000)).view("f4")
-    if kind in _FP8_TABLES:
-        return _FP8_TABLES[kind][values]
+    if kind in _TABLES:
+        return _TABLES[kind][values]
     return np.ascontiguousarray(values).view("i1" if kind == "s8" else "u1").astype("f4")
+
+
+def from_containers(values: np.ndarray, kind: str) -> tuple[np.ndarray, bool]:
+    """Return 8-bit containers of tensor memory as raw elements, and whether padding bits are set."""
+    if kind not in CONTAINER_SHIFT:
+        return values, False
+    shift, bits = CONTAINER_SHIFT[kind], ELEMENT_BITS[kind]
+    mask = ((1 << bits) - 1) << shift
+    return (values & mask) >> shift, bool(np.count_nonzero(values & ~np.uint8(mask)))
 
 
 def multiply(a: np.ndarray, b: np.ndarray, exact: bool = False) -> np.ndarray:

@@ -99,9 +99,18 @@ def _mad(cg: Codegen, ins: Instr, mods: Mods) -> None:
         return cg.out(dst, unsigned, f"{x} * {y} + {z}")
     x, y = cg.src(a, type_name), cg.src(b, type_name)
     if part == "hi":
-        return cg.out(dst, type_name, f"mul_hi({x}, {y}) + {cg.src(c, type_name)}")
+        return _add_to(cg, mods, dst, type_name, f"mul_hi({x}, {y})", cg.src(c, type_name))
     wide = f"{type_name[0]}{TYPE_BITS[type_name] * 2}"
     return cg.out(dst, wide, f"{x}.astype({VIEWS[wide]!r}) * {y} + {cg.src(c, wide)}")
+
+
+def _add_to(cg: Codegen, mods: Mods, dst: object, type_name: str, product: str, addend: str) -> None:
+    """Emit the sum of a multiply-add, clamped when ``.sat`` asks for it."""
+    if mods.flag("sat"):
+        if type_name != "s32":
+            mods.fail(".sat needs .s32")
+        return cg.out(dst, type_name, f"{cg.bind(numeric.saturating_add)}({product}, {addend}, 1)")
+    return cg.out(dst, type_name, f"{product} + {addend}")
 
 
 def add_carry(a: np.ndarray, b: np.ndarray, carry: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -169,8 +178,8 @@ def _mul24(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
     expr = f"{cg.bind(run)}({cg.src(a, type_name)}, {cg.src(b, type_name)})"
     if rest:
-        expr += f" + {cg.src(rest[0], type_name)}"
-    cg.out(dst, type_name, expr)
+        return _add_to(cg, mods, dst, type_name, expr, cg.src(rest[0], type_name))
+    return cg.out(dst, type_name, expr)
 
 
 @op("div rem")
@@ -189,13 +198,18 @@ def _minmax(cg: Codegen, ins: Instr, mods: Mods) -> None:
         from .ops_float import float_minmax
 
         return float_minmax(cg, ins, mods)
-    function = "np.minimum" if ins.op == "min" else "np.maximum"
-    if _packed_int(cg, mods, getattr(np, function[3:])):
+    function = np.minimum if ins.op == "min" else np.maximum
+    if mods.flag("relu"):
+        if not {"s16x2", "s32"} & set(mods.left):
+            mods.fail(".relu needs .s16x2 or .s32")
+        plain = function
+
+        def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return np.maximum(plain(a, b), a.dtype.type(0))
+
+    if _packed_int(cg, mods, function):
         return None
-    type_name = mods.type(*_INT)
-    relu = mods.flag("relu")
-    template = f"{function}({{a}}, {{b}})"
-    return binary(cg, ins, mods, type_name, f"np.maximum({template}, 0)" if relu else template)
+    return binary(cg, ins, mods, mods.type(*_INT), cg.bind(function) + "({a}, {b})")
 
 
 @op("neg abs")
@@ -233,8 +247,9 @@ def _not(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 @op("lop3")
 def _lop3(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    combine = mods.choose("and", "or", default="")
     type_name = mods.type("b32")
-    dst, a, b, c, table = mods.args(5)
+    dst, a, b, c, table, *rest = mods.args(6 if combine else 5)
     x, y, z = (cg.src(v, type_name) for v in (a, b, c))
     terms = []
     for index in range(8):
@@ -242,7 +257,17 @@ def _lop3(cg: Codegen, ins: Instr, mods: Mods) -> None:
             terms.append(
                 f"({'' if index & 4 else '~'}{x} & {'' if index & 2 else '~'}{y} & {'' if index & 1 else '~'}{z})"
             )
-    cg.out(dst, type_name, " | ".join(terms) if terms else cg.const(0, "u4"))
+    result = " | ".join(terms) if terms else cg.const(0, "u4")
+    if not combine:
+        return cg.out(dst, type_name, result)
+    if not isinstance(dst, Pair):
+        mods.fail("needs two destinations d|p")
+    name, truth = cg.name("v"), cg.name("m")
+    cg.line(f"{name} = {result}")
+    cg.line(f"{truth} = ({name} != 0) {'&' if combine == 'and' else '|'} {cg.src(rest[0], 'pred')}")
+    poison = cg.poison()
+    cg.out(dst.first, type_name, name, poison)
+    return cg.out(dst.second, "pred", truth, poison)
 
 
 @op("shl shr")
@@ -308,20 +333,40 @@ def _unpack(cg: Codegen, ins: Instr, dst: Vec, source: object, type_name: str) -
             cg.out(item, f"b{bits}", f"{name}[:, {index}].copy()", poison)
 
 
+def choose(cg: Codegen, dst: object, type_name: str, test: str, a: object, b: object) -> None:
+    """Emit a selection by an expression just read: a lane's poison is that of the test and of the value it takes."""
+    tested = cg.sources
+    name, values, masks = cg.name("m"), [], []
+    cg.line(f"{name} = {test}")
+    for operand in (a, b):
+        cg.sources = []
+        values.append(cg.src(operand, type_name))
+        masks.append(cg.sources[0] if cg.sources else None)
+    cg.sources = tested
+    if masks != [None, None]:
+        taken = cg.name("q")
+        cg.line(f"{taken} = selq({name}, {masks[0]}, {masks[1]})")
+        cg.sources = [*tested, taken]
+    cg.out(dst, type_name, f"where({name}, {values[0]}, {values[1]})")
+
+
 @op("selp")
 def _selp(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type()
     dst, a, b, p = mods.args(4)
-    cg.out(dst, type_name, f"where({cg.src(p, 'pred')}, {cg.src(a, type_name)}, {cg.src(b, type_name)})")
+    choose(cg, dst, type_name, cg.src(p, "pred"), a, b)
 
 
 @op("slct")
 def _slct(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    mods.flag("ftz")
+    ftz = mods.flag("ftz")
     select = mods.type("s32", "f32")
     type_name = mods.type()
     dst, a, b, c = mods.args(4)
-    cg.out(dst, type_name, f"where({cg.src(c, select)} >= 0, {cg.src(a, type_name)}, {cg.src(b, type_name)})")
+    chooser = cg.src(c, select)
+    if ftz and select == "f32":
+        chooser = f"flush({chooser})"
+    choose(cg, dst, type_name, f"{chooser} >= 0", a, b)
 
 
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -344,6 +389,10 @@ def comparison(name: str, x: str, y: str, is_float: bool) -> str:
     return plain
 
 
+_PACKED_HALF = ("f16x2", "bf16x2")
+_TRUE = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}
+
+
 @op("setp set")
 def _setp(cg: Codegen, ins: Instr, mods: Mods) -> None:
     ftz = mods.flag("ftz")
@@ -352,47 +401,66 @@ def _setp(cg: Codegen, ins: Instr, mods: Mods) -> None:
     compare = mods.choose(*_COMPARE, *_UNSIGNED, *_UNORDERED, "num", "nan")
     combine = mods.choose("and", "or", "xor", default="none")
     dst, a, b, *rest = mods.args(3 if combine == "none" else 4)
-    is_float = type_name in _FLOAT
-    if compare in _UNSIGNED and type_name[0] in "sb":
+    if compare in _UNSIGNED and type_name[0] in "sb" and type_name != "bf16":
         type_name = "u" + type_name[1:]
-    x, y = cg.src(a, type_name), cg.src(b, type_name)
-    if type_name == "bf16":
-        widen = cg.bind(lambda v: (v.astype("u4") << 16).view("f4"))
-        x, y = f"{widen}({x})", f"{widen}({y})"
-    if type_name in ("f16x2", "bf16x2"):
-        return _setp_packed(cg, ins, mods, type_name, compare, dst, x, y, rest)
-    if ftz and type_name == "f32":
-        x, y = f"flush({x})", f"flush({y})"
-    name = cg.name("m")
-    cg.line(f"{name} = {comparison(compare, x, y, is_float)}")
-    positive, negative = name, f"~{name}"
-    if rest:
-        symbol = {"and": "&", "or": "|", "xor": "^"}[combine]
-        other = cg.src(rest[0], "pred")
-        positive, negative = f"{name} {symbol} {other}", f"~{name} {symbol} {other}"
+    sides = [_comparable(cg, v, type_name, ftz) for v in (a, b)]
+    other = cg.src(rest[0], "pred") if rest else ""
+    tests, opposites = [], []
+    for x, y in zip(*sides, strict=True):
+        name = cg.name("m")
+        cg.line(f"{name} = {comparison(compare, x, y, type_name in _FLOAT)}")
+        tail = f" {_COMBINE[combine]} {other}" if rest else ""
+        tests.append(f"({name}{tail})")
+        opposites.append(f"(~{name}{tail})")
     if ins.op == "set":
-        if result == "f32":
-            return cg.out(dst, "f32", f"({positive}).astype('f4')")
-        return cg.out(dst, result, f"where({positive}, {cg.const(-1, VIEWS[result])}, {cg.const(0, VIEWS[result])})")
+        return _set_result(cg, mods, dst, result, tests)
+    if len(tests) == 2 and not isinstance(dst, Pair):
+        mods.fail("a packed comparison needs p|q")
     first, second = (dst.first, dst.second) if isinstance(dst, Pair) else (dst, SINK)
     poison = cg.poison()
-    second_name = cg.name("m")
-    if second is not SINK:
-        cg.line(f"{second_name} = {negative}")
-    cg.out(first, "pred", positive, poison)
-    return cg.out(second, "pred", second_name, poison)
+    values = [(first, tests[0]), (second, tests[1] if len(tests) == 2 else opposites[0])]
+    names = []
+    for target, expr in values:  # Both are read before either is written: a destination may be a source.
+        names.append("" if target is SINK else cg.name("m"))
+        if target is not SINK:
+            cg.line(f"{names[-1]} = {expr}")
+    cg.out(first, "pred", names[0], poison)
+    return cg.out(second, "pred", names[1], poison)
 
 
-def _setp_packed(cg, ins, mods, type_name, compare, dst, x, y, rest) -> None:
-    """Emit setp on packed halves: ``p|q`` get the low and the high comparison."""
-    if rest or not isinstance(dst, Pair):
-        mods.fail("packed comparison needs p|q and no combination")
-    widen = cg.bind(halves_f16 if type_name == "f16x2" else halves_bf16)
-    name, other = cg.name("m"), cg.name("m")
-    cg.line(f"{name} = {widen}({x}); {other} = {widen}({y})")
-    poison = cg.poison()
-    for index, each in enumerate((dst.first, dst.second)):
-        cg.out(each, "pred", comparison(compare, f"{name}[{index}]", f"{other}[{index}]", True), poison)
+_COMBINE = {"and": "&", "or": "|", "xor": "^"}
+
+
+def _comparable(cg: Codegen, operand: object, type_name: str, ftz: bool) -> list[str]:
+    """Return expressions for an operand's numbers: one, or the low and high half of a packed type."""
+    x = cg.src(operand, type_name)
+    if type_name in _PACKED_HALF:
+        name = cg.name("m")
+        cg.line(f"{name} = {cg.bind(halves_f16 if type_name == 'f16x2' else halves_bf16)}({x})")
+        parts = [f"{name}[0]", f"{name}[1]"]
+        return [f"{cg.bind(flush_half)}({part})" for part in parts] if ftz and type_name == "f16x2" else parts
+    if type_name == "bf16":
+        return [f"{cg.bind(lambda v: (v.astype('u4') << 16).view('f4'))}({x})"]
+    if ftz and type_name == "f16":
+        return [f"{cg.bind(flush_half)}({x})"]
+    return [f"flush({x})" if ftz and type_name == "f32" else x]
+
+
+def _set_result(cg: Codegen, mods: Mods, dst: object, result: str, tests: list[str]) -> None:
+    """Write what ``set`` makes of its comparisons: 1.0, or all ones in an integer."""
+    if (result in _PACKED_HALF) != (len(tests) == 2):
+        mods.fail("a packed comparison has a packed result")
+    bits = TYPE_BITS[result] // len(tests)
+    true = cg.const(_TRUE.get(result, (1 << bits) - 1), f"u{bits // 8}")
+    halves = [f"where({test}, {true}, {cg.const(0, f'u{bits // 8}')})" for test in tests]
+    if len(halves) == 2:
+        return cg.out(dst, "b32", f"({halves[0]}).astype('u4') | ({halves[1]}).astype('u4') << np.uint32(16)")
+    return cg.out(dst, f"b{bits}", halves[0])
+
+
+def flush_half(x: np.ndarray) -> np.ndarray:
+    """Flush f16 subnormals (held as f16 or float32) to zero, keeping the sign."""
+    return np.where(np.abs(x) < x.dtype.type(2.0**-14), np.copysign(x.dtype.type(0), x), x)
 
 
 def halves_f16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

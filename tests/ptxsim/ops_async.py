@@ -20,6 +20,7 @@ from .ir import TYPE_BITS, Addr, Imm, Instr, Vec
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
+_IM2COL, _WIDE = ("im2col", "im2col_no_offs"), ("im2col::w", "im2col::w::128")
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
@@ -38,7 +39,8 @@ def _cp(cg: Codegen, ins: Instr, mods: Mods) -> None:
         (count,) = mods.args(1)
         return cg.call(lambda W, L: wait_bulk(W, L, count.value, read), [], [])
     if mods.flag("prefetch"):
-        for name in ("tensor", "L2", "global", "tile", "L2::cache_hint", *(f"{n}d" for n in range(1, 6))):
+        names = ("tensor", "L2", "global", "L2::cache_hint", "tile", "tile::gather4", *_IM2COL, *_WIDE)
+        for name in (*names, *(f"{n}d" for n in range(1, 6))):
             mods.flag(name)
         return None
     if mods.flag("tensor"):
@@ -101,13 +103,22 @@ def _tensor(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
     if pair is not None:
         mods.left.remove(pair)
         mods.left.append(pair)
-    if any(m.startswith("im2col") for m in mods.left):
-        mods.fail("im2col is not modelled")
-    loading = mods.left[0] in ("shared::cluster", "shared::cta")
+    for name in _WIDE:
+        if name in mods.left:
+            mods.fail(f"{name} is not modelled")
+    mode = mods.choose(*_IM2COL, "tile", "tile::gather4", "tile::scatter4", default="tile")
+    if not {"shared::cluster", "shared::cta"} & set(mods.left) or "global" not in mods.left:
+        mods.fail("needs .global and a shared state space")
+    loading = mods.left.index("global") > 0
+    if mode in (("im2col_no_offs", "tile::scatter4") if loading else ("im2col", "tile::gather4")):
+        mods.fail(f".{mode} is not a mode of this direction")
+    if reduce and mode == "tile::scatter4":
+        mods.fail("reductions have no .tile::scatter4")
     mods.choose("shared::cluster", "shared::cta")
     mods.choose("global")
-    mode = mods.choose("tile", "tile::gather4", "tile::scatter4", default="tile")
-    coords = 5 if mode != "tile" else rank
+    coords = 5 if mode in ("tile::gather4", "tile::scatter4") else rank
+    if mode in _IM2COL and rank < 3:
+        mods.fail("im2col needs three dimensions or more")
     if not loading:
         reduction = mods.choose(*_REDUCTIONS) if reduce else None
         mods.choose("bulk_group")
@@ -127,8 +138,12 @@ def _tensor(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
         mods.fail("cp.reduce writes to global memory only")
     mods.choose("mbarrier::complete_tx::bytes")
     multicast, hint, group = _cluster_mods(mods)
-    dst, source, barrier, *rest = mods.args(3 + multicast + hint)
+    offsets = rank - 2 if mode == "im2col" else 0
+    dst, source, barrier, *rest = mods.args(3 + (offsets > 0) + multicast + hint)
     _check_coords(mods, source, coords)
+    shifts = list(rest.pop(0).items) if offsets and isinstance(rest[0], Vec) else []
+    if len(shifts) != offsets:
+        mods.fail(f"expected {offsets} im2col offsets")
 
     def load(W: Ctx, L: object, d: np.ndarray, qd: object, m: np.ndarray, qm: object, b: np.ndarray, qb: object,
              *c: object) -> None:  # fmt: skip
@@ -138,10 +153,10 @@ def _tensor(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
         for lane in range(len(d)):
             place = tuple(int(x[lane]) for x in values)
             into = TensorTarget(int(d[lane]), int(b[lane]), None if mask is None else int(mask[lane]), group)
-            BulkLoad(W, ins).tensor(into, int(m[lane]), place, mode)
+            BulkLoad(W, ins).tensor(into, int(m[lane]), place[:coords], mode, place[coords:])
 
     sources = [(dst, "addr32"), (Addr(source.base, source.offset), "addr64"), (barrier, "addr32")]
-    sources += [(c, "s32") for c in source.parts[0].items]
+    sources += [(c, "s32") for c in source.parts[0].items] + [(c, "u16") for c in shifts]
     if multicast:
         sources.append((rest[0], "u16"))
     return cg.call(load, sources, [])
@@ -174,16 +189,19 @@ def _bulk(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
         reduction = mods.choose(*_REDUCTIONS) if reduce else None
         mods.flag("noftz")
         type_name = mods.type() if reduce else "b8"
-        hint = mods.flag("L2::cache_hint")
-        dst, src, size, *_ = mods.args(3 + hint)
+        hint, masked = mods.flag("L2::cache_hint"), mods.flag("cp_mask") and not reduce
+        dst, src, size, *rest = mods.args(3 + hint + masked)
 
-        def store(W: Ctx, L: object, d: np.ndarray, qd: object, s: np.ndarray, qs: object, n: np.ndarray,
-                  qn: object) -> None:  # fmt: skip
-            _clean(W, L, ins, (qd, qs, qn))
+        def store(W: Ctx, L: object, d: np.ndarray, qd: object, s: np.ndarray, qs: object, n: np.ndarray, qn: object,
+                  m: np.ndarray | None = None, qm: object = None) -> None:  # fmt: skip
+            _clean(W, L, ins, (qd, qs, qn, qm))
             for lane in range(len(d)):
-                BulkStore(W, ins, _lane(L, lane)).linear(int(d[lane]), int(s[lane]), int(n[lane]), reduction, type_name)
+                copy = BulkStore(W, ins, _lane(L, lane))
+                bits = None if m is None else int(m[lane])
+                copy.linear(int(d[lane]), int(s[lane]), int(n[lane]), reduction, type_name, bits)
 
-        return cg.call(store, [(dst, "addr64"), (src, "addr32"), (size, "u32")], [])
+        sources = [(dst, "addr64"), (src, "addr32"), (size, "u32")]
+        return cg.call(store, sources + ([(rest[-1], "u16")] if masked else []), [])
     source_space = mods.choose("global", "shared::cta")
     mods.choose("mbarrier::complete_tx::bytes")
     reduction = mods.choose(*_REDUCTIONS) if reduce else None

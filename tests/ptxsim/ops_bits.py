@@ -98,11 +98,18 @@ def _find_nth(mask: int, base: int, offset: int) -> int:
     return 0xFFFFFFFF
 
 
+def _field(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return position and length of a bit field: their low bytes, but whole for 64-bit fields, as an H200 has it."""
+    if x.itemsize == 8:
+        return np.minimum(start, np.uint32(255)), np.minimum(length, np.uint32(255))
+    return start & 255, length & 255
+
+
 def bit_extract(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """PTX bfe: a field, zero- or sign-extended."""
     bits = x.itemsize * 8
     result = []
-    for value, first, count in zip(x, start & 255, length & 255, strict=False):
+    for value, first, count in zip(x, *_field(x, start, length), strict=False):
         raw, pos, n = int(value) & ((1 << bits) - 1), int(first), int(count)
         signed = x.dtype.kind == "i" and n > 0
         sign = raw >> min(pos + n - 1, bits - 1) & 1 if signed else 0
@@ -126,7 +133,7 @@ def bit_insert(x: np.ndarray, y: np.ndarray, start: np.ndarray, length: np.ndarr
     """PTX bfi: put the low bits of ``x`` into ``y``."""
     full = (1 << x.itemsize * 8) - 1
     result = []
-    for a, b, first, count in zip(x, y, start & 255, length & 255, strict=False):
+    for a, b, first, count in zip(x, y, *_field(x, start, length), strict=False):
         mask = (((1 << int(count)) - 1) << int(first)) & full
         result.append((int(b) & ~mask & full) | (int(a) << int(first) & mask))
     return np.array(result, dtype=x.dtype)
@@ -210,11 +217,23 @@ def dot4(a: np.ndarray, b: np.ndarray, c: np.ndarray, va: str, vb: str) -> np.nd
     return (c + (x * y).sum(1)).astype(c.dtype)
 
 
-@op("dp4a")
-def _dp4a(cg: Codegen, ins: Instr, mods: Mods) -> None:
+def dot2(a: np.ndarray, b: np.ndarray, c: np.ndarray, va: str, vb: str, high: bool) -> np.ndarray:
+    """Dot product of two 16-bit numbers with the low or the high two bytes, with accumulation."""
+    x = a.view(va).reshape(-1, 2).astype("i8")
+    y = b.view(vb).reshape(-1, 4)[:, 2:] if high else b.view(vb).reshape(-1, 4)[:, :2]
+    return (c + (x * y.astype("i8")).sum(1)).astype(c.dtype)
+
+
+@op("dp4a dp2a")
+def _dot(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    high = ins.op == "dp2a" and mods.choose("lo", "hi") == "hi"
     first, second = mods.first_type(), mods.first_type()
     dst, a, b, c = mods.args(4)
+    if {first, second} - {"u32", "s32"}:
+        mods.fail("needs .u32 or .s32")
     out = "u32" if first == second == "u32" else "s32"
-    views = ["i1" if t == "s32" else "u1" for t in (first, second)]
+    width = 1 if ins.op == "dp4a" else 2
+    views = [f"{'i' if first == 's32' else 'u'}{width}", "i1" if second == "s32" else "u1"]
     args = f"{cg.src(a, 'b32')}, {cg.src(b, 'b32')}, {cg.src(c, out)}, {views[0]!r}, {views[1]!r}"
-    cg.out(dst, out, f"{cg.bind(dot4)}({args})")
+    function = f"{cg.bind(dot4)}({args})" if ins.op == "dp4a" else f"{cg.bind(dot2)}({args}, {high})"
+    cg.out(dst, out, function)

@@ -36,7 +36,7 @@ def _clusterlaunchcontrol(cg: Codegen, ins: Instr, mods: Mods) -> None:
         for lane in range(len(a)):
             answer = _cancel_one(W)
             into = TensorTarget(int(a[lane]) & 0xFFFFFFFF, int(b[lane]) & 0xFFFFFFFF, mask, 1)
-            BulkLoad(W, ins)._submit(into, 16, 0, lambda answer=answer: answer)
+            BulkLoad(W, ins)._submit(into, 16, 16, lambda answer=answer: answer)
 
     bits = "addr32" if shared else "addr64"
     return cg.call(run, [(address, bits), (barrier, bits)], [])

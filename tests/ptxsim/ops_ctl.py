@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .codegen import EXIT, Codegen
-from .errors import KernelTrap
-from .ir import Instr
+from .errors import KernelTrap, MemoryFault
+from .ir import Imm, Instr
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -17,6 +17,26 @@ def _bra(cg: Codegen, ins: Instr, mods: Mods) -> int:
     mods.flag("uni")
     mods.args(1)
     return cg.cfg.target_block(ins)
+
+
+@op("brx", "term", dsts=0)
+def _brx(cg: Codegen, ins: Instr, mods: Mods) -> str:
+    """Emit an indexed branch; its operands are the index and the labels of the table."""
+    mods.choose("idx")
+    mods.flag("uni")
+    targets = np.array([cg.cfg.target_block(ins, i) for i in range(1, len(ins.args))])
+
+    def pick(W: Ctx, L: object, index: np.ndarray, q: object) -> np.ndarray | int:
+        if q is not None:
+            W.poisoned(q, ins, "a branch index", L)
+        if int(index.max()) >= len(targets):
+            W.fault(ins, f"branch index {int(index.max())} exceeds the table of {len(targets)} labels", L)
+        chosen = targets[index]
+        return int(chosen[0]) if np.count_nonzero(chosen != chosen[0]) == 0 else chosen
+
+    value = cg.src(ins.args[0], "u32")
+    poison = cg.sources[0] if cg.sources else "None"
+    return f"{cg.bind(pick)}(W, L, {value}, {poison})"
 
 
 @op("exit", "term", dsts=0)
@@ -36,18 +56,6 @@ def _call(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.fail("a call that was not inlined")
 
 
-@op("builtin_call", "call", dsts=0)
-def _builtin(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    if mods.flag("__assertfail"):
-
-        def fail(W: Ctx, L: object) -> None:
-            W.fail(KernelTrap, ins, "device assertion failed", L)
-
-        return cg.call(fail, [], [])
-    mods.flag("vprintf")
-    return cg.call(lambda W, L: W.launch.counters.update(printf=1), [], [])
-
-
 @op("trap", "call", dsts=0)
 def _trap(cg: Codegen, ins: Instr, mods: Mods) -> None:
     def run(W: Ctx, L: object) -> None:
@@ -65,12 +73,33 @@ def _sleep(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.flag("u32", "mask")
 
 
-@op("prefetch prefetchu applypriority discard", "call", dsts=0)
+@op("prefetch prefetchu applypriority", "call", dsts=0)
 def _prefetch(cg: Codegen, ins: Instr, mods: Mods) -> None:
     for name in ("global", "local", "const", "param", "tensormap", "L1", "L2", "L2::evict_normal", "L2::evict_last"):
         mods.flag(name)
-    if ins.op == "discard":
-        mods.fail("discard is not modelled")
+
+
+@op("discard", "call", dsts=0)
+def _discard(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    """Emit discard: a line of global memory becomes undefined, which a pattern makes visible."""
+    mods.flag("global")
+    mods.choose("L2")
+    address, size = mods.args(2)
+    if not isinstance(size, Imm) or size.value != 128:
+        mods.fail("the size must be 128")
+
+    def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> None:
+        if qa is not None:
+            W.poisoned(qa, ins, "an address", L)
+        for each in {int(v) for v in a}:
+            if each % 128:
+                W.fault(ins, f"address {each:#x} is not a multiple of 128", L)
+            try:
+                W.memory.slice(each, 128, write=True)[:] = 0xCB
+            except MemoryFault as error:
+                W.fault(ins, str(error), L)
+
+    cg.call(run, [(address, "addr64")], [])
 
 
 @op("createpolicy", "call")

@@ -159,7 +159,7 @@ def _arrive(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     expect = mods.flag("expect_tx")
     no_complete = mods.flag("noComplete")
     sem = mods.choose("release", "relaxed", default="release")
-    mods.choose("cta", "cluster", default="cta")
+    scope = mods.choose("cta", "cluster", default="cta")
     space = _space(mods)
     args = list(ins.args)
     state = SINK if isinstance(args[0], Addr) else args.pop(0)
@@ -179,6 +179,8 @@ def _arrive(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
             barrier = find(W, ins, value, remote)
             if sem == "release":
                 barrier.gather(W.agent)
+            elif detector := W.cta.cluster.detector:
+                barrier.gather_known(detector.flags.fenced(W.agent, scope))
             for lane in lanes:
                 out[lane] = barrier.phase << 32 | barrier.pending
                 try:
@@ -240,8 +242,8 @@ def _wait(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
                 passed = barrier.passed(wanted & 1) if parity else barrier.phase > wanted >> 32
                 if passed and W.launch.random and W.launch.rng.random() < 0.02:
                     passed = False  # A spurious false is legal.
-                elif passed and sem == "acquire":
-                    barrier.acquire(W.agent)
+                elif passed:
+                    barrier.acquire(W.agent, sem == "acquire")
                 elif not passed:
                     held.append((barrier, wanted, barrier.phase))
                 result[lanes] = np.where(t[lanes] == wanted, passed, result[lanes])
@@ -254,7 +256,8 @@ def _wait(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
             fragment.last_wait = None
             watch = [(b, p) for b, _, p in held]
             what = f"waits for parity {held[0][1] & 1} of {held[0][0].state()}"
-            return Park(lambda: any(b.phase != p for b, p in watch), what, redo=True)
+            name = f"mbarrier at shared byte {held[0][0].offset}"
+            return Park(lambda: any(b.phase != p for b, p in watch), what, True, name)
         fragment.last_wait = key
         return result, None
 

@@ -11,6 +11,7 @@ from .codegen import Codegen
 from .ir import SINK, TYPE_BITS, Addr, Instr, Sym, Vec
 from .memory import FIRST_WINDOW, GENERIC_BASE, INIT_ONES, space_of
 from .registry import Mods, op
+from .strong import SCOPES, Order
 
 _CACHE_HINTS = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
 _LEVELS = (
@@ -21,15 +22,17 @@ SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "const"
 Ctx = "the executing warp (see machine.Warp)"
 
 
-def memory_mods(mods: Mods) -> tuple[str, bool]:
-    """Take the modifiers common to memory accesses; return the space, and whether the access is strong."""
-    volatile = mods.flag("volatile")
-    sem = mods.choose("weak", "relaxed", "acquire", "release", "acq_rel", "mmio", default="weak")
-    mods.choose("cta", "cluster", "gpu", "sys", default="")
+def memory_mods(mods: Mods, atomic: bool = False) -> tuple[str, Order | None]:
+    """Take the modifiers common to memory accesses; return the space, and how strong the access is (None: weak)."""
+    volatile = mods.flag("volatile") | mods.flag("mmio")
+    sem = mods.choose("weak", "relaxed", "acquire", "release", "acq_rel", default="weak")
+    scope = mods.choose(*SCOPES, default="sys" if volatile else "gpu")
     space = mods.choose(*SPACES, default="generic")
     for hint in (*_CACHE_HINTS, *_LEVELS):
         mods.flag(hint)
-    return space, volatile or sem != "weak"
+    if sem == "weak" and not volatile and not atomic:
+        return space, None
+    return space, Order(sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel"), scope)
 
 
 def vector_count(mods: Mods) -> int:
@@ -47,7 +50,7 @@ def resolve_space(cg: Codegen, space: str, address: Addr) -> str:
 
 @op("ld ldu", "call")
 def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    space, strong = memory_mods(mods)
+    space, order = memory_mods(mods)
     count, type_name = vector_count(mods), mods.type()
     hint = mods.flag("L2::cache_hint")
     dst, address, *_ = mods.args(3 if hint else 2)
@@ -56,7 +59,7 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.fail("vector length differs from the operand")
     space = resolve_space(cg, space, address)
     if type_name == "b128":
-        load = make_load(space, "u8", 2 * count, ins, strong)
+        load = make_load(space, "u8", 2 * count, ins, order)
 
         def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
             parts = load(W, L, a, qa)
@@ -66,15 +69,15 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
             return tuple(out)
 
     else:
-        run = make_load(space, VIEWS[type_name], count, ins, strong)
+        run = make_load(space, VIEWS[type_name], count, ins, order)
     bits = 32 if space.startswith("shared") else 64
     cg.call(run, [(address, f"addr{bits}")], [(item, type_name) for item in items])
 
 
 @op("st", "call", dsts=0)
 def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    space, strong = memory_mods(mods)
-    if mods.flag("async"):
+    space, order = memory_mods(mods)
+    if mods.flag("async") and space != "global":  # st.async.mmio.release to global memory is a store like others here
         from .ops_async import st_async
 
         return st_async(cg, ins, mods, space)
@@ -93,7 +96,7 @@ def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
     raw = f"b{TYPE_BITS[type_name]}"
     bits = 32 if space.startswith("shared") else 64
     if type_name == "b128":
-        inner = make_store(space, "u8", 2 * count, ins, strong)
+        inner = make_store(space, "u8", 2 * count, ins, order)
 
         def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
             halves = []
@@ -102,22 +105,22 @@ def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
             inner(W, L, a, qa, *halves)
 
     else:
-        run = make_store(space, code, count, ins, strong)
+        run = make_store(space, code, count, ins, order)
     return cg.call(run, [(address, f"addr{bits}")] + [(item, raw) for item in items if item is not SINK], [])
 
 
-def make_load(space: str, code: str, count: int, ins: Instr, strong: bool = False) -> Callable:
+def make_load(space: str, code: str, count: int, ins: Instr, order: Order | None = None) -> Callable:
     """Return the run-time function of a load: ``(W, L, address, poison) -> (value, poison, ...)``."""
     if space.startswith("shared"):
-        return _load_shared(code, count, ins, space == "shared::cluster")
+        return _load_shared(code, count, ins, space == "shared::cluster", order)
     if space == "global":
-        return _load_global(code, count, ins, strong)
+        return _load_global(code, count, ins, order)
     if space == "local":
         return _load_local(code, count, ins)
     if space in ("param", "const"):
         return _load_image(space, code, count, ins)
-    loaders = {s: make_load(s, code, count, ins, strong) for s in ("global", "local", "const", "param")}
-    loaders["shared"] = make_load("shared::cluster", code, count, ins, strong)
+    loaders = {s: make_load(s, code, count, ins, order) for s in ("global", "local", "const", "param")}
+    loaders["shared"] = make_load("shared::cluster", code, count, ins, order)
 
     def generic(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
         return by_space(W, L, a, qa, (), loaders, ins, 2 * count)
@@ -155,7 +158,7 @@ def by_space(
     return tuple(results) if outputs else None
 
 
-def _load_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
+def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order | None) -> Callable:
     width = int(code[1:])
     shift = np.uint32(width.bit_length() - 1)
     align = np.uint32(width * count - 1)
@@ -169,13 +172,13 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
         offset = a - cta.shared_base
         if align and nonzero(offset & align):
             W.misaligned(ins, a, width * count, L)
-        index = offset >> shift
+        index = (offset >> shift).astype(np.intp)  # gathers by native integers are several times faster
         memory, shadow = cta.shared, cta.shadow
         view, init = memory.view(code), memory.init_view(width)
         try:
             out = []
             for k in range(count):
-                at = index + np.uint32(k) if k else index
+                at = index + k if k else index
                 defined = init[at] == ones
                 out += [view[at], None if nonzero(defined) == len(a) else ~defined]
         except IndexError:
@@ -183,7 +186,7 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
                 return W.remote_shared(ins, a, L, load, (), 2 * count)
             W.out_of_shared(ins, a, L)
         if shadow is not None:
-            W.shared_read(shadow, offset, width, count, ins)
+            W.shared_read(shadow, offset, width, count, ins, order)
         W.traffic[0] += len(a) * width * count
         if W.banks is not None:
             W.banks.access(ins, offset, width * count)
@@ -192,12 +195,12 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
     return load
 
 
-def make_store(space: str, code: str, count: int, ins: Instr, strong: bool = False) -> Callable:
+def make_store(space: str, code: str, count: int, ins: Instr, order: Order | None = None) -> Callable:
     """Return the run-time function of a store: ``(W, L, address, poison, value, poison, ...)``."""
     if space.startswith("shared"):
-        return _store_shared(code, count, ins, space == "shared::cluster")
+        return _store_shared(code, count, ins, space == "shared::cluster", order)
     if space == "global":
-        return _store_global(code, count, ins, strong)
+        return _store_global(code, count, ins, order)
     if space == "local":
         return _store_local(code, count, ins)
     if space in ("param", "const"):
@@ -206,8 +209,8 @@ def make_store(space: str, code: str, count: int, ins: Instr, strong: bool = Fal
             W.fault(ins, f"store to .{space} memory", L)
 
         return refuse
-    table = {s: make_store(s, code, count, ins, strong) for s in ("global", "local", "const", "param")}
-    table["shared"] = make_store("shared::cluster", code, count, ins, strong)
+    table = {s: make_store(s, code, count, ins, order) for s in ("global", "local", "const", "param")}
+    table["shared"] = make_store("shared::cluster", code, count, ins, order)
 
     def generic(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
         by_space(W, L, a, qa, values, table, ins, 0)
@@ -215,7 +218,7 @@ def make_store(space: str, code: str, count: int, ins: Instr, strong: bool = Fal
     return generic
 
 
-def _store_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
+def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order | None) -> Callable:
     width = int(code[1:])
     shift = np.uint32(width.bit_length() - 1)
     align = np.uint32(width * count - 1)
@@ -229,7 +232,7 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
         offset = a - cta.shared_base
         if align and nonzero(offset & align):
             W.misaligned(ins, a, width * count, L)
-        index = offset >> shift
+        index = (offset >> shift).astype(np.intp)  # gathers by native integers are several times faster
         memory, shadow = cta.shared, cta.shadow
         try:
             view, init = memory.view(code), memory.init_view(width)
@@ -240,9 +243,9 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool) -> Callable:
                 return W.remote_shared(ins, a, L, store, values, 0)
             W.out_of_shared(ins, a, L)
         if shadow is not None:
-            W.shared_write(shadow, offset, width, count, ins)
+            W.shared_write(shadow, offset, width, count, ins, order)
         for k in range(count):
-            at = index + np.uint32(k) if k else index
+            at = index + k if k else index
             value, poison = values[2 * k], values[2 * k + 1]
             view[at] = value
             init[at] = ones if poison is None else np.where(poison, 0, ones).astype(init.dtype)
@@ -289,7 +292,7 @@ def by_buffer(W: Ctx, L: object, a: np.ndarray, function: Callable, extra: tuple
     return tuple(results) if outputs else None
 
 
-def _load_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
+def _load_global(code: str, count: int, ins: Instr, order: Order | None) -> Callable:
     width = int(code[1:])
     shift = np.uint64(width.bit_length() - 1)
 
@@ -297,27 +300,24 @@ def _load_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         buffer, offset = _locate(W, ins, a, L, width * count)
-        index = offset >> shift
+        index = (offset >> shift).view(np.intp)
         view = buffer.view(code)
-        if index.max() + np.uint64(count) > len(view):
+        if int(offset.max()) + width * count > buffer.size:
             if _several_buffers(W, a, buffer):
                 return by_buffer(W, L, a, load, (), 2 * count)
             W.out_of_bounds(ins, buffer, offset, width * count, L)
         out = []
         for k in range(count):
-            out += [view[index + np.uint64(k) if k else index], None]
-        if W.global_races is not None:
-            if strong:
-                W.global_races.acquire(W, a)
-            else:
-                W.global_races.read(W, buffer, offset, width * count, ins)
+            out += [view[index + k if k else index], None]
+        if W.shadows is not None or order is not None:
+            W.global_read(buffer, offset, width * count, ins, order)
         W.traffic[2] += len(a) * width * count
         return tuple(out)
 
     return load
 
 
-def _store_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
+def _store_global(code: str, count: int, ins: Instr, order: Order | None) -> Callable:
     width = int(code[1:])
     shift = np.uint64(width.bit_length() - 1)
 
@@ -328,21 +328,18 @@ def _store_global(code: str, count: int, ins: Instr, strong: bool) -> Callable:
             if poison is not None:
                 W.poisoned(poison, ins, "a global store", L)
         buffer, offset = _locate(W, ins, a, L, width * count)
-        index = offset >> shift
+        index = (offset >> shift).view(np.intp)
         view = buffer.view(code)
-        if index.max() + np.uint64(count) > len(view):
+        if int(offset.max()) + width * count > buffer.size:
             if _several_buffers(W, a, buffer):
                 return by_buffer(W, L, a, store, values, 0)
             W.out_of_bounds(ins, buffer, offset, width * count, L)
         if not buffer.writable:
             W.fault(ins, f"store to read-only {buffer.name}", L)
-        if W.global_races is not None:
-            if strong:
-                W.global_races.release(W, a)
-            else:
-                W.global_races.write(W, buffer, offset, width * count, ins)
+        if W.shadows is not None or order is not None:
+            W.global_write(buffer, offset, width * count, ins, order)
         for k in range(count):
-            at = index + np.uint64(k) if k else index
+            at = index + k if k else index
             view[at] = values[2 * k]
             if np.count_nonzero(view[at] != values[2 * k]):
                 W.lane_conflict(ins, a, L)
@@ -359,7 +356,7 @@ def _local_index(W: Ctx, ins: Instr, a: np.ndarray, L: object, width: int, count
     if np.count_nonzero(a & np.uint64(width * count - 1)):
         W.misaligned(ins, a, width * count, L)
     base = local.lane_base if L is None else local.lane_base[L]
-    return (a + base) >> np.uint64(width.bit_length() - 1)
+    return ((a + base) >> np.uint64(width.bit_length() - 1)).view(np.intp)
 
 
 def _load_local(code: str, count: int, ins: Instr) -> Callable:
@@ -373,7 +370,7 @@ def _load_local(code: str, count: int, ins: Instr) -> Callable:
         view, init = W.local.view(code), W.local.init_view(width)
         out = []
         for k in range(count):
-            at = index + np.uint64(k)
+            at = index + k
             undefined = init[at] != ones
             out += [view[at], undefined if np.count_nonzero(undefined) else None]
         return tuple(out)
@@ -391,7 +388,7 @@ def _store_local(code: str, count: int, ins: Instr) -> Callable:
         index = _local_index(W, ins, a, L, width, count)
         view, init = W.local.view(code), W.local.init_view(width)
         for k in range(count):
-            at = index + np.uint64(k)
+            at = index + k
             view[at] = values[2 * k]
             poison = values[2 * k + 1]
             init[at] = ones if poison is None else np.where(poison, 0, ones).astype(init.dtype)
@@ -410,11 +407,11 @@ def _load_image(space: str, code: str, count: int, ins: Instr) -> Callable:
             W.out_of_bounds(ins, buffer, a, width * count, L)
         if np.count_nonzero(a & np.uint64(width - 1)):
             W.misaligned(ins, a, width, L)
-        index = a >> np.uint64(width.bit_length() - 1)
+        index = (a >> np.uint64(width.bit_length() - 1)).view(np.intp)
         view = buffer.view(code)
         out = []
         for k in range(count):
-            out += [view[index + np.uint64(k)], None]
+            out += [view[index + k], None]
         return tuple(out)
 
     return load

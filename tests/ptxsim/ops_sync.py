@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from .codegen import Codegen, Park
-from .ir import Instr
+from .ir import Imm, Instr
 from .registry import Mods, op
+from .strong import SCOPES
 
 Ctx = "the executing warp (see warp.Warp)"
 
@@ -148,8 +149,19 @@ def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
 def _membar(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if mods.flag("proxy"):
         return _proxy(cg, ins, mods)
-    mods.choose("cta", "gl", "sys")
-    return None
+    scope = {"gl": "gpu"}.get(level := mods.choose("cta", "gl", "sys"), level)
+    return _fence_call(cg, True, True, scope)
+
+
+def _fence_call(cg: Codegen, acquire: bool, release: bool, scope: str) -> None:
+    """Emit a fence of the generic proxy."""
+
+    def run(W: Ctx, L: object) -> None:
+        detector = W.cta.cluster.detector
+        if detector:
+            detector.flags.fence(W.agent, W.home, acquire, release, scope)
+
+    cg.call(run, [], [])
 
 
 @op("fence", "call", dsts=0)
@@ -162,17 +174,23 @@ def _fence(cg: Codegen, ins: Instr, mods: Mods) -> None:
         from .ops_mbar import fence_mbarriers
 
         return cg.call(lambda W, L: fence_mbarriers(W), [], [])
-    mods.choose("sc", "acq_rel", "acquire", "release", default="acq_rel")
+    sem = mods.choose("sc", "acq_rel", "acquire", "release", default="acq_rel")
     mods.flag("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
-    mods.choose("cta", "cluster", "gpu", "sys")
-    return None
+    return _fence_call(cg, sem != "release", sem != "acquire", mods.choose(*SCOPES))
 
 
 def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if mods.flag("tensormap::generic"):
-        mods.choose("release", "acquire")
-        mods.choose("cta", "cluster", "gpu", "sys")
-        return None
+        from .ops_tensormap import acquire_maps
+
+        acquire = mods.choose("release", "acquire") == "acquire"
+        mods.choose(*SCOPES)
+        if not acquire:
+            return None
+        address, size = mods.args(2)
+        if not isinstance(size, Imm) or size.value != 128:
+            mods.fail("a tensor map has 128 bytes")
+        return cg.call(lambda W, L, a, qa: acquire_maps(W, a), [(address, "addr64")], [])
     if mods.flag("alias"):
         return None
     both = mods.flag("async::generic")
@@ -189,8 +207,8 @@ def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
         if space != "global":
             fence_mbarriers(W)
-            detector = W.cta.cluster.detector
-            if detector:
-                detector.proxy_fence(W.agent)
+        detector = W.cta.cluster.detector
+        if detector:
+            detector.proxy_fence(W.agent, space != "global", space in ("global", "all"))
 
     return cg.call(run, [], [])

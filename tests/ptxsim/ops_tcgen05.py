@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import tmemops, umma
+from . import tmemalloc, tmemcopy, tmemops, umma
 from .codegen import Codegen
 from .errors import SyncError
 from .ir import Addr, Imm, Instr, Reg, Vec
@@ -41,6 +41,7 @@ def _tcgen05(cg: Codegen, ins: Instr, mods: Mods) -> None:
         "mma": _mma,
         "commit": _commit,
         "cp": _cp,
+        "shift": _shift,
     }
     if kind in ("wait::ld", "wait::st"):
         mods.choose("sync")
@@ -96,7 +97,7 @@ def _alloc(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
 
     def run(W: Ctx, L: object, *pairs: object) -> object:
         at, count = same(W, ins, L, pairs, "the operand of tcgen05.alloc")
-        return tmemops.alloc(W, ins, L, group, int(at), int(count))
+        return tmemalloc.alloc(W, ins, L, group, int(at), int(count))
 
     values(cg, run, [(address, "addr32" if shared else "addr64"), (columns, "u32")])
 
@@ -108,9 +109,9 @@ def _dealloc(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     mods.type("b32")
     address, columns = mods.args(2)
 
-    def run(W: Ctx, L: object, *pairs: object) -> None:
+    def run(W: Ctx, L: object, *pairs: object) -> object:
         at, count = same(W, ins, L, pairs, "the operand of tcgen05.dealloc")
-        tmemops.dealloc(W, ins, L, group, int(at), int(count))
+        return tmemalloc.dealloc(W, ins, L, group, int(at), int(count))
 
     values(cg, run, [(address, "b32"), (columns, "u32")])
 
@@ -119,7 +120,7 @@ def _relinquish(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     group = _group(mods)
     mods.choose("sync")
     mods.choose("aligned")
-    direct(cg, lambda W, L: tmemops.relinquish(W, ins, group))
+    direct(cg, lambda W, L: tmemalloc.relinquish(W, ins, L, group))
 
 
 def _ld_st(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
@@ -162,15 +163,13 @@ def single(W: Ctx, ins: Instr, L: object, what: str) -> None:
 
 
 def _mma(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
-    for name in ("sp", "block_scale", "ashift"):
+    for name in ("sp", "block_scale"):
         if name in mods.left:
             mods.fail(f"tcgen05.mma.{name} is not modelled")
-    ws = mods.flag("ws")
+    ws, ashift = mods.flag("ws"), mods.flag("ashift")
     group = _group(mods)
     mma_kind = mods.choose(*(f"kind::{k}" for k in DEPTH))[6:]
-    for name in list(mods.left):
-        if name.startswith("collector::"):
-            mods.flag(name)
+    _collector(mods, ws, ashift)
     d, a, b, idesc, *rest = ins.args
     mask = list(rest.pop(0).items) if rest and isinstance(rest[0], Vec) else []
     if mask and (ws or len(mask) != 4 * group):
@@ -178,25 +177,40 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     if not 1 <= len(rest) <= 2 or (len(rest) == 2 and not ws and not isinstance(rest[1], Imm)):
         mods.fail("operand form")
     scale = rest[1].value if len(rest) == 2 and not ws else 0
+    if len(rest) == 2 and not ws and (mma_kind not in ("f16", "tf32") or not 0 <= scale <= 15):
+        mods.fail("scale-input-d is for .kind::f16 and .kind::tf32, 0..15")
     columns = [rest[1]] if len(rest) == 2 and ws else []
     in_tmem = isinstance(a, Addr)
+    if ashift and (ws or not in_tmem):
+        mods.fail(".ashift needs A in tensor memory, and not .ws")
+    form = umma.Form(mma_kind, group, ws, in_tmem, ashift, scale)
 
     def run(W: Ctx, L: object, *pairs: object) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.mma")
         single(W, ins, L, "tcgen05.mma")
-        if columns:
-            *pairs, zeros, _ = pairs
-            if (zeros >> np.uint64(39) & np.uint64(1)).any():
-                W.fail(SyncError, ins, "a zero-column mask that masks columns is not modelled")
         for lane in range(len(pairs[0])):
-            dv, av, bv, iv, ev, *mv = (p[lane] for p in pairs[::2])
-            operation = umma.Mma(W, ins, mma_kind, group, ws)
-            lanes = [int(m) for m in mv] or None
-            operation.issue(int(dv), int(av), in_tmem, int(bv), int(iv), bool(ev), lanes, scale)
+            dv, av, bv, iv, ev, *more = (p[lane] for p in pairs[::2])
+            zeros = int(more.pop()) if columns else 0
+            lanes = tuple(int(m) for m in more)
+            umma.Mma(W, ins, form, umma.Operands(int(dv), int(av), int(bv), int(iv), bool(ev), lanes, zeros)).issue()
 
     sources = [(d, "addr32"), (a, "addr32" if in_tmem else "b64"), (b, "b64"), (idesc, "b32"), (rest[0], "pred")]
     sources += [(m, "b32") for m in mask] + [(c, "b64") for c in columns]
     values(cg, run, sources)
+
+
+def _collector(mods: Mods, ws: bool, ashift: bool) -> None:
+    """Take a collector hint: it changes no result, but must be one that the form has."""
+    usage = next((m for m in mods.left if m.startswith("collector::")), "")
+    if not usage:
+        return
+    mods.flag(usage)
+    buffers = ("b0", "b1", "b2", "b3") if ws else ("a",)
+    _, buffer, what = (*usage.replace("::", ":").split(":"), "")[:3]
+    if buffer not in buffers or what not in ("fill", "use", "lastuse", "discard"):
+        mods.fail(f"unknown collector usage .{usage}")
+    if ashift and what in ("use", "fill"):
+        mods.fail(f".ashift with .{usage} is illegal")
 
 
 def _commit(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
@@ -219,18 +233,32 @@ def _commit(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
 
 def _cp(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     group = _group(mods)
-    if any(m.startswith("b") and "x16" in m for m in mods.left):
-        mods.fail("decompressing copies are not modelled")
-    shape = mods.choose("128x256b", "128x128b", "64x128b", "32x128b")
+    shape = mods.choose("128x256b", "4x256b", "128x128b", "64x128b", "32x128b")
     multicast = mods.choose("warpx2::02_13", "warpx2::01_23", "warpx4", default="")
-    if (shape, multicast) not in umma.COPY_FORMS:
+    if (shape, multicast) not in tmemcopy.COPY_FORMS:
         mods.fail("shape and multicast do not fit")
+    source = mods.choose(*tmemcopy.FORMATS) if mods.flag("b8x16") else ""
     address, desc = mods.args(2)
 
     def run(W: Ctx, L: object, *pairs: object) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.cp")
         single(W, ins, L, "tcgen05.cp")
         for lane in range(len(pairs[0])):
-            umma.copy(W, ins, group, shape, multicast, int(pairs[0][lane]), int(pairs[2][lane]))
+            at, what = int(pairs[0][lane]), int(pairs[2][lane])
+            tmemcopy.copy(W, ins, group, (shape, multicast), source, at, what)
 
     values(cg, run, [(address, "addr32"), (desc, "b64")])
+
+
+def _shift(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
+    group = _group(mods)
+    mods.choose("down")
+    (address,) = mods.args(1)
+
+    def run(W: Ctx, L: object, *pairs: object) -> None:
+        uniform(W, ins, L, pairs, "an operand of tcgen05.shift")
+        single(W, ins, L, "tcgen05.shift")
+        for at in pairs[0]:
+            tmemcopy.shift(W, ins, group, int(at))
+
+    values(cg, run, [(address, "addr32")])

@@ -167,6 +167,16 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.call(run, [(a, type_name), (mask, "b32")], [(dst, type_name)])
 
 
+def elected(W: Ctx, lanes: np.ndarray) -> int:
+    """Return the leader of some lanes: any is legal, but always the same; random mode draws one, else the lowest."""
+    if not W.launch.random:
+        return int(lanes[0])
+    table, key = W.launch.elected, lanes.tobytes()
+    if key not in table:
+        table[key] = int(W.launch.rng.choice(lanes))
+    return table[key]
+
+
 @op("elect", "call", collective=_is_sync, members=_last_mask)
 def _elect(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.choose("sync")
@@ -175,7 +185,7 @@ def _elect(cg: Codegen, ins: Instr, mods: Mods) -> None:
     def run(W: Ctx, L: object, m: np.ndarray, qm: object) -> tuple:
         check_members(W, ins, L, m, (qm,))
         lanes = _LANES if L is None else L
-        leader = int(lanes[0])
+        leader = elected(W, lanes)
         return np.full(len(lanes), leader, "u4"), None, lanes == leader, None
 
     cg.call(run, [(mask, "b32")], [(dst.first, "b32"), (dst.second, "pred")])

@@ -14,6 +14,11 @@ from .registry import Mods, op
 Ctx = "the executing warp (see warp.Warp)"
 _KINDS = ("bf16", "f16", "tf32", "e4m3", "e5m2", "s8", "u8")
 _DEPTH = {"bf16": 16, "f16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
+_FAMILIES = {
+    ("f16",): ("f16", "f32"), ("bf16",): ("f32",), ("tf32",): ("f32",), ("e4m3", "e5m2"): ("f16", "f32"),
+    ("s8", "u8"): ("s32",),
+}  # fmt: skip
+"""Operand types that go together, and the types D may have."""
 
 
 def _dsts(ins: Instr) -> int:
@@ -49,17 +54,22 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.fail("needs a shape .m64nNkK")
     mods.flag(shape)
     n, depth = (int(v) for v in re.findall(r"[nk](\d+)", shape))
+    saturate = mods.flag("satfinite")
     out = mods.choose("f32", "s32") if "f16" not in mods.left[:1] else mods.left.pop(0)
     kinds = []
     while mods.left and mods.left[0] in _KINDS:
         kinds.append(mods.left.pop(0))
     if len(kinds) != 2:
         mods.fail("needs two supported operand types")
-    mods.flag("satfinite")
-    if depth != _DEPTH[kinds[0]] or n % 8 or not 8 <= n <= 256:
+    family = next((f for f in _FAMILIES if set(kinds) <= set(f)), None)
+    if family is None or out not in _FAMILIES[family] or (saturate and out != "s32"):
+        mods.fail(f".{out} of .{kinds[0]} and .{kinds[1]} is no form of wgmma")
+    step = 16 if out == "s32" and n > 32 else 8
+    if depth != _DEPTH[kinds[0]] or n % step or not 8 <= n <= 256:
         mods.fail(f"shape {shape} does not fit .{kinds[0]}")
     d, a, b, scale_d, *imms = ins.args
     form = wgmma.Form(ins, n, depth, tuple(kinds), out, list(d.items))
+    form.saturate = saturate
     if len(form.d) != (n // 4 if out == "f16" else n // 2):
         mods.fail("wrong number of D registers")
     register_a = isinstance(a, Vec)

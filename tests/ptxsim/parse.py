@@ -157,7 +157,7 @@ class Parser:
                 size *= int(dim or 0)
             align = align or width
             offset = -(-offset // align) * align
-            params.append(Param(decl.group(2), decl.group(1), align, size, offset))
+            params.append(Param(decl.group(2), decl.group(1), align, size, offset, match.group(1)))
             offset += size
         return params
 
@@ -175,9 +175,9 @@ class Parser:
                 vector = int(key[1:])
             elif key in TYPE_BITS:
                 type_name = key
-            elif key in ("attribute", "ptr"):
-                raise PtxSyntaxError(f"unsupported declaration attribute .{key}")
             rest = rest[match.end() :]
+            if key == "attribute":
+                rest = rest[rest.index(")") + 1 :]
         width = TYPE_BITS[type_name] // 8
         result = []
         for piece in split_top(rest):
@@ -228,8 +228,13 @@ class _BodyParser:
         self.parser, self.function = parser, function
         self.scope = _Scope(None)
         for param in [*function.params, *function.returns]:
-            self.scope.names[param.name] = Sym(param.name)
+            if param.space == "reg":
+                param.reg = self._register(param.name, param.type)
+            else:
+                self.scope.names[param.name] = Sym(param.name)
         self.raw: list[tuple[str, int, _Scope]] = []
+        self.label = ""
+        self.tables: dict[str, tuple[str, _Scope]] = {}
 
     def run(self, pos: int, end: int) -> None:
         """Parse the statements between two offsets into the function."""
@@ -256,10 +261,13 @@ class _BodyParser:
             unique = f"{text}#{self.parser.unique}"
             self.scope.names[text] = Sym(unique)
             self.function.labels[unique] = len(self.raw)
+            self.label = unique
         elif kind == "stmt":
             if text.startswith(".reg"):
                 self._registers(text)
-            elif text.startswith((".pragma", ".callprototype")):
+            elif text.startswith(".branchtargets"):
+                self.tables[self.label] = (text.removeprefix(".branchtargets"), self.scope)
+            elif text.startswith((".pragma", ".callprototype", ".calltargets")):
                 return
             elif text.startswith("."):
                 self._variable(text)
@@ -274,9 +282,14 @@ class _BodyParser:
             family = _REG_FAMILY.match(name)
             names = [f"{family.group(1)}{i}" for i in range(int(family.group(2)))] if family else [name]
             for each in names:
-                reg = Reg(each, match.group(2), len(self.function.regs))
-                self.function.regs.append(reg)
-                self.scope.names[each] = reg
+                self._register(each, match.group(2))
+
+    def _register(self, name: str, kind: str) -> Reg:
+        """Declare a register in the current scope."""
+        reg = Reg(name, kind, len(self.function.regs))
+        self.function.regs.append(reg)
+        self.scope.names[name] = reg
+        return reg
 
     def _variable(self, text: str) -> None:
         for var in self.parser._variables(text):
@@ -304,10 +317,24 @@ class _BodyParser:
 
         def resolve(name: str) -> object:
             found = scope.find(name)
+            if found is None and name.startswith("%"):
+                raise PtxSyntaxError(f"unknown register {name!r} in {text[:60]!r}")
             return Sym(name) if found is None else found
 
         args = [parse_operand(part, resolve) for part in split_top(body)]
+        if op == "brx":
+            args = [args[0], *self._targets(args[-1], text)]
         return Instr(op, mods, args, line, " ".join(text.split()), guard, guard_neg)
+
+    def _targets(self, table: object, text: str) -> list[Sym]:
+        """Return the labels of a .branchtargets list."""
+        if not isinstance(table, Sym) or table.name not in self.tables:
+            raise PtxSyntaxError(f"no .branchtargets list for {text[:60]!r}")
+        names, scope = self.tables[table.name]
+        found = [scope.find(name) for name in split_top(names)]
+        if not all(isinstance(label, Sym) for label in found):
+            raise PtxSyntaxError(f"unknown label in .branchtargets {names.strip()!r}")
+        return found
 
 
 def parse(text: str) -> ModuleIR:

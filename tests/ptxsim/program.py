@@ -78,11 +78,11 @@ class Program:
         self.env = environment()
         self.full: dict[int, tuple[Callable, tuple[int, ...]]] = {}
         self.partial: list[Callable | None] = [None] * len(self.blocks)
-        self.counts = np.zeros(len(self.blocks), np.int64)
         self._inflight: list[int] | None = None
         self._layout(module)
-        self._zeros = {code: np.zeros(32, "bool" if code == "b1" else code) for code in set(self.cfg.storage) - {"q"}}
-        self._zeros["q"] = np.zeros((32, 2), "u8")
+        zeros = {code: np.zeros(32, "bool" if code == "b1" else code) for code in set(self.cfg.storage) - {"q"}}
+        zeros["q"] = np.zeros((32, 2), "u8")
+        self._initial = [zeros[code] for code in self.cfg.storage]
         for block in self.blocks:
             for ins in block.instrs:
                 self._check(ins)
@@ -126,7 +126,7 @@ class Program:
 
     def initial_registers(self) -> list[np.ndarray]:
         """Return a register file of zeros (all of it poison)."""
-        return [self._zeros[code] for code in self.cfg.storage]
+        return list(self._initial)
 
     def inflight_registers(self) -> list[int]:
         """Return the registers that may hold results still in flight: D of wgmma and copies of it."""

@@ -46,7 +46,10 @@ class Report:
     bytes : dict of str to int
         Bytes moved per space.
     counters : dict of str to int
-        Waits, barrier arrivals and finished asynchronous operations.
+        Barrier arrivals and finished asynchronous operations.
+    waits : dict of str to (int, int)
+        Per barrier (or what else warps waited for), over all blocks: how often a warp had to wait, and how many basic
+        blocks others executed meanwhile.
     notes : list of str
         Oddities that are legal, such as arrivals left over at a named barrier.
     banks : dict
@@ -58,7 +61,7 @@ class Report:
         self.kernel = program.name
         self.steps = launch.steps
         opcodes: Counter = Counter()
-        for block, count in zip(program.blocks, program.counts, strict=False):
+        for block, count in zip(program.blocks, launch.counts, strict=True):
             if count:
                 for ins in block.instrs:
                     opcodes[ins.opcode] += int(count)
@@ -72,6 +75,7 @@ class Report:
         self.flops = {k[6:]: v for k, v in counters.items() if k.startswith("flops ")}
         self.counters = {k: v for k, v in counters.items() if not k.startswith("flops ")}
         self.bytes = dict(zip(_TRAFFIC, launch.traffic, strict=False))
+        self.waits = {name: tuple(pair) for name, pair in launch.waits.items()}
         self.notes = list(launch.notes)
         self.banks = dict(launch.banks.sites) if launch.banks else {}
 
@@ -85,6 +89,10 @@ class Report:
         ):
             lines.append(f"{title}:")
             lines += [f"  {value:>14,}  {key}" for key, value in sorted(table.items(), key=lambda kv: -kv[1]) if value]
+        if self.waits:
+            lines.append("waits (times, and basic blocks executed meanwhile):")
+            ordered = sorted(self.waits.items(), key=lambda item: -item[1][1])
+            lines += [f"  {times:>8,} {steps:>14,}  {name}" for name, (times, steps) in ordered]
         for site, (accesses, waves, ideal) in sorted(self.banks.items(), key=lambda kv: kv[1][2] - kv[1][1]):
             if waves > ideal:
                 lines.append(f"  bank conflicts: {waves} wavefronts for {ideal} in {accesses} accesses, {site[:100]}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from .errors import SyncError
 
 _MAX_COUNT = (1 << 20) - 1
@@ -25,8 +23,8 @@ class MBarrier:
         self.tx = 0
         self.phase = 0
         self.fenced = False
-        self.gathered: list = [None, None]
-        self.snapshot: list = [None, None]
+        self.gathered: list = []
+        self.snapshot: list = []
         self.waits = 0
         self.created = (0, 0)
         self.seen: set[int] = set()
@@ -76,11 +74,8 @@ class MBarrier:
             self.pending = self.count
             detector = self.cta.cluster.detector
             if detector:
-                from .hb import join
-
-                own = np.zeros(self.agent + 1, np.uint32)
-                own[self.agent] = self.phase
-                self.snapshot = [join(self.gathered[0], own), join(self.gathered[1], own * 0)]
+                self.snapshot = list(self.gathered)
+                detector.merge(self.snapshot, detector.clock_of(self.agent, self.phase))
             self.cta.launch.note_phase(self)
 
     def passed(self, parity: int) -> bool:
@@ -95,26 +90,22 @@ class MBarrier:
 
     def gather_known(self, known: list | None) -> None:
         """Let waiters acquire what the issuer of an asynchronous operation had acquired before it issued."""
-        if known is not None:
-            from .hb import join
-
-            self.gathered = [join(self.gathered[0], known[0]), join(self.gathered[1], known[1])]
+        if known:
+            self.cta.cluster.detector.merge(self.gathered, known)
 
     def gather_clock(self, agent: int, clock: int) -> None:
         """Let waiters acquire that an asynchronous agent reached a clock."""
         detector = self.cta.cluster.detector
         if detector:
-            from .hb import join
+            detector.merge(self.gathered, detector.clock_of(agent, clock))
 
-            own = np.zeros(agent + 1, np.uint32)
-            own[agent] = clock
-            self.gathered = [join(self.gathered[0], own), join(self.gathered[1], own * 0)]
-
-    def acquire(self, agent: int) -> None:
-        """Give a waiter what was published in the completed phase."""
+    def acquire(self, agent: int, at_once: bool = True) -> None:
+        """Give a waiter what was published in the completed phase, at once or from its next fence on."""
         detector = self.cta.cluster.detector
-        if detector:
+        if detector and at_once:
             detector.acquire(agent, self.snapshot)
+        elif detector and self.snapshot:
+            detector.flags.found(agent, self.cta, self.snapshot)
 
 
 class NamedBarrier:
@@ -126,7 +117,7 @@ class NamedBarrier:
         self.expected: int | None = None
         self.everyone = False
         self.arrived: dict[int, int] = {}
-        self.gathered: list = [None, None]
+        self.gathered: list = []
         self.snapshots: dict[int, list] = {}
         self.values: list[int] = []
         self.results: dict[int, tuple[int, bool, bool]] = {}
@@ -179,7 +170,7 @@ class NamedBarrier:
         if done:
             self.snapshots = {self.generation: self.gathered}
             self.generation += 1
-            self.arrived, self.gathered = {}, [None, None]
+            self.arrived, self.gathered = {}, []
 
     def completed(self, generation: int) -> bool:
         """Tell whether a generation is over."""
@@ -199,8 +190,14 @@ class ClusterBarrier:
         self.cluster = cluster
         self.generation = 0
         self.arrived: set[tuple[int, int]] = set()
-        self.gathered: list = [None, None]
-        self.snapshot: list = [None, None]
+        self.gathered: list = []
+        self.snapshot: list = []
+
+    def state(self) -> str:
+        """Describe the barrier for a deadlock report."""
+        missing = sorted({(c.rank, w.index) for c in self.cluster.ctas for w in c.warps if w.live} - self.arrived)
+        names = ", ".join(f"block rank {rank} warp {index}" for rank, index in missing[:8])
+        return f"cluster barrier: {len(self.arrived)} warps arrived, {len(missing)} missing ({names})"
 
     def arrive(self, warp: object, release: bool, fail: Callable) -> int:
         """Count a warp's arrival and return its generation."""
@@ -211,6 +208,8 @@ class ClusterBarrier:
         detector = self.cluster.detector
         if detector and release:
             detector.publish(warp.agent, self.gathered)
+        elif detector and (fenced := detector.flags.fenced(warp.agent, "cluster")):
+            detector.merge(self.gathered, fenced)
         generation = self.generation
         self.check()
         return generation
@@ -219,6 +218,6 @@ class ClusterBarrier:
         """Complete the generation when every live warp has arrived."""
         live = {(c.rank, w.index) for c in self.cluster.ctas for w in c.warps if w.live}
         if self.arrived and live <= self.arrived:
-            self.snapshot, self.gathered = self.gathered, [None, None]
+            self.snapshot, self.gathered = self.gathered, []
             self.generation += 1
             self.arrived = set()

@@ -10,14 +10,14 @@ import numpy as np
 from .errors import DescriptorError
 from .operand import SmemLayout
 
-_SWIZZLE_SPAN = {0: 0, 2: 128, 4: 64, 6: 32}
+_SWIZZLE = {0: (0, 16), 1: (128, 32), 2: (128, 16), 4: (64, 16), 6: (32, 16)}
 DEPTH = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32}
 """K of a dense MMA per kind (ISA table 39); always 32 bytes of an operand row."""
 
 _TYPES = {
     "f16": {0: "f16", 1: "bf16"},
     "tf32": {2: "tf32"},
-    "f8f6f4": {0: "e4m3", 1: "e5m2"},
+    "f8f6f4": {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"},
     "i8": {0: "u8", 1: "s8"},
 }
 _OUTPUTS = {"f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"}, "i8": {2: "s32"}}
@@ -33,12 +33,22 @@ def decode_smem_descriptor(bits: int) -> SmemLayout:
     refuse(bits >> 46 & 7 != 1, f"bits 46-48 are {bits >> 46 & 7:#05b}, must be 0b001")
     refuse(bits >> 14 & 3 != 0 or bits >> 30 & 3 != 0, "bits 14-15 and 30-31 must be zero")
     refuse(bits >> 53 & 0xFF != 0, "bits 53-60 must be zero")
-    refuse(bits >> 52 & 1 != 0, "the absolute leading-dimension mode exists on sm_103a only")
-    refuse(bits >> 49 & 7 != 0, "a matrix base offset is not modelled")
-    mode = bits >> 61
-    refuse(mode == 1, "128-byte swizzling with 32-byte atoms is not modelled")
-    refuse(mode not in _SWIZZLE_SPAN, f"swizzle mode {mode} is invalid")
-    return SmemLayout((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SWIZZLE_SPAN[mode])
+    refuse(bits >> 52 & 1 != 0, "bit 52 (absolute leading-dimension address) exists on sm_103a only")
+    mode, base = bits >> 61, bits >> 49 & 7
+    refuse(mode not in _SWIZZLE, f"swizzle mode {mode} is invalid")
+    refuse(mode == 0 and base != 0, f"base offset {base} without a swizzle")
+    lbo, sbo = (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
+    return SmemLayout((bits & 0x3FFF) << 4, lbo, sbo, *_SWIZZLE[mode], base)
+
+
+def check_layout(layout: SmemLayout, mn_major: bool, kind: str) -> None:
+    """Refuse combinations of swizzle and major that the ISA excludes (tables 51 and 55)."""
+    wide = layout.atom == 32
+    if wide and not mn_major:
+        raise DescriptorError("128-byte swizzling with 32-byte atoms has no K-major layout (ISA table 55)")
+    if mn_major and wide != (kind == "tf32"):
+        only = "needs 128-byte swizzling with 32-byte atoms" if kind == "tf32" else "cannot use 32-byte swizzle atoms"
+        raise DescriptorError(f"a transposed operand of .kind::{kind} {only}")
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,8 @@ def decode_instruction_descriptor(bits: int, kind: str, group: int, ws: bool) ->
     for position in (6, 23, 29):
         refuse(bits >> position & 1 == 1, f"reserved bit {position} is set")
     refuse(bits >> 30 != 0 and not ws, "bits 30-31 (maximum shift) are for .ws only")
-    refuse(bits >> 30 != 0, "a B-reuse shift is not modelled")
     out, a_code, b_code = bits >> 4 & 3, bits >> 7 & 7, bits >> 10 & 7
     refuse(out not in _OUTPUTS[kind], f"D type {out} is invalid for .kind::{kind}")
-    if kind == "f8f6f4":
-        refuse(a_code in (3, 4, 5) or b_code in (3, 4, 5), "6- and 4-bit operand types are not modelled")
     refuse(a_code not in _TYPES[kind], f"A type {a_code} is invalid for .kind::{kind}")
     refuse(b_code not in _TYPES[kind], f"B type {b_code} is invalid for .kind::{kind}")
     a_kind, b_kind = _TYPES[kind][a_code], _TYPES[kind][b_code]
@@ -84,7 +91,6 @@ def decode_instruction_descriptor(bits: int, kind: str, group: int, ws: bool) ->
     m, n = (bits >> 24 & 31) << 4, (bits >> 17 & 63) << 3
     _check_shape(m, n, kind, group, ws, refuse)
     a_mn, b_mn = bool(bits >> 15 & 1), bool(bits >> 16 & 1)
-    refuse(kind == "tf32" and (a_mn or b_mn), "transposed .tf32 needs 32-byte swizzle atoms, not modelled")
     if b_mn and kind in ("f8f6f4", "i8"):
         refuse(n % (16 * group) != 0, f"N={n} of a transposed 8-bit B must be a multiple of {16 * group}")
     return InstructionDescriptor(
@@ -151,3 +157,30 @@ def data_path(m: int, n: int, group: int, ws: bool) -> tuple[str, int, np.ndarra
     columns = np.arange(n // parts)
     lanes.flags.writeable = columns.flags.writeable = False
     return letter, parts, lanes, columns
+
+
+def zero_columns(bits: int, m: int, n: int) -> np.ndarray:
+    """Return which columns of B a zero-column mask descriptor replaces by zeros (ISA table 45 and its examples).
+
+    N is cut into 128/M parts. Each part's mask alternates runs of ones (Skip Span + 1 long) and zeros (Use Span + 1),
+    begins with the value First Span, and lacks its Start Count lowest bits.
+    """
+
+    def refuse(condition: bool, why: str) -> None:
+        if condition:
+            raise DescriptorError(f"zero-column mask descriptor {bits:#018x}: {why}")
+
+    refuse(bits >> 36 & 7 != 0 or bits >> 62 != 0, "bits 36-38 and 62-63 must be zero")
+    refuse(bits >> 56 & 63 != 0, "a column shift is not modelled")
+    if not bits >> 39 & 1:
+        return np.zeros(n, bool)
+    ones, zeros = (bits >> 40 & 255) + 1, (bits >> 48 & 255) + 1
+    parts = 128 // m
+    masks = []
+    for part in range(parts):
+        place = np.arange(n // parts) + (bits >> 8 * part & 255)
+        if bits >> 32 + part & 1:
+            masks.append(place % (ones + zeros) < ones)
+        else:
+            masks.append(place % (ones + zeros) >= zeros)
+    return np.concatenate(masks)

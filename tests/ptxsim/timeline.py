@@ -12,9 +12,12 @@ from pathlib import Path
 
 @dataclass
 class Span:
-    """One bar: a track, a label, a kind (``run``, ``wait``, ``async`` or ``phase``) and its start and end."""
+    """One bar: a track, a label, a kind (``run``, ``wait``, ``async`` or ``phase``) and its start and end.
 
-    block: tuple[int, int, int]
+    Asynchronous units belong to no block: theirs is ``()``.
+    """
+
+    block: tuple[int, ...]
     track: str
     label: str
     kind: str
@@ -34,32 +37,27 @@ class Timeline:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._waiting: dict[int, tuple[str, int]] = {}
-        self._last: dict[int, Span] = {}
+        self._last: dict[tuple, Span] = {}
 
     def turn(self, warp: object, start: int, end: int) -> None:
         """A warp ran."""
-        last = self._last.get(id(warp))
+        key = (warp.home.ctaid, warp.index)
+        last = self._last.get(key)
         if last is not None and last.end == start:
             last.end = end
             return
-        span = Span(warp.cta.ctaid, f"warp {warp.index}", "runs", "run", start, end)
-        self._last[id(warp)] = span
+        span = Span(warp.home.ctaid, f"warp {warp.index}", "runs", "run", start, end)
+        self._last[key] = span
         self.spans.append(span)
 
-    def park(self, warp: object, park: object, step: int) -> None:
-        """A warp starts to wait."""
-        self._waiting[id(warp)] = (park.what, step)
-
-    def wake(self, warp: object, step: int) -> None:
+    def wait(self, warp: object, park: object, step: int) -> None:
         """A warp's wait is over."""
-        what, start = self._waiting.pop(id(warp), ("waits", step))
-        if step > start:
-            self.spans.append(Span(warp.cta.ctaid, f"warp {warp.index}", what, "wait", start, step))
+        if step > park.since:
+            self.spans.append(Span(warp.home.ctaid, f"warp {warp.index}", park.what, "wait", park.since, step))
 
     def asynchronous(self, op: object, step: int) -> None:
         """A piece of asynchronous work finished."""
-        self.spans.append(Span((0, 0, 0), op.name, op.name, "async", op.start, max(step, op.start + 1)))
+        self.spans.append(Span((), op.name, op.name, "async", op.start, max(step, op.start + 1)))
 
     def phase(self, barrier: object, step: int) -> None:
         """An mbarrier completed a phase."""
@@ -68,8 +66,11 @@ class Timeline:
 
     def chrome_trace(self) -> dict:
         """Return the timeline in the Chrome trace format (one process a block, one thread a track)."""
-        events = []
         blocks = {block: i for i, block in enumerate(dict.fromkeys(s.block for s in self.spans))}
+        names = {block: f"block {block}" if block else "asynchronous units" for block in blocks}
+        events = [
+            {"ph": "M", "pid": i, "name": "process_name", "args": {"name": names[block]}} for block, i in blocks.items()
+        ]
         tracks: dict[tuple, int] = {}
         for span in self.spans:
             key = (span.block, span.track)
@@ -103,18 +104,18 @@ class Timeline:
         names = sorted({s.track for s in spans}, key=_track_order)
         rows = {name: i for i, name in enumerate(names)}
         colours = {"run": "#4c78a8", "wait": "#e0e0e0", "async": "#f58518", "phase": "#54a24b"}
-        figure = Figure(figsize=(12, 0.35 * len(names) + 1), layout="constrained")
+        figure = Figure(figsize=(12, 0.35 * len(names) + 1.3), layout="constrained")
         axes = figure.add_subplot()
-        for kind, colour in colours.items():
-            for span in (s for s in spans if s.kind == kind):
-                axes.broken_barh(
-                    [(span.start, span.end - span.start)], (rows[span.track] - 0.4, 0.8), facecolors=colour
-                )
+        bars: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for span in spans:
+            bars.setdefault((span.track, span.kind), []).append((span.start, span.end - span.start))
+        for (track, kind), pieces in bars.items():
+            axes.broken_barh(pieces, (rows[track] - 0.4, 0.8), facecolors=colours[kind])
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel("executed basic blocks")
         handles = [mpl.patches.Patch(color=c, label=k) for k, c in colours.items()]
-        axes.legend(handles=handles, loc="upper right", ncols=4)
+        figure.legend(handles=handles, loc="outside upper right", ncols=4)
         figure.savefig(path, dpi=120)
 
 

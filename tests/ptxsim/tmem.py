@@ -24,21 +24,25 @@ class TensorMemory:
         self.defined = np.zeros((LANES, COLUMNS), bool)
         self.owned = np.zeros(COLUMNS, bool)
         self.blocks: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
+        self.smallest = COLUMNS
         self.permit = True
         self.first = first
         self.shadow = Shadow(LANES * COLUMNS, COLUMNS) if cta.cluster.detector else None
 
-    def place(self, columns: int) -> int | None:
-        """Return the first free column for an allocation, or None when there is no room."""
+    def place(self, columns: int, peer: TensorMemory | None = None) -> int | None:
+        """Return the first column where an allocation fits, here and in a peer; None when there is no room."""
+        owned = self.owned if peer is None else self.owned | peer.owned
         for start in range(self.first, COLUMNS - columns + 1, 32):
-            if not self.owned[start : start + columns].any():
+            if not owned[start : start + columns].any():
                 return start
         return None
 
-    def take(self, start: int, columns: int) -> None:
-        """Allocate columns; their content is undefined."""
+    def take(self, start: int, columns: int, warp: int) -> None:
+        """Allocate columns for a warp; their content is undefined."""
         self.owned[start : start + columns] = True
-        self.blocks[start] = columns
+        self.blocks[start], self.owners[start] = columns, warp
+        self.smallest = columns
         self.defined[:, start : start + columns] = False
 
     def release(self, start: int, columns: int) -> str:

@@ -1,117 +1,17 @@
-"""Run-time behaviour of tensor memory: allocation, loads, stores, fences, and what a warp has in flight."""
+"""Run-time behaviour of tensor memory: loads, stores, fences, and what a warp has in flight."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .codegen import Park
 from .errors import MemoryFault, SyncError
 from .ir import Instr, Reg
 from .machine import AsyncOp
-from .ops_mbar import shared_target
-from .tmem import COLUMNS, LANES, TensorMemory, fragment, tmem_of
+from .tcpipe import Pipe, pipe_of
+from .tmem import COLUMNS, TensorMemory, fragment, tmem_of
 from .warp import Warp, _Where
 
 
-class Pipe:
-    """What a warp has issued to the tensor core, and its loads and stores in flight."""
-
-    def __init__(self, W: Warp) -> None:
-        self.issued = self.loads = self.stores = 0
-        self.loads_done = self.stores_done = 0
-        self.pending_loads: list[tuple] = []
-        self.unreleased: dict[int, int] = {}
-        self.flight: list[tuple[int, int, int, int, int, tuple]] = []
-        detector = W.cta.cluster.detector
-        if detector:
-            names = ("tcgen05 pipe", "tcgen05.ld", "tcgen05.st")
-            self.agents = tuple(detector.new_agent(f"{name} of {W.name}", False) for name in names)
-
-
-def pipe_of(W: Warp) -> Pipe:
-    """Return a warp's tensor-core state."""
-    if "tcgen05" not in W.state:
-        W.state["tcgen05"] = Pipe(W)
-    return W.state["tcgen05"]
-
-
-def check_group(W: Warp, ins: Instr, group: int) -> None:
-    """All tcgen05 instructions of a kernel use one .cta_group."""
-    used = W.cta.launch.counters.setdefault("tcgen05 cta_group", group)
-    if used != group:
-        W.bend(SyncError, ins, f".cta_group::{group} after .cta_group::{used}: a kernel must use only one of them")
-
-
-def pair(W: Warp, ins: Instr, group: int) -> list:
-    """Return the block, or the two blocks of the pair in rank order."""
-    if group == 1:
-        return [W.cta]
-    low = W.cta.rank & ~1
-    return [W.cta.cluster.member(W, ins, low), W.cta.cluster.member(W, ins, low + 1)]
-
-
-# ---- allocation ----------------------------------------------------------------------------------------------------
-def alloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: int) -> Park | None:
-    """tcgen05.alloc: write the address of free columns to shared memory, waiting until there are some."""
-    check_group(W, ins, group)
-    if L is not None:
-        W.fail(SyncError, ins, "tcgen05.alloc needs all 32 lanes of the warp")
-    if columns not in (32, 64, 128, 256, 512):
-        W.fail(MemoryFault, ins, f"{columns} columns: the count must be a power of two in 32..512")
-    tmem = tmem_of(W.cta)
-    if not tmem.permit:
-        W.fail(SyncError, ins, "tcgen05.alloc after relinquish_alloc_permit")
-    start = tmem.place(columns)
-    if start is None:
-        return Park(lambda: tmem.place(columns) is not None, f"waits for {columns} tensor-memory columns", redo=True)
-    tmem.take(start, columns)
-    tmem.groups = {**getattr(tmem, "groups", {}), start: W.index}
-    cta, offset = shared_target(W, ins, address, False)
-    if offset % 4:
-        W.fail(MemoryFault, ins, "the address for tcgen05.alloc is not a multiple of 4")
-    if cta.shadow is not None:
-        W.shared_write(cta.shadow, np.array([offset], "u4"), 4, 1, ins)
-    cta.shared.view("u4")[offset // 4] = start
-    cta.shared.init[offset : offset + 4] = 1
-    if tmem.shadow is not None:
-        detector = cta.cluster.detector
-        words = (np.arange(LANES)[:, None] * COLUMNS + np.arange(start, start + columns)).reshape(-1)
-        # Whoever uses the columns must have synchronised with the allocation.
-        tmem.shadow.writer[words] = W.agent
-        tmem.shadow.clock[words] = detector.V[W.agent, W.agent]
-        detector.T[W.agent, W.agent] = detector.V[W.agent, W.agent]
-    return None
-
-
-def dealloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: int) -> None:
-    """tcgen05.dealloc."""
-    check_group(W, ins, group)
-    if L is not None:
-        W.fail(SyncError, ins, "tcgen05.dealloc needs all 32 lanes of the warp")
-    tmem = tmem_of(W.cta)
-    if address >> 16:
-        W.fail(MemoryFault, ins, "the address to free has a lane field")
-    owner = getattr(tmem, "groups", {}).get(address)
-    why = tmem.release(address, columns)
-    if why:
-        W.fail(MemoryFault, ins, why)
-    if owner != W.index:
-        W.bend(SyncError, ins, f"tensor memory allocated by warp {owner} is freed by another warp")
-    if tmem.shadow is not None:
-        detector, pipe = W.cta.cluster.detector, pipe_of(W)
-        words = (np.arange(LANES)[:, None] * COLUMNS + np.arange(address, address + columns)).reshape(-1)
-        # Freeing conflicts with every access that the warp has not synchronised with.
-        view = np.maximum(detector.tensor_view(W.agent, *pipe.agents), detector.V[W.agent])
-        detector.tensor_write(W.agent, view, tmem.shadow, words, W.agent, 0, _Where(W, ins))
-
-
-def relinquish(W: Warp, ins: Instr, group: int) -> None:
-    """tcgen05.relinquish_alloc_permit."""
-    check_group(W, ins, group)
-    tmem_of(W.cta).permit = False
-
-
-# ---- loads and stores ----------------------------------------------------------------------------------------------
 def cells_of(
     W: Warp, ins: Instr, L: object, taddr: np.ndarray, shape: str, count: int, split: int, packed: bool
 ) -> tuple[TensorMemory, np.ndarray]:

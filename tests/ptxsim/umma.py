@@ -1,6 +1,8 @@
-"""Run-time behaviour of the tensor core: matrix multiply, commits, copies from shared memory."""
+"""Run-time behaviour of the tensor core: matrix multiply and commits."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,64 +10,115 @@ from .errors import DescriptorError, MemoryFault, SyncError
 from .ir import Instr
 from .machine import AsyncOp
 from .memory import RANK_SHIFT
-from .operand import fetch, multiply, placed, widen
+from .operand import fetch, from_containers, multiply, placed, widen
 from .ops_mbar import find
-from .tcgen05 import DEPTH, InstructionDescriptor, data_path, decode_instruction_descriptor, decode_smem_descriptor
+from .tcgen05 import (
+    DEPTH,
+    check_layout,
+    data_path,
+    decode_instruction_descriptor,
+    decode_smem_descriptor,
+    zero_columns,
+)
+from .tcpipe import check_group, pair, pipe_of, region
 from .tmem import COLUMNS, TensorMemory, tmem_of
-from .tmemops import check_group, pair, pipe_of
+from .tmemcopy import record_shift, shift_rows
 from .warp import Warp, _Where
 
+_LANES = np.arange(128)
 
-# ---- matrix multiply -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Form:
+    """The static part of a tcgen05.mma instruction."""
+
+    kind: str
+    group: int
+    ws: bool
+    a_in_tmem: bool
+    ashift: bool = False
+    scale: int = 0
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands of one tcgen05.mma: addresses, descriptors and masks."""
+
+    d: int
+    a: int
+    b: int
+    idesc: int
+    enable: bool
+    mask: tuple[int, ...] = ()
+    zeros: int = 0
+
+
 class Mma:
     """One tcgen05.mma: its operands located and checked at issue, its arithmetic done when it completes."""
 
-    def __init__(self, W: Warp, ins: Instr, kind: str, group: int, ws: bool) -> None:
-        self.W, self.ins, self.kind, self.group, self.ws = W, ins, kind, group, ws
-        self.ctas = pair(W, ins, group)
+    def __init__(self, W: Warp, ins: Instr, form: Form, operands: Operands) -> None:
+        self.W, self.ins, self.form, self.operands = W, ins, form, operands
+        self.ctas = pair(W, ins, form.group)
         self.detector = W.cta.cluster.detector
         self.pipe = pipe_of(W)
 
-    def issue(
-        self, d: int, a: int, a_in_tmem: bool, b: int, idesc: int, enable: bool, mask: list[int] | None, scale: int
-    ) -> None:
+    def issue(self) -> None:
         """Decode descriptors, check every access, queue the operation."""
-        W, ins = self.W, self.ins
-        check_group(W, ins, self.group)
-        try:
-            desc = decode_instruction_descriptor(idesc, self.kind, self.group, self.ws)
-            b_layout = decode_smem_descriptor(b)
-            a_layout = None if a_in_tmem else decode_smem_descriptor(a)
-        except DescriptorError as error:
-            W.fail(DescriptorError, ins, str(error))
+        W, ins, form, operands = self.W, self.ins, self.form, self.operands
+        check_group(W, ins, form.group)
+        a_layout, b_layout = self._decode()
+        desc = self.desc
         self.pipe.issued += 1
         self.clock = self.pipe.issued
         if self.detector:
             self.view = self.detector.async_view(W.agent)
             self.tensor = self.detector.tensor_view(W.agent, self.pipe.agents[0])
-        letter, self.parts, lanes, columns = data_path(desc.m, desc.n, self.group, self.ws)
-        base_lane, base_column = d >> 16, d & 0xFFFF
+        letter, self.parts, lanes, columns = data_path(desc.m, desc.n, form.group, form.ws)
+        base_lane, base_column = operands.d >> 16, operands.d & 0xFFFF
         if base_lane not in ((0, 16) if letter == "F" else (0,)):
             W.fail(MemoryFault, ins, f"D's lane field {base_lane} is not legal for layout {letter}")
         self.lanes, self.columns = lanes + base_lane, columns + base_column
         self._check_columns(self.columns)
-        depth = DEPTH[self.kind]
+        depth = DEPTH[form.kind]
         bits = 256 // depth
-        b_rows = desc.n // self.group
-        b_places = [self._shared(cta, b_layout, desc.b_mn, b_rows, depth, bits) for cta in self.ctas]
-        if a_in_tmem:
-            a_places = self._tensor_a(a, letter)
+        b_places = [self._shared(cta, b_layout, desc.b_mn, desc.n // form.group, depth, bits) for cta in self.ctas]
+        regions = [region(self.lanes, self.columns, True)]
+        if a_layout is None:
+            a_places = self._tensor_a(letter)
+            regions.append(region(_LANES if form.ashift else self.lanes, self.a_columns, form.ashift))
         else:
-            a_places = [self._shared(cta, a_layout, desc.a_mn, desc.m // self.group, depth, bits) for cta in self.ctas]
-        if a_in_tmem and desc.a_mn:
-            W.fail(DescriptorError, ins, "A in tensor memory cannot be transposed")
-        self._record_d(desc, enable, base_lane)
-
-        def finish() -> None:
-            self._compute(desc, a_in_tmem, a_places, b_places, enable, mask, scale)
-
-        W.cta.cluster.submit(("tcgen05", id(W)), AsyncOp("tcgen05.mma", finish))
+            rows = desc.m // form.group
+            a_places = [self._shared(cta, a_layout, desc.a_mn, rows, depth, bits) for cta in self.ctas]
+        key = (operands.d, desc.m, desc.n, form.group, form.ws)
+        self.pipe.launch(W, ins, "mma", key, regions)
+        self._record_d()
+        if form.ashift:
+            for cta in self.ctas:
+                record_shift(W, ins, cta, _LANES, self.a_columns)
+        operation = AsyncOp("tcgen05.mma", lambda: self._compute(a_places, b_places))
+        W.cta.cluster.submit(("tcgen05", id(W)), operation)
         W.launch.counters[f"flops tcgen05 {desc.a_kind}"] += 2 * desc.m * desc.n * depth
+
+    def _decode(self) -> tuple:
+        """Decode and check all descriptors; return the layouts of A (None: in tensor memory) and B."""
+        form, operands = self.form, self.operands
+        a_layout = None
+        try:
+            desc = decode_instruction_descriptor(operands.idesc, form.kind, form.group, form.ws)
+            b_layout = decode_smem_descriptor(operands.b)
+            check_layout(b_layout, desc.b_mn, form.kind)
+            if not form.a_in_tmem:
+                a_layout = decode_smem_descriptor(operands.a)
+                check_layout(a_layout, desc.a_mn, form.kind)
+            elif desc.a_mn:
+                raise DescriptorError("A in tensor memory cannot be transposed")
+            if form.ashift and desc.m not in (128, 256):
+                raise DescriptorError(f".ashift with M={desc.m}: only 128 and 256 are allowed")
+            self.zeros = zero_columns(operands.zeros, desc.m, desc.n) if operands.zeros else None
+        except DescriptorError as error:
+            self.W.fail(DescriptorError, self.ins, str(error))
+        self.desc = desc
+        return a_layout, b_layout
 
     def _check_columns(self, columns: np.ndarray) -> None:
         for cta in self.ctas:
@@ -85,83 +138,70 @@ class Mma:
             self.detector.async_read(self.W.agent, self.view, cta.shadow, words, agents, self.clock, where)
         return chunks
 
-    def _tensor_a(self, address: int, letter: str) -> np.ndarray:
+    def _tensor_a(self, letter: str) -> np.ndarray:
         """Return the cells [rows, parts, 8 columns] of A in tensor memory."""
-        lane, column = address >> 16, address & 0xFFFF
+        lane, column = self.operands.a >> 16, self.operands.a & 0xFFFF
         if lane not in ((0, 16) if letter == "F" else (0,)):
             self.W.fail(MemoryFault, self.ins, f"A's lane field {lane} is not legal for layout {letter}")
         base = self.lanes - (int(self.lanes[0, 0]))
         if letter == "F" and lane != int(self.lanes[0, 0]):
             self.W.fail(MemoryFault, self.ins, "A and D of layout F must use the same lane half")
-        columns = column + np.arange(8)
-        self._check_columns(columns)
-        cells = (base + lane)[:, :, None] * COLUMNS + columns
+        self.a_columns = column + np.arange(8)
+        self._check_columns(self.a_columns)
+        cells = (base + lane)[:, :, None] * COLUMNS + self.a_columns
         if self.detector:
+            agent, words = self.pipe.agents[0], cells.reshape(-1)
             for cta in self.ctas:
                 shadow, where = tmem_of(cta).shadow, _Where(self.W, self.ins)
-                agent = self.pipe.agents[0]
-                self.detector.tensor_read(
-                    self.W.agent, self.tensor, shadow, cells.reshape(-1), agent, self.clock, where
-                )
+                self.detector.tensor_read(self.W.agent, self.tensor, shadow, words, agent, self.clock, where)
         return cells
 
-    def _record_d(self, desc: InstructionDescriptor, enable: bool, base_lane: int) -> None:
-        """Check the accumulator against operations in flight, and note this one."""
-        W, pipe = self.W, self.pipe
-        key = (base_lane, int(self.columns[0]), desc.m, desc.n, self.group, self.ws)
-        low, high = int(self.columns[0]), int(self.columns[-1]) + 1
-        lanes = frozenset(self.lanes.reshape(-1).tolist())
-        done = 0
-        if self.detector:
-            done = int(self.detector.T[W.agent, pipe.agents[0]])
-        pipe.flight = [f for f in pipe.flight if f[0] > done][-256:]
-        for clock, first, last, other_lanes, other_key in pipe.flight:
-            if other_key != key and first < high and low < last and lanes & other_lanes:
-                W.fail(
-                    SyncError,
-                    self.ins,
-                    f"D overlaps the accumulator of tcgen05.mma number {clock}, still in flight with another shape",
-                )
-        if not any(f[4] == key for f in pipe.flight):
-            pipe.flight.append((self.clock, low, high, lanes, key))
-        else:
-            pipe.flight = [(self.clock, *f[1:]) if f[4] == key else f for f in pipe.flight]
-        if self.detector:
-            cells = (self.lanes[:, :, None] * COLUMNS + self.columns).reshape(-1)
-            for cta in self.ctas:
-                shadow, where = tmem_of(cta).shadow, _Where(W, self.ins)
-                self.detector.tensor_write(W.agent, self.tensor, shadow, cells, pipe.agents[0], self.clock, where)
+    def _record_d(self) -> None:
+        """Tell the detector of the writes of D."""
+        if not self.detector:
+            return
+        cells = (self.lanes[:, :, None] * COLUMNS + self.columns).reshape(-1)
+        for cta in self.ctas:
+            shadow, where = tmem_of(cta).shadow, _Where(self.W, self.ins)
+            agent = self.pipe.agents[0]
+            self.detector.tensor_write(self.W.agent, self.tensor, shadow, cells, agent, self.clock, where)
 
-    def _compute(
-        self, desc: InstructionDescriptor, a_in_tmem: bool, a_places: object, b_places: list, enable: bool,
-        mask: list[int] | None, scale: int,
-    ) -> None:  # fmt: skip
+    def _compute(self, a_places: object, b_places: list) -> None:
+        desc = self.desc
         parts = [fetch(c.shared, p, desc.b_mn, desc.b_kind) for c, p in zip(self.ctas, b_places, strict=False)]
         b = np.concatenate([p[0] for p in parts])
         b_bad = np.concatenate([np.zeros(len(p[0]), bool) if p[1] is None else p[1] for p in parts])
+        if self.zeros is not None:
+            b, b_bad = np.where(self.zeros[:, None], np.float32(0), b), b_bad & ~self.zeros
         for index, cta in enumerate(self.ctas):
             tmem = tmem_of(cta)
-            if a_in_tmem:
-                a, a_bad = self._read_tensor_a(tmem, a_places, desc.a_kind)
+            if self.form.a_in_tmem:
+                a, a_bad = self._read_tensor_a(tmem, a_places)
             else:
                 a, bad = fetch(cta.shared, a_places[index], desc.a_mn, desc.a_kind)
                 a, a_bad = [a], [np.zeros(len(a), bool) if bad is None else bad]
-            self._write_d(tmem, desc, a, a_bad, b, b_bad, enable, mask, scale, index)
+            self._write_d(tmem, a, a_bad, b, b_bad, index)
+            if self.form.ashift:
+                for first in range(0, 128, 32):
+                    shift_rows(tmem, first, self.a_columns)
 
-    def _read_tensor_a(self, tmem: TensorMemory, cells: np.ndarray, kind: str) -> tuple[list, list]:
+    def _read_tensor_a(self, tmem: TensorMemory, cells: np.ndarray) -> tuple[list, list]:
         """Return A per part of the data path (each lane group multiplies its own part of B)."""
+        kind = self.desc.a_kind
         code = {"f16": "u2", "bf16": "u2", "tf32": "u4"}.get(kind, "u1")
         values, bad = [], []
         for part in range(cells.shape[1]):
-            raw = np.ascontiguousarray(tmem.cells.reshape(-1)[cells[:, part]])
-            values.append(widen(raw.view(code), kind))
-            bad.append(~tmem.defined.reshape(-1)[cells[:, part]].all(1))
+            defined = tmem.defined.reshape(-1)[cells[:, part]]
+            raw = np.where(defined, tmem.cells.reshape(-1)[cells[:, part]], np.uint32(0))
+            raw, padded = from_containers(raw.view(code), kind)
+            if padded:
+                self.W.bend(DescriptorError, self.ins, f"padding bits of {kind} containers of A are set")
+            values.append(widen(raw, kind))
+            bad.append(~defined.all(1))
         return values, bad
 
-    def _write_d(
-        self, tmem: TensorMemory, desc: InstructionDescriptor, a: list, a_bad: list, b: np.ndarray, b_bad: np.ndarray,
-        enable: bool, mask: list[int] | None, scale: int, index: int,
-    ) -> None:  # fmt: skip
+    def _write_d(self, tmem: TensorMemory, a: list, a_bad: list, b: np.ndarray, b_bad: np.ndarray, index: int) -> None:
+        desc, scale, mask = self.desc, self.form.scale, self.operands.mask
         width = desc.n // self.parts
         negative = desc.negate_a != desc.negate_b
         for part in range(self.parts):
@@ -172,22 +212,22 @@ class Mma:
             rows = self.lanes[:, part]
             cells = np.ix_(rows, self.columns)
             defined = ~(own_bad[:, None] | b_bad[some][None, :])
-            if enable:
+            if self.operands.enable:
                 old = _numbers(tmem.cells[cells], desc.out)
                 product = product + (old * 2.0**-scale if scale else old)
                 defined &= tmem.defined[cells]
             result = _bits(product, desc.out, desc.saturate)
-            if mask is not None:
-                keep = _lanes_enabled(mask, rows, index, len(self.ctas))
+            if mask:
+                keep = _lanes_enabled(mask, rows, index)
                 result = np.where(keep[:, None], result, tmem.cells[cells])
                 defined = np.where(keep[:, None], defined, tmem.defined[cells])
             tmem.cells[cells] = result
             tmem.defined[cells] = defined
 
 
-def _lanes_enabled(mask: list[int], rows: np.ndarray, index: int, blocks: int) -> np.ndarray:
+def _lanes_enabled(mask: tuple[int, ...], rows: np.ndarray, index: int) -> np.ndarray:
     """Return which lanes a disable-output-lane vector leaves enabled (four words per block)."""
-    words = mask[4 * index : 4 * index + 4] if len(mask) == 4 * blocks else mask[:4]
+    words = mask[4 * index : 4 * index + 4]
     disabled = np.array([words[lane // 32] >> (lane % 32) & 1 for lane in rows], bool)
     return ~disabled
 
@@ -236,55 +276,3 @@ def commit(W: Warp, ins: Instr, group: int, address: int, mask: int | None) -> N
                 W.fail(SyncError, ins, str(error))
 
     W.cta.cluster.submit(("tcgen05", id(W)), AsyncOp("tcgen05.commit", finish))
-
-
-# ---- copies from shared memory -------------------------------------------------------------------------------------
-COPY_FORMS = {
-    ("128x256b", ""): (128, 2, [np.arange(128)]),
-    ("128x128b", ""): (128, 1, [np.arange(128)]),
-    ("64x128b", "warpx2::02_13"): (64, 1, [np.arange(64), np.arange(64) + 64]),
-    ("64x128b", "warpx2::01_23"): (64, 1, [np.arange(64) + 32 * (np.arange(64) // 32),
-                                           np.arange(64) + 32 * (np.arange(64) // 32) + 32]),
-    ("32x128b", "warpx4"): (32, 1, [np.arange(32) + 32 * q for q in range(4)]),
-}  # fmt: skip
-"""Rows, 16-byte chunks per row, and the lanes that each copy of the rows goes to, of every tcgen05.cp shape."""
-
-
-def copy(W: Warp, ins: Instr, group: int, shape: str, multicast: str, taddr: int, desc: int) -> None:
-    """tcgen05.cp."""
-    check_group(W, ins, group)
-    rows, chunks_per_row, targets = COPY_FORMS[(shape, multicast)]
-    try:
-        layout = decode_smem_descriptor(desc)
-    except DescriptorError as error:
-        W.fail(DescriptorError, ins, str(error))
-    pipe, detector = pipe_of(W), W.cta.cluster.detector
-    pipe.issued += 1
-    clock = pipe.issued
-    if taddr >> 16:
-        W.fail(MemoryFault, ins, "the destination of tcgen05.cp has a lane field")
-    columns = (taddr & 0xFFFF) + np.arange(4 * chunks_per_row)
-    for cta in pair(W, ins, group):
-        tmem = tmem_of(cta)
-        why = tmem.outside(columns)
-        if why:
-            W.fail(MemoryFault, ins, why)
-        chunks, words = placed(layout, False, rows, chunks_per_row * 8, 16)
-        if int(chunks.min()) < 0 or int(chunks.max()) * 16 + 16 > cta.shared.limit:
-            W.fail(MemoryFault, ins, "the source of tcgen05.cp leaves shared memory")
-        if detector:
-            where, agent = _Where(W, ins), pipe.agents[0]
-            detector.async_read(W.agent, detector.async_view(W.agent), cta.shadow, words, (agent,), clock, where)
-            view = detector.tensor_view(W.agent, agent)
-            for lanes in targets:
-                cells = (lanes[:, None] * COLUMNS + columns).reshape(-1)
-                detector.tensor_write(W.agent, view, tmem.shadow, cells, agent, clock, where)
-
-        def finish(cta: object = cta, tmem: TensorMemory = tmem, chunks: np.ndarray = chunks) -> None:
-            data = cta.shared.chunks[chunks].reshape(rows, -1)
-            defined = (cta.shared.chunk_init[chunks] == 0x01010101).reshape(rows, -1)
-            for lanes in targets:
-                tmem.cells[np.ix_(lanes, columns)] = data
-                tmem.defined[np.ix_(lanes, columns)] = defined
-
-        W.cta.cluster.submit(("tcgen05", id(W)), AsyncOp("tcgen05.cp", finish))

@@ -8,6 +8,7 @@ from .codegen import EXIT, Park
 from .errors import MemoryFault, PoisonError, RaceError, SimError, SyncError
 from .ir import Imm, Instr
 from .memory import RANK_SHIFT, SHARED_RESERVED, Local
+from .strong import Order
 
 _SPIN_LIMIT = 64
 ALL_POISON = np.ones(32, bool)
@@ -36,6 +37,7 @@ class Warp:
 
     def __init__(self, cta: object, index: int, lanes: int) -> None:
         self.cta, self.index = cta, index
+        self.home = cta
         self.program = cta.program
         self.launch = cta.launch
         self.memory = cta.launch.memory
@@ -45,12 +47,12 @@ class Warp:
         self.local = Local(self.program.local_size)
         self.traffic = cta.launch.traffic
         self.banks = cta.launch.banks
-        self.global_races = cta.launch.global_races
+        self.shadows = cta.launch.shadows
         live = None if lanes == 32 else np.arange(lanes)
         self.fragments = [Fragment(0, live)]
         self.live = lanes
         self.current: Fragment | None = None
-        self.agent = cta.cluster.detector.new_agent(self.name, True) if cta.cluster.detector else 0
+        self.agent = cta.cluster.detector.new_agent(self.name, True, cta) if cta.cluster.detector else 0
         self._special: dict[str, np.ndarray] = {}
         self.wgmma_state: object = None
         self.state: dict = {}
@@ -59,6 +61,11 @@ class Warp:
     def name(self) -> str:
         """Block and warp for messages."""
         return f"block {self.cta.ctaid} warp {self.index}"
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether any lane waits for something."""
+        return any(f.park is not None for f in self.fragments)
 
     # ---- scheduling --------------------------------------------------------------------------------------------
     def run(self, quota: int) -> int:
@@ -113,8 +120,8 @@ class Warp:
             return False
         if not fragment.park.redo:
             fragment.block += 1
-        fragment.park = None
-        self.launch.note_wake(self)
+        park, fragment.park = fragment.park, None
+        self.launch.note_wake(self, park)
         return True
 
     def _merge(self, chosen: Fragment) -> Fragment:
@@ -157,7 +164,7 @@ class Warp:
         """Run a fragment for up to ``quota`` blocks, until it splits, parks or joins others."""
         program, ran = self.program, 0
         R, Q = self.R, self.Q
-        counts = program.counts
+        counts = self.launch.counts
         alone = len(self.fragments) == 1
         index, lanes = fragment.block, fragment.lanes
         while ran < quota:
@@ -188,12 +195,26 @@ class Warp:
                     return ran
             elif following.__class__ is Park:
                 fragment.park = following
-                self.launch.note_park(self, following)
+                self.launch.note_park(following)
+                return ran
+            elif following.__class__ is np.ndarray:
+                self._scatter(fragment, following)
                 return ran
             else:
                 self._split(fragment, *following)
                 return ran
         return ran
+
+    def _scatter(self, fragment: Fragment, targets: np.ndarray) -> None:
+        """Split a fragment whose lanes go to several blocks."""
+        lanes = fragment.lane_list()
+        self.fragments.remove(fragment)
+        for target in np.unique(targets):
+            part = Fragment(int(target), lanes[targets == target])
+            part.spins = fragment.spins + (int(target) <= fragment.block)
+            if part.spins > _SPIN_LIMIT:
+                part.spins, part.deferred = 0, True
+            self.fragments.append(part)
 
     def _split(self, fragment: Fragment, pred: np.ndarray, taken: int, fall: int) -> None:
         lanes = fragment.lane_list()
@@ -309,22 +330,86 @@ class Warp:
             lanes = self._lanes(L, a == address)
             self.fail(RaceError, ins, f"lanes of one store write different values to {address:#x}", lanes)
 
-    # ---- shared memory -----------------------------------------------------------------------------------------
-    def shared_read(self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr) -> None:
+    # ---- what the race detector hears of ------------------------------------------------------------------------
+    def shared_read(
+        self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr, order: Order | None = None
+    ) -> None:
         """Tell the detector about a generic read of this block's shared memory."""
-        detector = self.cta.cluster.detector
-        place = _Where(self, ins)
-        for words, mask in word_runs(offset, width, count):
-            detector.read(self.agent, shadow, words, place, mask)
+        self._read(shadow, self.cta.rank, offset, width * count, ins, order)
 
     def shared_write(
-        self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr, atomic: bool = False
+        self,
+        shadow: object,
+        offset: np.ndarray,
+        width: int,
+        count: int,
+        ins: Instr,
+        order: Order | None = None,
+        update: bool | None = None,
     ) -> None:
-        """Tell the detector about a generic write."""
+        """Tell the detector about a generic write of this block's shared memory (``update``: see flags_write)."""
+        self._write(shadow, self.cta.rank, offset, width * count, ins, order, update)
+
+    def global_read(self, buffer: object, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
+        """Tell the detector about a generic read of global memory."""
+        if self.shadows is not None:
+            self._read(self.shadows.of(buffer), buffer.base, offset.astype("u4"), size, ins, order)
+        elif order is not None:
+            self.flags_read(buffer.base, offset, order)
+
+    def global_write(
+        self,
+        buffer: object,
+        offset: np.ndarray,
+        size: int,
+        ins: Instr,
+        order: Order | None,
+        update: bool | None = None,
+    ) -> None:
+        """Tell the detector about a generic write of global memory (``update``: see flags_write)."""
+        if self.shadows is not None:
+            self._write(self.shadows.of(buffer), buffer.base, offset.astype("u4"), size, ins, order, update)
+        elif order is not None:
+            self.flags_write(buffer.base, offset, order, update)
+
+    def _read(self, shadow: object, space: int, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
+        detector, place = self.cta.cluster.detector, _Where(self, ins)
+        for words, mask in word_runs(offset, size):
+            detector.read(self.agent, shadow, words, place, mask, order.strength if order else 0)
+        if order is not None:
+            self.flags_read(space, offset, order)
+
+    def _write(
+        self,
+        shadow: object,
+        space: int,
+        offset: np.ndarray,
+        size: int,
+        ins: Instr,
+        order: Order | None,
+        update: bool | None,
+    ) -> None:
+        detector, place = self.cta.cluster.detector, _Where(self, ins)
+        for words, mask in word_runs(offset, size):
+            detector.write(self.agent, shadow, words, place, mask, order.strength if order else 0)
+        if order is not None:
+            self.flags_write(space, offset, order, update)
+
+    def flags_read(self, space: int, offset: np.ndarray, order: Order) -> None:
+        """Order this warp after what was released at some bytes of a space (a block's rank, or an array's base)."""
         detector = self.cta.cluster.detector
-        place = _Where(self, ins)
-        for words, mask in word_runs(offset, width, count):
-            detector.write(self.agent, shadow, words, place, mask, atomic)
+        if detector and detector.flags.places:
+            detector.flags.read(self.agent, self.home, [(space, int(at)) for at in offset], order)
+
+    def flags_write(self, space: int, offset: np.ndarray, order: Order, update: bool | None) -> None:
+        """Release at some bytes of a space; ``update`` is None for a store, or whether an atomic returns old values."""
+        detector = self.cta.cluster.detector
+        if not detector or not detector.flags.matter(self.agent, order, bool(update)):
+            return
+        keys = [(space, int(at)) for at in offset]
+        if update:
+            detector.flags.read(self.agent, self.home, keys, order)
+        detector.flags.write(self.agent, self.home, keys, order, update is not None)
 
     def remote_shared(
         self, ins: Instr, a: np.ndarray, L: np.ndarray | None, function: object, extra: tuple, outputs: int
@@ -368,14 +453,13 @@ class _Where:
         return self.warp.where(self.ins).rstrip()
 
 
-def word_runs(offset: np.ndarray, width: int, count: int) -> list[tuple[np.ndarray, object]]:
-    """Return (word indices, byte mask) for an access of ``count`` elements of ``width`` bytes per lane."""
-    words = offset >> np.uint32(2)
-    size = width * count
+def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, object]]:
+    """Return (word indices, byte mask) for an access of ``size`` bytes per lane."""
+    words = (offset >> np.uint32(2)).astype(np.intp)
     if size < 4:
         mask = (np.uint8((1 << size) - 1) << (offset & np.uint32(3)).astype("u1")).astype("u1")
         return [(words, mask)]
     if size == 4:
         return [(words, 15)]
-    steps = np.arange(size // 4, dtype="u4")
+    steps = np.arange(size // 4)
     return [((words[:, None] + steps).reshape(-1), 15)]

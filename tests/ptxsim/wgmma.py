@@ -18,9 +18,11 @@ def decode_descriptor(bits: int) -> SmemLayout:
     """Decode an sm_90 matrix descriptor (ISA: wgmma matrix-descriptor format)."""
     if bits & _RESERVED:
         raise DescriptorError(f"matrix descriptor {bits:#018x} has reserved bits set")
-    if bits >> 49 & 7:
-        raise DescriptorError(f"matrix descriptor {bits:#018x} has a base offset, which is not modelled")
-    return SmemLayout((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SPANS[bits >> 62])
+    span, base = _SPANS[bits >> 62], bits >> 49 & 7
+    if base and not span:
+        raise DescriptorError(f"matrix descriptor {bits:#018x} has a base offset without a swizzle")
+    lbo, sbo = (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
+    return SmemLayout((bits & 0x3FFF) << 4, lbo, sbo, span, base=base)
 
 
 class Form:
@@ -30,7 +32,7 @@ class Form:
         self.ins, self.n, self.depth, self.kinds, self.out, self.d = ins, n, depth, kinds, out, d
         self.a_regs: list[Reg] | None = None
         self.scale_a = self.scale_b = 1
-        self.a_mn = self.b_mn = False
+        self.a_mn = self.b_mn = self.saturate = False
 
 
 class Accumulator:
@@ -181,7 +183,7 @@ def _bind_accumulator(W: Warp, group: Warpgroup, operation: Operation, w: int, s
         operation.acc = acc
     elif operation.acc is not acc:
         W.fail(SyncError, form.ins, "the warps of a warpgroup continue different accumulators")
-    acc.last = operation.seq
+    acc.last = max(acc.last, operation.seq)  # a warp may be ahead of this one
 
 
 def _submit(W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None, desc_b: int, scale_d: bool) -> None:
@@ -206,7 +208,7 @@ def _submit(W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None,
             a, a_bad = _register_a(operation, form)
         product = multiply(a, b, form.out == "s32")
         sign = form.scale_a * form.scale_b
-        _accumulate(operation.acc, product if sign > 0 else -product, a_bad, b_bad, scale_d)
+        _accumulate(operation.acc, product if sign > 0 else -product, a_bad, b_bad, scale_d, form.saturate)
         group.done = operation.seq
 
     cta.cluster.submit(group.key, AsyncOp("wgmma", finish))
@@ -275,8 +277,9 @@ def _pack(acc: Accumulator, rows: np.ndarray) -> np.ndarray:
 
 
 def _accumulate(
-    acc: Accumulator, product: np.ndarray, a_bad: np.ndarray | None, b_bad: np.ndarray | None, scale_d: bool
-) -> None:
+    acc: Accumulator, product: np.ndarray, a_bad: np.ndarray | None, b_bad: np.ndarray | None, scale_d: bool,
+    saturate: bool,
+) -> None:  # fmt: skip
     if acc.fresh:
         rows, bad = [], None
         for w in range(4):
@@ -292,6 +295,8 @@ def _accumulate(
         total = acc.value + product
     else:
         total, acc.bad = product, None
+    if saturate:
+        total = np.clip(total, -(2**31), 2**31 - 1)
     acc.value = {"f32": lambda t: t.astype("f4"), "s32": lambda t: t.astype("i8").astype("i4"),
                  "f16": lambda t: t.astype("f2").astype("f4")}[acc.out](total)  # fmt: skip
     for mask, axis in ((a_bad, 0), (b_bad, 1)):

@@ -1,15 +1,18 @@
 # ruff: noqa: E501 (the table of instructions)
 """Golden outputs of an H200: the cases, the recorder, and the comparison.
 
-``python golden.py build FOLDER`` writes every case (PTX and arguments) here; ``python golden.py record FOLDER`` runs them
-on a Hopper GPU with nothing but NumPy and the driver library, and writes ``golden_h200.npz``, which belongs beside this file.
+``python golden.py build FOLDER`` writes every case (PTX and arguments), ``build FOLDER new`` only those without an output;
+``python golden.py record FOLDER`` runs them on a Hopper GPU with nothing but NumPy and the driver library; ``python golden.py
+merge FOLDER`` adds what it wrote to ``golden_h200.npz`` beside this file. The cases are here, in golden_rows.py (tables of instructions), golden_kernels.py (matrices) and golden_copies.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +32,16 @@ class Map:
     strides: list[int]
     box: list[int]
     swizzle: int
+    steps: list[int] | None = None
+    fill: int = 0
 
 
 @dataclass
 class Case:
-    """One launch. ``args`` refer to ``data`` by ("array", i); other entries are ints and maps."""
+    """One launch. ``args`` refer to ``data`` by ("array", i); other entries are ints and maps.
+
+    Results may differ by ``ulp`` units of 2**-23, relative to numbers above ``floor``.
+    """
 
     name: str
     ptx: str
@@ -46,6 +54,8 @@ class Case:
     cluster: int = 1
     ulp: float = 0.0
     outputs: list[int] = field(default_factory=list)
+    table: str = ""
+    floor: float = 2.0**-100
 
 
 # Instruction, inputs (i: integer edge values, f: floats), output type, tolerance in units of 2**-23 (0: bit for bit).
@@ -81,8 +91,18 @@ INSTRUCTIONS = [
 
 def cases() -> Iterator[Case]:
     """Yield every case, with fresh data."""
-    import ptx_compile
-    from ptx_runners import bf16
+    import golden_copies
+    import golden_kernels
+
+    yield from singles()
+    yield from tables()
+    yield from golden_kernels.cases()
+    yield from golden_copies.cases()
+    yield from compiled()
+
+
+def singles() -> Iterator[Case]:
+    """Yield the instructions that have a kernel each."""
     from ptx_single import EDGES32, FLOATS, program
 
     for code, kinds, out, ulp in INSTRUCTIONS:
@@ -90,6 +110,26 @@ def cases() -> Iterator[Case]:
         data = [*inputs, np.zeros(32, out)]
         text = program(code, inputs, data[-1]).replace("sm_100a", "sm_90a")
         yield Case(code, text, "k", 1, 32, [("array", i) for i in range(4)], data, ulp=ulp, outputs=[3])
+
+
+def tables() -> Iterator[Case]:
+    """Yield the tables of instructions, a kernel each."""
+    from golden_rows import LANES, TABLES, given, inputs, kernel, rows
+
+    for name, table in TABLES.items():
+        arrays = inputs()
+        wide = [np.concatenate([given(n, base) for n in range(4)]) for base in arrays.values()]
+        data = [*wide, np.zeros((LANES, 4), "u8"), np.zeros((len(rows(table)), LANES), "u8")]
+        args = [("array", i) for i in range(len(data))]
+        text = kernel(rows(table), arrays)
+        yield Case(f"table {name}", text, "k", 1, LANES, args, data, outputs=[len(data) - 1], table=name)
+
+
+def compiled() -> Iterator[Case]:
+    """Yield the compiled kernels of the tests."""
+    import ptx_compile
+    from ptx_runners import bf16
+
     rng = np.random.default_rng(0)
     a, b, c = bf16(rng, 128, 320).view("u2"), bf16(rng, 128, 320).view("u2"), np.zeros((128, 128), "u2")
     maps = [Map(i, 9, [w, 128], [2 * w], [64, 64], 3) for i, w in enumerate((320, 320, 128))]
@@ -114,11 +154,21 @@ def simulate(case: Case) -> list[np.ndarray]:
     for arg in case.args:
         if isinstance(arg, Map):
             address = module.memory.map(case.data[arg.index])
-            args.append(ptxsim.encode_tiled(arg.dtype, address, arg.dims, arg.strides, arg.box, swizzle=arg.swizzle))
+            shape = (arg.dims, arg.strides, arg.box, arg.steps)
+            args.append(ptxsim.encode_tiled(arg.dtype, address, *shape, swizzle=arg.swizzle, oob_fill=arg.fill))
         else:
             args.append(case.data[arg[1]] if isinstance(arg, tuple) else arg)
     module.launch(case.kernel, case.grid, case.block, args, case.smem, case.cluster)
     return [case.data[i] for i in case.outputs]
+
+
+def differences(case: Case, got: np.ndarray, want: np.ndarray) -> list[str]:
+    """Compare an output with the GPU's and say what differs: nothing, when all agrees."""
+    if not case.table:
+        return [] if agrees(case, got, want) else [f"{case.name}: {got} for {want}"]
+    from golden_rows import TABLES, differing, rows
+
+    return differing(rows(TABLES[case.table]), got, want)
 
 
 def agrees(case: Case, got: np.ndarray, want: np.ndarray) -> bool:
@@ -133,11 +183,14 @@ def agrees(case: Case, got: np.ndarray, want: np.ndarray) -> bool:
     if not case.ulp:
         return got.tobytes() == want.tobytes()
     with np.errstate(invalid="ignore"):
-        close = np.abs(got - want) <= case.ulp * 2.0**-23 * np.maximum(np.abs(want), 2.0**-100)
+        close = np.abs(got - want) <= case.ulp * 2.0**-23 * np.maximum(np.abs(want), case.floor)
     return bool((close | (got == want)).all())
 
 
 # ---- the GPU side: ctypes on the driver library --------------------------------------------------------------------
+_NOT_READY = 600
+
+
 class _Config(ctypes.Structure):
     _fields_ = [
         ("dims", ctypes.c_uint * 7), ("pad", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attrs", ctypes.c_void_p),
@@ -149,16 +202,34 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
 
 
+class Hang(RuntimeError):  # noqa: N818
+    """A kernel did not end; nothing can run after it."""
+
+
 class Gpu:
     """Launches cases through the driver."""
 
     def __init__(self) -> None:
         self.lib = ctypes.CDLL("libcuda.so.1")
         self.call("cuInit", 0)
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.call("cuDeviceGet", ctypes.byref(device), 0)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.device = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(self.device), 0)
+        self.open()
+
+    def open(self) -> None:
+        """Take the device's primary context."""
+        context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.device)
         self.call("cuCtxSetCurrent", context)
+
+    def finish(self, seconds: float = 5.0) -> None:
+        """Wait for the launch."""
+        deadline = time.monotonic() + seconds
+        while status := self.lib.cuStreamQuery(None):
+            if status != _NOT_READY:
+                raise RuntimeError(f"the kernel failed with {status}")
+            if time.monotonic() > deadline:
+                raise Hang(f"the kernel still runs after {seconds} s")
 
     def call(self, name: str, *args: object) -> None:
         """Call a driver function and raise on failure."""
@@ -186,7 +257,7 @@ class Gpu:
         if case.cluster > 1:
             config.attrs, config.count = ctypes.addressof(attribute), 1
         self.call("cuLaunchKernelEx", ctypes.byref(config), function, array, None)
-        self.call("cuCtxSynchronize")
+        self.finish()
         result = []
         for index in case.outputs:
             out = np.empty_like(case.data[index])
@@ -210,26 +281,51 @@ class Gpu:
         self.call(
             "cuTensorMapEncodeTiled", tmap, arg.dtype, rank, ctypes.c_void_p(pointers[arg.index].value),
             (ctypes.c_uint64 * rank)(*arg.dims), (ctypes.c_uint64 * (rank - 1))(*arg.strides),
-            (ctypes.c_uint32 * rank)(*arg.box), (ctypes.c_uint32 * rank)(*([1] * rank)), 0, arg.swizzle, 0, 0,
+            (ctypes.c_uint32 * rank)(*arg.box), (ctypes.c_uint32 * rank)(*(arg.steps or [1] * rank)), 0, arg.swizzle, 0,
+            arg.fill,
         )  # fmt: skip
         return tmap
 
 
 def main() -> None:
-    """Build or record."""
+    """Build, record or merge."""
     command, folder = sys.argv[1], Path(sys.argv[2])
     if command == "build":
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        known = np.load(FILE).files if "new" in sys.argv else []
+        chosen = [case for case in cases() if f"{case.name} #0" not in known and f"{case.name} failed" not in known]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cases.pickle").write_bytes(pickle.dumps(list(cases())))
-        return
+        (folder / "cases.pickle").write_bytes(pickle.dumps(chosen))
+        print(f"{len(chosen)} cases")
+    elif command == "merge":
+        both = dict(np.load(FILE)) | dict(np.load(folder / FILE.name))
+        FILE.unlink()
+        np.savez_compressed(FILE, **both)
+    else:
+        record(folder)
+
+
+def record(folder: Path) -> None:
+    """Run every case; one that fails is named and left out, and a fresh process goes on after it."""
+    target, log = folder / FILE.name, folder / "failed.txt"
+    results = dict(np.load(target)) if log.exists() and target.exists() else {}
+    failed = log.read_text().splitlines() if log.exists() else []
     gpu = Gpu()
-    results = {}
     for case in pickle.loads((folder / "cases.pickle").read_bytes()):
-        for index, out in enumerate(gpu.run(case)):
-            results[f"{case.name} #{index}"] = out
-    np.savez_compressed(folder / "golden_h200.npz", **results)
+        if f"{case.name} #0" in results or any(line.startswith(f"{case.name}: ") for line in failed):
+            continue
+        try:
+            for index, out in enumerate(gpu.run(case)):
+                results[f"{case.name} #{index}"] = out
+        except RuntimeError as error:
+            results[f"{case.name} failed"] = np.array(str(error))
+            np.savez_compressed(target, **results)
+            log.write_text("\n".join([*failed, f"{case.name}: {error}"]))
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+    np.savez_compressed(target, **results)
+    log.unlink(missing_ok=True)
     print(f"{len(results)} outputs recorded")
+    print("\n".join(["failed:", *failed]) if failed else "no case failed")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,31 @@ def cp_async_ring(ptx: str, mode: str, seed: int, check: bool = True) -> ptxsim.
     return report
 
 
+def global_exchange(ptx: str, mode: str, seed: int, check: bool = True) -> ptxsim.Report:
+    """Run the kernel whose blocks exchange sums, twice, with four blocks at a time."""
+    rng = np.random.default_rng(seed)
+    data, weights = rng.standard_normal((4, 4, 64)).astype("f4"), rng.standard_normal(64).astype("f4")
+    counter, module = np.zeros(1, "i4"), ptxsim.Module(ptx)
+    for _ in range(2):
+        parts, chain, out, flags = (
+            np.zeros((4, 64), "f4"),
+            np.zeros((4, 64), "f4"),
+            np.zeros(64, "f4"),
+            np.zeros(4, "i4"),
+        )
+        args = [data, weights, parts, chain, out, counter, flags]
+        report = module.launch(
+            "global_exchange", 4, 64, args, mode=mode, seed=seed, check=check, resident=4, race_global=check,
+            max_steps=200_000,
+        )  # fmt: skip
+        sums = data.astype("f8").sum(1) * weights
+        np.testing.assert_allclose(out, sums.sum(0), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(chain, sums.cumsum(0), rtol=1e-4, atol=1e-4)
+    return report
+
+
 RUNNERS: dict[str, Callable] = {
+    "global_exchange": global_exchange,
     "hopper_gemm": hopper_gemm,
     "cluster_exchange": cluster_exchange,
     "cp_async_ring": cp_async_ring,

@@ -35,7 +35,7 @@ def program(code: str, inputs: list[np.ndarray], output: np.ndarray) -> str:
     return HEADER + f".visible .entry k({', '.join(params)})\n{{\n" + "\n".join(lines) + "\n}\n"
 
 
-def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = True) -> np.ndarray:
+def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = True, mode: str = "early") -> np.ndarray:
     """Execute ``code`` with inputs in %a, %b, %c... (registers of the arrays' widths) and %d stored to the output.
 
     Parameters
@@ -46,7 +46,7 @@ def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = T
         Arrays of 32 elements; registers are raw bits.
     output : numpy.ndarray
         Receives %d, 32 elements.
-    check : bool, optional
+    check, mode : optional
         Passed on to the launch.
 
     Returns
@@ -55,7 +55,7 @@ def run(code: str, inputs: list[np.ndarray], output: np.ndarray, check: bool = T
         ``output``.
     """
     text = program(code, inputs, output)
-    ptxsim.Module(text).launch("k", 1, 32, [*inputs, output], check=check)
+    ptxsim.Module(text).launch("k", 1, 32, [*inputs, output], check=check, mode=mode)
     return output
 
 

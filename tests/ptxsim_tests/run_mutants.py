@@ -42,7 +42,7 @@ def main() -> None:
             continue
         results = [outcome(mutant, mode, seed) for mode, seed in MODES]
         caught += any(results)
-        mark = " *" if mutant.frozen else ""
+        mark = " " + "*" * mutant.frozen if mutant.frozen else ""
         print(f"| {mutant.kernel} | {mutant.name}{mark} | " + " | ".join(r or "-" for r in results) + " |")
     print(f"\n{caught} of {len(MUTANTS)} caught")
 

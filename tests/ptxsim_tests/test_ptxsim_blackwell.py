@@ -14,12 +14,15 @@ SHAPES = [
     (64, 64, 1, 0, 1, 1, 0),
     (64, 64, 1, 0, 0, 0, 16),
     (64, 72, 1, 0, 0, 0, 0),
+    (64, 128, 1, 0, 1, 1, 16),
     (32, 64, 1, 1, 0, 0, 0),
     (64, 128, 1, 1, 0, 1, 0),
     (128, 64, 1, 1, 1, 0, 0),
+    (32, 256, 1, 1, 0, 1, 0),
     (256, 128, 2, 0, 0, 0, 0),
     (256, 256, 2, 0, 1, 1, 0),
     (128, 64, 2, 0, 0, 0, 0),
+    (128, 128, 2, 0, 1, 1, 0),
 ]
 
 
@@ -44,6 +47,6 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("major", [12, 13])
 @pytest.mark.parametrize(("mode", "seed"), MODES)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[9]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6], SHAPES[7], SHAPES[11]], ids=str)
 def test_modes(shape: tuple[int, ...], mode: str, seed: int, major: int) -> None:
     run(shape, mode, seed, major)

@@ -142,3 +142,87 @@ def test_unordered_remote_accesses_race() -> None:
     code = PEER + "st.shared::cluster.u32 [%r7], %r11; ld.shared.u32 %r9, [%r6];" + SYNC
     with pytest.raises(ptxsim.RaceError):
         launch(code, np.zeros((4, 32), "u4"))
+
+
+RED = "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32"
+INTO_FIRST = (
+    BARRIER
+    + "mad.lo.u32 %r6, %r0, 4, %r1; st.shared.u32 [%r6], 5; setp.eq.and.u32 %p3, %r3, 0, %p1; @%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], BYTES;"
+    + PEER
+    + "mapa.shared::cluster.u32 %r7, %r6, 0; mapa.shared::cluster.u32 %r13, %r2, 0; setp.ne.u32 %p4, %r3, 0; setp.eq.u32 %p5, %r3, 0;"
+)
+"""Both blocks of a cluster address the first one's words (%r7) and mbarrier (%r13); %p4: not in the first block."""
+AFTER = "@%p4 bra F;" + WAIT + "F:" + remote_tail()
+
+
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+def test_red_async_of_two_blocks_to_one_word(mode: str) -> None:
+    """Reductions do not race with one another."""
+    out = np.zeros((2, 32), "u4")
+    launch(INTO_FIRST.replace("BYTES", "256") + f"{RED} [%r7], %r11, [%r13];" + AFTER, out, mode, 2)
+    assert out.tolist() == [[5 + t + 100 + t for t in range(32)], [5] * 32]
+
+
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{RED} [%r7], %r11, [%r13]; @%p5 st.shared.u32 [%r6], 1;" + AFTER,
+        f"@%p5 st.shared.u32 [%r6], 1; {RED} [%r7], %r11, [%r13];" + AFTER,
+        f"{RED} [%r7], %r11, [%r13]; @%p5 ld.shared.u32 %r9, [%r6];" + AFTER,
+        f"@%p4 st.shared::cluster.u32 [%r7], 1; @%p5 {RED} [%r7], %r11, [%r13];" + AFTER,
+        f"@%p4 st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r7], %r11, [%r13]; @%p5 {RED} [%r7], %r11, [%r13];"
+        + AFTER,
+        f"{RED} [%r7], %r11, [%r13];" + remote_tail(),
+    ],
+    ids=["own store after", "own store before", "own load", "peer's store", "peer's st.async", "no wait"],
+)
+def test_red_async_races(code: str, mode: str) -> None:
+    count = 256 if code.startswith(RED) or "st.async" in code else 128
+    start = INTO_FIRST.replace("BYTES", str(count))
+    with pytest.raises(ptxsim.RaceError):
+        launch(start + code, np.zeros((2, 32), "u4"), mode, 2)
+
+
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r7], %r11, [%r13];" + AFTER,
+        "@%p4 st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r7], %r11, [%r13]; @%p5 st.shared.u32 [%r6], 1;"
+        + AFTER,
+        "@%p4 st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r7], %r11, [%r13];" + remote_tail(),
+    ],
+    ids=["two st.async", "own store", "no wait"],
+)
+def test_st_async_races(code: str, mode: str) -> None:
+    start = INTO_FIRST.replace("BYTES", "128" if code.startswith("@") else "256")
+    with pytest.raises(ptxsim.RaceError):
+        launch(start + code, np.zeros((2, 32), "u4"), mode, 2)
+
+
+BULK = (
+    BARRIER
+    + "mad.lo.u32 %r8, %r0, 4, %r1; st.shared.u32 [%r8], 5; st.shared.u32 [%r8+128], %r0; fence.proxy.async.shared::cta;"
+    + PEER
+    + "mapa.shared::cluster.u32 %r12, %r1, %r5; mapa.shared::cluster.u32 %r13, %r2, %r5; add.u32 %r14, %r1, 128; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128; @%p1 COPY [%r12], [%r14], 128, [%r13];"
+)
+COPIES = (
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes",
+    "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32",
+)
+
+
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+@pytest.mark.parametrize("copy", COPIES, ids=["copy", "reduction"])
+@pytest.mark.parametrize(
+    "code",
+    ["st.shared.u32 [%r8+128], 1;" + WAIT, "st.shared.u32 [%r8], 1;" + WAIT, "ld.shared.u32 %r9, [%r8];" + WAIT, ""],
+    ids=["source rewritten", "target written", "target read", "no wait"],
+)
+def test_copies_between_blocks_race(copy: str, code: str, mode: str) -> None:
+    out = np.zeros((2, 32), "u4")
+    launch(BULK.replace("COPY", copy) + WAIT + remote_tail(), out, mode, 2)
+    assert out.tolist() == [[t + 5 * ("reduce" in copy) for t in range(32)]] * 2
+    with pytest.raises(ptxsim.RaceError):
+        launch(BULK.replace("COPY", copy) + code + remote_tail(), out, mode, 2)

@@ -22,7 +22,7 @@ def body(code: str, *params: str) -> ptxsim.Module:
     "code",
     ["frobnicate.b32 %r1, %r2;", "add.sat.u32 %r1, %r2, %r3;", "add.u32.wrong %r1, %r2, %r3;", "add.u32 %r1, %r2;",
      "mma.sync.aligned.m16n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4};", "tex.2d.v4.f32.f32 %r1, [%rd1];",
-     "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r2], %r3, %p1;", "brx.idx %r1, table;"],
+     "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r2], %r3, %p1;", "alloca.u64 %rd1, %rd2;"],
 )  # fmt: skip
 def test_unknown_instruction_names_kernel_and_line(code: str) -> None:
     with pytest.raises(ptxsim.UnknownInstruction, match=r"kernel k, line \d+: unknown instruction"):
@@ -78,6 +78,16 @@ def test_uninitialised_register_shared_and_local_memory() -> None:
 def test_poison_that_is_never_stored_is_harmless() -> None:
     code = "add.u32 %t6, %t5, 1; setp.eq.u32 %p1, %t5, 0; selp.b32 %t7, %t6, 1, %p1; mov.b32 %d, 3;"
     assert run(code, [ONES], np.zeros(32, "u4")).tolist() == [3] * 32
+
+
+def test_a_selection_takes_the_poison_of_what_it_selects() -> None:
+    start = "setp.lt.u32 %p1, %t0, 16; mov.b32 %t1, %a; @!%p1 mov.b32 %t1, %t8;"
+    assert run(start + "selp.b32 %d, %t1, 5, %p1;", [ONES], np.zeros(32, "u4")).tolist() == [1] * 16 + [5] * 16
+    chosen = "sub.s32 %t2, 15, %t0; slct.b32.s32 %d, %t1, 5, %t2;"
+    assert run(start + chosen, [ONES], np.zeros(32, "u4")).tolist() == [1] * 16 + [5] * 16
+    for code in ("selp.b32 %d, 5, %t1, %p1;", "setp.eq.u32 %p2, %t1, 1; selp.b32 %d, 5, 5, %p2;"):
+        with pytest.raises(ptxsim.PoisonError, match=r"lanes \[16, 17"):
+            run(start + code, [ONES], np.zeros(32, "u4"))
 
 
 def test_poison_moves_per_lane() -> None:
@@ -167,6 +177,50 @@ def test_arriving_twice_at_a_named_barrier() -> None:
     code = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 bar.arrive 1, 96; @%p1 bar.arrive 1, 96;"
     with pytest.raises(ptxsim.SyncError, match="twice"):
         body(code).launch("k", 1, 64, [])
+
+
+def test_deadlock_reports_the_cluster_barrier() -> None:
+    code = "mov.u32 %r1, %cluster_ctarank; setp.eq.u32 %p1, %r1, 0; @%p1 barrier.cluster.arrive; @%p1 barrier.cluster.wait; L: @!%p1 bar.sync 1, 64;"
+    with pytest.raises(
+        ptxsim.DeadlockError, match=r"cluster barrier: 1 warps arrived, 1 missing \(block rank 1 warp 0\)"
+    ):
+        body(code).launch("k", 2, 32, [], cluster=2)
+
+
+def test_an_undeclared_register_is_named() -> None:
+    with pytest.raises(ptxsim.PtxSyntaxError, match="k, line 7: unknown register '%nope'"):
+        body("add.u32 %r1, %nope, 1;")
+
+
+@pytest.mark.parametrize(
+    ("directive", "shape", "why"),
+    [
+        ("", {"block": (1, 1, 65)}, "threads is not possible"),
+        ("", {"smem": 227 * 1024 + 1}, "bytes of shared memory exceed"),
+        ("", {"grid": 3, "cluster": 2}, "not a multiple of the cluster"),
+        ("", {"grid": 32, "cluster": 32}, "cluster of 32 blocks"),
+        (".maxntid 64", {"block": 96}, "exceed .maxntid"),
+        (".reqntid 64", {"block": 32}, "differs from .reqntid"),
+        (".reqnctapercluster 2", {"grid": 2, "cluster": 1}, "differs from .reqnctapercluster"),
+        (".maxclusterrank 2", {"grid": 4, "cluster": 4}, "cluster of 4 blocks"),
+    ],
+)
+def test_launches_that_the_driver_refuses(directive: str, shape: dict, why: str) -> None:
+    text = HEADER + f".visible .entry k()\n{directive}\n{{ ret; }}\n"
+    with pytest.raises(ptxsim.SimError, match=why):
+        ptxsim.Module(text).launch("k", **{"grid": 1, "block": 32, "args": []} | shape)
+
+
+def test_a_declared_cluster_is_the_default() -> None:
+    out = np.zeros(4, "u4")
+    code = "mov.u32 %r1, %ctaid.x; mov.u32 %r2, %cluster_nctarank; ld.param.u64 %rd1, [a]; mad.wide.u32 %rd1, %r1, 4, %rd1; st.global.u32 [%rd1], %r2;"
+    regs = ".reg .b32 %r<9>; .reg .b64 %rd<9>;"
+    text = (
+        HEADER
+        + f".visible .entry k(.param .u64 a)\n.explicitcluster .reqnctapercluster 2, 1, 1\n{{ {regs} {code} ret; }}\n"
+    )
+    ptxsim.Module(text).launch("k", 4, 1, [out])
+    assert out.tolist() == [2] * 4
 
 
 def test_trap_and_step_limit() -> None:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import ptxsim
 import pytest
-from ptx_single import HEADER
+from golden import simulate
+from golden_kernels import MMA, mma, small
+from ptx_single import HEADER, run
 
 REGS = ".reg .b32 %r<40>; .reg .b64 %rd<9>; .reg .f32 %f<20>; .shared .align 128 .b8 s[512];"
 
@@ -62,33 +63,117 @@ def test_movmatrix() -> None:
     assert (out.reshape(8, 8) == regs.reshape(8, 8).T).all()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "f16"])
-@pytest.mark.parametrize("depth", [8, 16])
-def test_mma_sync(kind: str, depth: int) -> None:
-    dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]
+def row_of_a(i: int, lane: int, per: int, rows: int) -> tuple[int, int]:
+    """Return row and column of element i of a lane's fragment of A (``per`` elements a register)."""
+    register, within = divmod(i, per)
+    upper = register % 2 if rows == 16 else 0
+    step = register // (rows // 8)
+    return lane // 4 + 8 * upper, 4 * per * step + per * (lane % 4) + within
+
+
+def row_of_b(i: int, lane: int, per: int) -> tuple[int, int]:
+    """Return row and column of element i of a lane's fragment of B."""
+    return 4 * per * (i // per) + per * (lane % 4) + i % per, lane // 4
+
+
+def row_of_c(i: int, lane: int) -> tuple[int, int]:
+    """Return row and column of element i of a lane's fragment of C and D."""
+    return lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
+
+
+@pytest.mark.parametrize(("shape", "types", "na", "nb", "nc"), MMA, ids=lambda v: str(v))
+def test_mma_sync(shape: str, types: str, na: int, nb: int, nc: int) -> None:
+    kinds = types.split(".")
+    rows, depth = int(shape[1:].split("n")[0]), int(shape.split("k")[1])
     rng = np.random.default_rng(0)
-    a, b, c = (
-        rng.integers(-4, 5, s).astype(t) for s, t in (((16, depth), dtype), ((depth, 8), dtype), ((16, 8), "f4"))
-    )
-    regs = np.zeros((32, 16), "u4")
+    a, b, c = (small(rng, k, *s) for k, s in zip(kinds[1:], ((rows, depth), (depth, 8), (rows, 8)), strict=True))
+    width = 8 if kinds[0] == "f64" else 4
+    per = width // a.itemsize
+    fragments = [np.zeros((32, n * width // m.itemsize), m.dtype) for n, m in zip((na, nb, nc), (a, b, c), strict=True)]
     for lane in range(32):
-        g, t = lane // 4, lane % 4
-        for i in range(depth // 4):
-            regs[lane, i] = a[g + 8 * (i % 2), 2 * t + 8 * (i // 2) : 2 * t + 8 * (i // 2) + 2].copy().view("u4")[0]
-        for i in range(depth // 8):
-            regs[lane, 4 + i] = b[2 * t + 8 * i : 2 * t + 8 * i + 2, g].copy().view("u4")[0]
-        for i in range(4):
-            regs[lane, 8 + i] = c[g + 8 * (i // 2), 2 * t + i % 2].view("u4")
-    na, nb = depth // 4, depth // 8
-    out = np.zeros((32, 4), "f4")
-    code = "ld.param.u64 %rd1, [p0]; mad.wide.u32 %rd1, %r0, 64, %rd1;" + "".join(
-        f"ld.global.u32 %r{20 + i}, [%rd1+{4 * i}];" for i in range(12)
-    )
-    code += "".join(f"mov.b32 %f{i}, %r{28 + i};" for i in range(4))
-    code += f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {{%f4, %f5, %f6, %f7}}, {{{', '.join(f'%r{20 + i}' for i in range(na))}}}, {{{', '.join(f'%r{24 + i}' for i in range(nb))}}}, {{%f0, %f1, %f2, %f3}};"
-    code += "ld.param.u64 %rd2, [p1]; mad.wide.u32 %rd2, %r0, 16, %rd2; st.global.v4.f32 [%rd2], {%f4, %f5, %f6, %f7};"
-    launch(code, regs, out)
-    want = a.astype("f4") @ b.astype("f4") + c
+        for i in range(fragments[0].shape[1]):
+            fragments[0][lane, i] = a[row_of_a(i, lane, per, rows)]
+        for i in range(fragments[1].shape[1]):
+            fragments[1][lane, i] = b[row_of_b(i, lane, per)]
+        for i in range(fragments[2].shape[1]):
+            fragments[2][lane, i] = c[row_of_c(i, lane)]
+    case = next(case for case in mma(rng) if case.name == f"mma {shape} {types}")
+    case.data[0][...] = np.concatenate([f.view("u1").reshape(32, -1) for f in fragments], 1)
+    (out,) = simulate(case)
+    got = out.view(c.dtype).reshape(32, -1)
+    want = a.astype("f8") @ b.astype("f8") + c.astype("f8")
     for lane in range(32):
-        for i in range(4):
-            assert out[lane, i] == want[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2]
+        for i in range(got.shape[1]):
+            assert got[lane, i] == want[row_of_c(i, lane)]
+
+
+def test_integer_mma_wraps_or_saturates() -> None:
+    high = np.full(32, 0x7FFFFFF0, "u4")
+    ones = np.full(32, 0x01010101, "u4")
+    code = "mma.sync.aligned.m8n8k16.row.col{sat}.s32.s8.s8.s32 {%d, %t1}, {%a}, {%a}, {%b, %b};"
+    assert run(code.replace("{sat}", ""), [ones, high], np.zeros(32, "u4"))[0] == 0x80000000
+    assert run(code.replace("{sat}", ".satfinite"), [ones, high], np.zeros(32, "u4"))[0] == 0x7FFFFFFF
+
+
+def test_poison_of_an_mma_follows_rows_and_columns() -> None:
+    code = (
+        "setp.eq.u32 %p1, %t0, 5; mov.b32 %t1, %a; @%p1 mov.b32 %t1, %t8; mov.b32 %t2, 0;"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%t3, %t4, %t5, %t6}, {{a}}, {{b}}, {%t2, %t2, %t2, %t2}; {keep}"
+    )
+    ones = np.full(32, 0x3C003C00, "u4")
+    # Lane 5 holds row 1 of A's upper half: lanes 4 to 7 of the first two results are undefined.
+    rows = code.replace("{{a}}", "{%t1, %a}").replace("{{b}}", "{%a}")
+    keep = "shr.u32 %t7, %t0, 2; setp.eq.u32 %p2, %t7, 1; selp.b32 %d, %t5, %t3, %p2;"
+    assert (run(rows.replace("{keep}", keep), [ones], np.zeros(32, "u4")) == 0x41000000).all()
+    with pytest.raises(ptxsim.PoisonError, match=r"lanes \[4, 5, 6, 7\]"):
+        run(rows.replace("{keep}", "mov.b32 %d, %t3;"), [ones], np.zeros(32, "u4"))
+    # The same register of B is column 1: elements 1 of lanes 0, 4, 8 and so on.
+    columns = code.replace("{{a}}", "{%a, %a}").replace("{{b}}", "{%t1}")
+    with pytest.raises(ptxsim.PoisonError, match=r"lanes \[0, 4, 8, 12, 16, 20, 24, 28\]"):
+        run(columns.replace("{keep}", "mov.b32 %d, %t4;"), [ones], np.zeros(32, "u4"))
+    run(columns.replace("{keep}", "mov.b32 %d, %t3;"), [ones], np.zeros(32, "u4"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ldmatrix_of_bytes(count: int) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (count, 16, 16)).astype("u1")
+    out = np.zeros((32, 4), "u4")
+    padded = np.zeros((32, 16), "u1")
+    padded[: 16 * count] = data.reshape(-1, 16)
+    regs = ", ".join(f"%r{10 + i}" for i in range(2 * count))
+    clear = "mov.b32 %r10, 0; mov.b32 %r11, 0; mov.b32 %r12, 0; mov.b32 %r13, 0;"
+    code = FILL + clear + f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{regs}}}, [%r6];"
+    launch(code + DUMP, padded, out)
+    for lane in range(32):
+        g, c = lane // 4, lane % 4
+        for i in range(2 * count):
+            want = data[i // 2, 4 * c : 4 * c + 4, g + 8 * (i % 2)]
+            assert out[lane, i : i + 1].view("u1").tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stmatrix_of_bytes(count: int) -> None:
+    regs = np.random.default_rng(2).integers(0, 256, (32, 4, 4)).astype("u1")
+    out = np.zeros((32, 16), "u1")
+    source = ", ".join(f"%r{10 + i}" for i in range(count))
+    code = (
+        "ld.param.u64 %rd1, [p0]; mad.wide.u32 %rd1, %r0, 16, %rd1; ld.global.v4.u32 {%r10, %r11, %r12, %r13}, [%rd1]; mad.lo.u32 %r6, %r0, 16, %r1;"
+        f"st.shared.v4.u32 [%r6], {{0, 0, 0, 0}}; bar.warp.sync -1; stmatrix.sync.aligned.m16n8.x{count}.trans.shared.b8 [%r6], {{{source}}}; bar.warp.sync -1; ld.shared.v4.u32 {{%r10, %r11, %r12, %r13}}, [%r6];"
+    )
+    launch(code + DUMP, regs, out)
+    want = np.zeros((32, 16), "u1")
+    for lane in range(32):
+        g, c = lane // 4, lane % 4
+        for i in range(count):
+            for k in range(4):  # a lane's bytes: rows 2c and 2c+1 of column g, then of column g + 8
+                want[8 * i + 2 * c + k % 2, g + 8 * (k // 2)] = regs[lane, i, k]
+    assert out.tolist() == want.tolist()
+
+
+def test_generic_addresses() -> None:
+    data = np.arange(256, dtype="u2").reshape(4, 8, 8)
+    outs = [np.zeros((32, 4, 2), "u2") for _ in range(2)]
+    generic = "cvt.u64.u32 %rd3, %r6; cvta.shared.u64 %rd3, %rd3; ldmatrix.sync.aligned.m8n8.x4.b16 {%r10, %r11, %r12, %r13}, [%rd3];"
+    launch(FILL + generic + DUMP, data, outs[0])
+    launch(FILL + "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r6];" + DUMP, data, outs[1])
+    assert (outs[0] == outs[1]).all()

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +40,10 @@ def test_counts_flops_and_bytes() -> None:
     assert report.bytes["bulk written"] == 8192
     assert report.bytes["shared written"] == 8192
     assert report.counters["async wgmma"] == 8
+    assert {"mbarrier at shared byte 57344", "barrier 1"} <= set(report.waits)
+    assert all(times > 0 for times, _ in report.waits.values())
     assert "wgmma bf16" in str(report)
+    assert "  mbarrier at shared byte 57344" in str(report)
     sites = [v for k, v in report.banks.items() if "stmatrix" in k]
     assert sites
     assert all(waves == ideal for _, waves, ideal in sites)
@@ -57,9 +64,54 @@ def test_timeline(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["cat"] for e in events if e["ph"] == "X"} == {"run", "wait", "async", "phase"}
     assert sum(e["name"] == "wgmma" for e in events if e["ph"] == "X") == 8
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert sorted(processes) == ["asynchronous units", "block (0, 0, 0)"]
+    for track in {s.track for s in timeline.spans if s.track.startswith("warp")}:
+        bars = sorted((s.start, s.end) for s in timeline.spans if s.track == track)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(bars)), track
     pytest.importorskip("matplotlib")
     timeline.draw(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_two_blocks_in_a_timeline(tmp_path: Path) -> None:
+    """Blocks that run after one another have bars of their own."""
+    timeline = ptxsim.Timeline()
+    module = ptxsim.Module(HEADER + ".visible .entry k()\n{\nbar.sync 0;\nret;\n}\n")
+    report = module.launch("k", 2, 64, [], timeline=timeline)
+    assert {s.block for s in timeline.spans} == {(0, 0, 0), (1, 0, 0)}
+    assert report.waits == {"barrier 0": (2, 4)}
+    for block in ((0, 0, 0), (1, 0, 0)):
+        assert {s.track for s in timeline.spans if s.block == block} == {"warp 0", "warp 1"}
+
+
+def test_command_line_compiles_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    source, trace = tmp_path / "k.cu", tmp_path / "t.json"
+    source.write_text(
+        'extern "C" __global__ void __cluster_dims__(2) k(float *x) { __syncthreads(); x[blockIdx.x * 64 + threadIdx.x] = VALUE; }'
+    )
+    flags = ["--grid", "2", "--block", "64", "--mode", "late", "--banks", "--race-global", "-D", "VALUE=3"]
+    drawn = ["--png", str(tmp_path / "t.png")] if importlib.util.find_spec("matplotlib") else []
+    assert main(["run", str(source), "zeros:f4:128", *flags, "--trace", str(trace), *drawn]) == 0
+    text = capsys.readouterr().out
+    assert "kernel k: " in text
+    assert "barrier 0" in text
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert not drawn or (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["run", str(source), "zeros:f4:128", "--block", "64"]) == 1
+    assert 'identifier "VALUE" is undefined' in capsys.readouterr().err
+
+
+def test_runs_as_a_module(tmp_path: Path) -> None:
+    """``python -m ptxsim`` in the directory that holds the package."""
+    ptx = tmp_path / "k.ptx"
+    ptx.write_text(HEADER + ".visible .entry k()\n{\nret;\n}\n")
+    place = Path(ptxsim.__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "ptxsim", "check", str(ptx)], cwd=place, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("instructions, all modelled\n")
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

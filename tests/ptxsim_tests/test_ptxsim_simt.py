@@ -7,7 +7,7 @@ import numpy as np
 import ptx_compile
 import ptxsim
 import pytest
-from ptx_single import run
+from ptx_single import program, run
 
 SOURCE = r"""
 extern "C" __global__ void loops(const int *x, int *y) {
@@ -179,6 +179,27 @@ def test_votes_match_redux_elect() -> None:
     assert run("redux.sync.max.s32 %d, %a, -1;", [a], np.zeros(32, "u4"))[3] == 4
     elected = run("elect.sync %t1|%p1, -1; selp.b32 %d, 1, 0, %p1;", [a], np.zeros(32, "u4"))
     assert elected.tolist() == [1] + [0] * 31
+
+
+def test_any_lane_may_be_elected_but_always_the_same_one() -> None:
+    code = "elect.sync %t1|%p1, -1; elect.sync %t2|%p2, -1; xor.b32 %t3, %t1, %t2; mad.lo.u32 %d, %t3, 1000, %t1; @%p1 add.u32 %d, %d, 100;"
+    text = program(code, [], np.zeros(32, "u4"))
+    module, seen = ptxsim.Module(text), set()
+    for seed in range(12):
+        out = np.zeros(64, "u4")
+        module.launch("k", 1, 32, [out[:32]], mode="random", seed=seed)
+        leader = int(out[0]) % 100
+        assert out[:32].tolist() == [leader + 100 * (lane == leader) for lane in range(32)]
+        seen.add(leader)
+    assert len(seen) > 3
+    partial = "and.b32 %t1, %t0, 4; setp.ne.u32 %p1, %t1, 0; mov.b32 %d, 99; @%p1 elect.sync %d|%p2, 0xF0F0F0F0;"
+    module = ptxsim.Module(program(partial, [], np.zeros(32, "u4")))
+    for seed in range(6):
+        out = np.zeros(32, "u4")
+        module.launch("k", 1, 32, [out], mode="random", seed=seed)
+        assert {int(v) for v in out if v != 99} <= {lane for lane in range(32) if lane & 4}
+    module.launch("k", 1, 32, [out], mode="early")
+    assert out[4] == 4
 
 
 def test_a_shuffle_from_an_absent_lane_is_poison() -> None:

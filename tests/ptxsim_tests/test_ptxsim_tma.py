@@ -8,44 +8,11 @@ import itertools
 import numpy as np
 import ptxsim
 import pytest
-from ptx_single import HEADER
-
-REGS = ".reg .b32 %r<30>; .reg .b64 %rd<20>; .reg .pred %p<9>;"
-INIT = (
-    "mov.u32 %r1, s; mov.u32 %r2, m; mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;"
-    "fence.proxy.async.shared::cta;"
-)
-WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r2], 0; @!%p1 bra W;"
-
-
-def kernel(params: str, code: str, size: int = 32768) -> ptxsim.Module:
-    """Return a module whose kernel ``k`` has shared memory ``s`` and an mbarrier ``m``."""
-    shared = f".shared .align 1024 .b8 s[{size}]; .shared .align 8 .b8 m[8];"
-    return ptxsim.Module(HEADER + f".visible .entry k({params})\n{{\n{REGS} {shared}\n{code}\nret;\n}}\n")
-
-
-def dump(size: int) -> str:
-    """Return code that copies shared bytes to the array ``out``, by one thread."""
-    return (
-        "ld.param.u64 %rd9, [out]; mov.u32 %r9, 0; D: add.u32 %r10, %r1, %r9; ld.shared.u32 %r11, [%r10]; cvt.u64.u32 %rd8, %r9;"
-        f"add.u64 %rd8, %rd8, %rd9; st.global.u32 [%rd8], %r11; add.u32 %r9, %r9, 4; setp.lt.u32 %p2, %r9, {size}; @%p2 bra D;"
-    )
-
-
-def swizzled(offset: int, mode: str) -> int:
-    """Apply the documented address-bit swizzles to a byte offset in a 1024-aligned tile."""
-    if mode == "128B":
-        return offset ^ ((offset >> 7 & 7) << 4)
-    if mode == "64B":
-        return offset ^ ((offset >> 7 & 3) << 4)
-    if mode == "32B":
-        return offset ^ ((offset >> 7 & 1) << 4)
-    return offset
-
+from ptx_tma import INIT, WAIT, dump, kernel, swizzled
 
 CASES = [
-    (1, [37], [16], [5], "none"),
-    (1, [37], [16], [30], "none"),
+    (1, [37], [16], [8], "none"),
+    (1, [37], [16], [32], "none"),
     (2, [40, 9], [16, 4], [-8, 3], "32B"),
     (2, [64, 20], [32, 8], [32, 15], "64B"),
     (2, [72, 20], [64, 8], [8, -3], "128B"),
@@ -94,12 +61,63 @@ def test_tile_load(rank: int, dims: list[int], box: list[int], at: list[int], sw
     module.launch("k", 1, 1, [encode(module, array, dims, box, swizzle, oob_fill=fill), out], mode="late")
     want = np.zeros(size // 2, "u2")
     for offset, index in tile_offsets(dims, box, at):
-        want[swizzled(offset, swizzle) // 2] = array[index] if index else (0x7FFF if fill else 0)
+        want[swizzled(offset, swizzle) // 2] = array[index] if index else (0x7FF7 if fill else 0)
+    assert out.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize(("at", "refused"), [([8, 0], False), ([-8, -1], False), ([4, 0], True), ([-3, 1], True)])
+def test_first_coordinates_are_multiples_of_16_bytes(at: list[int], refused: bool) -> None:
+    array = padded([40, 9], np.random.default_rng(0))
+    code = (
+        INIT + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128; mov.b64 %rd1, tm; cvta.param.u64 %rd1, %rd1;"
+        f"cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {{{at[0]}, {at[1]}}}], [%r2];"
+        + WAIT
+    )
+    module = kernel(".param .align 64 .b8 tm[128]", code)
+    args = [encode(module, array, [40, 9], [16, 4], "none")]
+    if not refused:
+        module.launch("k", 1, 1, args)
+        return
+    with pytest.raises(ptxsim.DescriptorError, match="multiple of 16 bytes"):
+        module.launch("k", 1, 1, args)
+
+
+@pytest.mark.parametrize("at", [[-8, 0], [0, -1]])
+def test_nothing_is_stored_at_negative_coordinates(at: list[int]) -> None:
+    array = np.zeros((9, 40), "u2")
+    code = INIT + (
+        "mov.b64 %rd1, tm; cvta.param.u64 %rd1, %rd1;"
+        f"cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd1, {{{at[0]}, {at[1]}}}], [%r1];"
+    )
+    module = kernel(".param .align 64 .b8 tm[128]", code)
+    with pytest.raises(ptxsim.DescriptorError, match="negative coordinates"):
+        module.launch("k", 1, 1, [encode(module, array, [40, 9], [16, 4], "none")])
+
+
+@pytest.mark.parametrize("swizzle", ["32B", "64B", "128B"])
+def test_short_rows_begin_at_multiples_of_the_span(swizzle: str) -> None:
+    """Rows of 16 bytes with a wider swizzle: an H200 leaves gaps between them, and counts only what it copies."""
+    array, span = padded([40, 9], np.random.default_rng(0)), int(swizzle[:-1])
+    whole = 8 * span
+    fill = "mov.u32 %r9, 0; F: add.u32 %r10, %r1, %r9; st.shared.u32 [%r10], 0xA5A5A5A5; add.u32 %r9, %r9, 4;"
+    code = (
+        INIT + fill + f"setp.lt.u32 %p2, %r9, {whole}; @%p2 bra F; fence.proxy.async.shared::cta;"
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128; mov.b64 %rd1, tm; cvta.param.u64 %rd1, %rd1;"
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {8, 1}], [%r2];"
+        + WAIT + dump(whole)
+    )  # fmt: skip
+    module = kernel(".param .align 64 .b8 tm[128], .param .u64 out", code)
+    out = np.zeros(whole // 2, "u2")
+    module.launch("k", 1, 1, [encode(module, array, [40, 9], [8, 8], swizzle), out], mode="late")
+    want = np.full(whole // 2, 0xA5A5, "u2")
+    for row in range(8):
+        for column in range(8):
+            want[swizzled(row * span + 2 * column, swizzle) // 2] = array[1 + row, 8 + column]
     assert out.tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("reduction", ["", "add", "max"])
-@pytest.mark.parametrize(("rank", "dims", "box", "at", "swizzle"), CASES, ids=str)
+@pytest.mark.parametrize(("rank", "dims", "box", "at", "swizzle"), [c for c in CASES if min(c[3]) >= 0], ids=str)
 def test_tile_store_and_reduce(
     rank: int, dims: list[int], box: list[int], at: list[int], swizzle: str, reduction: str
 ) -> None:

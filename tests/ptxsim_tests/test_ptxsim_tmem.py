@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
-"""Tensor-memory shapes and descriptors against the ISA's tables and CUTLASS's copy layouts."""
+"""Tensor-memory shapes against the ISA's tables and CUTLASS's copy layouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import ptxsim
 import pytest
 from ptx_single import HEADER
-from ptxsim.tcgen05 import data_path, decode_instruction_descriptor, decode_smem_descriptor
+from ptxsim.tcgen05 import data_path
 from ptxsim.tmem import fragment
 
 
@@ -63,50 +63,29 @@ def test_data_paths_cover_every_element_once() -> None:
         assert len({cell[0] for cell in cells}) == lanes
 
 
-# Values of sm100 kernels' descriptors, made by hand from ISA table 42.
-@pytest.mark.parametrize(
-    ("bits", "m", "n", "a_mn", "b_mn"),
-    [(0x4080490, 64, 32, 0, 0), (0x4100490, 64, 64, 0, 0), (0x8088490, 128, 32, 1, 0), (0x8118490, 128, 64, 1, 1)],
-)
-def test_instruction_descriptor_values(bits: int, m: int, n: int, a_mn: int, b_mn: int) -> None:
-    desc = decode_instruction_descriptor(bits, "f16", 1, False)
-    assert (desc.m, desc.n, desc.a_mn, desc.b_mn) == (m, n, bool(a_mn), bool(b_mn))
-    assert (desc.a_kind, desc.b_kind, desc.out) == ("bf16", "bf16", "f32")
+# CUTLASS's atoms (mma_traits_sm100_frag.hpp, tmem_frg and tmem_frg_ws): row and column modes -> lane + 128 * column.
+FRAGMENTS = {
+    "A": (256, 2, False, ((128,), (1,)), lambda n: ((n,), (128,))),
+    "B": (128, 2, False, ((64,), (1,)), lambda n: ((n // 2, 2), (128, 64))),
+    "D": (128, 1, False, ((128,), (1,)), lambda n: ((n,), (128,))),
+    "D ws": (128, 1, True, ((128,), (1,)), lambda n: ((n,), (128,))),
+    "E": (64, 1, True, ((64,), (1,)), lambda n: ((n // 2, 2), (128, 64))),
+    "F": (64, 1, False, ((16, 4), (1, 32)), lambda n: ((n,), (128,))),
+    "G": (32, 1, True, ((32,), (1,)), lambda n: ((n // 4, 4), (128, 32))),
+}
 
 
-GOOD = 0x4100490
-
-
-@pytest.mark.parametrize(
-    ("bits", "kind", "group", "ws"),
-    [
-        *((GOOD | 1 << bit, "f16", 1, False) for bit in (0, 2, 3, 6, 23, 29, 30)),
-        (GOOD | 2 << 4, "f16", 1, False),
-        (GOOD | 7 << 7, "f16", 1, False),
-        (GOOD & ~(31 << 24) | 2 << 24, "f16", 1, False),
-        (GOOD & ~(63 << 17), "f16", 1, False),
-        (GOOD, "f16", 2, False),
-        (GOOD & ~(63 << 17) | 4 << 17, "f16", 1, True),
-        (GOOD, "f16", 2, True),
-        (GOOD | 3 << 7, "f8f6f4", 1, False),
-        (GOOD & ~(7 << 4), "tf32", 1, False),
-    ],
-)
-def test_bad_instruction_descriptors(bits: int, kind: str, group: int, ws: bool) -> None:
-    with pytest.raises(ptxsim.DescriptorError):
-        decode_instruction_descriptor(bits, kind, group, ws)
-
-
-def test_shared_memory_descriptor() -> None:
-    base = 1 << 46 | 2 << 61 | 64 << 32 | 1 << 16 | 0x123
-    layout = decode_smem_descriptor(base)
-    assert (layout.start, layout.lbo, layout.sbo, layout.span) == (0x1230, 16, 1024, 128)
-    for bad in (base ^ 1 << 46, base | 1 << 47, base | 1 << 49, base | 1 << 52, base | 1 << 53, base | 1 << 60, base | 1 << 14,
-                base | 1 << 30, base | 1 << 61, base & ~(7 << 61) | 1 << 61, base & ~(7 << 61) | 5 << 61):  # fmt: skip
-        with pytest.raises(ptxsim.DescriptorError):
-            decode_smem_descriptor(bad)
-    for mode, span in ((0, 0), (2, 128), (4, 64), (6, 32)):
-        assert decode_smem_descriptor(base & ~(7 << 61) | mode << 61).span == span
+@pytest.mark.parametrize("n", [64, 256])
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_data_paths_match_cutlass(name: str, n: int) -> None:
+    m, group, ws, (row_shape, row_stride), columns = FRAGMENTS[name]
+    letter, parts, lanes, places = data_path(m, n, group, ws)
+    assert letter == name[0]
+    for r in range(m // group):
+        for c in range(n):
+            virtual = cute(row_shape, row_stride, r) + cute(*columns(n), c)
+            part, inside = divmod(c, n // parts)
+            assert (lanes[r, part], places[inside]) == (virtual % 128, virtual // 128)
 
 
 ALLOC = (
@@ -116,51 +95,82 @@ ALLOC = (
 FREE = "bar.sync 0; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, {n}; tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;"
 
 
-def body(code: str, n: int = 64, free: bool = True, params: str = "") -> ptxsim.Module:
-    """Return a one-warp kernel that allocates, runs code, frees."""
+def body(code: str, n: int = 64, free: bool = True, params: str = "", warps: int = 1) -> ptxsim.Module:
+    """Return a kernel that allocates, runs code, frees (in warp 0)."""
     regs = ".reg .b32 %r<200>; .reg .b64 %rd<9>; .reg .pred %p<4>; .shared .align 16 .b8 slot[16];"
-    text = ALLOC.replace("{n}", str(n)) + code + (FREE.replace("{n}", str(n)) if free else "")
+    first, last = ALLOC.replace("{n}", str(n)), FREE.replace("{n}", str(n)) if free else ""
+    if warps > 1:
+        other = "mov.u32 %r190, %tid.x; setp.lt.u32 %p3, %r190, 32;"
+        first, last = (part.replace("tcgen05", "@%p3 tcgen05") for part in (other + first, last))
+        first += "tcgen05.fence::before_thread_sync;"
+        last = last.replace("bar.sync 0;", "bar.sync 0; tcgen05.fence::after_thread_sync;")
+    text = first + code + last
     return ptxsim.Module(HEADER + f".visible .entry k({params})\n{{\n{regs}\n{text}\nret;\n}}\n")
 
 
+PER_REPETITION = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
+
+
+def cell(shape: str, register: int, thread: int, split: int) -> tuple[int, int]:
+    """Return (lane, column) of a register, from CUTLASS's layouts; repetitions follow each other along the columns."""
+    thread_shape, thread_stride, value_shape, value_stride, row_bits = TRAITS[shape]
+    repetition, inside = divmod(register, PER_REPETITION[shape])
+    bit = cute(thread_shape, thread_stride, thread) + cute(value_shape, value_stride, 32 * inside)
+    lane, column = bit // row_bits, bit % row_bits // 32
+    if shape == "16x32bx2":  # The second half of the threads accesses taddr + the immediate.
+        return lane, split * column + repetition
+    return lane, column + row_bits // 32 * repetition
+
+
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("late", 0), ("random", 5)])
-@pytest.mark.parametrize(
-    ("shape", "count", "packed"),
-    [("32x32b", 4, ""), ("16x64b", 2, ""), ("16x128b", 2, ""), ("16x256b", 1, ""), ("32x32b", 2, "16b")],
-)
-def test_store_then_load(shape: str, count: int, packed: str, mode: str, seed: int) -> None:
-    """Store per-thread values through a shape; read whole lanes back with 32x32b, and check each cell's place."""
-    n = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}[shape] * count
+@pytest.mark.parametrize("packed", [False, True], ids=["", "16b"])
+@pytest.mark.parametrize(("shape", "count"), [("32x32b", 1), ("32x32b", 8), ("16x64b", 1), ("16x64b", 4), ("16x128b", 1), ("16x128b", 2),
+                                              ("16x256b", 1), ("16x256b", 2), ("16x32bx2", 1), ("16x32bx2", 4)])  # fmt: skip
+def test_store_and_load(shape: str, count: int, packed: bool, mode: str, seed: int) -> None:
+    """Store registers through a shape in the upper half of warp 1's lanes, read whole lanes; and the other way round."""
+    n, half, split = PER_REPETITION[shape] * count, 0 if shape == "32x32b" else 16, 9
     regs = ", ".join(f"%r{20 + i}" for i in range(n))
-    set_values = "mov.u32 %r3, %tid.x;" + "".join(f"mad.lo.u32 %r{20 + i}, %r3, 256, {i + 1};" for i in range(n))
-    zero = ", ".join(["%r9"] * 16)
-    suffix = f".unpack::{packed}" if packed else ""
-    read = ", ".join(f"%r{100 + i}" for i in range(16))
+    width = 32
+    lanes = ", ".join(f"%r{100 + i}" for i in range(width))
+    offset = f", {split}" if shape == "16x32bx2" else ""
+    back = "".join(f"ld.global.u32 %r{100 + i}, [%rd2+{4 * i}];" for i in range(width))
+    access = f"{shape}.x{count}"
     code = (
-        "mov.u32 %r9, 0;"
-        + set_values
-        + f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r2], {{{zero}}}; tcgen05.wait::st.sync.aligned;"
-        f"tcgen05.st.sync.aligned.{shape}.x{count}{suffix}.b32 [%r2], {{{regs}}}; tcgen05.wait::st.sync.aligned;"
-        f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {{{read}}}, [%r2]; tcgen05.wait::ld.sync.aligned;"
-        "ld.param.u64 %rd1, [out]; mad.wide.u32 %rd1, %r3, 64, %rd1;"
-        + "".join(f"st.global.u32 [%rd1+{4 * i}], %r{100 + i};" for i in range(16))
+        "mov.u32 %r3, %tid.x; setp.lt.u32 %p1, %r3, 32; @%p1 bra J; sub.u32 %r3, %r3, 32; add.u32 %r4, %r2, 0x200000;"
+        f"add.u32 %r5, %r4, {half << 16}; ld.param.u64 %rd1, [out]; mad.wide.u32 %rd1, %r3, {4 * width}, %rd1;"
+        f"ld.param.u64 %rd2, [lanes]; mad.wide.u32 %rd2, %r3, {4 * width}, %rd2; ld.param.u64 %rd3, [regs]; mad.wide.u32 %rd3, %r3, {4 * n}, %rd3;"
+        + back + f"tcgen05.st.sync.aligned.32x32b.x{width}.b32 [%r4], {{{lanes}}}; tcgen05.wait::st.sync.aligned;"
+        f"tcgen05.ld.sync.aligned.{access}{'.pack::16b' if packed else ''}.b32 {{{regs}}}, [%r5]{offset}; tcgen05.wait::ld.sync.aligned;"
+        + "".join(f"st.global.u32 [%rd3+{4 * i}], %r{20 + i}; mad.lo.u32 %r{20 + i}, %r3, 0x20003, {0x51000 + i};" for i in range(n))
+        + f"tcgen05.st.sync.aligned.{access}{'.unpack::16b' if packed else ''}.b32 [%r5]{offset}, {{{regs}}}; tcgen05.wait::st.sync.aligned;"
+        f"tcgen05.ld.sync.aligned.32x32b.x{width}.b32 {{{lanes}}}, [%r4]; tcgen05.wait::ld.sync.aligned;"
+        + "".join(f"st.global.u32 [%rd1+{4 * i}], %r{100 + i};" for i in range(width))
+        + "tcgen05.fence::before_thread_sync; J:"
+    )  # fmt: skip
+    given = np.random.default_rng(count).integers(0, 1 << 32, (32, width)).astype("u4")
+    out, got = np.zeros((32, width), "u4"), np.zeros((32, n), "u4")
+    module = body(
+        "bar.sync 0; tcgen05.fence::after_thread_sync;" + code,
+        params=".param .u64 out, .param .u64 lanes, .param .u64 regs",
+        warps=2,
     )
-    out = np.zeros((32, 16), "u4")
-    body(code, params=".param .u64 out").launch("k", 1, 32, [out], mode=mode, seed=seed)
-    want = np.zeros((32, 16), "u4")
+    module.launch("k", 1, 64, [out, given, got], mode=mode, seed=seed)
+    want, loaded = given.copy(), np.zeros((32, n), "u4")
     for t in range(32):
         for i in range(n):
-            value = t * 256 + i + 1
-            if packed:
-                want[t, 2 * i], want[t, 2 * i + 1] = value & 0xFFFF, value >> 16
-            elif shape == "32x32b":
-                want[t, i] = value
-            elif shape == "16x64b":
-                want[t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * i] = value
-            elif shape == "16x128b":
-                want[t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)] = value
+            lane, column = cell(shape, i, t, split)
+            lane += half
+            value = t * 0x20003 + 0x51000 + i
+            if (
+                packed
+            ):  # A register holds 16 bits of two neighbouring columns (CUTLASS: the _16b traits' ValID layouts).
+                pair = 2 * column if shape != "16x32bx2" else 2 * i + (split if t >= 16 else 0)
+                loaded[t, i] = given[lane, pair] & 0xFFFF | given[lane, pair + 1] << np.uint32(16)
+                want[lane, pair], want[lane, pair + 1] = value & 0xFFFF, value >> 16
             else:
-                want[t // 4 + 8 * (i // 2 % 2), 2 * (t % 4) + i % 2 + 8 * (i // 4)] = value
+                loaded[t, i] = given[lane, column]
+                want[lane, column] = value
+    assert got.tolist() == loaded.tolist()
     assert out.tolist() == want.tolist()
 
 

@@ -152,6 +152,102 @@ def test_a_in_registers(kind: str) -> None:
     multiply(kind, 16, 128, 64, False, kind == "bf16", True)
 
 
+def custom(
+    kinds: tuple[str, str], out: str, *, tail: str = ", 1, 1", scale_d: bool = False, n: int = 16, start: int = 0, base: int = 0,
+    span: int = 128, extra: str = "",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Run one wgmma on given types; return D, the product and what D's registers held before."""
+    rng = np.random.default_rng(n)
+    depth = {"bf16": 16, "f16": 16, "tf32": 8}.get(kinds[0], 32)
+    matrices = []
+    for kind, rows in zip(kinds, (64, n), strict=True):
+        low, high = {"u8": (0, 256), "s8": (-128, 128)}.get(kind, (-4, 5))
+        matrices.append(rng.integers(low, high, (rows, depth)).astype(TYPES.get(kind, np.uint8)))
+    a, b = matrices
+    (raw_a, lbo_a, sbo_a), (raw_b, lbo_b, sbo_b) = place(a, span, False), place(b, span, False)
+    # The pattern of A starts at byte ``start`` instead of 0.
+    raw_a = np.concatenate([np.zeros(start, "u1"), raw_a])[:65536].copy()
+    ptx = build(n, depth, ".".join(kinds), out, tail, False, 16384, 16384)
+    ptx = ptx.replace(f"{out}.{'.'.join(kinds)}.{'.'.join(kinds)}", f"{extra}{out}.{'.'.join(kinds)}")
+    count = n // 4 if out == "f16" else n // 2
+    if scale_d:
+        ptx = ptx.replace("setp.ne.u32 %p2, %r0, %r0;", "setp.eq.u32 %p2, %r0, %r0;")
+        fill = {
+            "f32": "cvt.rn.f32.u32 %d{i}, %r19;",
+            "s32": "add.u32 %d{i}, %r19, 0x7FFFFF00;",
+            "f16": "mov.b32 %d{i}, 0x4400BC00;",
+        }[out]
+        regs = "rem.u32 %r19, %r0, 5;" + "".join(fill.format(i=i) for i in range(count))
+        ptx = ptx.replace("wgmma.fence", regs + "wgmma.fence")
+    result = np.zeros((count, 128), "f4" if out == "f32" else "i4")
+    descriptor_a = descriptor(lbo_a, sbo_a, span) + (start >> 4 | base << 49)
+    args = [raw_a, raw_b, descriptor_a, descriptor(lbo_b, sbo_b, span), result, np.zeros((4, 128), "u4")]
+    ptxsim.Module(ptx).launch("k", 1, 128, args, mode="late")
+    start_value = np.arange(128) % 5
+    if out == "f16":
+        halves = result.view("u4")
+        pairs = np.stack([halves & 0xFFFF, halves >> np.uint32(16)], 1).reshape(2 * count, 128).astype("u2").view("f2")
+        before = collect(np.tile(np.array([-1.0, 4.0])[:, None], (count, 128)), n)
+        return collect(pairs.astype("f8"), n), a.astype("f8") @ b.astype("f8").T, before
+    before = np.tile(start_value + (0x7FFFFF00 if out == "s32" else 0), (count, 1)).astype("f8")
+    return collect(result.astype("f8"), n), a.astype("f8") @ b.astype("f8").T, collect(before, n)
+
+
+@pytest.mark.parametrize("kinds", [("e4m3", "e5m2"), ("e5m2", "e4m3"), ("s8", "u8"), ("u8", "s8"), ("u8", "u8")])
+def test_mixed_types(kinds: tuple[str, str]) -> None:
+    integer = kinds[0] in ("s8", "u8")
+    got, product, _ = custom(kinds, "s32" if integer else "f32", tail="" if integer else ", 1, 1")
+    np.testing.assert_array_equal(got, product)
+
+
+@pytest.mark.parametrize("kinds", [("f16", "f16"), ("e4m3", "e4m3"), ("e5m2", "e4m3")])
+def test_f16_accumulators(kinds: tuple[str, str]) -> None:
+    tail = ", 1, 1, 0, 0" if kinds[0] == "f16" else ", 1, 1"
+    got, product, _ = custom(kinds, "f16", tail=tail)
+    np.testing.assert_array_equal(got, product)
+    got, product, before = custom(kinds, "f16", tail=tail, scale_d=True)
+    np.testing.assert_array_equal(got, product + before)
+
+
+@pytest.mark.parametrize(("a", "b"), [(-1, 1), (1, -1), (-1, -1)])
+def test_negation_and_accumulation(a: int, b: int) -> None:
+    got, product, before = custom(("bf16", "bf16"), "f32", tail=f", {a}, {b}, 0, 0", scale_d=True)
+    np.testing.assert_array_equal(got, before + a * b * product)
+
+
+def test_integers_wrap_or_saturate() -> None:
+    got, product, before = custom(("u8", "u8"), "s32", tail="", scale_d=True)
+    assert (before + product).max() > 2**31
+    np.testing.assert_array_equal(got, (before + product).astype("i8").astype("i4"))
+    got, *_ = custom(("u8", "u8"), "s32", tail="", scale_d=True, extra="satfinite.")
+    np.testing.assert_array_equal(got, np.minimum(before + product, 2**31 - 1))
+
+
+@pytest.mark.parametrize(("span", "start"), [(128, 384), (128, 896), (64, 128), (64, 384), (32, 128)])
+def test_base_offset(span: int, start: int) -> None:
+    """A pattern that starts at ``start``, not at its natural alignment: base offset = (start >> 7) & 7."""
+    tail = ", 1, 1, 0, 0"
+    got, product, _ = custom(("f16", "f16"), "f32", tail=tail, start=start, base=start >> 7 & 7, span=span)
+    np.testing.assert_array_equal(got, product)
+    wrong, product, _ = custom(("f16", "f16"), "f32", tail=tail, start=start, base=0, span=span)
+    assert (wrong != product).any()
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["m64n16k16.f16.bf16.bf16", "m64n16k32.f32.s8.s8", "m64n16k32.s32.e4m3.e4m3", "m64n40k32.s32.s8.s8", "m64n16k8.f32.bf16.bf16",
+     "m64n12k16.f32.bf16.bf16", "m64n16k32.f32.e4m3.s8", "m64n16k16.satfinite.f32.f16.f16", "sp.m64n16k32.f32.f16.f16", "m64n16k256.s32.b1.b1"],
+)  # fmt: skip
+def test_forms_that_do_not_exist_or_are_not_modelled(form: str) -> None:
+    ptx = build(16, 16, "bf16", "f32", ", 1, 1, 0, 0", False, 16384, 16384)
+    ptx = ptx.replace("m64n16k16.f32.bf16.bf16", form)
+    assert form in ptx
+    with pytest.raises(ptxsim.UnknownInstruction, match="line"):
+        ptxsim.Module(ptx).launch(
+            "k", 1, 128, [np.zeros(65536, "u1")] * 2 + [0, 0, np.zeros((8, 128), "f4"), np.zeros((4, 128), "u4")]
+        )
+
+
 @pytest.mark.parametrize("bit", [14, 31, 46, 52, 61])
 def test_reserved_descriptor_bits(bit: int) -> None:
     from ptxsim.wgmma import decode_descriptor
@@ -159,3 +255,26 @@ def test_reserved_descriptor_bits(bit: int) -> None:
     assert decode_descriptor(1 << 62 | 64 << 32 | 5).start == 80
     with pytest.raises(ptxsim.DescriptorError, match="reserved"):
         decode_descriptor(1 << 62 | 1 << bit)
+    with pytest.raises(ptxsim.DescriptorError, match="base offset without a swizzle"):
+        decode_descriptor(1 << 49)
+    assert decode_descriptor(1 << 62 | 5 << 49).base == 5
+
+
+def test_groups_on_one_accumulator_finish_one_after_the_other() -> None:
+    """A wait for the first group must not hand out D while the second is in flight, however far apart the warps are."""
+    ptx = build(16, 16, "bf16", "f32", ", 1, 1, 0, 0", False, 16384, 16384)
+    (first,) = [line for line in ptx.splitlines() if line.startswith("wgmma.mma_async")]
+    end = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    again = first.replace("%p2", "1")
+    delay = "shr.u32 %r9, %r0, 5; L: sub.u32 %r9, %r9, 1; setp.ge.s32 %p3, %r9, 0; @%p3 bra L;"
+    groups = (
+        f"wgmma.commit_group.sync.aligned; {again} wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;"
+    )
+    ptx = ptx.replace(end, groups + "wgmma.wait_group.sync.aligned 0;").replace(first, delay + first)
+    a, b = np.ones((64, 16), TYPES["bf16"]), np.ones((16, 16), TYPES["bf16"])
+    (raw_a, lbo_a, sbo_a), (raw_b, lbo_b, sbo_b) = place(a, 128, False), place(b, 128, False)
+    for seed in range(8):
+        out = np.zeros((8, 128), "f4")
+        args = [raw_a, raw_b, descriptor(lbo_a, sbo_a, 128), descriptor(lbo_b, sbo_b, 128), out, np.zeros(4, "u4")]
+        ptxsim.Module(ptx).launch("k", 1, 128, args, mode="random", seed=seed)
+        assert (out == 32).all()

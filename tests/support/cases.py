@@ -113,16 +113,16 @@ def make(case: DecodeCase) -> DecodeInputs:
     lengths = case.lengths()
     pages_of = -(-lengths // case.page_size)
 
-    q = _poisoned((case.b, case.s_q, case.h_q, D_QK), dtype, case.strides)
-    q[...] = _values(rng, q.shape, loud=(0.5, 1.0, 4.0))
+    q = poisoned((case.b, case.s_q, case.h_q, D_QK), dtype, case.strides)
+    q[...] = values(rng, q.shape, loud=(0.5, 1.0, 4.0))
 
     num_pages = int(pages_of.sum()) + case.spare_pages
-    kv_cache = _poisoned((num_pages, case.page_size, case.h_kv, D_QK), dtype, case.strides)
+    kv_cache = poisoned((num_pages, case.page_size, case.h_kv, D_QK), dtype, case.strides)
     max_pages = int(pages_of.max(initial=0)) + 2
     block_table = _block_table(rng, pages_of, num_pages, max_pages, case.strides)
     for i, length in enumerate(lengths):
         positions = np.arange(length)
-        tokens = _values(rng, (int(length), case.h_kv, D_QK), loud=(1.0,) * 31 + (3.0,))
+        tokens = values(rng, (int(length), case.h_kv, D_QK), loud=(1.0,) * 31 + (3.0,))
         kv_cache[block_table[i, positions // case.page_size], positions % case.page_size] = tokens.astype(dtype)
 
     for i, count in enumerate(pages_of):
@@ -132,13 +132,13 @@ def make(case: DecodeCase) -> DecodeInputs:
     return DecodeInputs(case, q, kv_cache, block_table, lengths)
 
 
-def _values(rng: np.random.Generator, shape: tuple[int, ...], loud: tuple[float, ...]) -> Array:
+def values(rng: np.random.Generator, shape: tuple[int, ...], loud: tuple[float, ...]) -> Array:
     """Normal values; each row of the last axis is scaled by one of `loud`, so that the softmax is not flat."""
     gains = rng.choice(np.asarray(loud, np.float32), shape[:-1])
     return rng.standard_normal(shape, dtype=np.float32) * gains[..., None]
 
 
-def _poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Array:
+def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Array:
     """A view of NaN with gaps of NaN between its rows; its last axis is contiguous."""
     if strides == "dense":
         return np.full(shape, np.nan, dtype)

@@ -16,7 +16,7 @@ import numpy as np
 import ptxsim
 
 from mla_cupy import arrays
-from mla_cupy.launchers import decode_sequence
+from mla_cupy.launchers import decode_sequence, sparse_backward_sequence, sparse_forward_sequence
 from mla_cupy.ops import merge
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
@@ -28,9 +28,9 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 DEVICE = 0
 
 
-def fake_gpu(sm_count: int, cc: tuple[int, int] = (9, 0)) -> DeviceInfo:
+def fake_gpu(sm_count: int, cc: tuple[int, int] = (9, 0), l2_bytes: int = 50 << 20) -> DeviceInfo:
     """A GPU as small as a test likes it."""
-    return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, 232448, 50 << 20, 1 << 34)
+    return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, 232448, l2_bytes, 1 << 34)
 
 
 @dataclass(eq=False)
@@ -112,12 +112,17 @@ class SimFamily(arrays.NumpyFamily):
 
 @contextmanager
 def simulated(
-    sm_count: int = 2, cc: tuple[int, int] = (9, 0), mode: str = "early", seed: int = 0
+    sm_count: int = 2,
+    cc: tuple[int, int] = (9, 0),
+    mode: str = "early",
+    seed: int = 0,
+    l2_bytes: int = 50 << 20,
 ) -> Iterator[SimDriver]:
     """Within a with statement, NumPy arrays live on a simulated GPU with `sm_count` multiprocessors."""
     target = SimDriver(mode, seed)
-    gpu, family = fake_gpu(sm_count, cc), SimFamily(target.memory)
-    caches = (decode_sequence.sequence, merge._kernel)
+    gpu, family = fake_gpu(sm_count, cc, l2_bytes), SimFamily(target.memory)
+    sequences = (decode_sequence, sparse_forward_sequence, sparse_backward_sequence)
+    caches = (*(module.sequence for module in sequences), merge._kernel)
     with (
         driver.use(target),
         mock.patch.object(devices, "describe", return_value=gpu),

@@ -26,13 +26,29 @@ OUT_FLOOR_ULPS = 1.0
 LSE_FLOOR_ULPS = 32.0
 
 
-def check_out(got: Array, exact: Array, rounded: Array, dtype: str, *, budget: float = 0.0) -> None:
-    """Assert the rule for `out`, stored as `dtype`; `budget` is the largest `error_of` other seeds, if known."""
-    unit = _row_peak(exact)
-    got = _comparable("out", got, exact)
+def check_out(
+    got: Array,
+    exact: Array,
+    rounded: Array,
+    dtype: str,
+    *,
+    budget: float = 0.0,
+    least_unit: Array | float = 0.0,
+    name: str = "out",
+) -> None:
+    """Assert the rule for `out`, stored as `dtype`; `budget` is the largest `error_of` other seeds, if known.
+
+    Rows whose largest value is below `least_unit` (a number for each row) are what is left when large terms cancel:
+    their errors are measured in that unit, and their directions say nothing.
+    """
+    peak = _row_peak(exact)
+    unit = np.maximum(peak, least_unit)
+    got = _comparable(name, got, exact)
     floor = OUT_FLOOR_ULPS * _ulp(exact, dtype) / unit
-    _check_errors("out", got, exact, unit, max(budget, error_of(rounded, exact)), floor)
-    _check_directions(got, exact, np.asarray(rounded, np.float64), dtype)
+    expected = max(budget, _largest(_errors(rounded, exact, unit)))
+    _check_errors(name, got, exact, unit, expected, floor)
+    rows = (peak >= least_unit)[..., 0]
+    _check_directions(name, got[rows], exact[rows], np.asarray(rounded, np.float64)[rows], dtype)
 
 
 def check_lse(got: Array, exact: Array, rounded: Array, *, budget: float = 0.0) -> None:
@@ -82,12 +98,12 @@ def _check_errors(name: str, got: Array, exact: Array, unit: Array, expected: fl
         )
 
 
-def _check_directions(got: Array, exact: Array, rounded: Array, dtype: str) -> None:
+def _check_directions(name: str, got: Array, exact: Array, rounded: Array, dtype: str) -> None:
     distance = _cosine_distance(got, exact)
     allowed = SLACK**2 * _largest(_cosine_distance(rounded, exact)) + float(_ulp(np.ones(1), dtype)[0]) ** 2
     if distance.size and distance.max() > allowed:
         where = tuple(map(int, np.unravel_index(np.argmax(distance), distance.shape)))
-        raise AssertionError(f"out: cosine distance {distance[where]:.3e} of row {where}, allowed {allowed:.3e}")
+        raise AssertionError(f"{name}: cosine distance {distance[where]:.3e} of row {where}, allowed {allowed:.3e}")
 
 
 def _errors(got: Array, exact: Array, unit: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Runs one decode case: check every implementation, record, time them in turn, check again."""
+"""Runs one case of an operation: check every implementation, record, time them in turn, check again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .cases import DecodeCase
-from .check import Expected, Verdict, expect, judge
+from .cases import Case
 from .device import Device
-from .inputs import InputSet, set_bytes
 from .limits import Limits
-from .peers import Implementation, Prepared
+from .operations import Operation
+from .peers import Implementation, Prepared, Verdict
 from .recorders import Call
 from .report import ERROR, OK, UNSUPPORTED, WRONG, make_row, relate
 from .timer import host_us, rotation, sample, set_count, summarise
 
 ROUNDS = 4  # the implementations take turns, so that a drift of the clock meets them all
 WARMUP = 2
+HOST_BATCH_US = 20_000  # of GPU time in a batch of calls whose host time is taken, if that makes 4 to 20 calls
 
 
 @dataclass(frozen=True)
@@ -46,48 +46,54 @@ class Entry:
     samples: list[float] = field(default_factory=list)
     host_us: dict[str, float] = field(default_factory=dict)
     figures_us: dict[str, float] = field(default_factory=dict)
+    workspace_bytes: int | None = None
 
     def fail(self, status: str, reason: str) -> None:
         """Takes the implementation out of the rest of the case."""
         self.status, self.reason, self.prepared, self.replay = status, reason, None, None
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What all implementations of a case share."""
+
+    operation: Operation
+    case: Case
+    device: Device
+    options: Options
+    sets: Sequence[Any]
+    expected: Sequence[Any]
+
+
 def run_case(
-    case: DecodeCase, implementations: Sequence[Implementation], device: Device, options: Options
+    operation: Operation, case: Case, implementations: Sequence[Implementation], device: Device, options: Options
 ) -> list[dict[str, Any]]:
     """The rows of one case. What goes wrong with one implementation is in its row and stops no other."""
-    count = set_count(set_bytes(case), device.l2_bytes)
+    count = set_count(case.cost.nbytes, device.l2_bytes)
     entries = [Entry(implementation) for implementation in implementations]
     with device.current():
         try:
-            sets = [device.inputs(case, options.dtype, seed) for seed in range(count)]
-            expected = expect(case, options.dtype, sets[0], device) if options.check else []
+            sets = [operation.inputs(case, options.dtype, seed, device) for seed in range(count)]
+            expected = operation.expect(case, options.dtype, sets[0], device) if options.check else []
             device.synchronize()
         except Exception as error:  # most likely a case too large for the memory
             for entry in entries:
                 entry.fail(ERROR, f"no inputs: {type(error).__name__}: {error}")
         else:
-            _run(entries, case, sets, expected, device, options)
+            _run(entries, _Run(operation, case, device, options, sets, expected))
         rows = [_row(entry, case, count, options) for entry in entries]
     relate(rows)
     return rows
 
 
-def _run(
-    entries: Sequence[Entry],
-    case: DecodeCase,
-    sets: Sequence[InputSet],
-    expected: Sequence[Expected],
-    device: Device,
-    options: Options,
-) -> None:
+def _run(entries: Sequence[Entry], run: _Run) -> None:
     for entry in entries:
-        _guarded(entry, partial(_prepare, entry, case, sets, expected, device, options))
+        _guarded(entry, partial(_prepare, entry, run))
     for _ in range(ROUNDS):
         for entry in entries:
-            _guarded(entry, partial(_time, entry, len(sets), device, options))
+            _guarded(entry, partial(_time, entry, run))
     for entry in entries:
-        _guarded(entry, partial(_finish, entry, len(sets), expected, device, options))
+        _guarded(entry, partial(_finish, entry, run))
 
 
 def _guarded(entry: Entry, step: Callable[[], None]) -> None:
@@ -99,72 +105,77 @@ def _guarded(entry: Entry, step: Callable[[], None]) -> None:
         entry.fail(ERROR, f"{type(error).__name__}: {error}")
 
 
-def _prepare(
-    entry: Entry,
-    case: DecodeCase,
-    sets: Sequence[InputSet],
-    expected: Sequence[Expected],
-    device: Device,
-    options: Options,
-) -> None:
+def _prepare(entry: Entry, run: _Run) -> None:
     """Calls everything once and checks the first set; only what is right is recorded."""
-    if reason := entry.implementation.unsupported(case, options.dtype):
+    if reason := entry.implementation.unsupported(run.case, run.options.dtype):
         entry.fail(UNSUPPORTED, reason)
         return
-    prepared = entry.implementation.prepare(case, options.dtype, sets, device)
+    prepared = entry.implementation.prepare(run.case, run.options.dtype, run.sets, run.device)
     with prepared.recorder.current():
         for call in prepared.calls:
             call()
         entry.prepared = prepared
-        _check(entry, expected, device, options)
+        _check(entry, run)
         if entry.status == OK:
-            entry.replay = prepared.recorder.record([prepared.calls[index] for index in rotation(len(sets))])
-            device.poison(prepared.outputs(0).out)  # the check after the timing is then of what a replay wrote
+            entry.replay = prepared.recorder.record([prepared.calls[index] for index in rotation(len(run.sets))])
+            for name in run.operation.results:  # the check after the timing is then of what a replay wrote
+                run.device.poison(getattr(prepared.outputs(0), name))
 
 
-def _check(entry: Entry, expected: Sequence[Expected], device: Device, options: Options) -> None:
-    device.synchronize()
-    if not expected or entry.prepared is None:
+def _check(entry: Entry, run: _Run) -> None:
+    run.device.synchronize()
+    if not run.expected or entry.prepared is None:
         return
-    entry.verdict = judge(expected, entry.prepared.outputs(0), options.dtype, device)
+    outputs = entry.prepared.outputs(0)
+    entry.verdict = run.operation.judge(run.expected, outputs, run.options.dtype, run.device)
     if not entry.verdict.ok:
         entry.fail(WRONG, entry.verdict.reason)
 
 
-def _time(entry: Entry, sets: int, device: Device, options: Options) -> None:
+def _time(entry: Entry, run: _Run) -> None:
     assert entry.prepared is not None
     assert entry.replay is not None
-    replays = -(-options.replays // ROUNDS)
+    replays = -(-run.options.replays // ROUNDS)
     with entry.prepared.recorder.current():
-        entry.samples += sample(device.clock(), entry.replay, len(rotation(sets)), replays, WARMUP)
+        calls = len(rotation(len(run.sets)))
+        entry.samples += sample(run.device.clock(), entry.replay, calls, replays, WARMUP)
 
 
-def _finish(entry: Entry, sets: int, expected: Sequence[Expected], device: Device, options: Options) -> None:
-    """Checks what the replays wrote, then times the further figures and the host."""
+def _finish(entry: Entry, run: _Run) -> None:
+    """Checks what the replays wrote, then takes the further figures, the host's time and the memory."""
     assert entry.prepared is not None
-    _check(entry, expected, device, options)
+    _check(entry, run)
     if entry.status != OK:
         return
     with entry.prepared.recorder.current():
-        entry.host_us["call"] = host_us(entry.prepared.calls, device.synchronize)
+        entry.host_us["call"] = _host_us(entry.prepared.calls, summarise(entry.samples, 1).us_median, run.device)
         for name, figure in entry.prepared.figures.items():
             try:
-                entry.figures_us[name], entry.host_us[name] = _figure(entry.prepared, figure, sets, device, options)
+                entry.figures_us[name], entry.host_us[name] = _figure(entry.prepared, figure, run)
             except Exception as error:  # the row's own figure stands
                 entry.reason = f"{name}: {type(error).__name__}: {error}"
+        if entry.prepared.workspace_bytes is not None:
+            try:
+                entry.workspace_bytes = entry.prepared.workspace_bytes()
+            except Exception as error:
+                entry.reason = f"workspace: {type(error).__name__}: {error}"
 
 
-def _figure(
-    prepared: Prepared, figure: Sequence[Call], sets: int, device: Device, options: Options
-) -> tuple[float, float]:
+def _figure(prepared: Prepared, figure: Sequence[Call], run: _Run) -> tuple[float, float]:
     """Microseconds on the GPU and on the host."""
-    order = rotation(sets)
+    order = rotation(len(run.sets))
     replay = prepared.recorder.record([figure[index] for index in order])
-    samples = sample(device.clock(), replay, len(order), options.replays, WARMUP)
-    return summarise(samples, len(order)).us_median, host_us(figure, device.synchronize)
+    samples = sample(run.device.clock(), replay, len(order), run.options.replays, WARMUP)
+    us = summarise(samples, len(order)).us_median
+    return us, _host_us(figure, us, run.device)
 
 
-def _row(entry: Entry, case: DecodeCase, sets: int, options: Options) -> dict[str, Any]:
+def _host_us(calls: Sequence[Call], gpu_us: float, device: Device) -> float:
+    per_batch = max(4, min(20, int(HOST_BATCH_US / gpu_us))) if gpu_us else 20
+    return host_us(calls, device.synchronize, per_batch=per_batch)
+
+
+def _row(entry: Entry, case: Case, sets: int, options: Options) -> dict[str, Any]:
     timed = entry.status == OK and entry.prepared is not None
     return make_row(
         case,
@@ -182,4 +193,5 @@ def _row(entry: Entry, case: DecodeCase, sets: int, options: Options) -> dict[st
         verdict=entry.verdict,
         host_us=entry.host_us,
         figures_us=entry.figures_us,
+        workspace_bytes=entry.workspace_bytes,
     )

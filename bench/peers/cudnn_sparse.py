@@ -1,0 +1,62 @@
+"""The sparse attention backward of cudnn-frontend (CuTe DSL), which compiles its kernels at the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..device import Device
+from ..errors import BenchError
+from ..recorders import Call
+from ..sparse_cases import SparseCase
+from ..sparse_inputs import GradientInputs, Gradients
+from . import Prepared
+from .torch_ops import peak_bytes, recorder_for
+
+
+class CudnnSparse:
+    """Its convenience call, which allocates results and workspace; without a sink, that is with one of -inf."""
+
+    name = "cudnn"
+
+    def __init__(self) -> None:
+        try:
+            import torch
+            from cudnn.deepseek_sparse_attention import DSA
+        except ImportError as error:
+            raise BenchError(
+                f"peer 'cudnn' needs PyTorch, nvidia-cudnn-frontend and nvidia-cutlass-dsl: {error}"
+            ) from error
+        self._torch: Any = torch
+        self._backward: Any = DSA.sparse_attention_backward_wrapper
+
+    def unsupported(self, case: SparseCase, dtype: str) -> str | None:
+        return None if case.h_q > 1 else "takes more than one head"
+
+    def prepare(self, case: SparseCase, dtype: str, sets: Sequence[GradientInputs], device: Device) -> Prepared:
+        import cupy
+
+        torch = self._torch
+        recorder = recorder_for(torch, device)
+        with recorder.current():
+            sink = torch.full((case.h_q,), float("-inf"), device="cuda")
+        latest: list[tuple[Any, ...]] = [()] * len(sets)
+
+        def call(index: int) -> Call:
+            inputs = sets[index]
+            arrays = inputs.q, inputs.kv, inputs.out, inputs.dout, inputs.lse, inputs.indices
+            q, kv, out, dout, lse, indices = (torch.from_dlpack(array) for array in arrays)
+
+            def run() -> None:
+                found = self._backward(q, kv, out, dout, lse, sink, indices, softmax_scale=case.scale)
+                latest[index] = found["dq"], found["dkv"], found["d_sink"]
+
+            return run
+
+        calls = [call(index) for index in range(len(sets))]
+        return Prepared(
+            calls=calls,
+            outputs=lambda index: Gradients(*map(cupy.from_dlpack, latest[index][:2])),
+            recorder=recorder,
+            workspace_bytes=lambda: peak_bytes(torch, calls[0], lambda: latest[0]),
+        )

@@ -1,0 +1,121 @@
+// Online softmax of a tile of scores with swapped operands: S^T in WGMMA fragments, 64 rows of keys x heads, in base 2:
+// P^T = exp2(S^T * scale_log2 - max). Heads are the columns, so statistics go down the fragments.
+#pragma once
+#include "attention/online_softmax.cuh"
+
+constexpr i32 kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
+
+// Of every eight heads a thread holds two, in two rows eight apart.
+template <i32 kHeads>
+constexpr i32 kHeadsOfThread = kHeads / 4;
+
+// Which of a thread's heads d[i] belongs to; the head of number k; the head of d[i].
+MLA_DEVICE constexpr i32 head_number(i32 i) { return i / 4 * 2 + i % 2; }
+MLA_DEVICE i32 kth_head(i32 k, i32 thread) { return k / 2 * 8 + fragment_column(thread) + k % 2; }
+MLA_DEVICE i32 head_of(i32 i, i32 thread) { return kth_head(head_number(i), thread); }
+
+// One number for each of a thread's heads.
+template <i32 kHeads>
+struct HeadValues {
+    float value[kHeadsOfThread<kHeads>];
+
+    MLA_DEVICE void fill(float x) {
+#pragma unroll
+        for (float& v : value) v = x;
+    }
+
+    // For element i of a fragment.
+    MLA_DEVICE float of(i32 i) const { return value[head_number(i)]; }
+
+    // The same answer in every lane of the warp.
+    MLA_DEVICE bool any_but_one() const {
+        bool found = false;
+#pragma unroll
+        for (const float& v : value) found |= v != 1.f;
+        return __any_sync(kFullWarp, found);
+    }
+
+    template <i32 kCount>
+    MLA_DEVICE void multiply(float (&fragment)[kCount]) const {
+#pragma unroll
+        for (i32 i = 0; i < kCount; ++i) fragment[i] *= of(i);
+    }
+};
+
+// Rows of the tile from `visible` on do not count.
+template <i32 kCount>
+MLA_DEVICE void mask_rows(float (&scores)[kCount], i32 visible, i32 thread) {
+    if (visible >= 64) return;
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (fragment_row(thread) + 8 * fragment_half(i) >= visible) scores[i] = negative_infinity();
+    }
+}
+
+// The maxima of a warp's 16 rows, not scaled, one float a head.
+template <i32 kHeads>
+MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {
+#pragma unroll
+    for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
+        const i32 i = k / 2 * 4 + k % 2;
+        float x = fmaxf(scores[i], scores[i + 2]);
+#pragma unroll
+        for (i32 step = 4; step < kWarpThreads; step *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
+        if (thread % kWarpThreads < 4) to[kth_head(k, thread)] = x;
+    }
+}
+
+template <i32 kHeads>
+MLA_DEVICE void store_warp_sums(float (&to)[kHeads], const HeadValues<kHeads>& sums, i32 thread) {
+#pragma unroll
+    for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
+        float x = sums.value[k];
+#pragma unroll
+        for (i32 step = 4; step < kWarpThreads; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+        if (thread % kWarpThreads < 4) to[kth_head(k, thread)] = x;
+    }
+}
+
+// A thread's heads. `sum` is this thread's share: its rows only. `max` follows the true maximum, `top`, lazily.
+template <i32 kHeads>
+struct HeadState {
+    HeadValues<kHeads> max, sum, top;
+
+    MLA_DEVICE void reset() {
+        max.fill(kLowestMax);
+        sum.fill(0.f);
+        top.fill(negative_infinity());
+    }
+
+    // Takes the maxima of a tile, as the warps have stored them; returns what the accumulated is to be scaled by.
+    MLA_DEVICE HeadValues<kHeads> move_max(const float (&warps)[kWarpgroupWarps][kHeads], float scale_log2,
+                                           i32 thread) {
+        HeadValues<kHeads> scale;
+#pragma unroll
+        for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
+            const i32 head = kth_head(k, thread);
+            float tile = fmaxf(fmaxf(warps[0][head], warps[1][head]), fmaxf(warps[2][head], warps[3][head]));
+            tile *= scale_log2;
+            top.value[k] = fmaxf(top.value[k], tile);
+            const float to = tile > max.value[k] + kLazyMaxLog2 ? tile : max.value[k];
+            scale.value[k] = ex2_approx(max.value[k] - to);
+            sum.value[k] *= scale.value[k];
+            max.value[k] = to;
+        }
+        return scale;
+    }
+
+    // P in 16 bits, two heads a word; adds the unrounded values to the sums.
+    template <class Element, i32 kCount>
+    MLA_DEVICE void exponentiate(Element, u32 (&p_fragment)[kCount / 2], const float (&scores)[kCount],
+                                 float scale_log2) {
+#pragma unroll
+        for (i32 i = 0; i < kCount; i += 2) {
+            const float p0 = ex2_approx(fmaf(scores[i], scale_log2, -max.of(i)));
+            const float p1 = ex2_approx(fmaf(scores[i + 1], scale_log2, -max.of(i + 1)));
+            sum.value[head_number(i)] += p0;
+            sum.value[head_number(i + 1)] += p1;
+            p_fragment[i / 2] = cvt_x2(Element{}, p0, p1);
+        }
+    }
+};

@@ -1,0 +1,131 @@
+// What the sparse backward needs to know of each query and head before its main kernel.
+//
+//   delta = sum out * dout,   lse2 = log2(exp(lse) + exp(sink)),   d_sink = -sum over queries of w delta
+//   w = 1 / (1 + exp(lse - sink)), the sink's share of the weights
+//
+// Grid: x = spans of 8 queries of one head, a warp each, the heads side by side. A warp adds up w delta over its span
+// in the order of the queries; sparse_sink adds the spans.
+//
+// A row is empty if its query has no key or if its lse is infinite: then nothing of it is read, delta is 0 and lse2 is
+// +Inf, so that exp2(s - lse2) is 0.
+#include "common/facts.cuh"
+#include "ptx/control.cuh"
+#include "tile/elements.cuh"
+#include "tile/warp.cuh"
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+#ifndef MLA_DTYPE
+#error "MLA_DTYPE must be bfloat16 or float16"
+#endif
+using Element = MLA_DTYPE;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 256;
+constexpr i32 kWarps = kThreads / kWarpThreads;
+constexpr i32 kSpanQueries = 8;
+constexpr i32 kHeadDimV = 512;
+constexpr i32 kChunks = kHeadDimV / kChunkElems / kWarpThreads;  // of a row, a lane: 2
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct SparseDeltaParams {
+    const void* out;         // (s_q, h_q, 512), 16-bit or fp32
+    const u16* dout;         // (s_q, h_q, 512)
+    const float* lse;        // (s_q, h_q)
+    const float* attn_sink;  // (h_q,), or null
+    const i32* counts;       // (s_q,)
+    float* delta;            // (s_q, h_q), contiguous
+    float* lse2;             // (s_q, h_q), contiguous
+    float* sink_sums;        // (spans, h_q), contiguous; null without a sink
+    i64 out_stride_s_elems, out_stride_h_elems;
+    i64 dout_stride_s_elems, dout_stride_h_elems;
+    i64 lse_stride_s_elems, lse_stride_h_elems;
+    i64 attn_sink_stride_elems;
+    i32 s_q, h_q;
+    i32 out_is_fp32;
+    float lse_to_log2;  // from the caller's base to base 2
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseDeltaParams, out_stride_s_elems), MLA_OFFSET(SparseDeltaParams, s_q),
+              MLA_OFFSET(SparseDeltaParams, lse_to_log2), (int)sizeof(SparseDeltaParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(units_per_block, kWarps);
+MLA_FACT(span_queries, kSpanQueries);
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+MLA_DEVICE float add_dot(const uint4& a, const uint4& b, float sum) {
+    const u32 *a_words = &a.x, *b_words = &b.x;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+        const float2 x = unpack<Element>(a_words[i]), y = unpack<Element>(b_words[i]);
+        sum = fmaf(x.x, y.x, sum);
+        sum = fmaf(x.y, y.y, sum);
+    }
+    return sum;
+}
+
+// 16-bit rows that begin at multiples of 16 bytes: all loads in flight at once.
+MLA_DEVICE float aligned_dot(const u16* out, const u16* dout, i32 lane) {
+    uint4 a[kChunks], b[kChunks];
+#pragma unroll
+    for (i32 i = 0; i < kChunks; ++i) {
+        a[i] = reinterpret_cast<const uint4*>(out)[i * kWarpThreads + lane];
+        b[i] = reinterpret_cast<const uint4*>(dout)[i * kWarpThreads + lane];
+    }
+    float sum = 0.f;
+#pragma unroll
+    for (i32 i = 0; i < kChunks; ++i) sum = add_dot(a[i], b[i], sum);
+    return sum;
+}
+
+template <class Out>
+MLA_DEVICE float any_dot(const Out* out, const u16* dout, i32 lane) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (i32 column = lane * kChunkElems; column < kHeadDimV; column += kWarpThreads * kChunkElems) {
+        float x[kChunkElems], y[kChunkElems];
+        load_chunk<Element>(x, out + column);
+        load_chunk<Element>(y, dout + column);
+#pragma unroll
+        for (i32 i = 0; i < kChunkElems; ++i) sum = fmaf(x[i], y[i], sum);
+    }
+    return sum;
+}
+
+MLA_DEVICE float row_delta(const SparseDeltaParams& p, i64 query, i64 head, i32 lane) {
+    const i64 at = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
+    const u16* out = static_cast<const u16*>(p.out) + at;
+    const u16* dout = p.dout + query * p.dout_stride_s_elems + head * p.dout_stride_h_elems;
+    if (p.out_is_fp32) return warp_sum(any_dot(static_cast<const float*>(p.out) + at, dout, lane));
+    const bool aligned = (reinterpret_cast<u64>(out) | reinterpret_cast<u64>(dout)) % 16 == 0;
+    return warp_sum(aligned ? aligned_dot(out, dout, lane) : any_dot(out, dout, lane));
+}
+
+// log2(2^a + 2^b) of a finite a, and of any b but NaN. A NaN stays one.
+MLA_DEVICE float add_exponentials(float a, float b) { return (a > b ? a : b) + log2f(1.f + exp2f(-fabsf(a - b))); }
+
+extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_delta(const __grid_constant__ SparseDeltaParams p) {
+    griddepcontrol_wait();
+    const i32 lane = threadIdx.x % kWarpThreads;
+    const i64 unit = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
+    const i64 head = unit % p.h_q, span = unit / p.h_q;
+    const i64 end = min((span + 1) * kSpanQueries, (i64)p.s_q);
+    const float sink2 = p.attn_sink == nullptr || span * kSpanQueries >= p.s_q
+                            ? negative_infinity()
+                            : p.attn_sink[head * p.attn_sink_stride_elems] * kLog2E;
+    float sink_sum = 0.f;
+    for (i64 query = span * kSpanQueries; query < end; ++query) {
+        const float own = p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] * p.lse_to_log2;
+        float delta = 0.f, lse2 = -negative_infinity();
+        if (p.counts[query] > 0 && fabsf(own) != -negative_infinity()) {
+            delta = row_delta(p, query, head, lane);
+            lse2 = add_exponentials(own, sink2);
+            sink_sum += delta / (1.f + exp2f(own - sink2));
+        }
+        if (lane == 0) {
+            p.delta[query * p.h_q + head] = delta;
+            p.lse2[query * p.h_q + head] = lse2;
+        }
+    }
+    if (p.sink_sums != nullptr && lane == 0 && span * kSpanQueries < p.s_q) p.sink_sums[span * p.h_q + head] = sink_sum;
+}

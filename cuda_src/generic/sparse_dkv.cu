@@ -1,0 +1,136 @@
+// The workspace of the sparse backward becomes the gradient of kv: fp32 sums, in whatever order the main kernel keeps
+// the dims of a row, to the caller's dtype. A deterministic backward has several levels of sums, which are added up
+// here.
+//
+// Grid: x = rows of kv, a warp each. A lane fetches 16 bytes of every 128 dims, puts them in shared memory if the order
+// is to change, and stores four neighbouring dims.
+#include "attention/sparse_params.cuh"
+#include "ptx/control.cuh"
+#include "ptx/element.cuh"
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+#ifndef MLA_DTYPE
+#error "MLA_DTYPE must be bfloat16 or float16"
+#endif
+using Element = MLA_DTYPE;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 256;
+constexpr i32 kWarps = kThreads / kWarpThreads;
+constexpr i32 kLaneDims = 4;
+constexpr i32 kWarpDims = kLaneDims * kWarpThreads;
+constexpr i32 kMostDims = 576;
+constexpr i32 kSteps = ceil_div(kMostDims, kWarpDims);  // 5, the last one half full
+// Of four neighbouring dims two and two stand together in the workspace. Four words of padding after every 32 bring
+// those that half a warp reads at once to different banks.
+constexpr i32 kPaddedDims = kMostDims + kMostDims / 32 * 4;
+static_assert(dkv_position(2) % 2 == 0 && dkv_position(3) == dkv_position(2) + 1, "two dims stand together");
+MLA_DEVICE constexpr i32 padded(i32 position) { return position + position / 32 * 4; }
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct SparseDkvParams {
+    const float* sums;  // (levels, s_kv, d_qk), contiguous
+    void* dkv;          // (s_kv, d_qk), 16-bit or fp32
+    i64 dkv_stride_s_elems;
+    i32 s_kv, d_qk, levels;
+    i32 permuted;  // the sum of a dim stands at its dkv_position
+    i32 dkv_is_fp32;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseDkvParams, dkv_stride_s_elems), MLA_OFFSET(SparseDkvParams, s_kv),
+              (int)sizeof(SparseDkvParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(rows_per_block, kWarps);
+
+struct Row {
+    float4 dims[kSteps];  // lane's four of each step
+};
+
+MLA_DEVICE void load_level(Row& row, const float* sums, i32 d_qk, i32 lane) {
+#pragma unroll
+    for (i32 i = 0; i < kSteps; ++i) {
+        const i32 dim = i * kWarpDims + lane * kLaneDims;
+        if (dim < d_qk) row.dims[i] = *reinterpret_cast<const float4*>(sums + dim);
+    }
+}
+
+// The finest level is the last, and added first.
+MLA_DEVICE void load_sums(Row& row, const SparseDkvParams& p, i64 index, i32 lane) {
+    const i64 level_elems = (i64)p.s_kv * p.d_qk;
+    const float* sums = p.sums + index * p.d_qk + (p.levels - 1) * level_elems;
+    load_level(row, sums, p.d_qk, lane);
+    for (i32 level = p.levels - 2; level >= 0; --level) {
+        Row coarser;
+        load_level(coarser, sums -= level_elems, p.d_qk, lane);
+#pragma unroll
+        for (i32 i = 0; i < kSteps; ++i) {
+            row.dims[i].x += coarser.dims[i].x;
+            row.dims[i].y += coarser.dims[i].y;
+            row.dims[i].z += coarser.dims[i].z;
+            row.dims[i].w += coarser.dims[i].w;
+        }
+    }
+}
+
+// Brings the dims of a row into their own order, by way of shared memory.
+MLA_DEVICE void unpermute(Row& row, float* shared, i32 d_qk, i32 lane) {
+#pragma unroll
+    for (i32 i = 0; i < kSteps; ++i) {
+        const i32 position = i * kWarpDims + lane * kLaneDims;
+        if (position < d_qk) *reinterpret_cast<float4*>(shared + padded(position)) = row.dims[i];
+    }
+    __syncwarp();
+#pragma unroll
+    for (i32 i = 0; i < kSteps; ++i) {
+        const i32 dim = i * kWarpDims + lane * kLaneDims;
+        if (dim >= d_qk) break;
+        const float2 low = *reinterpret_cast<const float2*>(shared + padded(dkv_position(dim)));
+        const float2 high = *reinterpret_cast<const float2*>(shared + padded(dkv_position(dim + 2)));
+        row.dims[i] = make_float4(low.x, low.y, high.x, high.y);
+    }
+}
+
+template <class T>
+MLA_DEVICE bool is_aligned(const T* to) {
+    return reinterpret_cast<u64>(to) % (kLaneDims * sizeof(T)) == 0;
+}
+
+MLA_DEVICE void store_dims(float* to, const float4& x) {
+    if (is_aligned(to)) {
+        *reinterpret_cast<float4*>(to) = x;
+    } else {
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+}
+
+MLA_DEVICE void store_dims(u16* to, const float4& x) {
+    const ushort4 rounded = make_ushort4(Element::from_float(x.x), Element::from_float(x.y), Element::from_float(x.z),
+                                         Element::from_float(x.w));
+    if (is_aligned(to)) {
+        *reinterpret_cast<ushort4*>(to) = rounded;
+    } else {
+        to[0] = rounded.x, to[1] = rounded.y, to[2] = rounded.z, to[3] = rounded.w;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_dkv(const __grid_constant__ SparseDkvParams p) {
+    __shared__ __align__(16) float shared[kWarps][kPaddedDims];
+    griddepcontrol_wait();
+    const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+    const i64 index = (i64)blockIdx.x * kWarps + warp;
+    if (index >= p.s_kv) return;
+    Row row;
+    load_sums(row, p, index, lane);
+    if (p.permuted) unpermute(row, shared[warp], p.d_qk, lane);
+    const i64 to = index * p.dkv_stride_s_elems;
+#pragma unroll
+    for (i32 i = 0; i < kSteps; ++i) {
+        const i32 dim = i * kWarpDims + lane * kLaneDims;
+        if (dim >= p.d_qk) break;
+        if (p.dkv_is_fp32) {
+            store_dims(static_cast<float*>(p.dkv) + to + dim, row.dims[i]);
+        } else {
+            store_dims(static_cast<u16*>(p.dkv) + to + dim, row.dims[i]);
+        }
+    }
+}

@@ -1,0 +1,17 @@
+// Additions into global memory whose order does not matter to the program (relaxed, no result).
+#pragma once
+#include "common/types.cuh"
+
+// Where `wanted` is 0 nothing is added; that costs no branch.
+MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w, i32 wanted) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.s32 p, %5, 0;\n"
+        " @p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+        "f"(x), "f"(y), "f"(z), "f"(w), "r"(wanted)
+        : "memory");
+}
+
+// Wraps around.
+MLA_DEVICE void red_add(i32* to, i32 x) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}

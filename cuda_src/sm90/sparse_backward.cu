@@ -1,0 +1,651 @@
+// Gradients of sparse MLA on Hopper: five products for each tile of 64 selected keys, all on chip.
+//
+//   P  = exp2(scale log2(e) Q K^T - lse2)          (64 heads x 64 keys), from the forward's lse
+//   dS = P * (dO V^T - delta) * scale              V is K's first 512 columns
+//   dQ += dS K                                     (64 x d_qk), in registers over all tiles of a query
+//   dKV = dS^T Q + P^T dO                          (64 keys x d_qk; P^T dO to the first 512), added to global memory
+//
+// Work item: one query and 64 of its heads. The grid is persistent: block x does the items x, x + grid, ... One block
+// stays on an SM: Q, dO, one tile of K, P and dS fill its shared memory.
+//
+//   scores  | S = Q K^T     | P   |           | dQ[:, :256]     | gather the next tile
+//   values  | dP = dO V^T   |     | dS        | dQ[:, 256:512]  | gather the next tile
+//   reduce  | dKV of the tile before ...      | dQ[:, 512:]     | dKV, 64 dims at a time, each added at once ...
+//
+// Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected
+// rows is DeepSeek's sparse attention (2025). What differs: dKV leaves straight from the accumulators, into a workspace
+// whose dims are permuted (attention/sparse_params.cuh) so that an addition covers 64 bytes of a row; P^T and dS^T go
+// to registers first, so that the next tile's P and dS need not wait for the additions.
+#ifndef MLA_DTYPE
+#error "MLA_DTYPE must be bfloat16 or float16"
+#endif
+#ifndef MLA_HEAD_DIM_QK
+#error "MLA_HEAD_DIM_QK must be 576 or 512"
+#endif
+#ifndef MLA_DETERMINISTIC
+#error "MLA_DETERMINISTIC must be 0 or 1"
+#endif
+#include "attention/exact_addition.cuh"
+#include "attention/pace.cuh"
+#include "attention/sparse_params.cuh"
+#include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/reduce.cuh"
+#include "tile/fragment.cuh"
+#include "tile/panel.cuh"
+#include "tile/ring.cuh"
+
+using Element = MLA_DTYPE;
+constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
+constexpr i32 kHeadDimV = 512;
+constexpr bool kDeterministic = MLA_DETERMINISTIC;
+static_assert(kHeadDimQk == 576 || kHeadDimQk == 512, "d_qk");
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role     warps   regs   does
+// scores   0..3    192    S, P; dQ[:, :256]; half of the gather
+// values   4..7    192    dP, dS; dQ[:, 256:512]; half of the gather
+// reduce   8..11   120    dQ[:, 512:]; dKV and its additions; Q and dO of each item
+constexpr i32 kBlockHeads = 64;
+constexpr i32 kTileKeys = kRowsPerTile;
+constexpr i32 kStagesP = 2;
+constexpr i32 kThreads = 3 * kWarpgroupThreads;
+constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;
+constexpr i32 kRegsMath = 192;
+constexpr i32 kRegsReduce = 120;
+constexpr i32 kRegsEntry = 168;  // 65536 / 384, in eights
+static_assert(2 * kRegsMath + kRegsReduce <= 3 * kRegsEntry, "what the block has at entry");
+
+constexpr i32 kPanelsQk = kHeadDimQk / kPanelColumns;
+constexpr i32 kPanelsV = kHeadDimV / kPanelColumns;
+constexpr i32 kPanelsHalf = kPanelsV / 2;  // of dQ, one math warpgroup's share
+constexpr i32 kRopePanel = kPanelsV;
+constexpr bool kHasRope = kPanelsQk > kPanelsV;
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// barrier     arrives (count)              waits                first phase
+// q_full      reduce (128)                 all                  blocked
+// k_full      scores, values (256)         scores, values       blocked
+// k_empty     all warps (12)               scores, values       blocked
+// p_full      scores (128)                 values, reduce       blocked
+// p_read      reduce warps (4)             values               blocked
+// ds_full     values (128)                 all                  blocked
+// p_empty[s]  reduce warps (4)             scores               free
+//
+// Q and dO need no "empty": reduce refills them after its last product of an item, and dS of that tile was made from
+// the last S and dP.
+struct Storage {
+    alignas(kSwizzleAtomBytes) u8 q[kPanelsQk * kPanelBytes];
+    u8 dout[kPanelsV * kPanelBytes];
+    u8 k[kPanelsQk * kPanelBytes];
+    u8 p[kStagesP][kPanelBytes];                // P, then dS in its place
+    alignas(16) i32 rows[kStagesP][kTileKeys];  // which rows of kv
+    Pace pace;
+    MBarrier q_full, k_full, k_empty, p_full, p_read, ds_full;
+    MBarrier p_empty[kStagesP];
+};
+static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
+              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(smem_bytes, sizeof(Storage));
+MLA_FACT(block_heads, kBlockHeads);
+
+MLA_DEVICE void init_storage(Storage& s) {
+    s.pace.init();
+    mbarrier_init(s.q_full, kWarpgroupThreads);
+    mbarrier_init(s.k_full, kGatherThreads);
+    mbarrier_init(s.k_empty, kThreads / kWarpThreads);
+    mbarrier_init(s.p_full, kWarpgroupThreads);
+    mbarrier_init(s.p_read, kWarpgroupThreads / kWarpThreads);
+    mbarrier_init(s.ds_full, kWarpgroupThreads);
+    for (MBarrier& empty : s.p_empty) mbarrier_init(empty, kWarpgroupThreads / kWarpThreads);
+    fence_mbarrier_init();
+}
+
+// How far a role has come. The barriers complete one phase a tile, those of P's stages one in two tiles.
+struct Place {
+    u32 tiles = 0, items = 0;
+
+    MLA_DEVICE u32 tile_parity() const { return tiles & 1; }
+    MLA_DEVICE u32 stage() const { return tiles % kStagesP; }
+    MLA_DEVICE u32 p_empty_parity() const { return (tiles / kStagesP & 1) ^ 1; }
+    MLA_DEVICE u32 item_parity() const { return items & 1; }
+};
+
+// ---- Work ------------------------------------------------------------------------------------------------------
+// A place in the block's work: a tile of its item number `pass`, which is item blockIdx.x + pass * gridDim.x of all.
+// Items without a key have no tile. Odd passes go through their lists backwards: lists are in the order of the rows, so
+// all blocks sweep over kv and dkv together, to and fro, and each turn finds in the L2 what the last one left there.
+struct Cursor {
+    i32 pass, tile, count;  // count: keys of the item's query
+
+    MLA_DEVICE i32 item() const { return blockIdx.x + pass * gridDim.x; }
+    MLA_DEVICE bool first() const { return tile == 0; }
+    MLA_DEVICE bool last() const { return (tile + 1) * kTileKeys >= count; }
+    // How far the block has come in all its sweeps, if `row` is the first of the tile.
+    MLA_DEVICE i64 steps(i32 row, i32 s_kv) const {
+        const i32 step = (i32)((i64)row * kPaceSteps / s_kv);
+        return (i64)pass * kPaceSteps + (pass & 1 ? kPaceSteps - 1 - step : step);
+    }
+    // First key of the tile, in the list.
+    MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
+};
+
+struct Block {
+    const SparseBackwardParams& p;
+    Storage& s;
+    i32 head_blocks, items;
+
+    MLA_DEVICE Block(const SparseBackwardParams& p, Storage& s)
+        : p(p), s(s), head_blocks(ceil_div(p.h_q, kBlockHeads)), items(p.s_q * head_blocks) {}
+
+    MLA_DEVICE bool valid(const Cursor& at) const { return at.item() < items; }
+    MLA_DEVICE i32 query(const Cursor& at) const { return at.item() / head_blocks; }
+    MLA_DEVICE i32 head0(const Cursor& at) const { return at.item() % head_blocks * kBlockHeads; }
+    MLA_DEVICE i32 heads(const Cursor& at) const { return min(p.h_q - head0(at), kBlockHeads); }
+
+    // The first tile from pass `pass` on; `skipped` is called with each item that has none.
+    template <class Skipped>
+    MLA_DEVICE Cursor seek(i32 pass, Skipped skipped) const {
+        Cursor at{pass, 0, 0};
+        for (; valid(at); ++at.pass) {
+            at.count = p.counts[query(at)];
+            if (at.count > 0) break;
+            skipped(at);
+        }
+        return at;
+    }
+    template <class Skipped>
+    MLA_DEVICE Cursor next(const Cursor& at, Skipped skipped) const {
+        if (at.last()) return seek(at.pass + 1, skipped);
+        return Cursor{at.pass, at.tile + 1, at.count};
+    }
+};
+
+struct Nothing {
+    MLA_DEVICE void operator()(const Cursor&) const {}
+};
+
+// The address at which this lane's row of a 16x16 block of a panel stands, for ldmatrix and stmatrix.
+MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
+    const i32 row = (thread / kWarpThreads) * 16 + thread % 16;
+    return panel_offset(row, step * 2 + (thread % kWarpThreads) / 16);
+}
+
+// ---- Gather ----------------------------------------------------------------------------------------------------
+// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
+constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
+
+struct Gather {
+    Cursor at;                 // the tile to be fetched next
+    i32 rows[kRowsPerThread];  // its rows
+
+    MLA_DEVICE i32 tile_row(i32 thread, i32 i) const {
+        return thread / kPanelChunks + i * (kGatherThreads / kPanelChunks);
+    }
+
+    MLA_DEVICE void look_up(const Block& block, i32 thread) {
+        if (!block.valid(at)) return;
+        const i32* list = block.p.rows + block.query(at) * block.p.rows_stride_elems + at.first_key();
+#pragma unroll
+        for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
+    }
+
+    // Starts the copies of the tile, which is in `stage` of P, and looks up the rows of the one after it.
+    template <bool kPaced>
+    MLA_DEVICE void start(const Block& block, u32 stage, i32 thread) {
+        if (!block.valid(at)) return;
+        if (kPaced && thread == 0 && block.p.progress != nullptr) {
+            block.s.pace.report(block.p.progress, at.steps(rows[0], block.p.s_kv));
+        }
+        const i32 chunk = thread % kPanelChunks;
+#pragma unroll
+        for (i32 i = 0; i < kRowsPerThread; ++i) {
+            const i32 to_row = tile_row(thread, i);
+            const bool present = (u32)rows[i] < (u32)block.p.s_kv;
+            const u16* from = block.p.kv + (present ? rows[i] : 0) * block.p.kv_stride_s_elems + chunk * 8;
+            const SmemAddr to = smem_addr(block.s.k) + panel_offset(to_row, chunk);
+#pragma unroll
+            for (i32 panel = 0; panel < kPanelsQk; ++panel) {
+                cp_async_16(to + panel * kPanelBytes, from + panel * kPanelColumns, present);
+            }
+            if (chunk == 0) block.s.rows[stage][to_row] = present ? rows[i] : kNoRow;
+        }
+        at = block.next(at, Nothing{});
+        look_up(block, thread);
+    }
+
+    MLA_DEVICE void finish(const Block& block) {
+        cp_async_wait_all();
+        fence_proxy_async();
+        mbarrier_arrive(block.s.k_full);
+    }
+};
+
+// ---- Math roles ------------------------------------------------------------------------------------------------
+struct Math {
+    float tile[32];  // S, or dP
+    float dq[128];
+    Gather gather;
+    Place place;
+};
+
+// Starts tile = A B^T over `kPanels` panels of both.
+template <i32 kPanels>
+MLA_DEVICE void start_scores(float (&tile)[32], const u8* a_panels, const u8* b_panels) {
+    SmemDesc a = k_major_desc(smem_addr(a_panels)), b = k_major_desc(smem_addr(b_panels));
+    opaque(a.bits);  // else the compiler keeps all sums of address and step in registers across the loop
+    opaque(b.bits);
+    pin(tile);
+    wgmma_fence();
+#pragma unroll
+    for (i32 i = 0; i < kPanels * kPanelMmaSteps; ++i) {
+        const u32 bytes = i / kPanelMmaSteps * kPanelBytes + i % kPanelMmaSteps * kKMajorStepBytes;
+        wgmma_m64n64k16<false>(Element{}, tile, advance(a, bytes), advance(b, bytes), i > 0);
+    }
+    wgmma_commit_group();
+}
+
+// dq += dS K, of 64 columns for each panel.
+MLA_DEVICE void start_dq(float (&dq)[128], const u8* ds_panel, const u8* k_panels) {
+    SmemDesc ds = k_major_desc(smem_addr(ds_panel)), k = mn_major_desc(smem_addr(k_panels));
+    opaque(ds.bits);
+    opaque(k.bits);
+    pin(dq);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        wgmma_m64n256k16<true>(Element{}, dq, advance(ds, step * kKMajorStepBytes),
+                               advance(k, step * kMnMajorStepBytes), true);
+    }
+    wgmma_commit_group();
+}
+
+MLA_DEVICE void start_dq(float (&dq)[32], const u8* ds_panel, const u8* k_panel) {
+    SmemDesc ds = k_major_desc(smem_addr(ds_panel)), k = mn_major_desc(smem_addr(k_panel));
+    opaque(ds.bits);
+    opaque(k.bits);
+    pin(dq);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        wgmma_m64n64k16<true>(Element{}, dq, advance(ds, step * kKMajorStepBytes), advance(k, step * kMnMajorStepBytes),
+                              true);
+    }
+    wgmma_commit_group();
+}
+
+MLA_DEVICE void store_panel(u8* panel, const u32 (&fragment)[kPanelMmaSteps][4], i32 thread) {
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        stmatrix_x4(smem_addr(panel) + matrix_offset(thread, step), fragment[step]);
+    }
+    fence_proxy_async();
+}
+
+// P of the tile, in 16 bits. Columns past the query's rows are 0: their keys are 0, but exp2(-lse2) may be infinite.
+MLA_DEVICE void make_p(const Block& block, Math& math, const Cursor& at, const float (&lse2)[kFragmentRows],
+                       i32 thread) {
+    const i32 valid = at.count - at.first_key();
+    if (valid < kTileKeys) {
+#pragma unroll
+        for (i32 i = 0; i < 32; ++i) {
+            if (8 * (i / 4) + fragment_column(thread) + (i & 1) >= valid) math.tile[i] = negative_infinity();
+        }
+    }
+    u32 p_fragment[kPanelMmaSteps][4];
+#pragma unroll
+    for (i32 i = 0; i < 32; i += 2) {
+        const i32 r = fragment_half(i);
+        const float p0 = ex2_approx(fmaf(math.tile[i], block.p.scale_log2, -lse2[r]));
+        const float p1 = ex2_approx(fmaf(math.tile[i + 1], block.p.scale_log2, -lse2[r]));
+        p_fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
+    }
+    const u32 stage = math.place.stage();
+    mbarrier_wait(block.s.p_empty[stage], math.place.p_empty_parity());
+    store_panel(block.s.p[stage], p_fragment, thread);
+    mbarrier_arrive(block.s.p_full);
+}
+
+// dS of the tile, from dP and from P in shared memory, whose place it takes.
+MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFragmentRows], i32 thread) {
+    u8* panel = block.s.p[math.place.stage()];
+    mbarrier_wait(block.s.p_full, math.place.tile_parity());
+    u32 fragment[kPanelMmaSteps][4];
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        ldmatrix_x4(fragment[step], smem_addr(panel) + matrix_offset(thread, step));
+    }
+#pragma unroll
+    for (i32 i = 0; i < 32; i += 2) {
+        u32& pair = fragment[i / 8][(i % 8) / 2];
+        const float scaled = delta[fragment_half(i)];
+        const float ds0 = Element::to_float((u16)pair) * fmaf(math.tile[i], block.p.scale, -scaled);
+        const float ds1 = Element::to_float((u16)(pair >> 16)) * fmaf(math.tile[i + 1], block.p.scale, -scaled);
+        pair = cvt_x2(Element{}, ds0, ds1);
+    }
+    mbarrier_wait(block.s.p_read, math.place.tile_parity());
+    store_panel(panel, fragment, thread);
+    mbarrier_arrive(block.s.ds_full);
+}
+
+MLA_DEVICE u16* dq_row(const Block& block, const Cursor& at, i32 row) {
+    const SparseBackwardParams& p = block.p;
+    return p.dq + block.query(at) * p.dq_stride_s_elems + (i64)(block.head0(at) + row) * p.dq_stride_h_elems;
+}
+
+// Columns of dQ from an accumulator, 64 bytes of a row a quad at a time.
+template <i32 kCount>
+MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 column, i32 thread) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 row = fragment_row(thread) + 8 * r;
+        const bool stored = row < block.heads(at);
+        u16* to = dq_row(block, at, stored ? row : 0) + column;
+#pragma unroll
+        for (i32 i = 0; i < kCount / 4; i += 4) {
+            u32 words[4];
+#pragma unroll
+            for (i32 j = 0; j < 4; ++j) {
+                words[j] = cvt_x2(Element{}, dq[4 * (i + j) + 2 * r], dq[4 * (i + j) + 2 * r + 1]);
+            }
+            quad_transpose(words, thread % 4);
+            if (stored) {
+                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
+// dQ of an item without a key.
+struct StoreZeros {
+    const Block& block;
+    i32 thread;
+
+    MLA_DEVICE void operator()(const Cursor& at) const {
+        constexpr i32 kChunks = kHeadDimQk / 8;
+        for (i32 i = thread; i < block.heads(at) * kChunks; i += kWarpgroupThreads) {
+            *reinterpret_cast<uint4*>(dq_row(block, at, i / kChunks) + i % kChunks * 8) = make_uint4(0, 0, 0, 0);
+        }
+    }
+};
+
+// A number for each head of the item: this thread's two rows of it. Rows past the last head get `absent`.
+MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const float* values, const Cursor& at,
+                          float absent, i32 thread) {
+    const i64 first = (i64)block.query(at) * block.p.h_q + block.head0(at);
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 row = fragment_row(thread) + 8 * r;
+        to[r] = row < block.heads(at) ? values[first + row] : absent;
+    }
+}
+
+template <bool kValues, class Skipped>
+MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipped skipped) {
+    Storage& s = block.s;
+    Math math;
+    math.gather.at = block.seek(0, Nothing{});
+    math.gather.look_up(block, gather_thread);
+    math.gather.template start<!kValues>(block, math.place.stage(), gather_thread);
+    float per_row[kFragmentRows];  // lse2, or delta * scale
+    for (Cursor at = block.seek(0, skipped); block.valid(at);) {
+        if (at.first()) {
+            load_rows(per_row, block, kValues ? block.p.delta : block.p.lse2, at, kValues ? 0.f : -negative_infinity(),
+                      thread);
+            if (kValues) {
+                per_row[0] *= block.p.scale;
+                per_row[1] *= block.p.scale;
+            }
+#pragma unroll
+            for (i32 i = 0; i < 128; ++i) math.dq[i] = 0.f;
+            mbarrier_wait(s.q_full, math.place.item_parity());
+            ++math.place.items;
+        }
+        math.gather.finish(block);
+        mbarrier_wait(s.k_full, math.place.tile_parity());
+        if (kValues) {
+            start_scores<kPanelsV>(math.tile, s.dout, s.k);
+        } else {
+            start_scores<kPanelsQk>(math.tile, s.q, s.k);
+        }
+        wgmma_wait_group<0>();
+        pin(math.tile);
+        if (kValues) {
+            make_ds(block, math, per_row, thread);
+        } else {
+            make_p(block, math, at, per_row, thread);
+        }
+        mbarrier_wait(s.ds_full, math.place.tile_parity());
+        start_dq(math.dq, s.p[math.place.stage()], s.k + (kValues ? kPanelsHalf * kPanelBytes : 0));
+        wgmma_wait_group<0>();
+        pin(math.dq);
+        release(s.k_empty, thread);
+        mbarrier_wait(s.k_empty, math.place.tile_parity());
+        ++math.place.tiles;
+        math.gather.template start<!kValues>(block, math.place.stage(), gather_thread);
+        if (at.last()) store_dq(block, at, math.dq, kValues ? kHeadDimV / 2 : 0, thread);
+        at = block.next(at, skipped);
+    }
+    if (!kValues && thread == 0 && block.p.progress != nullptr) Pace::finish(block.p.progress);
+}
+
+// ---- Reduce role -----------------------------------------------------------------------------------------------
+struct Reduce {
+    float dkv[32];  // 64 keys x 64 dims
+    float dq_rope[32];
+    u32 p[kPanelMmaSteps][4];  // P^T: 64 keys x 64 heads
+    Place place;
+};
+
+enum NamedBarrier : i32 { ItemMultiplied = 1 };  // reduce among itself: all its warps have waited for their products
+
+// Q and dO of an item. Heads past the last one are 0, and so are those without a gradient, whatever they hold.
+MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
+    const SparseBackwardParams& p = block.p;
+    const u16* q = p.q + block.query(at) * p.q_stride_s_elems;
+    const u16* dout = p.dout + block.query(at) * p.dout_stride_s_elems;
+    const float* lse2 = p.lse2 + (i64)block.query(at) * p.h_q + block.head0(at);
+    const i32 chunk = thread % kPanelChunks;
+#pragma unroll 1
+    for (i32 row = thread / kPanelChunks; row < kBlockHeads; row += kWarpgroupThreads / kPanelChunks) {
+        const bool present = row < block.heads(at) && lse2[row] != -negative_infinity();
+        const i64 head = present ? block.head0(at) + row : 0;
+        const u16* q_from = q + head * p.q_stride_h_elems + chunk * 8;
+        const u16* dout_from = dout + head * p.dout_stride_h_elems + chunk * 8;
+        const u32 to = panel_offset(row, chunk);
+#pragma unroll
+        for (i32 panel = 0; panel < kPanelsQk; ++panel) {
+            cp_async_16(smem_addr(block.s.q) + (to + panel * kPanelBytes), q_from + panel * kPanelColumns, present);
+        }
+#pragma unroll
+        for (i32 panel = 0; panel < kPanelsV; ++panel) {
+            cp_async_16(smem_addr(block.s.dout) + (to + panel * kPanelBytes), dout_from + panel * kPanelColumns,
+                        present);
+        }
+    }
+    cp_async_wait_all();
+    fence_proxy_async();
+    mbarrier_arrive(block.s.q_full);
+}
+
+// The transpose of a panel, as A fragments: this warp's 16 columns x 16 rows a step.
+MLA_DEVICE void load_transposed(u32 (&fragment)[kPanelMmaSteps][4], const u8* panel, i32 thread) {
+    const i32 warp = thread / kWarpThreads, lane = thread % kWarpThreads;
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        const i32 row = step * kMmaK + lane / 16 * 8 + lane % 8;
+        ldmatrix_x4_trans(fragment[step], smem_addr(panel) + panel_offset(row, 2 * warp + lane / 8 % 2));
+    }
+}
+
+// dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
+template <i32 kHeadSteps, bool kRope>
+MLA_DEVICE void make_dkv(Reduce& reduce, Storage& s, const u8* ds_panel, i32 panel) {
+    SmemDesc ds = mn_major_desc(smem_addr(ds_panel)), q = mn_major_desc(smem_addr(s.q) + panel * kPanelBytes);
+    SmemDesc dout = mn_major_desc(smem_addr(s.dout) + panel * kPanelBytes);
+    opaque(ds.bits);
+    opaque(q.bits);
+    opaque(dout.bits);
+    pin(reduce.dkv);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kHeadSteps; ++step) {
+        wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes),
+                                    advance(q, step * kMnMajorStepBytes), step > 0);
+    }
+#pragma unroll
+    for (i32 step = 0; !kRope && step < kHeadSteps; ++step) {
+        wgmma_m64n64k16<true>(Element{}, reduce.dkv, reduce.p[step], advance(dout, step * kMnMajorStepBytes), true);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(reduce.dkv);
+}
+
+// Where a thread adds. Of a key, the four threads of a quad hold 64 bytes at a time. Two quads exchange half of theirs,
+// so that an instruction adds 128 bytes to each of four rows: the L2 takes wider pieces faster.
+struct Targets {
+    float* rows[kFragmentRows][2];  // at this thread's place in the first 32 dims
+    i32 present[kFragmentRows][2];
+    i32 rounder[kFragmentRows][2];  // of deterministic additions, see ExactAddition
+    i32 bound;
+    i64 level_elems;
+
+    MLA_DEVICE Targets(const SparseBackwardParams& p, const i32* tile_rows, i32 thread) {
+        const i32 g = thread % kWarpThreads / 4;
+        float* dkv = p.dkv + (g % 2 * 16 + thread % 4 * 4);  // dkv_position
+        if (kDeterministic) {
+            bound = __float_as_int(p.rounders[p.s_kv]);
+            level_elems = (i64)p.s_kv * kHeadDimQk;
+        }
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const i32 first = thread / kWarpThreads * 16 + g / 2 * 2 + 8 * r;
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) {
+                const i32 row = tile_rows[first + i];
+                rows[r][i] = dkv + (i64)row * kHeadDimQk;
+                present[r][i] = row >= 0;
+                if (kDeterministic) rounder[r][i] = row >= 0 ? __float_as_int(p.rounders[row]) : 0;
+            }
+        }
+    }
+
+    // Adds four numbers to the row, from dim `dim` of this thread's place on.
+    MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
+        float* to = rows[r][i] + dim;
+        if (kDeterministic) {
+            const ExactAddition exact{bound, rounder[r][i]};
+            const i32 level = exact.level(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
+#pragma unroll
+            for (float& number : x) number = exact.round(number, level);
+            to += level * level_elems;
+        }
+        red_add_v4(to, x[0], x[1], x[2], x[3], present[r][i]);
+    }
+};
+
+// Adds 32 dims, from `dim` on, of the tile's keys.
+MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread) {
+    const bool odd = thread & 4;
+    float x[kFragmentRows][2][4];  // of the even and the odd key
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            const float low = dkv[2 * r + i % 2 + i / 2 * 4], high = dkv[2 * r + i % 2 + i / 2 * 4 + 8];
+            const float received = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
+            x[r][0][i] = odd ? received : low;
+            x[r][1][i] = odd ? high : received;
+        }
+    }
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        to.add(r, 0, dim, x[r][0]);
+        to.add(r, 1, dim, x[r][1]);
+    }
+}
+
+// dKV of the tile. `multiplied` is called after the last product.
+template <i32 kHeadSteps, class Multiplied>
+MLA_DEVICE void reduce_tile(Reduce& reduce, Storage& s, i32 stage, const Targets& to, i32 thread,
+                            Multiplied multiplied) {
+#pragma unroll
+    for (i32 panel = 0; panel < kPanelsQk; ++panel) {
+        if (panel < kPanelsV) {
+            make_dkv<kHeadSteps, false>(reduce, s, s.p[stage], panel);
+        } else {
+            make_dkv<kHeadSteps, true>(reduce, s, s.p[stage], panel);
+        }
+        if (panel == kPanelsQk - 1) multiplied();
+        add_dkv(reduce.dkv, to, panel * kPanelColumns, thread);
+        add_dkv(reduce.dkv + 16, to, panel * kPanelColumns + kPanelColumns / 2, thread);
+    }
+}
+
+template <i32 kHeadSteps>
+MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
+    Storage& s = block.s;
+    Reduce reduce;
+    for (Cursor at = block.seek(0, Nothing{}); block.valid(at); at = block.next(at, Nothing{})) {
+        if (at.first()) {
+            bar_sync(ItemMultiplied, kWarpgroupThreads);
+            load_item(block, at, thread);
+            mbarrier_wait(s.q_full, reduce.place.item_parity());
+            ++reduce.place.items;
+#pragma unroll
+            for (i32 i = 0; kHasRope && i < 32; ++i) reduce.dq_rope[i] = 0.f;
+        }
+        const u32 stage = reduce.place.stage(), parity = reduce.place.tile_parity();
+        mbarrier_wait(s.p_full, parity);
+        load_transposed(reduce.p, s.p[stage], thread);
+        release(s.p_read, thread);
+        const Targets to(block.p, s.rows[stage], thread);
+        mbarrier_wait(s.ds_full, parity);
+        if (kHasRope) {
+            start_dq(reduce.dq_rope, s.p[stage], s.k + kRopePanel * kPanelBytes);
+            wgmma_wait_group<0>();
+            pin(reduce.dq_rope);
+        }
+        release(s.k_empty, thread);
+        reduce_tile<kHeadSteps>(reduce, s, stage, to, thread, [&] { release(s.p_empty[stage], thread); });
+        ++reduce.place.tiles;
+        if (kHasRope && at.last()) store_dq(block, at, reduce.dq_rope, kHeadDimV, thread);
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_sparse_backward_sm90(const __grid_constant__ SparseBackwardParams p) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    Storage& s = *reinterpret_cast<Storage*>(smem);
+    if (threadIdx.x == 0) init_storage(s);
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    Block block(p, s);
+
+    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
+    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < 4) {
+        setmaxnreg_inc<kRegsMath>();
+        run_math_role<false>(block, thread, threadIdx.x, StoreZeros{block, thread});
+    } else if (warp < 8) {
+        setmaxnreg_inc<kRegsMath>();
+        run_math_role<true>(block, thread, threadIdx.x, Nothing{});
+    } else {
+        setmaxnreg_dec<kRegsReduce>();
+        if (p.h_q <= kMmaK) {  // the others would only add zeros
+            run_reduce_role<1>(block, thread);
+        } else {
+            run_reduce_role<kPanelMmaSteps>(block, thread);
+        }
+    }
+    griddepcontrol_launch_dependents();
+}

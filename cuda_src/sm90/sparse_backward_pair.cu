@@ -1,0 +1,826 @@
+// Gradients of sparse MLA on Hopper for 65 to 128 heads: a pair of blocks shares a query, each has half of the columns.
+//
+//   P  = exp2(scale log2(e) Q K^T - lse2)          (128 heads x 64 keys), from the forward's lse
+//   dS = P * (dO V^T - delta) * scale              V is K's first 512 columns
+//   dQ += dS K                                     (128 x d_qk), in registers over all tiles of a query
+//   dKV = dS^T Q + P^T dO                          (64 keys x d_qk; P^T dO to the first 512), added to global memory
+//
+// Work item: one query. The grid is persistent: pair x does the items x, x + pairs, ... Block r of a pair holds, of Q,
+// dO and K, the columns [256 r, 256 r + 256) and half of the RoPE columns. So a row of kv is fetched once for all
+// heads, and once for all heads dKV is added to it. In exchange Q K^T and dO V^T, sums over columns, are halves at
+// first: block r finishes head block r (64 heads). It sends its half of the other block's scores, and gets P and dS
+// back.
+//
+//   scores  | S of the other's heads | send | S of its own | add, P, send |        | dQ of the other's  | gather
+//   values  | dP of the other's heads| send | dP           | add  | dS, send | dQ of its own heads      | gather
+//   reduce  | dKV of the tile before ...                                  | dKV, 32 dims at a time, each added at once
+//   ...
+//
+// Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected rows
+// is DeepSeek's sparse attention (2025). What differs: a pair of blocks is split by columns instead of heads.
+#ifndef MLA_DTYPE
+#error "MLA_DTYPE must be bfloat16 or float16"
+#endif
+#ifndef MLA_HEAD_DIM_QK
+#error "MLA_HEAD_DIM_QK must be 576 or 512"
+#endif
+#ifndef MLA_DETERMINISTIC
+#error "MLA_DETERMINISTIC must be 0 or 1"
+#endif
+#include "attention/exact_addition.cuh"
+#include "attention/pace.cuh"
+#include "attention/sparse_params.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/reduce.cuh"
+#include "tile/fragment.cuh"
+#include "tile/half_panel.cuh"
+#include "tile/panel.cuh"
+#include "tile/ring.cuh"
+
+using Element = MLA_DTYPE;
+constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
+constexpr i32 kHeadDimV = 512;
+constexpr bool kDeterministic = MLA_DETERMINISTIC;
+static_assert(kHeadDimQk == 576 || kHeadDimQk == 512, "d_qk");
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role     warps   regs   does
+// scores   0..3    208    S, P; dQ of the other block's heads; half of the gather
+// values   4..7    208    dP, dS; dQ of the own heads; half of the gather
+// reduce   8..11   88     dKV and its additions; Q and dO of each item
+constexpr i32 kClusterBlocks = 2;
+constexpr i32 kHeadBlocks = kClusterBlocks;
+constexpr i32 kBlockHeads = 64;
+constexpr i32 kTileKeys = kRowsPerTile;
+constexpr i32 kThreads = 3 * kWarpgroupThreads;
+constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;
+constexpr i32 kWarpsPerRole = kWarpgroupThreads / kWarpThreads;
+constexpr i32 kRegsMath = 208;
+constexpr i32 kRegsReduce = 88;
+constexpr i32 kRegsEntry = 168;  // 65536 / 384, in eights
+static_assert(2 * kRegsMath + kRegsReduce <= 3 * kRegsEntry, "what the block has at entry");
+
+// A block's columns: four panels, then half a panel of the RoPE columns.
+constexpr bool kHasRope = kHeadDimQk > kHeadDimV;
+constexpr i32 kColumns = kHeadDimV / kClusterBlocks;
+constexpr i32 kPanels = kColumns / kPanelColumns;
+constexpr u32 kRopeAt = kPanels * kPanelBytes;
+constexpr u32 kBytesV = kRopeAt;  // of 64 rows
+constexpr u32 kBytesQk = kRopeAt + (kHasRope ? kHalfPanelBytes : 0);
+static_assert(kHeadDimQk - kHeadDimV == (kHasRope ? kClusterBlocks * kHalfPanelColumns : 0), "RoPE columns");
+
+// Of P^T and dS^T, a step of dKV takes 16 heads. Reduce keeps P^T of the first steps in registers, so that the next S
+// may come to where P was; what would come to the place of the other steps goes behind them.
+constexpr i32 kHeadSteps = kHeadBlocks * kPanelMmaSteps;
+constexpr i32 kHeldSteps = kDeterministic ? 6 : 7;
+constexpr u32 kStepBytes = kPanelBytes / kPanelMmaSteps;
+
+constexpr u32 kTileBytes = kWarpgroupThreads * 32 * sizeof(float);  // of an accumulator of 64 heads x 64 keys
+constexpr i32 kTilePieces = 8;                                      // of 16 bytes, of each thread
+static_assert(kTileBytes == kHeadBlocks * kPanelBytes, "it takes the place of two panels");
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// "there": by the other block of the pair. All complete one phase a tile, q_full one an item.
+//
+// barrier    arrives (count)                        carries       waits            first phase
+// q_full     reduce (128)                           -             all              blocked
+// k_full     scores, values (256)                   -             scores, values   blocked
+// k_empty    warps of scores, values (8)            -             scores, values   blocked
+// s_full     scores (1)                             kTileBytes    scores           blocked
+// s_read     warps of scores there (4)              -             scores           blocked
+// s_empty    warps of reduce here and there (8)     -             scores           free
+// dp_full    values (1)                             kTileBytes    values           blocked
+// dp_empty   warps of values there (4)              -             values           free
+// p_full     scores (128)                           -             values, reduce   blocked
+// p_sent     scores (1)                             kPanelBytes   reduce           blocked
+// ds_full    values (128)                           -             reduce           blocked
+// ds_sent    scores (1)                             kPanelBytes   scores, reduce   blocked
+// ds_empty   warps of reduce here and there, of     -             values           free
+//            scores there (12)
+//
+// s_empty and dp_empty speak of the buffers of the other block, that this one may send to; ds_empty of both.
+// Q and dO need no "empty": reduce refills them after its last product of an item, and dS of that tile was made from
+// the last scores.
+struct Storage {
+    alignas(kSwizzleAtomBytes) u8 q[kHeadBlocks][kBytesQk];
+    u8 dout[kHeadBlocks][kBytesV];
+    u8 k[kBytesQk];
+    u8 p[kHeadBlocks][kPanelBytes];                     // S from the other block, then P of each head block
+    u8 s_rest[(kHeadSteps - kHeldSteps) * kStepBytes];  // the rest of S from the other block
+    u8 ds[kHeadBlocks][kPanelBytes];
+    u8 dp[kTileBytes];                   // dP from the other block
+    alignas(16) i32 rows[2][kTileKeys];  // which rows of kv
+    Pace pace;
+    MBarrier q_full, k_full, k_empty, s_full, s_read, s_empty, dp_full, dp_empty, p_full, p_sent;
+    MBarrier ds_full, ds_sent, ds_empty;
+};
+static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
+              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(smem_bytes, sizeof(Storage));
+MLA_FACT(block_heads, kHeadBlocks* kBlockHeads);
+MLA_FACT(cluster, kClusterBlocks);
+
+MLA_DEVICE void init_storage(Storage& s) {
+    s.pace.init();
+    mbarrier_init(s.q_full, kWarpgroupThreads);
+    mbarrier_init(s.k_full, kGatherThreads);
+    mbarrier_init(s.k_empty, 2 * kWarpsPerRole);
+    mbarrier_init(s.s_full, 1);
+    mbarrier_init(s.s_read, kWarpsPerRole);
+    mbarrier_init(s.s_empty, 2 * kWarpsPerRole);
+    mbarrier_init(s.dp_full, 1);
+    mbarrier_init(s.dp_empty, kWarpsPerRole);
+    mbarrier_init(s.p_full, kWarpgroupThreads);
+    mbarrier_init(s.p_sent, 1);
+    mbarrier_init(s.ds_full, kWarpgroupThreads);
+    mbarrier_init(s.ds_sent, 1);
+    mbarrier_init(s.ds_empty, 3 * kWarpsPerRole);
+    fence_mbarrier_init();
+}
+
+// How far a role has come.
+struct Place {
+    u32 bits = 0;
+
+    MLA_DEVICE u32 full_parity() const { return bits & 1; }
+    MLA_DEVICE u32 empty_parity() const { return full_parity() ^ 1; }
+    MLA_DEVICE u32 item_parity() const { return bits >> 1; }
+    MLA_DEVICE void next_tile() { bits ^= 1; }
+    MLA_DEVICE void next_item() { bits ^= 2; }
+};
+
+// ---- Work ------------------------------------------------------------------------------------------------------
+// A place in the pair's work: a tile of its item number `pass`. Items without a key have no tile. Odd passes go through
+// their lists backwards: lists are in the order of the rows, so all pairs sweep over kv and dkv together, to and fro,
+// and each turn finds in the L2 what the last one left there.
+struct Cursor {
+    i32 pass, tile, count;  // count: keys of the item's query
+
+    MLA_DEVICE i32 query() const { return (blockIdx.x + pass * gridDim.x) / kClusterBlocks; }
+    MLA_DEVICE bool first() const { return tile == 0; }
+    MLA_DEVICE bool last() const { return (tile + 1) * kTileKeys >= count; }
+    // How far the pair has come in all its sweeps, if `row` is the first of the tile.
+    MLA_DEVICE i64 steps(i32 row, i32 s_kv) const {
+        const i32 step = min((i32)__fdividef((float)row * kPaceSteps, (float)s_kv), kPaceSteps - 1);
+        return (i64)pass * kPaceSteps + (pass & 1 ? kPaceSteps - 1 - step : step);
+    }
+    // First key of the tile, in the list.
+    MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
+};
+
+struct Block {
+    const SparseBackwardParams& p;
+    Storage& s;
+
+    MLA_DEVICE Block(const SparseBackwardParams& p, Storage& s) : p(p), s(s) {}
+
+    MLA_DEVICE i32 rank() const { return cluster_rank(); }
+    MLA_DEVICE ClusterAddr there(SmemAddr here) const { return map_to_rank(here, 1 - rank()); }
+    MLA_DEVICE ClusterAddr there(const void* here) const { return there(smem_addr(here)); }
+
+    MLA_DEVICE i32 column() const { return rank() * kColumns; }
+    MLA_DEVICE i32 rope_column() const { return kHeadDimV + rank() * kHalfPanelColumns; }
+    MLA_DEVICE i32 heads(i32 head_block) const { return min(p.h_q - head_block * kBlockHeads, kBlockHeads); }
+    MLA_DEVICE bool valid(const Cursor& at) const { return at.query() < p.s_q; }
+
+    // The first tile from pass `pass` on; `skipped` is called with each item that has none.
+    template <class Skipped>
+    MLA_DEVICE Cursor seek(i32 pass, Skipped skipped) const {
+        Cursor at{pass, 0, 0};
+        for (; valid(at); ++at.pass) {
+            at.count = p.counts[at.query()];
+            if (at.count > 0) break;
+            skipped(at);
+        }
+        return at;
+    }
+    template <class Skipped>
+    MLA_DEVICE Cursor next(const Cursor& at, Skipped skipped) const {
+        if (at.last()) return seek(at.pass + 1, skipped);
+        return Cursor{at.pass, at.tile + 1, at.count};
+    }
+};
+
+struct Nothing {
+    MLA_DEVICE void operator()(const Cursor&) const {}
+};
+
+// Each warp releases what it has waited for, in the other block.
+MLA_DEVICE void release(ClusterAddr empty, i32 thread) {
+    __syncwarp();
+    if (thread % kWarpThreads == 0) mbarrier_arrive(empty);
+}
+
+// The address at which this lane's row of a 16x16 block of a panel stands, for ldmatrix and stmatrix.
+MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
+    const i32 row = (thread / kWarpThreads) * 16 + thread % 16;
+    return panel_offset(row, step * 2 + (thread % kWarpThreads) / 16);
+}
+
+// Of a thread's piece in a tile that the other block sends. A warp's pieces lie where it stores P.
+template <bool kScores>
+MLA_DEVICE u32 piece_offset(i32 thread, i32 piece) {
+    constexpr i32 kPieces = kTilePieces / 2;
+    i32 step = piece / kPieces * kPanelMmaSteps + thread / kWarpThreads;
+    if (kScores && piece / kPieces * kPanelMmaSteps + kPanelMmaSteps > kHeldSteps) {
+        if (step >= kHeldSteps) step += kHeadSteps - kHeldSteps;
+    }
+    return step * kStepBytes + (piece % kPieces * kWarpThreads + thread % kWarpThreads) * 16;
+}
+
+// ---- Gather ----------------------------------------------------------------------------------------------------
+// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
+constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
+static_assert(kRowsPerThread == 2, "of a thread's rows, four threads fetch one's RoPE columns and four the other's");
+
+struct Gather {
+    Cursor at;                 // the tile to be fetched
+    i32 rows[kRowsPerThread];  // its rows
+
+    MLA_DEVICE static i32 tile_row(i32 thread, i32 i) {
+        return thread / kPanelChunks + i * (kGatherThreads / kPanelChunks);
+    }
+
+    MLA_DEVICE Gather(const Block& block, const Cursor& at, i32 thread) : at(at), rows{} {
+        if (!block.valid(at)) return;
+        const i32* list = block.p.rows + at.query() * block.p.rows_stride_elems + at.first_key();
+#pragma unroll
+        for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
+    }
+
+    MLA_DEVICE void start(const Block& block, u32 buffer, i32 thread) const {
+        if (!block.valid(at)) return;
+        const i32 chunk = thread % kPanelChunks;
+#pragma unroll
+        for (i32 i = 0; i < kRowsPerThread; ++i) {
+            const i32 to_row = tile_row(thread, i);
+            const bool present = (u32)rows[i] < (u32)block.p.s_kv;
+            const u16* from = block.p.kv + (present ? rows[i] : 0) * block.p.kv_stride_s_elems;
+            const u16* columns = from + block.column() + chunk * 8;
+            const SmemAddr to = smem_addr(block.s.k) + panel_offset(to_row, chunk);
+#pragma unroll
+            for (i32 panel = 0; panel < kPanels; ++panel) {
+                cp_async_16(to + panel * kPanelBytes, columns + panel * kPanelColumns, present);
+            }
+            if (kHasRope && chunk / kHalfPanelChunks == i) {
+                const i32 rope_chunk = chunk % kHalfPanelChunks;
+                cp_async_16(smem_addr(block.s.k) + (kRopeAt + half_panel_offset(to_row, rope_chunk)),
+                            from + block.rope_column() + rope_chunk * 8, present);
+            }
+            if (chunk == 0) block.s.rows[buffer][to_row] = present ? rows[i] : kNoRow;
+        }
+    }
+};
+
+MLA_DEVICE void finish_gather(const Block& block) {
+    cp_async_wait_all();
+    fence_proxy_async();
+    mbarrier_arrive(block.s.k_full);
+}
+
+// ---- Math roles ------------------------------------------------------------------------------------------------
+struct Math {
+    float tile[32];  // S, or dP
+    float dq[128];
+    float dq_rope[16];
+    Place place;
+};
+
+// Starts tile = A B^T over the block's columns of 64 rows of each.
+template <bool kRope>
+MLA_DEVICE void start_scores(float (&tile)[32], SmemAddr a_rows, SmemAddr b_rows) {
+    SmemDesc a = k_major_desc(a_rows), b = k_major_desc(b_rows);
+    opaque(a.bits);  // else the compiler keeps all sums of address and step in registers across the loop
+    opaque(b.bits);
+    pin(tile);
+    wgmma_fence();
+#pragma unroll
+    for (i32 i = 0; i < kPanels * kPanelMmaSteps; ++i) {
+        const u32 bytes = i / kPanelMmaSteps * kPanelBytes + i % kPanelMmaSteps * kKMajorStepBytes;
+        wgmma_m64n64k16<false>(Element{}, tile, advance(a, bytes), advance(b, bytes), i > 0);
+    }
+    if (kRope) {
+        SmemDesc a_rope = half_panel_desc(a_rows + kRopeAt), b_rope = half_panel_desc(b_rows + kRopeAt);
+        opaque(a_rope.bits);
+        opaque(b_rope.bits);
+#pragma unroll
+        for (i32 i = 0; i < kHalfPanelMmaSteps; ++i) {
+            wgmma_m64n64k16<false>(Element{}, tile, advance(a_rope, i * kKMajorStepBytes),
+                                   advance(b_rope, i * kKMajorStepBytes), true);
+        }
+    }
+    wgmma_commit_group();
+}
+
+// dQ += dS K, where `a(step)` is dS for 16 keys, as an operand of wgmma.
+template <class Operand>
+MLA_DEVICE void start_dq(Math& math, const u8* k_rows, Operand a) {
+    SmemDesc k = mn_major_desc(smem_addr(k_rows)), k_rope = half_panel_desc(smem_addr(k_rows) + kRopeAt);
+    opaque(k.bits);
+    opaque(k_rope.bits);
+    pin(math.dq);
+    if (kHasRope) pin(math.dq_rope);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        wgmma_m64n256k16<true>(Element{}, math.dq, a(step), advance(k, step * kMnMajorStepBytes), true);
+        if (kHasRope) {
+            wgmma_m64n32k16<true>(Element{}, math.dq_rope, a(step), advance(k_rope, step * kHalfMnMajorStepBytes),
+                                  true);
+        }
+    }
+    wgmma_commit_group();
+}
+
+// Sends the tile to the other block.
+template <bool kScores>
+MLA_DEVICE void send_tile(const Block& block, const float (&tile)[32], const u8* buffer, MBarrier& full, i32 thread) {
+    const ClusterAddr to = block.there(buffer), barrier = block.there(&full);
+#pragma unroll
+    for (i32 i = 0; i < kTilePieces; ++i) {
+        st_async_v4(to + piece_offset<kScores>(thread, i), tile[4 * i], tile[4 * i + 1], tile[4 * i + 2],
+                    tile[4 * i + 3], barrier);
+    }
+}
+
+// Adds what the other block has sent.
+template <bool kScores>
+MLA_DEVICE void add_sent(float (&tile)[32], const u8* buffer, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kTilePieces; ++i) {
+        const float4 piece = *reinterpret_cast<const float4*>(buffer + piece_offset<kScores>(thread, i));
+        tile[4 * i] += piece.x;
+        tile[4 * i + 1] += piece.y;
+        tile[4 * i + 2] += piece.z;
+        tile[4 * i + 3] += piece.w;
+    }
+}
+
+MLA_DEVICE void store_panel(u8* panel, const u32 (&fragment)[kPanelMmaSteps][4], i32 thread) {
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        stmatrix_x4(smem_addr(panel) + matrix_offset(thread, step), fragment[step]);
+    }
+    fence_proxy_async();
+}
+
+// Copies the rows of a panel that this warp has stored to the other block.
+MLA_DEVICE void send_rows(const Block& block, const u8* panel, MBarrier& sent, i32 thread) {
+    constexpr u32 kWarpBytes = kPanelBytes / kWarpsPerRole;
+    __syncwarp();
+    if (thread % kWarpThreads == 0) {
+        const SmemAddr from = smem_addr(panel) + thread / kWarpThreads * kWarpBytes;
+        cp_async_bulk_to_cluster(block.there(from), from, kWarpBytes, block.there(&sent));
+    }
+}
+
+// P of the tile, in 16 bits. Columns past the query's rows are 0: their keys are 0, but exp2(-lse2) may be infinite.
+MLA_DEVICE void make_p(const Block& block, Math& math, const Cursor& at, const float (&lse2)[kFragmentRows],
+                       i32 thread) {
+    Storage& s = block.s;
+    const i32 valid = at.count - at.first_key();
+    if (valid < kTileKeys) {
+#pragma unroll
+        for (i32 i = 0; i < 32; ++i) {
+            if (8 * (i / 4) + fragment_column(thread) + (i & 1) >= valid) math.tile[i] = negative_infinity();
+        }
+    }
+    u32 fragment[kPanelMmaSteps][4];
+#pragma unroll
+    for (i32 i = 0; i < 32; i += 2) {
+        const i32 r = fragment_half(i);
+        const float p0 = ex2_approx(fmaf(math.tile[i], block.p.scale_log2, -lse2[r]));
+        const float p1 = ex2_approx(fmaf(math.tile[i + 1], block.p.scale_log2, -lse2[r]));
+        fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
+    }
+    mbarrier_wait(s.ds_empty, math.place.empty_parity());
+    store_panel(s.p[block.rank()], fragment, thread);
+    mbarrier_arrive(s.p_full);
+    mbarrier_wait(s.s_read, math.place.full_parity());
+    send_rows(block, s.p[block.rank()], s.p_sent, thread);
+}
+
+// dS of the tile, from dP and from P in shared memory.
+MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFragmentRows],
+                        u32 (&fragment)[kPanelMmaSteps][4], i32 thread) {
+    Storage& s = block.s;
+    mbarrier_wait(s.p_full, math.place.full_parity());
+#pragma unroll
+    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+        ldmatrix_x4(fragment[step], smem_addr(s.p[block.rank()]) + matrix_offset(thread, step));
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            u32& pair = fragment[step][i];
+            const float* dp = math.tile + 8 * step + 2 * i;
+            const float scaled = delta[i % 2];
+            const float ds0 = Element::to_float((u16)pair) * fmaf(dp[0], block.p.scale, -scaled);
+            const float ds1 = Element::to_float((u16)(pair >> 16)) * fmaf(dp[1], block.p.scale, -scaled);
+            pair = cvt_x2(Element{}, ds0, ds1);
+        }
+    }
+    mbarrier_wait(s.ds_empty, math.place.empty_parity());
+    store_panel(s.ds[block.rank()], fragment, thread);
+    mbarrier_arrive(s.ds_full);
+    send_rows(block, s.ds[block.rank()], s.ds_sent, thread);
+}
+
+MLA_DEVICE u16* dq_row(const Block& block, const Cursor& at, i32 head) {
+    const SparseBackwardParams& p = block.p;
+    return p.dq + at.query() * p.dq_stride_s_elems + (i64)head * p.dq_stride_h_elems;
+}
+
+// Columns of dQ from an accumulator, 64 bytes of a row a quad at a time.
+template <i32 kCount>
+MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 head_block, i32 column,
+                         i32 thread) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 head = head_block * kBlockHeads + fragment_row(thread) + 8 * r;
+        const bool stored = head < block.p.h_q;
+        u16* to = dq_row(block, at, stored ? head : 0) + column;
+#pragma unroll
+        for (i32 i = 0; i < kCount / 4; i += 4) {
+            u32 words[4];
+#pragma unroll
+            for (i32 j = 0; j < 4; ++j) {
+                words[j] = cvt_x2(Element{}, dq[4 * (i + j) + 2 * r], dq[4 * (i + j) + 2 * r + 1]);
+            }
+            quad_transpose(words, thread % 4);
+            if (stored) {
+                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
+// dQ of an item without a key, the block's columns of it.
+struct StoreZeros {
+    const Block& block;
+    i32 thread;
+
+    MLA_DEVICE void operator()(const Cursor& at) const {
+        constexpr i32 kChunksV = kColumns / 8, kChunks = kChunksV + (kHasRope ? kHalfPanelChunks : 0);
+        for (i32 i = thread; i < block.p.h_q * kChunks; i += kWarpgroupThreads) {
+            const i32 chunk = i % kChunks;
+            const i32 column =
+                chunk < kChunksV ? block.column() + chunk * 8 : block.rope_column() + (chunk - kChunksV) * 8;
+            *reinterpret_cast<uint4*>(dq_row(block, at, i / kChunks) + column) = make_uint4(0, 0, 0, 0);
+        }
+    }
+};
+
+// A number for each of the block's heads: this thread's two rows of it. Heads past the last one and those without a
+// gradient get `absent`.
+MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const float* values, const Cursor& at,
+                          float absent, i32 thread) {
+    const i64 first = (i64)at.query() * block.p.h_q + block.rank() * kBlockHeads;
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 row = fragment_row(thread) + 8 * r;
+        to[r] = row < block.heads(block.rank()) && block.p.lse2[first + row] < -negative_infinity()
+                    ? values[first + row]
+                    : absent;
+    }
+}
+
+template <bool kValues>
+MLA_DEVICE void start_item(const Block& block, Math& math, const Cursor& at, float (&per_row)[kFragmentRows],
+                           i32 thread) {
+    load_rows(per_row, block, kValues ? block.p.delta : block.p.lse2, at, kValues ? 0.f : -negative_infinity(), thread);
+    if (kValues) {
+        per_row[0] *= block.p.scale;
+        per_row[1] *= block.p.scale;
+    }
+#pragma unroll
+    for (i32 i = 0; i < 128; ++i) math.dq[i] = 0.f;
+#pragma unroll
+    for (i32 i = 0; i < 16; ++i) math.dq_rope[i] = 0.f;
+    mbarrier_wait(block.s.q_full, math.place.item_parity());
+    math.place.next_item();
+}
+
+// S or dP of the block's columns: first of the other block's heads, to be sent there, then of its own.
+template <bool kValues>
+MLA_DEVICE void multiply_scores(const Block& block, Math& math, i32 thread) {
+    Storage& s = block.s;
+    const auto multiply = [&](i32 head_block) {
+        if (kValues) {
+            start_scores<false>(math.tile, smem_addr(s.dout) + head_block * kBytesV, smem_addr(s.k));
+        } else {
+            start_scores<kHasRope>(math.tile, smem_addr(s.q) + head_block * kBytesQk, smem_addr(s.k));
+        }
+        wgmma_wait_group<0>();
+        pin(math.tile);
+    };
+    u8* buffer = kValues ? s.dp : s.p[0];
+    MBarrier& full = kValues ? s.dp_full : s.s_full;
+    multiply(1 - block.rank());
+    mbarrier_wait(kValues ? s.dp_empty : s.s_empty, math.place.empty_parity());
+    if (thread == 0) {
+        mbarrier_arrive_expect_tx(full, kTileBytes);
+        if (!kValues) {
+            mbarrier_arrive_expect_tx(s.p_sent, kPanelBytes);
+            mbarrier_arrive_expect_tx(s.ds_sent, kPanelBytes);
+        }
+    }
+    send_tile<!kValues>(block, math.tile, buffer, full, thread);
+    multiply(block.rank());
+    mbarrier_wait(full, math.place.full_parity());
+    add_sent<!kValues>(math.tile, buffer, thread);
+    if (!kValues) fence_proxy_async();  // P of the other block will come in the same place
+    release(block.there(kValues ? &s.dp_empty : &s.s_read), thread);
+}
+
+template <bool kValues, class Skipped>
+MLA_DEVICE void run_math_role(Block& block, i32 thread, Skipped skipped) {
+    Storage& s = block.s;
+    const i32 head_block = kValues ? block.rank() : 1 - block.rank();  // of dQ
+    Math math;
+    Cursor at = block.seek(0, skipped);
+    const i32 t0 = thread + kValues * kWarpgroupThreads;
+    Gather(block, at, t0).start(block, 0, t0);
+    float per_row[kFragmentRows];  // lse2, or delta * scale
+    while (block.valid(at)) {
+        opaque(thread);  // else the compiler keeps all addresses in registers across the loop
+        const i32 gather_thread = thread + kValues * kWarpgroupThreads;
+        if (at.first()) start_item<kValues>(block, math, at, per_row, thread);
+        finish_gather(block);
+        mbarrier_wait(s.k_full, math.place.full_parity());
+        multiply_scores<kValues>(block, math, thread);
+        if (kValues) {
+            u32 ds[kPanelMmaSteps][4];
+            make_ds(block, math, per_row, ds, thread);
+            start_dq(math, s.k, [&](i32 step) -> const u32(&)[4] { return ds[step]; });
+        } else {
+            make_p(block, math, at, per_row, thread);
+            mbarrier_wait(s.ds_sent, math.place.full_parity());
+            SmemDesc ds = k_major_desc(smem_addr(s.ds) + head_block * kPanelBytes);
+            opaque(ds.bits);
+            start_dq(math, s.k, [&](i32 step) { return advance(ds, step * kKMajorStepBytes); });
+        }
+        const Gather gather(block, block.next(at, skipped), gather_thread);
+        wgmma_wait_group<0>();
+        pin(math.dq);
+        pin(math.dq_rope);
+        if (!kValues) release(block.there(&s.ds_empty), thread);
+        release(s.k_empty, thread);
+        mbarrier_wait(s.k_empty, math.place.full_parity());
+        math.place.next_tile();
+        gather.start(block, math.place.full_parity(), gather_thread);
+        if (at.last()) {
+            store_dq(block, at, math.dq, head_block, block.column(), thread);
+            if (kHasRope) store_dq(block, at, math.dq_rope, head_block, block.rope_column(), thread);
+        }
+        at = gather.at;
+    }
+}
+
+// ---- Reduce role -----------------------------------------------------------------------------------------------
+struct Reduce {
+    float dkv[32];         // 64 keys x 64 dims
+    u32 p[kHeldSteps][4];  // P^T: 64 keys x the first heads
+    Place place;
+};
+
+enum NamedBarrier : i32 { ItemMultiplied = 1 };  // reduce among itself: all its warps have waited for their products
+
+// The block's columns of Q and dO of an item. Heads past the last one are 0, and those that have no key: whatever their
+// dO is, there is no gradient.
+MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
+    constexpr i32 kRowStep = kWarpgroupThreads / kPanelChunks, kRowsEach = kHeadBlocks * kBlockHeads / kRowStep;
+    const SparseBackwardParams& p = block.p;
+    const i32 chunk = thread % kPanelChunks;
+    const float* lse2 = p.lse2 + (i64)at.query() * p.h_q;
+    u32 presence = 0;
+#pragma unroll
+    for (i32 i = 0; i < kRowsEach; ++i) {
+        const i32 head = thread / kPanelChunks + i * kRowStep;
+        const bool present = head < p.h_q && lse2[min(head, p.h_q - 1)] < -negative_infinity();
+        presence |= (u32)present << i;
+    }
+#pragma unroll 1
+    for (i32 i = 0; i < kRowsEach; ++i) {
+        const bool present = presence >> i & 1;
+        const i32 head = thread / kPanelChunks + i * kRowStep;
+        const i32 head_block = head / kBlockHeads, row = head % kBlockHeads;
+        const i64 from_head = present ? head : 0;
+        const u16* q = p.q + at.query() * p.q_stride_s_elems + from_head * p.q_stride_h_elems;
+        const u16* dout = p.dout + at.query() * p.dout_stride_s_elems + from_head * p.dout_stride_h_elems;
+        const SmemAddr q_to = smem_addr(block.s.q[head_block]), dout_to = smem_addr(block.s.dout[head_block]);
+        const u32 to = panel_offset(row, chunk);
+        const i32 column = block.column() + chunk * 8;
+#pragma unroll
+        for (i32 panel = 0; panel < kPanels; ++panel) {
+            cp_async_16(q_to + (to + panel * kPanelBytes), q + column + panel * kPanelColumns, present);
+            cp_async_16(dout_to + (to + panel * kPanelBytes), dout + column + panel * kPanelColumns, present);
+        }
+        if (kHasRope && chunk < kHalfPanelChunks) {
+            cp_async_16(q_to + (kRopeAt + half_panel_offset(row, chunk)), q + block.rope_column() + chunk * 8, present);
+        }
+    }
+    cp_async_wait_all();
+    fence_proxy_async();
+    mbarrier_arrive(block.s.q_full);
+}
+
+// The transpose of panels, as A fragments: this warp's 16 columns x 16 rows a step.
+template <i32 kSteps>
+MLA_DEVICE void load_transposed(u32 (&fragment)[kSteps][4], const u8* panels, i32 thread) {
+    const i32 warp = thread / kWarpThreads, lane = thread % kWarpThreads;
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+        const i32 row = step * kMmaK + lane / 16 * 8 + lane % 8;
+        ldmatrix_x4_trans(fragment[step], smem_addr(panels) + panel_offset(row, 2 * warp + lane / 8 % 2));
+    }
+}
+
+// dKV of a panel's 64 dims: P^T dO + dS^T Q.
+MLA_DEVICE void multiply_dkv(Reduce& reduce, Storage& s, i32 panel) {
+    SmemDesc ds = mn_major_desc(smem_addr(s.ds)), q = mn_major_desc(smem_addr(s.q) + panel * kPanelBytes);
+    SmemDesc p = mn_major_desc(smem_addr(s.p)), dout = mn_major_desc(smem_addr(s.dout) + panel * kPanelBytes);
+    opaque(ds.bits);
+    opaque(q.bits);
+    opaque(p.bits);
+    opaque(dout.bits);
+    pin(reduce.dkv);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kHeadSteps; ++step) {
+        const u32 bytes = step / kPanelMmaSteps * kBytesV + step % kPanelMmaSteps * kMnMajorStepBytes;
+        if (step < kHeldSteps) {
+            wgmma_m64n64k16<true>(Element{}, reduce.dkv, reduce.p[step], advance(dout, bytes), step > 0);
+        } else {
+            wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(p, step * kMnMajorStepBytes),
+                                        advance(dout, bytes), true);
+        }
+    }
+#pragma unroll
+    for (i32 step = 0; step < kHeadSteps; ++step) {
+        const u32 bytes = step / kPanelMmaSteps * kBytesQk + step % kPanelMmaSteps * kMnMajorStepBytes;
+        wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes), advance(q, bytes),
+                                    true);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(reduce.dkv);
+}
+
+// dKV of the 32 RoPE dims: dS^T Q.
+MLA_DEVICE void multiply_dkv_rope(float (&dkv)[16], Storage& s) {
+    SmemDesc ds = mn_major_desc(smem_addr(s.ds)), q = half_panel_desc(smem_addr(s.q) + kRopeAt);
+    opaque(ds.bits);
+    opaque(q.bits);
+    pin(dkv);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kHeadSteps; ++step) {
+        const u32 bytes = step / kPanelMmaSteps * kBytesQk + step % kPanelMmaSteps * kHalfMnMajorStepBytes;
+        wgmma_m64n32k16<true, true>(Element{}, dkv, advance(ds, step * kMnMajorStepBytes), advance(q, bytes), step > 0);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(dkv);
+}
+
+// The rows that a thread adds to: of an even quad, and of the odd one beside it.
+struct Targets {
+    i32 rows[kFragmentRows][2];
+    i32 rounders[kFragmentRows][2];  // of deterministic additions, see ExactAddition
+
+    MLA_DEVICE Targets(const SparseBackwardParams& p, const i32* tile_rows, i32 thread) {
+        tile_rows += thread / kWarpThreads * 16 + thread % kWarpThreads / 8 * 2;
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const int2 pair = *reinterpret_cast<const int2*>(tile_rows + 8 * r);
+            rows[r][0] = pair.x;
+            rows[r][1] = pair.y;
+#pragma unroll
+            for (i32 i = 0; kDeterministic && i < 2; ++i) {
+                rounders[r][i] = rows[r][i] >= 0 ? __float_as_int(p.rounders[rows[r][i]]) : 0;
+            }
+        }
+    }
+
+    // Adds four numbers to the row, from `place` on.
+    MLA_DEVICE void add(const SparseBackwardParams& p, i32 r, i32 i, i32 place, float x, float y, float z,
+                        float w) const {
+        float* to = p.dkv + place + (i64)rows[r][i] * kHeadDimQk;
+        if (kDeterministic) {
+            const ExactAddition exact{__float_as_int(p.rounders[p.s_kv]), rounders[r][i]};
+            const i32 level = exact.level(fmaxf(fmaxf(fabsf(x), fabsf(y)), fmaxf(fabsf(z), fabsf(w))));
+            x = exact.round(x, level);
+            y = exact.round(y, level);
+            z = exact.round(z, level);
+            w = exact.round(w, level);
+            to += level * ((i64)p.s_kv * kHeadDimQk);
+        }
+        red_add_v4(to, x, y, z, w, rows[r][i] >= 0);
+    }
+};
+
+// Adds 32 dims, from `dim` on, of the tile's keys. Of a key, the four threads of a quad hold 64 bytes at a time. Two
+// quads exchange half of theirs, so that an instruction adds 128 bytes to each of four rows: the L2 takes wider pieces
+// faster.
+MLA_DEVICE void add_dkv(const SparseBackwardParams& p, float* dkv, const Targets& to, i32 dim, i32 thread) {
+    const bool odd = thread & 4;
+    const i32 place = dim + thread % 8 / 4 * 16 + thread % 4 * 4;  // dkv_position
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        float* d = dkv + 2 * r;
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            float &low = d[i % 2 + i / 2 * 4], &high = d[i % 2 + i / 2 * 4 + 8];
+            const float received = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
+            (odd ? low : high) = received;
+        }
+        to.add(p, r, 0, place, d[0], d[1], d[4], d[5]);
+        to.add(p, r, 1, place, d[8], d[9], d[12], d[13]);
+    }
+}
+
+// dKV of the tile. `multiplied` is called after the last product.
+template <class Multiplied>
+MLA_DEVICE void reduce_tile(Reduce& reduce, const Block& block, const i32* rows, i32 thread, Multiplied multiplied) {
+#pragma unroll
+    for (i32 panel = 0; panel < kPanels; ++panel) {
+        multiply_dkv(reduce, block.s, panel);
+        const Targets to(block.p, rows, thread);
+        if (!kHasRope && panel == kPanels - 1) multiplied();
+        const i32 dim = block.column() + panel * kPanelColumns;
+        add_dkv(block.p, reduce.dkv, to, dim, thread);
+        add_dkv(block.p, reduce.dkv + 16, to, dim + kPanelColumns / 2, thread);
+    }
+    if (kHasRope) {
+        float rope[16];
+        multiply_dkv_rope(rope, block.s);
+        const Targets to(block.p, rows, thread);
+        multiplied();
+        add_dkv(block.p, rope, to, block.rope_column(), thread);
+    }
+}
+
+MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
+    Storage& s = block.s;
+    const bool paced = thread == 0 && block.p.progress != nullptr;
+    Reduce reduce;
+    for (Cursor at = block.seek(0, Nothing{}); block.valid(at); at = block.next(at, Nothing{})) {
+        opaque(thread);
+        if (at.first()) {
+            bar_sync(ItemMultiplied, kWarpgroupThreads);
+            load_item(block, at, thread);
+            mbarrier_wait(s.q_full, reduce.place.item_parity());
+            reduce.place.next_item();
+        }
+        const u32 parity = reduce.place.full_parity();
+        mbarrier_wait(s.p_full, parity);
+        if (paced) s.pace.report(block.p.progress, at.steps(s.rows[parity][0], block.p.s_kv));
+        mbarrier_wait(s.p_sent, parity);
+        load_transposed(reduce.p, s.p[0], thread);
+        mbarrier_wait(s.ds_full, parity);
+        release(s.s_empty, thread);
+        release(block.there(&s.s_empty), thread);
+        mbarrier_wait(s.ds_sent, parity);
+        reduce_tile(reduce, block, s.rows[parity], thread, [&] {
+            release(s.ds_empty, thread);
+            release(block.there(&s.ds_empty), thread);
+        });
+        reduce.place.next_tile();
+    }
+    if (paced) Pace::finish(block.p.progress);
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_sparse_backward_sm90_pair(const __grid_constant__ SparseBackwardParams p) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    Storage& s = *reinterpret_cast<Storage*>(smem);
+    if (threadIdx.x == 0) init_storage(s);
+    __syncthreads();
+    cluster_sync();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    Block block(p, s);
+
+    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
+    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < 4) {
+        setmaxnreg_inc<kRegsMath>();
+        run_math_role<false>(block, thread, StoreZeros{block, thread});
+    } else if (warp < 8) {
+        setmaxnreg_inc<kRegsMath>();
+        run_math_role<true>(block, thread, Nothing{});
+    } else {
+        setmaxnreg_dec<kRegsReduce>();
+        run_reduce_role(block, thread);
+    }
+    griddepcontrol_launch_dependents();
+    cluster_sync();  // the other block may still send to this one
+}

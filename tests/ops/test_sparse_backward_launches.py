@@ -1,0 +1,236 @@
+"""What the public sparse backward asks the driver for: kernels, records, memory; no CUDA is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, UnsupportedDeviceError, arrays
+from mla_cupy.launchers import sparse_backward_generic, sparse_backward_sequence, sparse_rows
+from mla_cupy.launchers.sparse_backward_config import KERNELS, configure
+from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from tests.ops.conftest import H200, Recorder
+from tests.support.gradients import reason_against
+from tests.support.sparse_cases import SparseCase, SparseInputs, make
+
+SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
+GENERIC = "sparse_backward_generic"
+MAIN = tuple(KERNELS)
+
+
+def backward(inputs: SparseInputs, **options: Any) -> tuple[Any, Any, Any]:
+    return mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.options, **options})
+
+
+def problem_of(case: SparseCase, **options: Any) -> SparseBackwardProblem:
+    sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
+    return SparseBackwardProblem(*sizes, **options)
+
+
+def records(recorder: Recorder, entry: str) -> list[Any]:
+    return [launch.params for launch in recorder.launches if launch.entry == f"mla_{entry}"]
+
+
+@pytest.mark.parametrize("kernel", MAIN)
+def test_the_order_of_the_kernels(recorder: Recorder, kernel: str) -> None:
+    backward(make(SparseCase(h_q=100)), variant=kernel)
+    assert recorder.entries == ["sparse_rows", "sparse_delta", kernel, "sparse_dkv"]
+
+
+@pytest.mark.parametrize("kernel", MAIN)
+def test_the_order_of_the_kernels_of_a_deterministic_call(recorder: Recorder, kernel: str) -> None:
+    case = SparseCase(h_q=100, sink=True)
+    if reason_against(kernel, H200, case, deterministic=True):
+        with pytest.raises(UnsupportedDeviceError, match=kernel):
+            backward(make(case), variant=kernel, deterministic=True)
+        assert recorder.launches == []
+        return
+    backward(make(case), variant=kernel, deterministic=True)
+    before = ["sparse_rows", "sparse_delta", "sparse_norms", "sparse_bounds", "sparse_rounders"]
+    assert recorder.entries == [*before, kernel, "sparse_dkv", "sparse_sink"]
+    (rounders,), (main,) = records(recorder, "sparse_rounders"), records(recorder, kernel)
+    assert rounders["rounders"] == main["rounders"]
+    assert rounders["additions"] == math.ceil(100 / KERNELS[kernel].HEADS_PER_ADDITION)
+    assert [record["levels"] for record in records(recorder, "sparse_dkv")] == [6]
+
+
+@pytest.mark.parametrize("strides", ["padded", "odd", "dense"])
+def test_the_main_kernel_gets_the_arrays(recorder: Recorder, strides: Any) -> None:
+    inputs = make(SparseCase(topk=70, strides=strides, head_axis=True))
+    dq, _, _ = backward(inputs, scale=0.5, variant=GENERIC)
+    (record,) = records(recorder, GENERIC)
+    for name, x in (("q", inputs.q), ("kv", inputs.kv), ("dout", inputs.dout), ("dq", dq)):
+        assert record[name] == x.ctypes.data
+        assert record[f"{name}_stride_s_elems"] == x.strides[0] // 2
+        if name != "kv":
+            assert record[f"{name}_stride_h_elems"] == x.strides[1] // 2
+    sizes = {"s_q": 7, "s_kv": 300, "h_q": 16, "rows_stride_elems": 128, "rounders": 0, "scale": 0.5}
+    assert {name: record[name] for name in sizes} == sizes
+    assert record["scale_log2"] == np.float32(0.5 * math.log2(math.e))
+    first, delta = recorder.launches[0].params, recorder.launches[1].params
+    assert (record["rows"], record["counts"]) == (first["rows"], first["counts"])
+    assert (record["delta"], record["lse2"]) == (delta["delta"], delta["lse2"])
+    (launch,) = [launch for launch in recorder.launches if launch.entry.endswith(GENERIC)]
+    assert launch.grid == (7 * 2, 1, 1)
+
+
+@pytest.mark.parametrize(("dtype", "is_fp32"), [("bfloat16", False), ("float32", True)])
+def test_statistics_are_made_of_the_caller_s_arrays(recorder: Recorder, dtype: str, is_fp32: bool) -> None:
+    inputs = make(SparseCase(sink=True, topk=70))
+    out = inputs.out if not is_fp32 else inputs.exact[0].astype(np.float32)
+    arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
+    results = mla_cupy.sparse_mla_backward(*arguments, **inputs.options, lse_base="2" if is_fp32 else "e")
+    (record,) = records(recorder, "sparse_delta")
+    for name, x in {"out": out, "dout": inputs.dout, "lse": inputs.lse, "attn_sink": inputs.attn_sink}.items():
+        assert record[name] == x.ctypes.data
+    for name, x in {"out": out, "dout": inputs.dout, "lse": inputs.lse}.items():
+        assert record[f"{name}_stride_s_elems"] == x.strides[0] // x.itemsize
+        assert record[f"{name}_stride_h_elems"] == x.strides[1] // x.itemsize
+    assert record["out_is_fp32"] == is_fp32
+    assert record["lse_to_log2"] == np.float32(1 if is_fp32 else math.log2(math.e))
+    (sink,) = records(recorder, "sparse_sink")
+    assert (sink["sink_sums"], sink["d_sink"]) == (record["sink_sums"], results[2].ctypes.data)
+    assert (sink["spans"], sink["h_q"]) == (1, 16)
+
+
+@pytest.mark.parametrize("dkv_dtype", ["bfloat16", "float32"])
+def test_dkv_goes_where_it_is_to_go(recorder: Recorder, dkv_dtype: str) -> None:
+    inputs = make(SparseCase(head_axis=True))
+    _, dkv, d_sink = backward(inputs, dkv_dtype=dkv_dtype)
+    assert dkv.shape == inputs.kv.shape == (300, 1, 576)
+    assert d_sink is None
+    (record,) = records(recorder, "sparse_dkv")
+    wanted = {"dkv": dkv.ctypes.data, "dkv_stride_s_elems": 576, "s_kv": 300, "d_qk": 576, "levels": 1}
+    assert {name: record[name] for name in wanted} == wanted
+    assert record["dkv_is_fp32"] == (dkv_dtype == "float32")
+    assert record["permuted"] == KERNELS[recorder.entries[2]].PERMUTED
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory(recorder: Recorder, deterministic: bool) -> None:
+    """The results, and one workspace; what is added to is zeroed, and nothing else."""
+    inputs = make(SparseCase(topk=70, sink=True))
+    backward(inputs, deterministic=deterministic, stream=77)
+    *results, workspace = recorder.allocations
+    assert results == [(7, 16, 576), (300, 576), (16,)]
+    problem = problem_of(inputs.case, has_sink=True, deterministic=deterministic)
+    kernels = sparse_backward_sequence.sequence(problem, arrays.HOST)
+    assert workspace == (kernels.workspace_bytes,)
+    space = kernels.config.workspace
+    base = recorder.launches[0].params["rows"] - space.rows
+    assert recorder.memsets == [(base + space.zeroed, 0, space.nbytes - space.zeroed, 77)]
+    assert {launch.stream for launch in recorder.launches} == {77}
+    (record,) = records(recorder, "sparse_rows")
+    assert record["selected"] == (base + space.selected if deterministic else 0)
+    recorder.allocations.clear()
+    backward(
+        inputs, deterministic=deterministic, dq=np.empty((7, 16, 576), inputs.q.dtype), dkv=np.empty_like(inputs.kv)
+    )
+    assert recorder.allocations == [(16,), workspace]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [SparseCase(s_q=0, sink=True), SparseCase(s_kv=0, sink=True), SparseCase(topk=0, sink=True)],
+    ids=lambda case: case.id,
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_grid_is_empty(recorder: Recorder, case: SparseCase, deterministic: bool) -> None:
+    backward(make(case), deterministic=deterministic)
+    assert recorder.launches
+    assert all(min(launch.grid) > 0 for launch in recorder.launches)
+    assert ("sparse_dkv" in recorder.entries) == (case.s_kv > 0)
+    assert recorder.entries[-1] == "sparse_sink"
+
+
+# ---- The pure part ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 300, 16, 100), (4096, 32768, 128, 2048), (3, 50, 5, 0)], ids=str)
+def test_workspace_is_aligned_and_does_not_overlap(sizes: tuple[int, ...], deterministic: bool) -> None:
+    s_q, s_kv, h_q, topk = sizes
+    problem = SparseBackwardProblem(s_q, s_kv, h_q, topk, 576, "bfloat16", has_sink=True, deterministic=deterministic)
+    space = configure(problem, H200).workspace
+    per_row = 4 * s_kv if deterministic else 0
+    needs = {
+        "rows": 4 * s_q * sparse_rows.rows_stride(topk),
+        "counts": 4 * s_q,
+        "lse2": 4 * s_q * h_q,
+        "delta": 4 * s_q * h_q,
+        "sink_sums": 4 * -(-s_q // 8) * h_q,
+        "norms": per_row,
+        "rounders": 4 * (s_kv + 1) if deterministic else 0,
+        "zeroed": 0,
+        "selected": per_row,
+        "largest": 4 if deterministic else 0,
+        "progress": 8,
+        "sums": 4 * s_kv * 576 * (6 if deterministic else 1),
+    }
+    assert tuple(needs) == space._fields[:-1]
+    for begin, end, size in zip(space, space[1:], needs.values(), strict=False):
+        assert begin % 256 == 0
+        assert end - begin >= size
+
+
+def test_lists_are_sorted_once_the_sums_do_not_fit_in_l2() -> None:
+    """19 MB of sums, then 75 MB, where L2 has 50."""
+    for s_kv, ordered in ((8192, False), (32768, True)):
+        problem = SparseBackwardProblem(4096, s_kv, 64, 2048, 576, "bfloat16")
+        assert configure(problem, H200).ordered == ordered
+
+
+@pytest.mark.parametrize(("s_kv", "ordered"), [(9000, False), (40_000, True)])
+def test_sorted_lists_and_blocks_in_step(recorder: Recorder, s_kv: int, ordered: bool) -> None:
+    backward(make(SparseCase(s_q=2, h_q=1, s_kv=s_kv, topk=3)))
+    (lists,), (main,) = records(recorder, "sparse_rows"), records(recorder, recorder.entries[2])
+    assert lists["ordered"] == ordered
+    assert (main["progress"] != 0) == ordered
+    ((zeroed, _, nbytes, _),) = recorder.memsets
+    assert not ordered or zeroed <= main["progress"] < zeroed + nbytes
+
+
+@pytest.mark.parametrize("kernel", MAIN)
+def test_additions_cover_the_heads(kernel: str) -> None:
+    taken = [h_q for h_q in (1, 8, 9, 64, 65, 100, 128) if not reason_against(kernel, H200, SparseCase(h_q=h_q))]
+    assert taken
+    for h_q in taken:
+        problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16")
+        config = configure(problem, H200, kernel)
+        assert config.additions == math.ceil(h_q / KERNELS[kernel].HEADS_PER_ADDITION)
+
+
+def test_the_generic_grid_covers_queries_and_heads() -> None:
+    for s_q, h_q in ((1, 1), (3, 8), (5, 9), (4096, 128)):
+        grid = sparse_backward_generic.geometry(SparseBackwardProblem(s_q, 9, h_q, 1, 512, "float16"), H200)
+        assert grid == (s_q * math.ceil(h_q / 8), 1, 1)
+
+
+@pytest.mark.parametrize(("cc", "aligned"), [((7, 5), True), ((8, 0), True), ((9, 0), False)])
+def test_the_generic_kernel_takes_what_no_other_can(cc: tuple[int, int], aligned: bool) -> None:
+    gpu = dataclasses.replace(H200, name=f"a fake {cc}", cc=cc)
+    problem = SparseBackwardProblem(5, 300, 16, 64, 576, "bfloat16", aligned=aligned)
+    assert configure(problem, gpu).kernel == GENERIC
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("h_q", [16, 64, 128, 192])
+def test_the_fastest_kernel_that_fits_is_the_default(h_q: int, deterministic: bool) -> None:
+    problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16", deterministic=deterministic)
+    fits = [name for name in MAIN if not reason_against(name, H200, SparseCase(h_q=h_q), deterministic)]
+    assert configure(problem, H200).kernel == fits[0]
+    assert fits[0] != GENERIC
+
+
+def test_too_many_slots_to_be_counted() -> None:
+    fits = SparseBackwardProblem(2**20 - 1, 300, 8, 4096, 576, "bfloat16", deterministic=True)
+    configure(fits, H200, GENERIC)
+    for more in ({"s_q": 2**20}, {"h_q": 9}):
+        with pytest.raises(ArgumentError, match=r"s_q \* topk \* . = .*less than 2\^32"):
+            configure(dataclasses.replace(fits, **more), H200, GENERIC)
+    configure(dataclasses.replace(fits, h_q=128, deterministic=False), H200, GENERIC)

@@ -1,0 +1,111 @@
+"""Strong accesses and fences: how flags in shared and global memory order other accesses.
+
+A release publishes what its warp knows at the address, an acquire joins what was published there. A relaxed access
+does so only together with a fence: a write publishes what the warp knew at its last fence, and what a read finds counts
+from the warp's next fence on. A read-modify-write adds to what is published, a store replaces it. Both sides must name
+a scope that includes the other. With ``strict=False`` relaxed accesses count as if a fence were beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SCOPES = ("cta", "cluster", "gpu", "sys")
+
+
+@dataclass(frozen=True)
+class Order:
+    """How strong an access is: whether it acquires and releases, and its scope."""
+
+    acquire: bool = False
+    release: bool = False
+    scope: str = "gpu"
+
+    @property
+    def strength(self) -> int:
+        """How far the access is strong: 1 for the block to 4 for the system (0 would be a weak access)."""
+        return SCOPES.index(self.scope) + 1
+
+
+@dataclass
+class Published:
+    """What a block's warps have published at an address within a scope."""
+
+    scope: str
+    cta: object
+    store: list
+
+
+def includes(scope: str, mine: object, other: object) -> bool:
+    """Tell whether a scope around block ``mine`` includes block ``other``."""
+    if scope == "cta":
+        return mine is other
+    return scope != "cluster" or mine.cluster is other.cluster
+
+
+class Flags:
+    """The published clocks of one detector, and the fences of its warps."""
+
+    def __init__(self, detector: object) -> None:
+        self.detector = detector
+        self.places: dict[tuple, list[Published]] = {}
+        self.fences: dict[int, tuple[str, list]] = {}
+        self.pending: dict[int, list[tuple[object, list]]] = {}
+
+    def matter(self, agent: int, order: Order, returns: bool) -> bool:
+        """Tell whether a write or atomic of a warp can order anything."""
+        return order.release or agent in self.fences or not self.detector.strict or (returns and bool(self.places))
+
+    def fence(self, agent: int, cta: object, acquire: bool, release: bool, scope: str) -> None:
+        """Execute a fence of a warp."""
+        if acquire and agent in self.pending:
+            later = []
+            for writer, store in self.pending.pop(agent):
+                if includes(scope, cta, writer):
+                    self.detector.acquire(agent, store)
+                else:
+                    later.append((writer, store))
+            if later:
+                self.pending[agent] = later
+        if release:
+            self.fences[agent] = (scope, self.detector.snapshot(agent))
+
+    def fenced(self, agent: int, scope: str) -> list:
+        """Return what a relaxed arrival at a barrier of a scope may publish: what a fence has made visible there."""
+        known = self.fences.get(agent)
+        return known[1] if known and SCOPES.index(known[0]) >= SCOPES.index(scope) else []
+
+    def found(self, agent: int, writer: object, store: list) -> None:
+        """Keep what a relaxed read found, published by a block, for the warp's next fence."""
+        for known, kept in self.pending.setdefault(agent, []):
+            if known is writer:
+                self.detector.merge(kept, store)
+                return
+        self.pending[agent].append((writer, [each.copy() for each in store]))
+
+    def read(self, agent: int, cta: object, keys: Iterable[tuple], order: Order) -> None:
+        """Join what was published at addresses, at once or from the next fence on."""
+        for key in set(keys):
+            for each in self.places.get(key, ()):
+                if not (includes(each.scope, each.cta, cta) and includes(order.scope, cta, each.cta)):
+                    continue
+                if order.acquire or not self.detector.strict:
+                    self.detector.acquire(agent, each.store)
+                else:
+                    self.found(agent, each.cta, each.store)
+
+    def write(self, agent: int, cta: object, keys: Iterable[tuple], order: Order, update: bool) -> None:
+        """Publish at addresses; ``update`` tells a read-modify-write."""
+        scope, store = order.scope, []
+        if order.release or not self.detector.strict:
+            store = self.detector.snapshot(agent)
+        elif agent in self.fences:
+            fence_scope, store = self.fences[agent]
+            scope = min(scope, fence_scope, key=SCOPES.index)
+        for key in set(keys):
+            kept = self.places.get(key, []) if update else []
+            self.places[key] = [*kept, Published(scope, cta, store)] if store else kept
+
+
+__all__ = ["Flags", "Order"]

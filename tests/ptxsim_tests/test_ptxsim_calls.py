@@ -1,0 +1,113 @@
+# ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
+"""Calls, jump tables, printf and assertions."""
+
+from __future__ import annotations
+
+import numpy as np
+import ptx_compile
+import ptxsim
+import pytest
+from ptx_single import HEADER
+
+REGS = ".reg .b32 %r<20>; .reg .b64 %rd<9>; .reg .pred %p<4>;"
+
+
+def module(functions: str, code: str) -> ptxsim.Module:
+    """Return a module with some functions and a kernel ``k`` that stores %r9 per thread; %r0 is the thread."""
+    text = f".visible .entry k(.param .u64 out)\n{{ {REGS} mov.u32 %r0, %tid.x; {code} ld.param.u64 %rd1, [out]; mad.wide.u32 %rd1, %r0, 4, %rd1; st.global.u32 [%rd1], %r9; ret; }}\n"
+    return ptxsim.Module(HEADER + functions + text)
+
+
+def run(functions: str, code: str, mode: str = "early") -> list[int]:
+    """Run a kernel on 32 threads and return what they stored."""
+    out = np.zeros(32, "u4")
+    module(functions, code).launch("k", 1, 32, [out], mode=mode)
+    return out.tolist()
+
+
+AFFINE = ".func (.reg .b32 %y) affine(.reg .b32 %x, .reg .b32 %a) { .reg .b32 %z; mad.lo.u32 %z, %x, %a, 7; mov.b32 %y, %z; ret; }\n"
+STACK = ".func (.param .b32 y) affine(.param .b32 x, .param .b32 a) { .reg .b32 %z<3>; ld.param.b32 %z0, [x]; ld.param.b32 %z1, [a]; mad.lo.u32 %z2, %z0, %z1, 7; st.param.b32 [y], %z2; ret; }\n"
+SPACES = ".param .b32 x; .param .b32 a; .param .b32 y; st.param.b32 [x], %r0; st.param.b32 [a], 3; call.uni (y), affine, (x, a); ld.param.b32 %r9, [y];"
+
+
+@pytest.mark.parametrize("function", [AFFINE, STACK], ids=["registers", "stack"])
+@pytest.mark.parametrize("call", ["call (%r9), affine, (%r0, 3);", SPACES], ids=["registers", "stack"])
+def test_arguments_in_registers_and_on_the_stack(function: str, call: str) -> None:
+    assert run(function, call) == [3 * t + 7 for t in range(32)]
+
+
+def test_a_guarded_call_and_a_call_of_a_call() -> None:
+    outer = (
+        ".func (.reg .b32 %y) outer(.reg .b32 %x) { call (%y), affine, (%x, 2); call (%y), affine, (%y, 10); ret; }\n"
+    )
+    code = "mov.b32 %r9, 1; setp.gt.u32 %p1, %r0, 20; @%p1 call (%r9), outer, (%r0);"
+    assert run(AFFINE + outer, code) == [(2 * t + 7) * 10 + 7 if t > 20 else 1 for t in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "code", "why"),
+    [
+        (".func f() { call f; ret; }\n", "call f; mov.b32 %r9, 0;", "recursive calls"),
+        (".extern .func g();\n", "call g; mov.b32 %r9, 0;", "'g' has no body"),
+        (AFFINE, "P: .callprototype (.reg .b32 _) _ (.reg .b32 _, .reg .b32 _); mov.u64 %rd2, affine; call (%r9), %rd2, (%r0, %r0), P;", "indirect calls"),
+        (AFFINE, "call (%r9), affine, (%r0);", "argument count"),
+    ],
+)  # fmt: skip
+def test_calls_that_are_refused_name_their_line(functions: str, code: str, why: str) -> None:
+    with pytest.raises(ptxsim.UnknownInstruction, match=rf"kernel k, line \d+: .*{why}"):
+        module(functions, code).program("k")
+
+
+TABLE = "and.b32 %r1, %r0, {mask}; T: .branchtargets A, B, A, C; brx.idx %r1, T; A: add.u32 %r9, %r0, 100; bra E; B: add.u32 %r9, %r0, 200; bra E; C: add.u32 %r9, %r0, 300; E:"
+
+
+@pytest.mark.parametrize("mode", ["early", "random"])
+def test_jump_table(mode: str) -> None:
+    assert run("", TABLE.replace("{mask}", "3"), mode) == [t + (100, 200, 100, 300)[t % 4] for t in range(32)]
+
+
+def test_jump_table_with_a_guard_and_one_target() -> None:
+    code = "mov.b32 %r9, 5; mov.b32 %r1, 1; setp.lt.u32 %p1, %r0, 8; T: .branchtargets A, B; @%p1 brx.idx.uni %r1, T; bra E; A: mov.b32 %r9, 6; bra E; B: mov.b32 %r9, 7; E:"
+    assert run("", code) == [7] * 8 + [5] * 24
+
+
+def test_jump_beyond_the_table() -> None:
+    with pytest.raises(ptxsim.MemoryFault, match="branch index 7 exceeds the table of 4"):
+        run("", TABLE.replace("{mask}", "7"))
+
+
+SOURCE = r"""
+#include <assert.h>
+extern "C" int printf(const char *, ...);
+extern "C" __global__ void talk(int *x) {
+    int t = threadIdx.x;
+    if (t % 2) printf("lane %d: %5.2f %s 0x%llx %c%%\n", t, t * 0.5, t > 2 ? "big" : "small", 0x123456789aULL + t, 'a' + t);
+    x[t] = printf("%u-%-3d|%03d|%ld\n", 4000000000u, -t, t, -5000000000L);
+}
+"""
+ASSERT = r"""
+extern "C" __device__ void __assertfail(const char *, const char *, unsigned, const char *, size_t);
+extern "C" __global__ void check(int *x) { if (x[threadIdx.x] < 0) __assertfail("x >= 0", "file.cu", 12, "check", 1); }
+"""
+
+
+@pytest.mark.parametrize("major", ptx_compile.available())
+def test_printf(major: int, capsys: pytest.CaptureFixture) -> None:
+    x = np.zeros(4, "i4")
+    source = SOURCE.replace("#include <assert.h>\n", "").replace('extern "C" int printf(const char *, ...);\n', "")
+    ptxsim.Module(ptx_compile.compile_ptx(source, "sm_90a", major)).launch("talk", 1, 4, [x])
+    odd = [
+        f"lane {t}: {t * 0.5:5.2f} {'big' if t > 2 else 'small'} 0x{0x123456789A + t:x} {chr(97 + t)}%\n"
+        for t in (1, 3)
+    ]
+    rest = [f"4000000000-{-t:<3d}|{t:03d}|-5000000000\n" for t in range(4)]
+    assert capsys.readouterr().out == "".join(odd + rest)
+    assert x.all()
+
+
+@pytest.mark.parametrize("major", ptx_compile.available())
+def test_assertion(major: int) -> None:
+    kernel = ptxsim.Module(ptx_compile.compile_ptx(ASSERT, "sm_90a", major))
+    kernel.launch("check", 1, 32, [np.ones(32, "i4")])
+    with pytest.raises(ptxsim.KernelTrap, match=r"lanes \[5\].*\n.*assertion `x >= 0` failed at file.cu:12 in check"):
+        kernel.launch("check", 1, 32, [np.where(np.arange(32) == 5, -1, 1).astype("i4")])

@@ -1,0 +1,171 @@
+# ruff: noqa: E501 (lines of PTX are kept whole)
+"""The global side of asynchronous copies in the race check, and the groups of cp.async lane by lane."""
+
+from __future__ import annotations
+
+import numpy as np
+import ptxsim
+import pytest
+from ptx_single import HEADER, run
+
+REGS = ".reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .pred %p<9>;"
+MODES = ["early", "late", "random"]
+INIT = (
+    ".shared .align 128 .b8 s[1024]; .shared .align 8 .b8 m[8]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, s; mov.u32 %r3, m; ld.param.u64 %rd1, [a];"
+    "mbarrier.init.shared::cta.b64 [%r3], 1; fence.mbarrier_init.release.cluster; mov.b64 %rd2, tm; cvta.param.u64 %rd2, %rd2;"
+    "mov.b32 %r9, 5; st.shared.v4.u32 [%r2], {%r9, %r9, %r9, %r9}; st.shared.v4.u32 [%r2+16], {%r9, %r9, %r9, %r9}; fence.proxy.async.shared::cta;"
+)
+EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 32;"
+WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0; @!%p2 bra W;"
+RAISE = "st.release.gpu.global.u32 [%rd1+128], 1;"
+POLL = "P: ld.acquire.gpu.global.u32 %r5, [%rd1+128]; setp.eq.u32 %p3, %r5, 0; @%p3 bra P;"
+FLUSH = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+ROLES = "setp.ne.u32 %p1, %r1, 0; @%p1 bra B; {first} bra E; B: {second} E:"
+
+#: Loads read the 32 bytes at byte 64 of the array, stores write them (the tensor map covers the array's first 32 words).
+LOADS = {
+    "bulk": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd1+64], 32, [%r3];",
+    "tensor": "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd2, {0, 2}], [%r3];",
+}
+STORES = {
+    "bulk": "cp.async.bulk.global.shared::cta.bulk_group [%rd1+64], [%r2], 32;",
+    "tensor": "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd2, {0, 2}], [%r2];",
+}
+REDUCTIONS = {
+    "bulk": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1+64], [%r2], 32;",
+    "tensor": "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd2, {0, 2}], [%r2];",
+}
+
+
+def launch(first: str, second: str, mode: str = "early", grid: int = 2) -> np.ndarray:
+    """Run one thread a block: block 0 the first code, the others the second."""
+    array = np.arange(64, dtype="u4")
+    code = INIT + ROLES.replace("{first}", first).replace("{second}", second)
+    text = HEADER + f".visible .entry k(.param .u64 a, .param .align 64 .b8 tm[128])\n{{\n{REGS}\n{code}\nret;\n}}\n"
+    module = ptxsim.Module(text)
+    tmap = ptxsim.encode_tiled("uint32", module.memory.map(array), [8, 4], [32], [8, 1])
+    array[32:] = 0
+    module.launch("k", grid, 1, [array, tmap], mode=mode, seed=3, resident=grid, race_global=True, max_steps=100_000)
+    return array
+
+
+def races(match: str, first: str, second: str, mode: str) -> None:
+    """Expect a race at the bytes that the copies share."""
+    with pytest.raises(ptxsim.RaceError, match=match):
+        launch(first, second, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", LOADS)
+def test_loads(kind: str, mode: str) -> None:
+    load = EXPECT + LOADS[kind] + WAIT
+    launch(load, load, mode)
+    launch("st.global.u32 [%rd1+96], 1;", load, mode)
+    races("byte 64 of array", "st.global.u32 [%rd1+64], 1;", load, mode)
+    # Written by the generic proxy in this kernel: a proxy fence of global memory is needed, by the writer or the reader.
+    store = "st.global.u32 [%rd1+64], 1;"
+    for fence in ("fence.proxy.async;", "fence.proxy.async.global;"):
+        launch(store + fence + RAISE, POLL + load, mode)
+        launch(store + RAISE, POLL + fence + load, mode)
+    for fence in ("", "fence.proxy.async.shared::cta;"):
+        races("no proxy fence makes it visible", store + fence + RAISE, POLL + load, mode)
+    # What was read may be overwritten after the mbarrier has completed, not before.
+    launch(load + RAISE, POLL + store, mode)
+    races("byte 64 of array.*may still read", EXPECT + LOADS[kind] + RAISE + WAIT, POLL + store, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", STORES)
+def test_stores(kind: str, mode: str) -> None:
+    store, read = STORES[kind] + FLUSH, "ld.global.u32 %r6, [%rd1+64]; st.global.u32 [%rd1+192], %r6;"
+    assert launch(store + RAISE, POLL + read, mode)[48] == 5
+    races("byte 64 of array", store, read, mode)
+    races("byte 64 of array", store, store, mode)
+    races("byte 64 of array", read, store, mode)
+    partly = STORES[kind] + FLUSH.replace("wait_group 0", "wait_group.read 0")
+    races("byte 64 of array.*reads after a write of bulk group", partly + RAISE + FLUSH, POLL + read, mode)
+    races("byte 64 of array", STORES[kind] + RAISE + FLUSH, POLL + read, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_reductions(kind: str, mode: str) -> None:
+    reduce = REDUCTIONS[kind] + FLUSH
+    assert launch(reduce, reduce, mode, 3)[16:24].tolist() == [v + 15 for v in range(16, 24)]
+    launch(reduce, "red.global.add.u32 [%rd1+64], 1;", mode)
+    races("byte 64 of array", reduce, "st.global.u32 [%rd1+64], 1;", mode)
+    races("byte 64 of array", reduce, STORES[kind] + FLUSH, mode)
+    races("byte 64 of array", reduce, "ld.global.u32 %r6, [%rd1+64];", mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_lies_outside_the_tensor_is_not_touched(mode: str) -> None:
+    out = STORES["tensor"].replace("{0, 2}", "{4, 2}") + FLUSH
+    assert launch(out, "st.global.u32 [%rd1+96], 1;", mode)[24] == 1
+    races("byte 80 of array", out, "st.global.u32 [%rd1+80], 1;", mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_copies(mode: str) -> None:
+    copy = "cp.async.cg.shared.global [%r2], [%rd1+64], 16;"
+    wait = "cp.async.wait_all;"
+    races("byte 64 of array", "st.global.u32 [%rd1+64], 1;", copy + wait, mode)
+    launch(copy + wait + RAISE, POLL + "st.global.u32 [%rd1+64], 1;", mode)
+    races("byte 64 of array.*may still read", copy + RAISE + wait, POLL + "st.global.u32 [%rd1+64], 1;", mode)
+    launch(copy.replace("16;", "16, 8;") + wait, "st.global.u32 [%rd1+72], 1;", mode)
+
+
+# ---- groups of cp.async ------------------------------------------------------------------------------------------
+#: Lane %t0 copies a word; %t2 is its place in shared memory, %x0 in global memory; the source must be defined late.
+COPY = ".shared .align 16 .b8 s[256]; mov.u32 %t1, s; mad.lo.u32 %t2, %t0, 4, %t1; setp.lt.u32 %p1, %t0, 16;"
+ONE = "cp.async.ca.shared.global [%t2], [%x0], 4;"
+
+
+def copied(code: str) -> list[int]:
+    """Run code that copies the words 100, 101, ... and loads each lane's own."""
+    source = np.arange(100, 132, dtype="u4")
+    text = COPY + code + "ld.shared.u32 %d, [%t2];"
+    return run(text, [source], np.zeros(32, "u4"), mode="late").tolist()
+
+
+def test_groups_are_those_of_each_lane() -> None:
+    everyone = list(range(100, 132))
+    assert copied(ONE + "cp.async.commit_group; cp.async.wait_group 0;") == everyone
+    assert copied("@%p1 " + ONE + "@!%p1 " + ONE + "cp.async.commit_group; cp.async.wait_group 0;") == everyone
+    halves = "@%p1 bra A; {one} cp.async.commit_group; bra B; A: {one} cp.async.commit_group; B: bar.warp.sync -1; cp.async.wait_group {n};".replace(
+        "{one}", ONE
+    )
+    assert copied(halves.replace("{n}", "0")) == everyone
+    # Every lane has one group: none of them has to finish.
+    with pytest.raises((ptxsim.PoisonError, ptxsim.RaceError)):
+        copied(halves.replace("{n}", "1"))
+
+
+def test_a_lane_waits_for_its_own_copies_only() -> None:
+    half = ONE + "cp.async.commit_group; @%p1 cp.async.wait_group 0;"
+    with pytest.raises((ptxsim.PoisonError, ptxsim.RaceError)):
+        copied(half)
+    assert copied(half + "@!%p1 cp.async.wait_all;") == list(range(100, 132))
+
+
+def test_a_later_group_may_stay_in_flight() -> None:
+    second = "add.u32 %t3, %t2, 128; cp.async.ca.shared.global [%t3], [%x0], 4; cp.async.commit_group;"
+    start = ONE + "cp.async.commit_group; @!%p1 bra A;" + second + "A: cp.async.wait_group 1;"
+    # The lanes without a second group have not waited for the first one.
+    with pytest.raises((ptxsim.PoisonError, ptxsim.RaceError)):
+        copied(start)
+    assert copied(start + "@!%p1 cp.async.wait_group 0;") == list(range(100, 132))
+
+
+def test_arrivals_wait_for_the_copies_of_their_lane() -> None:
+    barrier = ".shared .align 8 .b8 m[8]; mov.u32 %t4, m; setp.eq.u32 %p2, %t0, 0; @%p2 mbarrier.init.shared::cta.b64 [%t4], {n}; bar.warp.sync -1;"
+    arrive = "@!%p1 cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%t4]; W: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%t4], 0; @!%p3 bra W;"
+    with pytest.raises((ptxsim.PoisonError, ptxsim.RaceError)):
+        copied(barrier.replace("{n}", "16") + ONE + arrive)
+    both = arrive.replace("@!%p1 ", "")
+    assert copied(barrier.replace("{n}", "32") + ONE + both) == list(range(100, 132))
+
+
+def test_a_source_size_beyond_the_copy_is_a_fault() -> None:
+    with pytest.raises(ptxsim.MemoryFault, match="source size 8 exceeds the copy size 4"):
+        copied("mov.u32 %t5, 8; cp.async.ca.shared.global [%t2], [%x0], 4, %t5; cp.async.wait_all;")

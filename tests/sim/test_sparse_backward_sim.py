@@ -1,0 +1,260 @@
+"""The kernels of the sparse backward in the simulator, through the public call, against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import reference
+from mla_cupy.launchers import sparse_dkv, sparse_rounders
+from mla_cupy.launchers.sparse_backward_config import KERNELS
+from mla_cupy.launchers.spec import DtypeVariant, Launch, Variant
+from mla_cupy.runtime import sources
+from tests.support.gradients import check_gradients, reason_against
+from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.sparse_cases import SparseCase, SparseInputs, make
+
+HOPPER = tuple(name for name in KERNELS if "sm90" in name)
+GENERIC = "sparse_backward_generic"
+DETERMINISTIC = tuple(name for name in KERNELS if any(variant.deterministic for variant in KERNELS[name].SPEC.variants))
+#: (mode of completion, seed)
+MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+
+CASES = [
+    SparseCase(s_q=1, s_kv=60, h_q=1, topk=1, invalid=0.0),
+    SparseCase(s_q=2, s_kv=200, h_q=3, topk=63, invalid=0.0, sink=True),
+    SparseCase(s_q=2, s_kv=200, h_q=3, topk=65, d_qk=512, dtype="float16"),
+    SparseCase(s_q=4, s_kv=100, h_q=3, topk=70, lengths=True, sink=True),  # a query that has no row
+    SparseCase(s_q=3, s_kv=40, h_q=9, topk=130, causal=True, invalid=0.0),  # more slots than rows: duplicates
+    SparseCase(s_q=6, s_kv=90, h_q=2, topk=40, sequences=((2, 30), (0, 5), (3, 40)), causal=True, dtype="float16"),
+    SparseCase(s_q=2, s_kv=100, h_q=64, topk=20, sink=True, d_qk=512),
+    SparseCase(s_q=1, s_kv=100, h_q=100, topk=70, sink=True),
+    SparseCase(s_q=3, s_kv=50, h_q=2, topk=9, invalid=1.0, sink=True),  # nothing to attend to
+    SparseCase(s_q=2, s_kv=70, h_q=2, topk=30, head_axis=True),
+]
+
+
+#: Of more heads than the generic kernel should be simulated with, unless all are.
+WIDE = [
+    SparseCase(s_q=3, s_kv=90, h_q=128, topk=70, lengths=True, sink=True),
+    SparseCase(s_q=4, s_kv=200, h_q=65, topk=130, causal=True, d_qk=512, dtype="float16"),
+]
+
+
+def takes(kernel: str, case: SparseCase, deterministic: bool = False) -> bool:
+    return not reason_against(kernel, fake_gpu(2), case, deterministic)
+
+
+def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], bool]]:
+    """Each case with each kernel once; modes and determinism take turns."""
+    for i, (kernel, case) in enumerate(itertools.product((GENERIC, *HOPPER), [*CASES, *WIDE])):
+        if kernel != GENERIC or case in CASES:
+            yield case, kernel, MODES[i % len(MODES)], i % 4 == 1 and takes(kernel, case, True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_kernels:
+        chosen = list(_pairwise())
+        if metafunc.config.getoption("--sim") == "full":
+            chosen = list(itertools.product([*CASES, *WIDE], (GENERIC, *HOPPER), MODES, (False, True)))
+        chosen = [x for x in chosen if takes(x[1], x[0], x[3])]
+        ids = [
+            f"{case.id}-{kernel}-{mode}{seed}{'-deterministic' if deterministic else ''}"
+            for case, kernel, (mode, seed), deterministic in chosen
+        ]
+        metafunc.parametrize(("case", "kernel", "mode", "deterministic"), chosen, ids=ids)
+
+
+def run(
+    inputs: SparseInputs,
+    kernel: str,
+    mode: tuple[str, int] = ("early", 0),
+    cc: tuple[int, int] = (9, 0),
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    with simulated(2, cc, *mode) as target:
+        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel, **options)
+    assert f"mla_{kernel}" in target.launched
+    return got
+
+
+def test_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], deterministic: bool) -> None:
+    inputs = make(case)
+    check_gradients(run(inputs, kernel, mode, deterministic=deterministic), inputs, deterministic=deterministic)
+
+
+def with_heads(kernel: str, case: SparseCase) -> SparseCase:
+    """The case, or the same with as many heads as the kernel asks for."""
+    return case if takes(kernel, case) else replace(case, h_q=70)
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, *HOPPER])
+@pytest.mark.parametrize("sm_count", [2, 5])
+def test_lists_that_are_sorted(kernel: str, sm_count: int) -> None:
+    """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
+    inputs = make(with_heads(kernel, SparseCase(s_q=5, s_kv=300, h_q=2, topk=100)))
+    with simulated(sm_count, mode="random", seed=5, l2_bytes=1 << 10) as target:
+        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel)
+    assert f"mla_{kernel}" in target.launched
+    check_gradients(got, inputs)
+
+
+@pytest.mark.parametrize("strides", ["odd", "dense"])
+def test_generic_kernel_on_an_older_gpu(strides: Any) -> None:
+    inputs = make(SparseCase(s_q=2, s_kv=60, h_q=3, topk=30, strides=strides, lengths=True, sink=True))
+    check_gradients(run(inputs, GENERIC, cc=(7, 5)), inputs)
+
+
+def test_float32_gradient_of_kv() -> None:
+    """Added to what is there by nobody: the array given is overwritten, whatever lies between its rows stays."""
+    inputs = make(SparseCase(s_q=2, s_kv=50, h_q=2, topk=20))
+    whole = np.full((50, 600), 7, np.float32)
+    dkv = whole[:, 5:581]
+    got = run(inputs, GENERIC, dkv=dkv, dkv_dtype="float32")
+    assert got[1] is dkv
+    check_gradients(got, inputs, "float32")
+    assert (whole[:, :5] == 7).all()
+    assert (whole[:, 581:] == 7).all()
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, *HOPPER])
+def test_base_two_and_a_scale(kernel: str) -> None:
+    inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=80, h_q=2, topk=20, sink=True)))
+    out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=0.02, lse_base="2")
+    arguments = (inputs.q, inputs.kv, out.astype(np.float32), inputs.dout, lse.astype(np.float32), inputs.indices)
+    exact = reference.sparse_mla_backward(*arguments, **inputs.options, scale=0.02, lse_base="2")
+    with simulated():
+        got = mla_cupy.sparse_mla_backward(
+            *arguments, **inputs.options, scale=0.02, lse_base="2", variant=kernel, dkv_dtype="float32"
+        )
+    for x, y in zip(got, exact, strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=1e-2 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("kernel", DETERMINISTIC)
+def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
+    """In whatever order the additions come, which the modes change; and near those of plain additions."""
+    inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=20, h_q=9, topk=24, sink=True)))
+    once, again = (
+        run(inputs, kernel, mode, deterministic=True, dkv_dtype="float32") for mode in (("late", 0), ("random", 7))
+    )
+    plain = run(inputs, kernel, dkv_dtype="float32")
+    for x, y in zip(once, again, strict=True):
+        assert x.tobytes() == y.tobytes()
+    assert plain[0].tobytes() == once[0].tobytes()
+    peak = np.abs(plain[1]).max(axis=1, keepdims=True)
+    assert (np.abs(plain[1] - once[1]) <= 1e-3 * peak).all()
+    assert peak.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "deterministic"),
+    [(kernel, False) for kernel in (GENERIC, *HOPPER)] + [(kernel, True) for kernel in DETERMINISTIC],
+)
+def test_nan_reaches_the_rows_of_its_query_and_no_others(kernel: str, deterministic: bool) -> None:
+    inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=120, h_q=3, topk=12, invalid=0.0)))
+    inputs.dout[2, 1, 77] = np.nan
+    dq, dkv, _ = (x if x is None else x.astype(np.float32) for x in run(inputs, kernel, deterministic=deterministic))
+    assert np.isnan(dq[2, 1]).all()
+    assert np.isfinite(np.delete(dq, 2, axis=0)).all()
+    spoiled = np.zeros(120, bool)
+    spoiled[inputs.rows[2]] = True
+    assert np.isnan(dkv[spoiled]).all()
+    assert np.isfinite(dkv[~spoiled]).all()
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, *HOPPER])
+def test_queries_without_a_gradient(kernel: str) -> None:
+    """An infinite lse means that there is none, whatever stands in out and dout."""
+    inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=90, h_q=3, topk=12, invalid=0.0)))
+    inputs.lse[0, 1], inputs.lse[2] = np.inf, -np.inf
+    inputs.dout[2], inputs.out[2] = np.nan, np.nan
+    expected = reference.sparse_mla_backward(*inputs.backward_arguments)
+    got = run(inputs, kernel)
+    assert (got[0][0, 1] == 0).all()
+    assert (got[0][2] == 0).all()
+    for x, y in zip(got[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=2e-2 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", [(0, 30, 4), (2, 0, 4), (2, 30, 0)], ids=str)
+def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None:
+    s_q, s_kv, topk = sizes
+    inputs = make(SparseCase(s_q=s_q, s_kv=s_kv, h_q=2, topk=topk, sink=True, strides="dense"))
+    with simulated():
+        dq, dkv, d_sink = mla_cupy.sparse_mla_backward(
+            *inputs.backward_arguments, **inputs.options, deterministic=deterministic
+        )
+    for x, shape in ((dq, (s_q, 2, 576)), (dkv, (s_kv, 576)), (d_sink, (2,))):
+        assert x.shape == shape
+        assert (x == 0).all()
+
+
+@pytest.mark.parametrize("d_qk", [512, 576])
+@pytest.mark.parametrize("levels", [1, 6])
+def test_dims_come_back_into_their_order(d_qk: int, levels: int) -> None:
+    """From the order that the Hopper kernel adds them up in, as the header has it; the levels are added up."""
+    header = sources.gather("attention/sparse_params.cuh")["attention/sparse_params.cuh"].decode()
+    (formula,) = re.findall(r"i32 dkv_position\(i32 dim\) \{\s*return (.*?);\s*\}", header, re.DOTALL)
+    position = eval(formula.replace("/", "//"), {"dim": np.arange(d_qk)})
+    assert sorted(position) == list(range(d_qk))
+    rows = 11
+    wanted = np.random.default_rng(0).integers(-(2**18), 2**18, (levels, rows, d_qk)).astype(np.float32)
+    sums = np.empty_like(wanted)
+    sums[..., position] = wanted
+    dkv = np.full((rows, d_qk + 3), 7, np.float32)
+    with simulated() as target:
+        addresses = (target.memory.map(sums), target.memory.map(dkv))
+        launch = Launch(sparse_dkv.SPEC.request(DtypeVariant("bfloat16"), "sm_90a"), 0)
+        sparse_dkv.launch(launch, *addresses, d_qk + 3, (rows, d_qk, levels), (True, True), 0)
+    np.testing.assert_array_equal(dkv[:, :d_qk], wanted.sum(axis=0))
+    assert (dkv[:, d_qk:] == 7).all()
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-30, 0.7, 1.0, 3.0, 8.0, 1e6, 1e27, 3e38])
+def test_rounders_leave_room_for_all_numbers(largest: float) -> None:
+    """And for no more than that; their bound is a power of two."""
+    selected = np.array([0, 1, 2, 3, 1000, 2**20, 2**24, 2**30], np.uint32)
+    rounders = np.zeros(9, np.float32)
+    with simulated() as target:
+        launch = Launch(sparse_rounders.SPEC.request(Variant(), "sm_90a"), 0)
+        arrays = (selected, np.array([largest], np.float32), rounders)
+        sparse_rounders.launch(launch, *(target.memory.map(x) for x in arrays), 8, 3, 0)
+    exponent = np.clip(np.ceil(np.log2(np.float64(np.float32(largest)))) if largest else -80, -80, 90)
+    assert rounders[8] == 2.0**exponent
+    mantissa, exponents = np.frexp(rounders[:8])
+    assert (mantissa == 0.75).all()
+    quanta = 2.0 ** (exponent - (exponents - 1.0 - 23))  # in the bound
+    most = 3 * np.maximum(selected, 1 / 3).astype(np.float64)
+    assert (quanta * most <= 2.0**23).all()
+    assert ((quanta * most > 2.0**22) | (quanta == 2.0**22)).all()
+
+
+def test_exact_additions_in_any_order() -> None:
+    """What the mathematics of the header promises, in NumPy: no bit depends on the order, and little is lost."""
+    rng = np.random.default_rng(0)
+    numbers = (rng.standard_normal(3000) * 10.0 ** rng.uniform(-6, 0, 3000)).astype(np.float32)
+    bound, bits = np.float32(8), 23 - 12
+    rounder = np.float32(1.5 * 2.0**23 * bound / 2.0**bits)
+    steps = (bound.view(np.int32) - np.abs(numbers).view(np.int32)) >> 25
+    levels = np.clip(steps, 0, sparse_rounders.LEVELS - 1)
+    by = rounder / np.float32(16) ** levels.astype(np.float32)
+    rounded = (numbers + by) - by
+    found = set()
+    for _ in range(20):
+        order = rng.permutation(3000)
+        sums = np.zeros(sparse_rounders.LEVELS, np.float32)
+        for level, number in zip(levels[order], rounded[order], strict=True):
+            sums[level] += number
+        found.add(sums.tobytes())
+    assert len(found) == 1
+    exact = numbers.astype(np.float64).sum()
+    assert abs(sums[::-1].sum() - exact) < 2.0 ** (4 - bits) * np.sqrt((numbers.astype(np.float64) ** 2).sum())

@@ -1,0 +1,116 @@
+"""The gradients of sparse attention: the tolerance rule for each of the three, and the public call on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.launchers.sparse_backward_config import KERNELS
+from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy.runtime.device import DeviceInfo
+from tests.support.gpu import upload
+from tests.support.sparse_cases import Array, SparseCase, SparseInputs
+from tests.support.tolerance import check_out
+
+#: float32 sums in another order, in units of the largest gradient of a sink.
+SINK_ERROR = 2e-5
+#: What is left of the terms of a gradient, at least, where they are not taken to have cancelled.
+CANCELLED = 2.0**-5
+#: Tensor cores cut off bits at each step: dP and delta, which nearly cancel where a query has one key, may err by 128
+#: units in the last place of such terms.
+BUDGET = 128 * 2.0**-23 / CANCELLED
+ALL_KERNELS = tuple(KERNELS)
+
+
+def check_gradients(
+    got: Sequence[Any], inputs: SparseInputs, dkv_dtype: str | None = None, deterministic: bool = False
+) -> None:
+    """Assert the rule for (dq, dkv, d_sink)."""
+    exact, rounded = inputs.exact_gradients, inputs.rounded_gradients
+    dtype = inputs.case.dtype
+    terms_of_dq, terms_of_dkv = (CANCELLED * x for x in terms(inputs))
+    check_out(got[0], exact[0], rounded[0], dtype, budget=BUDGET, least_unit=terms_of_dq, name="dq")
+    budget = max(BUDGET, error_of_exact_additions(inputs)) if deterministic else BUDGET
+    check_out(got[1], exact[1], rounded[1], dkv_dtype or dtype, budget=budget, least_unit=terms_of_dkv, name="dkv")
+    if inputs.attn_sink is None:
+        assert got[2] is None
+        return
+    assert exact[2] is not None
+    unit = np.abs(np.where(np.isfinite(exact[2]), exact[2], 0)).max()
+    np.testing.assert_allclose(got[2], exact[2], rtol=SINK_ERROR, atol=SINK_ERROR * unit)
+
+
+def error_of_exact_additions(inputs: SparseInputs) -> float:
+    """By how much of its size a number is rounded at most, if 8 heads at a time are added: `exact_addition.cuh`."""
+    selected = np.concatenate([np.zeros(0, np.int64), *inputs.rows])
+    numbers = np.bincount(selected, minlength=1).max() * -(-inputs.case.h_q // 8)
+    bits = 23 - math.ceil(math.log2(max(2, numbers)))
+    return 2.0 ** (3 - bits)
+
+
+def terms(inputs: SparseInputs) -> tuple[Array, Array]:
+    """How large the rows of dq and dkv would be if nothing cancelled; the last axis has one element."""
+    working = np.float32
+    scale = working(inputs.case.d_qk**-0.5)
+    delta = np.abs((inputs.out.astype(working) * inputs.dout.astype(working)).sum(axis=-1))
+    sink = np.full(inputs.case.h_q, -np.inf) if inputs.attn_sink is None else inputs.attn_sink
+    total = np.where(np.isinf(inputs.lse), np.inf, np.logaddexp(inputs.lse, sink)).astype(working)
+    kv = inputs.kv.reshape(-1, inputs.case.d_qk)
+    of_dq, of_dkv = np.zeros(inputs.q.shape, working), np.zeros(kv.shape, working)
+    with np.errstate(all="ignore"):
+        for i, rows in enumerate(inputs.rows):
+            keys, queries, dout = (x.astype(working) for x in (kv[rows], inputs.q[i], inputs.dout[i]))
+            weights = np.exp(scale * (queries @ keys.T) - total[i][:, None])
+            d_scores = scale * weights * (np.abs(dout @ keys[:, :512].T) + delta[i][:, None])
+            of_dq[i] = d_scores @ np.abs(keys)
+            d_keys = d_scores.T @ np.abs(queries)
+            d_keys[:, :512] += weights.T @ np.abs(dout)
+            np.add.at(of_dkv, rows, d_keys)
+    # Of a row that is not finite, nothing can be said.
+    of_dkv = of_dkv.reshape(inputs.kv.shape)
+    return tuple(np.nan_to_num(x, nan=0, posinf=0).max(axis=-1, keepdims=True) for x in (of_dq, of_dkv))
+
+
+def reason_against(variant: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> str:
+    """Why the main kernel cannot run there, or not this case; empty if it can."""
+    sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
+    aligned = case.strides != "odd"
+    problem = SparseBackwardProblem(*sizes, case.sink, deterministic, aligned)
+    return str(KERNELS[variant].unsupported(problem, device))
+
+
+def need(variant: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> None:
+    """Skip where the main kernel cannot run, or not this case."""
+    reason = reason_against(variant, device, case, deterministic)
+    if reason:
+        pytest.skip(f"{variant} {reason}")
+
+
+def uploaded(inputs: SparseInputs) -> tuple[list[Any], dict[str, Any]]:
+    """The positional and the named arguments of `sparse_mla_backward` on the GPU, gaps and strides included."""
+    named = {name: upload(x) for name, x in inputs.optional.items()}
+    return [upload(x) for x in inputs.backward_arguments], {**named, "causal": inputs.case.causal}
+
+
+def on_host(results: Sequence[Any]) -> list[Any]:
+    """CuPy results as NumPy arrays."""
+    import cupy
+
+    return [None if x is None else cupy.asnumpy(x) for x in results]
+
+
+def backward(inputs: SparseInputs, **options: Any) -> list[Any]:
+    """The public call on the GPU."""
+    arguments, named = uploaded(inputs)
+    return on_host(mla_cupy.sparse_mla_backward(*arguments, **{**named, **options}))
+
+
+def run_and_check(inputs: SparseInputs, **options: Any) -> None:
+    """The public call on the GPU against the oracle."""
+    got = backward(inputs, **options)
+    check_gradients(got, inputs, options.get("dkv_dtype"), options.get("deterministic", False))

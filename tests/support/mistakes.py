@@ -1,0 +1,82 @@
+"""What the tests of callers' mistakes share: how a good call is spoiled, and what its error must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mla_cupy import MlaError
+from tests.support.gpu import upload
+
+Call = dict[str, Any]
+#: Arguments that results are written to.
+RESULTS = ("out", "lse", "max_logits", "dq", "dkv")
+
+
+class Foreign:
+    """An array of an unknown library, on a GPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise AssertionError("nobody may ask for the memory of an array that does not fit")
+
+
+class HostForeign(Foreign):
+    """The same on a CPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class Bad(NamedTuple):
+    """One mistake: what it does to a good call, and what the error must say."""
+
+    id: str
+    change: Callable[[Call], object]
+    error: type[Exception]
+    words: tuple[str, ...]
+
+
+def swap(name: str, make: Callable[[Any], Any]) -> Callable[[Call], object]:
+    """Replace an argument by what `make` makes of it."""
+
+    def change(call: Call) -> None:
+        call[name] = make(call.get(name))
+
+    return change
+
+
+def option(name: str, value: Any) -> Callable[[Call], object]:
+    return lambda call: call.update({name: value})
+
+
+def gapped(x: Any) -> Any:
+    """The same values, the last axis in steps of 2 elements."""
+    return np.repeat(x, 2, axis=-1)[..., ::2]
+
+
+def shifted(x: Any) -> Any:
+    """The same shape, one element past a multiple of 16 bytes."""
+    whole = np.zeros(x.size + 16, x.dtype)
+    return whole[1 : 1 + x.size].reshape(x.shape)
+
+
+def raises(bad: Bad, function: Callable[..., Any], call: Call, place: str) -> None:
+    """The error is right, and what the results would have gone to is as it was."""
+    bad.change(call)
+    if place == "cupy":
+        call = {name: upload(x) if isinstance(x, np.ndarray) and name != "scale" else x for name, x in call.items()}
+    before = {name: bytes(call[name].tobytes()) for name in RESULTS if hasattr(call.get(name), "tobytes")}
+    with pytest.raises(bad.error) as caught:
+        function(**call)
+    assert isinstance(caught.value, MlaError)
+    message = str(caught.value)
+    for word in ("got", "expected", *bad.words):
+        assert word in message, f"{word!r} is not in {message!r}"
+    for name, content in before.items():
+        assert bytes(call[name].tobytes()) == content, f"{name} was written"
