@@ -11,8 +11,9 @@ PENDING = np.uint32(0xFFFFFFFF)
 class Shadow:
     """What the detector knows about each 4-byte word of one block's shared memory, tensor memory or a global array.
 
-    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array. ``updates`` holds, per agent,
-    when it last wrote each word strongly: such writes do not order one another, so the last cannot stand for all.
+    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array. ``updates`` holds, per
+    agent, when it last wrote each word strongly: such writes do not order one another, so the last cannot stand for
+    all.
     """
 
     def __init__(self, words: int, columns: int = 0, name: str = "") -> None:
