@@ -27,6 +27,14 @@ MLA_DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// True in one lane of a converged warp, the same one each time.
+MLA_DEVICE bool elect_one() {
+    u32 elected;
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(elected)::"memory");
+    return elected != 0;
+}
+
 // The compiler may not assume to know `x` from here on: what is computed from it is computed here, and not kept in
 // registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }

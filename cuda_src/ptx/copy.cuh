@@ -26,6 +26,38 @@ MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarr
         : "memory");
 }
 
+MLA_DEVICE void cp_async_bulk_tensor_3d(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1, i32 c2,
+                                        u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to.value),
+        "l"(&map), "r"(smem_addr(&full).value), "r"(c0), "r"(c1), "r"(c2), "l"(l2_policy)
+        : "memory");
+}
+
+// Four rows of a matrix, by their numbers, from column `column` on (sm_100a). A row outside the matrix becomes zeros,
+// and its bytes count all the same.
+MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, MBarrier& full, i32 column,
+                                             const int4& rows, u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to.value),
+        "l"(&map), "r"(smem_addr(&full).value), "r"(column), "r"(rows.x), "r"(rows.y), "r"(rows.z), "r"(rows.w),
+        "l"(l2_policy)
+        : "memory");
+}
+
+// A box to global memory; what lies outside the tensor is not written.
+MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr from, i32 c0, i32 c1, i32 c2) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(from.value), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+// This thread's stores are a group; then all groups are done.
+MLA_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+MLA_DEVICE void cp_async_bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Copies 16 bytes, or writes 16 zero bytes where `present` is false (the source is then not read).
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.value), "l"(from), "r"(present ? 16 : 0)

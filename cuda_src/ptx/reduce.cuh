@@ -11,6 +11,13 @@ MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w, i32 wa
         : "memory");
 }
 
+MLA_DEVICE void red_add_v2(float* to, float x, float y, i32 wanted) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.s32 p, %3, 0;\n @p red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n}" ::"l"(to),
+        "f"(x), "f"(y), "r"(wanted)
+        : "memory");
+}
+
 // Wraps around.
 MLA_DEVICE void red_add(i32* to, i32 x) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");

@@ -1,0 +1,42 @@
+// Descriptors of tcgen05 products, from named fields. Operands lie in slabs: rows of 64 columns of 16-bit elements in
+// the 128-byte swizzle of tile/panel.cuh, which a slab of 64 rows is.
+//
+// One and the same slab is a K-major operand (the product runs along its columns) and an MN-major one (along its rows).
+#pragma once
+#include "ptx/tcgen05.cuh"
+#include "tile/panel.cuh"
+
+// Shared-memory descriptor: start at bits 0 to 13, leading offset 16 to 29, stride offset 32 to 45, all in 16 bytes;
+// 0b001 at 46; the swizzle at 61.
+constexpr u64 kMatrixDescVersion = 1ull << 46;
+constexpr u64 kMatrixDescSwizzle128 = 2ull << 61;
+
+MLA_DEVICE MatrixDesc make_matrix_desc(SmemAddr start, u32 leading_bytes, u32 stride_bytes) {
+    return MatrixDesc{(u64)((start.value & 0x3ffffu) >> 4) | (u64)(leading_bytes >> 4) << 16 |
+                      (u64)(stride_bytes >> 4) << 32 | kMatrixDescVersion | kMatrixDescSwizzle128};
+}
+
+// Rows are M or N, columns are K. The leading offset is not used.
+MLA_DEVICE MatrixDesc k_major_matrix(SmemAddr slab) { return make_matrix_desc(slab, 16, kSwizzleAtomBytes); }
+
+// Rows are K, columns are M or N; the next 64 of them are in the next slab, `slab_bytes` further.
+MLA_DEVICE MatrixDesc mn_major_matrix(SmemAddr slab, u32 slab_bytes) {
+    return make_matrix_desc(slab, slab_bytes, kSwizzleAtomBytes);
+}
+
+// The descriptor `bytes` further on; shared memory ends before the address field does.
+MLA_DEVICE MatrixDesc advance(MatrixDesc desc, u32 bytes) {
+    return MatrixDesc{(desc.bits & 0xffffffff00000000ull) | (u64)((u32)desc.bits + (bytes >> 4))};
+}
+
+// Instruction descriptor of 16-bit operands and fp32 sums.
+enum class Major : u32 { K = 0, MN = 1 };
+
+MLA_DEVICE constexpr u32 type_code(bfloat16) { return 1; }
+MLA_DEVICE constexpr u32 type_code(float16) { return 0; }
+
+template <class Element>
+MLA_DEVICE constexpr InstructionDesc make_instruction_desc(u32 m, u32 n, Major a, Major b) {
+    return InstructionDesc{1u << 4 | type_code(Element{}) << 7 | type_code(Element{}) << 10 | (u32)a << 15 |
+                           (u32)b << 16 | n / 8 << 17 | m / 16 << 24};
+}
