@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_cupy._version import __version__
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
+from mla_cupy.parts import part as _part
 from mla_cupy.runtime import cache, device, kernels, report, worker
 from mla_cupy.runtime.build import BuildRequest
 
@@ -271,17 +271,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _demo_module() -> Any:
     return importlib.import_module("mla_cupy.demo")
-
-
-def _part(name: str, place: str, module: str) -> Any:
-    """A module of the benches or the simulator: parts of the installed package, directories beside it in a checkout."""
-    if importlib.util.find_spec(f"mla_cupy.{name}") is not None:
-        return importlib.import_module(f"mla_cupy.{name}.{module}")
-    found = Path(__file__).resolve().parents[1] / place
-    if not (found / "__init__.py").is_file():
-        raise ArgumentError(explain(name, "nothing", "an installed package or a checkout"))
-    sys.path.insert(0, str(found.parent))
-    return importlib.import_module(f"{name}.{module}")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ MAY_KNOW: dict[str, set[str]] = {
     "runtime": {"_version"},
     "launchers": {"runtime"},
     "ops": {"arrays", "launchers", "runtime.device", "runtime.env"},
-    "cli": {"_version", "launchers", "runtime", "demo"},
+    "parts": set(),
+    "simulation": {"arrays", "launchers", "ops", "parts", "runtime"},
+    "cli": {"_version", "launchers", "parts", "runtime", "demo", "selftest"},
     "demo": {"cli", "reference", "runtime", ""},
     "__main__": {"cli"},
     "": {"_version", "launchers", "ops", "reference", "runtime"},
@@ -37,6 +39,7 @@ LIBRARIES: dict[str, set[str]] = {
     "launchers": {"numpy"},
     "ops": {"numpy"},
     "demo": {"numpy"},
+    "simulation": {"numpy"},
 }
 #: Those that may be imported within functions only, and where.
 WITHIN_FUNCTIONS: dict[str, set[str]] = {
