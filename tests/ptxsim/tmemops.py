@@ -82,8 +82,7 @@ def store(
     clock = pipe.stores
     detector = W.cta.cluster.detector
     if detector:
-        view = detector.tensor_view(W.agent, pipe.agents[2], pipe.agents[1])
-        view[pipe.agents[1]] = pipe.loads_done
+        view = detector.tensor_view(W.agent, pipe.agents[2])
         words = index.reshape(-1)
         detector.tensor_write(W.agent, view, tmem.shadow, words, pipe.agents[2], clock, _Where(W, ins))
     values = np.stack([W.R[r.index].view("u4") for r in regs])
