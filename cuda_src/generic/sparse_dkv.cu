@@ -28,12 +28,14 @@ static_assert(dkv_position(2) % 2 == 0 && dkv_position(3) == dkv_position(2) + 1
 MLA_DEVICE constexpr i32 padded(i32 position) { return position + position / 32 * 4; }
 
 // ---- Params ----------------------------------------------------------------------------------------------------
+enum DkvOrder : i32 { kOrderPlain, kOrderSm90, kOrderSm100 };
+
 struct SparseDkvParams {
     const float* sums;  // (levels, s_kv, d_qk), contiguous
     void* dkv;          // (s_kv, d_qk), 16-bit or fp32
     i64 dkv_stride_s_elems;
     i32 s_kv, d_qk, levels;
-    i32 permuted;  // the sum of a dim stands at its dkv_position
+    i32 order;  // of the dims within a row of sums: 0 their own, 1 dkv_position, 2 dkv_position_sm100
     i32 dkv_is_fp32;
 };
 
@@ -73,20 +75,27 @@ MLA_DEVICE void load_sums(Row& row, const SparseDkvParams& p, i64 index, i32 lan
 }
 
 // Brings the dims of a row into their own order, by way of shared memory.
-MLA_DEVICE void unpermute(Row& row, float* shared, i32 d_qk, i32 lane) {
+MLA_DEVICE void restore_order(Row& row, float* shared, const SparseDkvParams& p, i32 lane) {
 #pragma unroll
     for (i32 i = 0; i < kSteps; ++i) {
         const i32 position = i * kWarpDims + lane * kLaneDims;
-        if (position < d_qk) *reinterpret_cast<float4*>(shared + padded(position)) = row.dims[i];
+        if (position < p.d_qk) *reinterpret_cast<float4*>(shared + padded(position)) = row.dims[i];
     }
     __syncwarp();
 #pragma unroll
     for (i32 i = 0; i < kSteps; ++i) {
         const i32 dim = i * kWarpDims + lane * kLaneDims;
-        if (dim >= d_qk) break;
-        const float2 low = *reinterpret_cast<const float2*>(shared + padded(dkv_position(dim)));
-        const float2 high = *reinterpret_cast<const float2*>(shared + padded(dkv_position(dim + 2)));
-        row.dims[i] = make_float4(low.x, low.y, high.x, high.y);
+        if (dim >= p.d_qk) break;
+        if (p.order == kOrderSm90) {
+            const float2 low = *reinterpret_cast<const float2*>(shared + padded(dkv_position(dim)));
+            const float2 high = *reinterpret_cast<const float2*>(shared + padded(dkv_position(dim + 2)));
+            row.dims[i] = make_float4(low.x, low.y, high.x, high.y);
+        } else {
+            row.dims[i].x = shared[padded(dkv_position_sm100(dim))];
+            row.dims[i].y = shared[padded(dkv_position_sm100(dim + 1))];
+            row.dims[i].z = shared[padded(dkv_position_sm100(dim + 2))];
+            row.dims[i].w = shared[padded(dkv_position_sm100(dim + 3))];
+        }
     }
 }
 
@@ -121,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_dkv(const __gr
     if (index >= p.s_kv) return;
     Row row;
     load_sums(row, p, index, lane);
-    if (p.permuted) unpermute(row, shared[warp], p.d_qk, lane);
+    if (p.order != kOrderPlain) restore_order(row, shared[warp], p, lane);
     const i64 to = index * p.dkv_stride_s_elems;
 #pragma unroll
     for (i32 i = 0; i < kSteps; ++i) {

@@ -54,9 +54,9 @@ MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr fro
                  : "memory");
 }
 
-// This thread's stores are a group; then all groups are done.
+// This thread's stores so far are a group; shared memory may be reused, or given up, once all groups have read it.
 MLA_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-MLA_DEVICE void cp_async_bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+MLA_DEVICE void cp_async_bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Copies 16 bytes, or writes 16 zero bytes where `present` is false (the source is then not read).
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {

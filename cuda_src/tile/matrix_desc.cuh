@@ -3,6 +3,7 @@
 //
 // One and the same slab is a K-major operand (the product runs along its columns) and an MN-major one (along its rows).
 #pragma once
+#include "ptx/control.cuh"
 #include "ptx/tcgen05.cuh"
 #include "tile/panel.cuh"
 
@@ -27,6 +28,13 @@ MLA_DEVICE MatrixDesc mn_major_matrix(SmemAddr slab, u32 slab_bytes) {
 // The descriptor `bytes` further on; shared memory ends before the address field does.
 MLA_DEVICE MatrixDesc advance(MatrixDesc desc, u32 bytes) {
     return MatrixDesc{(desc.bits & 0xffffffff00000000ull) | (u64)((u32)desc.bits + (bytes >> 4))};
+}
+
+// Keeps the compiler from holding all sums of a start and a step in registers across a loop; the other half is constant.
+MLA_DEVICE void opaque(MatrixDesc& desc) {
+    i32 low = (i32)desc.bits;
+    opaque(low);
+    desc.bits = (desc.bits & 0xffffffff00000000ull) | (u32)low;
 }
 
 // Instruction descriptor of 16-bit operands and fp32 sums.

@@ -12,6 +12,8 @@ from mla_cupy.launchers import (
     sparse_backward_generic,
     sparse_backward_sm90,
     sparse_backward_sm90_pair,
+    sparse_backward_sm100,
+    sparse_backward_sm100_keys64,
     sparse_delta,
     sparse_rounders,
     sparse_rows,
@@ -22,7 +24,11 @@ from mla_cupy.runtime.device import DeviceInfo
 
 #: The main kernels, the fastest first.
 KERNELS: dict[str, ModuleType] = {
-    module.SPEC.name: module for module in (sparse_backward_sm90_pair, sparse_backward_sm90, sparse_backward_generic)
+    "sparse_backward_sm100": sparse_backward_sm100,
+    "sparse_backward_sm100_keys64": sparse_backward_sm100_keys64,
+    "sparse_backward_sm90_pair": sparse_backward_sm90_pair,
+    "sparse_backward_sm90": sparse_backward_sm90,
+    "sparse_backward_generic": sparse_backward_generic,
 }
 _ALIGNMENT = 256
 _FLOAT = 4

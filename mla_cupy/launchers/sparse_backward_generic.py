@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from mla_cupy.launchers import sparse_problem
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy.launchers.sparse_problem import SparseBackwardProblem, SparseBackwardVariant
 from mla_cupy.launchers.spec import KernelSpec, any_arch
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
 HEADS_PER_ADDITION = 8
 """Heads whose contributions to a row of kv are summed before they are added to it."""
-PERMUTED = False
-"""Whether the dims within a row of the workspace stand in the order of `dkv_position`."""
+DKV_ORDER = sparse_problem.DKV_ORDER_PLAIN
 
 SPEC = KernelSpec(
     "sparse_backward_generic",
@@ -28,6 +27,11 @@ def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> str:
     if device.cc < (7, 5):
         return f"needs compute capability 7.5, {device.name} has {device.cc[0]}.{device.cc[1]}"
     return ""
+
+
+def variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
+    """The build that it takes."""
+    return sparse_problem.plain_variant(problem)
 
 
 def geometry(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:

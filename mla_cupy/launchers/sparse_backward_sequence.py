@@ -24,7 +24,7 @@ from mla_cupy.launchers import (
 from mla_cupy.launchers.sparse_backward_config import KERNELS, SparseBackwardConfig, Workspace, configure, levels
 from mla_cupy.launchers.sparse_problem import PARAMS, SparseBackwardProblem
 from mla_cupy.launchers.sparse_rows import SparseSelection
-from mla_cupy.launchers.spec import DtypeVariant, KernelSpec, Launch, Variant, argument_block
+from mla_cupy.launchers.spec import MAP_BYTES, DtypeVariant, KernelSpec, Launch, Variant, argument_block
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
@@ -77,7 +77,8 @@ class SparseBackwardSequence:
         self._device = device.ordinal
         self._rows = kernel(sparse_rows, Variant())
         self._delta = kernel(sparse_delta, dtype)
-        self._main = kernel(KERNELS[config.kernel], problem.variant)
+        main = KERNELS[config.kernel]
+        self._main = kernel(main, main.variant(problem))
         self._dkv = kernel(sparse_dkv, dtype)
         self._launches = [self._rows, self._delta, self._main, self._dkv]
         if problem.has_sink:
@@ -175,7 +176,11 @@ class SparseBackwardSequence:
 
     def _run_main(self, pointers: BackwardPointers, flags: BackwardFlags, space: Workspace, stream: int) -> None:
         problem = self.config.problem
-        args = argument_block(PARAMS.size)
+        tensor_maps = getattr(KERNELS[self.config.kernel], "tensor_maps", None)
+        specs = () if tensor_maps is None else tensor_maps(problem, pointers)
+        args = argument_block(PARAMS.size, *(MAP_BYTES for _ in specs))
+        for view, spec in zip(args.views[1:], specs, strict=True):
+            view[:] = driver.current().encode_tiled(spec)
         PARAMS.pack_into(
             args.views[0],
             pointers.q.ptr,
@@ -208,7 +213,7 @@ class SparseBackwardSequence:
         problem = self.config.problem
         if problem.s_kv > 0:
             sizes = (problem.s_kv, problem.d_qk, levels(problem))
-            order = (KERNELS[self.config.kernel].PERMUTED, flags.dkv_is_fp32)
+            order = (KERNELS[self.config.kernel].DKV_ORDER, flags.dkv_is_fp32)
             dkv = pointers.dkv
             sparse_dkv.launch(self._dkv, space.sums, dkv.ptr, dkv.strides[0], sizes, order, stream)
         if problem.has_sink:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from mla_cupy.launchers import sparse_backward_sm90, sparse_problem
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy.launchers.sparse_problem import SparseBackwardProblem, SparseBackwardVariant
 from mla_cupy.launchers.spec import KernelSpec, only_sm90a
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
 HEADS_PER_ADDITION = 128
 """Heads whose contributions to a row of kv are summed before they are added to it."""
-PERMUTED = True
-"""Whether the dims within a row of the workspace stand in the order of `dkv_position`."""
+DKV_ORDER = sparse_problem.DKV_ORDER_SM90
 CLUSTER = 2
 """Blocks that share a query."""
 
@@ -36,6 +35,11 @@ def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> str:
     if not fewest <= problem.h_q <= HEADS_PER_ADDITION:
         return f"is for {fewest} to {HEADS_PER_ADDITION} heads, not {problem.h_q}"
     return ""
+
+
+def variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
+    """The build that it takes."""
+    return sparse_problem.plain_variant(problem)
 
 
 def geometry(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:

@@ -13,7 +13,7 @@ PARAMS = Params(
     s_kv="i4",
     d_qk="i4",
     levels="i4",
-    permuted="i4",
+    order="i4",
     dkv_is_fp32="i4",
 )
 
@@ -33,10 +33,10 @@ def launch(
     dkv: int,
     dkv_stride: int,
     sizes: tuple[int, int, int],
-    flags: tuple[bool, bool],
+    flags: tuple[int, bool],
     stream: int,
 ) -> None:
-    """Write dkv. `sizes` is (s_kv, d_qk, levels), `flags` (permuted, dkv_is_fp32)."""
+    """Write dkv. `sizes` is (s_kv, d_qk, levels), `flags` (order, dkv_is_fp32)."""
     args = argument_block(PARAMS.size)
     PARAMS.pack_into(args.views[0], sums, dkv, dkv_stride, *sizes, *flags)
     kernel((-(-sizes[0] // ROWS_PER_BLOCK), 1, 1), args, stream)

@@ -9,6 +9,11 @@ from mla_cupy.launchers.spec import Params, Variant
 HEAD_DIM_V = 512
 HEAD_DIMS_QK = (576, 512)
 
+# The order in which a main kernel keeps the dims of a row of dkv: `attention/sparse_params.cuh`.
+DKV_ORDER_PLAIN = 0
+DKV_ORDER_SM90 = 1
+DKV_ORDER_SM100 = 2
+
 PARAMS = Params(
     q="u8",
     kv="u8",
@@ -73,7 +78,7 @@ class SparseBackwardProblem:
     deterministic: bool = False
     aligned: bool = True
 
-    @property
-    def variant(self) -> SparseBackwardVariant:
-        """Of the main kernel."""
-        return SparseBackwardVariant(self.dtype, self.d_qk, int(self.deterministic))
+
+def plain_variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
+    """The build of a main kernel that has no other choices."""
+    return SparseBackwardVariant(problem.dtype, problem.d_qk, int(problem.deterministic))

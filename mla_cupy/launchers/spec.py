@@ -95,6 +95,11 @@ def only_sm90a(arch: str) -> bool:
     return arch == "sm_90a"
 
 
+def only_sm100a(arch: str) -> bool:
+    """For kernels with tcgen05."""
+    return arch in ("sm_100a", "sm_103a")
+
+
 def has_programmatic_launch(arch: str) -> bool:
     """Whether kernels for `arch` can be programmatic dependents: from compute capability 9.0 on."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90
