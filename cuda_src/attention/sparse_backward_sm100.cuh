@@ -100,6 +100,18 @@ struct Storage {
     TmemAddr tmem;
 };
 
+// Facts that do not depend on the plan.
+#define MLA_SPARSE_BACKWARD_FACTS(Shared)                                                         \
+    MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems),              \
+                  MLA_OFFSET(SparseBackwardParams, s_q), MLA_OFFSET(SparseBackwardParams, scale), \
+                  (int)sizeof(SparseBackwardParams));                                             \
+    MLA_FACT(threads, kThreads);                                                                  \
+    MLA_FACT(smem_bytes, sizeof(Shared));                                                         \
+    MLA_FACT(block_heads, kBlockHeads);                                                           \
+    MLA_FACT(tile_keys, kTileKeys);                                                               \
+    MLA_FACT(tmem_columns, kTmemColumns);                                                         \
+    MLA_FACT(mbarriers, (MLA_OFFSET(Shared, tmem) - MLA_OFFSET(Shared, q_landed)) / sizeof(MBarrier))
+
 template <class S>
 MLA_DEVICE void init_storage(S& s) {
     constexpr u32 kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
@@ -358,15 +370,18 @@ MLA_DEVICE void run_drain_role(const Item& item, S& s, TmemAddr tmem, i32 group,
 // Adds numbers that stand side by side in a row of the workspace. Deterministic additions are rounded first.
 struct Adder {
     float* dkv;
+    const float* rounders;
     i32 bound;
     i64 level_elems;
 
-    MLA_DEVICE explicit Adder(const SparseBackwardParams& p) : dkv(p.dkv) {
+    MLA_DEVICE explicit Adder(const SparseBackwardParams& p) : dkv(p.dkv), rounders(p.rounders) {
         if (kDeterministic) {
             bound = __float_as_int(p.rounders[p.s_kv]);
             level_elems = (i64)p.s_kv * kHeadDimQk;
         }
     }
+
+    MLA_DEVICE i32 rounder(i32 row) const { return __float_as_int(rounders[row]); }
 
     template <i32 kCount>
     MLA_DEVICE void add(i32 row, i32 rounder, i32 position, float (&x)[kCount]) const {

@@ -58,17 +58,17 @@ constexpr bool regions_are_disjoint() {
     return true;
 }
 static_assert(regions_are_disjoint(), "tensor memory");
+constexpr u32 columns_used() {
+    u32 columns = 0;
+    for (const Region& region : kRegions) columns += region.halves == 2 ? 0 : region.columns;
+    return columns;
+}
 
 using Shared = Storage<kDkvSlots>;
 static_assert(sizeof(Shared) <= 232448, "a block has 227 KB of shared memory");
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
-              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
-MLA_FACT(threads, kThreads);
-MLA_FACT(smem_bytes, sizeof(Shared));
-MLA_FACT(block_heads, kBlockHeads);
-MLA_FACT(tile_keys, kTileKeys);
-MLA_FACT(tmem_columns, kTmemColumns);
+MLA_SPARSE_BACKWARD_FACTS(Shared);
+MLA_FACT(tmem_columns_used, columns_used());
 // M, N and how often a product of K = 16 is issued for a tile of keys with 64 heads: S, dP, dKV, its RoPE dims, dQ, its
 // RoPE dims.
 constexpr i32 kHeadSteps = kBlockHeads / kMmaK, kKeySteps = kTileKeys / kMmaK;
@@ -256,7 +256,7 @@ struct TransposedSums {
             }
 #pragma unroll
             for (i32 i = 0; kDeterministic && i < kKeys; ++i) {
-                rounders[i] = rows[i] >= 0 ? __float_as_int(item.p.rounders[rows[i]]) : 0;
+                rounders[i] = rows[i] >= 0 ? adder.rounder(rows[i]) : 0;
             }
         }
 

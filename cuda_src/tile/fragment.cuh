@@ -36,5 +36,21 @@ MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
     }
 }
 
+// 16 rows x 32 columns of an accumulator: two quads exchange halves, so that a row's 32 columns stand in eight lanes.
+// Afterwards x[r] are rows 8 r + the quad's number without its last bit, and the next; of each, lanes of the even quad
+// have columns below 16 and those of the odd one the others, four a lane: 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
+MLA_DEVICE void exchange_quads(float (&x)[kFragmentRows][2][4], const float* d, bool odd) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            const float low = d[2 * r + i % 2 + i / 2 * 4], high = d[2 * r + i % 2 + i / 2 * 4 + 8];
+            const float received = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
+            x[r][0][i] = odd ? received : low;
+            x[r][1][i] = odd ? high : received;
+        }
+    }
+}
+
 // Of a quad.
 MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }

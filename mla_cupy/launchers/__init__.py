@@ -10,6 +10,7 @@ from mla_cupy.launchers import (
     sparse_backward_sm90,
     sparse_backward_sm90_pair,
     sparse_backward_sm100,
+    sparse_backward_sm100_ws,
     sparse_bounds,
     sparse_delta,
     sparse_dkv,
@@ -46,6 +47,7 @@ SPECS: dict[str, KernelSpec] = {
         sparse_backward_sm90,
         sparse_backward_sm90_pair,
         sparse_backward_sm100,
+        sparse_backward_sm100_ws,
         sparse_backward_generic,
         sparse_dkv,
     )

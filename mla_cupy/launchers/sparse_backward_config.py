@@ -14,6 +14,7 @@ from mla_cupy.launchers import (
     sparse_backward_sm90_pair,
     sparse_backward_sm100,
     sparse_backward_sm100_keys64,
+    sparse_backward_sm100_ws,
     sparse_delta,
     sparse_rounders,
     sparse_rows,
@@ -26,6 +27,7 @@ from mla_cupy.runtime.device import DeviceInfo
 KERNELS: dict[str, ModuleType] = {
     "sparse_backward_sm100": sparse_backward_sm100,
     "sparse_backward_sm100_keys64": sparse_backward_sm100_keys64,
+    "sparse_backward_sm100_ws": sparse_backward_sm100_ws,
     "sparse_backward_sm90_pair": sparse_backward_sm90_pair,
     "sparse_backward_sm90": sparse_backward_sm90,
     "sparse_backward_generic": sparse_backward_generic,

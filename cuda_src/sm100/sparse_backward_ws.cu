@@ -1,0 +1,283 @@
+// Gradients of sparse MLA on Blackwell by weight-stationary products: everything in 464 columns of tensor memory.
+//
+//   P^T  = exp2(scale log2(e) K Q^T - lse2)        (32 keys x 64 heads), from the forward's lse
+//   dS^T = P^T * (V dO^T - delta) * scale          V is K's first 512 columns
+//   dQ  += dS K                                    (64 heads x d_qk), in tensor memory over all tiles
+//   dKV  = P^T dO + dS^T Q                         (32 keys x d_qk; the first product to 512 dims), added to global
+//   memory
+//
+// Grid: x = queries * blocks of 64 heads. One block stays on an SM: it takes all of the tensor memory. No cluster.
+//
+// Roles, barriers and their time line are those of sm100/sparse_backward.cu (attention/sparse_backward_sm100.cuh). What
+// differs is the other way round here: scores are transposed, sums are not. A weight-stationary product spreads its
+// columns over the groups of lanes that its 32 or 64 rows leave free, so that no cell of tensor memory is wasted, and a
+// thread reads keys or heads in rows.
+//
+// Source: as there; the map of columns is this project's first plan for Blackwell.
+#include "attention/sparse_backward_sm100.cuh"
+static_assert(kTileKeys == 32, "a tile is 32 rows of a product");
+
+// ---- Tensor memory ---------------------------------------------------------------------------------------------
+// In each of four groups of 32 lanes (of dQ: two groups of 64):
+//
+// sum            rows       columns    lane of a row r        column c is
+// P^T            32 keys    0..15      r of every group q     head 16 q + c
+// dP^T           32 keys    16..31     the same               the same
+// dKV[t]         32 keys    32 + 64 t  the same               dim 256 t + 64 q + c
+// dKV RoPE       32 keys    160..175   the same               dim 512 + 16 q + c
+// dQ[t]          64 heads   176 + 128 t   r of both groups q  dim 256 t + 128 q + c
+// dQ RoPE        64 heads   432..463   the same               dim 512 + 32 q + c
+constexpr i32 kTileDims = 256;
+constexpr i32 kDimTiles = kHeadDimV / kTileDims;
+constexpr i32 kKeyGroups = 4, kHeadGroups = 2;  // of lanes
+constexpr i32 kScoreColumns = kBlockHeads / kKeyGroups;
+constexpr i32 kDkvColumns = kTileDims / kKeyGroups, kDkvRopeColumns = kPanelColumns / kKeyGroups;
+constexpr i32 kDqColumns = kTileDims / kHeadGroups, kDqRopeColumns = kPanelColumns / kHeadGroups;
+
+constexpr u32 kColumnP = 0;
+constexpr u32 kColumnDp = kColumnP + kScoreColumns;
+constexpr u32 kColumnDkv = kColumnDp + kScoreColumns;
+constexpr u32 kColumnDkvRope = kColumnDkv + kDimTiles * kDkvColumns;
+constexpr u32 kColumnDq = kColumnDkvRope + kDkvRopeColumns;
+constexpr u32 kColumnDqRope = kColumnDq + kDimTiles * kDqColumns;
+constexpr u32 kColumnsUsed = kColumnDqRope + kDqRopeColumns;
+static_assert(kColumnDp == 16 && kColumnDkv == 32 && kColumnDq == 176 && kColumnsUsed == 464, "the plan");
+static_assert(kColumnsUsed <= kTmemColumns, "tensor memory");
+
+using Shared = Storage<kDimTiles>;
+static_assert(sizeof(Shared) <= 232448, "a block has 227 KB of shared memory");
+
+MLA_SPARSE_BACKWARD_FACTS(Shared);
+MLA_FACT(tmem_columns_used, kColumnsUsed);
+MLA_FACT(weight_stationary, 1);
+constexpr i32 kHeadSteps = kBlockHeads / kMmaK, kKeySteps = kTileKeys / kMmaK;
+MLA_FACT_LIST(products, kTileKeys, kBlockHeads, kSlabsQk* kPanelMmaSteps, kTileKeys, kBlockHeads,
+              kSlabsV* kPanelMmaSteps, kTileKeys, kTileDims, 2 * kDimTiles * kHeadSteps, kTileKeys, kPanelColumns,
+              kHasRope* kHeadSteps, kBlockHeads, kTileDims, kDimTiles* kKeySteps, kBlockHeads, kPanelColumns,
+              kHasRope* kKeySteps);
+
+// ---- Plan ------------------------------------------------------------------------------------------------------
+struct TransposedScores {
+    static constexpr i32 kTiles = kDimTiles, kSlots = kDimTiles;
+
+    // ---- Products
+    // Sums over columns of both operands: S^T and dP^T, keys x heads.
+    template <i32 kSlabs>
+    MLA_DEVICE static void issue_scores(TmemAddr d, const u8* keys, const u8* heads) {
+        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kTileKeys, kBlockHeads, Major::K, Major::K);
+        MatrixDesc a = k_major_matrix(smem_addr(keys)), b = k_major_matrix(smem_addr(heads));
+        opaque(a);
+        opaque(b);
+#pragma unroll 1  // four products last longer than a turn of the loop
+        for (i32 slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+            for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+                const u32 bytes = step * kKMajorStepBytes;
+                tcgen05_mma_ws_f16(d, advance(a, slab * kKeySlabBytes + bytes), advance(b, slab * kPanelBytes + bytes),
+                                   kShape, slab + step > 0);
+            }
+        }
+    }
+    MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage) {
+        issue_scores<kSlabsQk>(tmem.column(kColumnP), s.k[stage], s.q);
+    }
+    MLA_DEVICE static void issue_dp(Shared& s, TmemAddr tmem, i32 stage) {
+        issue_scores<kSlabsV>(tmem.column(kColumnDp), s.k[stage], s.dout);
+    }
+
+    // Sums over heads: kDims dims of dKV from P^T or dS^T, and dO or Q.
+    template <i32 kDims>
+    MLA_DEVICE static void issue_dkv(TmemAddr d, const u8* scores, const u8* dims, i32 head_steps, bool accumulate) {
+        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kTileKeys, kDims, Major::K, Major::MN);
+        MatrixDesc a = k_major_matrix(smem_addr(scores)), b = mn_major_matrix(smem_addr(dims), kPanelBytes);
+        opaque(a);
+        opaque(b);
+        for (i32 step = 0; step < head_steps; ++step) {
+            tcgen05_mma_ws_f16(d, advance(a, step * kKMajorStepBytes), advance(b, step * kMnMajorStepBytes), kShape,
+                               accumulate || step > 0);
+        }
+    }
+    MLA_DEVICE static TmemAddr dkv(TmemAddr tmem, i32 t) { return tmem.column(kColumnDkv + t * kDkvColumns); }
+    MLA_DEVICE static void issue_dv(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
+        issue_dkv<kTileDims>(dkv(tmem, t), s.p, s.dout + t * (kTileDims / kPanelColumns) * kPanelBytes, head_steps,
+                             false);
+    }
+    MLA_DEVICE static void issue_dk(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
+        issue_dkv<kTileDims>(dkv(tmem, t), s.ds, s.q + t * (kTileDims / kPanelColumns) * kPanelBytes, head_steps, true);
+    }
+    MLA_DEVICE static void issue_dk_rope(Shared& s, TmemAddr tmem, i32 head_steps) {
+        issue_dkv<kPanelColumns>(tmem.column(kColumnDkvRope), s.ds, s.q + kRopeSlab * kPanelBytes, head_steps, false);
+    }
+
+    // Sums over keys: kDims dims of dQ.
+    template <i32 kDims>
+    MLA_DEVICE static void issue_dq(TmemAddr d, const u8* ds, const u8* keys, bool accumulate) {
+        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kBlockHeads, kDims, Major::MN, Major::MN);
+        MatrixDesc a = mn_major_matrix(smem_addr(ds), kKeySlabBytes);
+        MatrixDesc b = mn_major_matrix(smem_addr(keys), kKeySlabBytes);
+        opaque(a);
+        opaque(b);
+#pragma unroll
+        for (i32 step = 0; step < kKeySteps; ++step) {
+            const u32 bytes = step * kMnMajorStepBytes;
+            tcgen05_mma_ws_f16(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
+        }
+    }
+    MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate) {
+        for (i32 t = 0; t < kDimTiles; ++t) {
+            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds,
+                                s.k[stage] + t * (kTileDims / kPanelColumns) * kKeySlabBytes, accumulate);
+        }
+        if (kHasRope) {
+            issue_dq<kPanelColumns>(tmem.column(kColumnDqRope), s.ds, s.k[stage] + kRopeSlab * kKeySlabBytes,
+                                    accumulate);
+        }
+    }
+
+    // ---- Scores: a thread has one key, a warp 16 heads
+    static constexpr i32 kScores = kScoreColumns;
+
+    struct Heads {
+        float lse2_of[kScores], delta_of[kScores];
+
+        MLA_DEVICE Heads(const Item& item, i32 thread) {
+#pragma unroll
+            for (i32 i = 0; i < kScores; ++i) {
+                const i32 head = thread / kWarpThreads * kScores + i;
+                lse2_of[i] = item.lse2(head);
+                delta_of[i] = item.delta(head) * item.p.scale;
+            }
+        }
+        MLA_DEVICE float lse2(i32 i) const { return lse2_of[i]; }
+        MLA_DEVICE float delta(i32 i) const { return delta_of[i]; }
+        MLA_DEVICE bool present(i32 i) const { return lse2_of[i] != -negative_infinity(); }
+    };
+
+    MLA_DEVICE static i32 key(i32 i, i32 thread) { return thread % kWarpThreads; }
+    MLA_DEVICE static TmemAddr lanes_of_warp(TmemAddr tmem, i32 thread) {
+        return tmem.lane(thread / kWarpThreads * kWarpThreads);
+    }
+
+    MLA_DEVICE static void load_s(float (&x)[kScores], TmemAddr tmem, i32 thread) {
+        tcgen05_ld_32x32b(x, lanes_of_warp(tmem, thread).column(kColumnP));
+        tcgen05_wait_ld();
+        pin_loaded(x);
+    }
+    MLA_DEVICE static void load_dp(float (&x)[kScores], TmemAddr tmem, i32 thread) {
+        tcgen05_ld_32x32b(x, lanes_of_warp(tmem, thread).column(kColumnDp));
+        tcgen05_wait_ld();
+        pin_loaded(x);
+    }
+    // Eight numbers of a row of a slab, in 16 bits.
+    MLA_DEVICE static void store_chunk(u8* slab, i32 row, i32 chunk, const float* x) {
+        *reinterpret_cast<uint4*>(slab + panel_offset(row, chunk)) =
+            make_uint4(cvt_x2(Element{}, x[0], x[1]), cvt_x2(Element{}, x[2], x[3]), cvt_x2(Element{}, x[4], x[5]),
+                       cvt_x2(Element{}, x[6], x[7]));
+    }
+    MLA_DEVICE static void store_scores(u8* slab, const float (&x)[kScores], i32 thread) {
+        const i32 chunk = thread / kWarpThreads * (kScores / 8);
+        store_chunk(slab, thread % kWarpThreads, chunk, x);
+        store_chunk(slab, thread % kWarpThreads, chunk + 1, x + 8);
+    }
+
+    // ---- dQ: a thread has one head; 32 dims from dim `dim` on to slabs with a row for each head
+    MLA_DEVICE static void store_dq_dims(u8* slabs, TmemAddr from, i32 dim, i32 thread) {
+        float x[32];
+        tcgen05_ld_32x32b(x, from);
+        tcgen05_wait_ld();
+        pin_loaded(x);
+        const i32 head = thread % (kBlockHeads);
+        u8* slab = slabs + dim / kPanelColumns * kPanelBytes;
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) store_chunk(slab, head, dim % kPanelColumns / 8 + i, x + 8 * i);
+    }
+    MLA_DEVICE static void store_dq(u8* slabs, TmemAddr tmem, i32 thread) {
+        const TmemAddr lanes = lanes_of_warp(tmem, thread);
+        const i32 group = thread / kBlockHeads;
+#pragma unroll 1
+        for (i32 column = 0; column < kDimTiles * kDqColumns; column += 32) {
+            const i32 dim = column / kDqColumns * kTileDims + group * kDqColumns + column % kDqColumns;
+            store_dq_dims(slabs, lanes.column(kColumnDq + column), dim, thread);
+        }
+        if (kHasRope) {
+            store_dq_dims(slabs, lanes.column(kColumnDqRope), kHeadDimV + group * kDqRopeColumns, thread);
+        }
+    }
+
+    // ---- dKV: fragments of 16 keys x 32 dims, of which two quads exchange halves, so that they add 128 bytes to a row
+    struct Drain {
+        static constexpr i32 kKeyHalves = 2;
+        Adder adder;
+        const i32* list;
+        i32 rows[kKeyHalves][kFragmentRows][2], rounders[kKeyHalves][kFragmentRows][2];
+        i32 warp, lane;
+
+        MLA_DEVICE i32 rounder(i32 row) const { return kDeterministic && row >= 0 ? adder.rounder(row) : 0; }
+
+        MLA_DEVICE Drain(const Item& item, i32 tile, i32 thread)
+            : adder(item.p), list(item.rows(tile)), warp(thread / kWarpThreads), lane(thread % kWarpThreads) {
+#pragma unroll
+            for (i32 half = 0; half < kKeyHalves; ++half) {
+#pragma unroll
+                for (i32 r = 0; r < kFragmentRows; ++r) {
+                    const int2 pair = *reinterpret_cast<const int2*>(list + (16 * half + 8 * r + lane / 8 * 2));
+                    rows[half][r][0] = pair.x;
+                    rows[half][r][1] = pair.y;
+                    rounders[half][r][0] = rounder(pair.x);
+                    rounders[half][r][1] = rounder(pair.y);
+                }
+            }
+        }
+
+        template <class Loaded>
+        MLA_DEVICE void add_tile(TmemAddr tmem, i32 t, Loaded loaded) const {
+            const TmemAddr from = dkv(tmem, t).lane(warp * kWarpThreads);
+            float x[kKeyHalves][2][16];  // 32 dims, and 32 more
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) tcgen05_ld_16x256b(x[i / 2][i % 2], from.lane(i / 2 * 16).column(i % 2 * 32));
+            tcgen05_wait_ld();
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) pin_loaded(x[i / 2][i % 2]);
+            loaded();
+            const bool odd = lane & 4;
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                const i32 half = i / 2;
+                const i32 position = t * kTileDims + warp * kDkvColumns + i % 2 * 32 + odd * 16 + lane % 4 * 4;
+                float keys[kFragmentRows][2][4];
+                exchange_quads(keys, x[half][i % 2], odd);
+#pragma unroll
+                for (i32 key = 0; key < 4; ++key) {
+                    adder.add(rows[half][key / 2][key % 2], rounders[half][key / 2][key % 2], position,
+                              keys[key / 2][key % 2]);
+                }
+            }
+        }
+
+        // Each group adds half of the keys, 64 bytes to a row.
+        template <class Loaded>
+        MLA_DEVICE void add_rope(TmemAddr tmem, i32 group, Loaded loaded) const {
+            float x[8];
+            tcgen05_ld_16x256b(x, tmem.lane(warp * kWarpThreads + group * 16).column(kColumnDkvRope));
+            tcgen05_wait_ld();
+            pin_loaded(x);
+            loaded();
+            const i32 position = kHeadDimV + warp * kDkvRopeColumns + lane % 4 * 4;
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                const i32 row = list[16 * group + 8 * r + lane / 4];
+                float dims[4] = {x[2 * r], x[2 * r + 1], x[2 * r + 4], x[2 * r + 5]};
+                adder.add(row, rounder(row), position, dims);
+            }
+        }
+    };
+};
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_sparse_backward_sm100_ws(const __grid_constant__ SparseBackwardParams p,
+                                 const __grid_constant__ TensorMap kv_map, const __grid_constant__ TensorMap q_map,
+                                 const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dq_map) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    run_block<TransposedScores>(p, Maps{kv_map, q_map, dout_map, dq_map}, *reinterpret_cast<Shared*>(smem));
+}
