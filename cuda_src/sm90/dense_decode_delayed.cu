@@ -18,6 +18,7 @@
 #error "MLA_DTYPE must be bfloat16 or float16"
 #endif
 constexpr bool kSparse = false;
+constexpr bool kPair = false;
 #include "attention/decode_load_sm90.cuh"
 #include "attention/decode_math_sm90.cuh"
 

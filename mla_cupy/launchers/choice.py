@@ -25,12 +25,14 @@ def choose(
 ) -> str:
     """The first of `kernels`, the fastest first, that can take the problem; or `variant`, if it can.
 
-    Each kernel's module has `unsupported(problem, device)`: why it cannot, empty if it can. A GPU that could do better
+    Each kernel's module has `unsupported(problem, device)`: why it cannot, empty if it can. One that sets `ON_REQUEST`
+    runs only as `variant`: it has not been measured yet, or is there to be compared with. A GPU that could do better
     is told once that it runs on a slow kernel.
     """
     check_variant(kernels, variant)
     reasons = {}
-    for name in kernels if variant is None else (variant,):
+    candidates = [name for name, module in kernels.items() if not getattr(module, "ON_REQUEST", False)]
+    for name in candidates if variant is None else (variant,):
         reasons[name] = kernels[name].unsupported(problem, device)
         if not reasons[name]:
             faster = [reason for reason in reasons.values() if reason]
