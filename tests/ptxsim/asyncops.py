@@ -429,12 +429,12 @@ def st_async_lane(
     if barrier.cta is not target:
         W.fail(MemoryFault, ins, "destination and mbarrier of an asynchronous store are in different blocks")
     detector = W.cta.cluster.detector if W.launch.check else None
-    words = np.arange(place // 4, (place + size + 3) // 4)
+    words, agent = np.arange(place // 4, (place + size + 3) // 4), barrier.store_agent()
     if detector:
         # The access itself is generic (a reduction is relaxed); only its completion is asynchronous.
         view, where = detector.V[W.agent].copy(), _Where(W, ins)
         strength = _CLUSTER * (reduction is not None)
-        detector.async_write(W.agent, view, target.shadow, words, barrier.agent, where, strength)
+        detector.async_write(W.agent, view, target.shadow, words, agent, where, strength)
 
     def finish() -> None:
         if not target.alive:
@@ -448,7 +448,7 @@ def st_async_lane(
             out.view(code)[...] = combine(out.view(code), data.view(code), reduction, kind)
             target.shared.init[place : place + size] &= 0 if poison else 1
         if detector:
-            detector.finish_write(target.shadow, words, barrier.agent, barrier.phase + 1)
+            detector.finish_write(target.shadow, words, agent, barrier.phase + 1)
         barrier.complete_tx(size)
 
     W.cta.cluster.submit(None, AsyncOp("asynchronous store", finish))

@@ -336,3 +336,11 @@ def join(store: np.ndarray | None, vector: np.ndarray) -> np.ndarray:
     result = store.copy()
     np.maximum(result[: len(vector)], vector, out=result[: len(vector)])
     return result
+
+
+def meet(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the element-wise minimum of two clock vectors; of agents that the shorter one does not know, nothing."""
+    result = np.zeros(max(len(a), len(b)), a.dtype)
+    both = min(len(a), len(b))
+    np.minimum(a[:both], b[:both], out=result[:both])
+    return result

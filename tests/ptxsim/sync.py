@@ -30,6 +30,14 @@ class MBarrier:
         self.seen: set[int] = set()
         detector = cta.cluster.detector
         self.agent = detector.new_agent(f"mbarrier {self.name}", False) if detector else 0
+        self.stores: int | None = None
+
+    def store_agent(self) -> int:
+        """Return the agent of what st.async and red.async write: the generic proxy does, for the barrier."""
+        detector = self.cta.cluster.detector
+        if self.stores is None and detector:
+            self.stores = detector.new_agent(f"asynchronous stores of mbarrier {self.name}", detector.strict)
+        return self.stores or 0
 
     @property
     def name(self) -> str:
@@ -75,7 +83,8 @@ class MBarrier:
             detector = self.cta.cluster.detector
             if detector:
                 self.snapshot = list(self.gathered)
-                detector.merge(self.snapshot, detector.clock_of(self.agent, self.phase))
+                for agent in (self.agent, *([] if self.stores is None else [self.stores])):
+                    detector.merge(self.snapshot, detector.clock_of(agent, self.phase))
             self.cta.launch.note_phase(self)
 
     def passed(self, parity: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import DescriptorError, MemoryFault, SyncError
+from .hb import meet
 from .ir import Instr, Reg
 from .machine import AsyncOp
 from .operand import SmemLayout, fetch, multiply, placed, widen
@@ -134,7 +135,7 @@ def issue(W: Warp, form: Form, L: object, desc_a: int | None, desc_b: int, scale
     detector = W.cta.cluster.detector
     if detector:
         view = detector.async_view(W.agent)
-        operation.view = view if operation.view is None else np.minimum(operation.view[: len(view)], view)
+        operation.view = view if operation.view is None else meet(operation.view, view)
     operation.parts += 1
     if operation.parts == 4:
         _submit(W, group, operation, desc_a, desc_b, scale_d)
