@@ -15,6 +15,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.launchers import sparse_dkv, sparse_rounders
 from mla_cupy.launchers.sparse_backward_config import KERNELS
+from mla_cupy.launchers.sparse_problem import DKV_ORDER_SM90, DKV_ORDER_SM100
 from mla_cupy.launchers.spec import DtypeVariant, Launch, Variant
 from mla_cupy.runtime import sources
 from tests.support.gradients import check_gradients, reason_against
@@ -22,7 +23,9 @@ from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 
 HOPPER = tuple(name for name in KERNELS if "sm90" in name)
+BLACKWELL = tuple(name for name in KERNELS if "sm100" in name)
 GENERIC = "sparse_backward_generic"
+ALL = (GENERIC, *HOPPER, *BLACKWELL)
 DETERMINISTIC = tuple(name for name in KERNELS if any(variant.deterministic for variant in KERNELS[name].SPEC.variants))
 #: (mode of completion, seed)
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
@@ -48,13 +51,18 @@ WIDE = [
 ]
 
 
+def cc_of(kernel: str) -> tuple[int, int]:
+    """A compute capability on which the kernel runs."""
+    return (10, 0) if kernel in BLACKWELL else (9, 0)
+
+
 def takes(kernel: str, case: SparseCase, deterministic: bool = False) -> bool:
-    return not reason_against(kernel, fake_gpu(2), case, deterministic)
+    return not reason_against(kernel, fake_gpu(2, cc_of(kernel)), case, deterministic)
 
 
 def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], bool]]:
     """Each case with each kernel once; modes and determinism take turns."""
-    for i, (kernel, case) in enumerate(itertools.product((GENERIC, *HOPPER), [*CASES, *WIDE])):
+    for i, (kernel, case) in enumerate(itertools.product(ALL, [*CASES, *WIDE])):
         if kernel != GENERIC or case in CASES:
             yield case, kernel, MODES[i % len(MODES)], i % 4 == 1 and takes(kernel, case, True)
 
@@ -63,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_kernels:
         chosen = list(_pairwise())
         if metafunc.config.getoption("--sim") == "full":
-            chosen = list(itertools.product([*CASES, *WIDE], (GENERIC, *HOPPER), MODES, (False, True)))
+            chosen = list(itertools.product([*CASES, *WIDE], ALL, MODES, (False, True)))
         chosen = [x for x in chosen if takes(x[1], x[0], x[3])]
         ids = [
             f"{case.id}-{kernel}-{mode}{seed}{'-deterministic' if deterministic else ''}"
@@ -76,12 +84,12 @@ def run(
     inputs: SparseInputs,
     kernel: str,
     mode: tuple[str, int] = ("early", 0),
-    cc: tuple[int, int] = (9, 0),
+    cc: tuple[int, int] | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    with simulated(2, cc, *mode) as target:
+    with simulated(2, cc or cc_of(kernel), *mode) as target:
         got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel, **options)
-    assert f"mla_{kernel}" in target.launched
+    assert KERNELS[kernel].SPEC.entry in target.launched
     return got
 
 
@@ -95,14 +103,14 @@ def with_heads(kernel: str, case: SparseCase) -> SparseCase:
     return case if takes(kernel, case) else replace(case, h_q=70)
 
 
-@pytest.mark.parametrize("kernel", [GENERIC, *HOPPER])
+@pytest.mark.parametrize("kernel", ALL)
 @pytest.mark.parametrize("sm_count", [2, 5])
 def test_lists_that_are_sorted(kernel: str, sm_count: int) -> None:
     """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
     inputs = make(with_heads(kernel, SparseCase(s_q=5, s_kv=300, h_q=2, topk=100)))
-    with simulated(sm_count, mode="random", seed=5, l2_bytes=1 << 10) as target:
+    with simulated(sm_count, cc_of(kernel), mode="random", seed=5, l2_bytes=1 << 10) as target:
         got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel)
-    assert f"mla_{kernel}" in target.launched
+    assert KERNELS[kernel].SPEC.entry in target.launched
     check_gradients(got, inputs)
 
 
@@ -124,13 +132,13 @@ def test_float32_gradient_of_kv() -> None:
     assert (whole[:, 581:] == 7).all()
 
 
-@pytest.mark.parametrize("kernel", [GENERIC, *HOPPER])
+@pytest.mark.parametrize("kernel", ALL)
 def test_base_two_and_a_scale(kernel: str) -> None:
     inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=80, h_q=2, topk=20, sink=True)))
     out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=0.02, lse_base="2")
     arguments = (inputs.q, inputs.kv, out.astype(np.float32), inputs.dout, lse.astype(np.float32), inputs.indices)
     exact = reference.sparse_mla_backward(*arguments, **inputs.options, scale=0.02, lse_base="2")
-    with simulated():
+    with simulated(cc=cc_of(kernel)):
         got = mla_cupy.sparse_mla_backward(
             *arguments, **inputs.options, scale=0.02, lse_base="2", variant=kernel, dkv_dtype="float32"
         )
@@ -156,7 +164,7 @@ def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "deterministic"),
-    [(kernel, False) for kernel in (GENERIC, *HOPPER)] + [(kernel, True) for kernel in DETERMINISTIC],
+    [(kernel, False) for kernel in ALL] + [(kernel, True) for kernel in DETERMINISTIC],
 )
 def test_nan_reaches_the_rows_of_its_query_and_no_others(kernel: str, deterministic: bool) -> None:
     inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=120, h_q=3, topk=12, invalid=0.0)))
@@ -170,7 +178,7 @@ def test_nan_reaches_the_rows_of_its_query_and_no_others(kernel: str, determinis
     assert np.isfinite(dkv[~spoiled]).all()
 
 
-@pytest.mark.parametrize("kernel", [GENERIC, *HOPPER])
+@pytest.mark.parametrize("kernel", ALL)
 def test_queries_without_a_gradient(kernel: str) -> None:
     """An infinite lse means that there is none, whatever stands in out and dout."""
     inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=90, h_q=3, topk=12, invalid=0.0)))
@@ -200,11 +208,16 @@ def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None
 
 @pytest.mark.parametrize("d_qk", [512, 576])
 @pytest.mark.parametrize("levels", [1, 6])
-def test_dims_come_back_into_their_order(d_qk: int, levels: int) -> None:
-    """From the order that the Hopper kernel adds them up in, as the header has it; the levels are added up."""
+@pytest.mark.parametrize(
+    ("order", "function"), [(DKV_ORDER_SM90, "dkv_position"), (DKV_ORDER_SM100, "dkv_position_sm100")]
+)
+def test_dims_come_back_into_their_order(d_qk: int, levels: int, order: int, function: str) -> None:
+    """From the order that a main kernel adds them up in, as the header has it; the levels are added up."""
     header = sources.gather("attention/sparse_params.cuh")["attention/sparse_params.cuh"].decode()
-    (formula,) = re.findall(r"i32 dkv_position\(i32 dim\) \{\s*return (.*?);\s*\}", header, re.DOTALL)
-    position = eval(formula.replace("/", "//"), {"dim": np.arange(d_qk)})
+    (formula,) = re.findall(rf"i32 {function}\(i32 dim\) \{{\s*return (.*?);\s*\}}", header, re.DOTALL)
+    # C's choice is Python's, the other way round.
+    formula = re.sub(r"^(.*?) \? (.*?) : (.*)$", r"(\2) if (\1) else (\3)", " ".join(formula.split()))
+    position = np.array([eval(formula.replace("/", "//"), {"dim": dim}) for dim in range(d_qk)])
     assert sorted(position) == list(range(d_qk))
     rows = 11
     wanted = np.random.default_rng(0).integers(-(2**18), 2**18, (levels, rows, d_qk)).astype(np.float32)
@@ -214,7 +227,7 @@ def test_dims_come_back_into_their_order(d_qk: int, levels: int) -> None:
     with simulated() as target:
         addresses = (target.memory.map(sums), target.memory.map(dkv))
         launch = Launch(sparse_dkv.SPEC.request(DtypeVariant("bfloat16"), "sm_90a"), 0)
-        sparse_dkv.launch(launch, *addresses, d_qk + 3, (rows, d_qk, levels), (True, True), 0)
+        sparse_dkv.launch(launch, *addresses, d_qk + 3, (rows, d_qk, levels), (order, True), 0)
     np.testing.assert_array_equal(dkv[:, :d_qk], wanted.sum(axis=0))
     assert (dkv[:, d_qk:] == 7).all()
 
