@@ -213,7 +213,7 @@ def between_blocks() -> Iterator[Kernel]:
     # st.async writes through the generic proxy: what overwrites it asynchronously needs a fence.
     first = f"and.pred %p1, %second, %lead; {expect(128, '%p1')} and.pred %p1, %near, %first; @%p1 st.async.{tail}.u32 [%farword], %r7, [%farm]; @%near bra N;"
     load = "@%lead cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%s], [%in], 128, [%m];"
-    after = f"<<wait!RaceError/SyncError/DeadlockError|{wait('A')}>> {FENCE} {NEXT} {expect(128)} {load} {wait('B', 1)} @%user ld.shared.u32 %r9, [%word]; {store_out(0)} N: {SYNC}"
+    after = f"<<wait!RaceError/SyncError/DeadlockError|{wait('A')}>> {FENCE} {BAR} {expect(128)} {load} {wait('B', 1)} @%user ld.shared.u32 %r9, [%word]; {store_out(0)} N: {SYNC}"
     yield Kernel("st.async, then bulk load", "writes", f"{first} {after}", (3,), cluster=2)
 
 
