@@ -1,14 +1,15 @@
-"""The command line: `mla-cupy info | compile | list | clear-cache | demo | bench | sim`."""
+"""The command line: `mla-cupy info | compile | list | clear-cache | demo | selftest | bench | sim`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,19 @@ examples:
   mla-cupy compile --arch sm_90a              compile every kernel for Hopper into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
   mla-cupy demo                               decode a ragged batch and check it
+  mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
+"""
+_SELFTEST_EPILOG = """\
+Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
+kernel of the sparse backward, then the kernels, each compared with NumPy. What needs a probe that failed is skipped. On
+a GPU probes run in child processes, so that one that hangs or kills its context is reported, and the next one runs. The
+exit status is 0 if nothing went wrong, else 1. Paste the report into an issue, whatever it says.
+
+examples:
+  mla-cupy selftest                           on this machine's GPU, or for sm_100a in the simulator
+  mla-cupy selftest --arch sm_90a --simulate  Hopper's instructions and kernels, in the simulator
+  mla-cupy selftest --probes 'mma/*-rope-*'   some of them
+  mla-cupy selftest --list                    their names, and what each tries
 """
 
 Planned = tuple["KernelSpec", "Variant", BuildRequest]
@@ -81,6 +95,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     demo = add("demo", _demo, "decode a ragged batch and check it against the oracle", json_too=False)
     if arguments[:1] == ["demo"]:
         _demo_module().add_arguments(demo)
+    _add_selftest(add("selftest", _selftest, "try instructions, then kernels, on a GPU or simulated", json_too=False))
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
     return parser
@@ -106,6 +121,19 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--kernels", type=_names, default=("all",), metavar="NAME[,NAME...]", help="kernels by name, or all (default)"
     )
+
+
+def _add_selftest(command: argparse.ArgumentParser) -> None:
+    command.epilog = _SELFTEST_EPILOG
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument(
+        "--arch", metavar="ARCH", help="sm_90a, sm_100a or sm_103a (default: this machine's GPU, or sm_100a)"
+    )
+    command.add_argument("--probes", default="*", metavar="GLOB", help="only probes with such names, as 'mma/*'")
+    command.add_argument("--list", action="store_true", help="show the probes, run none")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE, as JSON")
+    command.add_argument("--simulate", action="store_true", help="in the simulator even if there is such a GPU")
+    command.add_argument("--keep-going", action="store_true", help="run also what needs a probe that has failed")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -225,17 +253,20 @@ def _plan(options: argparse.Namespace) -> list[Planned]:
 
 
 def _build_with_progress(requests: list[BuildRequest], jobs: int, *, quiet: bool) -> list[kernels.Outcome]:
+    with _progress("compiling", len(requests), quiet=quiet) as advance:
+        return kernels.build_all(requests, jobs, lambda request, outcome: advance(request.name, outcome is not None))
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, bool], None]]:
+    """A bar on standard error; the function says what is at work, and whether it is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        bar = progress.add_task("compiling", total=len(requests))
-
-        def tell(request: BuildRequest, outcome: kernels.Outcome | None) -> None:
-            progress.update(bar, description=request.name, advance=1 if outcome else 0)
-
-        return kernels.build_all(requests, jobs, tell)
+        bar = progress.add_task(what, total=total)
+        yield lambda name, done: progress.update(bar, description=name, advance=1 if done else 0)
 
 
 def _outcome_row(plan: Planned, outcome: kernels.Outcome) -> dict[str, Any]:
@@ -271,6 +302,33 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _demo_module() -> Any:
     return importlib.import_module("mla_cupy.demo")
+
+
+# -- selftest --------------------------------------------------------------------------------------------------------
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    from mla_cupy.selftest import catalog, place, runner, summary
+
+    arch = options.arch or place.default_arch()
+    probes = catalog.probes(arch, options.probes)
+    if options.list:
+        _show(_table(f"probes for {arch}", ("name", "tries"), ((probe.name, probe.about) for probe in probes)))
+        return 0
+    here = place.find(arch, options.simulate)
+    if here.simulated:
+        print(f"Not on a GPU but in the simulator: {here.reason}.", file=sys.stderr)
+    requests = list(dict.fromkeys(request for probe in probes for request in probe.requests(arch)))
+    _build_with_progress(requests, os.cpu_count() or 1, quiet=False)  # what does not compile says so when it runs
+    with _progress("running", len(probes)) as advance:
+        results = runner.run(probes, here, options.keep_going, lambda name, result: advance(name, result is not None))
+    known = summary.facts(here, options.keep_going)
+    if options.json:
+        options.json.write_text(json.dumps(summary.as_json(known, probes, results), indent=1) + "\n")
+    heads = ("stage", "passed", "failed", "skipped", "n/a", "seconds")
+    _show(_table(f"self-test for {arch}", heads, summary.stages(results)))
+    print(f"\nThe report, for an issue:\n\n```\n{summary.text(known, probes, results)}\n```")
+    return 0 if summary.succeeded(results) else 1
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -111,6 +111,10 @@ class SimFamily(arrays.NumpyFamily):
         """The one device."""
         return DEVICE
 
+    def from_numpy(self, x: np.ndarray[Any, Any], device: int, stream: int) -> Any:
+        """A copy."""
+        return x.copy()
+
     def own_memory(self, nbytes: int, device: int) -> Any:
         """What plans allocate."""
         memory = np.full(nbytes, 0xFF, np.uint8)

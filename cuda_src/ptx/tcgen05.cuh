@@ -115,6 +115,42 @@ MLA_DEVICE void tcgen05_ld_32x32b(float (&r)[32], TmemAddr from) {
 }
 #undef MLA_OUT4
 #undef MLA_OUT16
+
+// ---- Stores: the same shapes ---------------------------------------------------------------------------------------
+#define MLA_IN4(r, i) "f"(r[i]), "f"(r[i + 1]), "f"(r[i + 2]), "f"(r[i + 3])
+#define MLA_IN16(r, i) MLA_IN4(r, i), MLA_IN4(r, i + 4), MLA_IN4(r, i + 8), MLA_IN4(r, i + 12)
+MLA_DEVICE void tcgen05_st_16x256b(TmemAddr to, const float (&r)[4]) {
+    asm volatile("tcgen05.st.sync.aligned.16x256b.x1.b32 [%0], {%1, %2, %3, %4};" ::"r"(to.value), MLA_IN4(r, 0)
+                 : "memory");
+}
+MLA_DEVICE void tcgen05_st_16x256b(TmemAddr to, const float (&r)[8]) {
+    asm volatile("tcgen05.st.sync.aligned.16x256b.x2.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};"
+                 ::"r"(to.value), MLA_IN4(r, 0), MLA_IN4(r, 4) : "memory");
+}
+MLA_DEVICE void tcgen05_st_16x256b(TmemAddr to, const float (&r)[16]) {
+    asm volatile("tcgen05.st.sync.aligned.16x256b.x4.b32 [%0], "
+                 "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};"
+                 ::"r"(to.value), MLA_IN16(r, 0) : "memory");
+}
+MLA_DEVICE void tcgen05_st_16x256b(TmemAddr to, const float (&r)[32]) {
+    asm volatile("tcgen05.st.sync.aligned.16x256b.x8.b32 [%0], "
+                 "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32};"
+                 ::"r"(to.value), MLA_IN16(r, 0), MLA_IN16(r, 16) : "memory");
+}
+MLA_DEVICE void tcgen05_st_32x32b(TmemAddr to, const float (&r)[16]) {
+    asm volatile("tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], "
+                 "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};"
+                 ::"r"(to.value), MLA_IN16(r, 0) : "memory");
+}
+MLA_DEVICE void tcgen05_st_32x32b(TmemAddr to, const float (&r)[32]) {
+    asm volatile("tcgen05.st.sync.aligned.32x32b.x32.b32 [%0], "
+                 "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32};"
+                 ::"r"(to.value), MLA_IN16(r, 0), MLA_IN16(r, 16) : "memory");
+}
+#undef MLA_IN4
+#undef MLA_IN16
 // clang-format on
 
 // Keeps the compiler from using loaded registers before this point: it cannot know that they arrive with the wait.

@@ -22,6 +22,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "ops": {"arrays", "launchers", "runtime.device", "runtime.env"},
     "parts": set(),
     "simulation": {"arrays", "launchers", "ops", "parts", "runtime"},
+    "selftest": {"_version", "arrays", "launchers", "reference", "runtime", "simulation", ""},
     "cli": {"_version", "launchers", "parts", "runtime", "demo", "selftest"},
     "demo": {"cli", "reference", "runtime", ""},
     "__main__": {"cli"},
@@ -40,6 +41,7 @@ LIBRARIES: dict[str, set[str]] = {
     "ops": {"numpy"},
     "demo": {"numpy"},
     "simulation": {"numpy"},
+    "selftest": {"numpy"},
 }
 #: Those that may be imported within functions only, and where.
 WITHIN_FUNCTIONS: dict[str, set[str]] = {

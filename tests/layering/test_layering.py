@@ -9,10 +9,11 @@ import pytest
 
 from mla_cupy.launchers import SPECS
 from mla_cupy.runtime import sources
+from mla_cupy.selftest import catalog
 from tests.layering import cuda, imports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ENTRIES = {spec.source: spec.entry for spec in SPECS.values()}
+ENTRIES = {spec.source: spec.entry for spec in (*SPECS.values(), *catalog.SPECS.values())}
 
 
 def test_python_layers() -> None:

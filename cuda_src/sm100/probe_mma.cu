@@ -1,0 +1,196 @@
+// Self-test: what tcgen05.mma makes of two operands in shared memory, and in which cells of tensor memory it puts it.
+//
+//   D[M x N] (+)= A[M x K] B[N x K]^T, K = 16 steps, once or twice (a second product from operands of its own)
+//
+// One block, two warpgroups. `read` (warps 0..3) fills a window of tensor memory, so that cells that no product writes
+// are known; one thread of `issue` (warp 4) issues the products; `read` dumps all 128 lanes of the window.
+//
+//   all     | operands to shared memory |
+//   read    |                           | fill |             | dump
+//   issue   |                           |      | mma, commit |
+//
+// Shapes, majors and places are parameters, since they are operands of the instruction; its descriptors are made by the
+// functions that the kernels use.
+#ifndef MLA_DTYPE
+#error "MLA_DTYPE must be bfloat16 or float16, MLA_WEIGHT_STATIONARY 0 or 1"
+#endif
+#include "common/facts.cuh"
+#include "ptx/control.cuh"
+#include "tile/matrix_desc.cuh"
+#include "tile/ring.cuh"
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+constexpr bool kWeightStationary = MLA_WEIGHT_STATIONARY;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role    warps   regs   does
+// read    0..3    152    fills and dumps tensor memory
+// issue   4..7     40    warp 4: allocates; one thread of it multiplies
+constexpr i32 kThreads = 2 * kWarpgroupThreads;
+constexpr i32 kRegistersAtLaunch = 128;
+constexpr i32 kBlocksForRegisters = 65536 / kRegistersAtLaunch / kThreads;  // so that setmaxnreg has something to do
+constexpr i32 kIssueWarp = 4;
+constexpr i32 kRegsRead = 152, kRegsIssue = 40;
+static_assert(kRegsRead + kRegsIssue <= 2 * kRegistersAtLaunch, "registers of the block");
+constexpr u32 kTmemColumns = 512;
+constexpr i32 kWindow = 128;
+constexpr i32 kPiece = 32;  // columns that a thread moves at a time
+constexpr i32 kProducts = 2;
+constexpr i32 kOperandBytes = 32768;  // 256 rows of 64, or 128 of 128
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct Product {
+    i32 m, n;
+    i32 a_mn_major, b_mn_major;
+    i32 lane, column;  // of D, in the window
+    i32 steps;         // of K = 16
+    i32 accumulate;    // from the first step on
+};
+struct ProbeMmaParams {
+    const uint4* a[kProducts];  // row-major: (M, K) if K-major, (K, M) if not
+    const uint4* b[kProducts];  // (N, K) or (K, N)
+    const float* cells;         // (128, 128): what the window holds at first
+    float* dump;                // (128, 128): and at last
+    Product product[kProducts];
+    i32 products;
+    i32 window;  // its first column
+};
+MLA_FACT_LIST(params_layout, MLA_OFFSET(ProbeMmaParams, product), (int)sizeof(ProbeMmaParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(window, kWindow);
+MLA_FACT_LIST(setmaxnreg, kRegsRead, kRegsIssue);
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// barrier   arrives (count)    carries   waits        first phase
+// done      issue (1 commit)   -         all          blocked
+struct Storage {
+    alignas(kSwizzleAtomBytes) u8 a[kProducts][kOperandBytes];
+    u8 b[kProducts][kOperandBytes];
+    MBarrier done;
+    TmemAddr tmem;
+};
+static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
+MLA_FACT(smem_bytes, sizeof(Storage));
+
+// All threads: what was done before with tensor memory is seen by what comes after.
+MLA_DEVICE void sync_tensor_memory() {
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    tcgen05_fence_after_thread_sync();
+}
+
+// A matrix of `columns` columns (a multiple of 8) into slabs of 64 columns.
+MLA_DEVICE void copy_to_slabs(u8* slabs, const uint4* from, i32 rows, i32 columns) {
+    const i32 chunks = columns / 8;
+    for (i32 i = threadIdx.x; i < rows * chunks; i += kThreads) {
+        const i32 row = i / chunks, chunk = i % chunks;
+        const u32 slab = (u32)(chunk / kPanelChunks) * rows * kPanelRowBytes;
+        *reinterpret_cast<uint4*>(slabs + slab + panel_offset(row, chunk % kPanelChunks)) = from[i];
+    }
+}
+
+MLA_DEVICE void copy_operand(u8* slabs, const uint4* from, i32 mn, i32 k, bool mn_major) {
+    copy_to_slabs(slabs, from, mn_major ? k : mn, mn_major ? mn : k);
+}
+
+MLA_DEVICE void copy_operands(Storage& s, const ProbeMmaParams& p) {
+    for (i32 i = 0; i < p.products; ++i) {
+        const Product& x = p.product[i];
+        copy_operand(s.a[i], p.a[i], x.m, x.steps * kMmaK, x.a_mn_major);
+        copy_operand(s.b[i], p.b[i], x.n, x.steps * kMmaK, x.b_mn_major);
+    }
+    fence_proxy_async();
+}
+
+// The operand of one step: 16 further columns of a slab, or 16 further rows of all slabs.
+MLA_DEVICE MatrixDesc step_of(const u8* slabs, i32 mn, i32 step, i32 steps, bool mn_major) {
+    const SmemAddr start = smem_addr(slabs);
+    if (mn_major) {
+        const u32 slab_bytes = steps * kMmaK * kPanelRowBytes;
+        return advance(mn_major_matrix(start, slab_bytes), step * kMnMajorStepBytes);
+    }
+    const u32 slab = (u32)(step / kPanelMmaSteps) * mn * kPanelRowBytes;
+    return advance(k_major_matrix(start), slab + step % kPanelMmaSteps * kKMajorStepBytes);
+}
+
+MLA_DEVICE void multiply(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
+    if (kWeightStationary) {
+        tcgen05_mma_ws_f16(d, a, b, shape, accumulate);
+    } else {
+        tcgen05_mma_f16(d, a, b, shape, accumulate);
+    }
+}
+
+MLA_DEVICE void issue(Storage& s, const ProbeMmaParams& p, TmemAddr window) {
+    for (i32 i = 0; i < p.products; ++i) {
+        const Product& x = p.product[i];
+        const InstructionDesc shape = make_instruction_desc<Element>(x.m, x.n, x.a_mn_major ? Major::MN : Major::K,
+                                                                     x.b_mn_major ? Major::MN : Major::K);
+        const TmemAddr d = window.lane(x.lane).column(x.column);
+        for (i32 step = 0; step < x.steps; ++step) {
+            const MatrixDesc a = step_of(s.a[i], x.m, step, x.steps, x.a_mn_major);
+            const MatrixDesc b = step_of(s.b[i], x.n, step, x.steps, x.b_mn_major);
+            multiply(d, a, b, shape, x.accumulate || step > 0);
+        }
+    }
+    tcgen05_commit(s.done);
+}
+
+MLA_DEVICE void fill(TmemAddr window, const float* row) {
+    for (i32 column = 0; column < kWindow; column += kPiece) {
+        float r[kPiece];
+#pragma unroll
+        for (i32 i = 0; i < kPiece; ++i) r[i] = row[column + i];
+        tcgen05_st_32x32b(window.column(column), r);
+    }
+    tcgen05_wait_st();
+}
+
+MLA_DEVICE void dump(float* row, TmemAddr window) {
+    for (i32 column = 0; column < kWindow; column += kPiece) {
+        float r[kPiece];
+        tcgen05_ld_32x32b(r, window.column(column));
+        tcgen05_wait_ld();
+        pin_loaded(r);
+#pragma unroll
+        for (i32 i = 0; i < kPiece; ++i) row[column + i] = r[i];
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksForRegisters)
+    mla_probe_mma_sm100(const __grid_constant__ ProbeMmaParams p) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    Storage& s = *reinterpret_cast<Storage*>(smem);
+    griddepcontrol_wait();
+    const i32 thread = threadIdx.x, warp = thread / kWarpThreads;
+    if (thread == 0) {
+        mbarrier_init(s.done, 1);
+        fence_mbarrier_init();
+    }
+    if (warp == kIssueWarp) tcgen05_alloc<kTmemColumns>(s.tmem);
+    copy_operands(s, p);
+    sync_tensor_memory();
+
+    const TmemAddr tmem = s.tmem, window = tmem.column(p.window);
+    const TmemAddr mine = window.lane(warp % 4 * kWarpThreads);
+    if (thread < kWarpgroupThreads) {
+        setmaxnreg_inc<kRegsRead>();
+        fill(mine, p.cells + thread * kWindow);
+        sync_tensor_memory();
+        mbarrier_wait(s.done, 0);
+        tcgen05_fence_after_thread_sync();
+        dump(p.dump + thread * kWindow, mine);
+    } else {
+        setmaxnreg_dec<kRegsIssue>();
+        sync_tensor_memory();
+        if (warp == kIssueWarp && elect_one()) issue(s, p, window);
+        __syncwarp();
+    }
+    sync_tensor_memory();
+    if (warp == kIssueWarp) {
+        tcgen05_relinquish_alloc_permit();
+        tcgen05_dealloc<kTmemColumns>(tmem);
+    }
+}

@@ -1,0 +1,124 @@
+// Self-test: where one tcgen05.ld and one tcgen05.st find and put the registers of a warp.
+//
+// One block. Warps 0..3 fill a window of tensor memory, a lane for each thread; warps 0..3 or 4..7 store registers with
+// the shape under test, or do not, and load with it; then warps 0..3 read the window. The host compares both with the
+// formulas of the shapes.
+//
+//   warps 0..3   | fill |             | dump
+//   group        |      | (st,) ld    |
+#include "common/facts.cuh"
+#include "ptx/control.cuh"
+#include "ptx/tcgen05.cuh"
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+#ifndef MLA_SHAPE
+#error "MLA_SHAPE must be 256 (16x256b) or 32 (32x32b), MLA_REGISTERS 4, 8, 16 or 32"
+#endif
+constexpr i32 kShape = MLA_SHAPE;
+constexpr i32 kRegisters = MLA_REGISTERS;
+static_assert(kShape == 256 || (kShape == 32 && kRegisters >= 16), "a shape with functions in ptx/tcgen05.cuh");
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 2 * kWarpgroupThreads;
+constexpr u32 kTmemColumns = 512;
+constexpr i32 kWindow = 128;
+constexpr i32 kPiece = 32;  // columns that a thread moves at a time
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct ProbeTmemParams {
+    const float* cells;      // (128, 128): what the window holds at first
+    const float* registers;  // (4, kRegisters, 32): what the warps store
+    float* loaded;           // (4, kRegisters, 32): what they have loaded
+    float* dump;             // (128, 128): what the window holds at last
+    i32 window;              // its first column
+    i32 lane, column;        // where the shape starts: of each 32 lanes, and in the window
+    i32 group;               // of warps that use the shape
+    i32 store;
+    i32 padding;
+};
+MLA_FACT_LIST(params_layout, MLA_OFFSET(ProbeTmemParams, window), (int)sizeof(ProbeTmemParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(window, kWindow);
+
+// All threads: what was done before with tensor memory is seen by what comes after.
+MLA_DEVICE void sync_tensor_memory() {
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    tcgen05_fence_after_thread_sync();
+}
+
+MLA_DEVICE void fill(TmemAddr window, const float* row) {
+    for (i32 column = 0; column < kWindow; column += kPiece) {
+        float r[kPiece];
+#pragma unroll
+        for (i32 i = 0; i < kPiece; ++i) r[i] = row[column + i];
+        tcgen05_st_32x32b(window.column(column), r);
+    }
+    tcgen05_wait_st();
+}
+
+MLA_DEVICE void dump(float* row, TmemAddr window) {
+    for (i32 column = 0; column < kWindow; column += kPiece) {
+        float r[kPiece];
+        tcgen05_ld_32x32b(r, window.column(column));
+        tcgen05_wait_ld();
+        pin_loaded(r);
+#pragma unroll
+        for (i32 i = 0; i < kPiece; ++i) row[column + i] = r[i];
+    }
+}
+
+MLA_DEVICE void store(TmemAddr to, const float (&r)[kRegisters]) {
+#if MLA_SHAPE == 256
+    tcgen05_st_16x256b(to, r);
+#else
+    tcgen05_st_32x32b(to, r);
+#endif
+    tcgen05_wait_st();
+}
+
+MLA_DEVICE void load(float (&r)[kRegisters], TmemAddr from) {
+#if MLA_SHAPE == 256
+    tcgen05_ld_16x256b(r, from);
+#else
+    tcgen05_ld_32x32b(r, from);
+#endif
+    tcgen05_wait_ld();
+    pin_loaded(r);
+}
+
+MLA_DEVICE void use_shape(const ProbeTmemParams& p, TmemAddr at, i32 thread) {
+    const i32 first = thread / kWarpThreads * kRegisters * kWarpThreads + thread % kWarpThreads;
+    float r[kRegisters];
+    if (p.store) {
+#pragma unroll
+        for (i32 i = 0; i < kRegisters; ++i) r[i] = p.registers[first + i * kWarpThreads];
+        store(at, r);
+    }
+    load(r, at);
+#pragma unroll
+    for (i32 i = 0; i < kRegisters; ++i) p.loaded[first + i * kWarpThreads] = r[i];
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_probe_tmem_sm100(const __grid_constant__ ProbeTmemParams p) {
+    __shared__ TmemAddr slot;
+    griddepcontrol_wait();
+    const i32 thread = threadIdx.x % kWarpgroupThreads, group = threadIdx.x / kWarpgroupThreads;
+    const bool allocates = threadIdx.x < kWarpThreads;
+    if (allocates) tcgen05_alloc<kTmemColumns>(slot);
+    sync_tensor_memory();
+    const TmemAddr tmem = slot;
+    const TmemAddr window = tmem.lane(thread / kWarpThreads * kWarpThreads).column(p.window);
+    if (group == 0) fill(window, p.cells + thread * kWindow);
+    sync_tensor_memory();
+    if (group == p.group) use_shape(p, window.lane(p.lane).column(p.column), thread);
+    sync_tensor_memory();
+    if (group == 0) dump(p.dump + thread * kWindow, window);
+    sync_tensor_memory();
+    if (allocates) {
+        tcgen05_relinquish_alloc_permit();
+        tcgen05_dealloc<kTmemColumns>(tmem);
+    }
+}

@@ -1,0 +1,42 @@
+"""Every probe, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.launchers.spec import KernelSpec
+from mla_cupy.selftest import calls, copies, mma, reductions, tmem
+from mla_cupy.selftest.probe import ARCHS, Probe
+
+#: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
+SPECS: dict[str, KernelSpec] = {
+    spec.name: spec for spec in (tmem.SPEC, mma.SPEC, copies.SPEC, reductions.REDUCE, reductions.STMATRIX)
+}
+
+
+def probes(arch: str, pattern: str = "*") -> list[Probe]:
+    """Those for a target whose names match a pattern with wildcards: first instructions, then blocks, then kernels.
+
+    Raises
+    ------
+    ArgumentError
+        If there are no probes for the target, or none with such a name.
+    """
+    if arch not in ARCHS:
+        raise ArgumentError(explain("--arch", repr(arch), "one of " + ", ".join(ARCHS)))
+    every: Sequence[Probe] = (*tmem.PROBES, *mma.PROBES, *copies.PROBES, *reductions.PROBES, *calls.probes())
+    of_arch = [probe for probe in every if arch in probe.archs]
+    # By stage: the blocks of all kernels come before the first whole kernel.
+    of_arch.sort(key=lambda probe: {"block": 1, "kernel": 2}.get(stage(probe.name), 0))
+    found = [probe for probe in of_arch if fnmatchcase(probe.name, pattern)]
+    if not found:
+        remedy = f"`mla-cupy selftest --arch {arch} --list` shows them"
+        raise ArgumentError(explain("--probes", repr(pattern), f"a pattern that matches a probe for {arch}", remedy))
+    return found
+
+
+def stage(name: str) -> str:
+    """The first part of a probe's name."""
+    return name.partition("/")[0]

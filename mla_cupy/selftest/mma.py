@@ -1,0 +1,182 @@
+"""Probes of tcgen05.mma: each shape, pair of majors and place of the sum that the sparse backward uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from mla_cupy import formats
+from mla_cupy.launchers.spec import KernelSpec, Params, Variant
+from mla_cupy.selftest.layouts import sum_cells
+from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random, small_integers
+from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
+
+STEP_K = 16
+MOST_PRODUCTS = 2
+
+
+@dataclass(frozen=True)
+class MmaVariant(Variant):
+    """Shapes, majors and places are run-time operands."""
+
+    dtype: str
+    weight_stationary: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """D[m, n] (+)= A[m, k] B[n, k]^T, k = 16 steps; an operand is K-major, or MN-major."""
+
+    m: int
+    n: int
+    a_mn: bool = False
+    b_mn: bool = False
+    lane: int = 0
+    column: int = 0
+    steps: int = 4
+    accumulate: bool = False
+
+    @property
+    def k(self) -> int:
+        """Depth."""
+        return STEP_K * self.steps
+
+    def parameters(self) -> tuple[int, ...]:
+        """As the kernel's record has them."""
+        majors = (int(self.a_mn), int(self.b_mn))
+        return (self.m, self.n, *majors, self.lane, self.column, self.steps, int(self.accumulate))
+
+    def __str__(self) -> str:
+        majors = "MN" if self.a_mn else "K", "MN" if self.b_mn else "K"
+        text = f"M {self.m} N {self.n} K {self.k}, A {majors[0]}-major, B {majors[1]}-major, lane {self.lane}"
+        return text + (", added to what is there" if self.accumulate else "")
+
+
+PARAMS = Params(
+    **dict.fromkeys(("a0", "a1", "b0", "b1", "cells", "dump"), "u8"),
+    **{
+        f"{field}{i}": "i4"
+        for i in range(MOST_PRODUCTS)
+        for field in ("m", "n", "a_mn", "b_mn", "lane", "column", "steps", "accumulate")
+    },
+    products="i4",
+    window="i4",
+)
+
+SPEC = KernelSpec(
+    "probe_mma_sm100",
+    "sm100/probe_mma.cu",
+    variants=tuple(MmaVariant(dtype, ws) for dtype in ("bfloat16", "float16") for ws in (0, 1)),
+    core=(),
+    supports_arch=BLACKWELL.__contains__,
+    params=PARAMS,
+)
+
+K, MN = False, True
+
+#: As the kernel multiplies tiles of 32 and of 64 keys with 64 heads: the steps over heads are 4, over keys 2 or 4.
+SINGLE: dict[str, Product] = {
+    "s-m64n32": Product(64, 32, K, K),
+    "s-m64n64": Product(64, 64, K, K),
+    "dp-m64n32": Product(64, 32, K, K, lane=16),
+    "dp-m64n64": Product(64, 64, K, K, lane=16),
+    "dkv-m128n32": Product(128, 32, MN, K),
+    "dkv-m128n64": Product(128, 64, MN, K, column=64),
+    "dkv-rope-m64n32": Product(64, 32, MN, K, lane=16),
+    "dkv-rope-m64n64": Product(64, 64, MN, K, lane=16, column=64),
+    "dq-m128n64-32keys": Product(128, 64, MN, MN, steps=2),
+    "dq-m128n64-64keys": Product(128, 64, MN, MN, column=64),
+    "dq-rope-m64n64-32keys": Product(64, 64, MN, MN, steps=2, column=64),
+    "dq-rope-m64n64-64keys": Product(64, 64, MN, MN),
+}
+
+#: One instruction, and a second slab of columns.
+DEPTHS: dict[str, Product] = {
+    **{
+        f"{name}-1step": replace(SINGLE[name], steps=1)
+        for name in ("s-m64n32", "dp-m64n64", "dkv-m128n32", "dkv-rope-m64n32", "dq-m128n64-32keys")
+    },
+    "s-m64n64-2slabs": Product(64, 64, K, K, steps=8),
+    "dp-m64n32-2slabs": Product(64, 32, K, K, lane=16, steps=8),
+}
+
+#: Two products without a wait in between: sums in the two halves of the lanes, and one sum made twice.
+PAIRS: dict[str, tuple[Product, Product]] = {
+    "s-and-dp-n32": (SINGLE["s-m64n32"], SINGLE["dp-m64n32"]),
+    "s-and-dp-n64": (SINGLE["s-m64n64"], SINGLE["dp-m64n64"]),
+    "ropes-n32": (SINGLE["dq-rope-m64n64-32keys"], replace(SINGLE["dkv-rope-m64n32"], column=64)),
+    "ropes-n64": (SINGLE["dq-rope-m64n64-64keys"], replace(SINGLE["dkv-rope-m64n64"], column=0)),
+    "dv-then-dk": (SINGLE["dkv-m128n32"], replace(SINGLE["dkv-m128n32"], accumulate=True)),
+}
+
+#: Realisation with tiles of 32 keys, transposed scores, sums in parts.
+WEIGHT_STATIONARY: dict[str, Product] = {
+    "s-m32n64": Product(32, 64, K, K),
+    "s-m32n64-2slabs": Product(32, 64, K, K, steps=8, column=16),
+    "dkv-m32n256": Product(32, 256, K, MN),
+    "dkv-rope-m32n64": Product(32, 64, K, MN, column=64),
+    "dq-m64n256": Product(64, 256, MN, MN, steps=2),
+    "dq-rope-m64n64": Product(64, 64, MN, MN, steps=2, column=96),
+    "m64n64": Product(64, 64, K, K),
+    "m64n256": Product(64, 256, K, MN),
+}
+
+
+def _bits(x: Array, dtype: str) -> Array:
+    """As 16-bit patterns, which need no library that knows the type."""
+    return np.ascontiguousarray(x).astype(formats.numpy_dtype(dtype)).view(np.uint16)
+
+
+def _case(name: str, variant: MmaVariant, products: tuple[Product, ...], window: int) -> Case:
+    rng = random(name)
+    dump = known_cells()
+    arrays = {"cells": dump.copy(), "dump": np.full_like(dump, np.nan)}
+    for i, product in enumerate(products):
+        a, b = small_integers(rng, product.m, product.k), small_integers(rng, product.n, product.k)
+        arrays[f"a{i}"] = _bits(a.T if product.a_mn else a, variant.dtype)
+        arrays[f"b{i}"] = _bits(b.T if product.b_mn else b, variant.dtype)
+        at = sum_cells(product.m, product.n, bool(variant.weight_stationary))
+        place = at.lanes + product.lane, at.columns + product.column
+        dump[place] = a @ b.T + (dump[place] if product.accumulate else 0)
+    numbers = [0] * 8 * MOST_PRODUCTS
+    for i, product in enumerate(products):
+        numbers[8 * i : 8 * i + 8] = product.parameters()
+    addresses = tuple(x if x in arrays else 0 for x in ("a0", "a1", "b0", "b1"))
+    parameters = (*addresses, "cells", "dump", *numbers, len(products), window)
+    return Case(arrays, parameters, {"dump": dump})
+
+
+def _probe(
+    stage: str, name: str, dtype: str, products: tuple[Product, ...], weight_stationary: int
+) -> InstructionProbe:
+    full_name = f"{stage}/{dtype}/{name}"
+    about = "tcgen05.mma" + (".ws" if weight_stationary else "") + ": " + "; then ".join(map(str, products))
+    variant = MmaVariant(dtype, weight_stationary)
+    window = LAST_WINDOW if "rope" in name else 0  # where the kernel has them
+    case = partial(_case, full_name, variant, products, window)
+    return InstructionProbe(full_name, about, SPEC, variant, case, needs=("tmem/*/32x32b.x32-*",))
+
+
+def _probes() -> Iterator[InstructionProbe]:
+    for dtype in ("bfloat16", "float16"):
+        for name, product in SINGLE.items():
+            yield _probe("mma", name, dtype, (product,), 0)
+            yield _probe("mma", f"{name}-added", dtype, (replace(product, accumulate=True),), 0)
+    for name, product in DEPTHS.items():
+        yield _probe("mma", name, "bfloat16", (product,), 0)
+    for name, pair in PAIRS.items():
+        yield _probe("mma", name, "bfloat16", pair, 0)
+    for dtype in ("bfloat16", "float16"):
+        for name, product in WEIGHT_STATIONARY.items():
+            yield _probe("mma.ws", name, dtype, (product,), 1)
+    dv = WEIGHT_STATIONARY["dkv-m32n256"]
+    yield _probe("mma.ws", "dv-then-dk", "bfloat16", (dv, replace(dv, accumulate=True)), 1)
+    for name in ("s-m32n64", "dkv-m32n256", "dq-m64n256"):
+        added = replace(WEIGHT_STATIONARY[name], accumulate=True)
+        yield _probe("mma.ws", f"{name}-added", "bfloat16", (added,), 1)
+
+
+PROBES = tuple(_probes())

@@ -1,0 +1,187 @@
+"""What a probe is, what it finds, and how one that launches a single kernel is run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy import arrays
+from mla_cupy.launchers.spec import MAP_BYTES, KernelSpec, Launch, Variant, argument_block
+from mla_cupy.runtime import driver
+from mla_cupy.runtime.build import BuildRequest
+from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+Array = npt.NDArray[Any]
+
+BLACKWELL = ("sm_100a", "sm_103a")
+HOPPER = ("sm_90a",)
+ARCHS = HOPPER + BLACKWELL
+INSTRUCTION_SECONDS = 60.0
+"""After which the probe of an instruction is taken to hang."""
+
+
+class UnfitError(Exception):
+    """The probe says nothing here, such as a kernel for other sizes: no failure."""
+
+
+class Machine(NamedTuple):
+    """What runs the probes: a GPU, or the simulator in its place."""
+
+    arch: str
+    device: int
+    simulated: bool
+
+    def upload(self, x: Array) -> Any:
+        """An array there. In the simulator CuPy's family is a stand-in, see `simulation.simulated`."""
+        family = arrays.cupy_family()
+        return family.from_numpy(x, self.device, family.current_stream(self.device))
+
+    def download(self, x: Any) -> Array:
+        """Its copy here, once all work is done."""
+        family = arrays.cupy_family()
+        return family.to_numpy(x, family.current_stream(self.device))
+
+
+class Finding(NamedTuple):
+    """What came out: "" or the first difference, and what was compared."""
+
+    difference: str
+    compared: str
+
+
+class Probe(Protocol):
+    """One line of the report."""
+
+    @property
+    def name(self) -> str:
+        """Such as "mma/bfloat16/s-m64n32": the stage first."""
+
+    @property
+    def about(self) -> str:
+        """What is tried, in one line."""
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """Which GPUs have what is tried."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names (with wildcards) of the probes without whose success this one says nothing."""
+
+    @property
+    def seconds(self) -> float:
+        """After which it is taken to hang on a GPU."""
+
+    def requests(self, arch: str) -> list[BuildRequest]:
+        """What it needs compiled, as far as that is known beforehand."""
+
+    def run(self, machine: Machine) -> Finding:
+        """Launch, and compare. Raises UnfitError if there is nothing to try on this machine."""
+
+
+@dataclass(frozen=True)
+class BoxMap:
+    """A tensor map over one of the arrays of a case: the innermost dimension first, sizes in elements."""
+
+    array: str
+    dtype: str
+    dims: tuple[int, ...]
+    strides_elems: tuple[int, ...]
+    box: tuple[int, ...]
+
+    def spec(self, base: int) -> TensorMapSpec:
+        """For the array at `base`."""
+        strides = tuple(2 * stride for stride in self.strides_elems)
+        return TensorMapSpec(self.dtype, base, self.dims, strides, self.box, "128B")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch.
+
+    arrays
+        What is in memory before, by name.
+    parameters
+        Of the kernel's record: a name stands for the address of that array.
+    expected
+        What is in some of the arrays afterwards, exactly.
+    """
+
+    arrays: Mapping[str, Array]
+    parameters: tuple[str | int, ...]
+    expected: Mapping[str, Array]
+    grid: Dim3 = (1, 1, 1)
+    box_map: BoxMap | None = None
+
+
+@dataclass(frozen=True)
+class InstructionProbe:
+    """One launch of a kernel that does nothing but what is tried."""
+
+    name: str
+    about: str
+    spec: KernelSpec
+    variant: Variant
+    make: Callable[[], Case] = field(repr=False)
+    archs: tuple[str, ...] = BLACKWELL
+    needs: tuple[str, ...] = ()
+    seconds: float = INSTRUCTION_SECONDS
+
+    def requests(self, arch: str) -> list[BuildRequest]:
+        """Its one kernel."""
+        return [self.spec.request(self.variant, arch)]
+
+    def run(self, machine: Machine) -> Finding:
+        """Launch once; every element of every expected array must be equal."""
+        case = self.make()
+        placed = {name: machine.upload(x) for name, x in case.arrays.items()}
+        self._launch(machine, case, placed)
+        compared = sum(wanted.size for wanted in case.expected.values())
+        for name, wanted in case.expected.items():
+            if difference := first_difference(name, machine.download(placed[name]), wanted):
+                return Finding(difference, f"{compared} values, exactly")
+        return Finding("", f"{compared} values, exactly")
+
+    def _launch(self, machine: Machine, case: Case, placed: Mapping[str, Any]) -> None:
+        family = arrays.cupy_family()
+        address = {name: family.view(x).ptr for name, x in placed.items()}
+        values = [address[x] if isinstance(x, str) else x for x in case.parameters]
+        box_map = case.box_map
+        args = argument_block(self.spec.params.size, *([MAP_BYTES] if box_map else []))
+        self.spec.params.pack_into(args.views[0], *values)
+        if box_map:
+            args.views[1][:] = driver.current().encode_tiled(box_map.spec(address[box_map.array]))
+        kernel = Launch(self.spec.request(self.variant, machine.arch), machine.device, dependent=False)
+        with driver.device_guard(machine.device):
+            kernel(case.grid, args, family.current_stream(machine.device))
+
+
+def first_difference(name: str, got: Array, wanted: Array) -> str:
+    """Where two arrays first differ, and in how many elements; "" if nowhere. NaN is like NaN."""
+    if got.shape != wanted.shape:
+        return f"{name}: shape {got.shape}, expected {wanted.shape}"
+    differ = (got != wanted) & ~((got != got) & (wanted != wanted))
+    if not differ.any():
+        return ""
+    where = tuple(map(int, np.argwhere(differ)[0]))
+    index = ", ".join(map(str, where))
+    return (
+        f"{name}[{index}]: got {got[where]}, expected {wanted[where]} "
+        f"({int(differ.sum())} of {differ.size} values differ)"
+    )
+
+
+def random(name: str) -> np.random.Generator:
+    """The same numbers for the same probe, everywhere."""
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+def small_integers(rng: np.random.Generator, *shape: int, most: int = 4) -> Array:
+    """So small that no product or sum of them is rounded, in whatever order it is made."""
+    return rng.integers(-most, most, shape, endpoint=True).astype(np.float32)

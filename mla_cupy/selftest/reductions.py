@@ -1,0 +1,98 @@
+"""Probes of additions to global memory, and of the transposed stores that P and dS go through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mla_cupy import formats
+from mla_cupy.launchers.spec import KernelSpec, Params, Variant
+from mla_cupy.selftest.layouts import SLAB_COLUMNS, slab_elements
+from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
+
+THREADS = 128
+BLOCKS = 4
+HEADS = 64
+
+
+@dataclass(frozen=True)
+class ReduceVariant(Variant):
+    """How many numbers a thread adds at once; one is an integer."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class StmatrixVariant(Variant):
+    """The type of the scores, and the keys of a tile."""
+
+    dtype: str
+    keys: int
+
+
+REDUCE = KernelSpec(
+    "probe_reduce_sm100",
+    "sm100/probe_reduce.cu",
+    variants=tuple(map(ReduceVariant, (4, 2, 1))),
+    core=(),
+    supports_arch=ARCHS.__contains__,
+    params=Params(values="u8", wanted="u8", sums="u8", groups="i4", padding="i4"),
+)
+
+STMATRIX = KernelSpec(
+    "probe_stmatrix_sm100",
+    "sm100/probe_stmatrix.cu",
+    variants=tuple(StmatrixVariant(dtype, keys) for dtype in ("bfloat16", "float16") for keys in (32, 64)),
+    core=(),
+    supports_arch=ARCHS.__contains__,
+    params=Params(scores="u8", slab_in="u8", slab_out="u8"),
+)
+
+
+def _reduce_case(name: str, width: int, groups: int) -> Case:
+    rng = random(name)
+    threads = BLOCKS * THREADS
+    values = small_integers(rng, threads, width, most=100)
+    wanted = (rng.random(threads) < 0.7).astype(np.int32)
+    before = small_integers(rng, groups, width, most=1000)
+    after = before.copy()
+    np.add.at(after, np.arange(threads) % groups, values * wanted[:, None])
+    kind = np.int32 if width == 1 else np.float32
+    return Case(
+        {"values": values, "wanted": wanted, "sums": before.astype(kind)},
+        ("values", "wanted", "sums", groups, 0),
+        {"sums": after.astype(kind)},
+        grid=(BLOCKS, 1, 1),
+    )
+
+
+def _stmatrix_case(name: str, dtype: str, keys: int) -> Case:
+    rng = random(name)
+    scores = small_integers(rng, HEADS, keys, most=127)
+    slab = rng.integers(0, 2**16, HEADS * SLAB_COLUMNS, np.uint16)
+    after = slab.copy()
+    after[slab_elements(keys)] = np.ascontiguousarray(scores.T).astype(formats.numpy_dtype(dtype)).view(np.uint16)
+    return Case({"scores": scores, "in": slab, "out": np.zeros_like(slab)}, ("scores", "in", "out"), {"out": after})
+
+
+def _reduce(width: int, groups: int) -> InstructionProbe:
+    kind = "s32" if width == 1 else f"v{width}.f32"
+    name = f"reduce/{kind}-{groups}groups"
+    about = f"red.global.add.{kind} by {BLOCKS} blocks of {THREADS} threads to {groups} places"
+    variant = ReduceVariant(width)
+    return InstructionProbe(name, about, REDUCE, variant, partial(_reduce_case, name, width, groups), ARCHS)
+
+
+def _stmatrix(dtype: str, keys: int) -> InstructionProbe:
+    name = f"stmatrix/{dtype}-{keys}keys"
+    about = f"stmatrix.x4.trans of fragments of 64 heads x {keys} keys to a slab with a row for each key"
+    variant = StmatrixVariant(dtype, keys)
+    return InstructionProbe(name, about, STMATRIX, variant, partial(_stmatrix_case, name, dtype, keys), ARCHS)
+
+
+PROBES = (
+    *(_reduce(width, groups) for width in (4, 2, 1) for groups in (1, 24)),
+    *(_stmatrix(dtype, keys) for dtype in ("bfloat16", "float16") for keys in (32, 64)),
+)
