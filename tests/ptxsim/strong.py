@@ -2,8 +2,9 @@
 
 A release publishes what its warp knows at the address, an acquire joins what was published there. A relaxed access
 does so only together with a fence: a write publishes what the warp knew at its last fence, and what a read finds counts
-from the warp's next fence on. A read-modify-write adds to what is published, a store replaces it. Both sides must name
-a scope that includes the other. With ``strict=False`` relaxed accesses count as if a fence were beside them.
+from the warp's next fence on. A read-modify-write adds to what is published; a store replaces what other warps have
+published, and goes on with what its own warp has. Both sides must name a scope that includes the other. With
+``strict=False`` relaxed accesses count as if a fence were beside them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class Order:
 
 @dataclass
 class Published:
-    """What a block's warps have published at an address within a scope."""
+    """What a warp of a block has published at an address within a scope."""
 
     scope: str
     cta: object
     store: list
+    agent: int
 
 
 def includes(scope: str, mine: object, other: object) -> bool:
@@ -53,9 +55,11 @@ class Flags:
         self.fences: dict[int, tuple[str, list]] = {}
         self.pending: dict[int, list[tuple[object, list]]] = {}
 
-    def matter(self, agent: int, order: Order, returns: bool) -> bool:
-        """Tell whether a write or atomic of a warp can order anything."""
-        return order.release or agent in self.fences or not self.detector.strict or (returns and bool(self.places))
+    def matter(self, agent: int, order: Order, reduction: bool) -> bool:
+        """Tell whether a write or atomic of a warp can order anything, or end what does."""
+        if order.release or agent in self.fences or not self.detector.strict:
+            return True
+        return not reduction and bool(self.places)
 
     def fence(self, agent: int, cta: object, acquire: bool, release: bool, scope: str) -> None:
         """Execute a fence of a warp."""
@@ -103,9 +107,23 @@ class Flags:
         elif agent in self.fences:
             fence_scope, store = self.fences[agent]
             scope = min(scope, fence_scope, key=SCOPES.index)
+        new = [Published(scope, cta, store, agent)] if store else []
         for key in set(keys):
-            kept = self.places.get(key, []) if update else []
-            self.places[key] = [*kept, Published(scope, cta, store)] if store else kept
+            kept = self.places.get(key, [])
+            others = [each for each in kept if update and each.agent != agent]
+            # A release and later strong writes of its thread are one release pattern.
+            own = [each for each in kept if each.agent == agent]
+            self.places[key] = [*others, *latest(own + new)]
+
+
+def latest(published: list[Published]) -> list[Published]:
+    """Return the last of a warp's publications of each scope: it says what those before it said."""
+    last: dict[str, Published] = {}
+    for each in published:
+        clock = each.store[0][each.agent]
+        if each.scope not in last or clock >= last[each.scope].store[0][each.agent]:
+            last[each.scope] = each
+    return list(last.values())
 
 
 __all__ = ["Flags", "Order"]

@@ -404,7 +404,7 @@ class Warp:
     def flags_write(self, space: int, offset: np.ndarray, order: Order, update: bool | None) -> None:
         """Release at some bytes of a space; ``update`` is None for a store, or whether an atomic returns old values."""
         detector = self.cta.cluster.detector
-        if not detector or not detector.flags.matter(self.agent, order, bool(update)):
+        if not detector or not detector.flags.matter(self.agent, order, update is False):
             return
         keys = [(space, int(at)) for at in offset]
         if update:

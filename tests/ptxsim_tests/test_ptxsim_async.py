@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of PTX are kept whole)
 """Asynchronous operations, both sides of each: right kernels pass in every mode, every missing step is caught."""
 
 from __future__ import annotations

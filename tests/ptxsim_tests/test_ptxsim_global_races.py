@@ -49,10 +49,10 @@ def launch(first: str, second: str, mode: str = "early", grid: int = 2) -> np.nd
     return array
 
 
-def races(match: str, first: str, second: str, mode: str) -> None:
+def races(match: str, first: str, second: str, mode: str, grid: int = 2) -> None:
     """Expect a race at the bytes that the copies share."""
     with pytest.raises(ptxsim.RaceError, match=match):
-        launch(first, second, mode)
+        launch(first, second, mode, grid)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,6 +96,71 @@ def test_reductions(kind: str, mode: str) -> None:
     races("byte 64 of array", reduce, "st.global.u32 [%rd1+64], 1;", mode)
     races("byte 64 of array", reduce, STORES[kind] + FLUSH, mode)
     races("byte 64 of array", reduce, "ld.global.u32 %r6, [%rd1+64];", mode)
+
+
+#: Additions to the word at byte 64, each with what waits for it.
+ADDERS = {
+    **{f"cp.reduce {name}": code + FLUSH for name, code in REDUCTIONS.items()},
+    "red": "red.global.add.u32 [%rd1+64], 5;",
+    "atom": "atom.global.add.u32 %r7, [%rd1+64], 5;",
+    "red.release": "red.release.gpu.global.add.u32 [%rd1+64], 5;",
+}
+#: Accesses that are no reductions; asynchronous ones with a fence before them, and what waits for them.
+OTHERS = {
+    "load": "ld.global.u32 %r6, [%rd1+64];",
+    "store": "st.global.u32 [%rd1+64], 1;",
+    **{f"{name} load": "fence.proxy.async;" + EXPECT + code + WAIT for name, code in LOADS.items()},
+    **{f"{name} store": "fence.proxy.async;" + code + FLUSH for name, code in STORES.items()},
+    "cp.async": "cp.async.cg.shared.global [%r2], [%rd1+64], 16; cp.async.wait_all;",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("second", ADDERS)
+@pytest.mark.parametrize("first", ADDERS)
+def test_reductions_of_two_blocks_do_not_race(first: str, second: str, mode: str) -> None:
+    assert launch(ADDERS[first], ADDERS[second], mode, 3)[16] == 16 + 3 * 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("adder", ADDERS)
+def test_a_reduction_races_with_what_is_none(adder: str, other: str, mode: str) -> None:
+    first, second = ADDERS[adder], OTHERS[other]
+    races("byte 64 of array", first, second, mode)
+    races("byte 64 of array", second, first, mode)
+    # A flag orders them; what the generic proxy has added needs the fence that the asynchronous accesses begin with.
+    launch(first + RAISE, POLL + second, mode)
+    if other != "cp.async":
+        launch(second + "fence.proxy.async;" + RAISE, POLL + first, mode)
+    if adder in ("red", "atom") and "fence" in second:
+        races("no proxy fence", first + RAISE, POLL + second.replace("fence.proxy.async;", ""), mode)
+
+
+#: Block 0 adds and tells, block 2 adds and tells or not, block 1 reads when told by as many.
+TOLD = "red.release.gpu.global.add.u32 [%rd1+128], 1;"
+READER = (
+    "setp.eq.u32 %p4, %r1, 2; @%p4 bra T; P: ld.acquire.gpu.global.u32 %r5, [%rd1+128]; setp.lt.u32 %p3, %r5, {told}; @%p3 bra P;"
+    "ld.global.u32 %r6, [%rd1+64]; st.global.u32 [%rd1+192], %r6; bra U; T: {add} U:"
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("adder", ADDERS)
+def test_every_reduction_must_be_ordered_before_a_read(adder: str, mode: str) -> None:
+    """That the last of them is does not do for the others: reductions do not order one another."""
+    add = ADDERS[adder]
+    both = READER.replace("{told}", "2").replace("{add}", add + TOLD)
+    assert launch(add + TOLD, both, mode, 3)[48] == 16 + 10
+    one = READER.replace("{told}", "1").replace("{add}", add)
+    races("byte 64 of array", add + TOLD, one, mode, 3)
+    races(
+        "byte 64 of array",
+        "mov.u32 %r8, 0; S: add.u32 %r8, %r8, 1; setp.lt.u32 %p5, %r8, 500; @%p5 bra S;" + add + TOLD,
+        one,
+        mode,
+        3,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -234,3 +234,55 @@ def test_a_fence_acquires_within_its_scope_only() -> None:
         else:
             with pytest.raises(ptxsim.RaceError):
                 launch(code, 2, 1, race_global=True)
+
+
+#: What the second block does to the flag once it has seen 1, and whether the first block's release reaches who sees 2.
+CHAINS = [
+    ("atom.relaxed.gpu.global.add.u32 %r9, [%rd1+32], 1;", True),
+    ("red.relaxed.gpu.global.add.u32 [%rd1+32], 1;", True),
+    ("atom.relaxed.gpu.global.exch.b32 %r9, [%rd1+32], 2;", True),
+    ("atom.relaxed.gpu.global.cas.b32 %r9, [%rd1+32], 1, 2;", True),
+    ("st.relaxed.gpu.global.u32 [%rd1+32], 2;", False),
+    ("st.release.gpu.global.u32 [%rd1+32], 2;", False),
+    ("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%rd1+32], 2;", True),
+]  # fmt: skip
+CHAIN = (
+    "setp.eq.u32 %p1, %r1, 1; @%p1 bra M; setp.eq.u32 %p1, %r1, 2; @%p1 bra R; st.global.u32 [%rd1], 7; {raise} bra E;"
+    "M: ld.relaxed.gpu.global.u32 %r3, [%rd1+32]; setp.eq.u32 %p2, %r3, 0; @%p2 bra M; {middle} bra E;"
+    "R: ld.acquire.gpu.global.u32 %r3, [%rd1+32]; setp.ne.u32 %p2, %r3, 2; @%p2 bra R; ld.global.u32 %r4, [%rd1]; st.global.u32 [%rd1+4], %r4; E:"
+)
+
+
+@pytest.mark.parametrize("raised", ["st.release.gpu.global.u32 [%rd1+32], 1;", "red.release.gpu.global.add.u32 [%rd1+32], 1;",
+                                    "atom.release.gpu.global.exch.b32 %r9, [%rd1+32], 1;"])  # fmt: skip
+@pytest.mark.parametrize(("middle", "ordered"), CHAINS)
+def test_release_sequences(raised: str, middle: str, ordered: bool) -> None:
+    """A release goes on through read-modify-writes of others; a store of theirs ends it, if it acquired nothing."""
+    code = CHAIN.replace("{raise}", raised).replace("{middle}", middle)
+    relaxed = code.replace(raised, raised.replace(".release", ".relaxed"))
+    for mode, seed in MODES:
+        if ordered:
+            assert launch(code, 3, 1, mode, seed, race_global=True)[1] == 7
+        else:
+            with pytest.raises(ptxsim.RaceError, match=r"byte 0 of array.*without synchronisation"):
+                launch(code, 3, 1, mode, seed, race_global=True)
+        with pytest.raises(ptxsim.RaceError, match=r"byte 0 of array.*without synchronisation"):
+            launch(relaxed, 3, 1, mode, seed, race_global=True)
+
+
+def test_a_release_pattern_goes_on_with_strong_writes_of_its_thread() -> None:
+    """ISA, release patterns: a release followed by a strong write to the same place, in program order."""
+    row = (
+        "",
+        "st.release.{s}.{m}.u32 [{f}], 1; st.relaxed.{s}.{m}.u32 [{f}], 2;",
+        "ld.acquire.{s}.{m}.u32 %r3, [{f}];",
+        "",
+    )
+    spin = "setp.eq.u32 %p2, %r3, 0;"
+    code = flag_code(GLOBAL, row, "global", "gpu").replace(
+        spin, spin.replace("eq.u32 %p2, %r3, 0", "ne.u32 %p2, %r3, 2")
+    )
+    for mode, seed in MODES:
+        assert 7 in launch(code, 2, 1, mode, seed, race_global=True)
+        with pytest.raises(ptxsim.RaceError):
+            launch(code.replace("st.release", "st.relaxed"), 2, 1, mode, seed, race_global=True)
