@@ -15,19 +15,24 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same, no_launch
 from tests.support.gpu import upload
 from tests.support.sparse_cases import SparseCase, make
-from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, uploaded
+from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, suited, uploaded
 
 pytestmark = pytest.mark.gpu
 
 WHOLE = SparseCase(s_q=300, s_kv=900, h_q=16, topk=130, lengths=True, sink=True)
 SPLIT = SparseCase(s_q=3, s_kv=9000, h_q=16, topk=5000, sink=True)
-BOTH = pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=["whole", "split"])
+BOTH = pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=["whole", "split"], indirect=True)
 
 
 @pytest.fixture(params=ALL_KERNELS)
 def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
-    need(request.param, gpu, WHOLE)
+    need(request.param, gpu, suited(WHOLE, request.param))
     return str(request.param)
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, variant: str) -> SparseCase:
+    return suited(request.param, variant)
 
 
 def call(case: SparseCase, **options: Any) -> tuple[Any, Any, Any]:
@@ -98,7 +103,7 @@ def test_bases_and_empty_rows(variant: str, case: SparseCase, options: dict[str,
 
 @pytest.mark.parametrize("scale", [1e-6, 0.01, 0.3])
 def test_scale(variant: str, scale: float) -> None:
-    inputs = make(WHOLE)
+    inputs = make(suited(WHOLE, variant))
     exact, rounded = (
         reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=scale, rounding=rounding)
         for rounding in (None, WHOLE.dtype)
@@ -107,8 +112,9 @@ def test_scale(variant: str, scale: float) -> None:
 
 
 def test_head_axes_change_nothing(variant: str) -> None:
-    flat = forward(make(WHOLE), variant=variant)
-    for got, wanted in zip(forward(make(replace(WHOLE, head_axis=True)), variant=variant), flat, strict=True):
+    case = suited(WHOLE, variant)
+    flat = forward(make(case), variant=variant)
+    for got, wanted in zip(forward(make(replace(case, head_axis=True)), variant=variant), flat, strict=True):
         assert_same(got, wanted)
 
 
@@ -146,7 +152,7 @@ def test_streams_and_a_pool_churner(variant: str, how: str) -> None:
     """Temporaries come from the stream's arena: whoever gets their memory next runs after them."""
     import cupy
 
-    prepared = [uploaded(make(case)) for case in (WHOLE, SPLIT)]
+    prepared = [uploaded(make(suited(case, variant))) for case in (WHOLE, SPLIT)]
     expected = [
         on_host(mla_cupy.sparse_mla_forward(*arguments, **named, variant=variant)) for arguments, named in prepared
     ]

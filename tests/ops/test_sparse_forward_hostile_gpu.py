@@ -15,7 +15,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same
 from tests.support.gpu import upload
 from tests.support.sparse_cases import INT_MAX, INT_MIN, SparseCase, SparseInputs, make
-from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check
+from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, suited
 
 pytestmark = pytest.mark.gpu
 
@@ -25,11 +25,16 @@ CASE = SparseCase(s_q=40, s_kv=S_KV, h_q=16, topk=200, sink=True)
 
 @pytest.fixture(params=ALL_KERNELS)
 def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
-    need(request.param, gpu, CASE)
+    need(request.param, gpu, suited(CASE, request.param))
     return str(request.param)
 
 
-def all_finite(case: SparseCase = CASE) -> SparseInputs:
+@pytest.fixture
+def case(variant: str) -> SparseCase:
+    return suited(CASE, variant)
+
+
+def all_finite(case: SparseCase) -> SparseInputs:
     """Every row holds numbers, so that any index has an answer."""
     inputs = make(case)
     kv = np.random.default_rng(1).standard_normal((case.s_kv, case.d_qk), np.float32).astype(inputs.kv.dtype)
@@ -37,8 +42,8 @@ def all_finite(case: SparseCase = CASE) -> SparseInputs:
 
 
 @pytest.mark.parametrize("index", [INT_MIN, INT_MAX, -1, -2, S_KV, S_KV + 1, 1 << 30, -(1 << 30)])
-def test_indices_out_of_range_are_no_rows(variant: str, index: int) -> None:
-    inputs = all_finite()
+def test_indices_out_of_range_are_no_rows(variant: str, case: SparseCase, index: int) -> None:
+    inputs = all_finite(case)
     inputs.indices[0, :] = index  # nothing is left
     inputs.indices[2, 3:70] = index
     inputs.indices[3, -1] = index
@@ -47,13 +52,13 @@ def test_indices_out_of_range_are_no_rows(variant: str, index: int) -> None:
 
 
 @pytest.mark.parametrize("length", [INT_MIN, -1, 0, 1, 199, 200, 201, INT_MAX])
-def test_lengths_are_clamped(variant: str, length: int) -> None:
-    inputs = replace(all_finite(), topk_length=np.full(CASE.s_q, length, np.int32))
+def test_lengths_are_clamped(variant: str, case: SparseCase, length: int) -> None:
+    inputs = replace(all_finite(case), topk_length=np.full(case.s_q, length, np.int32))
     run_and_check(inputs, variant=variant)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_everything_is_garbage(variant: str, causal: bool) -> None:
+def test_everything_is_garbage(variant: str, case: SparseCase, causal: bool) -> None:
     """No answer is wrong here but a fault; the oracle agrees all the same."""
     rng = np.random.default_rng(5)
 
@@ -63,9 +68,9 @@ def test_everything_is_garbage(variant: str, causal: bool) -> None:
 
     for _ in range(8):
         inputs = replace(
-            all_finite(replace(CASE, causal=causal)),
-            indices=garbage(CASE.s_q, CASE.topk),
-            topk_length=garbage(CASE.s_q),
+            all_finite(replace(case, causal=causal)),
+            indices=garbage(case.s_q, case.topk),
+            topk_length=garbage(case.s_q),
             cu_seqlens_q=garbage(9),
             cu_seqlens_kv=garbage(9),
         )
@@ -85,16 +90,18 @@ def test_everything_is_garbage(variant: str, causal: bool) -> None:
         ([0], [0]),
     ],
 )
-def test_hostile_starts(variant: str, starts_q: list[int], starts_kv: list[int], causal: bool) -> None:
+def test_hostile_starts(
+    variant: str, case: SparseCase, starts_q: list[int], starts_kv: list[int], causal: bool
+) -> None:
     starts = {"cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv}
-    inputs = all_finite(replace(CASE, causal=causal))
+    inputs = all_finite(replace(case, causal=causal))
     inputs = replace(inputs, **{name: np.asarray(x, np.int32) for name, x in starts.items()})
     run_and_check(inputs, variant=variant)
 
 
 @pytest.mark.parametrize("sink", [-np.inf, np.inf, 1e30, -1e30, 0.0])
-def test_sinks(variant: str, sink: float) -> None:
-    inputs = replace(all_finite(), attn_sink=np.full(CASE.h_q, sink, np.float32))
+def test_sinks(variant: str, case: SparseCase, sink: float) -> None:
+    inputs = replace(all_finite(case), attn_sink=np.full(case.h_q, sink, np.float32))
     run_and_check(inputs, variant=variant)
 
 
@@ -103,8 +110,10 @@ def test_sinks(variant: str, sink: float) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("column", [3, 570])  # of the values; of the keys alone
-def test_nan_reaches_the_queries_that_select_it_and_no_others(variant: str, value: float, column: int) -> None:
-    inputs = make(replace(CASE, sink=False))
+def test_nan_reaches_the_queries_that_select_it_and_no_others(
+    variant: str, case: SparseCase, value: float, column: int
+) -> None:
+    inputs = make(replace(case, sink=False))
     inputs.q[..., column] = np.abs(inputs.q[..., column]) + np.asarray(0.5, inputs.q.dtype)  # infinite scores
     clean = forward(inputs, variant=variant)
     row = inputs.rows[5][7]
@@ -119,12 +128,12 @@ def test_nan_reaches_the_queries_that_select_it_and_no_others(variant: str, valu
     assert np.isnan(out[hit][..., :512].astype(np.float32)).all()
 
 
-def test_nan_in_a_query_stays_in_its_row(variant: str) -> None:
-    inputs = make(replace(CASE, sink=False))
+def test_nan_in_a_query_stays_in_its_row(variant: str, case: SparseCase) -> None:
+    inputs = make(replace(case, sink=False))
     clean = forward(inputs, variant=variant)
     inputs.q[5, 9, 100] = np.nan
     results = forward(inputs, variant=variant)
-    hit = np.zeros((CASE.s_q, CASE.h_q), bool)
+    hit = np.zeros((case.s_q, case.h_q), bool)
     hit[5, 9] = True
     for got, before in zip(results, clean, strict=True):
         assert_same(got[~hit], before[~hit])
@@ -132,7 +141,7 @@ def test_nan_in_a_query_stays_in_its_row(variant: str) -> None:
 
 
 def test_nan_in_one_piece_of_a_split_query_survives_the_merge(variant: str) -> None:
-    inputs = make(SparseCase(s_q=2, s_kv=12_000, h_q=16, topk=9000, invalid=0.0, seed=3))
+    inputs = make(suited(SparseCase(s_q=2, s_kv=12_000, h_q=16, topk=9000, invalid=0.0, seed=3), variant))
     assert len(inputs.rows[1]) > 8000
     only = np.setdiff1d(inputs.rows[1], inputs.rows[0])[0]
     clean = forward(inputs, variant=variant)
@@ -163,7 +172,7 @@ def large_kv(gpu: DeviceInfo) -> Iterator[Any]:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-@pytest.mark.parametrize("h_q", [16, 64])
+@pytest.mark.parametrize("h_q", [16, 64, 128])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_kv_of_more_than_2_31_elements(gpu: DeviceInfo, large_kv: Any, h_q: int, ragged: bool, variant: str) -> None:
     import cupy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -19,6 +20,11 @@ Array = npt.NDArray[Any]
 Forward = tuple[Array, Array, Array]
 
 ALL_KERNELS = tuple(KERNELS)
+
+
+def suited(case: SparseCase, variant: str) -> SparseCase:
+    """The case with more heads, where the kernel is for more."""
+    return replace(case, h_q=case.h_q + getattr(KERNELS[variant], "FEWEST_HEADS", 1) - 1)
 
 
 def need(variant: str, device: DeviceInfo, case: SparseCase) -> None:
