@@ -1,4 +1,4 @@
-"""The command line: run, list, compare, plot."""
+"""The command line: run, list, compare, plot, model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from . import model_report
 from .errors import BenchError
 from .operations import DECODE, OPERATIONS, SPARSE_BACKWARD, Operation
 from .peers import Choices, Implementation, make
@@ -108,6 +109,16 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         help="default %(default)s; .svg and .pdf too",
     )
     plot.set_defaults(handler=plot_file)
+
+    model = commands.add_parser(
+        "model",
+        help="predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU",
+        description=model_report.DESCRIPTION,
+        epilog=model_report.EPILOG,
+        formatter_class=raw,
+    )
+    model_report.add_arguments(model)
+    model.set_defaults(handler=lambda args: model_report.run(args, _console()))
     return parser
 
 

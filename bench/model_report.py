@@ -1,0 +1,269 @@
+"""`bench model`: the model's options, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_cupy.errors import explain
+
+from . import environment, model, model_time
+from .costs import D_QK, D_V
+from .errors import BenchError
+from .model_machine import MACHINES, NOT_COUNTED, Machine
+from .sparse_cases import SparseBackwardCase
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+LABEL = "predicted, not measured"
+OPERATION = "sparse-backward"
+DTYPE = "bfloat16"
+
+DESCRIPTION = f"""Predict a kernel's time from its own sizes and a GPU's assumed rates: {LABEL}.
+
+The sizes (tiles, shapes and counts of the products) are read from the cubin, which is compiled if need be; no GPU is
+needed. The rates are assumptions about a B200, each printed with its source. The tables say what a tile of keys
+computes and moves, and which of tensor cores, shared memory and the L2's additions would set the pace.
+"""
+EPILOG = """examples:
+  model sparse-backward                                     every kernel for Blackwell, 64 and 128 heads
+  model sparse-backward --kernel sparse_backward_sm100 --heads 64,128,16 --topk 1024
+  model sparse-backward --s-kv 32768 --json model.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `model`."""
+    parser.add_argument("operation", choices=(OPERATION,), metavar="OPERATION", help=f"what is modelled: {OPERATION}")
+    parser.add_argument("--arch", default="sm_100a", metavar="TARGET", help="a GPU's target (default %(default)s)")
+    parser.add_argument("--kernel", metavar="NAME", help="one kernel by name (default: all that the model knows)")
+    parser.add_argument(
+        "--heads", type=_sizes, default=(64, 128), metavar="N[,N...]", help="query heads (default 64,128)"
+    )
+    parser.add_argument("--topk", type=_size, default=2048, metavar="N", help="rows a query (default %(default)s)")
+    parser.add_argument("--s-q", type=_size, default=4096, metavar="N", help="queries (default %(default)s)")
+    parser.add_argument("--s-kv", type=_size, default=8192, metavar="N", help="rows of kv (default %(default)s)")
+    parser.add_argument(
+        "--d-qk", type=int, choices=(D_QK, D_V), default=D_QK, help="width of a key (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it as one JSON object")
+
+
+def _size(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
+    return number
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(one) for one in text.split(","))
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """`model`."""
+    known = model.names(args.arch)
+    kernels = [model.load(name, args.arch, args.d_qk) for name in ((args.kernel,) if args.kernel else known)]
+    cases = [SparseBackwardCase(args.s_q, args.s_kv, heads, args.topk, args.d_qk) for heads in args.heads]
+    machine = MACHINES[args.arch]
+    found = {case: predictions(kernels, case, machine) for case in cases}
+    if args.json:
+        rows = [one for case in cases for one in found[case]]
+        _write(args.json, document(args.arch, cases, kernels, machine, rows, getattr(args, "arguments", ())))
+    console.print(f"[bold]{LABEL.upper()}[/]: {OPERATION} on {args.arch}, {DTYPE}, d_qk {args.d_qk}, d_v {D_V}")
+    console.print(assumption_table(machine), "", tile_table(kernels, machine), "")
+    for case, predicted in found.items():
+        console.print(prediction_table(case, predicted), "")
+    for line in remarks(cases[0], machine):
+        console.print(line)
+    return 0
+
+
+def predictions(
+    kernels: Sequence[model.Kernel], case: SparseBackwardCase, machine: Machine
+) -> list[model_time.Prediction]:
+    """Each kernel at each rate of additions."""
+    return [model_time.predict(kernel, case, machine, rate) for kernel in kernels for rate in machine.addition_rates]
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def document(
+    arch: str,
+    cases: Sequence[SparseBackwardCase],
+    kernels: Sequence[model.Kernel],
+    machine: Machine,
+    predicted: Sequence[model_time.Prediction],
+    arguments: Sequence[str] = (),
+) -> dict[str, Any]:
+    """All of it as plain data."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "label": LABEL,
+        "operation": OPERATION,
+        "arch": arch,
+        "dtype": DTYPE,
+        "shapes": [case.shape() for case in cases],
+        "assumptions": machine.record(),
+        "not_counted": list(NOT_COUNTED),
+        "kernels": [kernel_record(kernel, machine) for kernel in kernels],
+        "predictions": [asdict(one) for one in predicted],
+        "repro": environment.command_line(list(arguments)),
+    }
+
+
+def kernel_record(kernel: model.Kernel, machine: Machine) -> dict[str, Any]:
+    """A kernel's facts, and a full block's counts and cycles."""
+    ws = bool(kernel.weight_stationary)
+    cycles = model_time.tile_cycles(kernel, kernel.block_heads, machine)
+    products = [
+        {**asdict(one), "cycles_each": model_time.product_cycles(one, ws, machine)}
+        for one in kernel.products
+        if one.count
+    ]
+    return {
+        **asdict(kernel),
+        "products": products,
+        "tile_counts": asdict(model.tile_counts(kernel, kernel.block_heads, kernel.tile_keys)),
+        "tile_cycles": {**asdict(cycles), "total": cycles.total, "bound": cycles.bound},
+        "block_counts": asdict(model.block_counts(kernel)),
+        "block_cycles": model_time.block_cycles(kernel, machine),
+    }
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        writable = explain("--json", path, "a file that can be written", str(error.strerror))
+        raise BenchError(writable) from error
+
+
+# ---- Tables --------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=index == 0)
+    return table
+
+
+def assumption_table(machine: Machine) -> Table:
+    """The rates, with their sources."""
+    table = _table("assumed of the GPU", "what", "value", "unit", "how sure", "source", left=5)
+    for one in machine.record():
+        table.add_row(one["name"], f"{one['value']:,}", one["unit"], one["confidence"], one["source"])
+    return table
+
+
+def tile_table(kernels: Sequence[model.Kernel], machine: Machine) -> Table:
+    """What a tile of keys and a block of heads cost, a column for each kernel."""
+    heads = kernels[0].block_heads
+    table = _table(
+        f"a block of {heads} heads: counted from the kernels' constants; cycles predicted",
+        "a tile of keys",
+        *(kernel.name for kernel in kernels),
+    )
+    for index, name in enumerate(model.PRODUCTS):
+        table.add_row(name, *(_product(kernel, index, machine) for kernel in kernels))
+    table.add_section()
+    for label, figure in _FIGURES:
+        table.add_row(label, *(f"{figure(kernel, machine):,.0f}" for kernel in kernels))
+    for rate in machine.addition_rates:
+        cells = (f"{_addition_cycles(kernel, machine, rate):,.0f}" for kernel in kernels)
+        table.add_row(f"additions at {rate:g} TB/s, clk", *cells)
+    table.add_section()
+    for label, figure in _BLOCK_FIGURES:
+        table.add_row(label, *(f"{figure(kernel, machine):,.0f}" for kernel in kernels))
+    return table
+
+
+def _product(kernel: model.Kernel, index: int, machine: Machine) -> str:
+    one = kernel.products[index]
+    if not one.count:
+        return "-"
+    each = model_time.product_cycles(one, bool(kernel.weight_stationary), machine)
+    return f"{one.count} of {one.m} x {one.n}: {one.count * each:,.0f} clk"
+
+
+def _counts(kernel: model.Kernel) -> model.Counts:
+    return model.tile_counts(kernel, kernel.block_heads, kernel.tile_keys)
+
+
+def _cycles(kernel: model.Kernel, machine: Machine) -> model_time.Cycles:
+    return model_time.tile_cycles(kernel, kernel.block_heads, machine)
+
+
+def _addition_cycles(kernel: model.Kernel, machine: Machine, tbps: float) -> float:
+    """What a tile's additions take if every multiprocessor makes as many."""
+    return _counts(kernel).added * machine.multiprocessors * machine.clock_ghz / tbps / 1e3
+
+
+Figure = Callable[[model.Kernel, Machine], float]
+_FIGURES: tuple[tuple[str, Figure], ...] = (
+    ("keys", lambda kernel, machine: kernel.tile_keys),
+    ("FLOP", lambda kernel, machine: _counts(kernel).flops),
+    ("shared memory: operands, B", lambda kernel, machine: _counts(kernel).operands),
+    ("shared memory: K, P, dS, B", lambda kernel, machine: _counts(kernel).loaded + _counts(kernel).written),
+    ("read from tensor memory, B", lambda kernel, machine: _counts(kernel).tmem),
+    ("gathered from the L2, B", lambda kernel, machine: _counts(kernel).loaded),
+    ("added in the L2, B", lambda kernel, machine: _counts(kernel).added),
+    ("FLOPs at the peak, clk", lambda kernel, machine: _cycles(kernel, machine).peak),
+    ("products, tensor cores alone, clk", lambda kernel, machine: _cycles(kernel, machine).pipe),
+    ("products, operands alone, clk", lambda kernel, machine: _cycles(kernel, machine).operands),
+    ("products, slower of the two, clk", lambda kernel, machine: _cycles(kernel, machine).products),
+    ("K, P, dS, clk", lambda kernel, machine: _cycles(kernel, machine).other),
+    ("tensor memory's reads, clk", lambda kernel, machine: _cycles(kernel, machine).tmem),
+    ("multiprocessor, clk", lambda kernel, machine: _cycles(kernel, machine).total),
+)
+_BLOCK_FIGURES: tuple[tuple[str, Figure], ...] = (
+    ("once a block: Q, dO in, B", lambda kernel, machine: model.block_counts(kernel).loaded),
+    ("once a block: dQ out, B", lambda kernel, machine: model.block_counts(kernel).stored),
+    ("once a block: shared memory, clk", lambda kernel, machine: model_time.block_cycles(kernel, machine)),
+    ("a block's threads", lambda kernel, machine: kernel.threads),
+    ("a block's shared memory, B", lambda kernel, machine: kernel.smem_bytes),
+    ("its columns of tensor memory in use", lambda kernel, machine: kernel.tmem_columns_used),
+)
+
+
+def prediction_table(case: SparseBackwardCase, predicted: Sequence[model_time.Prediction]) -> Table:
+    """The roofline of one case."""
+    title = f"{LABEL.upper()}: the main kernel alone, {case.name}, {case.cost.flops / 1e12:.3f} TFLOP"
+    heads = ("kernel", "additions TB/s", "SM ms", "L2 ms", "at least ms", "TFLOP/s", "bound by")
+    table = _table(title, *heads, "added GB", "at TB/s", "gathered GB", "at TB/s")
+    for one in predicted:
+        table.add_row(
+            one.kernel,
+            f"{one.addition_tbps:g}",
+            *(f"{us / 1e3:.2f}" for us in (one.sm_us, one.l2_us, one.us)),
+            f"{one.tflops:.0f}",
+            one.bound,
+            *(f"{one.added_bytes / 1e9:.1f}", f"{one.added_tbps:.2f}"),
+            *(f"{one.gathered_bytes / 1e9:.1f}", f"{one.gathered_tbps:.2f}"),
+        )
+    return table
+
+
+def remarks(case: SparseBackwardCase, machine: Machine) -> list[str]:
+    """What the figures leave out."""
+    lines = [
+        "Lower bounds of the time, and so upper bounds of the rate. The law of the products was measured for N = 64 to "
+        "256: N = 32 is extrapolated. Not counted:",
+        *(f"  {one}" for one in NOT_COUNTED),
+    ]
+    sums = 4 * case.s_kv * case.d_qk
+    if sums > machine.l2_bytes:
+        megabytes = f"{sums / 1e6:.0f} MB of sums do not fit in the L2 ({machine.l2_bytes / 1e6:.0f} MB)"
+        lines.append(f"WARNING: {megabytes}: the rates of additions do not hold (an H200's fall to a half and less)")
+    return lines

@@ -1,0 +1,84 @@
+"""What the model counts from the kernels' constants is what the simulator sees them do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import mla_cupy
+from bench import model
+from bench.costs import sparse_backward_cost
+from bench.sparse_cases import SparseBackwardCase
+from mla_cupy.launchers.sparse_backward_config import KERNELS
+from tests.support.sim_driver import simulated
+from tests.support.sparse_cases import SparseCase, make
+
+ARCH = "sm_100a"
+NAMES = model.names(ARCH)
+#: Tiles of 32 keys: 1, 2, 3, 3, any; of 64: 1, 1, 2, 2, any. The last has queries without a row, and blocks of 36 heads.
+CASES = [
+    SparseCase(s_q=1, h_q=64, topk=32, invalid=0.0),
+    SparseCase(s_q=1, h_q=128, topk=64, invalid=0.0, d_qk=512),
+    SparseCase(s_q=1, h_q=64, topk=96, invalid=0.0, d_qk=512, dtype="float16"),
+    SparseCase(s_q=1, h_q=128, topk=70, invalid=0.0),
+    SparseCase(s_q=4, h_q=100, topk=70, lengths=True),
+]
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """How often a product of M x N was issued: the report has the sum of them only."""
+    from ptxsim import umma
+
+    decode, seen = umma.decode_instruction_descriptor, Counter()
+
+    def counting(*arguments: Any) -> Any:
+        desc = decode(*arguments)
+        seen[desc.m, desc.n] += 1
+        return desc
+
+    monkeypatch.setattr(umma, "decode_instruction_descriptor", counting)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("name", NAMES)
+def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[tuple[int, int]]) -> None:
+    inputs = make(case)
+    with simulated(2, (10, 0)) as target:
+        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=name)
+    (report,) = (one for one in target.reports if one.kernel == KERNELS[name].SPEC.entry)
+    kernel = model.load(name, ARCH, case.d_qk, case.dtype)
+    lengths = [len(rows) for rows in inputs.rows]
+    counted = model.call_counts(kernel, case.h_q, lengths)
+
+    assert report.flops == {f"tcgen05 {'bf16' if case.dtype == 'bfloat16' else 'f16'}": counted.flops}
+    assert report.counters["async tcgen05.mma"] == counted.products
+    assert report.bytes["bulk read"] == counted.loaded
+    assert report.bytes["bulk written"] == counted.stored
+    assert report.bytes["shared written"] == counted.written
+    assert report.bytes["tensor memory"] == counted.tmem
+    assert report.bytes["global atomic"] == counted.added
+
+    expected: Counter[tuple[int, int]] = Counter()
+    for keys in lengths:
+        for heads in kernel.blocks(case.h_q) if keys else ():
+            for product in kernel.issued(heads):
+                expected[product.m, product.n] += product.count * -(-keys // kernel.tile_keys)
+    assert shapes == +expected
+
+    stationary = sum(count for opcode, count in report.instructions.items() if opcode.startswith("tcgen05.mma.ws"))
+    assert stationary == (counted.products if kernel.weight_stationary else 0)
+
+
+@pytest.mark.parametrize("d_qk", [512, 576])
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_agree_with_the_mathematics(name: str, d_qk: int) -> None:
+    """Five products a pair of query and key, and their FLOPs are those of every other benchmark."""
+    kernel = model.load(name, ARCH, d_qk)
+    assert (kernel.d_qk, kernel.d_v) == (d_qk, 512)
+    assert kernel.tmem_columns_used <= kernel.tmem_columns
+    case = SparseBackwardCase(3, 100, 2 * kernel.block_heads, 4 * kernel.tile_keys, d_qk)
+    assert model.call_counts(kernel, case.h_q, [case.topk] * case.s_q).flops == sparse_backward_cost(case).flops
