@@ -77,16 +77,15 @@ constexpr u32 kTmemColumns = 512;
 // s_full        products (1)            -            softmax      blocked
 // dp_full       products (1)            -            softmax      blocked
 // p_full        softmax (128)           -            mma          blocked
-// p_empty       products (1)            -            softmax      free
-// ds_full       softmax (128)           -            mma          blocked; S and dP have been read, too
-// ds_empty      products (1)            -            softmax      free
+// ds_full       softmax (128)           -            mma          blocked
 // dkv_full[i]   products (1)            -            drain        blocked, a phase each use of the place
 // dkv_free[i]   its drain warps (4)     -            mma          free
 // rope_full     products (1)            -            drain        blocked
 // rope_free     all drain warps (8)     -            mma          free
 // dq_full       products (1)            -            softmax      blocked, one phase
 //
-// "products" is a commit: it arrives when everything that was issued before it is done.
+// "products" is a commit: it arrives when everything that was issued before it is done. So s_full of a tile also says
+// that P of the tile before may be overwritten, and dp_full the same of dS; S and dP may be when ds_full has come.
 template <i32 kSlots>
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[kSlabsQk * kPanelBytes];  // at last dQ
@@ -95,7 +94,7 @@ struct Storage {
     u8 p[kKeySlabBytes];   // P^T: a row for each key, 64 heads
     u8 ds[kKeySlabBytes];  // dS^T
     MBarrier q_landed, q_full, k_full[kStagesK], k_empty[kStagesK];
-    MBarrier s_full, dp_full, p_full, p_empty, ds_full, ds_empty;
+    MBarrier s_full, dp_full, p_full, ds_full;
     MBarrier dkv_full[kSlots], dkv_free[kSlots], rope_full, rope_free, dq_full;
     TmemAddr tmem;
 };
@@ -115,9 +114,7 @@ struct Storage {
 template <class S>
 MLA_DEVICE void init_storage(S& s) {
     constexpr u32 kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
-    MBarrier* const announced_once[] = {&s.q_landed, &s.s_full,    &s.dp_full, &s.p_empty,
-                                        &s.ds_empty, &s.rope_full, &s.dq_full};
-    for (MBarrier* barrier : announced_once) mbarrier_init(*barrier, 1);
+    for (MBarrier* barrier : {&s.q_landed, &s.s_full, &s.dp_full, &s.rope_full, &s.dq_full}) mbarrier_init(*barrier, 1);
     for (MBarrier& barrier : s.k_full) mbarrier_init(barrier, 1);
     for (MBarrier& barrier : s.k_empty) mbarrier_init(barrier, 1);
     for (MBarrier& barrier : s.dkv_full) mbarrier_init(barrier, 1);
@@ -255,7 +252,6 @@ MLA_DEVICE void run_mma_role(const Item& item, S& s, TmemAddr tmem) {
         const u32 parity = tile & 1;
         tmem_wait(s.p_full, parity);
         for (i32 t = 0; t < Plan::kSlots; ++t) issue_dv<Plan>(s, tmem, tile, t, head_steps);
-        if (Plan::kSlots == Plan::kTiles) tcgen05_commit(s.p_empty);
         tmem_wait(s.ds_full, parity);
         Plan::issue_dq(s, tmem, tile % kStagesK, tile > 0);
         tcgen05_commit(s.k_empty[tile % kStagesK]);
@@ -264,13 +260,11 @@ MLA_DEVICE void run_mma_role(const Item& item, S& s, TmemAddr tmem) {
             issue_dv<Plan>(s, tmem, tile, t, head_steps);
             issue_dk<Plan>(s, tmem, t, head_steps);
         }
-        if (Plan::kSlots < Plan::kTiles) tcgen05_commit(s.p_empty);
         if (kHasRope) {
             tmem_wait(s.rope_free, parity ^ 1);
             Plan::issue_dk_rope(s, tmem, head_steps);
             tcgen05_commit(s.rope_full);
         }
-        tcgen05_commit(s.ds_empty);
         if (tile + 1 < item.tiles) issue_scores<Plan>(item, s, tmem, tile + 1);
     }
     tcgen05_commit(s.dq_full);
@@ -312,7 +306,6 @@ MLA_DEVICE void run_softmax_role(const Item& item, const Maps& maps, S& s, TmemA
             const float exponential = ex2_approx(fmaf(x[i], p.scale_log2, -heads.lse2(i)));
             weight[i] = Plan::key(i, thread) < keys && heads.present(i) ? exponential : 0.f;
         }
-        mbarrier_wait(s.p_empty, parity ^ 1);
         Plan::store_scores(s.p, weight, thread);
         fence_proxy_async();
         mbarrier_arrive(s.p_full);
@@ -324,7 +317,6 @@ MLA_DEVICE void run_softmax_role(const Item& item, const Maps& maps, S& s, TmemA
             const float ds = weight[i] * fmaf(x[i], p.scale, -heads.delta(i));
             x[i] = Plan::key(i, thread) < keys && heads.present(i) ? ds : 0.f;
         }
-        mbarrier_wait(s.ds_empty, parity ^ 1);
         Plan::store_scores(s.ds, x, thread);
         fence_proxy_async();
         mbarrier_arrive(s.ds_full);

@@ -20,7 +20,7 @@ from mla_cupy.launchers.spec import DtypeVariant, Launch, Variant
 from mla_cupy.runtime import sources
 from tests.support.gradients import check_gradients, reason_against
 from tests.support.sim_driver import fake_gpu, simulated
-from tests.support.sparse_cases import SparseCase, SparseInputs, make
+from tests.support.sparse_cases import SparseCase, SparseInputs, lower_scores, make
 
 HOPPER = tuple(name for name in KERNELS if "sm90" in name)
 BLACKWELL = tuple(name for name in KERNELS if "sm100" in name)
@@ -190,6 +190,14 @@ def test_queries_without_a_gradient(kernel: str) -> None:
     assert (got[0][2] == 0).all()
     for x, y in zip(got[:2], expected[:2], strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=2e-2 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("kernel", ALL)
+def test_scores_so_low_that_their_exponents_overflow(kernel: str) -> None:
+    """Of keys that are not there, nothing may come out of exp(0 - lse)."""
+    inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=90, h_q=3, topk=41, invalid=0.0)))
+    lower_scores(inputs)
+    check_gradients(run(inputs, kernel), inputs)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

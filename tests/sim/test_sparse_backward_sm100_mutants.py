@@ -1,0 +1,363 @@
+"""Bugs planted in the Blackwell kernels of the sparse backward: each must show, the kernels as they are must not.
+
+A mutant is caught by an error of the simulator (a race, poison, a deadlock, a broken rule of the instruction set) or by
+a gradient that is wrong, in at least one mode. Not every mode can see every bug: a read that comes too early is right
+as long as the write is early, too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import ptxsim
+import pytest
+
+import mla_cupy
+from mla_cupy.errors import KernelCompileError
+from mla_cupy.runtime import kernels, sources
+from tests.support.gradients import check_gradients
+from tests.support.sim_driver import simulated
+from tests.support.sparse_cases import SparseCase, lower_scores, make
+
+ROLES = "attention/sparse_backward_sm100.cuh"
+SUMS = "sm100/sparse_backward.cu"
+SCORES = "sm100/sparse_backward_ws.cu"
+MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+#: Three tiles of keys, the last one short; the heads fill the block.
+CASE = SparseCase(s_q=2, s_kv=150, h_q=64, topk=75, invalid=0.0, sink=True)
+KERNELS_OF = {SUMS: ("sparse_backward_sm100",), SCORES: ("sparse_backward_sm100_ws",)}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is replaced where; `kernel` runs."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    kernel: str = "sparse_backward_sm100"
+    low_scores: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.kernel.removeprefix('sparse_backward_')}-{self.name.replace(' ', '_')}"
+
+
+KEYS64, WS = "sparse_backward_sm100_keys64", "sparse_backward_sm100_ws"
+MUTANTS = [
+    # Commits
+    Mutant("no commit of S", ROLES, "tcgen05_commit(s.s_full);", ""),
+    Mutant(
+        "S committed before it is issued",
+        ROLES,
+        "Plan::issue_s(s, tmem, stage);\n    tcgen05_commit(s.s_full);",
+        "tcgen05_commit(s.s_full);\n    Plan::issue_s(s, tmem, stage);",
+    ),
+    Mutant("dS not waited for", ROLES, "tmem_wait(s.ds_full, parity);", ""),
+    Mutant(
+        "dP committed before it is issued",
+        ROLES,
+        "Plan::issue_dp(s, tmem, stage);\n    tcgen05_commit(s.dp_full);",
+        "tcgen05_commit(s.dp_full);\n    Plan::issue_dp(s, tmem, stage);",
+    ),
+    Mutant(
+        "dKV committed before its last product",
+        ROLES,
+        "Plan::issue_dk(s, tmem, t, head_steps);\n    tcgen05_commit(s.dkv_full[t % Plan::kSlots]);",
+        "tcgen05_commit(s.dkv_full[t % Plan::kSlots]);\n    Plan::issue_dk(s, tmem, t, head_steps);",
+    ),
+    Mutant("no commit of the RoPE dims", ROLES, "tcgen05_commit(s.rope_full);", ""),
+    Mutant(
+        "dQ committed before the last tile",
+        ROLES,
+        "    for (i32 tile = 0; tile < item.tiles; ++tile) {\n"
+        "        const u32 parity = tile & 1;\n        tmem_wait(s.p_full, parity);",
+        "    for (i32 tile = 0; tile < item.tiles; ++tile) {\n        const u32 parity = tile & 1;\n"
+        "        if (tile + 1 == item.tiles) tcgen05_commit(s.dq_full);\n        tmem_wait(s.p_full, parity);",
+    ),
+    # Tensor memory
+    Mutant(
+        "wrong quadrant of S",
+        SUMS,
+        "return thread / kWarpThreads * kWarpThreads;",
+        "return (thread / kWarpThreads ^ 1) * kWarpThreads;",
+    ),
+    Mutant("all warps read quadrant 0 of dKV", SUMS, "dkv(tmem, t).lane(warp * kWarpThreads)", "dkv(tmem, t)"),
+    Mutant(
+        "swapped halves of S and dP",
+        SUMS,
+        "tcgen05_ld_16x256b(x, tmem.lane(lanes_of_warp(thread)).column(kColumnScores));",
+        "tcgen05_ld_16x256b(x, tmem.lane(lanes_of_warp(thread) + kUpperLanes).column(kColumnScores));",
+    ),
+    Mutant(
+        "dP over S",
+        SUMS,
+        "issue_scores<kSlabsV>(tmem.lane(kUpperLanes).column(kColumnScores)",
+        "issue_scores<kSlabsV>(tmem.column(kColumnScores)",
+    ),
+    Mutant(
+        "RoPE sums in the same half",
+        SUMS,
+        "return tmem.lane(kUpperLanes).column(kColumnRope);",
+        "return tmem.column(kColumnRope);",
+    ),
+    Mutant(
+        "two tiles of dKV in one place",
+        SUMS,
+        "tmem.column(kColumnDkv + t % kSlots * kTileKeys)",
+        "tmem.column(kColumnDkv + t / 2 * kTileKeys)",
+    ),
+    Mutant(
+        "dQ begins on the last column of dKV",
+        SUMS,
+        "tmem.column(kColumnDq + t * kBlockHeads), s.k",
+        "tmem.column(kColumnDq - 16 + t * kBlockHeads), s.k",
+    ),
+    Mutant("dQ overwritten by each tile", ROLES, "tile % kStagesK, tile > 0);", "tile % kStagesK, false);"),
+    Mutant("dQ adds to what it finds", ROLES, "tile % kStagesK, tile > 0);", "tile % kStagesK, true);"),
+    Mutant("dK overwrites dV", SUMS, "s.ds, head_steps, true);", "s.ds, head_steps, false);"),
+    Mutant(
+        "no after_thread_sync",
+        ROLES,
+        "mbarrier_wait(barrier, parity);\n    tcgen05_fence_after_thread_sync();",
+        "mbarrier_wait(barrier, parity);",
+    ),
+    Mutant(
+        "no before_thread_sync of the drain",
+        ROLES,
+        "    tcgen05_fence_before_thread_sync();\n    release(free, thread);",
+        "    release(free, thread);",
+    ),
+    Mutant(
+        "no before_thread_sync of the softmax",
+        ROLES,
+        "Plan::load_dp(x, tmem, thread);\n        tcgen05_fence_before_thread_sync();",
+        "Plan::load_dp(x, tmem, thread);",
+    ),
+    Mutant(
+        "dKV released before it is loaded",
+        SUMS,
+        "                tcgen05_wait_ld();\n                pin_loaded(x[0]);",
+        "                if (half + 1 == kTileKeys / 32) loaded();\n                tcgen05_wait_ld();\n"
+        "                pin_loaded(x[0]);",
+    ),
+    Mutant(
+        "S used before it is loaded",
+        SUMS,
+        "column(kColumnScores));\n        tcgen05_wait_ld();\n        pin_loaded(x);\n"
+        "    }\n    MLA_DEVICE static void load_dp",
+        "column(kColumnScores));\n    }\n    MLA_DEVICE static void load_dp",
+    ),
+    Mutant("tensor memory not given back", ROLES, "tcgen05_dealloc<kTmemColumns>(tmem);", ""),
+    Mutant("half of the columns allocated", ROLES, "kTmemColumns = 512", "kTmemColumns = 256"),
+    # Shared memory
+    Mutant(
+        "K released one tile early",
+        ROLES,
+        "        Plan::issue_dq(s, tmem, tile % kStagesK, tile > 0);\n"
+        "        tcgen05_commit(s.k_empty[tile % kStagesK]);",
+        "        tcgen05_commit(s.k_empty[tile % kStagesK]);\n"
+        "        Plan::issue_dq(s, tmem, tile % kStagesK, tile > 0);",
+    ),
+    Mutant("gather does not wait", ROLES, "mbarrier_wait(s.k_empty[stage], ring.empty_parity(stage));", ""),
+    Mutant(
+        "K counted without one slab",
+        ROLES,
+        "mbarrier_arrive_expect_tx(s.k_full[stage], sizeof(s.k[0]));",
+        "mbarrier_arrive_expect_tx(s.k_full[stage], sizeof(s.k[0]) - kKeySlabBytes);",
+    ),
+    Mutant(
+        "gathered rows of the next lane",
+        ROLES,
+        "slab * kKeySlabBytes + lane * kGatherBytes",
+        "slab * kKeySlabBytes + (lane ^ 1) * kGatherBytes",
+    ),
+    Mutant(
+        "P without a proxy fence",
+        ROLES,
+        "Plan::store_scores(s.p, weight, thread);\n        fence_proxy_async();",
+        "Plan::store_scores(s.p, weight, thread);",
+    ),
+    Mutant(
+        "dS without a proxy fence",
+        ROLES,
+        "Plan::store_scores(s.ds, x, thread);\n        fence_proxy_async();",
+        "Plan::store_scores(s.ds, x, thread);",
+    ),
+    Mutant("P not waited for", ROLES, "tmem_wait(s.p_full, parity);", ""),
+    Mutant("parity of P stuck", ROLES, "tmem_wait(s.p_full, parity);", "tmem_wait(s.p_full, 0);"),
+    Mutant("Q not waited for", ROLES, "tmem_wait(s.q_full, 0);", ""),
+    Mutant("dQ over Q before the last product", ROLES, "tmem_wait(s.dq_full, 0);", "tmem_wait(s.rope_full, 0);"),
+    Mutant("dQ stored before all have written", ROLES, "    bar_sync(DqStored, kWarpgroupThreads);\n", ""),
+    Mutant(
+        "dQ without a proxy fence",
+        ROLES,
+        "Plan::store_dq(s.q, tmem, thread);\n    fence_proxy_async();",
+        "Plan::store_dq(s.q, tmem, thread);",
+    ),
+    Mutant("store of dQ not waited for", ROLES, "    cp_async_bulk_wait_read();\n", ""),
+    Mutant(
+        "P transposed the wrong way",
+        SUMS,
+        "thread / kWarpThreads * 2 + matrix % 2",
+        "thread / kWarpThreads * 2 + matrix / 2",
+    ),
+    Mutant(
+        "P's swizzle forgotten",
+        SUMS,
+        "stmatrix_x4_trans(smem_addr(slab) + panel_offset(row, chunk), words);",
+        "stmatrix_x4_trans(smem_addr(slab) + row * 128 + chunk * 16, words);",
+    ),
+    # Descriptors
+    Mutant(
+        "slab stride of Q for K",
+        SUMS,
+        "mn_major_matrix(smem_addr(keys), kKeySlabBytes)",
+        "mn_major_matrix(smem_addr(keys), kPanelBytes)",
+    ),
+    Mutant(
+        "K-major read of an MN-major operand",
+        SUMS,
+        "make_instruction_desc<Element>(kDims, kTileKeys, Major::MN, Major::K)",
+        "make_instruction_desc<Element>(kDims, kTileKeys, Major::K, Major::K)",
+    ),
+    Mutant(
+        "N of the other tile size",
+        SUMS,
+        "kBlockHeads, kTileKeys, Major::K, Major::K)",
+        "kBlockHeads, 2 * kTileKeys, Major::K, Major::K)",
+    ),
+    Mutant(
+        "all lanes issue", ROLES, "    if (!elect_one()) return;\n    const i32 head_steps", "    const i32 head_steps"
+    ),
+    # Barriers
+    Mutant(
+        "dKV freed by one warp too few",
+        ROLES,
+        "mbarrier_init(barrier, kWarpgroupWarps);",
+        "mbarrier_init(barrier, kWarpgroupWarps - 1);",
+    ),
+    Mutant("RoPE freed by one group", ROLES, "kDrainGroups * kWarpgroupWarps", "kWarpgroupWarps"),
+    Mutant("no fence of the barriers' init", ROLES, "    fence_mbarrier_init();\n", ""),
+    Mutant(
+        "dKV of the last tile not waited for", ROLES, "tmem_wait(s.dkv_free[t % Plan::kSlots], (uses", "(void)((uses"
+    ),
+    Mutant("drain one phase behind", ROLES, "uses<Plan>(tile, t) & 1);\n            drain", "1);\n            drain"),
+    # Numbers
+    Mutant(
+        "keys behind the end count",
+        SUMS,
+        "return 8 * (i / 4) + fragment_column(thread) + (i & 1);",
+        "return -1;",
+        low_scores=True,
+    ),
+    Mutant("dS of the wrong head's delta", SUMS, "delta_of[fragment_half(i)]", "delta_of[1 - fragment_half(i)]"),
+    Mutant("drain adds to the next row", SUMS, "rows[i + 1] = pair.y;", "rows[i + 1] = pair.x;"),
+    Mutant("RoPE rows of the other group", SUMS, "const i32 row = group ?", "const i32 row = !group ?"),
+    # The other tile size, whose places of dKV are used twice a tile
+    Mutant(
+        "second turn does not wait",
+        ROLES,
+        "tmem_wait(s.dkv_free[t % Plan::kSlots], (uses<Plan>(tile, t) & 1) ^ 1);",
+        "if (t < Plan::kSlots) tmem_wait(s.dkv_free[t % Plan::kSlots], (uses<Plan>(tile, t) & 1) ^ 1);",
+        KEYS64,
+    ),
+    Mutant(
+        "uses counted by tile",
+        ROLES,
+        "return tile * (Plan::kTiles / Plan::kSlots) + t / Plan::kSlots;",
+        "return tile;",
+        KEYS64,
+    ),
+    Mutant("second half of the keys lost", SUMS, "half < kTileKeys / 32; ++half", "half < 1; ++half", KEYS64),
+    # The weight-stationary plan
+    Mutant(
+        "quadrant of P^T",
+        SCORES,
+        "return tmem.lane(thread / kWarpThreads * kWarpThreads);",
+        "return tmem.lane((thread / kWarpThreads ^ 1) * kWarpThreads);",
+        WS,
+    ),
+    Mutant(
+        "dP^T one column short",
+        SCORES,
+        "kColumnDp = kColumnP + kScoreColumns",
+        "kColumnDp = kColumnP + kScoreColumns - 1",
+        WS,
+    ),
+    Mutant("ordinary products", "ptx/tcgen05.cuh", "tcgen05.mma.ws.cta_group", "tcgen05.mma.cta_group", WS),
+    Mutant(
+        "dims of dQ of the other group",
+        SCORES,
+        "const i32 group = thread / kBlockHeads;",
+        "const i32 group = 1 - thread / kBlockHeads;",
+        WS,
+    ),
+    Mutant(
+        "heads of the next warp",
+        SCORES,
+        "const i32 head = thread / kWarpThreads * kScores + i;",
+        "const i32 head = (thread / kWarpThreads ^ 1) * kScores + i;",
+        WS,
+    ),
+    Mutant("RoPE keys of the other group", SCORES, "list[16 * group + 8 * r", "list[16 * (1 - group) + 8 * r", WS),
+    Mutant(
+        "stride of Q in dKV",
+        SCORES,
+        "mn_major_matrix(smem_addr(dims), kPanelBytes)",
+        "mn_major_matrix(smem_addr(dims), kKeySlabBytes)",
+        WS,
+    ),
+]
+
+
+def plant(mutant: Mutant, root: Path) -> None:
+    """A copy of the sources with the bug in it."""
+    shutil.copytree(sources.source_root(), root)
+    text = (root / mutant.file).read_text()
+    assert text.count(mutant.old) >= 1, f"the text of {mutant.name!r} is no longer in {mutant.file}"
+    (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+
+
+def verdict(kernel: str, mode: tuple[str, int], low_scores: bool = False) -> str:
+    """What a run shows; empty if nothing."""
+    inputs = make(CASE)
+    if low_scores:
+        lower_scores(inputs)
+    try:
+        with simulated(2, (10, 0), *mode):
+            got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel)
+        check_gradients(got, inputs)
+    except (ptxsim.SimError, KernelCompileError) as error:
+        return type(error).__name__
+    except AssertionError:
+        return "wrong result"
+    return ""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_is_caught:
+        # Deadlocks and late completion show most; every mode is tried until one has caught it.
+        metafunc.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+
+
+def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(mutant, tmp_path / "cuda_src")
+    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(tmp_path / "cuda_src"))
+    kernels.forget()
+    try:
+        assert any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in MODES), (
+            f"nothing shows that {mutant.name}"
+        )
+    finally:
+        kernels.forget()
+
+
+@pytest.mark.parametrize("kernel", ["sparse_backward_sm100", KEYS64, WS])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("low_scores", [False, True])
+def test_kernels_as_they_are(kernel: str, mode: tuple[str, int], low_scores: bool) -> None:
+    assert verdict(kernel, mode, low_scores) == ""
