@@ -1,0 +1,63 @@
+"""The kernels of the probes compile for every target that they are for, on both lines of NVRTC."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from mla_cupy.runtime import cache, sources, worker
+from mla_cupy.runtime.build import Build
+from mla_cupy.selftest import catalog
+from mla_cupy.selftest.probe import ARCHS, InstructionProbe
+from tests.budgets import builds
+
+REQUESTS = sorted(
+    {
+        (request.name, request, probe.spec)
+        for arch in ARCHS
+        for probe in catalog.probes(arch)
+        if isinstance(probe, InstructionProbe)
+        for request in probe.requests(arch)
+    },
+    key=lambda found: found[0],
+)
+REGISTERS_OF_AN_SM = 65536
+SMEM_OF_A_BLOCK = 227 << 10
+
+
+def built(line: int, request: object) -> Build:
+    if not builds.library(line):
+        pytest.skip(f"no NVRTC wheel of CUDA {line} is installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # nothing is writable: then nothing is shared
+        places = cache.places()
+    return worker.build_here(request, builds.library(line), places.read, places.write)[0]
+
+
+@pytest.mark.parametrize("line", builds.LINES)
+@pytest.mark.parametrize("name", [name for name, _, _ in REQUESTS])
+def test_compiles_and_fits(name: str, line: int) -> None:
+    ((_, request, spec),) = (found for found in REQUESTS if found[0] == name)
+    made = built(line, request)
+    record, facts = made.record, made.facts
+    assert record["notes"] == []
+    assert (record["spill_stores"], record["spill_loads"], record["stack"]) == (0, 0, 0)
+    assert f".target {request.arch}".encode() in made.ptx
+    assert record["registers"] * facts["threads"] <= REGISTERS_OF_AN_SM
+    assert record["static_smem"] + facts.get("smem_bytes", 0) <= SMEM_OF_A_BLOCK
+    layout = facts["params_layout"]
+    assert spec.params.layout() == (layout if isinstance(layout, list) else [layout])
+    if "setmaxnreg" in facts:  # two warpgroups: none may wait for registers that the block does not have
+        more, less = facts["setmaxnreg"]
+        assert less <= record["registers"] <= more
+        assert more + less <= 2 * record["registers"]
+
+
+def test_every_variant_is_used() -> None:
+    """For Blackwell; and each source is one that the kernels could share headers with."""
+    used = {(spec.name, request.label) for _, request, spec in REQUESTS if request.arch == "sm_100a"}
+    assert used == {(spec.name, str(variant)) for spec in catalog.SPECS.values() for variant in spec.variants}
+    for spec in catalog.SPECS.values():
+        assert spec.source.startswith("sm100/probe_")
+        assert len(sources.gather(spec.source)) > 1

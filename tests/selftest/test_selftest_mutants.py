@@ -1,0 +1,223 @@
+"""Each probe can fail: one thing is changed in a copy of the sources, or in what is expected."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mla_cupy.runtime import kernels, sources
+from mla_cupy.selftest import catalog, copies, layouts, mma, reductions, runner, tmem
+from mla_cupy.selftest.layouts import Cells
+from mla_cupy.selftest.place import Place, opened
+from mla_cupy.selftest.probe import Machine
+from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
+
+LD2, LD16 = "tmem/ld/16x256b.x2-lane0", "tmem/ld/32x32b.x16-lane0"
+S32, DP32, DKV32 = "mma/bfloat16/s-m64n32", "mma/bfloat16/dp-m64n32", "mma/bfloat16/dkv-m128n32"
+DQ = "mma/bfloat16/dq-m128n64-64keys"
+STMATRIX = "stmatrix/bfloat16-32keys"
+
+
+class Mutant(NamedTuple):
+    """`old` becomes `new` in a file; every probe named must then fail, and those of `fine` must not."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    seen_by: tuple[str, ...]
+    fine: tuple[str, ...] = ()
+
+
+DESC, TCGEN05, PANEL = "tile/matrix_desc.cuh", "ptx/tcgen05.cuh", "tile/panel.cuh"
+COPY, REDUCE, BARRIER, MMA = "ptx/copy.cuh", "ptx/reduce.cuh", "ptx/barrier.cuh", "sm100/probe_mma.cu"
+
+MUTANTS = (
+    Mutant("swizzle of Hopper's descriptors", DESC, "2ull << 61", "1ull << 62 >> 1", (S32, DKV32)),
+    Mutant("no version", DESC, "1ull << 46", "0ull << 46", (S32,)),
+    Mutant(
+        "strides exchanged", DESC, "(leading_bytes >> 4) << 16 |", "(stride_bytes >> 4) << 16 |", (DKV32, DQ), (S32,)
+    ),
+    Mutant("slabs overlap", DESC, "(slab, slab_bytes, kSw", "(slab, slab_bytes / 2, kSw", (DKV32,), (S32,)),
+    Mutant("bfloat16 read as float16", DESC, "(bfloat16) { return 1; }", "(bfloat16) { return 0; }", (S32, DQ)),
+    Mutant(
+        "float16 read as bfloat16",
+        DESC,
+        "(float16) { return 0; }",
+        "(float16) { return 1; }",
+        ("mma/float16/s-m64n32",),
+        (S32,),
+    ),
+    Mutant("majors exchanged", DESC, "(u32)a << 15", "(u32)b << 15", (DKV32,), (S32, DQ)),
+    Mutant("B always K-major", DESC, "(u32)b << 16 |", "0u << 16 |", (DQ,), (S32, DKV32)),
+    Mutant("half of N", DESC, "n / 8 << 17", "n / 16 << 17", (S32, "mma.ws/bfloat16/s-m32n64")),
+    Mutant("M 64 instead of 128", DESC, "m / 16 << 24", "(m > 64 ? 4 : m / 16) << 24", (DKV32, DQ), (S32, DP32)),
+    Mutant("lane field", TCGEN05, "value + (lanes << 16)", "value + (lanes / 32 * 32 << 16)", (DP32,), (S32,)),
+    Mutant("column", TCGEN05, "value + columns", "value + columns / 2", ("tmem/ld/16x256b.x2-lane16", LD16)),
+    Mutant("row step of a slab", PANEL, "kMmaK * kPanelRowBytes", "8 * kPanelRowBytes", (DKV32, DQ), (S32,)),
+    Mutant("column step of a slab", PANEL, "kMmaK * 2;", "kMmaK;", (S32,), ("mma/bfloat16/s-m64n32-1step", DQ)),
+    Mutant("no swizzle", PANEL, "(chunk ^ (row & 7))", "(chunk)", (S32, STMATRIX)),
+    Mutant("always adds", MMA, "x.accumulate || step > 0", "true", (S32,), (f"{S32}-added",)),
+    Mutant("never adds", MMA, "x.accumulate || step > 0", "step > 0", ("mma/bfloat16/dv-then-dk",), (S32,)),
+    Mutant("one step too few", MMA, "step < x.steps", "step < x.steps - 1", (S32, DQ, "mma.ws/*/dq-m64n256")),
+    Mutant("weight-stationary is not", MMA, "tcgen05_mma_ws_f16(d", "tcgen05_mma_f16(d", ("mma.ws/*/m64n64",), (S32,)),
+    Mutant("no commit", MMA, "tcgen05_commit(s.done);", "", (S32,)),
+    Mutant(
+        "second product from the first one's operand",
+        MMA,
+        "step_of(s.b[i], x.n",
+        "step_of(s.b[0], x.n",
+        ("mma/bfloat16/s-and-dp-n32", "mma/bfloat16/ropes-n64"),
+        (S32,),
+    ),
+    Mutant(
+        "another shape of load",
+        TCGEN05,
+        "tcgen05.ld.sync.aligned.16x256b.x2",
+        "tcgen05.ld.sync.aligned.16x128b.x4",
+        (LD2,),
+        ("tmem/ld/16x256b.x4-lane0",),
+    ),
+    Mutant(
+        "another shape of store",
+        TCGEN05,
+        "tcgen05.st.sync.aligned.16x256b.x4",
+        "tcgen05.st.sync.aligned.16x128b.x8",
+        ("tmem/st/16x256b.x4-lane*",),
+        ("tmem/ld/16x256b.x4-lane0",),
+    ),
+    Mutant(
+        "registers exchanged",
+        TCGEN05,
+        'x16.b32 "\n                 "{%0, %1, %2',
+        'x16.b32 "\n                 "{%1, %0, %2',
+        (LD16,),
+        (LD2,),
+    ),
+    Mutant("no wait for a load", TCGEN05, "tcgen05.wait::ld.sync.aligned;", "", (LD2, S32)),
+    Mutant("no fence after", TCGEN05, "tcgen05.fence::after_thread_sync;", "", (S32, "tmem/ld/16x256b.x2-lane16")),
+    Mutant("no proxy fence", BARRIER, '("fence.proxy.async.shared::cta;"', '(""', (S32, "copy/store/64heads")),
+    Mutant("rows of a gather", COPY, "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", ("copy/gather4/32rows",)),
+    Mutant("coordinates of a load", COPY, "{%3, %4, %5}], [%2], %6", "{%3, %5, %4}], [%2], %6", ("copy/load/*",)),
+    Mutant("coordinates of a store", COPY, "[%0, {%2, %3, %4}]", "[%0, {%2, %4, %3}]", ("copy/store/*",)),
+    Mutant("distance of gathers", "sm100/probe_copy.cu", "i * kGatherBytes", "i * 1024", ("copy/gather4/32rows",)),
+    Mutant("numbers of a sum", REDUCE, "{%1, %2, %3, %4}", "{%1, %2, %4, %3}", ("reduce/v4*",), ("reduce/v2*",)),
+    Mutant("a store, not a sum", REDUCE, "red.relaxed.gpu.global.add.v2.f32", "st.global.v2.f32", ("reduce/v2*",)),
+    Mutant("adds what is not wanted", REDUCE, "setp.ne.s32 p, %5, 0", "setp.ge.s32 p, %5, 0", ("reduce/v4*",)),
+    Mutant("subtracts", REDUCE, '"l"(to), "r"(x)', '"l"(to), "r"(-x)', ("reduce/s32*",), ("reduce/v4*",)),
+    Mutant(
+        "not transposed",
+        "ptx/matrix.cuh",
+        "stmatrix.sync.aligned.m8n8.x4.trans",
+        "stmatrix.sync.aligned.m8n8.x4",
+        (STMATRIX,),
+    ),
+    Mutant("halves exchanged", "ptx/convert.cuh", '"f"(hi), "f"(lo)', '"f"(lo), "f"(hi)', ("stmatrix/*",)),
+)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    with opened(Place("sm_100a", "", "none", "a test", "late")) as found:
+        yield found
+
+
+@pytest.fixture
+def fresh_builds() -> Iterator[None]:
+    """Builds are remembered by name, not by their text."""
+    kernels.forget()
+    yield
+    kernels.forget()
+
+
+def results(machine: Machine, patterns: tuple[str, ...]) -> list[runner.Result]:
+    chosen = [
+        probe for probe in catalog.probes(machine.arch) if any(fnmatchcase(probe.name, pattern) for pattern in patterns)
+    ]
+    assert len(chosen) >= len(patterns)
+    return [runner.attempt(probe, machine) for probe in chosen]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+def test_changed_source(
+    machine: Machine, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_builds: None
+) -> None:
+    copy = tmp_path / "cuda_src"
+    shutil.copytree(sources.source_root(), copy)
+    path = copy / mutant.file
+    text = path.read_text()
+    assert mutant.old in text, "the mutant no longer fits the source"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(copy))
+    assert [result for result in results(machine, mutant.seen_by) if result.status not in runner.BAD] == []
+    assert [result for result in results(machine, mutant.fine) if result.status != runner.PASSED] == []
+
+
+def upper_lanes_too(m: int, n: int, weight_stationary: bool = False) -> Cells:
+    """Layout D for every M."""
+    row, column = np.broadcast_arrays(np.arange(m)[:, None], np.arange(n)[None, :])
+    return Cells(row, column)
+
+
+def parts_exchanged(m: int, n: int, weight_stationary: bool = False) -> Cells:
+    """Columns dealt out to the parts in turn."""
+    true = layouts.sum_cells(m, n, weight_stationary)
+    if not weight_stationary:
+        return true
+    parts, column = layouts.LANES // m, np.arange(n)[None, :] + 0 * true.lanes
+    return Cells(column % parts * m + true.lanes % m, column // parts)
+
+
+def halves_exchanged(shape: str, registers: int) -> Cells:
+    """Registers 1 and 2 of every four."""
+    true = layouts.shape_cells(shape, registers)
+    order = np.arange(registers).reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+    return Cells(true.lanes[order], true.columns[order])
+
+
+def plain(rows: int) -> Any:
+    """Without the swizzle."""
+    return np.arange(rows * layouts.SLAB_COLUMNS).reshape(rows, -1)
+
+
+#: What is expected instead -> where, by what name, and which probes must see that.
+EXPECTATIONS: tuple[tuple[Any, Any, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (upper_lanes_too, mma, "sum_cells", (S32, DP32, "mma/bfloat16/s-and-dp-n32"), (DKV32,)),
+    (parts_exchanged, mma, "sum_cells", ("mma.ws/*/s-m32n64", "mma.ws/*/dq-m64n256"), (S32,)),
+    (halves_exchanged, tmem, "shape_cells", ("tmem/ld/16x256b.x1-*", "tmem/st/16x256b.x8-*", LD16), ()),
+    (
+        plain,
+        copies,
+        "slab_elements",
+        ("copy/gather4/*rows", "copy/load/*", "copy/store/*"),
+        ("copy/gather4/4rows-none",),
+    ),
+    (plain, reductions, "slab_elements", ("stmatrix/*",), ("reduce/*",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "module", "name", "seen_by", "fine"), EXPECTATIONS, ids=[f"{x[0].__name__}-{x[2]}" for x in EXPECTATIONS]
+)
+def test_changed_expectation(
+    machine: Machine,
+    wrong: Any,
+    module: Any,
+    name: str,
+    seen_by: tuple[str, ...],
+    fine: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    for result in results(machine, seen_by):
+        assert result.status == runner.FAILED, result
+        assert "got" in result.message
+        assert "expected" in result.message
+        assert "values differ" in result.message
+    assert [result for result in results(machine, fine) if result.status != runner.PASSED] == []

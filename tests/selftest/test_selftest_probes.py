@@ -1,0 +1,115 @@
+"""Every probe passes in the simulator, whenever asynchronous work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mla_cupy.selftest import catalog, runner
+from mla_cupy.selftest.place import Place, opened
+from mla_cupy.selftest.probe import HOPPER, Machine
+from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
+
+CALLS = ("block", "kernel")
+#: Targets, modes, and whether with calls: kernels have tests of their own, in all modes.
+RUNS = (
+    ("sm_100a", "early", True),
+    ("sm_100a", "late", False),
+    ("sm_103a", "late", False),
+    ("sm_90a", "early", False),
+    ("sm_90a", "late", False),
+)
+#: A call on Hopper, so that those are tried too.
+ONE_CALL = ("sm_90a", "block/sparse_backward_sm90/bfloat16")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is not test_passes:
+        return
+    full = metafunc.config.getoption("--sim") == "full"
+    chosen = [
+        ((arch, mode), probe.name)
+        for arch, mode, with_calls in RUNS
+        for probe in catalog.probes(arch)
+        if full or with_calls or catalog.stage(probe.name) not in CALLS or (arch, probe.name) == ONE_CALL
+    ]
+    ids = [f"{arch}-{mode}-{name}" for (arch, mode), name in chosen]
+    metafunc.parametrize(("machine", "name"), chosen, ids=ids, indirect=["machine"])
+
+
+@pytest.fixture(scope="module")
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    arch, mode = request.param
+    with opened(Place(arch, "", "none", "a test", mode)) as found:
+        yield found
+
+
+def test_passes(machine: Machine, name: str) -> None:
+    (probe,) = (probe for probe in catalog.probes(machine.arch) if probe.name == name)
+    result = runner.attempt(probe, machine)
+    expected = (runner.PASSED, runner.UNFIT) if name.startswith("kernel/") else (runner.PASSED,)
+    assert result.status in expected, result.message
+    assert result.compared or result.status == runner.UNFIT
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_names(arch: str) -> None:
+    """Unique, the stage first, one line about each; what a probe needs comes before it."""
+    names = [probe.name for probe in catalog.probes(arch)]
+    assert len(set(names)) == len(names)
+    order = list(dict.fromkeys(map(catalog.stage, names)))
+    assert order[-2:] == ["block", "kernel"]
+    for probe in catalog.probes(arch):
+        assert probe.about
+        assert "\n" not in probe.about
+        assert probe.seconds > 0
+
+
+def test_what_there_must_be() -> None:
+    """The shapes, majors and lanes of the sparse backward on Blackwell; loads, stores, gathers, additions."""
+    about = {probe.name: probe.about for probe in catalog.probes("sm_100a")}
+    for dtype in ("bfloat16", "float16"):
+        for text in (
+            "M 64 N 32 K 64, A K-major, B K-major, lane 0",
+            "M 64 N 64 K 64, A K-major, B K-major, lane 16",
+            "M 128 N 32 K 64, A MN-major, B K-major, lane 0",
+            "M 128 N 64 K 64, A MN-major, B K-major, lane 0",
+            "M 128 N 64 K 32, A MN-major, B MN-major, lane 0",
+            "M 64 N 64 K 32, A MN-major, B MN-major, lane 0",
+            "M 64 N 32 K 64, A MN-major, B K-major, lane 16",
+            "M 64 N 64 K 64, A MN-major, B K-major, lane 16",
+        ):
+            for more in ("", ", added to what is there"):
+                assert [x for x in about if dtype in x and about[x] == f"tcgen05.mma: {text}{more}"], (dtype, text)
+        for m, n in ((32, 64), (32, 256), (64, 64), (64, 256)):
+            assert [x for x in about if dtype in x and f"mma.ws: M {m} N {n} " in about[x]], (dtype, m, n)
+    for op in ("ld", "st"):
+        for shape in ("16x256b.x1", "16x256b.x2", "16x256b.x4", "16x256b.x8"):
+            assert {f"tmem/{op}/{shape}-lane0", f"tmem/{op}/{shape}-lane16"} <= about.keys()
+        assert {f"tmem/{op}/32x32b.x16-lane0", f"tmem/{op}/32x32b.x32-lane0"} <= about.keys()
+    assert sum(name.startswith("copy/gather4/") for name in about) >= 5
+
+
+def test_hopper_has_no_probe_of_blackwell() -> None:
+    names = [probe.name for probe in catalog.probes(HOPPER[0])]
+    assert not [name for name in names if "gather4" in name or catalog.stage(name) in ("tmem", "mma", "mma.ws")]
+    assert {catalog.stage(name) for name in names} == {"copy", "reduce", "stmatrix", "block", "kernel"}
+    assert not [name for name in names if "sm100" in name]
+
+
+def test_calls_take_whatever_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_cupy.selftest import calls
+
+    monkeypatch.setattr(calls, "KERNELS", {})
+    assert {catalog.stage(probe.name) for probe in catalog.probes("sm_100a")}.isdisjoint(CALLS)
+    monkeypatch.setattr(calls, "KERNELS", {"sparse_backward_sm100_new": calls_module()})
+    names = [probe.name for probe in catalog.probes("sm_100a") if catalog.stage(probe.name) in CALLS]
+    assert "block/sparse_backward_sm100_new/bfloat16" in names
+    assert "kernel/sparse_backward_sm100_new/deterministic" in names
+
+
+def calls_module() -> object:
+    from mla_cupy.launchers import sparse_backward_sm90
+
+    return sparse_backward_sm90
