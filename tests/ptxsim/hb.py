@@ -122,11 +122,16 @@ class Detector:
             self._report(agent, shadow, words, bad, where, mask, "reads", row)
         if shadow.updates and not strength:
             self._check_updates(agent, shadow, words, row, where, "reads")
+        if shadow.bytes and not strength:
+            self._check_bytes(agent, shadow, words, row, where, mask, "reads")
         key = (agent,)
+        if not isinstance(mask, int):
+            for value in np.unique(mask):
+                index = shadow.row(key, strength > 0, int(value))
+                shadow.reads[index][words[mask == value]] = row[agent]
+            return
         index = shadow.row(key, True) if strength else shadow.rows[key] if key in shadow.rows else shadow.row(key)
         shadow.reads[index][words] = row[agent]
-        if shadow.read_masks is not None or not isinstance(mask, int):
-            shadow.mark_read(index, words, mask)
 
     def write(
         self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: object = 15, strength: int = 0
@@ -139,14 +144,15 @@ class Detector:
             self._report(agent, shadow, words, bad, where, mask, "writes", row)
         if shadow.updates and not strength:
             self._check_updates(agent, shadow, words, row, where, "writes")
+        if shadow.bytes and not strength:
+            self._check_bytes(agent, shadow, words, row, where, mask, "writes")
         self._check_reads(agent, shadow, words, row, where, mask, strength)
-        shadow.writer[words] = agent
-        shadow.clock[words] = row[agent]
         if isinstance(mask, int):
             shadow.mask[words] = mask
         else:
-            shadow.mask[words] = 0
-            np.bitwise_or.at(shadow.mask, words, mask)
+            shadow.cover(agent, words, mask, int(row[agent]))
+        shadow.writer[words] = agent
+        shadow.clock[words] = row[agent]
         shadow.strength[words] = strength
         if strength and isinstance(mask, int):
             shadow.update(agent, words, row[agent])
@@ -162,6 +168,19 @@ class Detector:
                 raise RaceError(
                     f"{where}: race at {place}: {self.names[agent]} {verb} after a strong write or reduction of"
                     f" {self.names[writer]} without synchronisation"
+                )
+
+    def _check_bytes(
+        self, agent: int, shadow: Shadow, words: np.ndarray, row: np.ndarray, where: object, mask: object, verb: str
+    ) -> None:
+        """Check an access against writes of bytes in words whose other bytes were written later."""
+        for (writer, written), clocks in shadow.bytes.items():
+            bad = (clocks[words] > row[writer]) & ((np.asarray(mask, np.uint8) & written) != 0)
+            if bad.any():
+                place = shadow.space(int(words.reshape(-1)[np.argmax(bad.reshape(-1))]))
+                raise RaceError(
+                    f"{where}: race at {place}: {self.names[agent]} {verb} after a write of {self.names[writer]}"
+                    " without synchronisation"
                 )
 
     def _tolerated(self, agent: int, shadow: Shadow, words: np.ndarray, strength: int) -> np.ndarray:
@@ -189,8 +208,8 @@ class Detector:
         if np.count_nonzero(bad):
             if strength:
                 bad &= ~shadow.strong_rows[:count, None]
-            if shadow.read_masks is not None:
-                bad &= (shadow.read_masks[:count][:, words] & np.asarray(mask, np.uint8)) != 0
+            if not isinstance(mask, int):
+                bad &= (shadow.row_masks[:count, None] & mask) != 0
             if not bad.any():
                 return
             hit, at = np.argwhere(bad)[0]
@@ -265,6 +284,8 @@ class Detector:
             self._report(agent, shadow, words, bad, where, 15, "(asynchronously) reads", view)
         if shadow.updates:
             self._check_updates(agent, shadow, words, view, where, "(asynchronously) reads")
+        if shadow.bytes:
+            self._check_bytes(agent, shadow, words, view, where, 15, "(asynchronously) reads")
         row = shadow.row(readers)
         shadow.reads[row][words] = np.uint32(clock)
 
@@ -288,6 +309,8 @@ class Detector:
             self._report(agent, shadow, words, bad, where, 15, "(asynchronously) writes", view)
         if shadow.updates and not strength:
             self._check_updates(agent, shadow, words, view, where, "(asynchronously) writes")
+        if shadow.bytes and not strength:
+            self._check_bytes(agent, shadow, words, view, where, 15, "(asynchronously) writes")
         self._check_reads(agent, shadow, words.reshape(-1), self.V[agent], where, strength=strength)
         shadow.writer[words] = writer
         shadow.clock[words] = PENDING

@@ -13,7 +13,8 @@ class Shadow:
 
     ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array. ``updates`` holds, per
     agent, when it last wrote each word strongly: such writes do not order one another, so the last cannot stand for
-    all.
+    all. ``mask`` tells which bytes of a word the last write covered; ``bytes`` holds, per agent and mask, when it wrote
+    bytes that later writes to the word left alone.
     """
 
     def __init__(self, words: int, columns: int = 0, name: str = "") -> None:
@@ -26,8 +27,9 @@ class Shadow:
         self.rows: dict[tuple, int] = {}
         self.row_agents = np.zeros((0, 4), np.intp)
         self.strong_rows = np.zeros(0, bool)
+        self.row_masks = np.zeros(0, np.uint8)
         self.reads = np.zeros((0, words), np.uint32)
-        self.read_masks: np.ndarray | None = None
+        self.bytes: dict[tuple[int, int], np.ndarray] = {}
 
     def space(self, word: int) -> str:
         """Describe where a word is."""
@@ -35,19 +37,22 @@ class Shadow:
             return f"tensor memory lane {word // self.columns} column {word % self.columns}"
         return f"byte {word * 4} of {self.name}" if self.name else f"shared byte {word * 4}"
 
-    def row(self, agents: tuple[int, ...], strong: bool = False) -> int:
-        """Return the read row of an agent, or of four that read together; strong reads have rows of their own."""
-        key = (*agents, "strong") if strong else agents
+    def row(self, agents: tuple[int, ...], strong: bool = False, mask: int = 15) -> int:
+        """Return the read row of an agent, or of four that read together.
+
+        Strong reads, and reads of some bytes of words (a mask), have rows of their own.
+        """
+        key = agents if mask == 15 and not strong else (*agents, strong, mask)
         if key not in self.rows:
             index = self.rows[key] = len(self.rows)
             if index >= len(self.reads):
                 grown = np.zeros((max(8, 2 * len(self.reads)), self.reads.shape[1]), np.uint32)
                 grown[: len(self.reads)] = self.reads
                 self.reads = grown
-                self.read_masks = None if self.read_masks is None else _grow_masks(self.read_masks, len(grown))
             four = agents if len(agents) == 4 else agents * 4
             self.row_agents = np.concatenate([self.row_agents, np.array([four], np.intp)])
             self.strong_rows = np.append(self.strong_rows, strong)
+            self.row_masks = np.append(self.row_masks, np.uint8(mask))
         return self.rows[key]
 
     def update(self, agent: int, words: np.ndarray, clock: object) -> None:
@@ -56,16 +61,16 @@ class Shadow:
             self.updates[agent] = np.zeros(len(self.clock), np.uint32)
         self.updates[agent][words] = clock
 
-    def mark_read(self, index: int, words: np.ndarray, mask: object) -> None:
-        """Remember which bytes of words a row has read."""
-        if self.read_masks is None:
-            self.read_masks = np.full(self.reads.shape, 15, np.uint8)
-        self.read_masks[index, words] = 0
-        np.bitwise_or.at(self.read_masks[index], words, mask)
-
-
-def _grow_masks(masks: np.ndarray, rows: int) -> np.ndarray:
-    """Return read masks with more rows."""
-    grown = np.full((rows, masks.shape[1]), 15, np.uint8)
-    grown[: len(masks)] = masks
-    return grown
+    def cover(self, agent: int, words: np.ndarray, mask: np.ndarray, clock: int) -> None:
+        """Note which bytes of words a write covers, and keep what is known of the other bytes."""
+        words, place = np.unique(words, return_inverse=True)
+        covered = np.zeros(len(words), np.uint8)
+        np.bitwise_or.at(covered, place, mask)
+        left = np.where(self.clock[words] > 0, self.mask[words] & ~covered, 0).astype(np.uint8)
+        same = (self.writer[words] == agent) & (self.clock[words] == clock)
+        self.mask[words] = np.where(same, covered | left, covered)
+        aside = (left != 0) & ~same & (self.clock[words] != PENDING)
+        for writer, bits in {*zip(self.writer[words[aside]].tolist(), left[aside].tolist(), strict=True)}:
+            at = words[aside & (self.writer[words] == writer) & (left == bits)]
+            clocks = self.bytes.setdefault((writer, bits), np.zeros(len(self.clock), np.uint32))
+            clocks[at] = self.clock[at]

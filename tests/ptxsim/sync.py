@@ -7,6 +7,8 @@ from collections.abc import Callable
 from .errors import SyncError
 
 _MAX_COUNT = (1 << 20) - 1
+_KEPT = 64
+"""Generations of a named barrier whose publications are kept."""
 
 
 class MBarrier:
@@ -177,7 +179,9 @@ class NamedBarrier:
                 raise SyncError(f"barrier {self.index}: {total} threads arrived, expected {self.expected}")
             done = total == self.expected
         if done:
-            self.snapshots = {self.generation: self.gathered}
+            # Who waits may go on after others have used the barrier again.
+            self.snapshots[self.generation] = self.gathered
+            self.snapshots.pop(self.generation - _KEPT, None)
             self.generation += 1
             self.arrived, self.gathered = {}, []
 

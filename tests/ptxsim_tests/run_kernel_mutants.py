@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / "tests")]
 import ptxsim  # noqa: E402
 from ptx_runners import MODES  # noqa: E402
+from run_mutants import row  # noqa: E402
 
 BACKWARD, PAIR, SMALL = "sparse_backward", "sparse_backward_pair", "sparse_forward_small"
 
@@ -130,7 +131,7 @@ def results(mutant: KernelMutant) -> list[str]:
         try:
             with races_everywhere() if mutant.everywhere else contextlib.nullcontext():
                 call(mutant.kernel, mode, seed)
-            found.append("-")
+            found.append("")
         except ptxsim.SimError as error:
             found.append(type(error).__name__)
         except AssertionError:
@@ -148,12 +149,13 @@ def main() -> None:
         if wanted not in f"{mutant.kernel} {mutant.name}":
             continue
         with tempfile.TemporaryDirectory() as folder:
-            columns = "does not apply any more"
-            if sources(mutant, Path(folder) / "cuda_src"):
-                where = dict(os.environ, MLA_CUPY_CUDA_SRC=f"{folder}/cuda_src", MLA_CUPY_CACHE_DIR=f"{folder}/cache")
-                command = [sys.executable, __file__, "--one", str(index)]
-                columns = subprocess.run(command, env=where, capture_output=True, text=True, check=True).stdout.strip()
-            print(f"| {mutant.kernel} | {mutant.name} | {columns.replace('|', ' | ')} |", flush=True)
+            if not sources(mutant, Path(folder) / "cuda_src"):
+                print(f"| {mutant.kernel} | {mutant.name} | does not apply any more |")
+                continue
+            where = dict(os.environ, MLA_CUPY_CUDA_SRC=f"{folder}/cuda_src", MLA_CUPY_CACHE_DIR=f"{folder}/cache")
+            command = [sys.executable, __file__, "--one", str(index)]
+            out = subprocess.run(command, env=where, capture_output=True, text=True, check=True).stdout
+            print(row(mutant.kernel, mutant.name, 3, out.rstrip("\n").split("|")), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints the mutant table: ``python run_mutants.py`` (every mutant in every mode)."""
+"""Prints the mutant table: ``python run_mutants.py`` (every mutant in every mode, a letter for what caught it)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import ptx_compile  # noqa: E402
 import ptxsim  # noqa: E402
 from ptx_mutants import MUTANTS, Mutant  # noqa: E402
 from ptx_runners import MODES, RUNNERS  # noqa: E402
+
+LETTERS = {
+    "RaceError": "R", "SyncError": "S", "PoisonError": "P", "MemoryFault": "M", "DescriptorError": "D",
+    "DeadlockError": "H", "wrong result": "W", "": "-",
+}  # fmt: skip
+"""How the table tells what caught a mutant (H: it hangs)."""
 
 DEFINES = {"blackwell_gemm": ("M=128", "N=64", "GROUP=1", "WS=0", "A_MN=0", "B_MN=0", "HALF=0")}
 
@@ -32,19 +38,23 @@ def outcome(mutant: Mutant, mode: str, seed: int) -> str:
     return ""
 
 
+def row(kernel: str, name: str, mark: int, results: list[str]) -> str:
+    """Return a mutant's row of the table."""
+    stars = " " + "*" * mark if mark else ""
+    return f"| {kernel} | {name}{stars} | {' '.join(LETTERS[r] for r in results)} |"
+
+
 def main() -> None:
     """Print one Markdown row per mutant."""
-    print("| kernel | mutant | " + " | ".join(f"{m} {s}" for m, s in MODES) + " |")
-    print("|---|---|" + "---|" * len(MODES))
-    caught = 0
+    print("| kernel | mutant | " + ", ".join(f"{m} {s}" for m, s in MODES) + " |\n|---|---|---|")
+    caught = tried = 0
     for mutant in MUTANTS:
         if len(sys.argv) > 1 and sys.argv[1] not in f"{mutant.kernel} {mutant.name}":
             continue
         results = [outcome(mutant, mode, seed) for mode, seed in MODES]
-        caught += any(results)
-        mark = " " + "*" * mutant.frozen if mutant.frozen else ""
-        print(f"| {mutant.kernel} | {mutant.name}{mark} | " + " | ".join(r or "-" for r in results) + " |")
-    print(f"\n{caught} of {len(MUTANTS)} caught")
+        caught, tried = caught + any(results), tried + 1
+        print(row(mutant.kernel, mutant.name, mutant.frozen, results))
+    print(f"\n{caught} of {tried} caught")
 
 
 if __name__ == "__main__":
