@@ -80,8 +80,10 @@ def test_wheel_works_unpacked(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(site)
     code = f"""
 import mla_cupy, mla_cupy.bench.cli
+from mla_cupy import parts
 from mla_cupy.launchers import SPECS
 from mla_cupy.runtime import sources
+assert parts.simulator().__name__ == "mla_cupy.ptxsim"
 assert mla_cupy.__file__.startswith({str(site)!r}), mla_cupy.__file__
 assert sources.source_root() == __import__("pathlib").Path({str(site)!r}) / "mla_cupy" / "cuda_src"
 print(sum(len(sources.gather(spec.source)) > 1 for spec in SPECS.values()), len(SPECS))
