@@ -104,8 +104,8 @@ def compile_kernel(request: BuildRequest, nvrtc: Nvrtc | None = None) -> Build:
     Raises
     ------
     KernelCompileError
-        If NVRTC is missing, too old or refuses the source, or if the code spills, is serialised, or is not exactly
-        one entry point.
+        If NVRTC is missing, too old or refuses the source, or if the code spills, is serialised, mixes kinds of
+        `cta_group`, or is not exactly one entry point.
     """
     nvrtc = load(find_nvrtc()) if nvrtc is None else nvrtc
     files = sources.gather(request.source)
@@ -131,7 +131,7 @@ def compile_kernel(request: BuildRequest, nvrtc: Nvrtc | None = None) -> Build:
         "facts": facts(output.cubin),
         "notes": notes(output.log),
     }
-    _gate(request, record, output.cubin)
+    _gate(request, record, output.cubin, output.ptx)
     return Build(output.cubin, output.ptx, record)
 
 
@@ -156,12 +156,16 @@ def facts(cubin: bytes) -> dict[str, int | list[int]]:
     return dict(sorted(found.items()))
 
 
-def _gate(request: BuildRequest, record: dict[str, Any], cubin: bytes) -> None:
+def _gate(request: BuildRequest, record: dict[str, Any], cubin: bytes, ptx: bytes) -> None:
     entries = [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]
     if entries != [request.entry]:
         raise KernelCompileError(
             explain(f"entries of {request.source}", ", ".join(entries) or "none", f"{request.entry} and no other")
         )
+    groups = sorted(set(re.findall(rb"\.cta_group::\d", ptx)))
+    if len(groups) > 1:  # some lines of ptxas take it, and no GPU does
+        got = " and ".join(group.decode() for group in groups)
+        raise KernelCompileError(explain(f"tcgen05 instructions of {request.source}", got, "one of them"))
     faults = [note for note in record["notes"] if _FATAL.search(note)]
     if record["spill_stores"] or record["spill_loads"]:
         faults.insert(0, f"spills {record['spill_stores']} bytes of stores, {record['spill_loads']} bytes of loads")

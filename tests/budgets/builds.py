@@ -13,7 +13,7 @@ from mla_cupy.launchers.spec import KernelSpec, Variant
 from mla_cupy.runtime import cache, nvrtc, worker
 from mla_cupy.runtime.build import Build
 
-ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a")
+ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_103a")
 LINES = (12, 13)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "budgets.json"
 
@@ -76,12 +76,18 @@ def build(target: Target) -> Build:
 
 def figures(made: Build) -> Figures:
     """What the golden file holds of a build; spills are not in it, they are refused."""
-    record = made.record
+    record, facts = made.record, made.facts
+    of_tensor_cores = {
+        name: facts[name] for name in ("tmem_columns", "tmem_columns_used", "mbarriers") if name in facts
+    }
+    if "products" in facts:  # (M, N, number) of each kind
+        of_tensor_cores["mmas_per_tile"] = sum(facts["products"][2::3])
     return {
         "registers": record["registers"],
         "stack": record["stack"],
-        "smem": record["static_smem"] + made.facts.get("smem_bytes", 0),
+        "smem": record["static_smem"] + facts.get("smem_bytes", 0),
         "barriers": record["barriers"],
+        **of_tensor_cores,
     }
 
 

@@ -13,8 +13,15 @@ from tests.budgets import builds
 from tests.budgets.builds import Target
 
 REGISTERS_OF_AN_SM = 65536
-SMEM_OF_A_BLOCK = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
+SMEM_OF_A_BLOCK = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_90a": 227 << 10,
+    "sm_100a": 227 << 10,
+    "sm_103a": 227 << 10,
+}
 NAMED_BARRIERS = 16
+TMEM_COLUMNS = 512
 SECONDS_OF_A_VARIANT = 15
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 
@@ -43,6 +50,7 @@ def test_compiles_and_fits(target: Target) -> None:
     assert figures["registers"] * made.facts["threads"] <= REGISTERS_OF_AN_SM
     assert figures["smem"] <= SMEM_OF_A_BLOCK[target.arch]
     assert figures["barriers"] <= NAMED_BARRIERS
+    assert figures.get("tmem_columns_used", 0) <= figures.get("tmem_columns", 0) <= TMEM_COLUMNS
     assert record["seconds"] <= SECONDS_OF_A_VARIANT
 
 

@@ -17,6 +17,7 @@ from mla_cupy.launchers import (
     sparse_backward_generic,
     sparse_backward_sm90,
     sparse_backward_sm90_pair,
+    sparse_backward_sm100,
     sparse_delta,
     sparse_dkv,
     sparse_forward_pair_sm90,
@@ -75,11 +76,15 @@ CONSTANTS: dict[str, dict[str, tuple[ModuleType, str]]] = {
         "block_heads": (sparse_backward_sm90_pair, "HEADS_PER_ADDITION"),
         "cluster": (sparse_backward_sm90_pair, "CLUSTER"),
     },
+    "sparse_backward_sm100": {"block_heads": (sparse_backward_sm100, "HEADS_PER_ADDITION")},
+    "sparse_backward_sm100_ws": {"block_heads": (sparse_backward_sm100, "HEADS_PER_ADDITION")},
     "sparse_backward_generic": {"block_heads": (sparse_backward_generic, "HEADS_PER_ADDITION")},
     "sparse_dkv": {"rows_per_block": (sparse_dkv, "ROWS_PER_BLOCK")},
 }
 #: Facts that launches read from the cubin itself.
 READ = {"threads", "smem_bytes"}
+#: Facts for the golden file and for `bench model`.
+COUNTED = {"tmem_columns", "tmem_columns_used", "mbarriers", "products", "weight_stationary"}
 
 KINDS = {"i64": "i8", "i32": "i4", "float": "f4"}
 
@@ -92,7 +97,9 @@ def test_facts_are_the_launchers(target: Target) -> None:
     assert {name: facts[name] for name in constants} == {
         name: getattr(module, constant) for name, (module, constant) in constants.items()
     }
-    assert facts.keys() - READ == {"params_layout", *constants}, "a fact that nobody compares"
+    of_variant = {"tile_keys"} & facts.keys()
+    assert facts.keys() - READ - COUNTED - of_variant == {"params_layout", *constants}, "a fact that nobody compares"
+    assert all(facts[name] == getattr(target.variant, name) for name in of_variant)
     assert facts["threads"] % 32 == 0
     assert 32 <= facts["threads"] <= 1024
 

@@ -89,6 +89,18 @@ def test_serialisation_is_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> No
     assert "Potential Performance Loss" in str(caught.value)
 
 
+def test_mixed_groups_are_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
+    """By NVRTC 13's ptxas, or else by us: NVRTC 12.9 would take it."""
+    text = """extern "C" __global__ void mla_bad() {
+        asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
+        asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;");
+    }"""
+    with pytest.raises(KernelCompileError, match="cta_group"):
+        compile_kernel(replace(bad(cuda_src, text), arch="sm_100a"), nvrtc_line)
+    one = text.replace("group::2", "group::1")
+    assert compile_kernel(replace(bad(cuda_src, one), arch="sm_100a"), nvrtc_line).ptx.count(b"cta_group::1") == 2
+
+
 @pytest.mark.parametrize(
     ("text", "got"),
     [
