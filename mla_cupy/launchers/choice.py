@@ -36,8 +36,9 @@ def choose(
         reasons[name] = kernels[name].unsupported(problem, device)
         if not reasons[name]:
             faster = [reason for reason in reasons.values() if reason]
+            mendable = [reason for reason in faster if "compute capability" not in reason] or faster
             if "generic" in name and faster and device.cc >= (8, 0):
-                say_slow(operation, device.name, name, faster[-1])
+                say_slow(operation, device.name, name, mendable[-1])
             return name
     raise UnsupportedDeviceError("no kernel fits: " + "; ".join(f"{name} {why}" for name, why in reasons.items()))
 

@@ -14,9 +14,11 @@ from mla_cupy.launchers.sparse_backward_sm100 import (
 )
 from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
 
-__all__ = ["DKV_ORDER", "HEADS_PER_ADDITION", "SPEC", "geometry", "tensor_maps", "unsupported", "variant"]
+__all__ = ["DKV_ORDER", "HEADS_PER_ADDITION", "ON_REQUEST", "SPEC", "geometry", "tensor_maps", "unsupported", "variant"]
 
 TILE_KEYS = 64
+ON_REQUEST = True
+"""To be compared with tiles of 32 keys; see the kernel's page."""
 
 
 def variant(problem: SparseBackwardProblem) -> TiledVariant:

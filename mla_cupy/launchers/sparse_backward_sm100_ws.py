@@ -14,9 +14,11 @@ from mla_cupy.launchers.sparse_backward_sm100 import (
 from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
 from mla_cupy.launchers.spec import KernelSpec, only_sm100a
 
-__all__ = ["DKV_ORDER", "HEADS_PER_ADDITION", "SPEC", "geometry", "tensor_maps", "unsupported", "variant"]
+__all__ = ["DKV_ORDER", "HEADS_PER_ADDITION", "ON_REQUEST", "SPEC", "geometry", "tensor_maps", "unsupported", "variant"]
 
 TILE_KEYS = 32
+ON_REQUEST = True
+"""To be compared with ordinary products; see the kernel's page."""
 DKV_ORDER = sparse_problem.DKV_ORDER_SM90
 """Rows of keys come out of tensor memory in Hopper's fragments."""
 

@@ -19,6 +19,7 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 from tests.support.calls import no_launch
 
 H200 = DeviceInfo(arrays.HOST, "a fake H200", (9, 0), 132, 232448, 50 << 20, 139 << 30)
+B200 = DeviceInfo(arrays.HOST, "a fake B200", (10, 0), 148, 232448, 126 << 20, 178 << 30)
 
 
 class Launched(NamedTuple):
@@ -40,6 +41,7 @@ class Recorder:
         self.allocations: list[tuple[int, ...]] = []
         self.memsets: list[tuple[int, int, int, int]] = []  # address, byte, bytes, stream
         self.capturing = False
+        self.gpu = H200
 
     @property
     def entries(self) -> list[str]:
@@ -92,7 +94,7 @@ class _FakeCupy:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """NumPy arrays count as arrays on a fake H200, and launches are written down."""
+    """NumPy arrays count as arrays on a fake GPU, an H200 at first, and launches are written down."""
     fake = Recorder()
     empty = arrays.NumpyFamily.empty
 
@@ -104,7 +106,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(arrays.NumpyFamily, "empty", counted)
     monkeypatch.setattr(arrays, "cupy_family", _FakeCupy)
     monkeypatch.setattr(backend, "use_gpu", lambda: True)
-    monkeypatch.setattr(device, "describe", lambda ordinal: H200)
+    monkeypatch.setattr(device, "describe", lambda ordinal: fake.gpu)
     built = SimpleNamespace(facts={"threads": 256}, dynamic_smem=0)
     monkeypatch.setattr(spec.kernels, "obtain", lambda request: built)
     monkeypatch.setattr(spec.kernels, "loaded", lambda request, device, stream: driver.Kernel(request.entry, device, 1))

@@ -11,16 +11,29 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, UnsupportedDeviceError, arrays
-from mla_cupy.launchers import sparse_backward_generic, sparse_backward_sequence, sparse_rows
+from mla_cupy.launchers import choice, sparse_backward_generic, sparse_backward_sequence, sparse_rows
 from mla_cupy.launchers.sparse_backward_config import KERNELS, configure
 from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
-from tests.ops.conftest import H200, Recorder
+from mla_cupy.runtime.device import DeviceInfo
+from tests.ops.conftest import B200, H200, Recorder
 from tests.support.gradients import reason_against
-from tests.support.sparse_cases import SparseCase, SparseInputs, make
+from tests.support.sparse_cases import Array, SparseCase, SparseInputs, make
 
 SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
 GENERIC = "sparse_backward_generic"
 MAIN = tuple(KERNELS)
+BLACKWELL = tuple(name for name in MAIN if "sm100" in name)
+ON_HOPPER = tuple(name for name in MAIN if name not in BLACKWELL)
+
+
+def gpu_of(kernel: str) -> DeviceInfo:
+    """One that the kernel can run on."""
+    return B200 if kernel in BLACKWELL else H200
+
+
+def name_of(kernel: str) -> str:
+    """Of its entry: two main kernels may be builds of one source."""
+    return KERNELS[kernel].SPEC.name
 
 
 def backward(inputs: SparseInputs, **options: Any) -> tuple[Any, Any, Any]:
@@ -38,22 +51,25 @@ def records(recorder: Recorder, entry: str) -> list[Any]:
 
 @pytest.mark.parametrize("kernel", MAIN)
 def test_the_order_of_the_kernels(recorder: Recorder, kernel: str) -> None:
+    recorder.gpu = gpu_of(kernel)
     backward(make(SparseCase(h_q=100)), variant=kernel)
-    assert recorder.entries == ["sparse_rows", "sparse_delta", kernel, "sparse_dkv"]
+    assert recorder.entries == ["sparse_rows", "sparse_delta", name_of(kernel), "sparse_dkv"]
+    assert records(recorder, "sparse_dkv")[0]["order"] == KERNELS[kernel].DKV_ORDER
 
 
 @pytest.mark.parametrize("kernel", MAIN)
 def test_the_order_of_the_kernels_of_a_deterministic_call(recorder: Recorder, kernel: str) -> None:
     case = SparseCase(h_q=100, sink=True)
-    if reason_against(kernel, H200, case, deterministic=True):
+    recorder.gpu = gpu_of(kernel)
+    if reason_against(kernel, recorder.gpu, case, deterministic=True):
         with pytest.raises(UnsupportedDeviceError, match=kernel):
             backward(make(case), variant=kernel, deterministic=True)
         assert recorder.launches == []
         return
     backward(make(case), variant=kernel, deterministic=True)
     before = ["sparse_rows", "sparse_delta", "sparse_norms", "sparse_bounds", "sparse_rounders"]
-    assert recorder.entries == [*before, kernel, "sparse_dkv", "sparse_sink"]
-    (rounders,), (main,) = records(recorder, "sparse_rounders"), records(recorder, kernel)
+    assert recorder.entries == [*before, name_of(kernel), "sparse_dkv", "sparse_sink"]
+    (rounders,), (main,) = records(recorder, "sparse_rounders"), records(recorder, name_of(kernel))
     assert rounders["rounders"] == main["rounders"]
     assert rounders["additions"] == math.ceil(100 / KERNELS[kernel].HEADS_PER_ADDITION)
     assert [record["levels"] for record in records(recorder, "sparse_dkv")] == [6]
@@ -108,7 +124,7 @@ def test_dkv_goes_where_it_is_to_go(recorder: Recorder, dkv_dtype: str) -> None:
     wanted = {"dkv": dkv.ctypes.data, "dkv_stride_s_elems": 576, "s_kv": 300, "d_qk": 576, "levels": 1}
     assert {name: record[name] for name in wanted} == wanted
     assert record["dkv_is_fp32"] == (dkv_dtype == "float32")
-    assert record["permuted"] == KERNELS[recorder.entries[2]].PERMUTED
+    assert record["order"] == KERNELS[recorder.entries[2]].DKV_ORDER
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -197,11 +213,12 @@ def test_sorted_lists_and_blocks_in_step(recorder: Recorder, s_kv: int, ordered:
 
 @pytest.mark.parametrize("kernel", MAIN)
 def test_additions_cover_the_heads(kernel: str) -> None:
-    taken = [h_q for h_q in (1, 8, 9, 64, 65, 100, 128) if not reason_against(kernel, H200, SparseCase(h_q=h_q))]
+    gpu = gpu_of(kernel)
+    taken = [h_q for h_q in (1, 8, 9, 64, 65, 100, 128) if not reason_against(kernel, gpu, SparseCase(h_q=h_q))]
     assert taken
     for h_q in taken:
         problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16")
-        config = configure(problem, H200, kernel)
+        config = configure(problem, gpu, kernel)
         assert config.additions == math.ceil(h_q / KERNELS[kernel].HEADS_PER_ADDITION)
 
 
@@ -211,7 +228,7 @@ def test_the_generic_grid_covers_queries_and_heads() -> None:
         assert grid == (s_q * math.ceil(h_q / 8), 1, 1)
 
 
-@pytest.mark.parametrize(("cc", "aligned"), [((7, 5), True), ((8, 0), True), ((9, 0), False)])
+@pytest.mark.parametrize(("cc", "aligned"), [((7, 5), True), ((8, 0), True), ((9, 0), False), ((10, 0), False)])
 def test_the_generic_kernel_takes_what_no_other_can(cc: tuple[int, int], aligned: bool) -> None:
     gpu = dataclasses.replace(H200, name=f"a fake {cc}", cc=cc)
     problem = SparseBackwardProblem(5, 300, 16, 64, 576, "bfloat16", aligned=aligned)
@@ -220,11 +237,63 @@ def test_the_generic_kernel_takes_what_no_other_can(cc: tuple[int, int], aligned
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("h_q", [16, 64, 128, 192])
-def test_the_fastest_kernel_that_fits_is_the_default(h_q: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
+def test_the_fastest_kernel_that_fits_is_the_default(gpu: DeviceInfo, h_q: int, deterministic: bool) -> None:
     problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16", deterministic=deterministic)
-    fits = [name for name in MAIN if not reason_against(name, H200, SparseCase(h_q=h_q), deterministic)]
-    assert configure(problem, H200).kernel == fits[0]
+    fits = [name for name in MAIN if not reason_against(name, gpu, SparseCase(h_q=h_q), deterministic)]
+    assert configure(problem, gpu).kernel == fits[0]
+    assert fits[0] in (BLACKWELL if gpu is B200 else ON_HOPPER)
     assert fits[0] != GENERIC
+
+
+def test_the_reason_for_the_plain_kernel_is_one_that_can_be_mended(caplog: pytest.LogCaptureFixture) -> None:
+    """Not that other GPUs have other kernels."""
+    choice.say_slow.cache_clear()
+    for gpu in (H200, B200):
+        caplog.clear()
+        configure(SparseBackwardProblem(5, 300, 16, 64, 576, "bfloat16", aligned=False), gpu)
+        assert "multiples of 16 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", BLACKWELL)
+@pytest.mark.parametrize("d_qk", [512, 576])
+def test_tensor_maps(recorder: Recorder, kernel: str, d_qk: int) -> None:
+    """Of kv single rows, which are gathered; of q, dout and dq boxes of 64 heads; with the strides of the arrays."""
+    recorder.gpu = B200
+    inputs = make(SparseCase(h_q=100, d_qk=d_qk))
+    dq, _, _ = backward(inputs, variant=kernel)
+    (launch,) = [launch for launch in recorder.launches if launch.entry == f"mla_{name_of(kernel)}"]
+    assert launch.grid == (7 * 2, 1, 1)
+    assert [int.from_bytes(encoded, "little") for encoded in launch.more] == [1, 2, 3, 4]
+    kv, *boxes = recorder.maps
+    assert (kv.base, kv.dims, kv.strides_bytes) == (inputs.kv.ctypes.data, (d_qk, 300), inputs.kv.strides[:1])
+    assert kv.box == (64, 1)
+    for box, x in zip(boxes, (inputs.q, inputs.dout, dq), strict=True):
+        assert (box.base, box.dims) == (x.ctypes.data, x.shape[::-1])
+        assert box.strides_bytes == (x.strides[1], x.strides[0])
+        assert box.box == (64, 64, 1)
+    assert {spec.swizzle for spec in recorder.maps} == {"128B"}
+    for spec in recorder.maps:
+        spec.validate()
+
+
+def backwards(x: Array) -> Array:
+    """The same array of axes of size 1, with strides that no map could have."""
+    return np.lib.stride_tricks.as_strided(x, strides=(-2,) * (x.ndim - 1) + (2,))
+
+
+@pytest.mark.parametrize("kernel", BLACKWELL)
+def test_tensor_maps_of_axes_of_size_one_and_of_nothing(recorder: Recorder, kernel: str) -> None:
+    """Whatever strides such arrays have, and wherever they are."""
+    recorder.gpu = B200
+    for case in (SparseCase(s_q=1, s_kv=1, h_q=1, topk=3), SparseCase(s_q=2, s_kv=0, h_q=1, topk=3)):
+        recorder.maps.clear()
+        inputs = make(case)
+        q, kv = (backwards(x) if x.shape[0] == 1 else x for x in (inputs.q, inputs.kv))
+        mla_cupy.sparse_mla_backward(q, kv, *inputs.backward_arguments[2:], variant=kernel)
+        assert len(recorder.maps) == 4
+        for spec in recorder.maps:
+            spec.validate()
 
 
 def test_too_many_slots_to_be_counted() -> None:
