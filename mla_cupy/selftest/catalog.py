@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.launchers.spec import KernelSpec
 from mla_cupy.selftest import calls, copies, mma, reductions, tmem
-from mla_cupy.selftest.probe import ARCHS, Probe
+from mla_cupy.selftest.probe import ARCHS, Probe, stage
 
 #: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
 SPECS: dict[str, KernelSpec] = {
@@ -35,8 +35,3 @@ def probes(arch: str, pattern: str = "*") -> list[Probe]:
         remedy = f"`mla-cupy selftest --arch {arch} --list` shows them"
         raise ArgumentError(explain("--probes", repr(pattern), f"a pattern that matches a probe for {arch}", remedy))
     return found
-
-
-def stage(name: str) -> str:
-    """The first part of a probe's name."""
-    return name.partition("/")[0]

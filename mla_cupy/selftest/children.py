@@ -33,7 +33,11 @@ from mla_cupy.selftest.runner import DIED, HUNG, Result, attempt
 
 START_SECONDS = 120.0
 """For the imports and the CUDA context."""
+MOST_STARTS = 2
+"""After so many in a row that failed, no further child is started."""
 _LAST_WORDS = 5
+_ANSWERS = {"ready", "error", "status"}
+"""One of them is in every answer; other lines are noise of libraries."""
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -57,6 +61,7 @@ class Children:
         self._process: subprocess.Popen[bytes] | None = None
         self._text = b""
         self._noise: list[str] = []
+        self._not_begun: list[str] = []
 
     def run(self, probe: Probe) -> Result:
         """Have a child run it."""
@@ -66,14 +71,11 @@ class Children:
             self.close()
             return Result(probe.name, status, round(time.perf_counter() - start, 3), message)
 
+        if len(self._not_begun) >= MOST_STARTS:
+            return ended(DIED, f"not tried: {MOST_STARTS} processes in a row could not begin: {self._not_begun[-1]}")
         try:
-            if self._process is None:
-                self._start()
-                answer = self._receive(self._start_seconds)
-                if answer is None:
-                    return ended(HUNG, f"before it began: no CUDA context after {self._start_seconds:g} s")
-                if "error" in answer:
-                    return ended(DIED, f"before it began: {answer['error']}")
+            if self._process is None and (status := self._begin()):
+                return ended(status, f"before it began: {self._not_begun[-1]}")
             self._send(probe.name)
             answer = self._receive(probe.seconds)
         except (OSError, EOFError):
@@ -98,6 +100,22 @@ class Children:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+    def _begin(self) -> str:
+        """Start a child and wait until it has its context; what became of it if it has none, else ""."""
+        try:
+            self._start()
+            answer = self._receive(self._start_seconds)
+        except (OSError, EOFError):
+            answer = {"error": self._last_words()}
+        if answer is None:
+            self._not_begun.append(f"no CUDA context after {self._start_seconds:g} s")
+            return HUNG
+        if "error" in answer:
+            self._not_begun.append(str(answer["error"]))
+            return DIED
+        self._not_begun = []
+        return ""
 
     def _start(self) -> None:
         self._noise = []
@@ -130,7 +148,7 @@ class Children:
                 self._text = rest
                 with contextlib.suppress(ValueError):
                     answer = json.loads(line)
-                    if isinstance(answer, dict):
+                    if isinstance(answer, dict) and answer.keys() & _ANSWERS:
                         return answer
                 self._noise.append(line.decode("utf-8", "replace"))
                 continue

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from mla_cupy.launchers.spec import KernelSpec, Params, Variant
-from mla_cupy.selftest.layouts import SLAB_COLUMNS, slab_elements
+from mla_cupy.selftest.layouts import SLAB_COLUMNS, by_rows, slab_elements
 from mla_cupy.selftest.probe import ARCHS, BLACKWELL, Array, BoxMap, Case, InstructionProbe, random
 
 ROWS = 64
@@ -69,9 +69,9 @@ def _gather_case(name: str, rows: int, column: int, mixed: tuple[int, ...], stri
     picked = kv[np.where(inside, numbers, 0), column : column + SLAB_COLUMNS] * inside[:, None].astype(np.uint16)
     after[slab_elements(rows)] = picked
     return Case(
-        {"kv": kv, "rows": numbers.astype(np.int32), "in": slab, "out": np.zeros_like(slab)},
-        ("rows", "in", "out", rows // 4, column, 0, 0),
-        {"out": after},
+        {"kv": kv, "rows": numbers.astype(np.int32), "before": slab, "slab": np.zeros_like(by_rows(slab))},
+        ("rows", "before", "slab", rows // 4, column, 0, 0),
+        {"slab": by_rows(after)},
         box_map=BoxMap("kv", dtype, (DIMS, S_KV), (stride,), (SLAB_COLUMNS, 1)),
     )
 
@@ -90,9 +90,9 @@ def _box_case(name: str, copy: str, heads: int, queries: int, at: tuple[int, int
     else:
         after_q[box] = slab[elements[:there]]
     return Case(
-        {"q": q, "in": slab, "out": np.zeros_like(slab)},
-        (0, "in", "out", 0, *at),
-        {"q": after_q, "out": after_slab},
+        {"q": q, "before": slab, "slab": np.zeros_like(by_rows(slab))},
+        (0, "before", "slab", 0, *at),
+        {"q": after_q, "slab": by_rows(after_slab)},
         box_map=BoxMap("q", "bfloat16", (DIMS, heads, queries), (DIMS, DIMS * heads), (SLAB_COLUMNS, ROWS, 1)),
     )
 

@@ -63,3 +63,8 @@ def slab_elements(rows: int) -> Array:
     """Where element (row, column) of a slab of 16-bit elements lies, counted in elements: a (rows, 64) array."""
     row, column = np.arange(rows)[:, None], np.arange(SLAB_COLUMNS)[None, :]
     return swizzled(row * 128 + column * 2) // 2
+
+
+def by_rows(slab: Array) -> Array:
+    """The elements of a slab as they lie: (rows, 64)."""
+    return slab.reshape(-1, SLAB_COLUMNS)

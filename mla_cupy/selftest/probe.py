@@ -22,7 +22,15 @@ Array = npt.NDArray[Any]
 BLACKWELL = ("sm_100a", "sm_103a")
 HOPPER = ("sm_90a",)
 ARCHS = HOPPER + BLACKWELL
-INSTRUCTION_SECONDS = 60.0
+AXES = {
+    "dump": ("lane", "column"),
+    "loaded": ("warp", "register", "thread"),
+    "slab": ("row", "place"),
+    "sums": ("group", "element"),
+    "q": ("query", "head", "column"),
+}
+"""Of the arrays that probes compare, so that a report can be read without their source."""
+INSTRUCTION_SECONDS = 20.0
 """After which the probe of an instruction is taken to hang."""
 
 
@@ -170,11 +178,17 @@ def first_difference(name: str, got: Array, wanted: Array) -> str:
     if not differ.any():
         return ""
     where = tuple(map(int, np.argwhere(differ)[0]))
-    index = ", ".join(map(str, where))
+    axes = AXES.get(name, ("",) * len(where))
+    index = ", ".join(f"{axis} {i}".strip() for axis, i in zip(axes, where, strict=True))
     return (
         f"{name}[{index}]: got {got[where]}, expected {wanted[where]} "
         f"({int(differ.sum())} of {differ.size} values differ)"
     )
+
+
+def stage(name: str) -> str:
+    """The first part of a probe's name."""
+    return name.partition("/")[0]
 
 
 def random(name: str) -> np.random.Generator:

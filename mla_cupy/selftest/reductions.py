@@ -9,7 +9,7 @@ import numpy as np
 
 from mla_cupy import formats
 from mla_cupy.launchers.spec import KernelSpec, Params, Variant
-from mla_cupy.selftest.layouts import SLAB_COLUMNS, slab_elements
+from mla_cupy.selftest.layouts import SLAB_COLUMNS, by_rows, slab_elements
 from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
 
 THREADS = 128
@@ -74,7 +74,11 @@ def _stmatrix_case(name: str, dtype: str, keys: int) -> Case:
     slab = rng.integers(0, 2**16, HEADS * SLAB_COLUMNS, np.uint16)
     after = slab.copy()
     after[slab_elements(keys)] = np.ascontiguousarray(scores.T).astype(formats.numpy_dtype(dtype)).view(np.uint16)
-    return Case({"scores": scores, "in": slab, "out": np.zeros_like(slab)}, ("scores", "in", "out"), {"out": after})
+    return Case(
+        {"scores": scores, "before": slab, "slab": np.zeros_like(by_rows(slab))},
+        ("scores", "before", "slab"),
+        {"slab": by_rows(after)},
+    )
 
 
 def _reduce(width: int, groups: int) -> InstructionProbe:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mla_cupy.selftest.place import Place, opened
-from mla_cupy.selftest.probe import Machine, Probe, UnfitError
+from mla_cupy.selftest.probe import Machine, Probe, UnfitError, stage
 
 PASSED, FAILED, DIED, HUNG, SKIPPED, UNFIT = "passed", "failed", "died", "hung", "skipped", "unfit"
 BAD = (FAILED, DIED, HUNG)
+MOST_HANGS = 3
+"""Of a stage: what hangs costs its whole time limit, and the rest will hardly do better."""
 _MOST_OF_A_MESSAGE = 600
 
 
@@ -53,7 +55,7 @@ def run(
     place : Place
         On a GPU they run in child processes.
     keep_going : bool
-        Run also those that need one that has failed.
+        Run also those that need one that has failed, and those of a stage in which several have hung.
     tell : callable
         Called with a name and None before a probe, and with its result after it.
     """
@@ -73,7 +75,9 @@ def blocked(probe: Probe, results: Sequence[Result]) -> str:
     for result in results:
         if result.status in (*BAD, SKIPPED) and any(fnmatchcase(result.name, pattern) for pattern in probe.needs):
             return f"{result.name} {'was ' if result.status == SKIPPED else ''}{result.status}"
-    return ""
+    mine = stage(probe.name)
+    hung = sum(result.status == HUNG and stage(result.name) == mine for result in results)
+    return f"{hung} probes of {mine} hung" if hung >= MOST_HANGS else ""
 
 
 @contextmanager

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from mla_cupy.runtime import report
-from mla_cupy.selftest.catalog import stage
 from mla_cupy.selftest.place import Place
-from mla_cupy.selftest.probe import Probe
+from mla_cupy.selftest.probe import Probe, stage
 from mla_cupy.selftest.runner import BAD, DIED, FAILED, HUNG, PASSED, SKIPPED, UNFIT, Result
 
 COMPARISON = (

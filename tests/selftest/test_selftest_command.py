@@ -53,7 +53,9 @@ def test_failure_is_reported(tmp_path: Path, capsys: Captured, monkeypatch: pyte
     block = capsys.readouterr().out.partition("```\n")[2]
     assert "NOT WELL: 3 FAIL" in block
     assert re.search(r"FAIL +[\d.]+ s  mma/bfloat16/s-m64n32\n +tcgen05.mma: M 64 N 32", block)
-    assert re.search(r"dump\[\d+, \d+\]: got -?[\d.]+, expected -?[\d.]+ \(\d+ of 16384 values differ\)", block)
+    assert re.search(
+        r"dump\[lane \d+, column \d+\]: got -?[\d.]+, expected -?[\d.]+ \(\d+ of 16384 values differ\)", block
+    )
     assert not json.loads(path.read_text())["success"]
 
     some = [probe for probe in catalog.probes("sm_100a") if probe.name in ("mma/bfloat16/s-m64n32", SMALL_BLOCK)]

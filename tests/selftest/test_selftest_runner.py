@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,6 +74,22 @@ def test_what_does_not_apply_blocks_nothing() -> None:
     assert statuses(probes) == [UNFIT, PASSED]
 
 
+def test_a_stage_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_cupy.selftest import children as module
+
+    monkeypatch.setattr(module, "Children", lambda place: children())
+    hanging = [replace(Fake(f"mma/{i}"), seconds=0.2) for i in range(5)]
+    monkeypatch.setattr(Children, "_send", hang_for_mma(Children._send))
+    results = runner.run([*hanging, Fake("copy/a")], GPU)
+    assert [result.status for result in results] == [*[HUNG] * 3, SKIPPED, SKIPPED, PASSED]
+    assert results[3].message == "3 probes of mma hung"
+    assert [result.status for result in runner.run(hanging[:4], GPU, keep_going=True)] == [HUNG] * 4
+
+
+def hang_for_mma(send: Callable[[Children, str], None]) -> Callable[[Children, str], None]:
+    return lambda self, line: send(self, "hangs" if line.startswith("mma/") else line)
+
+
 def test_results_and_progress() -> None:
     told = []
     probes = [Fake("tmem/a"), Fake("tmem/b", outcome=DIED)]
@@ -87,6 +104,7 @@ def test_first_difference() -> None:
     got = wanted.copy()
     assert first_difference("d", got, wanted) == ""
     got[1, 2], got[2, 0] = -1, np.nan
+    assert first_difference("dump", got, wanted).startswith("dump[lane 1, column 2]: got -1.0, expected 6.0")
     assert first_difference("d", got, wanted) == "d[1, 2]: got -1.0, expected 6.0 (2 of 12 values differ)"
     assert first_difference("d", got, got) == ""
     assert "shape (12,), expected (3, 4)" in first_difference("d", got.reshape(-1), wanted)
@@ -212,6 +230,11 @@ def test_child_that_does_not_begin(start: str, status: str, said: str) -> None:
     result = one.run(Fake("x"))
     assert result.status == status
     assert said in result.message
+    assert one.run(Fake("y")).status == status
+    third = one.run(Fake("z"))
+    assert third.status == DIED
+    assert "not tried: 2 processes in a row could not begin" in third.message
+    assert said.removeprefix("before it began: ") in third.message
     one.close()
 
 
