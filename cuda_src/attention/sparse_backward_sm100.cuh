@@ -14,6 +14,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/gather4.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/fragment.cuh"
@@ -244,7 +245,7 @@ MLA_DEVICE void issue_dk(S& s, TmemAddr tmem, i32 t, i32 head_steps) {
 
 template <class Plan, class S>
 MLA_DEVICE void run_mma_role(const Item& item, S& s, TmemAddr tmem) {
-    if (!elect_one()) return;
+    if (!elect_issuer()) return;
     const i32 head_steps = ceil_div(item.heads, kMmaK);  // the others would only add zeros
     tmem_wait(s.q_full, 0);
     issue_scores<Plan>(item, s, tmem, 0);

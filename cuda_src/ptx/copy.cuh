@@ -35,18 +35,6 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(SmemAddr to, const TensorMap& map, MBarr
         : "memory");
 }
 
-// Four rows of a matrix, by their numbers, from column `column` on (sm_100a). A row outside the matrix becomes zeros,
-// and its bytes count all the same.
-MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, MBarrier& full, i32 column,
-                                             const int4& rows, u64 l2_policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to.value),
-        "l"(&map), "r"(smem_addr(&full).value), "r"(column), "r"(rows.x), "r"(rows.y), "r"(rows.z), "r"(rows.w),
-        "l"(l2_policy)
-        : "memory");
-}
-
 // A box to global memory; what lies outside the tensor is not written.
 MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr from, i32 c0, i32 c1, i32 c2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),

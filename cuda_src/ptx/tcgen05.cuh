@@ -6,6 +6,7 @@
 // warp w reaches only lanes 32 (w % 4) to 32 (w % 4) + 31.
 #pragma once
 #include "ptx/barrier.cuh"
+#include "ptx/control.cuh"
 #include "ptx/element.cuh"
 
 // A cell of tensor memory: lane << 16 | column.
@@ -55,6 +56,9 @@ MLA_DEVICE void tcgen05_commit(MBarrier& barrier) {
 // Of this thread's loads: their registers may be used (see pin).
 MLA_DEVICE void tcgen05_wait_ld() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void tcgen05_wait_st() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
+
+// True in the thread of a converged warp that is to issue products, and to commit them.
+MLA_DEVICE bool elect_issuer() { return elect_one(); }
 
 // ---- Products ----------------------------------------------------------------------------------------------------
 // D[M x N] (+)= A[M x 16] B[16 x N], 16-bit operands in shared memory, fp32 in tensor memory. `accumulate` false

@@ -11,6 +11,7 @@
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/gather4.cuh"
 #include "tile/panel.cuh"
 #include "tile/ring.cuh"
 

@@ -231,7 +231,7 @@ MUTANTS = [
         "kBlockHeads, 2 * kTileKeys, Major::K, Major::K)",
     ),
     Mutant(
-        "all lanes issue", ROLES, "    if (!elect_one()) return;\n    const i32 head_steps", "    const i32 head_steps"
+        "all lanes issue", ROLES, "    if (!elect_issuer()) return;\n    const i32 head_steps", "    const i32 head_steps"
     ),
     # Barriers
     Mutant(
