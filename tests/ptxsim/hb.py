@@ -118,12 +118,14 @@ class Detector:
         row = self.V[agent]
         bad = shadow.clock[words] > row[shadow.writer[words]]
         if np.count_nonzero(bad):
-            bad &= ~self._tolerated(agent, shadow, words, strength)
+            bad &= ~(self._tolerated(agent, shadow, words, strength) if strength else shadow.seen_last(words, row))
             self._report(agent, shadow, words, bad, where, mask, "reads", row)
         if shadow.updates and not strength:
             self._check_updates(agent, shadow, words, row, where, "reads")
         if shadow.bytes and not strength:
             self._check_bytes(agent, shadow, words, row, where, mask, "reads")
+        if strength and shadow.updates:
+            shadow.observe(agent, words, row[agent])
         key = (agent,)
         if not isinstance(mask, int):
             for value in np.unique(mask):
@@ -140,7 +142,7 @@ class Detector:
         row = self.V[agent]
         bad = shadow.clock[words] > row[shadow.writer[words]]
         if np.count_nonzero(bad):
-            bad &= ~self._tolerated(agent, shadow, words, strength)
+            bad &= ~(self._tolerated(agent, shadow, words, strength) if strength else shadow.seen_last(words, row))
             self._report(agent, shadow, words, bad, where, mask, "writes", row)
         if shadow.updates and not strength:
             self._check_updates(agent, shadow, words, row, where, "writes")
@@ -161,8 +163,10 @@ class Detector:
         self, agent: int, shadow: Shadow, words: np.ndarray, row: np.ndarray, where: object, verb: str
     ) -> None:
         """Check a weak access against the strong writes of every agent."""
-        for writer, clocks in shadow.updates.items():
+        for writer, (clocks, _) in shadow.updates.items():
             bad = clocks[words] > row[writer]
+            if np.count_nonzero(bad):
+                bad &= ~shadow.seen(writer, words, row)
             if np.count_nonzero(bad):
                 place = shadow.space(int(words.reshape(-1)[np.argmax(bad.reshape(-1))]))
                 raise RaceError(
@@ -341,8 +345,8 @@ class Detector:
         mine = words[(shadow.writer[words] == writer) & (shadow.clock[words] == PENDING)]
         shadow.clock[mine] = clock
         if writer in shadow.updates:
-            clocks = shadow.updates[writer]
-            clocks[words[clocks[words] == PENDING]] = clock
+            open_words = words[shadow.updates[writer][0][words] == PENDING]
+            shadow.update(writer, open_words, clock)
 
     def forbid(self, shadow: Shadow, words: np.ndarray, writer: int) -> None:
         """Make every access to words an error (a live mbarrier)."""

@@ -11,10 +11,12 @@ PENDING = np.uint32(0xFFFFFFFF)
 class Shadow:
     """What the detector knows about each 4-byte word of one block's shared memory, tensor memory or a global array.
 
-    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array. ``updates`` holds, per
-    agent, when it last wrote each word strongly: such writes do not order one another, so the last cannot stand for
-    all. ``mask`` tells which bytes of a word the last write covered; ``bytes`` holds, per agent and mask, when it wrote
-    bytes that later writes to the word left alone.
+    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array. ``mask`` tells which bytes
+    of a word the last write covered; ``bytes`` holds, per agent and mask, when it wrote bytes that later writes to the
+    word left alone. ``updates`` holds, per agent, when it last wrote each word strongly, in its clock and in a count of
+    all strong writes: such writes do not order one another, so the last cannot stand for all. ``observed`` holds, per
+    agent, up to which count it has seen the strong writes of a word by a strong read or an atomic of its own, and when:
+    what it has seen precedes what it does next (ISA, causality order), even if it acquires nothing.
     """
 
     def __init__(self, words: int, columns: int = 0, name: str = "") -> None:
@@ -24,6 +26,8 @@ class Shadow:
         self.mask = np.full(words, 15, np.uint8)
         self.strength = np.zeros(words, np.uint8)
         self.updates: dict[int, np.ndarray] = {}
+        self.observed: dict[int, np.ndarray] = {}
+        self.count = 0
         self.rows: dict[tuple, int] = {}
         self.row_agents = np.zeros((0, 4), np.intp)
         self.strong_rows = np.zeros(0, bool)
@@ -57,9 +61,31 @@ class Shadow:
 
     def update(self, agent: int, words: np.ndarray, clock: object) -> None:
         """Remember a strong write."""
-        if agent not in self.updates:
-            self.updates[agent] = np.zeros(len(self.clock), np.uint32)
-        self.updates[agent][words] = clock
+        self.count += 1
+        clocks, counts = self.updates.setdefault(agent, np.zeros((2, len(self.clock)), np.uint32))
+        clocks[words] = clock
+        counts[words] = PENDING if clock == PENDING else self.count
+
+    def observe(self, agent: int, words: np.ndarray, clock: object) -> None:
+        """Remember that an agent has seen the strong writes to words so far."""
+        counts, clocks = self.observed.setdefault(agent, np.zeros((2, len(self.clock)), np.uint32))
+        counts[words], clocks[words] = self.count, clock
+
+    def seen(self, writer: int, words: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Tell which strong writes of an agent were seen by somebody who is ordered before an access."""
+        result = np.zeros(np.shape(words), bool)
+        for observer, (counts, clocks) in self.observed.items():
+            result |= (self.updates[writer][1][words] <= counts[words]) & (clocks[words] <= row[observer])
+        return result
+
+    def seen_last(self, words: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Tell which words' last writes are strong ones that were seen, as by :meth:`seen`."""
+        result = np.zeros(np.shape(words), bool)
+        if self.observed:
+            writers, strong = self.writer[words], self.strength[words] > 0
+            for writer in set(writers[strong].tolist()) & self.updates.keys():
+                result |= strong & (writers == writer) & self.seen(writer, words, row)
+        return result
 
     def cover(self, agent: int, words: np.ndarray, mask: np.ndarray, clock: int) -> None:
         """Note which bytes of words a write covers, and keep what is known of the other bytes."""

@@ -392,6 +392,8 @@ class Warp:
         detector, place = self.cta.cluster.detector, _Where(self, ins)
         for words, mask in word_runs(offset, size):
             detector.write(self.agent, shadow, words, place, mask, order.strength if order else 0)
+            if update and order:
+                shadow.observe(self.agent, words, detector.V[self.agent, self.agent])
         if order is not None:
             self.flags_write(space, offset, order, update)
 
