@@ -38,7 +38,10 @@ class Machine:
     tmem_bytes_per_cycle: int = _figure(512, "B/clk/SM", "128 bytes for each quarter of the lanes", GUESS)
     l2_bytes: int = _figure(126 << 20, "B", "NVIDIA's B200", MEASURED)
     seen_addition_tbps: float = _figure(
-        4.3, "TB/s", "cudnn-frontend PR 318: 17.2 GB of float32 added in 4.02 ms, so at least this", ONE_SOURCE
+        4.3,
+        "TB/s",
+        "cudnn-frontend PR 318: 17.2 GB in 4.02 ms, so at least this; its results for a GB200: 4.4",
+        ONE_SOURCE,
     )
     hoped_addition_tbps: float = _figure(
         6.0, "TB/s", "1.4 times what was seen; the limit is not known (an H200: 3.74, measured)", GUESS

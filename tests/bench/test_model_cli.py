@@ -14,7 +14,7 @@ from bench.model import Kernel, Product
 from bench.model_machine import MACHINES, Machine
 from bench.sparse_cases import SparseBackwardCase
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import kernels
+from mla_cupy.runtime import kernels, sources
 
 B200 = MACHINES["sm_100a"]
 KERNEL = "sparse_backward_sm100"
@@ -169,3 +169,21 @@ def test_help_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "predicted, not measured" in text
     for option in ("--arch", "--kernel", "--heads", "--topk", "--s-q", "--s-kv", "--d-qk", "--json"):
         assert option in text
+
+
+def test_the_kernel_page_shows_what_the_command_prints() -> None:
+    """Predictions and counts, row by row."""
+    page = (sources.source_root() / "sm100" / "sparse_backward.md").read_text()
+    known = [model.load(name, "sm_100a", 576) for name in model.names("sm_100a")]
+    rows = [
+        f"| {one.h_q} | `{one.kernel}` | {one.addition_tbps:g} | {one.sm_us / 1e3:.2f} | {one.l2_us / 1e3:.2f} | "
+        f"{one.us / 1e3:.2f} | {one.tflops:.0f} | {one.bound} |"
+        for heads in (64, 128)
+        for one in model_report.predictions(known, SparseBackwardCase(4096, 8192, heads), B200)
+    ]
+    table = model_report.tile_table(known, B200)
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    facts = [f"| {' | '.join(str(cell) for cell in row)} |" for row in cells]
+    once_a_block = 6
+    missing = [row for row in rows + facts[:-once_a_block] if row not in page]
+    assert not missing

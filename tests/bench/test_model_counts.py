@@ -17,7 +17,7 @@ from tests.support.sparse_cases import SparseCase, make
 
 ARCH = "sm_100a"
 NAMES = model.names(ARCH)
-#: Tiles of 32 keys: 1, 2, 3, 3, any; of 64: 1, 1, 2, 2, any. The last has queries without a row, and blocks of 36 heads.
+#: Tiles of 32 keys: 1, 2, 3, 3, any; of 64: 1, 1, 2, 2, any. The last: queries without a row, blocks of 36 heads.
 CASES = [
     SparseCase(s_q=1, h_q=64, topk=32, invalid=0.0),
     SparseCase(s_q=1, h_q=128, topk=64, invalid=0.0, d_qk=512),
