@@ -155,7 +155,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=index == 0)
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=index == 0, overflow="fold")
     return table
 
 
@@ -241,7 +241,7 @@ def prediction_table(case: SparseBackwardCase, predicted: Sequence[model_time.Pr
     """The roofline of one case."""
     title = f"{LABEL.upper()}: the main kernel alone, {case.name}, {case.cost.flops / 1e12:.3f} TFLOP"
     heads = ("kernel", "additions TB/s", "SM ms", "L2 ms", "at least ms", "TFLOP/s", "bound by")
-    table = _table(title, *heads, "added GB", "at TB/s", "gathered GB", "at TB/s")
+    table = _table(title, *heads, "added TB/s", "gathered TB/s")
     for one in predicted:
         table.add_row(
             one.kernel,
@@ -249,8 +249,7 @@ def prediction_table(case: SparseBackwardCase, predicted: Sequence[model_time.Pr
             *(f"{us / 1e3:.2f}" for us in (one.sm_us, one.l2_us, one.us)),
             f"{one.tflops:.0f}",
             one.bound,
-            *(f"{one.added_bytes / 1e9:.1f}", f"{one.added_tbps:.2f}"),
-            *(f"{one.gathered_bytes / 1e9:.1f}", f"{one.gathered_tbps:.2f}"),
+            *(f"{tbps:.2f}" for tbps in (one.added_tbps, one.gathered_tbps)),
         )
     return table
 
@@ -258,7 +257,7 @@ def prediction_table(case: SparseBackwardCase, predicted: Sequence[model_time.Pr
 def remarks(case: SparseBackwardCase, machine: Machine) -> list[str]:
     """What the figures leave out."""
     lines = [
-        "Lower bounds of the time, and so upper bounds of the rate. The law of the products was measured for N = 64 to "
+        "Lower bounds of the time at each rate of additions. The law of the products was measured for N = 64 to "
         "256: N = 32 is extrapolated. Not counted:",
         *(f"  {one}" for one in NOT_COUNTED),
     ]
