@@ -1,0 +1,1 @@
+"""Blackwell's kernels on a Hopper GPU, with stand-ins for what only Blackwell has."""
