@@ -210,6 +210,47 @@ MLA_DEVICE void run_gather_role(const Item& item, const Maps& maps, S& s, i32 la
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
+// One product of K = 16, kRows x kColumns.
+template <bool kWeightStationary, i32 kRows, i32 kColumns, Major kMajorA, Major kMajorB>
+struct Product {
+    TmemAddr d;
+
+    MLA_DEVICE void operator()(MatrixDesc a, MatrixDesc b, bool accumulate) const {
+        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kRows, kColumns, kMajorA, kMajorB);
+        if (kWeightStationary) {
+            tcgen05_mma_ws_f16(d, a, b, kShape, accumulate);
+        } else {
+            tcgen05_mma_f16(d, a, b, kShape, accumulate);
+        }
+    }
+};
+
+// Along the columns of kSlabs slabs of both operands, to a fresh sum.
+template <i32 kSlabs, class Multiply>
+MLA_DEVICE void multiply_columns(MatrixDesc a, u32 a_slab_bytes, MatrixDesc b, u32 b_slab_bytes, Multiply multiply) {
+    opaque(a);
+    opaque(b);
+#pragma unroll 1  // four products last longer than a turn of the loop
+    for (i32 slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (i32 step = 0; step < kPanelMmaSteps; ++step) {
+            const u32 bytes = step * kKMajorStepBytes;
+            multiply(advance(a, slab * a_slab_bytes + bytes), advance(b, slab * b_slab_bytes + bytes), slab + step > 0);
+        }
+    }
+}
+
+// In `steps` equal steps of each operand; the first adds to what is there if `accumulate`.
+template <class Multiply>
+MLA_DEVICE void multiply_steps(MatrixDesc a, u32 a_step_bytes, MatrixDesc b, u32 b_step_bytes, i32 steps,
+                               bool accumulate, Multiply multiply) {
+    opaque(a);
+    opaque(b);
+    for (i32 step = 0; step < steps; ++step) {
+        multiply(advance(a, step * a_step_bytes), advance(b, step * b_step_bytes), accumulate || step > 0);
+    }
+}
+
 // All in one thread, in this order; tile j of the list:
 //
 //   dV of tile j (P^T dO) | dQ += dS K | dK of tile j (dS^T Q), to the same places as dV | S, dP of tile j + 1

@@ -37,6 +37,7 @@ constexpr u32 kColumnDq = 192;
 constexpr u32 kColumnRope = 448;
 constexpr i32 kTileDims = 128;
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
+constexpr i32 kSlabsOfTile = kTileDims / kPanelColumns;
 constexpr i32 kDkvSlots = kTileKeys == 32 ? kDimTiles : kDimTiles / 2;
 
 struct Region {
@@ -81,22 +82,11 @@ struct TransposedSums {
     static constexpr i32 kTiles = kDimTiles, kSlots = kDkvSlots;
 
     // ---- Products
-    // Sums over columns of both operands: S and dP, heads x keys.
+    // S and dP, heads x keys: sums over columns.
     template <i32 kSlabs>
     MLA_DEVICE static void issue_scores(TmemAddr d, const u8* heads, const u8* keys) {
-        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kBlockHeads, kTileKeys, Major::K, Major::K);
-        MatrixDesc a = k_major_matrix(smem_addr(heads)), b = k_major_matrix(smem_addr(keys));
-        opaque(a);
-        opaque(b);
-#pragma unroll 1  // four products last longer than a turn of the loop
-        for (i32 slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-            for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-                const u32 bytes = step * kKMajorStepBytes;
-                tcgen05_mma_f16(d, advance(a, slab * kPanelBytes + bytes), advance(b, slab * kKeySlabBytes + bytes),
-                                kShape, slab + step > 0);
-            }
-        }
+        multiply_columns<kSlabs>(k_major_matrix(smem_addr(heads)), kPanelBytes, k_major_matrix(smem_addr(keys)),
+                                 kKeySlabBytes, Product<false, kBlockHeads, kTileKeys, Major::K, Major::K>{d});
     }
     MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage) {
         issue_scores<kSlabsQk>(tmem.column(kColumnScores), s.q, s.k[stage]);
@@ -105,52 +95,40 @@ struct TransposedSums {
         issue_scores<kSlabsV>(tmem.lane(kUpperLanes).column(kColumnScores), s.dout, s.k[stage]);
     }
 
-    // Sums over heads: kDims dims of dKV^T from dO or Q, and P^T or dS^T.
+    // kDims dims of dKV^T, from dO or Q, and P^T or dS^T: sums over heads.
     template <i32 kDims>
     MLA_DEVICE static void issue_dkv(TmemAddr d, const u8* dims, const u8* scores, i32 head_steps, bool accumulate) {
-        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kDims, kTileKeys, Major::MN, Major::K);
-        MatrixDesc a = mn_major_matrix(smem_addr(dims), kPanelBytes), b = k_major_matrix(smem_addr(scores));
-        opaque(a);
-        opaque(b);
-        for (i32 step = 0; step < head_steps; ++step) {
-            tcgen05_mma_f16(d, advance(a, step * kMnMajorStepBytes), advance(b, step * kKMajorStepBytes), kShape,
-                            accumulate || step > 0);
-        }
+        multiply_steps(mn_major_matrix(smem_addr(dims), kPanelBytes), kMnMajorStepBytes,
+                       k_major_matrix(smem_addr(scores)), kKMajorStepBytes, head_steps, accumulate,
+                       Product<false, kDims, kTileKeys, Major::MN, Major::K>{d});
     }
     MLA_DEVICE static TmemAddr dkv(TmemAddr tmem, i32 t) { return tmem.column(kColumnDkv + t % kSlots * kTileKeys); }
     MLA_DEVICE static TmemAddr dkv_rope(TmemAddr tmem) { return tmem.lane(kUpperLanes).column(kColumnRope); }
     MLA_DEVICE static void issue_dv(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
-        issue_dkv<kTileDims>(dkv(tmem, t), s.dout + 2 * t * kPanelBytes, s.p, head_steps, false);
+        issue_dkv<kTileDims>(dkv(tmem, t), s.dout + t * kSlabsOfTile * kPanelBytes, s.p, head_steps, false);
     }
     MLA_DEVICE static void issue_dk(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
-        issue_dkv<kTileDims>(dkv(tmem, t), s.q + 2 * t * kPanelBytes, s.ds, head_steps, true);
+        issue_dkv<kTileDims>(dkv(tmem, t), s.q + t * kSlabsOfTile * kPanelBytes, s.ds, head_steps, true);
     }
     MLA_DEVICE static void issue_dk_rope(Shared& s, TmemAddr tmem, i32 head_steps) {
         issue_dkv<kPanelColumns>(dkv_rope(tmem), s.q + kRopeSlab * kPanelBytes, s.ds, head_steps, false);
     }
 
-    // Sums over keys: kDims dims of dQ^T.
+    // kDims dims of dQ^T: sums over keys.
     template <i32 kDims>
     MLA_DEVICE static void issue_dq(TmemAddr d, const u8* keys, const u8* ds, bool accumulate) {
-        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kDims, kBlockHeads, Major::MN, Major::MN);
-        MatrixDesc a = mn_major_matrix(smem_addr(keys), kKeySlabBytes);
-        MatrixDesc b = mn_major_matrix(smem_addr(ds), kKeySlabBytes);
-        opaque(a);
-        opaque(b);
-#pragma unroll
-        for (i32 step = 0; step < kKeySteps; ++step) {
-            const u32 bytes = step * kMnMajorStepBytes;
-            tcgen05_mma_f16(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
-        }
+        multiply_steps(mn_major_matrix(smem_addr(keys), kKeySlabBytes), kMnMajorStepBytes,
+                       mn_major_matrix(smem_addr(ds), kKeySlabBytes), kMnMajorStepBytes, kKeySteps, accumulate,
+                       Product<false, kDims, kBlockHeads, Major::MN, Major::MN>{d});
     }
     MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate) {
+        const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
-            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kBlockHeads), s.k[stage] + 2 * t * kKeySlabBytes, s.ds,
+            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kBlockHeads), k + t * kSlabsOfTile * kKeySlabBytes, s.ds,
                                 accumulate);
         }
-        if (kHasRope) {
-            issue_dq<kPanelColumns>(tmem.column(kColumnRope), s.k[stage] + kRopeSlab * kKeySlabBytes, s.ds, accumulate);
-        }
+        if (kHasRope)
+            issue_dq<kPanelColumns>(tmem.column(kColumnRope), k + kRopeSlab * kKeySlabBytes, s.ds, accumulate);
     }
 
     // ---- Scores: a thread has two heads, eight apart, and two keys of every eight

@@ -29,6 +29,7 @@ static_assert(kTileKeys == 32, "a tile is 32 rows of a product");
 // dQ RoPE        64 heads   432..463   the same               dim 512 + 32 q + c
 constexpr i32 kTileDims = 256;
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
+constexpr i32 kSlabsOfTile = kTileDims / kPanelColumns;
 constexpr i32 kKeyGroups = 4, kHeadGroups = 2;  // of lanes
 constexpr i32 kScoreColumns = kBlockHeads / kKeyGroups;
 constexpr i32 kDkvColumns = kTileDims / kKeyGroups, kDkvRopeColumns = kPanelColumns / kKeyGroups;
@@ -61,22 +62,11 @@ struct TransposedScores {
     static constexpr i32 kTiles = kDimTiles, kSlots = kDimTiles;
 
     // ---- Products
-    // Sums over columns of both operands: S^T and dP^T, keys x heads.
+    // S^T and dP^T, keys x heads: sums over columns.
     template <i32 kSlabs>
     MLA_DEVICE static void issue_scores(TmemAddr d, const u8* keys, const u8* heads) {
-        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kTileKeys, kBlockHeads, Major::K, Major::K);
-        MatrixDesc a = k_major_matrix(smem_addr(keys)), b = k_major_matrix(smem_addr(heads));
-        opaque(a);
-        opaque(b);
-#pragma unroll 1  // four products last longer than a turn of the loop
-        for (i32 slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-            for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-                const u32 bytes = step * kKMajorStepBytes;
-                tcgen05_mma_ws_f16(d, advance(a, slab * kKeySlabBytes + bytes), advance(b, slab * kPanelBytes + bytes),
-                                   kShape, slab + step > 0);
-            }
-        }
+        multiply_columns<kSlabs>(k_major_matrix(smem_addr(keys)), kKeySlabBytes, k_major_matrix(smem_addr(heads)),
+                                 kPanelBytes, Product<true, kTileKeys, kBlockHeads, Major::K, Major::K>{d});
     }
     MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage) {
         issue_scores<kSlabsQk>(tmem.column(kColumnP), s.k[stage], s.q);
@@ -85,53 +75,39 @@ struct TransposedScores {
         issue_scores<kSlabsV>(tmem.column(kColumnDp), s.k[stage], s.dout);
     }
 
-    // Sums over heads: kDims dims of dKV from P^T or dS^T, and dO or Q.
+    // kDims dims of dKV, from P^T or dS^T, and dO or Q: sums over heads.
     template <i32 kDims>
     MLA_DEVICE static void issue_dkv(TmemAddr d, const u8* scores, const u8* dims, i32 head_steps, bool accumulate) {
-        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kTileKeys, kDims, Major::K, Major::MN);
-        MatrixDesc a = k_major_matrix(smem_addr(scores)), b = mn_major_matrix(smem_addr(dims), kPanelBytes);
-        opaque(a);
-        opaque(b);
-        for (i32 step = 0; step < head_steps; ++step) {
-            tcgen05_mma_ws_f16(d, advance(a, step * kKMajorStepBytes), advance(b, step * kMnMajorStepBytes), kShape,
-                               accumulate || step > 0);
-        }
+        multiply_steps(k_major_matrix(smem_addr(scores)), kKMajorStepBytes,
+                       mn_major_matrix(smem_addr(dims), kPanelBytes), kMnMajorStepBytes, head_steps, accumulate,
+                       Product<true, kTileKeys, kDims, Major::K, Major::MN>{d});
     }
     MLA_DEVICE static TmemAddr dkv(TmemAddr tmem, i32 t) { return tmem.column(kColumnDkv + t * kDkvColumns); }
     MLA_DEVICE static void issue_dv(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
-        issue_dkv<kTileDims>(dkv(tmem, t), s.p, s.dout + t * (kTileDims / kPanelColumns) * kPanelBytes, head_steps,
-                             false);
+        issue_dkv<kTileDims>(dkv(tmem, t), s.p, s.dout + t * kSlabsOfTile * kPanelBytes, head_steps, false);
     }
     MLA_DEVICE static void issue_dk(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
-        issue_dkv<kTileDims>(dkv(tmem, t), s.ds, s.q + t * (kTileDims / kPanelColumns) * kPanelBytes, head_steps, true);
+        issue_dkv<kTileDims>(dkv(tmem, t), s.ds, s.q + t * kSlabsOfTile * kPanelBytes, head_steps, true);
     }
     MLA_DEVICE static void issue_dk_rope(Shared& s, TmemAddr tmem, i32 head_steps) {
         issue_dkv<kPanelColumns>(tmem.column(kColumnDkvRope), s.ds, s.q + kRopeSlab * kPanelBytes, head_steps, false);
     }
 
-    // Sums over keys: kDims dims of dQ.
+    // kDims dims of dQ: sums over keys.
     template <i32 kDims>
     MLA_DEVICE static void issue_dq(TmemAddr d, const u8* ds, const u8* keys, bool accumulate) {
-        constexpr InstructionDesc kShape = make_instruction_desc<Element>(kBlockHeads, kDims, Major::MN, Major::MN);
-        MatrixDesc a = mn_major_matrix(smem_addr(ds), kKeySlabBytes);
-        MatrixDesc b = mn_major_matrix(smem_addr(keys), kKeySlabBytes);
-        opaque(a);
-        opaque(b);
-#pragma unroll
-        for (i32 step = 0; step < kKeySteps; ++step) {
-            const u32 bytes = step * kMnMajorStepBytes;
-            tcgen05_mma_ws_f16(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
-        }
+        multiply_steps(mn_major_matrix(smem_addr(ds), kKeySlabBytes), kMnMajorStepBytes,
+                       mn_major_matrix(smem_addr(keys), kKeySlabBytes), kMnMajorStepBytes, kKeySteps, accumulate,
+                       Product<true, kBlockHeads, kDims, Major::MN, Major::MN>{d});
     }
     MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate) {
+        const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
-            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds,
-                                s.k[stage] + t * (kTileDims / kPanelColumns) * kKeySlabBytes, accumulate);
+            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds, k + t * kSlabsOfTile * kKeySlabBytes,
+                                accumulate);
         }
-        if (kHasRope) {
-            issue_dq<kPanelColumns>(tmem.column(kColumnDqRope), s.ds, s.k[stage] + kRopeSlab * kKeySlabBytes,
-                                    accumulate);
-        }
+        if (kHasRope)
+            issue_dq<kPanelColumns>(tmem.column(kColumnDqRope), s.ds, k + kRopeSlab * kKeySlabBytes, accumulate);
     }
 
     // ---- Scores: a thread has one key, a warp 16 heads
@@ -186,7 +162,7 @@ struct TransposedScores {
         tcgen05_ld_32x32b(x, from);
         tcgen05_wait_ld();
         pin_loaded(x);
-        const i32 head = thread % (kBlockHeads);
+        const i32 head = thread % kBlockHeads;
         u8* slab = slabs + dim / kPanelColumns * kPanelBytes;
 #pragma unroll
         for (i32 i = 0; i < 4; ++i) store_chunk(slab, head, dim % kPanelColumns / 8 + i, x + 8 * i);

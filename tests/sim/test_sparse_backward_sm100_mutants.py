@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "dQ begins on the last column of dKV",
         SUMS,
-        "tmem.column(kColumnDq + t * kBlockHeads), s.k",
-        "tmem.column(kColumnDq - 16 + t * kBlockHeads), s.k",
+        "tmem.column(kColumnDq + t * kBlockHeads)",
+        "tmem.column(kColumnDq - 16 + t * kBlockHeads)",
     ),
     Mutant("dQ overwritten by each tile", ROLES, "tile % kStagesK, tile > 0);", "tile % kStagesK, false);"),
     Mutant("dQ adds to what it finds", ROLES, "tile % kStagesK, tile > 0);", "tile % kStagesK, true);"),
@@ -221,17 +221,20 @@ MUTANTS = [
     Mutant(
         "K-major read of an MN-major operand",
         SUMS,
-        "make_instruction_desc<Element>(kDims, kTileKeys, Major::MN, Major::K)",
-        "make_instruction_desc<Element>(kDims, kTileKeys, Major::K, Major::K)",
+        "kDims, kTileKeys, Major::MN, Major::K>",
+        "kDims, kTileKeys, Major::K, Major::K>",
     ),
     Mutant(
         "N of the other tile size",
         SUMS,
-        "kBlockHeads, kTileKeys, Major::K, Major::K)",
-        "kBlockHeads, 2 * kTileKeys, Major::K, Major::K)",
+        "kBlockHeads, kTileKeys, Major::K, Major::K>",
+        "kBlockHeads, 2 * kTileKeys, Major::K, Major::K>",
     ),
     Mutant(
-        "all lanes issue", ROLES, "    if (!elect_issuer()) return;\n    const i32 head_steps", "    const i32 head_steps"
+        "all lanes issue",
+        ROLES,
+        "    if (!elect_issuer()) return;\n    const i32 head_steps",
+        "    const i32 head_steps",
     ),
     # Barriers
     Mutant(
