@@ -8,9 +8,8 @@
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/decode_tile_sm90.cuh"
+#include "attention/dtype_variant.cuh"
 #include "ptx/cluster.cuh"
-
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role    warps    does

@@ -51,8 +51,8 @@ struct SparseBackwardParams {
 // the quad's additions cover 64 bytes.
 MLA_DEVICE constexpr i32 dkv_position(i32 dim) { return dim / 16 * 16 + dim % 8 / 2 * 4 + dim % 16 / 8 * 2 + dim % 2; }
 
-// The same for the Blackwell kernel with transposed sums (sm100/sparse_backward.cu): a thread holds dims 8 apart, four of
-// them of 32, or two of 16 among the RoPE dims, and eight lanes cover 128 or 64 bytes of a row.
+// The same for the Blackwell kernel with transposed sums (sm100/sparse_backward.cu): a thread holds dims 8 apart, four
+// of them of 32, or two of 16 among the RoPE dims, and eight lanes cover 128 or 64 bytes of a row.
 MLA_DEVICE constexpr i32 dkv_position_sm100(i32 dim) {
     return dim < 512 ? dim / 32 * 32 + dim % 8 * 4 + dim % 32 / 8 : dim / 16 * 16 + dim % 8 * 2 + dim % 16 / 8;
 }

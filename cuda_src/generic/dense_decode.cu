@@ -11,15 +11,10 @@
 //
 // Everything is fp32 after the load; P is not rounded. Any stride is honoured, a token at a time.
 #include "attention/decode_output.cuh"
+#include "attention/dtype_variant.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;

@@ -3,15 +3,9 @@
 //   lse = log sum_j exp(lse_j),   out = sum_j out_j exp(lse_j - lse)
 //
 // Grid: x = rows of (b, s_q, h_q), a warp each. A state whose lse is +Inf or -Inf is empty: it saw no key.
+#include "attention/dtype_variant.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
-#include "ptx/element.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;  // of `outs` and `out` where they are not fp32
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
@@ -19,9 +13,9 @@ constexpr i32 kWarps = kThreads / kWarpThreads;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct MergeStatesParams {
-    const void* outs;   // (n, b, s_q, h_q, d), 16-bit or fp32
+    const void* outs;   // (n, b, s_q, h_q, d), Element or fp32
     const float* lses;  // (n, b, h_q, s_q)
-    void* out;          // (b, s_q, h_q, d), 16-bit or fp32
+    void* out;          // (b, s_q, h_q, d), Element or fp32
     float* lse;         // (b, h_q, s_q)
     i64 outs_stride_n_elems, outs_stride_b_elems, outs_stride_s_elems, outs_stride_h_elems;
     i64 lses_stride_n_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;

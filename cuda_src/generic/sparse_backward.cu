@@ -11,26 +11,12 @@
 // Everything is fp32 after the load; P and dS are not rounded. What 8 heads contribute to a key is added to memory
 // once.
 #include "attention/exact_addition.cuh"
+#include "attention/sparse_backward_variant.cuh"
 #include "attention/sparse_params.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-#ifndef MLA_HEAD_DIM_QK
-#error "MLA_HEAD_DIM_QK must be 576 or 512"
-#endif
-#ifndef MLA_DETERMINISTIC
-#error "MLA_DETERMINISTIC must be 0 or 1"
-#endif
-using Element = MLA_DTYPE;
-constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr bool kDeterministic = MLA_DETERMINISTIC;
-
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kHeadDimV = 512;
 constexpr i32 kThreads = kHeadDimQk / 2;  // one for 2 columns
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kBlockHeads = 8;  // one a warp; a ninth warp has columns only
@@ -39,7 +25,6 @@ constexpr i32 kKeys = kWarpThreads / 2;
 // words of q and dO at once: one word more keeps those apart too.
 constexpr i32 kKeyElems = kHeadDimQk + 2;
 constexpr i32 kDoutElems = kHeadDimV + 2;
-static_assert(kHeadDimQk == 576 || kHeadDimQk == 512, "d_qk");
 static_assert(kWarps >= kBlockHeads, "a warp for each head");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------

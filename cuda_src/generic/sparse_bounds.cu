@@ -6,16 +6,11 @@
 // finite are passed over: what they add is not finite either, and no order changes that.
 //
 // Grid: x = queries. The threads of a block look at its rows, then each warp at every eighth head.
+#include "attention/dtype_variant.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;

@@ -8,16 +8,11 @@
 //
 // A row is empty if its query has no key or if its lse is infinite: then nothing of it is read, delta is 0 and lse2 is
 // +Inf, so that exp2(s - lse2) is 0.
+#include "attention/dtype_variant.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;

@@ -4,15 +4,9 @@
 //
 // Grid: x = rows of kv, a warp each. A lane fetches 16 bytes of every 128 dims, puts them in shared memory if the order
 // is to change, and stores four neighbouring dims.
+#include "attention/dtype_variant.cuh"
 #include "attention/sparse_params.cuh"
 #include "ptx/control.cuh"
-#include "ptx/element.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;

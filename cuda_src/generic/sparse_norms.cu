@@ -2,16 +2,11 @@
 //
 // Grid: x = rows of kv, a warp each. 0 where that is not a number: what such a row gets is none either. Rows that
 // nobody selects are not read, and get nothing.
+#include "attention/dtype_variant.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;

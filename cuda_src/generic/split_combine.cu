@@ -11,14 +11,9 @@
 //
 // Source: the log-sum-exp merge of flash-decoding. What differs from FlashMLA's: no walk over all splits by one warp.
 #include "attention/decode_output.cuh"
+#include "attention/dtype_variant.cuh"
 #include "ptx/control.cuh"
 #include "tile/warp.cuh"
-
-// ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;

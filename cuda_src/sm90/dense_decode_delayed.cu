@@ -14,13 +14,12 @@
 //   load    |      K_i+1,right -> (the other stage)    K_i+2,left ->
 //
 // Source: the roles (one warpgroup scores) are FlashAttention-3's for wide values; delaying the right half is ours.
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
+#include "attention/dtype_variant.cuh"
 constexpr bool kSparse = false;
 constexpr bool kPair = false;
 #include "attention/decode_load_sm90.cuh"
 #include "attention/decode_math_sm90.cuh"
+#include "tile/warp.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -104,8 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
-    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
-    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < 4) {
         setmaxnreg_inc<kRegsLeft>();

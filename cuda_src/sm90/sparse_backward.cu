@@ -16,17 +16,9 @@
 // rows is DeepSeek's sparse attention (2025). What differs: dKV leaves straight from the accumulators, into a workspace
 // whose dims are permuted (attention/sparse_params.cuh) so that an addition covers 64 bytes of a row; P^T and dS^T go
 // to registers first, so that the next tile's P and dS need not wait for the additions.
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-#ifndef MLA_HEAD_DIM_QK
-#error "MLA_HEAD_DIM_QK must be 576 or 512"
-#endif
-#ifndef MLA_DETERMINISTIC
-#error "MLA_DETERMINISTIC must be 0 or 1"
-#endif
 #include "attention/exact_addition.cuh"
 #include "attention/pace.cuh"
+#include "attention/sparse_backward_variant.cuh"
 #include "attention/sparse_params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -36,12 +28,7 @@
 #include "tile/fragment.cuh"
 #include "tile/panel.cuh"
 #include "tile/ring.cuh"
-
-using Element = MLA_DTYPE;
-constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr i32 kHeadDimV = 512;
-constexpr bool kDeterministic = MLA_DETERMINISTIC;
-static_assert(kHeadDimQk == 576 || kHeadDimQk == 512, "d_qk");
+#include "tile/warp.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -630,8 +617,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     Block block(p, s);
 
-    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
-    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < 4) {
         setmaxnreg_inc<kRegsMath>();

@@ -19,17 +19,13 @@
 // Source: FlashMLA's sparse prefill (2025) gathers with a warpgroup of cp.async, too. What differs: the lists hold
 // valid rows only and may be of any length, so there are no masks but at a list's end; the work is cut evenly whatever
 // the lengths; Q is gathered like a tile of keys, while the last result is stored.
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-#ifndef MLA_HEAD_DIM_QK
-#error "MLA_HEAD_DIM_QK must be 576 or 512"
-#endif
+#include "attention/sparse_forward_variant.cuh"
 constexpr bool kSparse = true;
 constexpr bool kPair = false;
 #include "attention/decode_seesaw_sm90.cuh"
 #include "attention/gather_query_sm90.cuh"
 #include "attention/gather_role_sm90.cuh"
+#include "tile/warp.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -51,8 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
-    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
-    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < 4) {
         setmaxnreg_inc<kRegsMath>();

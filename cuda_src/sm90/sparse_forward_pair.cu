@@ -17,17 +17,13 @@
 //
 // Source: that two blocks exchange halves of a tile is FlashMLA's idea for its fp8 decode (2025), whose threads store
 // to both. What differs: 16-bit rows come by cp.async into the own block, and go on from there as bulk copies.
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-#ifndef MLA_HEAD_DIM_QK
-#error "MLA_HEAD_DIM_QK must be 576 or 512"
-#endif
+#include "attention/sparse_forward_variant.cuh"
 constexpr bool kSparse = true;
 constexpr bool kPair = true;
 #include "attention/decode_seesaw_sm90.cuh"
 #include "attention/gather_query_sm90.cuh"
 #include "attention/gather_role_sm90.cuh"
+#include "tile/warp.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -177,8 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
-    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
-    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads, lane = threadIdx.x % kWarpThreads;
     if (warp < 4) {
         setmaxnreg_inc<kRegsMath>();

@@ -21,12 +21,7 @@
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: both operands stay where
 // the gather put them (V^T is read as it lies), and the two halves of a row never meet.
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-#ifndef MLA_HEAD_DIM_QK
-#error "MLA_HEAD_DIM_QK must be 576 or 512"
-#endif
+#include "attention/sparse_forward_variant.cuh"
 #ifndef MLA_BLOCK_HEADS
 #error "MLA_BLOCK_HEADS must be 16 or 32"
 #endif
@@ -34,8 +29,8 @@
 #include "attention/gather_role_sm90.cuh"
 #include "attention/head_softmax.cuh"
 #include "ptx/matrix.cuh"
+#include "tile/warp.cuh"
 
-using Element = MLA_DTYPE;
 constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -377,8 +372,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
-    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
-    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < 4) {
         run_math_role<false>(block, thread);

@@ -30,7 +30,8 @@ MLA_DEVICE MatrixDesc advance(MatrixDesc desc, u32 bytes) {
     return MatrixDesc{(desc.bits & 0xffffffff00000000ull) | (u64)((u32)desc.bits + (bytes >> 4))};
 }
 
-// Keeps the compiler from holding all sums of a start and a step in registers across a loop; the other half is constant.
+// Keeps the compiler from holding all sums of a start and a step in registers across a loop; the other half is
+// constant.
 MLA_DEVICE void opaque(MatrixDesc& desc) {
     i32 low = (i32)desc.bits;
     opaque(low);
