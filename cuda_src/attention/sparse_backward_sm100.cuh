@@ -5,7 +5,8 @@
 //   kSlots, kTiles            dKV is made in kTiles tiles of its dims, which take turns in kSlots places
 //   Scores, kScores           what a thread of the softmax role holds of S, and later of dP
 //   Heads                     lse2 and delta of a thread's heads
-//   issue_*                   products of one thread
+//   issue_*                   products of one thread; issue_s is told when a slab of K is there, issue_dq tells when it
+//                             has issued the last product with a group of them
 //   load_s, load_dp, store_*  tensor memory to registers, registers to shared memory
 //   Drain                     dKV of a tile to global memory
 #pragma once
@@ -67,14 +68,20 @@ constexpr u32 kKeySlabBytes = kTileKeys * kPanelRowBytes;
 constexpr i32 kStagesK = kTileKeys == 32 ? 2 : 1;  // what fits
 constexpr u32 kTmemColumns = 512;
 
+// K comes and goes in pairs of slabs: the next tile's first columns are fetched while dQ still needs the last ones, and
+// scored while those are on their way.
+constexpr i32 kGroupSlabs = 2;
+constexpr i32 kGroups = ceil_div(kSlabsQk, kGroupSlabs);
+constexpr i32 kRopeGroup = kRopeSlab / kGroupSlabs;
+
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // Tile j of the block is phase j of a barrier, unless it says otherwise.
 //
 // barrier       arrives (count)         carries      waits        first phase
 // q_landed      load (1)                Q, dO        softmax      blocked, one phase
 // q_full        softmax (128)           -            mma          blocked, one phase
-// k_full[s]     gather (1)              a tile       mma          blocked, a phase each kStagesK tiles
-// k_empty[s]    products (1)            -            gather       free
+// k_full[s][g]  gather (1)              2 slabs, 1   mma          blocked, a phase each kStagesK tiles
+// k_empty[s][g] products (1)            -            gather       free
 // s_full        products (1)            -            softmax      blocked
 // dp_full       products (1)            -            softmax      blocked
 // p_full        softmax (128)           -            mma          blocked
@@ -94,7 +101,7 @@ struct Storage {
     u8 k[kStagesK][kSlabsQk * kKeySlabBytes];
     u8 p[kKeySlabBytes];   // P^T: a row for each key, 64 heads
     u8 ds[kKeySlabBytes];  // dS^T
-    MBarrier q_landed, q_full, k_full[kStagesK], k_empty[kStagesK];
+    MBarrier q_landed, q_full, k_full[kStagesK][kGroups], k_empty[kStagesK][kGroups];
     MBarrier s_full, dp_full, p_full, ds_full;
     MBarrier dkv_full[kSlots], dkv_free[kSlots], rope_full, rope_free, dq_full;
     TmemAddr tmem;
@@ -116,8 +123,10 @@ template <class S>
 MLA_DEVICE void init_storage(S& s) {
     constexpr u32 kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
     for (MBarrier* barrier : {&s.q_landed, &s.s_full, &s.dp_full, &s.rope_full, &s.dq_full}) mbarrier_init(*barrier, 1);
-    for (MBarrier& barrier : s.k_full) mbarrier_init(barrier, 1);
-    for (MBarrier& barrier : s.k_empty) mbarrier_init(barrier, 1);
+    for (i32 i = 0; i < kStagesK * kGroups; ++i) {
+        mbarrier_init(s.k_full[i / kGroups][i % kGroups], 1);
+        mbarrier_init(s.k_empty[i / kGroups][i % kGroups], 1);
+    }
     for (MBarrier& barrier : s.dkv_full) mbarrier_init(barrier, 1);
     for (MBarrier& barrier : s.dkv_free) mbarrier_init(barrier, kWarpgroupWarps);
     mbarrier_init(s.rope_free, kDrainGroups * kWarpgroupWarps);
@@ -198,12 +207,16 @@ MLA_DEVICE void run_gather_role(const Item& item, const Maps& maps, S& s, i32 la
         const i32 stage = tile % kStagesK;
         int4 rows = make_int4(kNoRow, kNoRow, kNoRow, kNoRow);
         if (gathers) rows = reinterpret_cast<const int4*>(item.rows(tile))[lane];
-        mbarrier_wait(s.k_empty[stage], ring.empty_parity(stage));
-        if (lane == 0) mbarrier_arrive_expect_tx(s.k_full[stage], sizeof(s.k[0]));
-        __syncwarp();
-        for (i32 slab = 0; gathers && slab < kSlabsQk; ++slab) {
-            cp_async_bulk_tensor_gather4(smem_addr(s.k[stage]) + (slab * kKeySlabBytes + lane * kGatherBytes), maps.kv,
-                                         s.k_full[stage], slab * kPanelColumns, rows, kEvictLast);
+        for (i32 group = 0; group < kGroups; ++group) {
+            MBarrier& full = s.k_full[stage][group];
+            const i32 slab0 = group * kGroupSlabs, slabs = min(kSlabsQk - slab0, kGroupSlabs);
+            mbarrier_wait(s.k_empty[stage][group], ring.empty_parity(stage));
+            if (lane == 0) mbarrier_arrive_expect_tx(full, slabs * kKeySlabBytes);
+            __syncwarp();
+            for (i32 slab = slab0; gathers && slab < slab0 + slabs; ++slab) {
+                cp_async_bulk_tensor_gather4(smem_addr(s.k[stage]) + (slab * kKeySlabBytes + lane * kGatherBytes),
+                                             maps.kv, full, slab * kPanelColumns, rows, kEvictLast);
+            }
         }
         ring.advance(stage);
     }
@@ -225,13 +238,15 @@ struct Product {
     }
 };
 
-// Along the columns of kSlabs slabs of both operands, to a fresh sum.
-template <i32 kSlabs, class Multiply>
-MLA_DEVICE void multiply_columns(MatrixDesc a, u32 a_slab_bytes, MatrixDesc b, u32 b_slab_bytes, Multiply multiply) {
+// Along the columns of kSlabs slabs of both operands, to a fresh sum. `ready` is called before each slab.
+template <i32 kSlabs, class Multiply, class Ready>
+MLA_DEVICE void multiply_columns(MatrixDesc a, u32 a_slab_bytes, MatrixDesc b, u32 b_slab_bytes, Multiply multiply,
+                                 Ready ready) {
     opaque(a);
     opaque(b);
 #pragma unroll 1  // four products last longer than a turn of the loop
     for (i32 slab = 0; slab < kSlabs; ++slab) {
+        ready(slab);
 #pragma unroll
         for (i32 step = 0; step < kPanelMmaSteps; ++step) {
             const u32 bytes = step * kKMajorStepBytes;
@@ -259,8 +274,9 @@ MLA_DEVICE void multiply_steps(MatrixDesc a, u32 a_step_bytes, MatrixDesc b, u32
 template <class Plan, class S>
 MLA_DEVICE void issue_scores(const Item& item, S& s, TmemAddr tmem, i32 tile) {
     const i32 stage = tile % kStagesK;
-    tmem_wait(s.k_full[stage], tile / kStagesK & 1);
-    Plan::issue_s(s, tmem, stage);
+    Plan::issue_s(s, tmem, stage, [&](i32 slab) {
+        if (slab % kGroupSlabs == 0) tmem_wait(s.k_full[stage][slab / kGroupSlabs], tile / kStagesK & 1);
+    });
     tcgen05_commit(s.s_full);
     Plan::issue_dp(s, tmem, stage);
     tcgen05_commit(s.dp_full);
@@ -295,8 +311,8 @@ MLA_DEVICE void run_mma_role(const Item& item, S& s, TmemAddr tmem) {
         tmem_wait(s.p_full, parity);
         for (i32 t = 0; t < Plan::kSlots; ++t) issue_dv<Plan>(s, tmem, tile, t, head_steps);
         tmem_wait(s.ds_full, parity);
-        Plan::issue_dq(s, tmem, tile % kStagesK, tile > 0);
-        tcgen05_commit(s.k_empty[tile % kStagesK]);
+        const i32 stage = tile % kStagesK;
+        Plan::issue_dq(s, tmem, stage, tile > 0, [&](i32 group) { tcgen05_commit(s.k_empty[stage][group]); });
         for (i32 t = 0; t < Plan::kSlots; ++t) issue_dk<Plan>(s, tmem, t, head_steps);
         for (i32 t = Plan::kSlots; t < Plan::kTiles; ++t) {
             issue_dv<Plan>(s, tmem, tile, t, head_steps);

@@ -38,6 +38,7 @@ constexpr u32 kColumnRope = 448;
 constexpr i32 kTileDims = 128;
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
 constexpr i32 kSlabsOfTile = kTileDims / kPanelColumns;
+static_assert(kSlabsOfTile == kGroupSlabs, "groups of K that dQ is done with");
 constexpr i32 kDkvSlots = kTileKeys == 32 ? kDimTiles : kDimTiles / 2;
 
 struct Region {
@@ -83,16 +84,17 @@ struct TransposedSums {
 
     // ---- Products
     // S and dP, heads x keys: sums over columns.
-    template <i32 kSlabs>
-    MLA_DEVICE static void issue_scores(TmemAddr d, const u8* heads, const u8* keys) {
+    template <i32 kSlabs, class Ready>
+    MLA_DEVICE static void issue_scores(TmemAddr d, const u8* heads, const u8* keys, Ready ready) {
         multiply_columns<kSlabs>(k_major_matrix(smem_addr(heads)), kPanelBytes, k_major_matrix(smem_addr(keys)),
-                                 kKeySlabBytes, Product<false, kBlockHeads, kTileKeys, Major::K, Major::K>{d});
+                                 kKeySlabBytes, Product<false, kBlockHeads, kTileKeys, Major::K, Major::K>{d}, ready);
     }
-    MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage) {
-        issue_scores<kSlabsQk>(tmem.column(kColumnScores), s.q, s.k[stage]);
+    template <class Ready>
+    MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage, Ready ready) {
+        issue_scores<kSlabsQk>(tmem.column(kColumnScores), s.q, s.k[stage], ready);
     }
     MLA_DEVICE static void issue_dp(Shared& s, TmemAddr tmem, i32 stage) {
-        issue_scores<kSlabsV>(tmem.lane(kUpperLanes).column(kColumnScores), s.dout, s.k[stage]);
+        issue_scores<kSlabsV>(tmem.lane(kUpperLanes).column(kColumnScores), s.dout, s.k[stage], [](i32) {});
     }
 
     // kDims dims of dKV^T, from dO or Q, and P^T or dS^T: sums over heads.
@@ -121,14 +123,18 @@ struct TransposedSums {
                        mn_major_matrix(smem_addr(ds), kKeySlabBytes), kMnMajorStepBytes, kKeySteps, accumulate,
                        Product<false, kDims, kBlockHeads, Major::MN, Major::MN>{d});
     }
-    MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate) {
+    template <class Done>
+    MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate, Done done) {
         const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
             issue_dq<kTileDims>(tmem.column(kColumnDq + t * kBlockHeads), k + t * kSlabsOfTile * kKeySlabBytes, s.ds,
                                 accumulate);
+            done(t);
         }
-        if (kHasRope)
+        if (kHasRope) {
             issue_dq<kPanelColumns>(tmem.column(kColumnRope), k + kRopeSlab * kKeySlabBytes, s.ds, accumulate);
+            done(kRopeGroup);
+        }
     }
 
     // ---- Scores: a thread has two heads, eight apart, and two keys of every eight

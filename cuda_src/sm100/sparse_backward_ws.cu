@@ -30,6 +30,7 @@ static_assert(kTileKeys == 32, "a tile is 32 rows of a product");
 constexpr i32 kTileDims = 256;
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
 constexpr i32 kSlabsOfTile = kTileDims / kPanelColumns;
+static_assert(kSlabsOfTile == 2 * kGroupSlabs, "groups of K that dQ is done with");
 constexpr i32 kKeyGroups = 4, kHeadGroups = 2;  // of lanes
 constexpr i32 kScoreColumns = kBlockHeads / kKeyGroups;
 constexpr i32 kDkvColumns = kTileDims / kKeyGroups, kDkvRopeColumns = kPanelColumns / kKeyGroups;
@@ -63,16 +64,17 @@ struct TransposedScores {
 
     // ---- Products
     // S^T and dP^T, keys x heads: sums over columns.
-    template <i32 kSlabs>
-    MLA_DEVICE static void issue_scores(TmemAddr d, const u8* keys, const u8* heads) {
+    template <i32 kSlabs, class Ready>
+    MLA_DEVICE static void issue_scores(TmemAddr d, const u8* keys, const u8* heads, Ready ready) {
         multiply_columns<kSlabs>(k_major_matrix(smem_addr(keys)), kKeySlabBytes, k_major_matrix(smem_addr(heads)),
-                                 kPanelBytes, Product<true, kTileKeys, kBlockHeads, Major::K, Major::K>{d});
+                                 kPanelBytes, Product<true, kTileKeys, kBlockHeads, Major::K, Major::K>{d}, ready);
     }
-    MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage) {
-        issue_scores<kSlabsQk>(tmem.column(kColumnP), s.k[stage], s.q);
+    template <class Ready>
+    MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage, Ready ready) {
+        issue_scores<kSlabsQk>(tmem.column(kColumnP), s.k[stage], s.q, ready);
     }
     MLA_DEVICE static void issue_dp(Shared& s, TmemAddr tmem, i32 stage) {
-        issue_scores<kSlabsV>(tmem.column(kColumnDp), s.k[stage], s.dout);
+        issue_scores<kSlabsV>(tmem.column(kColumnDp), s.k[stage], s.dout, [](i32) {});
     }
 
     // kDims dims of dKV, from P^T or dS^T, and dO or Q: sums over heads.
@@ -100,14 +102,19 @@ struct TransposedScores {
                        mn_major_matrix(smem_addr(keys), kKeySlabBytes), kMnMajorStepBytes, kKeySteps, accumulate,
                        Product<true, kBlockHeads, kDims, Major::MN, Major::MN>{d});
     }
-    MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate) {
+    template <class Done>
+    MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate, Done done) {
         const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
             issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds, k + t * kSlabsOfTile * kKeySlabBytes,
                                 accumulate);
+            done(2 * t);
+            done(2 * t + 1);
         }
-        if (kHasRope)
+        if (kHasRope) {
             issue_dq<kPanelColumns>(tmem.column(kColumnDqRope), s.ds, k + kRopeSlab * kKeySlabBytes, accumulate);
+            done(kRopeGroup);
+        }
     }
 
     // ---- Scores: a thread has one key, a warp 16 heads

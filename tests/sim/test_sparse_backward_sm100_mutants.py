@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "S committed before it is issued",
         ROLES,
-        "Plan::issue_s(s, tmem, stage);\n    tcgen05_commit(s.s_full);",
-        "tcgen05_commit(s.s_full);\n    Plan::issue_s(s, tmem, stage);",
+        "    Plan::issue_s(s, tmem, stage, [&]",
+        "    tcgen05_commit(s.s_full);\n    Plan::issue_s(s, tmem, stage, [&]",
     ),
     Mutant("dS not waited for", ROLES, "tmem_wait(s.ds_full, parity);", ""),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = [
         "tmem.column(kColumnDq + t * kBlockHeads)",
         "tmem.column(kColumnDq - 16 + t * kBlockHeads)",
     ),
-    Mutant("dQ overwritten by each tile", ROLES, "tile % kStagesK, tile > 0);", "tile % kStagesK, false);"),
-    Mutant("dQ adds to what it finds", ROLES, "tile % kStagesK, tile > 0);", "tile % kStagesK, true);"),
+    Mutant("dQ overwritten by each tile", ROLES, "stage, tile > 0,", "stage, false,"),
+    Mutant("dQ adds to what it finds", ROLES, "stage, tile > 0,", "stage, true,"),
     Mutant("dK overwrites dV", SUMS, "s.ds, head_steps, true);", "s.ds, head_steps, false);"),
     Mutant(
         "no after_thread_sync",
@@ -157,17 +157,27 @@ MUTANTS = [
     Mutant(
         "K released one tile early",
         ROLES,
-        "        Plan::issue_dq(s, tmem, tile % kStagesK, tile > 0);\n"
-        "        tcgen05_commit(s.k_empty[tile % kStagesK]);",
-        "        tcgen05_commit(s.k_empty[tile % kStagesK]);\n"
-        "        Plan::issue_dq(s, tmem, tile % kStagesK, tile > 0);",
+        "        Plan::issue_dq(s, tmem, stage, tile > 0, "
+        "[&](i32 group) { tcgen05_commit(s.k_empty[stage][group]); });",
+        "        for (i32 group = 0; group < kGroups; ++group) tcgen05_commit(s.k_empty[stage][group]);\n"
+        "        Plan::issue_dq(s, tmem, stage, tile > 0, [&](i32 group) {});",
     ),
-    Mutant("gather does not wait", ROLES, "mbarrier_wait(s.k_empty[stage], ring.empty_parity(stage));", ""),
+    Mutant(
+        "slabs of K released one pair early",
+        SUMS,
+        "done(t);",
+        "if (t == 0) done(0);\n            if (t + 1 < kDimTiles) done(t + 1);",
+    ),
+    Mutant("RoPE slab of K never released", SUMS, "done(kRopeGroup);", ""),
+    Mutant(
+        "later slabs of K not waited for", ROLES, "if (slab % kGroupSlabs == 0) tmem_wait", "if (slab == 0) tmem_wait"
+    ),
+    Mutant("gather does not wait", ROLES, "mbarrier_wait(s.k_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant(
         "K counted without one slab",
         ROLES,
-        "mbarrier_arrive_expect_tx(s.k_full[stage], sizeof(s.k[0]));",
-        "mbarrier_arrive_expect_tx(s.k_full[stage], sizeof(s.k[0]) - kKeySlabBytes);",
+        "mbarrier_arrive_expect_tx(full, slabs * kKeySlabBytes);",
+        "mbarrier_arrive_expect_tx(full, kKeySlabBytes);",
     ),
     Mutant(
         "gathered rows of the next lane",
