@@ -41,6 +41,9 @@ VARIABLES: Mapping[str, Variable] = {
         Variable("CUDA_SRC", "", "directory of the CUDA sources (default: those of the package)"),
         Variable("LINEINFO", "0", "1: kernels carry source lines for profilers", ("0", "1")),
         Variable(
+            "TMEM_CHECK", "0", "1: Blackwell kernels stop at wrong accesses to tensor memory, and are slow", ("0", "1")
+        ),
+        Variable(
             "BACKEND",
             "auto",
             "where NumPy arrays are computed: cuda, numpy, or auto (the GPU if there is one)",

@@ -89,6 +89,16 @@ def test_serialisation_is_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> No
     assert "Potential Performance Loss" in str(caught.value)
 
 
+def test_tensor_memory_can_be_checked(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Blackwell; such a build is meant to be slow, and may spill."""
+    monkeypatch.setenv("MLA_CUPY_TMEM_CHECK", "1")
+    for arch, checked in (("sm_90a", False), ("sm_100a", True), ("sm_103a", True)):
+        record = compile_kernel(replace(TINY_REQUEST, arch=arch), nvrtc_line).record
+        assert any("tensor-memory-access-check" in option for option in record["options"]) == checked
+    spilling = replace(bad(cuda_src, SPILLS), arch="sm_100a")
+    assert compile_kernel(spilling, nvrtc_line).record["spill_stores"] > 0
+
+
 def test_mixed_groups_are_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
     """By NVRTC 13's ptxas, or else by us: NVRTC 12.9 would take it."""
     text = """extern "C" __global__ void mla_bad() {
