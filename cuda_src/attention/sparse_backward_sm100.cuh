@@ -11,6 +11,7 @@
 //   Drain                     dKV of a tile to global memory
 #pragma once
 #include "attention/exact_addition.cuh"
+#include "attention/sparse_backward_variant.cuh"
 #include "attention/sparse_params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -23,24 +24,10 @@
 #include "tile/ring.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16"
-#endif
-#ifndef MLA_HEAD_DIM_QK
-#error "MLA_HEAD_DIM_QK must be 576 or 512"
-#endif
-#ifndef MLA_DETERMINISTIC
-#error "MLA_DETERMINISTIC must be 0 or 1"
-#endif
 #ifndef MLA_TILE_KEYS
 #error "MLA_TILE_KEYS must be 32 or 64"
 #endif
-using Element = MLA_DTYPE;
-constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr i32 kHeadDimV = 512;
-constexpr bool kDeterministic = MLA_DETERMINISTIC;
 constexpr i32 kTileKeys = MLA_TILE_KEYS;
-static_assert(kHeadDimQk == 576 || kHeadDimQk == 512, "d_qk");
 static_assert(kTileKeys == 32 || kTileKeys == 64, "tile");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
