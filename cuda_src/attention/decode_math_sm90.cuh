@@ -4,8 +4,8 @@
 #include "attention/decode_block_sm90.cuh"
 #include "attention/online_softmax.cuh"
 #include "ptx/control.cuh"
-#include "ptx/matrix.cuh"
 #include "tile/nonfinite.cuh"
+#include "tile/panel_matrix.cuh"
 
 // Named barriers of one warpgroup among itself. A kernel's own ones come after them.
 enum SharedNamedBarrier : i32 { LeftOnly = 1, RightOnly, FirstFreeBarrier };
@@ -30,12 +30,6 @@ MLA_DEVICE u8* value_panels(Storage& s, i32 stage) {
     return s.kv[stage] + (kRight ? kHalfBytes : 0);
 }
 
-// The address at which this lane's row of a 16x16 block stands, for ldmatrix and stmatrix of a panel.
-MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
-    const i32 row = (thread / kWarpThreads) * 16 + thread % 16;
-    return panel_offset(row, step * 2 + (thread % kWarpThreads) / 16);
-}
-
 // A gathered tile is written by ordinary copies: whoever has waited for it makes it visible to WGMMA. (Bulk copies need
 // no fence.)
 MLA_DEVICE void fence_gathered() {
@@ -52,10 +46,7 @@ MLA_DEVICE void load_q_resident(Storage& s, Math& math, i32 thread) {
     mbarrier_wait(s.q_full, math.q_ring.full_parity(0));
     math.q_ring.advance(0);
     fence_gathered();
-    const SmemAddr panel = smem_addr(s.q_resident());
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step)
-        ldmatrix_x4(math.q_resident[step], panel + matrix_offset(thread, step));
+    load_panel(math.q_resident, s.q_resident(), thread);
 }
 
 // Starts S = Q K^T of the tile in `stage`, each half as soon as it has arrived.
@@ -152,15 +143,6 @@ MLA_DEVICE void clean_values(Block& block, const Fragment& fragment, i32 tile, i
     }
     fence_proxy_async();
     bar_sync(own_barrier(kRight), kWarpgroupThreads);
-}
-
-// P of this warpgroup's tile, from registers to shared memory for the other one.
-MLA_DEVICE void store_p(Storage& s, Math& math, i32 stage, i32 thread) {
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        stmatrix_x4(smem_addr(s.p(stage)) + matrix_offset(thread, step), math.p_fragment[step]);
-    }
-    fence_proxy_async();
 }
 
 // Masks the scores of `tile`, which lies in `stage`. Most tiles hide nothing.

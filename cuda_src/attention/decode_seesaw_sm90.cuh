@@ -35,7 +35,7 @@ MLA_DEVICE void left_pair(Block& block, Math& math, const Fragment& fragment, i3
     bar_arrive(MaxReady, kMathThreads);
     const RowScale even_scale = math.rows.move_max(maxima);
     exponentiate<Element>(math.p_fragment, math.rows, math.scores, scale_log2);
-    store_p(s, math, 0, thread);
+    store_panel(s.p(0), math.p_fragment, thread);
     bar_arrive(P0Ready, kMathThreads);
 
     rescale(math.out, even_scale);
@@ -73,7 +73,7 @@ MLA_DEVICE void right_pair(Block& block, Math& math, const Fragment& fragment, i
     store_rows(s.row_max[1], maxima, thread);
     const RowScale odd_scale = math.rows.move_max(maxima);
     exponentiate<Element>(math.p_fragment, math.rows, math.scores, scale_log2);
-    store_p(s, math, 1, thread);
+    store_panel(s.p(1), math.p_fragment, thread);
     bar_arrive(P1Ready, kMathThreads);
 
     bar_sync(P0Ready, kMathThreads);

@@ -54,7 +54,7 @@ MLA_DEVICE void run_left(Block& block, Math& math, const Fragment& fragment, i32
         store_rows(s.row_max[stage], maxima, thread);
         const RowScale scale = math.rows.move_max(maxima);
         exponentiate<Element>(math.p_fragment, math.rows, math.scores, scale_log2);
-        store_p(s, math, stage, thread);
+        store_panel(s.p(stage), math.p_fragment, thread);
         bar_arrive(P0Ready + stage, kMathThreads);
 
         rescale(math.out, scale);

@@ -23,10 +23,9 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/matrix.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/fragment.cuh"
-#include "tile/panel.cuh"
+#include "tile/panel_matrix.cuh"
 #include "tile/ring.cuh"
 #include "tile/warp.cuh"
 
@@ -157,12 +156,6 @@ struct Nothing {
     MLA_DEVICE void operator()(const Cursor&) const {}
 };
 
-// The address at which this lane's row of a 16x16 block of a panel stands, for ldmatrix and stmatrix.
-MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
-    const i32 row = (thread / kWarpThreads) * 16 + thread % 16;
-    return panel_offset(row, step * 2 + (thread % kWarpThreads) / 16);
-}
-
 // ---- Gather ----------------------------------------------------------------------------------------------------
 // Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
 constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
@@ -266,14 +259,6 @@ MLA_DEVICE void start_dq(float (&dq)[32], const u8* ds_panel, const u8* k_panel)
     wgmma_commit_group();
 }
 
-MLA_DEVICE void store_panel(u8* panel, const u32 (&fragment)[kPanelMmaSteps][4], i32 thread) {
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        stmatrix_x4(smem_addr(panel) + matrix_offset(thread, step), fragment[step]);
-    }
-    fence_proxy_async();
-}
-
 // P of the tile, in 16 bits. Columns past the query's rows are 0: their keys are 0, but exp2(-lse2) may be infinite.
 MLA_DEVICE void make_p(const Block& block, Math& math, const Cursor& at, const float (&lse2)[kFragmentRows],
                        i32 thread) {
@@ -303,10 +288,7 @@ MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFr
     u8* panel = block.s.p[math.place.stage()];
     mbarrier_wait(block.s.p_full, math.place.tile_parity());
     u32 fragment[kPanelMmaSteps][4];
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        ldmatrix_x4(fragment[step], smem_addr(panel) + matrix_offset(thread, step));
-    }
+    load_panel(fragment, panel, thread);
 #pragma unroll
     for (i32 i = 0; i < 32; i += 2) {
         u32& pair = fragment[i / 8][(i % 8) / 2];
@@ -459,16 +441,6 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
     cp_async_wait_all();
     fence_proxy_async();
     mbarrier_arrive(block.s.q_full);
-}
-
-// The transpose of a panel, as A fragments: this warp's 16 columns x 16 rows a step.
-MLA_DEVICE void load_transposed(u32 (&fragment)[kPanelMmaSteps][4], const u8* panel, i32 thread) {
-    const i32 warp = thread / kWarpThreads, lane = thread % kWarpThreads;
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        const i32 row = step * kMmaK + lane / 16 * 8 + lane % 8;
-        ldmatrix_x4_trans(fragment[step], smem_addr(panel) + panel_offset(row, 2 * warp + lane / 8 % 2));
-    }
 }
 
 // dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.

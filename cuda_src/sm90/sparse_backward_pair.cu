@@ -26,11 +26,10 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/matrix.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/fragment.cuh"
 #include "tile/half_panel.cuh"
-#include "tile/panel.cuh"
+#include "tile/panel_matrix.cuh"
 #include "tile/ring.cuh"
 #include "tile/warp.cuh"
 
@@ -205,12 +204,6 @@ MLA_DEVICE void release(ClusterAddr empty, i32 thread) {
     if (thread % kWarpThreads == 0) mbarrier_arrive(empty);
 }
 
-// The address at which this lane's row of a 16x16 block of a panel stands, for ldmatrix and stmatrix.
-MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
-    const i32 row = (thread / kWarpThreads) * 16 + thread % 16;
-    return panel_offset(row, step * 2 + (thread % kWarpThreads) / 16);
-}
-
 // Of a thread's piece in a tile that the other block sends. A warp's pieces lie where it stores P.
 template <bool kScores>
 MLA_DEVICE u32 piece_offset(i32 thread, i32 piece) {
@@ -348,14 +341,6 @@ MLA_DEVICE void add_sent(float (&tile)[32], const u8* buffer, i32 thread) {
         tile[4 * i + 2] += piece.z;
         tile[4 * i + 3] += piece.w;
     }
-}
-
-MLA_DEVICE void store_panel(u8* panel, const u32 (&fragment)[kPanelMmaSteps][4], i32 thread) {
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        stmatrix_x4(smem_addr(panel) + matrix_offset(thread, step), fragment[step]);
-    }
-    fence_proxy_async();
 }
 
 // Copies the rows of a panel that this warp has stored to the other block.
@@ -616,17 +601,6 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
     cp_async_wait_all();
     fence_proxy_async();
     mbarrier_arrive(block.s.q_full);
-}
-
-// The transpose of panels, as A fragments: this warp's 16 columns x 16 rows a step.
-template <i32 kSteps>
-MLA_DEVICE void load_transposed(u32 (&fragment)[kSteps][4], const u8* panels, i32 thread) {
-    const i32 warp = thread / kWarpThreads, lane = thread % kWarpThreads;
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-        const i32 row = step * kMmaK + lane / 16 * 8 + lane % 8;
-        ldmatrix_x4_trans(fragment[step], smem_addr(panels) + panel_offset(row, 2 * warp + lane / 8 % 2));
-    }
 }
 
 // dKV of a panel's 64 dims: P^T dO + dS^T Q.
