@@ -201,20 +201,7 @@ MLA_DEVICE void store_out_row(const Block& block, const Fragment& fragment, cons
         }
     } else {
         u16* to = static_cast<u16*>(p.out) + offset + kFirstColumn;
-#pragma unroll
-        for (i32 i = 0; i < 32; i += 4) {
-            u32 words[4];
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) {
-                const i32 d = 4 * (i + j) + 2 * r;
-                words[j] = cvt_x2(Element{}, math.out[d] * factor, math.out[d + 1] * factor);
-            }
-            quad_transpose(words, thread % 4);
-            if (stored) {
-                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            }
-        }
+        store_row(Element{}, to, math.out, r, factor, stored, thread);
     }
 }
 

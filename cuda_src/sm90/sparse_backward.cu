@@ -307,7 +307,7 @@ MLA_DEVICE u16* dq_row(const Block& block, const Cursor& at, i32 row) {
     return p.dq + block.query(at) * p.dq_stride_s_elems + (i64)(block.head0(at) + row) * p.dq_stride_h_elems;
 }
 
-// Columns of dQ from an accumulator, 64 bytes of a row a quad at a time.
+// Columns of dQ, from an accumulator.
 template <i32 kCount>
 MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 column, i32 thread) {
 #pragma unroll
@@ -315,19 +315,7 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
         const i32 row = fragment_row(thread) + 8 * r;
         const bool stored = row < block.heads(at);
         u16* to = dq_row(block, at, stored ? row : 0) + column;
-#pragma unroll
-        for (i32 i = 0; i < kCount / 4; i += 4) {
-            u32 words[4];
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) {
-                words[j] = cvt_x2(Element{}, dq[4 * (i + j) + 2 * r], dq[4 * (i + j) + 2 * r + 1]);
-            }
-            quad_transpose(words, thread % 4);
-            if (stored) {
-                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            }
-        }
+        store_row(Element{}, to, dq, r, 1.f, stored, thread);
     }
 }
 
@@ -512,18 +500,8 @@ struct Targets {
 
 // Adds 32 dims, from `dim` on, of the tile's keys.
 MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread) {
-    const bool odd = thread & 4;
     float x[kFragmentRows][2][4];  // of the even and the odd key
-#pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-#pragma unroll
-        for (i32 i = 0; i < 4; ++i) {
-            const float low = dkv[2 * r + i % 2 + i / 2 * 4], high = dkv[2 * r + i % 2 + i / 2 * 4 + 8];
-            const float received = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
-            x[r][0][i] = odd ? received : low;
-            x[r][1][i] = odd ? high : received;
-        }
-    }
+    exchange_quads(x, dkv, thread & 4);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         to.add(r, 0, dim, x[r][0]);

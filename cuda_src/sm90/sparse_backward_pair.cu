@@ -408,7 +408,7 @@ MLA_DEVICE u16* dq_row(const Block& block, const Cursor& at, i32 head) {
     return p.dq + at.query() * p.dq_stride_s_elems + (i64)head * p.dq_stride_h_elems;
 }
 
-// Columns of dQ from an accumulator, 64 bytes of a row a quad at a time.
+// Columns of dQ, from an accumulator.
 template <i32 kCount>
 MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 head_block, i32 column,
                          i32 thread) {
@@ -417,19 +417,7 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
         const i32 head = head_block * kBlockHeads + fragment_row(thread) + 8 * r;
         const bool stored = head < block.p.h_q;
         u16* to = dq_row(block, at, stored ? head : 0) + column;
-#pragma unroll
-        for (i32 i = 0; i < kCount / 4; i += 4) {
-            u32 words[4];
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) {
-                words[j] = cvt_x2(Element{}, dq[4 * (i + j) + 2 * r], dq[4 * (i + j) + 2 * r + 1]);
-            }
-            quad_transpose(words, thread % 4);
-            if (stored) {
-                *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            }
-        }
+        store_row(Element{}, to, dq, r, 1.f, stored, thread);
     }
 }
 
@@ -697,7 +685,7 @@ MLA_DEVICE void add_dkv(const SparseBackwardParams& p, float* dkv, const Targets
     for (i32 r = 0; r < kFragmentRows; ++r) {
         float* d = dkv + 2 * r;
 #pragma unroll
-        for (i32 i = 0; i < 4; ++i) {
+        for (i32 i = 0; i < 4; ++i) {  // exchange_quads, in place: that is the code that was measured
             float &low = d[i % 2 + i / 2 * 4], &high = d[i % 2 + i / 2 * 4 + 8];
             const float received = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
             (odd ? low : high) = received;

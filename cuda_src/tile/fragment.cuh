@@ -1,6 +1,6 @@
 // Where the elements of a WGMMA accumulator lie (ptx/wgmma.cuh), and rows shared by the four lanes of a quad.
 #pragma once
-#include "common/types.cuh"
+#include "ptx/convert.cuh"
 
 constexpr i32 kFragmentRows = 2;  // a thread holds elements of two rows, eight apart
 
@@ -36,6 +36,28 @@ MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
     }
 }
 
+// Of a quad.
+MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }
+
+// Stores the thread's row `r` of an accumulator, times `factor`, in 16 bits: 64 bytes a quad at a time. All lanes take
+// part, whether or not their row is to be `stored`; its first column goes to `to`.
+template <class Element, i32 kCount>
+MLA_DEVICE void store_row(Element, u16* to, const float (&d)[kCount], i32 r, float factor, bool stored, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount / 4; i += 4) {
+        u32 words[4];
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            const i32 low = 4 * (i + j) + 2 * r;
+            words[j] = cvt_x2(Element{}, d[low] * factor, d[low + 1] * factor);
+        }
+        quad_transpose(words, thread % 4);
+        if (stored) {
+            *reinterpret_cast<uint4*>(to + 8 * (i + thread % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
 // 16 rows x 32 columns of an accumulator: two quads exchange halves, so that a row's 32 columns stand in eight lanes.
 // Afterwards x[r] are rows 8 r + the quad's number without its last bit, and the next; of each, lanes of the even quad
 // have columns below 16 and those of the odd one the others, four a lane: 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
@@ -51,6 +73,3 @@ MLA_DEVICE void exchange_quads(float (&x)[kFragmentRows][2][4], const float* d, 
         }
     }
 }
-
-// Of a quad.
-MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }
