@@ -17,16 +17,8 @@
 // whose dims are permuted (attention/sparse_params.cuh) so that an addition covers 64 bytes of a row; P^T and dS^T go
 // to registers first, so that the next tile's P and dS need not wait for the additions.
 #include "attention/exact_addition.cuh"
-#include "attention/pace.cuh"
-#include "attention/sparse_backward_variant.cuh"
-#include "attention/sparse_params.cuh"
-#include "ptx/control.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/copy.cuh"
+#include "attention/sparse_backward_sm90.cuh"
 #include "ptx/reduce.cuh"
-#include "tile/fragment.cuh"
-#include "tile/panel_matrix.cuh"
-#include "tile/ring.cuh"
 #include "tile/warp.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -34,21 +26,15 @@
 // scores   0..3    192    S, P; dQ[:, :256]; half of the gather
 // values   4..7    192    dP, dS; dQ[:, 256:512]; half of the gather
 // reduce   8..11   120    dQ[:, 512:]; dKV and its additions; Q and dO of each item
-constexpr i32 kBlockHeads = 64;
-constexpr i32 kTileKeys = kRowsPerTile;
 constexpr i32 kStagesP = 2;
-constexpr i32 kThreads = 3 * kWarpgroupThreads;
-constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;
 constexpr i32 kRegsMath = 192;
 constexpr i32 kRegsReduce = 120;
-constexpr i32 kRegsEntry = 168;  // 65536 / 384, in eights
 static_assert(2 * kRegsMath + kRegsReduce <= 3 * kRegsEntry, "what the block has at entry");
 
 constexpr i32 kPanelsQk = kHeadDimQk / kPanelColumns;
 constexpr i32 kPanelsV = kHeadDimV / kPanelColumns;
 constexpr i32 kPanelsHalf = kPanelsV / 2;  // of dQ, one math warpgroup's share
 constexpr i32 kRopePanel = kPanelsV;
-constexpr bool kHasRope = kPanelsQk > kPanelsV;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier     arrives (count)              waits                first phase
@@ -74,9 +60,6 @@ struct Storage {
 };
 static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
-              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
-MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(block_heads, kBlockHeads);
 
@@ -103,24 +86,7 @@ struct Place {
 };
 
 // ---- Work ------------------------------------------------------------------------------------------------------
-// A place in the block's work: a tile of its item number `pass`, which is item blockIdx.x + pass * gridDim.x of all.
-// Items without a key have no tile. Odd passes go through their lists backwards: lists are in the order of the rows, so
-// all blocks sweep over kv and dkv together, to and fro, and each turn finds in the L2 what the last one left there.
-struct Cursor {
-    i32 pass, tile, count;  // count: keys of the item's query
-
-    MLA_DEVICE i32 item() const { return blockIdx.x + pass * gridDim.x; }
-    MLA_DEVICE bool first() const { return tile == 0; }
-    MLA_DEVICE bool last() const { return (tile + 1) * kTileKeys >= count; }
-    // How far the block has come in all its sweeps, if `row` is the first of the tile.
-    MLA_DEVICE i64 steps(i32 row, i32 s_kv) const {
-        const i32 step = (i32)((i64)row * kPaceSteps / s_kv);
-        return (i64)pass * kPaceSteps + (pass & 1 ? kPaceSteps - 1 - step : step);
-    }
-    // First key of the tile, in the list.
-    MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
-};
-
+// Item number `pass` of the block is item blockIdx.x + pass * gridDim.x of all.
 struct Block {
     const SparseBackwardParams& p;
     Storage& s;
@@ -129,50 +95,22 @@ struct Block {
     MLA_DEVICE Block(const SparseBackwardParams& p, Storage& s)
         : p(p), s(s), head_blocks(ceil_div(p.h_q, kBlockHeads)), items(p.s_q * head_blocks) {}
 
-    MLA_DEVICE bool valid(const Cursor& at) const { return at.item() < items; }
-    MLA_DEVICE i32 query(const Cursor& at) const { return at.item() / head_blocks; }
-    MLA_DEVICE i32 head0(const Cursor& at) const { return at.item() % head_blocks * kBlockHeads; }
+    MLA_DEVICE i32 item(const Cursor& at) const { return blockIdx.x + at.pass * gridDim.x; }
+    MLA_DEVICE bool valid(const Cursor& at) const { return item(at) < items; }
+    MLA_DEVICE i32 query(const Cursor& at) const { return item(at) / head_blocks; }
+    MLA_DEVICE i32 head0(const Cursor& at) const { return item(at) % head_blocks * kBlockHeads; }
     MLA_DEVICE i32 heads(const Cursor& at) const { return min(p.h_q - head0(at), kBlockHeads); }
-
-    // The first tile from pass `pass` on; `skipped` is called with each item that has none.
-    template <class Skipped>
-    MLA_DEVICE Cursor seek(i32 pass, Skipped skipped) const {
-        Cursor at{pass, 0, 0};
-        for (; valid(at); ++at.pass) {
-            at.count = p.counts[query(at)];
-            if (at.count > 0) break;
-            skipped(at);
-        }
-        return at;
-    }
-    template <class Skipped>
-    MLA_DEVICE Cursor next(const Cursor& at, Skipped skipped) const {
-        if (at.last()) return seek(at.pass + 1, skipped);
-        return Cursor{at.pass, at.tile + 1, at.count};
-    }
-};
-
-struct Nothing {
-    MLA_DEVICE void operator()(const Cursor&) const {}
 };
 
 // ---- Gather ----------------------------------------------------------------------------------------------------
-// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
-constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
-
 struct Gather {
     Cursor at;                 // the tile to be fetched next
     i32 rows[kRowsPerThread];  // its rows
 
-    MLA_DEVICE i32 tile_row(i32 thread, i32 i) const {
-        return thread / kPanelChunks + i * (kGatherThreads / kPanelChunks);
-    }
-
-    MLA_DEVICE void look_up(const Block& block, i32 thread) {
-        if (!block.valid(at)) return;
-        const i32* list = block.p.rows + block.query(at) * block.p.rows_stride_elems + at.first_key();
-#pragma unroll
-        for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
+    // Makes `first` the tile to be fetched next.
+    MLA_DEVICE void begin(const Block& block, const Cursor& first, i32 thread) {
+        at = first;
+        if (block.valid(at)) look_up(rows, block, at, thread);
     }
 
     // Starts the copies of the tile, which is in `stage` of P, and looks up the rows of the one after it.
@@ -180,7 +118,8 @@ struct Gather {
     MLA_DEVICE void start(const Block& block, u32 stage, i32 thread) {
         if (!block.valid(at)) return;
         if (kPaced && thread == 0 && block.p.progress != nullptr) {
-            block.s.pace.report(block.p.progress, at.steps(rows[0], block.p.s_kv));
+            const i32 step = (i32)((i64)rows[0] * kPaceSteps / block.p.s_kv);
+            block.s.pace.report(block.p.progress, at.steps(step));
         }
         const i32 chunk = thread % kPanelChunks;
 #pragma unroll
@@ -195,14 +134,7 @@ struct Gather {
             }
             if (chunk == 0) block.s.rows[stage][to_row] = present ? rows[i] : kNoRow;
         }
-        at = block.next(at, Nothing{});
-        look_up(block, thread);
-    }
-
-    MLA_DEVICE void finish(const Block& block) {
-        cp_async_wait_all();
-        fence_proxy_async();
-        mbarrier_arrive(block.s.k_full);
+        begin(block, next(block, at, Nothing{}), thread);
     }
 };
 
@@ -217,21 +149,13 @@ struct Math {
 // Starts tile = A B^T over `kPanels` panels of both.
 template <i32 kPanels>
 MLA_DEVICE void start_scores(float (&tile)[32], const u8* a_panels, const u8* b_panels) {
-    SmemDesc a = k_major_desc(smem_addr(a_panels)), b = k_major_desc(smem_addr(b_panels));
-    opaque(a.bits);  // else the compiler keeps all sums of address and step in registers across the loop
-    opaque(b.bits);
-    pin(tile);
-    wgmma_fence();
-#pragma unroll
-    for (i32 i = 0; i < kPanels * kPanelMmaSteps; ++i) {
-        const u32 bytes = i / kPanelMmaSteps * kPanelBytes + i % kPanelMmaSteps * kKMajorStepBytes;
-        wgmma_m64n64k16<false>(Element{}, tile, advance(a, bytes), advance(b, bytes), i > 0);
-    }
+    multiply_panels<kPanels>(tile, smem_addr(a_panels), smem_addr(b_panels));
     wgmma_commit_group();
 }
 
 // dq += dS K, of 64 columns for each panel.
-MLA_DEVICE void start_dq(float (&dq)[128], const u8* ds_panel, const u8* k_panels) {
+template <i32 kCount>
+MLA_DEVICE void start_dq(float (&dq)[kCount], const u8* ds_panel, const u8* k_panels) {
     SmemDesc ds = k_major_desc(smem_addr(ds_panel)), k = mn_major_desc(smem_addr(k_panels));
     opaque(ds.bits);
     opaque(k.bits);
@@ -239,44 +163,21 @@ MLA_DEVICE void start_dq(float (&dq)[128], const u8* ds_panel, const u8* k_panel
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        wgmma_m64n256k16<true>(Element{}, dq, advance(ds, step * kKMajorStepBytes),
-                               advance(k, step * kMnMajorStepBytes), true);
-    }
-    wgmma_commit_group();
-}
-
-MLA_DEVICE void start_dq(float (&dq)[32], const u8* ds_panel, const u8* k_panel) {
-    SmemDesc ds = k_major_desc(smem_addr(ds_panel)), k = mn_major_desc(smem_addr(k_panel));
-    opaque(ds.bits);
-    opaque(k.bits);
-    pin(dq);
-    wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-        wgmma_m64n64k16<true>(Element{}, dq, advance(ds, step * kKMajorStepBytes), advance(k, step * kMnMajorStepBytes),
-                              true);
-    }
-    wgmma_commit_group();
-}
-
-// P of the tile, in 16 bits. Columns past the query's rows are 0: their keys are 0, but exp2(-lse2) may be infinite.
-MLA_DEVICE void make_p(const Block& block, Math& math, const Cursor& at, const float (&lse2)[kFragmentRows],
-                       i32 thread) {
-    const i32 valid = at.count - at.first_key();
-    if (valid < kTileKeys) {
-#pragma unroll
-        for (i32 i = 0; i < 32; ++i) {
-            if (8 * (i / 4) + fragment_column(thread) + (i & 1) >= valid) math.tile[i] = negative_infinity();
+        const SmemDesc a = advance(ds, step * kKMajorStepBytes), b = advance(k, step * kMnMajorStepBytes);
+        if constexpr (kCount == 128) {
+            wgmma_m64n256k16<true>(Element{}, dq, a, b, true);
+        } else {
+            wgmma_m64n64k16<true>(Element{}, dq, a, b, true);
         }
     }
+    wgmma_commit_group();
+}
+
+// P of the tile.
+MLA_DEVICE void make_p(const Block& block, Math& math, const Cursor& at, const float (&lse2)[kFragmentRows],
+                       i32 thread) {
     u32 p_fragment[kPanelMmaSteps][4];
-#pragma unroll
-    for (i32 i = 0; i < 32; i += 2) {
-        const i32 r = fragment_half(i);
-        const float p0 = ex2_approx(fmaf(math.tile[i], block.p.scale_log2, -lse2[r]));
-        const float p1 = ex2_approx(fmaf(math.tile[i + 1], block.p.scale_log2, -lse2[r]));
-        p_fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
-    }
+    make_weights(p_fragment, math.tile, at.count - at.first_key(), block.p.scale_log2, lse2, thread);
     const u32 stage = math.place.stage();
     mbarrier_wait(block.s.p_empty[stage], math.place.p_empty_parity());
     store_panel(block.s.p[stage], p_fragment, thread);
@@ -292,19 +193,11 @@ MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFr
 #pragma unroll
     for (i32 i = 0; i < 32; i += 2) {
         u32& pair = fragment[i / 8][(i % 8) / 2];
-        const float scaled = delta[fragment_half(i)];
-        const float ds0 = Element::to_float((u16)pair) * fmaf(math.tile[i], block.p.scale, -scaled);
-        const float ds1 = Element::to_float((u16)(pair >> 16)) * fmaf(math.tile[i + 1], block.p.scale, -scaled);
-        pair = cvt_x2(Element{}, ds0, ds1);
+        pair = score_gradients(pair, math.tile + i, block.p.scale, delta[fragment_half(i)]);
     }
     mbarrier_wait(block.s.p_read, math.place.tile_parity());
     store_panel(panel, fragment, thread);
     mbarrier_arrive(block.s.ds_full);
-}
-
-MLA_DEVICE u16* dq_row(const Block& block, const Cursor& at, i32 row) {
-    const SparseBackwardParams& p = block.p;
-    return p.dq + block.query(at) * p.dq_stride_s_elems + (i64)(block.head0(at) + row) * p.dq_stride_h_elems;
 }
 
 // Columns of dQ, from an accumulator.
@@ -314,7 +207,7 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r;
         const bool stored = row < block.heads(at);
-        u16* to = dq_row(block, at, stored ? row : 0) + column;
+        u16* to = dq_row(block.p, block.query(at), block.head0(at) + (stored ? row : 0)) + column;
         store_row(Element{}, to, dq, r, 1.f, stored, thread);
     }
 }
@@ -327,7 +220,8 @@ struct StoreZeros {
     MLA_DEVICE void operator()(const Cursor& at) const {
         constexpr i32 kChunks = kHeadDimQk / 8;
         for (i32 i = thread; i < block.heads(at) * kChunks; i += kWarpgroupThreads) {
-            *reinterpret_cast<uint4*>(dq_row(block, at, i / kChunks) + i % kChunks * 8) = make_uint4(0, 0, 0, 0);
+            u16* to = dq_row(block.p, block.query(at), block.head0(at) + i / kChunks) + i % kChunks * 8;
+            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         }
     }
 };
@@ -347,11 +241,10 @@ template <bool kValues, class Skipped>
 MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipped skipped) {
     Storage& s = block.s;
     Math math;
-    math.gather.at = block.seek(0, Nothing{});
-    math.gather.look_up(block, gather_thread);
+    math.gather.begin(block, seek(block, 0, Nothing{}), gather_thread);
     math.gather.template start<!kValues>(block, math.place.stage(), gather_thread);
     float per_row[kFragmentRows];  // lse2, or delta * scale
-    for (Cursor at = block.seek(0, skipped); block.valid(at);) {
+    for (Cursor at = seek(block, 0, skipped); block.valid(at);) {
         if (at.first()) {
             load_rows(per_row, block, kValues ? block.p.delta : block.p.lse2, at, kValues ? 0.f : -negative_infinity(),
                       thread);
@@ -364,7 +257,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
             mbarrier_wait(s.q_full, math.place.item_parity());
             ++math.place.items;
         }
-        math.gather.finish(block);
+        arrive_with_copies(s.k_full);
         mbarrier_wait(s.k_full, math.place.tile_parity());
         if (kValues) {
             start_scores<kPanelsV>(math.tile, s.dout, s.k);
@@ -387,7 +280,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
         ++math.place.tiles;
         math.gather.template start<!kValues>(block, math.place.stage(), gather_thread);
         if (at.last()) store_dq(block, at, math.dq, kValues ? kHeadDimV / 2 : 0, thread);
-        at = block.next(at, skipped);
+        at = next(block, at, skipped);
     }
     if (!kValues && thread == 0 && block.p.progress != nullptr) Pace::finish(block.p.progress);
 }
@@ -399,8 +292,6 @@ struct Reduce {
     u32 p[kPanelMmaSteps][4];  // P^T: 64 keys x 64 heads
     Place place;
 };
-
-enum NamedBarrier : i32 { ItemMultiplied = 1 };  // reduce among itself: all its warps have waited for their products
 
 // Q and dO of an item. Heads past the last one are 0, and so are those without a gradient, whatever they hold.
 MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
@@ -426,9 +317,7 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
                         present);
         }
     }
-    cp_async_wait_all();
-    fence_proxy_async();
-    mbarrier_arrive(block.s.q_full);
+    arrive_with_copies(block.s.q_full);
 }
 
 // dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
@@ -530,7 +419,7 @@ template <i32 kHeadSteps>
 MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
     Storage& s = block.s;
     Reduce reduce;
-    for (Cursor at = block.seek(0, Nothing{}); block.valid(at); at = block.next(at, Nothing{})) {
+    for (Cursor at = seek(block, 0, Nothing{}); block.valid(at); at = next(block, at, Nothing{})) {
         if (at.first()) {
             bar_sync(ItemMultiplied, kWarpgroupThreads);
             load_item(block, at, thread);

@@ -19,18 +19,10 @@
 // Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected rows
 // is DeepSeek's sparse attention (2025). What differs: a pair of blocks is split by columns instead of heads.
 #include "attention/exact_addition.cuh"
-#include "attention/pace.cuh"
-#include "attention/sparse_backward_variant.cuh"
-#include "attention/sparse_params.cuh"
+#include "attention/sparse_backward_sm90.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/control.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/reduce.cuh"
-#include "tile/fragment.cuh"
 #include "tile/half_panel.cuh"
-#include "tile/panel_matrix.cuh"
-#include "tile/ring.cuh"
 #include "tile/warp.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -40,18 +32,12 @@
 // reduce   8..11   88     dKV and its additions; Q and dO of each item
 constexpr i32 kClusterBlocks = 2;
 constexpr i32 kHeadBlocks = kClusterBlocks;
-constexpr i32 kBlockHeads = 64;
-constexpr i32 kTileKeys = kRowsPerTile;
-constexpr i32 kThreads = 3 * kWarpgroupThreads;
-constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;
 constexpr i32 kWarpsPerRole = kWarpgroupThreads / kWarpThreads;
 constexpr i32 kRegsMath = 208;
 constexpr i32 kRegsReduce = 88;
-constexpr i32 kRegsEntry = 168;  // 65536 / 384, in eights
 static_assert(2 * kRegsMath + kRegsReduce <= 3 * kRegsEntry, "what the block has at entry");
 
 // A block's columns: four panels, then half a panel of the RoPE columns.
-constexpr bool kHasRope = kHeadDimQk > kHeadDimV;
 constexpr i32 kColumns = kHeadDimV / kClusterBlocks;
 constexpr i32 kPanels = kColumns / kPanelColumns;
 constexpr u32 kRopeAt = kPanels * kPanelBytes;
@@ -106,9 +92,6 @@ struct Storage {
 };
 static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
-              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
-MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(block_heads, kHeadBlocks* kBlockHeads);
 MLA_FACT(cluster, kClusterBlocks);
@@ -143,24 +126,7 @@ struct Place {
 };
 
 // ---- Work ------------------------------------------------------------------------------------------------------
-// A place in the pair's work: a tile of its item number `pass`. Items without a key have no tile. Odd passes go through
-// their lists backwards: lists are in the order of the rows, so all pairs sweep over kv and dkv together, to and fro,
-// and each turn finds in the L2 what the last one left there.
-struct Cursor {
-    i32 pass, tile, count;  // count: keys of the item's query
-
-    MLA_DEVICE i32 query() const { return (blockIdx.x + pass * gridDim.x) / kClusterBlocks; }
-    MLA_DEVICE bool first() const { return tile == 0; }
-    MLA_DEVICE bool last() const { return (tile + 1) * kTileKeys >= count; }
-    // How far the pair has come in all its sweeps, if `row` is the first of the tile.
-    MLA_DEVICE i64 steps(i32 row, i32 s_kv) const {
-        const i32 step = min((i32)__fdividef((float)row * kPaceSteps, (float)s_kv), kPaceSteps - 1);
-        return (i64)pass * kPaceSteps + (pass & 1 ? kPaceSteps - 1 - step : step);
-    }
-    // First key of the tile, in the list.
-    MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
-};
-
+// Item number `pass` of a pair is query number pair + pass * pairs.
 struct Block {
     const SparseBackwardParams& p;
     Storage& s;
@@ -174,28 +140,8 @@ struct Block {
     MLA_DEVICE i32 column() const { return rank() * kColumns; }
     MLA_DEVICE i32 rope_column() const { return kHeadDimV + rank() * kHalfPanelColumns; }
     MLA_DEVICE i32 heads(i32 head_block) const { return min(p.h_q - head_block * kBlockHeads, kBlockHeads); }
-    MLA_DEVICE bool valid(const Cursor& at) const { return at.query() < p.s_q; }
-
-    // The first tile from pass `pass` on; `skipped` is called with each item that has none.
-    template <class Skipped>
-    MLA_DEVICE Cursor seek(i32 pass, Skipped skipped) const {
-        Cursor at{pass, 0, 0};
-        for (; valid(at); ++at.pass) {
-            at.count = p.counts[at.query()];
-            if (at.count > 0) break;
-            skipped(at);
-        }
-        return at;
-    }
-    template <class Skipped>
-    MLA_DEVICE Cursor next(const Cursor& at, Skipped skipped) const {
-        if (at.last()) return seek(at.pass + 1, skipped);
-        return Cursor{at.pass, at.tile + 1, at.count};
-    }
-};
-
-struct Nothing {
-    MLA_DEVICE void operator()(const Cursor&) const {}
+    MLA_DEVICE i32 query(const Cursor& at) const { return (blockIdx.x + at.pass * gridDim.x) / kClusterBlocks; }
+    MLA_DEVICE bool valid(const Cursor& at) const { return query(at) < p.s_q; }
 };
 
 // Each warp releases what it has waited for, in the other block.
@@ -216,23 +162,14 @@ MLA_DEVICE u32 piece_offset(i32 thread, i32 piece) {
 }
 
 // ---- Gather ----------------------------------------------------------------------------------------------------
-// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
-constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
 static_assert(kRowsPerThread == 2, "of a thread's rows, four threads fetch one's RoPE columns and four the other's");
 
 struct Gather {
     Cursor at;                 // the tile to be fetched
     i32 rows[kRowsPerThread];  // its rows
 
-    MLA_DEVICE static i32 tile_row(i32 thread, i32 i) {
-        return thread / kPanelChunks + i * (kGatherThreads / kPanelChunks);
-    }
-
     MLA_DEVICE Gather(const Block& block, const Cursor& at, i32 thread) : at(at), rows{} {
-        if (!block.valid(at)) return;
-        const i32* list = block.p.rows + at.query() * block.p.rows_stride_elems + at.first_key();
-#pragma unroll
-        for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
+        if (block.valid(at)) look_up(rows, block, at, thread);
     }
 
     MLA_DEVICE void start(const Block& block, u32 buffer, i32 thread) const {
@@ -259,12 +196,6 @@ struct Gather {
     }
 };
 
-MLA_DEVICE void finish_gather(const Block& block) {
-    cp_async_wait_all();
-    fence_proxy_async();
-    mbarrier_arrive(block.s.k_full);
-}
-
 // ---- Math roles ------------------------------------------------------------------------------------------------
 struct Math {
     float tile[32];  // S, or dP
@@ -276,16 +207,7 @@ struct Math {
 // Starts tile = A B^T over the block's columns of 64 rows of each.
 template <bool kRope>
 MLA_DEVICE void start_scores(float (&tile)[32], SmemAddr a_rows, SmemAddr b_rows) {
-    SmemDesc a = k_major_desc(a_rows), b = k_major_desc(b_rows);
-    opaque(a.bits);  // else the compiler keeps all sums of address and step in registers across the loop
-    opaque(b.bits);
-    pin(tile);
-    wgmma_fence();
-#pragma unroll
-    for (i32 i = 0; i < kPanels * kPanelMmaSteps; ++i) {
-        const u32 bytes = i / kPanelMmaSteps * kPanelBytes + i % kPanelMmaSteps * kKMajorStepBytes;
-        wgmma_m64n64k16<false>(Element{}, tile, advance(a, bytes), advance(b, bytes), i > 0);
-    }
+    multiply_panels<kPanels>(tile, a_rows, b_rows);
     if (kRope) {
         SmemDesc a_rope = half_panel_desc(a_rows + kRopeAt), b_rope = half_panel_desc(b_rows + kRopeAt);
         opaque(a_rope.bits);
@@ -353,25 +275,12 @@ MLA_DEVICE void send_rows(const Block& block, const u8* panel, MBarrier& sent, i
     }
 }
 
-// P of the tile, in 16 bits. Columns past the query's rows are 0: their keys are 0, but exp2(-lse2) may be infinite.
+// P of the tile.
 MLA_DEVICE void make_p(const Block& block, Math& math, const Cursor& at, const float (&lse2)[kFragmentRows],
                        i32 thread) {
     Storage& s = block.s;
-    const i32 valid = at.count - at.first_key();
-    if (valid < kTileKeys) {
-#pragma unroll
-        for (i32 i = 0; i < 32; ++i) {
-            if (8 * (i / 4) + fragment_column(thread) + (i & 1) >= valid) math.tile[i] = negative_infinity();
-        }
-    }
     u32 fragment[kPanelMmaSteps][4];
-#pragma unroll
-    for (i32 i = 0; i < 32; i += 2) {
-        const i32 r = fragment_half(i);
-        const float p0 = ex2_approx(fmaf(math.tile[i], block.p.scale_log2, -lse2[r]));
-        const float p1 = ex2_approx(fmaf(math.tile[i + 1], block.p.scale_log2, -lse2[r]));
-        fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
-    }
+    make_weights(fragment, math.tile, at.count - at.first_key(), block.p.scale_log2, lse2, thread);
     mbarrier_wait(s.ds_empty, math.place.empty_parity());
     store_panel(s.p[block.rank()], fragment, thread);
     mbarrier_arrive(s.p_full);
@@ -390,22 +299,13 @@ MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFr
 #pragma unroll
         for (i32 i = 0; i < 4; ++i) {
             u32& pair = fragment[step][i];
-            const float* dp = math.tile + 8 * step + 2 * i;
-            const float scaled = delta[i % 2];
-            const float ds0 = Element::to_float((u16)pair) * fmaf(dp[0], block.p.scale, -scaled);
-            const float ds1 = Element::to_float((u16)(pair >> 16)) * fmaf(dp[1], block.p.scale, -scaled);
-            pair = cvt_x2(Element{}, ds0, ds1);
+            pair = score_gradients(pair, math.tile + 8 * step + 2 * i, block.p.scale, delta[i % 2]);
         }
     }
     mbarrier_wait(s.ds_empty, math.place.empty_parity());
     store_panel(s.ds[block.rank()], fragment, thread);
     mbarrier_arrive(s.ds_full);
     send_rows(block, s.ds[block.rank()], s.ds_sent, thread);
-}
-
-MLA_DEVICE u16* dq_row(const Block& block, const Cursor& at, i32 head) {
-    const SparseBackwardParams& p = block.p;
-    return p.dq + at.query() * p.dq_stride_s_elems + (i64)head * p.dq_stride_h_elems;
 }
 
 // Columns of dQ, from an accumulator.
@@ -416,7 +316,7 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 head = head_block * kBlockHeads + fragment_row(thread) + 8 * r;
         const bool stored = head < block.p.h_q;
-        u16* to = dq_row(block, at, stored ? head : 0) + column;
+        u16* to = dq_row(block.p, block.query(at), stored ? head : 0) + column;
         store_row(Element{}, to, dq, r, 1.f, stored, thread);
     }
 }
@@ -432,7 +332,8 @@ struct StoreZeros {
             const i32 chunk = i % kChunks;
             const i32 column =
                 chunk < kChunksV ? block.column() + chunk * 8 : block.rope_column() + (chunk - kChunksV) * 8;
-            *reinterpret_cast<uint4*>(dq_row(block, at, i / kChunks) + column) = make_uint4(0, 0, 0, 0);
+            u16* to = dq_row(block.p, block.query(at), i / kChunks) + column;
+            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         }
     }
 };
@@ -441,7 +342,7 @@ struct StoreZeros {
 // gradient get `absent`.
 MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const float* values, const Cursor& at,
                           float absent, i32 thread) {
-    const i64 first = (i64)at.query() * block.p.h_q + block.rank() * kBlockHeads;
+    const i64 first = (i64)block.query(at) * block.p.h_q + block.rank() * kBlockHeads;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r;
@@ -504,7 +405,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Skipped skipped) {
     Storage& s = block.s;
     const i32 head_block = kValues ? block.rank() : 1 - block.rank();  // of dQ
     Math math;
-    Cursor at = block.seek(0, skipped);
+    Cursor at = seek(block, 0, skipped);
     const i32 t0 = thread + kValues * kWarpgroupThreads;
     Gather(block, at, t0).start(block, 0, t0);
     float per_row[kFragmentRows];  // lse2, or delta * scale
@@ -512,7 +413,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Skipped skipped) {
         opaque(thread);  // else the compiler keeps all addresses in registers across the loop
         const i32 gather_thread = thread + kValues * kWarpgroupThreads;
         if (at.first()) start_item<kValues>(block, math, at, per_row, thread);
-        finish_gather(block);
+        arrive_with_copies(s.k_full);
         mbarrier_wait(s.k_full, math.place.full_parity());
         multiply_scores<kValues>(block, math, thread);
         if (kValues) {
@@ -526,7 +427,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Skipped skipped) {
             opaque(ds.bits);
             start_dq(math, s.k, [&](i32 step) { return advance(ds, step * kKMajorStepBytes); });
         }
-        const Gather gather(block, block.next(at, skipped), gather_thread);
+        const Gather gather(block, next(block, at, skipped), gather_thread);
         wgmma_wait_group<0>();
         pin(math.dq);
         pin(math.dq_rope);
@@ -550,15 +451,13 @@ struct Reduce {
     Place place;
 };
 
-enum NamedBarrier : i32 { ItemMultiplied = 1 };  // reduce among itself: all its warps have waited for their products
-
 // The block's columns of Q and dO of an item. Heads past the last one are 0, and those that have no key: whatever their
 // dO is, there is no gradient.
 MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
     constexpr i32 kRowStep = kWarpgroupThreads / kPanelChunks, kRowsEach = kHeadBlocks * kBlockHeads / kRowStep;
     const SparseBackwardParams& p = block.p;
     const i32 chunk = thread % kPanelChunks;
-    const float* lse2 = p.lse2 + (i64)at.query() * p.h_q;
+    const float* lse2 = p.lse2 + (i64)block.query(at) * p.h_q;
     u32 presence = 0;
 #pragma unroll
     for (i32 i = 0; i < kRowsEach; ++i) {
@@ -572,8 +471,8 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
         const i32 head = thread / kPanelChunks + i * kRowStep;
         const i32 head_block = head / kBlockHeads, row = head % kBlockHeads;
         const i64 from_head = present ? head : 0;
-        const u16* q = p.q + at.query() * p.q_stride_s_elems + from_head * p.q_stride_h_elems;
-        const u16* dout = p.dout + at.query() * p.dout_stride_s_elems + from_head * p.dout_stride_h_elems;
+        const u16* q = p.q + block.query(at) * p.q_stride_s_elems + from_head * p.q_stride_h_elems;
+        const u16* dout = p.dout + block.query(at) * p.dout_stride_s_elems + from_head * p.dout_stride_h_elems;
         const SmemAddr q_to = smem_addr(block.s.q[head_block]), dout_to = smem_addr(block.s.dout[head_block]);
         const u32 to = panel_offset(row, chunk);
         const i32 column = block.column() + chunk * 8;
@@ -586,9 +485,7 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
             cp_async_16(q_to + (kRopeAt + half_panel_offset(row, chunk)), q + block.rope_column() + chunk * 8, present);
         }
     }
-    cp_async_wait_all();
-    fence_proxy_async();
-    mbarrier_arrive(block.s.q_full);
+    arrive_with_copies(block.s.q_full);
 }
 
 // dKV of a panel's 64 dims: P^T dO + dS^T Q.
@@ -720,7 +617,7 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
     Storage& s = block.s;
     const bool paced = thread == 0 && block.p.progress != nullptr;
     Reduce reduce;
-    for (Cursor at = block.seek(0, Nothing{}); block.valid(at); at = block.next(at, Nothing{})) {
+    for (Cursor at = seek(block, 0, Nothing{}); block.valid(at); at = next(block, at, Nothing{})) {
         opaque(thread);
         if (at.first()) {
             bar_sync(ItemMultiplied, kWarpgroupThreads);
@@ -730,7 +627,10 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
         }
         const u32 parity = reduce.place.full_parity();
         mbarrier_wait(s.p_full, parity);
-        if (paced) s.pace.report(block.p.progress, at.steps(s.rows[parity][0], block.p.s_kv));
+        if (paced) {
+            const float steps = __fdividef((float)s.rows[parity][0] * kPaceSteps, (float)block.p.s_kv);
+            s.pace.report(block.p.progress, at.steps(min((i32)steps, kPaceSteps - 1)));
+        }
         mbarrier_wait(s.p_sent, parity);
         load_transposed(reduce.p, s.p[0], thread);
         mbarrier_wait(s.ds_full, parity);

@@ -1,0 +1,133 @@
+// What the two kernels of the sparse MLA backward on Hopper have in common: sizes, the walk through the work, the
+// gather's share of a thread, P and dS of a tile. What a block's item is, and hence its shared memory, barriers and
+// roles, is the kernel's.
+#pragma once
+#include "attention/pace.cuh"
+#include "attention/sparse_backward_variant.cuh"
+#include "attention/sparse_params.cuh"
+#include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "tile/fragment.cuh"
+#include "tile/panel_matrix.cuh"
+#include "tile/ring.cuh"
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kBlockHeads = 64;
+constexpr i32 kTileKeys = kRowsPerTile;
+constexpr i32 kThreads = 3 * kWarpgroupThreads;        // scores, values, reduce
+constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;  // scores, values
+constexpr i32 kRegsEntry = 168;                        // 65536 / 384, in eights
+constexpr bool kHasRope = kHeadDimQk > kHeadDimV;
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
+              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
+MLA_FACT(threads, kThreads);
+
+enum NamedBarrier : i32 { ItemMultiplied = 1 };  // reduce among itself: all its warps have waited for their products
+
+// ---- Work ------------------------------------------------------------------------------------------------------
+// A place in the work of a block (or pair): a tile of its item number `pass`. Items without a key have no tile. Odd
+// passes go through their lists backwards: lists are in the order of the rows, so all blocks sweep over kv and dkv
+// together, to and fro, and each turn finds in the L2 what the last one left there.
+struct Cursor {
+    i32 pass, tile, count;  // count: keys of the item's query
+
+    MLA_DEVICE bool first() const { return tile == 0; }
+    MLA_DEVICE bool last() const { return (tile + 1) * kTileKeys >= count; }
+    // How far the block has come in all its sweeps, if the tile begins at step `step` of kv.
+    MLA_DEVICE i64 steps(i32 step) const { return (i64)pass * kPaceSteps + (pass & 1 ? kPaceSteps - 1 - step : step); }
+    // First key of the tile, in the list.
+    MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
+};
+
+// The first tile from pass `pass` on; `skipped` is called with each item that has none. A kernel's Block says whether
+// there is such an item, `valid(at)`, and whose, `query(at)`.
+template <class Block, class Skipped>
+MLA_DEVICE Cursor seek(const Block& block, i32 pass, Skipped skipped) {
+    Cursor at{pass, 0, 0};
+    for (; block.valid(at); ++at.pass) {
+        at.count = block.p.counts[block.query(at)];
+        if (at.count > 0) break;
+        skipped(at);
+    }
+    return at;
+}
+
+template <class Block, class Skipped>
+MLA_DEVICE Cursor next(const Block& block, const Cursor& at, Skipped skipped) {
+    if (at.last()) return seek(block, at.pass + 1, skipped);
+    return Cursor{at.pass, at.tile + 1, at.count};
+}
+
+struct Nothing {
+    MLA_DEVICE void operator()(const Cursor&) const {}
+};
+
+// ---- Gather ----------------------------------------------------------------------------------------------------
+// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
+constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
+
+// The tile's row that is the thread's number i.
+MLA_DEVICE i32 tile_row(i32 thread, i32 i) { return thread / kPanelChunks + i * (kGatherThreads / kPanelChunks); }
+
+// Which rows of kv they are.
+template <class Block>
+MLA_DEVICE void look_up(i32 (&rows)[kRowsPerThread], const Block& block, const Cursor& at, i32 thread) {
+    const i32* list = block.p.rows + block.query(at) * block.p.rows_stride_elems + at.first_key();
+#pragma unroll
+    for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
+}
+
+// Waits for this thread's copies and announces them, for WGMMA to read.
+MLA_DEVICE void arrive_with_copies(MBarrier& full) {
+    cp_async_wait_all();
+    fence_proxy_async();
+    mbarrier_arrive(full);
+}
+
+// ---- P and dS --------------------------------------------------------------------------------------------------
+// Issues d = A B^T over `kCount` panels of both.
+template <i32 kCount>
+MLA_DEVICE void multiply_panels(float (&d)[32], SmemAddr a_panels, SmemAddr b_panels) {
+    SmemDesc a = k_major_desc(a_panels), b = k_major_desc(b_panels);
+    opaque(a.bits);  // else the compiler keeps all sums of address and step in registers across the loop
+    opaque(b.bits);
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (i32 i = 0; i < kCount * kPanelMmaSteps; ++i) {
+        const u32 bytes = i / kPanelMmaSteps * kPanelBytes + i % kPanelMmaSteps * kKMajorStepBytes;
+        wgmma_m64n64k16<false>(Element{}, d, advance(a, bytes), advance(b, bytes), i > 0);
+    }
+}
+
+// P of a tile, in 16 bits, from S. Columns from `keys` on are 0: their keys are 0, but exp2(-lse2) may be infinite.
+MLA_DEVICE void make_weights(u32 (&p)[kPanelMmaSteps][4], float (&s)[32], i32 keys, float scale_log2,
+                             const float (&lse2)[kFragmentRows], i32 thread) {
+    if (keys < kTileKeys) {
+#pragma unroll
+        for (i32 i = 0; i < 32; ++i) {
+            if (8 * (i / 4) + fragment_column(thread) + (i & 1) >= keys) s[i] = negative_infinity();
+        }
+    }
+#pragma unroll
+    for (i32 i = 0; i < 32; i += 2) {
+        const i32 r = fragment_half(i);
+        const float p0 = ex2_approx(fmaf(s[i], scale_log2, -lse2[r]));
+        const float p1 = ex2_approx(fmaf(s[i + 1], scale_log2, -lse2[r]));
+        p[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
+    }
+}
+
+// Two elements of dS, in 16 bits, from those of P and dP. `delta` is times the scale.
+MLA_DEVICE u32 score_gradients(u32 p, const float* dp, float scale, float delta) {
+    const float ds0 = Element::to_float((u16)p) * fmaf(dp[0], scale, -delta);
+    const float ds1 = Element::to_float((u16)(p >> 16)) * fmaf(dp[1], scale, -delta);
+    return cvt_x2(Element{}, ds0, ds1);
+}
+
+// ---- dQ --------------------------------------------------------------------------------------------------------
+MLA_DEVICE u16* dq_row(const SparseBackwardParams& p, i32 query, i32 head) {
+    return p.dq + query * p.dq_stride_s_elems + (i64)head * p.dq_stride_h_elems;
+}
