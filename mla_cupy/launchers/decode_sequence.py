@@ -23,6 +23,7 @@ from mla_cupy.launchers import (
 )
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, PARAMS, DecodeProblem
 from mla_cupy.launchers.spec import MAP_BYTES, DtypeVariant, Launch, Variant
+from mla_cupy.launchers.workspace import offsets
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
@@ -32,7 +33,6 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 KERNELS: dict[str, ModuleType] = {
     module.SPEC.name: module for module in (dense_decode_sm90_seesaw, dense_decode_sm90_delayed, dense_decode_generic)
 }
-_ALIGNMENT = 256
 _MAPS_KEPT = 1024
 _ADDRESSES = struct.Struct("<7Q")  # the record up to `lse`
 _NO_SINK_NOR_MAX = (0, 0)  # only sparse attention knows them
@@ -97,13 +97,7 @@ def check_variant(variant: str | None) -> None:
 def _lay_out(problem: DecodeProblem, num_parts: int) -> Workspace:
     """The schedule, then two slots for each part's pieces of split requests."""
     rows = 2 * num_parts * problem.s_q * problem.h_q if num_parts > 1 else 0
-    partial_lse = _aligned((num_parts + 1) * decode_schedule.POINT_BYTES)
-    partial_out = partial_lse + _aligned(4 * rows)
-    return Workspace(0, partial_lse, partial_out, partial_out + 4 * HEAD_DIM_V * rows)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Workspace(*offsets((decode_schedule.POINT_BYTES * (num_parts + 1), 4 * rows, 4 * HEAD_DIM_V * rows)))
 
 
 class DecodePointers(NamedTuple):

@@ -20,6 +20,7 @@ from mla_cupy.launchers import (
     sparse_rows,
 )
 from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy.launchers.workspace import offsets
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -32,7 +33,6 @@ KERNELS: dict[str, ModuleType] = {
     "sparse_backward_sm90": sparse_backward_sm90,
     "sparse_backward_generic": sparse_backward_generic,
 }
-_ALIGNMENT = 256
 _FLOAT = 4
 _PROGRESS_BYTES = 8
 
@@ -131,8 +131,5 @@ def _lay_out(problem: SparseBackwardProblem) -> Workspace:
         "progress": _PROGRESS_BYTES,
         "sums": _FLOAT * problem.s_kv * problem.d_qk * levels(problem),
     }
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Workspace(**offsets, nbytes=end)
+    *starts, end = offsets(sizes.values())
+    return Workspace(**dict(zip(sizes, starts, strict=True)), nbytes=end)

@@ -27,6 +27,7 @@ from mla_cupy.launchers.decode_problem import HEAD_DIM_V, PARAMS
 from mla_cupy.launchers.sparse_forward_problem import SparseForwardProblem
 from mla_cupy.launchers.sparse_rows import SparseSelection
 from mla_cupy.launchers.spec import DtypeVariant, Launch, Variant, argument_block
+from mla_cupy.launchers.workspace import offsets
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -42,7 +43,6 @@ KERNELS: dict[str, ModuleType] = {
 }
 ORDERED_FROM = 0.25
 """From this share of the L2 cache on, kv is walked in order, so that queries that run side by side share its lines."""
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,7 @@ def lay_out(config: SparseForwardConfig, s_q: int, topk: int) -> Workspace:
         4 * partial_rows,
         4 * HEAD_DIM_V * partial_rows,
     )
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return Workspace(*offsets)
+    return Workspace(*offsets(sizes))
 
 
 class SparseForwardSequence:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-from mla_cupy.arrays import View
+from mla_cupy.arrays import Family, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 
 HALF_TYPES = ("bfloat16", "float16")
@@ -16,6 +17,13 @@ _WIDE_BYTES = 16
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
 """What float32 can hold, also when it is multiplied by log2(e)."""
+
+
+def check_writable(family: Family, results: Mapping[str, object]) -> None:
+    """Check that arrays for results, None for one not given, are of a library whose arrays can be written."""
+    for argument, x in results.items():
+        if x is not None and not family.mutable:
+            raise DTypeError(explain(argument, f"an array of {family.name}", "None", "its arrays cannot be written"))
 
 
 def check_d_v(d_v: int, built: int) -> None:

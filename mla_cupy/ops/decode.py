@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays
 from mla_cupy.arrays import Native, View
-from mla_cupy.errors import DTypeError, PlanError, explain
+from mla_cupy.errors import PlanError, explain
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
 from mla_cupy.launchers.decode_sequence import DecodePointers, DecodeSizes, check_variant, sequence
 from mla_cupy.ops import backend
-from mla_cupy.ops.checks import check_empty_lse, steps_by_16_bytes
+from mla_cupy.ops.checks import check_empty_lse, check_writable, steps_by_16_bytes
 from mla_cupy.ops.decode_checks import check_inputs, check_outputs, check_scalars, check_values
 from mla_cupy.ops.decode_plan import DecodePlan
 
@@ -120,8 +120,7 @@ def mla_decode(
     family = arrays.common_family(
         {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens, "out": out, "lse": lse}
     )
-    if not family.mutable and (out is not None or lse is not None):
-        raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
+    check_writable(family, {"out": out, "lse": lse})
     arrays.check_stream(family, stream)
     check_scalars(d_v, scale, lse_base)
     check_empty_lse(empty_lse)

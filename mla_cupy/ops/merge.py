@@ -12,7 +12,7 @@ from mla_cupy.errors import DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.launchers import merge_states as launcher
 from mla_cupy.launchers.spec import DtypeVariant, Launch
 from mla_cupy.ops import backend
-from mla_cupy.ops.checks import HALF_TYPES, check_empty_lse, check_lse_base, contiguous_along_last
+from mla_cupy.ops.checks import HALF_TYPES, check_empty_lse, check_lse_base, check_writable, contiguous_along_last
 from mla_cupy.runtime import device as devices
 
 
@@ -73,8 +73,7 @@ def merge_states(
     (2.0, 1.0)
     """
     family = arrays.common_family({"outs": outs, "lses": lses, "out": out, "lse": lse})
-    if not family.mutable and (out is not None or lse is not None):
-        raise DTypeError(explain("out", f"an array of {family.name}", "None", "its arrays cannot be written"))
+    check_writable(family, {"out": out, "lse": lse})
     arrays.check_stream(family, stream)
     lent = _Arguments(*(None if x is None else family.adopt(x) for x in (outs, lses, out, lse)))
     dtype = _check(family.native, lent, out_dtype, lse_base)

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays
 from mla_cupy.arrays import Native
-from mla_cupy.errors import DTypeError, explain
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V
 from mla_cupy.launchers.sparse_backward_config import check_variant
 from mla_cupy.launchers.sparse_backward_sequence import BackwardFlags, BackwardPointers, sequence
 from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
 from mla_cupy.ops import backend
-from mla_cupy.ops.checks import steps_by_16_bytes
+from mla_cupy.ops.checks import check_writable, steps_by_16_bytes
 from mla_cupy.ops.sparse_backward_checks import BackwardViews, check_backward, strided
 from mla_cupy.ops.sparse_checks import check_sparse_scalars, check_sparse_values, resolve_scale
 
@@ -144,9 +143,7 @@ def sparse_mla_backward(
     }
     results = {"dq": dq, "dkv": dkv}
     family = arrays.common_family({**inputs, **results}, optional=_NAMES[_REQUIRED:])
-    for name, x in results.items():
-        if x is not None and not family.mutable:
-            raise DTypeError(explain(name, f"an array of {family.name}", "None", "its arrays cannot be written"))
+    check_writable(family, results)
     arrays.check_stream(family, stream)
     check_sparse_scalars(d_v, scale, lse_base)
     check_variant(variant)

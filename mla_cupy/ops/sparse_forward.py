@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays
 from mla_cupy.arrays import Native, View
-from mla_cupy.errors import DTypeError, explain
 from mla_cupy.launchers.decode_problem import HEAD_DIM_V
 from mla_cupy.launchers.sparse_forward_problem import SparseForwardProblem
 from mla_cupy.launchers.sparse_forward_sequence import (
@@ -18,7 +17,7 @@ from mla_cupy.launchers.sparse_forward_sequence import (
     sequence,
 )
 from mla_cupy.ops import backend
-from mla_cupy.ops.checks import check_empty_lse, check_float32, check_result, steps_by_16_bytes
+from mla_cupy.ops.checks import check_empty_lse, check_float32, check_result, check_writable, steps_by_16_bytes
 from mla_cupy.ops.sparse_checks import (
     SparseViews,
     check_sparse_inputs,
@@ -144,12 +143,8 @@ def sparse_mla_forward(
         "cu_seqlens_kv": cu_seqlens_kv,
     }
     results = {"out": out, "lse": lse, "max_logits": max_logits}
-    family = arrays.common_family(
-        {name: x for name, x in {**inputs, **results}.items() if x is not None or name in ("q", "kv", "indices")}
-    )
-    for name, x in results.items():
-        if x is not None and not family.mutable:
-            raise DTypeError(explain(name, f"an array of {family.name}", "None", "its arrays cannot be written"))
+    family = arrays.common_family({**inputs, **results}, optional=_NAMES[_REQUIRED:])
+    check_writable(family, results)
     arrays.check_stream(family, stream)
     check_sparse_scalars(d_v, scale, lse_base)
     check_variant(variant)
@@ -178,8 +173,8 @@ class _Arguments(NamedTuple):
     max_logits: Any
 
 
-_INPUTS = 7  # of the arguments; the results follow
 _NAMES = _Arguments._fields
+_REQUIRED, _INPUTS = 3, 7  # of the arguments; the results follow
 
 
 class _Options(NamedTuple):
@@ -273,8 +268,8 @@ def _forward_on_host(native: Native, arguments: _Arguments, options: _Options, s
         if options.check:
             check_sparse_values(native, arguments._asdict(), views.kv.shape[0], options.causal, 0)
         answer = backend.reference_sparse_forward(
-            *arguments[:3],
-            **dict(zip(_NAMES[3:_INPUTS], arguments[3:_INPUTS], strict=True)),
+            *arguments[:_REQUIRED],
+            **dict(zip(_NAMES[_REQUIRED:_INPUTS], arguments[_REQUIRED:_INPUTS], strict=True)),
             scale=options.scale,
             causal=options.causal,
             lse_base=options.lse_base,

@@ -15,7 +15,18 @@ from mla_cupy import ArgumentError, DeviceError, DTypeError, MlaError, PlanError
 from tests.ops.conftest import Recorder
 from tests.support.calls import no_launch
 from tests.support.gpu import upload
-from tests.support.mistakes import Bad, Call, Foreign, HostForeign, gapped, option, raises, shifted, swap
+from tests.support.mistakes import (
+    Bad,
+    Call,
+    Foreign,
+    HostForeign,
+    gapped,
+    option,
+    raises,
+    refuses_what_it_cannot_write,
+    shifted,
+    swap,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -237,6 +248,11 @@ def test_read_only_results_are_refused(name: str, monkeypatch: pytest.MonkeyPatc
             function(**call)
         assert (call["out"].astype(np.float32) == 7).all()
         assert (call["lse"] == 7).all()
+
+
+def test_results_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses_what_it_cannot_write(mla_cupy.mla_decode, good_decode(), ("out", "lse"), monkeypatch)
+    refuses_what_it_cannot_write(mla_cupy.merge_states, good_merge(), ("out", "lse"), monkeypatch)
 
 
 def test_stream_of_an_unknown_kind(recorder: Recorder) -> None:

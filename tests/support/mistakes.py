@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from mla_cupy import MlaError
+from mla_cupy import DTypeError, MlaError
+from mla_cupy.arrays import NumpyFamily
 from tests.support.gpu import upload
 
 Call = dict[str, Any]
@@ -80,3 +81,14 @@ def raises(bad: Bad, function: Callable[..., Any], call: Call, place: str) -> No
         assert word in message, f"{word!r} is not in {message!r}"
     for name, content in before.items():
         assert bytes(call[name].tobytes()) == content, f"{name} was written"
+
+
+def refuses_what_it_cannot_write(
+    function: Callable[..., Any], call: Call, results: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the results is refused from a library whose arrays cannot be written, as NumPy's are made out to be."""
+    monkeypatch.setattr(NumpyFamily, "mutable", False)
+    for name in results:
+        given = {argument: x for argument, x in call.items() if argument == name or argument not in results}
+        with pytest.raises(DTypeError, match=f"^{name}: got an array of numpy.*, expected None; .* cannot be written"):
+            function(**given)
