@@ -41,7 +41,7 @@ def bug(kernel: str, name: str, old: str, new: str = "", *more: tuple[str, str])
     return KernelMutant(kernel, name, ((old, new), *more))
 
 
-_GATHERED = "        cp_async_wait_all();\n        fence_proxy_async();\n        mbarrier_arrive(block.s.k_full);"
+_GATHERED = "    cp_async_wait_all();\n    fence_proxy_async();\n    mbarrier_arrive(full);"
 _ADDED = "red_add_v4(to, x[0], x[1], x[2], x[3], present[r][i]);"
 _PLAIN = "if (present[r][i]) { float4* at = reinterpret_cast<float4*>(to); float4 v = *at; *at = make_float4(v.x + x[0], v.y + x[1], v.z + x[2], v.w + x[3]); }"
 _WAITED = "            wgmma_wait_group<0>();\n            pin(reduce.dq_rope);\n        }\n        release(s.k_empty, thread);"
@@ -53,8 +53,8 @@ _FREED = "            release(kRight ? s.kv_empty[stage].right : s.kv_empty[stag
 MUTANTS = [
     bug(BACKWARD, "dS overwrites P before reduce has read it", "    mbarrier_wait(block.s.p_read, math.place.tile_parity());\n"),
     bug(BACKWARD, "next tile gathered before all have released K", "        mbarrier_wait(s.k_empty, math.place.tile_parity());\n"),
-    bug(BACKWARD, "no proxy fence after the gather", _GATHERED, _GATHERED.replace("        fence_proxy_async();\n", "")),
-    bug(BACKWARD, "gather arrives before its copies are done", _GATHERED, "        fence_proxy_async();\n        mbarrier_arrive(block.s.k_full);\n        cp_async_wait_all();"),
+    bug(BACKWARD, "no proxy fence after the gather", _GATHERED, _GATHERED.replace("    fence_proxy_async();\n", "")),
+    bug(BACKWARD, "gather arrives before its copies are done", _GATHERED, "    fence_proxy_async();\n    mbarrier_arrive(full);\n    cp_async_wait_all();"),
     bug(BACKWARD, "reduce releases K before its product is done", _WAITED, _EARLY),
     bug(BACKWARD, "reduce warps refill Q without meeting", "            bar_sync(ItemMultiplied, kWarpgroupThreads);\n"),
     bug(BACKWARD, "no proxy fence after P and dS", _STORED + "    fence_proxy_async();\n", _STORED),
@@ -79,13 +79,13 @@ MUTANTS = [
 def sources(mutant: KernelMutant, folder: Path) -> bool:
     """Write the CUDA sources with the bug; return whether it applies."""
     shutil.copytree(ROOT / "cuda_src", folder, dirs_exist_ok=True)
-    path = folder / "sm90" / f"{mutant.kernel}.cu"
-    text = path.read_text()
+    kernel = folder / "sm90" / f"{mutant.kernel}.cu"
+    shared = [folder / "attention" / "sparse_backward_sm90.cuh", folder / "tile" / "panel_matrix.cuh"]
     for old, new in mutant.edits:
-        if old not in text:
+        path = next((file for file in (kernel, *shared) if old in file.read_text()), None)
+        if path is None:
             return False
-        text = text.replace(old, new, 1)
-    path.write_text(text)
+        path.write_text(path.read_text().replace(old, new, 1))
     return True
 
 
