@@ -3,7 +3,7 @@
 //
 // A plan is a struct of constants and static functions, in the words of this file:
 //   kSlots, kTiles            dKV is made in kTiles tiles of its dims, which take turns in kSlots places
-//   Scores, kScores           what a thread of the softmax role holds of S, and later of dP
+//   kScores, key              how many numbers of S, later of dP, a softmax thread holds; and of which key each is
 //   Heads                     lse2 and delta of a thread's heads
 //   issue_*                   products of one thread; issue_s is told when a slab of K is there, issue_dq tells when it
 //                             has issued the last product with a group of them
@@ -22,6 +22,7 @@
 #include "tile/fragment.cuh"
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
+#include "tile/warp.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 #ifndef MLA_TILE_KEYS
@@ -94,16 +95,16 @@ struct Storage {
     TmemAddr tmem;
 };
 
-// Facts that do not depend on the plan.
-#define MLA_SPARSE_BACKWARD_FACTS(Shared)                                                         \
-    MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems),              \
-                  MLA_OFFSET(SparseBackwardParams, s_q), MLA_OFFSET(SparseBackwardParams, scale), \
-                  (int)sizeof(SparseBackwardParams));                                             \
-    MLA_FACT(threads, kThreads);                                                                  \
-    MLA_FACT(smem_bytes, sizeof(Shared));                                                         \
-    MLA_FACT(block_heads, kBlockHeads);                                                           \
-    MLA_FACT(tile_keys, kTileKeys);                                                               \
-    MLA_FACT(tmem_columns, kTmemColumns);                                                         \
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
+              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(block_heads, kBlockHeads);
+MLA_FACT(tile_keys, kTileKeys);
+MLA_FACT(tmem_columns, kTmemColumns);
+// Of a plan's Storage.
+#define MLA_STORAGE_FACTS(Shared)                                                   \
+    static_assert(sizeof(Shared) <= 232448, "a block has 227 KB of shared memory"); \
+    MLA_FACT(smem_bytes, sizeof(Shared));                                           \
     MLA_FACT(mbarriers, (MLA_OFFSET(Shared, tmem) - MLA_OFFSET(Shared, q_landed)) / sizeof(MBarrier))
 
 template <class S>
@@ -316,16 +317,19 @@ MLA_DEVICE void run_mma_role(const Item& item, S& s, TmemAddr tmem) {
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------
+MLA_DEVICE void clear_row(u8* slabs, i32 count, i32 row) {
+    for (i32 i = 0; i < count * kPanelChunks; ++i) {
+        u8* chunk = slabs + i / kPanelChunks * kPanelBytes + panel_offset(row, i % kPanelChunks);
+        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
+    }
+}
+
 // Q and dO of heads without a gradient become zeros, whatever they hold.
 template <class S>
 MLA_DEVICE void clear_absent_heads(const Item& item, S& s, i32 thread) {
     if (thread < item.heads && item.lse2(thread) == -negative_infinity()) {
-        for (i32 slab = 0; slab < kSlabsQk + kSlabsV; ++slab) {
-            for (i32 chunk = 0; chunk < kPanelChunks; ++chunk) {
-                *reinterpret_cast<uint4*>(s.q + slab * kPanelBytes + panel_offset(thread, chunk)) =
-                    make_uint4(0, 0, 0, 0);
-            }
-        }
+        clear_row(s.q, kSlabsQk, thread);
+        clear_row(s.dout, kSlabsV, thread);
     }
     fence_proxy_async();
 }
@@ -451,8 +455,7 @@ MLA_DEVICE void run_block(const SparseBackwardParams& p, const Maps& maps, Stora
         store_zeros(item);
         return;
     }
-    // The same in all lanes, and known to be so: role dispatch must not look divergent to the compiler.
-    const i32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0);
+    const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (threadIdx.x == 0) init_storage(s);
     if (warp == kMmaWarp) {

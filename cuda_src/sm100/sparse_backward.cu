@@ -67,9 +67,7 @@ constexpr u32 columns_used() {
 }
 
 using Shared = Storage<kDkvSlots>;
-static_assert(sizeof(Shared) <= 232448, "a block has 227 KB of shared memory");
-
-MLA_SPARSE_BACKWARD_FACTS(Shared);
+MLA_STORAGE_FACTS(Shared);
 MLA_FACT(tmem_columns_used, columns_used());
 // M, N and how often a product of K = 16 is issued for a tile of keys with 64 heads: S, dP, dKV, its RoPE dims, dQ, its
 // RoPE dims.

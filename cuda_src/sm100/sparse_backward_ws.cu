@@ -47,9 +47,7 @@ static_assert(kColumnDp == 16 && kColumnDkv == 32 && kColumnDq == 176 && kColumn
 static_assert(kColumnsUsed <= kTmemColumns, "tensor memory");
 
 using Shared = Storage<kDimTiles>;
-static_assert(sizeof(Shared) <= 232448, "a block has 227 KB of shared memory");
-
-MLA_SPARSE_BACKWARD_FACTS(Shared);
+MLA_STORAGE_FACTS(Shared);
 MLA_FACT(tmem_columns_used, kColumnsUsed);
 MLA_FACT(weight_stationary, 1);
 constexpr i32 kHeadSteps = kBlockHeads / kMmaK, kKeySteps = kTileKeys / kMmaK;
