@@ -36,13 +36,11 @@ static_assert(kTileKeys == 32 || kTileKeys == 64, "tile");
 // softmax   0..3     152    P, dS; at last dQ
 // drain     4..11    136    dKV and its additions, two warpgroups that take turns
 // mma       12       88     tensor memory; one thread issues every product
-// gather    13       88     K
-// load      14       88     Q and dO
-// -         15       88
+// gather    13..15   88     K, each warp its groups of columns; the last one Q and dO before
 constexpr i32 kBlockHeads = 64;
 constexpr i32 kThreads = 4 * kWarpgroupThreads;
 constexpr i32 kDrainGroups = 2;
-constexpr i32 kMmaWarp = 12, kGatherWarp = 13, kLoadWarp = 14;
+constexpr i32 kMmaWarp = 12, kGatherWarp = 13, kGatherWarps = 3;
 constexpr i32 kRegsSoftmax = 152;
 constexpr i32 kRegsDrain = 136;
 constexpr i32 kRegsIssue = 88;
@@ -66,7 +64,7 @@ constexpr i32 kRopeGroup = kRopeSlab / kGroupSlabs;
 // Tile j of the block is phase j of a barrier, unless it says otherwise.
 //
 // barrier       arrives (count)         carries      waits        first phase
-// q_landed      load (1)                Q, dO        softmax      blocked, one phase
+// q_landed      gather (1)              Q, dO        softmax      blocked, one phase
 // q_full        softmax (128)           -            mma          blocked, one phase
 // k_full[s][g]  gather (1)              2 slabs, 1   mma          blocked, a phase each kStagesK tiles
 // k_empty[s][g] products (1)            -            gather       free
@@ -170,8 +168,7 @@ MLA_DEVICE void tmem_wait(MBarrier& barrier, u32 parity) {
 // ---- Loads -----------------------------------------------------------------------------------------------------
 // Heads past the last one arrive as zeros.
 template <class S>
-MLA_DEVICE void run_load_role(const Item& item, const Maps& maps, S& s) {
-    if (!elect_one()) return;
+MLA_DEVICE void load_item(const Item& item, const Maps& maps, S& s) {
     mbarrier_arrive_expect_tx(s.q_landed, sizeof(s.q) + sizeof(s.dout));
     for (i32 slab = 0; slab < kSlabsQk; ++slab) {
         cp_async_bulk_tensor_3d(smem_addr(s.q) + slab * kPanelBytes, maps.q, s.q_landed, slab * kPanelColumns,
@@ -183,19 +180,23 @@ MLA_DEVICE void run_load_role(const Item& item, const Maps& maps, S& s) {
     }
 }
 
-// A lane looks after four keys. Slots past the end of the list name no row, and become zeros.
+// A lane looks after four keys. Slots past the end of the list name no row, and become zeros. Each lane's instructions
+// are issued one after the other, some ten instructions for each: a single warp would take about as long as the
+// products.
 constexpr i32 kGatherLanes = kTileKeys / 4;
 constexpr u32 kGatherBytes = 4 * kPanelRowBytes;
 
 template <class S>
-MLA_DEVICE void run_gather_role(const Item& item, const Maps& maps, S& s, i32 lane) {
+MLA_DEVICE void run_gather_role(const Item& item, const Maps& maps, S& s, i32 warp, i32 lane) {
+    if (warp == kGatherWarps - 1 && elect_one()) load_item(item, maps, s);
+    __syncwarp();
     Ring<kStagesK> ring;
     const bool gathers = lane < kGatherLanes;
     for (i32 tile = 0; tile < item.tiles; ++tile) {
         const i32 stage = tile % kStagesK;
         int4 rows = make_int4(kNoRow, kNoRow, kNoRow, kNoRow);
         if (gathers) rows = reinterpret_cast<const int4*>(item.rows(tile))[lane];
-        for (i32 group = 0; group < kGroups; ++group) {
+        for (i32 group = warp; group < kGroups; group += kGatherWarps) {
             MBarrier& full = s.k_full[stage][group];
             const i32 slab0 = group * kGroupSlabs, slabs = min(kSlabsQk - slab0, kGroupSlabs);
             mbarrier_wait(s.k_empty[stage][group], ring.empty_parity(stage));
@@ -474,9 +475,11 @@ MLA_DEVICE void run_block(const SparseBackwardParams& p, const Maps& maps, Stora
         run_drain_role<Plan>(item, s, tmem, warp / 4 - 1, thread);
     } else {
         setmaxnreg_dec<kRegsIssue>();
-        if (warp == kMmaWarp) run_mma_role<Plan>(item, s, tmem);
-        if (warp == kGatherWarp) run_gather_role(item, maps, s, threadIdx.x % kWarpThreads);
-        if (warp == kLoadWarp) run_load_role(item, maps, s);
+        if (warp == kMmaWarp) {
+            run_mma_role<Plan>(item, s, tmem);
+        } else {
+            run_gather_role(item, maps, s, warp - kGatherWarp, threadIdx.x % kWarpThreads);
+        }
     }
     __syncwarp();
     tcgen05_fence_before_thread_sync();

@@ -8,11 +8,10 @@
 //
 // Grid: x = queries * blocks of 64 heads. One block stays on an SM: it takes all of the tensor memory. No cluster.
 //
-//   load     | Q, dO
-//   gather   | K 0 | K 1 |         K 2            |          K 3           |
-//   mma      |     | S 0 | dP 0 | dV 0 | dQ  | dK 0 | S 1 | dP 1 | dV 1 | dQ | ...
-//   softmax  |           | P 0  | dS 0 |                  | P 1  | dS 1 |      ...           | dQ
-//   drain    |                                 | add dKV 0 ...           | add dKV 1 ...
+//   gather   | Q, dO, K 0 | K 1 |         K 2            |          K 3           |
+//   mma      |            | S 0 | dP 0 | dV 0 | dQ  | dK 0 | S 1 | dP 1 | dV 1 | dQ | ...
+//   softmax  |                  | P 0  | dS 0 |                  | P 1  | dS 1 |      ...           | dQ
+//   drain    |                                        | add dKV 0 ...           | add dKV 1 ...
 //
 // Sums are transposed (dims are rows), so that Q, dO, K, P^T and dS^T serve every product as they lie in shared memory,
 // and a warp's additions to a row of dkv cover 128 bytes. Roles and barriers: attention/sparse_backward_sm100.cuh.
