@@ -103,7 +103,9 @@ MUTANTS = (
     Mutant("no wait for a load", TCGEN05, "tcgen05.wait::ld.sync.aligned;", "", (LD2, S32)),
     Mutant("no fence after", TCGEN05, "tcgen05.fence::after_thread_sync;", "", (S32, "tmem/ld/16x256b.x2-lane16")),
     Mutant("no proxy fence", BARRIER, '("fence.proxy.async.shared::cta;"', '(""', (S32, "copy/store/64heads")),
-    Mutant("rows of a gather", COPY, "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", ("copy/gather4/32rows",)),
+    Mutant(
+        "rows of a gather", "ptx/gather4.cuh", "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", ("copy/gather4/32rows",)
+    ),
     Mutant("coordinates of a load", COPY, "{%3, %4, %5}], [%2], %6", "{%3, %5, %4}], [%2], %6", ("copy/load/*",)),
     Mutant("coordinates of a store", COPY, "[%0, {%2, %3, %4}]", "[%0, {%2, %4, %3}]", ("copy/store/*",)),
     Mutant("distance of gathers", "sm100/probe_copy.cu", "i * kGatherBytes", "i * 1024", ("copy/gather4/32rows",)),
