@@ -46,9 +46,9 @@ struct SparseBackwardParams {
     float scale, scale_log2;  // of the scores; scale * log2(e)
 };
 
-// Where the sum for a dimension stands in its row of the Hopper kernel's workspace. Of a row, the four threads of a
-// quad hold two dims each in every eight; the order below puts a thread's dims of two such groups side by side, so that
-// the quad's additions cover 64 bytes.
+// Where the sum for a dimension stands in its row of the workspace, of the Hopper kernels and the weight-stationary
+// one. Of a row, the four threads of a quad hold two dims each in every eight; the order below puts a thread's dims of
+// two such groups side by side, so that the quad's additions cover 64 bytes.
 MLA_DEVICE constexpr i32 dkv_position(i32 dim) { return dim / 16 * 16 + dim % 8 / 2 * 4 + dim % 16 / 8 * 2 + dim % 2; }
 
 // The same for the Blackwell kernel with transposed sums (sm100/sparse_backward.cu): a thread holds dims 8 apart, four

@@ -18,6 +18,7 @@
 #include "ptx/control.cuh"
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
+#include "tile/tmem_window.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
@@ -34,8 +35,6 @@ constexpr i32 kIssueWarp = 4;
 constexpr i32 kRegsRead = 152, kRegsIssue = 40;
 static_assert(kRegsRead + kRegsIssue <= 2 * kRegistersAtLaunch, "registers of the block");
 constexpr u32 kTmemColumns = 512;
-constexpr i32 kWindow = 128;
-constexpr i32 kPiece = 32;  // columns that a thread moves at a time
 constexpr i32 kProducts = 2;
 constexpr i32 kOperandBytes = 32768;  // 256 rows of 64, or 128 of 128
 
@@ -72,13 +71,6 @@ struct Storage {
 };
 static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
 MLA_FACT(smem_bytes, sizeof(Storage));
-
-// All threads: what was done before with tensor memory is seen by what comes after.
-MLA_DEVICE void sync_tensor_memory() {
-    tcgen05_fence_before_thread_sync();
-    __syncthreads();
-    tcgen05_fence_after_thread_sync();
-}
 
 // A matrix of `columns` columns (a multiple of 8) into slabs of 64 columns.
 MLA_DEVICE void copy_to_slabs(u8* slabs, const uint4* from, i32 rows, i32 columns) {
@@ -135,27 +127,6 @@ MLA_DEVICE void issue(Storage& s, const ProbeMmaParams& p, TmemAddr window) {
         }
     }
     tcgen05_commit(s.done);
-}
-
-MLA_DEVICE void fill(TmemAddr window, const float* row) {
-    for (i32 column = 0; column < kWindow; column += kPiece) {
-        float r[kPiece];
-#pragma unroll
-        for (i32 i = 0; i < kPiece; ++i) r[i] = row[column + i];
-        tcgen05_st_32x32b(window.column(column), r);
-    }
-    tcgen05_wait_st();
-}
-
-MLA_DEVICE void dump(float* row, TmemAddr window) {
-    for (i32 column = 0; column < kWindow; column += kPiece) {
-        float r[kPiece];
-        tcgen05_ld_32x32b(r, window.column(column));
-        tcgen05_wait_ld();
-        pin_loaded(r);
-#pragma unroll
-        for (i32 i = 0; i < kPiece; ++i) row[column + i] = r[i];
-    }
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 //   group        |      | (st,) ld    |
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
-#include "ptx/tcgen05.cuh"
+#include "tile/tmem_window.cuh"
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 #ifndef MLA_SHAPE
@@ -21,8 +21,6 @@ static_assert(kShape == 256 || (kShape == 32 && kRegisters >= 16), "a shape with
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 2 * kWarpgroupThreads;
 constexpr u32 kTmemColumns = 512;
-constexpr i32 kWindow = 128;
-constexpr i32 kPiece = 32;  // columns that a thread moves at a time
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct ProbeTmemParams {
@@ -39,34 +37,6 @@ struct ProbeTmemParams {
 MLA_FACT_LIST(params_layout, MLA_OFFSET(ProbeTmemParams, window), (int)sizeof(ProbeTmemParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(window, kWindow);
-
-// All threads: what was done before with tensor memory is seen by what comes after.
-MLA_DEVICE void sync_tensor_memory() {
-    tcgen05_fence_before_thread_sync();
-    __syncthreads();
-    tcgen05_fence_after_thread_sync();
-}
-
-MLA_DEVICE void fill(TmemAddr window, const float* row) {
-    for (i32 column = 0; column < kWindow; column += kPiece) {
-        float r[kPiece];
-#pragma unroll
-        for (i32 i = 0; i < kPiece; ++i) r[i] = row[column + i];
-        tcgen05_st_32x32b(window.column(column), r);
-    }
-    tcgen05_wait_st();
-}
-
-MLA_DEVICE void dump(float* row, TmemAddr window) {
-    for (i32 column = 0; column < kWindow; column += kPiece) {
-        float r[kPiece];
-        tcgen05_ld_32x32b(r, window.column(column));
-        tcgen05_wait_ld();
-        pin_loaded(r);
-#pragma unroll
-        for (i32 i = 0; i < kPiece; ++i) row[column + i] = r[i];
-    }
-}
 
 MLA_DEVICE void store(TmemAddr to, const float (&r)[kRegisters]) {
 #if MLA_SHAPE == 256
