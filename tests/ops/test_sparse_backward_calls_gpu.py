@@ -104,11 +104,11 @@ def test_deterministic_repeats_are_bit_identical(gpu: DeviceInfo, variant: str) 
     options = {**named, "variant": variant, "deterministic": True, "dkv_dtype": "float32"}
     first = mla_cupy.sparse_mla_backward(*arguments, **options)
     different = cupy.zeros(3, cupy.int64)
-    load = []  # held to the end: another stream works on it while this one allocates
+    other = cupy.cuda.Stream(non_blocking=True)
     for repeat in range(300):
-        load.append(cupy.ones(1 << (10 + repeat % 12), cupy.float32))
-        with cupy.cuda.Stream(non_blocking=True):  # so that blocks come in another order
-            load[-1] *= 2
+        with other:  # work beside the calls, in memory of its own arena, so that blocks come in another order
+            load = cupy.ones(1 << (10 + repeat % 12), cupy.float32)
+            load *= 2
         again = mla_cupy.sparse_mla_backward(*arguments, **options)
         for i, (x, y) in enumerate(zip(again, first, strict=True)):
             width = cupy.uint16 if x.dtype.itemsize == 2 else cupy.uint32
