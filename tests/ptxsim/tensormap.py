@@ -49,6 +49,7 @@ class TensorMap(bytes):
 class Decoded:
     """A tensor map's fields; dimension 0 is the innermost, counted in units of ``unit`` elements.
 
+    ``steps`` are the element strides; the hardware ignores that of dimension 0, so it is one here.
     ``lower`` and ``upper`` are the corners of an im2col map's box along dimensions 1, 2, ... (empty for a tiled map),
     whose ``box`` holds the channels per pixel and the pixels per column.
     """
@@ -149,7 +150,7 @@ def encode_tiled(
     box : sequence of int
         Extents of a tile.
     element_strides : sequence of int, optional
-        Traversal strides, all one by default.
+        Traversal strides, all one by default; that of dimension 0 is ignored, as by the hardware.
     swizzle, interleave, l2_promotion, oob_fill : optional
         As the driver's enumerations; ``swizzle`` may be a name of :data:`SWIZZLES`.
 
@@ -274,7 +275,7 @@ def _pack(
     lower, upper = corners or ((), ())
     raw = struct.pack(
         _FORMAT, MAGIC, code, rank, mode, oob, corners is not None, address,
-        *_padded([d - 1 for d in dims], 5), *_padded(strides, 4), *_padded(box, 5), *_padded([1, *steps[1:]], 5),
+        *_padded([d - 1 for d in dims], 5), *_padded(strides, 4), *_padded(box, 5), *_padded(steps, 5),
         *_padded(lower, 3), *_padded(upper, 3),
     )  # fmt: skip
     return TensorMap(raw.ljust(128, b"\0"))
@@ -297,6 +298,6 @@ def decode(raw: bytes) -> Decoded:
     spatial = rank - 2 if im2col else 0
     return Decoded(
         code, unit, size, shared, mode, bool(oob), address, dims, tuple(strides[: rank - 1]),
-        (box[0] // unit, *box[1 : 2 if im2col else rank]), tuple(steps[:rank]), bool(im2col),
+        (box[0] // unit, *box[1 : 2 if im2col else rank]), (1, *steps[1:rank]), bool(im2col),
         tuple(corners[:spatial]), tuple(corners[3 : 3 + spatial]),
     )  # fmt: skip

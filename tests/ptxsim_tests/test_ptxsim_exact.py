@@ -68,7 +68,7 @@ def arithmetic(ins: Instruction, raw: list[int]) -> int | None:
     if ins.op in ("min", "max"):
         result = extreme(ins, args)
     elif ins.op == "fma":
-        if ins.has("oob") and 0x7FF7 in raw[:2]:
+        if ins.has("oob") and any(x & 0x7FFF == 0x7FF7 for x in raw[:2]):
             return 0
         result = exact.total(exact.product(args[0], args[1]), args[2], mode)
     elif ins.op in ("add", "sub"):
