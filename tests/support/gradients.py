@@ -35,8 +35,15 @@ def check_gradients(
     dtype = inputs.case.dtype
     terms_of_dq, terms_of_dkv = (CANCELLED * x for x in terms(inputs))
     check_out(got[0], exact[0], rounded[0], dtype, budget=BUDGET, least_unit=terms_of_dq, name="dq")
-    budget = max(BUDGET, error_of_exact_additions(inputs)) if deterministic else BUDGET
-    check_out(got[1], exact[1], rounded[1], dkv_dtype or dtype, budget=budget, least_unit=terms_of_dkv, name="dkv")
+    budget, angle = BUDGET, 0.0
+    if deterministic:
+        angle = error_of_exact_additions(inputs)
+        budget = max(BUDGET, angle)
+        terms_of_dkv = np.maximum(terms_of_dkv, least_of_exact_additions(inputs) / budget)
+    check_out(
+        got[1], exact[1], rounded[1], dkv_dtype or dtype,
+        budget=budget, least_unit=terms_of_dkv, direction=angle, name="dkv",
+    )  # fmt: skip
     if inputs.attn_sink is None:
         assert got[2] is None
         return
@@ -47,10 +54,34 @@ def check_gradients(
 
 def error_of_exact_additions(inputs: SparseInputs) -> float:
     """By how much of its size a number is rounded at most, if 8 heads at a time are added: `exact_addition.cuh`."""
+    return 2.0 ** (3 - bits_of_exact_additions(inputs))
+
+
+def least_of_exact_additions(inputs: SparseInputs) -> float:
+    """By how much a sum errs at most if its numbers are so small that all are rounded to the finest level's quantum."""
+    largest = 0.0
+    scale = inputs.case.d_qk**-0.5
+    q, kv, out, dout = (x.astype(np.float64) for x in (inputs.q, inputs.kv, inputs.out, inputs.dout))
+    with np.errstate(all="ignore"):
+        lengths = np.linalg.norm(kv.reshape(-1, inputs.case.d_qk)[:, :512], axis=-1)
+        delta = np.abs((out * dout).sum(axis=-1))
+        for i, rows in enumerate(inputs.rows):
+            longest = np.nan_to_num(lengths[rows], nan=0, posinf=0).max(initial=0)
+            d_scores = np.linalg.norm(dout[i], axis=-1) * longest + delta[i]
+            bounds = np.abs(dout[i]).max(axis=-1) + scale * d_scores * np.abs(q[i]).max(axis=-1)
+            largest = max(largest, bounds[np.isfinite(bounds) & np.isfinite(inputs.lse[i])].sum())
+    if largest == 0:
+        return 0.0
+    bits = bits_of_exact_additions(inputs)
+    quantum = 2.0 ** (math.ceil(math.log2(largest)) - 4 * 5 - bits)
+    return 2.0 ** (23 - bits) * quantum / 2
+
+
+def bits_of_exact_additions(inputs: SparseInputs) -> int:
+    """Of a number, besides its sign."""
     selected = np.concatenate([np.zeros(0, np.int64), *inputs.rows])
     numbers = np.bincount(selected, minlength=1).max() * -(-inputs.case.h_q // 8)
-    bits = 23 - math.ceil(math.log2(max(2, numbers)))
-    return 2.0 ** (3 - bits)
+    return 23 - math.ceil(math.log2(max(2, numbers)))
 
 
 def terms(inputs: SparseInputs) -> tuple[Array, Array]:

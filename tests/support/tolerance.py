@@ -34,12 +34,14 @@ def check_out(
     *,
     budget: float = 0.0,
     least_unit: Array | float = 0.0,
+    direction: float = 0.0,
     name: str = "out",
 ) -> None:
     """Assert the rule for `out`, stored as `dtype`; `budget` is the largest `error_of` other seeds, if known.
 
     Rows whose largest value is below `least_unit` (a number for each row) are what is left when large terms cancel:
-    their errors are measured in that unit, and their directions say nothing.
+    their errors are measured in that unit, and their directions say nothing. `direction` is an angle by which any row
+    may be off besides, in radians.
     """
     peak = _row_peak(exact)
     unit = np.maximum(peak, least_unit)
@@ -48,7 +50,8 @@ def check_out(
     expected = max(budget, _largest(_errors(rounded, exact, unit)))
     _check_errors(name, got, exact, unit, expected, floor)
     rows = (peak >= least_unit)[..., 0]
-    _check_directions(name, got[rows], exact[rows], np.asarray(rounded, np.float64)[rows], dtype)
+    angle = max(direction, float(_ulp(np.ones(1), dtype)[0]))
+    _check_directions(name, got[rows], exact[rows], np.asarray(rounded, np.float64)[rows], angle)
 
 
 def check_lse(got: Array, exact: Array, rounded: Array, *, budget: float = 0.0) -> None:
@@ -98,9 +101,9 @@ def _check_errors(name: str, got: Array, exact: Array, unit: Array, expected: fl
         )
 
 
-def _check_directions(name: str, got: Array, exact: Array, rounded: Array, dtype: str) -> None:
+def _check_directions(name: str, got: Array, exact: Array, rounded: Array, angle: float) -> None:
     distance = _cosine_distance(got, exact)
-    allowed = SLACK**2 * _largest(_cosine_distance(rounded, exact)) + float(_ulp(np.ones(1), dtype)[0]) ** 2
+    allowed = SLACK**2 * _largest(_cosine_distance(rounded, exact)) + angle**2
     if distance.size and distance.max() > allowed:
         where = tuple(map(int, np.unravel_index(np.argmax(distance), distance.shape)))
         raise AssertionError(f"{name}: cosine distance {distance[where]:.3e} of row {where}, allowed {allowed:.3e}")
