@@ -32,7 +32,6 @@ EXAMPLES = {
     "sparse-forward": """examples:
   run sparse-forward --peers-dir peers                 all cases with FlashMLA beside us
   run sparse-forward --quick --indices clustered       indices as an indexer would choose them
-  run sparse-forward --quick --peers pair              our two kernels for 128 heads side by side
   run sparse-forward --case sq512-skv4096-hq16-topk512 any other shape, named in the same way
 """,
     "sparse-backward": """examples:
@@ -44,8 +43,8 @@ EXIT_STATUS = "\nexit status: 0 all right, 1 a wrong result or an error in a cas
 PEERS = {
     "decode": "flashmla, fa3 (they import torch and need --peers-dir), cupy, generic; or none. "
     "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
-    "sparse-forward": "flashmla (imports torch and needs --peers-dir), tilelang, generic, pair (our kernel whose "
-    "blocks share the gather, for 65 to 128 heads); or none. Default: flashmla where --peers-dir is given",
+    "sparse-forward": "flashmla (imports torch and needs --peers-dir), tilelang, generic; or none. "
+    "Default: flashmla where --peers-dir is given",
     "sparse-backward": "cudnn (imports torch and cudnn-frontend), tilelang, generic. Default: none",
 }
 

@@ -133,17 +133,12 @@ def forward_implementations(choices: Choices) -> Known:
 
         return ProjectForward(GENERIC_FORWARD, "generic")
 
-    def pair() -> Implementation:
-        from .sparse_project import PairForward
-
-        return PairForward()
-
     def flashmla() -> Implementation:
         from .flashmla_sparse import FlashMlaSparse
 
         return FlashMlaSparse(choices.directory("flashmla"))
 
-    return {OWN: own, "pair": pair, "generic": generic, "flashmla": flashmla, "tilelang": _tilelang}
+    return {OWN: own, "generic": generic, "flashmla": flashmla, "tilelang": _tilelang}
 
 
 def backward_implementations(choices: Choices) -> Known:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import mla_cupy
-from mla_cupy.launchers import sparse_forward_pair_sm90
 
 from ..costs import D_V
 from ..device import Device
@@ -56,17 +55,6 @@ class ProjectForward:
             variant=self._variant or "",
             workspace_bytes=lambda: device.allocated_by(calls[0]),
         )
-
-
-class PairForward(ProjectForward):
-    """The same call with the kernel whose blocks share the gather in pairs, which does not run by itself."""
-
-    def __init__(self) -> None:
-        super().__init__(sparse_forward_pair_sm90.SPEC.name, "pair")
-
-    def unsupported(self, case: SparseCase, dtype: str) -> str | None:
-        fewest, most = sparse_forward_pair_sm90.FEWEST_HEADS, sparse_forward_pair_sm90.MOST_HEADS
-        return None if fewest <= case.h_q <= most else f"takes {fewest} to {most} heads"
 
 
 class ProjectBackward:

@@ -3,13 +3,11 @@
 // here.
 //
 // Before it includes this, a kernel says `constexpr bool kSparse`: a query's keys are a list of rows (of which all can
-// be read) instead of pages, and its largest scores are wanted; and `constexpr bool kPair`: two blocks of a cluster
-// have the same keys, and each fills half of both blocks' stages.
+// be read) instead of pages, and its largest scores are wanted.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/decode_tile_sm90.cuh"
 #include "attention/dtype_variant.cuh"
-#include "ptx/cluster.cuh"
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role    warps    does
@@ -20,14 +18,11 @@ constexpr i32 kBlockM = 64;
 constexpr i32 kMathThreads = 2 * kWarpgroupThreads;
 constexpr i32 kThreads = 3 * kWarpgroupThreads;
 constexpr i32 kRegsEntry = 168;  // 65536 / 384, in eights
-constexpr i32 kClusterBlocks = kPair ? 2 : 1;
 
 // The panel of Q that is kept in registers while a fragment lasts: its place is taken by P.
 constexpr i32 kResidentPanel = kPanelsQk - 1;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// Those of a pair stand in its kernel.
-//
 // barrier            arrives (count)      carries       waits          first phase
 // kv_full[s].left    load (1)             kLeftBytes    left, right    blocked
 //          or sparse gather (129)         -
@@ -53,8 +48,7 @@ struct Storage {
     i32 unclean_request[2];             // left, right: the last one that clean_values took something out of; dense only
     HalfBarriers kv_full[kStagesKV], kv_empty[kStagesKV];
     MBarrier q_full, q_empty;
-    MBarrier sums_ready[2];               // left, right: the share of l is in sums
-    HalfBarriers kv_gathered[kStagesKV];  // a pair only: this block's share of the rows is there
+    MBarrier sums_ready[2];  // left, right: the share of l is in sums
 
     MLA_DEVICE u8* q_resident() { return q + kResidentPanel * kPanelBytes; }
     MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p0 : q_resident(); }
@@ -85,17 +79,13 @@ struct Block {
     MLA_DEVICE i32 seen_by_all(const Fragment& fragment) const { return fragment.tokens - hidden; }
 };
 
-// The same place in the other block of a pair.
-MLA_DEVICE ClusterAddr there(SmemAddr here) { return map_to_rank(here, 1 - cluster_rank()); }
-MLA_DEVICE ClusterAddr there(const void* here) { return there(smem_addr(here)); }
-
 // By one thread, before the block's first barrier.
 MLA_DEVICE void init_storage(Storage& s, u32 kv_arrivals, u32 q_arrivals) {
     for (i32 stage = 0; stage < kStagesKV; ++stage) {
         mbarrier_init(s.kv_full[stage].left, kv_arrivals);
         mbarrier_init(s.kv_full[stage].right, kv_arrivals);
-        mbarrier_init(s.kv_empty[stage].left, kClusterBlocks * kWarpgroupThreads / kWarpThreads);
-        mbarrier_init(s.kv_empty[stage].right, kClusterBlocks * kWarpgroupThreads / kWarpThreads);
+        mbarrier_init(s.kv_empty[stage].left, kWarpgroupThreads / kWarpThreads);
+        mbarrier_init(s.kv_empty[stage].right, kWarpgroupThreads / kWarpThreads);
     }
     mbarrier_init(s.q_full, q_arrivals);
     for (MBarrier& ready : s.sums_ready) mbarrier_init(ready, kWarpgroupThreads);

@@ -36,12 +36,6 @@ MLA_DEVICE void fence_gathered() {
     if (kSparse) fence_proxy_async();
 }
 
-// Each warp releases its half of a stage, once it has multiplied P with it. Both blocks of a pair write to it.
-MLA_DEVICE void release_half(MBarrier& empty, i32 thread) {
-    release(empty, thread);
-    if (kPair && thread % kWarpThreads == 0) mbarrier_arrive(there(&empty));
-}
-
 MLA_DEVICE void load_q_resident(Storage& s, Math& math, i32 thread) {
     mbarrier_wait(s.q_full, math.q_ring.full_parity(0));
     math.q_ring.advance(0);

@@ -42,7 +42,7 @@ MLA_DEVICE void left_pair(Block& block, Math& math, const Fragment& fragment, i3
     clean_values<false>(block, fragment, tile, 0, thread);
     start_own_product<false>(s, math, 0);
     finish<0>(math);
-    release_half(s.kv_empty[0].left, thread);
+    release(s.kv_empty[0].left, thread);
     math.ring.advance(0);
 
     if (tile + 1 == fragment.tile_end) return;
@@ -52,7 +52,7 @@ MLA_DEVICE void left_pair(Block& block, Math& math, const Fragment& fragment, i3
     clean_values<false>(block, fragment, tile + 1, 1, thread);
     start_other_product<false>(s, math, 1);
     finish<0>(math);
-    release_half(s.kv_empty[1].left, thread);
+    release(s.kv_empty[1].left, thread);
     math.ring.advance(1);
 }
 
@@ -81,13 +81,13 @@ MLA_DEVICE void right_pair(Block& block, Math& math, const Fragment& fragment, i
     clean_values<true>(block, fragment, tile, 0, thread);
     start_other_product<true>(s, math, 0);
     finish<0>(math);
-    release_half(s.kv_empty[0].right, thread);
+    release(s.kv_empty[0].right, thread);
     math.ring.advance(0);
     rescale(math.out, odd_scale);
     clean_values<true>(block, fragment, tile + 1, 1, thread);
     start_own_product<true>(s, math, 1);
     finish<0>(math);
-    release_half(s.kv_empty[1].right, thread);
+    release(s.kv_empty[1].right, thread);
     math.ring.advance(1);
 }
 
@@ -102,7 +102,7 @@ MLA_DEVICE void right_last(Block& block, Math& math, const Fragment& fragment, i
     clean_values<true>(block, fragment, tile, 0, thread);
     start_other_product<true>(s, math, 0);
     finish<0>(math);
-    release_half(s.kv_empty[0].right, thread);
+    release(s.kv_empty[0].right, thread);
     math.ring.advance(0);
 }
 

@@ -5,14 +5,6 @@
 #include "attention/sparse_gather.cuh"
 #include "ptx/control.cuh"
 
-// Starts the copies of half a tile.
-template <bool kRight>
-MLA_DEVICE void gather_half(SmemAddr tile, const RowSources& rows, i32 thread) {
-    constexpr i32 kFirst = kRight ? kPanelsLeft : 0, kLast = kRight ? kPanelsQk : kPanelsLeft;
-#pragma unroll
-    for (i32 i = kFirst; i < kLast; ++i) gather_panel(tile, rows, panel_in_order(i), kKvPolicy, thread);
-}
-
 // Fetches one tile into the stage, each half as soon as its place is free.
 template <class Storage>
 MLA_DEVICE void gather_tile(const DenseDecodeParams& p, Storage& s, const RowNumbers& numbers, i32 stage,
@@ -20,10 +12,12 @@ MLA_DEVICE void gather_tile(const DenseDecodeParams& p, Storage& s, const RowNum
     const SmemAddr tile = smem_addr(s.kv[stage]);
     const RowSources rows = rows_by_number(p.kv, p.kv_stride_page_elems, p.num_pages, numbers, thread);
     mbarrier_wait(s.kv_empty[stage].left, empty_parity);
-    gather_half<false>(tile, rows, thread);
+#pragma unroll
+    for (i32 i = 0; i < kPanelsLeft; ++i) gather_panel(tile, rows, panel_in_order(i), kKvPolicy, thread);
     arrive_when_gathered(s.kv_full[stage].left, thread);
     mbarrier_wait(s.kv_empty[stage].right, empty_parity);
-    gather_half<true>(tile, rows, thread);
+#pragma unroll
+    for (i32 i = kPanelsLeft; i < kPanelsQk; ++i) gather_panel(tile, rows, panel_in_order(i), kKvPolicy, thread);
     arrive_when_gathered(s.kv_full[stage].right, thread);
 }
 

@@ -16,7 +16,6 @@
 // Source: the roles (one warpgroup scores) are FlashAttention-3's for wide values; delaying the right half is ours.
 #include "attention/dtype_variant.cuh"
 constexpr bool kSparse = false;
-constexpr bool kPair = false;
 #include "attention/decode_load_sm90.cuh"
 #include "attention/decode_math_sm90.cuh"
 #include "tile/warp.cuh"

@@ -19,7 +19,6 @@
 // one page mechanism for every page size.
 #include "attention/dtype_variant.cuh"
 constexpr bool kSparse = false;
-constexpr bool kPair = false;
 #include "attention/decode_load_sm90.cuh"
 #include "attention/decode_seesaw_sm90.cuh"
 #include "tile/warp.cuh"

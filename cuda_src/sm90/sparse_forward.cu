@@ -21,9 +21,7 @@
 // the lengths; Q is gathered like a tile of keys, while the last result is stored.
 #include "attention/sparse_forward_variant.cuh"
 constexpr bool kSparse = true;
-constexpr bool kPair = false;
 #include "attention/decode_seesaw_sm90.cuh"
-#include "attention/gather_query_sm90.cuh"
 #include "attention/gather_role_sm90.cuh"
 #include "tile/warp.cuh"
 
@@ -36,6 +34,30 @@ constexpr i32 kRegsMath = 224;
 constexpr i32 kRegsGather = 56;
 static_assert(2 * kRegsMath + kRegsGather <= 3 * kRegsEntry, "what the block has at entry");
 static_assert(kTileTokens == kRowsPerTile && kBlockM == kPanelRows, "a tile is 64 rows, of kv and of Q");
+
+// ---- Gather role -----------------------------------------------------------------------------------------------
+// The block's heads of a query are gathered like a tile of keys; those past the last one become zeros.
+struct QueryGather {
+    const Block& block;
+
+    MLA_DEVICE RowSources heads(i32 query, i32 thread) const {
+        const DenseDecodeParams& p = block.p;
+        RowNumbers numbers;
+#pragma unroll
+        for (i32 i = 0; i < kRowsPerThread; ++i) numbers.of[i] = block.row0 + first_row_of(thread) + i;
+        return rows_by_number(p.q + query * p.q_stride_b_elems, p.q_stride_h_elems, p.h_q, numbers, thread);
+    }
+
+    MLA_DEVICE void prefetch(i32 query, i32 thread) const { prefetch_rows(heads(query, thread), kPanelsQk, thread); }
+
+    MLA_DEVICE void gather(i32 query, i32 thread) const {
+        const RowSources rows = heads(query, thread);
+#pragma unroll
+        for (i32 i = 0; i < kPanelsQk; ++i) {
+            gather_panel(smem_addr(block.s.q), rows, panel_in_order(i), kQueryPolicy, thread);
+        }
+    }
+};
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -17,7 +17,6 @@ from mla_cupy.launchers import (
     choice,
     decode_schedule,
     sparse_forward_generic,
-    sparse_forward_pair_sm90,
     sparse_forward_sm90,
     sparse_forward_small_sm90,
     sparse_rows,
@@ -31,15 +30,9 @@ from mla_cupy.launchers.workspace import offsets
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime.device import DeviceInfo
 
-#: The attention kernels, the fastest first, as far as they have been measured.
+#: The attention kernels, the fastest first.
 KERNELS: dict[str, ModuleType] = {
-    module.SPEC.name: module
-    for module in (
-        sparse_forward_small_sm90,
-        sparse_forward_sm90,
-        sparse_forward_pair_sm90,
-        sparse_forward_generic,
-    )
+    module.SPEC.name: module for module in (sparse_forward_small_sm90, sparse_forward_sm90, sparse_forward_generic)
 }
 ORDERED_FROM = 0.25
 """From this share of the L2 cache on, kv is walked in order, so that queries that run side by side share its lines."""

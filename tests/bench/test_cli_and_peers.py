@@ -103,7 +103,7 @@ def test_what_cannot_run_says_why(arguments, text, capsys):
     [
         ("sparse-forward", ["--case", "sq1"], "-topk<N>"),
         ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
-        ("sparse-forward", ["--peers", "cudnn"], "pair, generic, flashmla, tilelang"),
+        ("sparse-forward", ["--peers", "cudnn"], "generic, flashmla, tilelang"),
         ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
         ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, cudnn, tilelang"),
     ],
@@ -146,10 +146,10 @@ def test_adapters_meet_the_protocol():
     from bench.peers.flashmla_sparse import FlashMlaSparse
     from bench.peers.generic import Generic
     from bench.peers.project import Project
-    from bench.peers.sparse_project import PairForward, ProjectBackward, ProjectForward
+    from bench.peers.sparse_project import ProjectBackward, ProjectForward
 
     decode = {"mla_cupy": Project, "generic": Generic, "cupy": CupyUnfused, "flashmla": FlashMla}
-    forward = {"mla_cupy": ProjectForward, "pair": PairForward, "generic": ProjectForward}
+    forward = {"mla_cupy": ProjectForward, "generic": ProjectForward}
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), ProjectBackward)
     adapters = {
         DECODE: {**decode, "fa3": FlashAttention3},
@@ -170,7 +170,7 @@ def test_our_own_ways_have_names_and_kernels():
         operation.implementations(Choices(variant="some_kernel")) for operation in (SPARSE_FORWARD, SPARSE_BACKWARD)
     )
     names = ["generic"]
-    assert [one.name for one in make([*names, "pair"], forward)] == ["mla_cupy", "generic", "pair"]
+    assert [one.name for one in make(names, forward)] == ["mla_cupy", "generic"]
     assert [one.name for one in make([*names, "deterministic"], backward)] == ["mla_cupy", "generic", "deterministic"]
     check_forward("dense_decode_generic")
     check_backward("sparse_backward_generic")

@@ -181,27 +181,6 @@ def test_the_forward_through_its_public_call(run):
     assert rows["generic"]["variant"] == "dense_decode_generic"
 
 
-def test_the_kernel_of_pairs_beside_the_default_one(run, monkeypatch):
-    asked = []
-    forward = mla_cupy.sparse_mla_forward
-
-    def watched(*arrays, **options):
-        asked.append((arrays[0].ctypes.data, options["variant"]))
-        return forward(*arrays, **options)
-
-    monkeypatch.setattr(mla_cupy, "sparse_mla_forward", watched)
-    case = SparseForwardCase(s_q=2, s_kv=70, h_q=65, topk=8)
-    rows = run(SPARSE_FORWARD, case, ["pair"], Choices())
-    assert {name: (row["status"], row["variant"]) for name, row in rows.items()} == {
-        "mla_cupy": ("ok", ""),
-        "pair": ("ok", "sparse_forward_pair_sm90"),
-    }, rows
-    inputs = {kernel: {address for address, named in asked if named == kernel} for _, kernel in asked}
-    assert inputs[None] == inputs["sparse_forward_pair_sm90"], "the same input"
-    row = run(SPARSE_FORWARD, FORWARD, ["pair"], Choices())["pair"]
-    assert (row["status"], row["reason"]) == ("unsupported", "takes 65 to 128 heads")
-
-
 def test_the_backward_through_its_public_call(run, monkeypatch):
     asked = []
     backward = mla_cupy.sparse_mla_backward

@@ -20,7 +20,6 @@ from mla_cupy.launchers import (
     sparse_backward_sm100,
     sparse_delta,
     sparse_dkv,
-    sparse_forward_pair_sm90,
     sparse_forward_sm90,
     sparse_norms,
     sparse_rounders,
@@ -53,11 +52,6 @@ CONSTANTS: dict[str, dict[str, tuple[ModuleType, str]]] = {
     },
     "sparse_forward_sm90": {
         "block_m": (sparse_forward_sm90, "BLOCK_M"),
-        "tile_tokens": (decode_block_sm90, "TILE_TOKENS"),
-    },
-    "sparse_forward_pair_sm90": {
-        "block_m": (sparse_forward_sm90, "BLOCK_M"),
-        "cluster": (sparse_forward_pair_sm90, "CLUSTER"),
         "tile_tokens": (decode_block_sm90, "TILE_TOKENS"),
     },
     "sparse_forward_small_sm90": {"tile_tokens": (decode_block_sm90, "TILE_TOKENS")},

@@ -19,7 +19,6 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.ops.conftest import H200, Recorder
 
 SMALL, LARGE, GENERIC = "sparse_forward_small_sm90", "sparse_forward_sm90", "dense_decode_generic"
-PAIR = "sparse_forward_pair_sm90"
 
 
 def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:
@@ -37,7 +36,7 @@ def problem(h_q: int = 128, d_qk: int = 576, aligned: bool = True) -> SparseForw
         (32, True, gpu(), SMALL),
         (33, True, gpu(), LARGE),
         (65, True, gpu(), LARGE),
-        (128, True, gpu(), LARGE),  # not the pair of blocks, which has not been measured
+        (128, True, gpu(), LARGE),
         (16, False, gpu(), GENERIC),
         (128, True, gpu((8, 0)), GENERIC),
         (128, True, gpu((10, 0)), GENERIC),  # has no WGMMA
@@ -52,7 +51,6 @@ def test_choice(h_q: int, aligned: bool, device: DeviceInfo, kernel: str) -> Non
 @pytest.mark.parametrize("d_qk", HEAD_DIMS_QK)
 @pytest.mark.parametrize("h_q", [1, 16, 17, 32])
 def test_forced_kernels_have_a_build_for_every_problem(name: str, d_qk: int, h_q: int) -> None:
-    h_q = 64 + h_q if name == PAIR else h_q
     assert configure(problem(h_q, d_qk), gpu(), name).kernel == name
     assert KERNELS[name].variant(problem(h_q, d_qk)) in KERNELS[name].SPEC.variants
 
@@ -66,22 +64,15 @@ def test_no_such_kernel() -> None:
 def test_no_fit_lists_every_reason() -> None:
     with pytest.raises(UnsupportedDeviceError, match="no kernel fits") as caught:
         configure(problem(), gpu((7, 0)))
-    for name in (SMALL, LARGE, GENERIC):
+    for name in KERNELS:
         assert f"{name} needs compute capability" in str(caught.value)
-    assert PAIR not in str(caught.value), "it runs on request only"
 
 
 def test_forced_kernel_that_does_not_fit_says_why() -> None:
     with pytest.raises(UnsupportedDeviceError, match=f"{SMALL} takes at most 32 heads"):
         configure(problem(33), gpu(), SMALL)
-    for name in (LARGE, PAIR):
-        with pytest.raises(UnsupportedDeviceError, match=f"{name} needs q and kv .* multiples of 16 bytes"):
-            configure(problem(aligned=False), gpu(), name)
-    for h_q in (64, 129):
-        with pytest.raises(UnsupportedDeviceError, match=f"{PAIR} is for 65 to 128 heads, not {h_q}"):
-            configure(problem(h_q), gpu(), PAIR)
-    with pytest.raises(UnsupportedDeviceError, match=f"{PAIR} needs 2 SMs"):
-        configure(problem(), gpu(sm_count=1), PAIR)
+    with pytest.raises(UnsupportedDeviceError, match=f"{LARGE} needs q and kv .* multiples of 16 bytes"):
+        configure(problem(aligned=False), gpu(), LARGE)
 
 
 @pytest.mark.parametrize(("h_q", "reason"), [(128, "multiples of 16 bytes"), (16, "multiples of 16 bytes")])
@@ -107,15 +98,6 @@ def test_grid_fits_the_gpu(sm_count: int, h_q: int) -> None:
     assert config.row_blocks * config.num_parts <= sm_count or config.num_parts == 1
     assert config.row_blocks * (config.num_parts + 1) > sm_count or config.num_parts == MAX_PARTS
     assert config.combine_blocks == (split_combine.blocks(gpu(sm_count=sm_count)) if config.num_parts > 1 else 0)
-
-
-@pytest.mark.parametrize("sm_count", [2, 3, 131, 132])
-@pytest.mark.parametrize("h_q", [65, 128])
-def test_a_pair_is_cut_like_its_blocks_apart(sm_count: int, h_q: int) -> None:
-    """So that both kernels give the same bits; the blocks of a row of the grid are the cluster."""
-    pair, apart = (configure(problem(h_q), gpu(sm_count=sm_count), name) for name in (PAIR, LARGE))
-    assert pair == dataclasses.replace(apart, kernel=PAIR)
-    assert pair.row_blocks == KERNELS[PAIR].CLUSTER
 
 
 @pytest.mark.parametrize("sm_count", [1, 132])

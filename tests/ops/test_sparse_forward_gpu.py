@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mla_cupy.runtime.device import DeviceInfo
-from tests.support.calls import assert_same
 from tests.support.sparse_cases import SparseCase, make
 from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, run_and_check
 
@@ -101,13 +100,3 @@ def test_the_rule_has_teeth(gpu: DeviceInfo) -> None:
     without.indices[0, inputs.indices[0] == heaviest] = -1
     with pytest.raises(AssertionError, match="allowed"):
         check_forward(forward(without), inputs.exact, inputs.rounded, inputs.case.dtype)
-
-
-@pytest.mark.parametrize("case", [*RAGGED, *SIZES, *LAYOUTS], ids=lambda case: case.id)
-def test_pairs_of_blocks_give_the_same_bits(gpu: DeviceInfo, case: SparseCase) -> None:
-    """Whether two blocks share the gather or not."""
-    pair, alone = "sparse_forward_pair_sm90", "sparse_forward_sm90"
-    need(pair, gpu, case)
-    inputs = make(case)
-    for got, wanted in zip(forward(inputs, variant=pair), forward(inputs, variant=alone), strict=True):
-        assert_same(got, wanted)
