@@ -375,17 +375,15 @@ def small_copies(rng: np.random.Generator) -> Iterator[Case]:
 
 def divergence() -> Iterator[Case]:
     """Yield the branching kernels of the tests, and atomics that collide."""
-    import ptx_compile
     from test_ptxsim_simt import SOURCE
 
-    text = ptx_compile.compile_ptx(SOURCE, "sm_90a", 12)
     x = np.random.default_rng(0).integers(0, 40, 64).astype("i4")
     for name in ("loops", "choose"):
         yield Case(
-            f"branches {name}", text, name, 1, 64, [("array", 0), ("array", 1)], [x, np.zeros(64, "i4")], outputs=[1]
+            f"branches {name}", SOURCE, name, 1, 64, [("array", 0), ("array", 1)], [x, np.zeros(64, "i4")], outputs=[1]
         )
     for name, threads in (("calls", 64), ("partial", 32), ("count", 96), ("ping_pong", 32)):
-        yield Case(f"branches {name}", text, name, 1, threads, [("array", 0)], [np.zeros(threads, "i4")], outputs=[0])
+        yield Case(f"branches {name}", SOURCE, name, 1, threads, [("array", 0)], [np.zeros(threads, "i4")], outputs=[0])
 
 
 def cases() -> Iterator[Case]:
