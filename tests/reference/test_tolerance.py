@@ -113,6 +113,14 @@ def test_many_small_errors_fail_by_direction() -> None:
         tolerance.check_out(got, exact, rounded, "float16", budget=1.0)
 
 
+def test_a_direction_may_be_off_by_a_given_angle() -> None:
+    exact = np.random.default_rng(0).standard_normal((1, 1, 4, 512))
+    got = exact * np.where(np.arange(512) % 2, 1 + 1e-5, 1 - 1e-5)
+    with pytest.raises(AssertionError, match="cosine"):
+        tolerance.check_out(got, exact, exact, "float32", budget=1.0, direction=1e-6)
+    tolerance.check_out(got, exact, exact, "float32", budget=1.0, direction=1e-5)
+
+
 def test_nan_where_it_belongs_passes() -> None:
     inputs = inputs_of("float16")
     (out, lse), (exact, exact_lse) = copy_of(inputs), inputs.exact

@@ -162,6 +162,23 @@ def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
     assert peak.max() > 0
 
 
+ONE_HEAD = SparseCase(s_q=2, s_kv=40, h_q=1, topk=20, invalid=0.0)
+
+
+@pytest.mark.parametrize("kernel", [name for name in DETERMINISTIC if takes(name, ONE_HEAD, deterministic=True)])
+def test_numbers_below_the_finest_level_are_rounded_away(kernel: str) -> None:
+    """Where a row has next to no weight, a deterministic call finds 0, within its rule; a plain one does not."""
+    inputs = make(ONE_HEAD)
+    inputs.q[:] = 3 * inputs.q
+    plain, exact = (run(inputs, kernel, dkv_dtype="float32", deterministic=one) for one in (False, True))
+    check_gradients(plain, inputs, "float32")
+    check_gradients(exact, inputs, "float32", deterministic=True)
+    vanished = (exact[1] == 0).all(axis=1) & (plain[1] != 0).any(axis=1)
+    assert 0 < vanished.sum() < (plain[1] != 0).any(axis=1).sum()
+    with pytest.raises(AssertionError, match="dkv"):
+        check_gradients(exact, inputs, "float32")
+
+
 @pytest.mark.parametrize(
     ("kernel", "deterministic"),
     [(kernel, False) for kernel in ALL] + [(kernel, True) for kernel in DETERMINISTIC],
