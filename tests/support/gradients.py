@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy.launchers import sparse_rounders
 from mla_cupy.launchers.sparse_backward_config import KERNELS
 from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -24,6 +25,8 @@ CANCELLED = 2.0**-5
 #: Tensor cores cut off bits at each step: dP and delta, which nearly cancel where a query has one key, may err by 128
 #: units in the last place of such terms.
 BUDGET = 128 * 2.0**-23 / CANCELLED
+#: Between the levels of deterministic sums: `kLevelBits`.
+LEVEL_BITS = 4
 ALL_KERNELS = tuple(KERNELS)
 
 
@@ -54,7 +57,7 @@ def check_gradients(
 
 def error_of_exact_additions(inputs: SparseInputs) -> float:
     """By how much of its size a number is rounded at most, if 8 heads at a time are added: `exact_addition.cuh`."""
-    return 2.0 ** (3 - bits_of_exact_additions(inputs))
+    return 2.0 ** (LEVEL_BITS - 1 - bits_of_exact_additions(inputs))
 
 
 def least_of_exact_additions(inputs: SparseInputs) -> float:
@@ -73,12 +76,13 @@ def least_of_exact_additions(inputs: SparseInputs) -> float:
     if largest == 0:
         return 0.0
     bits = bits_of_exact_additions(inputs)
-    quantum = 2.0 ** (math.ceil(math.log2(largest)) - 4 * 5 - bits)
+    finest = LEVEL_BITS * (sparse_rounders.LEVELS - 1)
+    quantum = 2.0 ** (math.ceil(math.log2(largest)) - finest - bits)
     return 2.0 ** (23 - bits) * quantum / 2
 
 
 def bits_of_exact_additions(inputs: SparseInputs) -> int:
-    """Of a number, besides its sign."""
+    """How many of a number are kept at most, so that float32 holds the sum of as many as one row gets."""
     selected = np.concatenate([np.zeros(0, np.int64), *inputs.rows])
     numbers = np.bincount(selected, minlength=1).max() * -(-inputs.case.h_q // 8)
     return 23 - math.ceil(math.log2(max(2, numbers)))
