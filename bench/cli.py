@@ -1,4 +1,4 @@
-"""The command line: run, list, compare, plot, model."""
+"""The command line: run, list, compare, compare-trees, plot, model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import model_report
-from .errors import BenchError
-from .operations import DECODE, OPERATIONS, SPARSE_BACKWARD, Operation
-from .peers import Choices, Implementation, make
-from .recorders import METHODS
-from .sparse_cases import FORM, INDICES, with_indices
+from .context_parallel import command as context_parallel
+from .core.device import DTYPES
+from .core.errors import BenchError
+from .core.implementation import Choices, Implementation, make
+from .core.operation import BenchOperation
+from .core.plot import FORMATS
+from .core.recorders import METHODS
+from .model import report as model_report
+from .operations import OPERATIONS
+from .trees import command as trees_command
 
 DESCRIPTION = """Benchmarks of mla_cupy against its peers and the limits of the machine.
 
@@ -22,35 +26,11 @@ Every implementation's result is checked before it is timed; the figure is the m
 calls that rotate over more inputs than the L2 cache holds; shares are of limits measured in the same run.
 """
 PROG = "mla-cupy bench" if __name__.startswith("mla_cupy.") else "python -m bench"
-EXAMPLES = {
-    "decode": """examples:
-  run decode --quick                                   the four main cases, with the built-in baselines
-  run decode --peers-dir peers --json h200.jsonl       all cases, FlashMLA and FlashAttention-3 beside us
-  run decode --case b128-sq1-hq128-skv4096 --peers generic
-  run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same way
-""",
-    "sparse-forward": """examples:
-  run sparse-forward --peers-dir peers                 all cases with FlashMLA beside us
-  run sparse-forward --quick --indices clustered       indices as an indexer would choose them
-  run sparse-forward --case sq512-skv4096-hq16-topk512 any other shape, named in the same way
-""",
-    "sparse-backward": """examples:
-  run sparse-backward --peers cudnn --deterministic    all cases, cudnn-frontend and our own reproducible way beside us
-  run sparse-backward --case sq512-skv4096-hq16-topk512-clustered
-""",
-}
-EXIT_STATUS = "\nexit status: 0 all right, 1 a wrong result or an error in a case, 2 cannot run\n"
-PEERS = {
-    "decode": "flashmla, fa3 (they import torch and need --peers-dir), cupy, generic; or none. "
-    "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
-    "sparse-forward": "flashmla (imports torch and needs --peers-dir), tilelang, generic; or none. "
-    "Default: flashmla where --peers-dir is given",
-    "sparse-backward": "cudnn (imports torch and cudnn-frontend), tilelang, generic. Default: none",
-}
+EXIT_STATUS = "\nexit status: 0 success, 1 a wrong result or an error in a case, 2 cannot run\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command and returns the exit status."""
     parser = build_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
@@ -71,14 +51,24 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     operations = run.add_subparsers(title="operations", required=True, metavar="OPERATION")
     for operation in OPERATIONS.values():
         title = operation.title[0].upper() + operation.title[1:] + "."
-        epilog = EXAMPLES[operation.name] + EXIT_STATUS
+        epilog = operation.examples + EXIT_STATUS
         one = operations.add_parser(
             operation.name, help=operation.title, description=title, epilog=epilog, formatter_class=raw
         )
         _add_run_arguments(one, operation)
         one.set_defaults(handler=run_operation, operation=operation)
 
-    show = commands.add_parser("list", help="print the cases, their cost, and what was seen on one H200")
+    several = operations.add_parser(
+        context_parallel.NAME,
+        help=context_parallel.TITLE,
+        description=context_parallel.DESCRIPTION,
+        epilog=context_parallel.EPILOG + EXIT_STATUS,
+        formatter_class=raw,
+    )
+    context_parallel.add_arguments(several)
+    several.set_defaults(handler=lambda args: context_parallel.run(args, _console()))
+
+    show = commands.add_parser("list", help="print the cases, their cost, and times on one H200")
     show.set_defaults(handler=list_cases)
 
     compare = commands.add_parser("compare", help="compare two result files")
@@ -97,17 +87,23 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     compare.set_defaults(handler=compare_files)
 
-    plot = commands.add_parser("plot", help="draw a result file as a roofline (needs matplotlib)")
-    plot.add_argument("file", type=Path, metavar="FILE.jsonl")
-    plot.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("roofline.png"),
-        metavar="FILE",
-        help="default %(default)s; .svg and .pdf too",
+    trees = commands.add_parser(
+        "compare-trees",
+        help="time two source trees in turn on the GPU",
+        description=trees_command.DESCRIPTION,
+        epilog=trees_command.EPILOG,
+        formatter_class=raw,
     )
-    plot.set_defaults(handler=plot_file)
+    trees_command.add_arguments(trees)
+    trees.set_defaults(handler=lambda args: trees_command.run(args, _console()))
+
+    plot = commands.add_parser("plot", help="draw result files: a roofline and bars for each operation (matplotlib)")
+    plot.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
+    plot.add_argument(
+        "-o", "--output", type=Path, default=Path(), metavar="DIR", help="where to (default: the current directory)"
+    )
+    plot.add_argument("--format", choices=FORMATS, default="png", help="default %(default)s")
+    plot.set_defaults(handler=plot_files)
 
     model = commands.add_parser(
         "model",
@@ -121,8 +117,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None:
-    sparse = operation is not DECODE
+def _add_run_arguments(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     cases = parser.add_argument_group("which cases")
     which = cases.add_mutually_exclusive_group()
     which.add_argument(
@@ -130,7 +125,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, operation: Operation) ->
         action="append",
         default=[],
         metavar="NAME",
-        help="a case by name; may be given again" + (f"; any {FORM}" if sparse else ""),
+        help=f"a case by name, repeatable; any {operation.case_form}",
     )
     which.add_argument(
         "--suite", choices=sorted(operation.suites), default="targets", help="a set of cases (default %(default)s)"
@@ -139,25 +134,19 @@ def _add_run_arguments(parser: argparse.ArgumentParser, operation: Operation) ->
     which.add_argument(
         "--quick", action="store_const", const="quick", dest="suite", help=f"the suite of {count} main cases"
     )
-    if sparse:
-        cases.add_argument(
-            "--indices",
-            choices=INDICES,
-            default=None,
-            help="how the rows of each query are chosen, in every case: all visible ones alike, or sinks, recent "
-            "tokens and blocks that neighbouring queries share (default: as the case's name says, random)",
-        )
+    for name, option in operation.case_options.items():
+        cases.add_argument(f"--{name}", choices=option.choices, help=option.help)
     what = parser.add_argument_group("what runs")
-    what.add_argument("--peers", type=_names, metavar="NAMES", help=f"comma-separated: {PEERS[operation.name]}")
-    if operation is not SPARSE_BACKWARD:
+    what.add_argument("--peers", type=_names, metavar="NAMES", help=f"comma-separated: {operation.peers}")
+    if operation.peers_dir:
         what.add_argument("--peers-dir", type=Path, metavar="DIR", help="holds the shared objects of the peers' wheels")
-    else:
+    if operation.deterministic:
         what.add_argument(
             "--deterministic", action="store_true", help="also mla_cupy with deterministic=True, as a row of its own"
         )
-    what.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    what.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     what.add_argument(
-        "--variant", metavar="NAME", help="force a kernel of mla_cupy, as variant= of its public calls does"
+        "--kernel", metavar="NAME", help="force a kernel of mla_cupy, as the same option of its public calls does"
     )
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -165,7 +154,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, operation: Operation) ->
         choices=METHODS,
         default=operation.method,
         help="graph: replays of a CUDA graph. events: the same calls made one by one between two CUDA events; for "
-        "peers that cannot be captured (default %(default)s, the same for everyone in a run)",
+        "peers that cannot be captured (default %(default)s; the same for all implementations of a run)",
     )
     how.add_argument(
         "--replays",
@@ -178,8 +167,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser, operation: Operation) ->
     how.add_argument(
         "--no-limits", action="store_true", help="do not measure the machine's limits (shares are then unknown)"
     )
-    how.add_argument("--json", type=Path, metavar="FILE.jsonl", help="append one JSON object a row")
-    how.add_argument("--tag", default="", help="a text to keep in every row")
+    how.add_argument("--json", type=Path, metavar="FILE.jsonl", help="append one JSON object per row")
+    how.add_argument("--tag", default="", help="a text to store in every row")
 
 
 def _names(text: str) -> list[str]:
@@ -201,19 +190,21 @@ def _console() -> Any:
     from rich.console import Console
 
     # A file or a pipe has no width of its own: do not cut the tables down to 80 columns there.
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    width = None if sys.stdout.isatty() else 160
+    return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def run_operation(args: argparse.Namespace) -> int:
     """`run decode` and the others."""
-    from . import environment, limits, report
-    from .device import CudaDevice
-    from .runner import Options, run_case
+    from .core import environment, limits, report, table
+    from .core.device import CudaDevice
+    from .core.runner import Options, run_case
 
-    operation: Operation = args.operation
+    operation: BenchOperation = args.operation
     cases = operation.select(args.case, args.suite)
-    if getattr(args, "indices", None):
-        cases = operation.select([with_indices(case.name, args.indices) for case in cases], args.suite)
+    for name, option in operation.case_options.items():
+        if value := getattr(args, name):
+            cases = operation.select([option.rename(case.name, value) for case in cases], args.suite)
     implementations = _implementations(args, operation)
     device = CudaDevice(args.method)
     console = _console()
@@ -230,33 +221,26 @@ def run_operation(args: argparse.Namespace) -> int:
     )
     failed = False
     with ExitStack() as stack:
-        stream = stack.enter_context(_open_to_append(args.json)) if args.json else None
+        stream = stack.enter_context(environment.open_to_append(args.json)) if args.json else None
         for case in cases:
             rows = run_case(operation, case, implementations, device, options)
-            report.show(console, rows)
+            table.show(console, rows)
             if stream:
                 report.write(stream, rows)
             failed |= any(row["status"] in (report.WRONG, report.ERROR) for row in rows)
             try:
                 device.release()
-            except Exception as error:  # an error of a kernel stays with the process
-                raise BenchError(f"the GPU cannot be used any more after {case.name}: {error}") from error
+            except Exception as error:  # an error of a kernel is sticky in the process
+                raise BenchError(f"the GPU is unusable after {case.name}: {error}") from error
     return int(failed)
 
 
-def _implementations(args: argparse.Namespace, operation: Operation) -> list[Implementation]:
-    choices = Choices(getattr(args, "peers_dir", None), args.variant)
+def _implementations(args: argparse.Namespace, operation: BenchOperation) -> list[Implementation]:
+    choices = Choices(getattr(args, "peers_dir", None), args.kernel)
     names = operation.default_peers(choices) if args.peers is None else args.peers
     if getattr(args, "deterministic", False):
         names = ["deterministic", *names]
     return make(names, operation.implementations(choices))
-
-
-def _open_to_append(path: Path) -> Any:
-    try:
-        return path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"--json: cannot write {path}: {error.strerror}") from error
 
 
 def _rate(value: float | None, unit: str) -> str:
@@ -279,25 +263,26 @@ def list_cases(args: argparse.Namespace) -> int:
             figures = (f"{cost.flops / 1e9:.2f}", f"{cost.nbytes / 1e6:.1f}", f"{cost.intensity:.0f}")
             table.add_row(case.name, *figures, *("-" if us is None else f"{us:g}" for us in case.seen.values()), suites)
         _console().print(table)
-    print("Microseconds: seen on one H200 with bfloat16, and aimed at there; claims are ratios of one run.")
+    print("Microseconds: measured on one H200 with bfloat16, and our target there; claims are ratios of one run.")
     return 0
 
 
 def compare_files(args: argparse.Namespace) -> int:
     """`compare`."""
-    from .compare import compare, show
-    from .report import read
+    from .core.compare import compare, show
+    from .core.report import read
 
     changes = compare(read(args.before), read(args.after), args.relative_to)
     show(_console(), changes, args.fail_if_slower)
     return int(args.fail_if_slower is not None and any(change.fails(args.fail_if_slower) for change in changes))
 
 
-def plot_file(args: argparse.Namespace) -> int:
+def plot_files(args: argparse.Namespace) -> int:
     """`plot`."""
-    from .plot import roofline
-    from .report import read
+    from .core.plot import draw
+    from .core.report import read
 
-    roofline(read(args.file), args.output)
-    print(f"wrote {args.output}")
+    rows = [row for file in args.files for row in read(file)]
+    for path in draw(rows, args.output, args.format):
+        print(f"wrote {path}")
     return 0

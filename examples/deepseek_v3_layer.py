@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 import mla_cupy
-from mla_cupy.formats import numpy_dtype
+from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.reference import MlaConfig, MlaWeights, layer, random_weights
 
 #: The largest relative error of a token's result that rounding to 16 bits explains.
@@ -98,7 +98,7 @@ def main() -> int:
 
     itemsize = cache.pool.itemsize
     per_head = config.heads * (config.d_nope + config.d_rope + config.d_v)
-    print(f"cache: {width * itemsize} bytes a token; keys and values per head would take {per_head * itemsize}")
+    print(f"cache: {width * itemsize} bytes per token; keys and values per head would take {per_head * itemsize}")
     return report(relative_errors(decoded, traditional), relative_errors(absorbed, traditional), options.dtype)
 
 

@@ -1,8 +1,7 @@
-"""Sparse attention in JAX: a jax.custom_vjp on the public calls, checked against JAX's own gradients.
+"""Sparse attention with gradients in JAX: `mla_cupy.jax`, outside and inside of jit, checked against JAX itself.
 
-Outside jit, the public calls get the JAX arrays themselves, through DLPack: nothing is copied. Inside jit there are no
-arrays yet, so the calls go through jax.pure_callback, which hands them NumPy arrays on the host: right everywhere, but
-on a GPU every call then moves its arrays there and back. The script does both, on the device that JAX takes by default.
+The kernels run on XLA's buffers and in XLA's stream: nothing is copied, and XLA may put them into its CUDA graphs. The
+script runs on the device that JAX takes by default.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mla_cupy
+import mla_cupy.jax as mla
 
 D_QK, D_V = 576, 512
 
@@ -24,62 +22,10 @@ D_QK, D_V = 576, 512
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 
-@jax.custom_vjp
-def sparse_attention(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink: jax.Array | None = None) -> jax.Array:
-    """out[i, h] = sum_j softmax_j(q[i, h] . kv[j] / 24) * kv[j, :512], j over the rows that indices[i] selects.
-
-    Differentiable with respect to `q`, `kv` and `attn_sink`.
-
-    Parameters
-    ----------
-    q : array, (s_q, h_q, 576), bfloat16 or float16
-    kv : array, (s_kv, 576), dtype of q
-    indices : array, (s_q, topk), int32
-        Rows of `kv`; -1 marks a slot that is not used.
-    attn_sink : array, (h_q,), float32, optional
-
-    Returns
-    -------
-    array, (s_q, h_q, 512), dtype of q
-    """
-    return _forward(q, kv, indices, attn_sink)[0]
-
-
-def _forward(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink: jax.Array | None) -> tuple[jax.Array, Any]:
-    s_q, h_q, _ = q.shape
-    rows = jax.ShapeDtypeStruct((s_q, h_q), jnp.float32)
-    results = jax.ShapeDtypeStruct((s_q, h_q, D_V), q.dtype), rows, rows
-
-    def call(q: Any, kv: Any, indices: Any, attn_sink: Any) -> Any:
-        return mla_cupy.sparse_mla_forward(q, kv, indices, attn_sink=attn_sink)
-
-    out, lse, _ = _anywhere(call, results, q, kv, indices, attn_sink)
-    return out, (q, kv, indices, attn_sink, out, lse)
-
-
-def _backward(saved: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
-    q, kv, _, attn_sink, *_ = saved
-    like_inputs = tuple(None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv, attn_sink))
-
-    def call(q: Any, kv: Any, indices: Any, attn_sink: Any, out: Any, lse: Any, dout: Any) -> Any:
-        return mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, attn_sink=attn_sink)
-
-    dq, dkv, d_sink = _anywhere(call, like_inputs, *saved, dout)
-    return dq, dkv, None, d_sink  # None: indices have no gradient
-
-
-def _anywhere(call: Callable[..., Any], results: Any, *arguments: Any) -> Any:
-    """`call(*arguments)`: at once with arrays, as a callback of the compiled program where they are traced."""
-    if not any(isinstance(x, jax.core.Tracer) for x in arguments):
-        return call(*arguments)
-
-    def on_host(*arrays: Any) -> Any:
-        return call(*(None if x is None else np.asarray(x) for x in arrays))
-
-    return jax.pure_callback(on_host, results, *arguments)
-
-
-sparse_attention.defvjp(_forward, _backward)
+def sparse_attention(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink: jax.Array) -> jax.Array:
+    """out[i, h] = sum_j softmax_j(q[i, h] . kv[j] / 24) * kv[j, :512], j over the rows that indices[i] selects."""
+    out, _lse, _max_logits = mla.sparse_mla_forward(q, kv, indices, attn_sink=attn_sink)
+    return out
 
 
 def plain_attention(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink: jax.Array) -> jax.Array:

@@ -1,19 +1,17 @@
-"""Sparse attention in a PyTorch model: a torch.autograd.Function on the public calls, checked against autograd.
+"""Sparse attention with gradients in PyTorch: `mla_cupy.torch`, eager and compiled, checked against autograd.
 
-`sparse_attention` can be copied into a model as it is. The script compares its result and its gradients with those of
-the same attention written in plain PyTorch, in float64, on a small case: on PyTorch's GPU if it has one, else on the
-CPU.
+The script compares result and gradients with those of the same attention written in plain PyTorch, in float64, on a
+small case: on PyTorch's GPU if it has one, else on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 import torch
 
-import mla_cupy
+import mla_cupy.torch as mla
 
 D_QK, D_V = 576, 512
 
@@ -21,50 +19,9 @@ D_QK, D_V = 576, 512
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 
-class SparseAttention(torch.autograd.Function):
-    """out[i, h] = sum_j softmax_j(scale * q[i, h] . kv[j]) * kv[j, :512], j over the rows that indices[i] selects."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, attn_sink: Any, options: dict[str, Any]
-    ) -> torch.Tensor:
-        # Autograd runs this without recording: only here may a tensor that requires grad be handed over.
-        out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices, attn_sink=attn_sink, **options)
-        ctx.save_for_backward(q, kv, indices, attn_sink, out, lse)
-        ctx.options = options
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        q, kv, indices, attn_sink, out, lse = ctx.saved_tensors
-        dout = dout.contiguous()  # autograd may hand over an expanded scalar
-        dq, dkv, d_sink = mla_cupy.sparse_mla_backward(
-            q, kv, out, dout, lse, indices, attn_sink=attn_sink, **ctx.options
-        )
-        return dq, dkv, None, d_sink, None
-
-
-def sparse_attention(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, attn_sink: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
-    """Differentiable with respect to `q`, `kv` and `attn_sink`.
-
-    Parameters
-    ----------
-    q : tensor, (s_q, h_q, 576), bfloat16 or float16
-    kv : tensor, (s_kv, 576), dtype of q
-    indices : tensor, (s_q, topk), int32
-        Rows of `kv`; -1 marks a slot that is not used.
-    attn_sink : tensor, (h_q,), float32, optional
-    **options
-        For both public calls: scale, causal, topk_length, cu_seqlens_q, cu_seqlens_kv.
-
-    Returns
-    -------
-    tensor, (s_q, h_q, 512), dtype of q
-    """
-    out: torch.Tensor = SparseAttention.apply(q, kv, indices, attn_sink, options)
+def sparse_attention(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
+    """out[i, h] = sum_j softmax_j(q[i, h] . kv[j] / 24) * kv[j, :512], j over the rows that indices[i] selects."""
+    out, _lse, _max_logits = mla.sparse_mla_forward(q, kv, indices, attn_sink=attn_sink)
     return out
 
 
@@ -108,21 +65,24 @@ def main() -> int:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     q, kv, attn_sink, indices, dout = random_inputs(options, device)
-    leaves = [x.clone().requires_grad_() for x in (q, kv, attn_sink)]
-    out = sparse_attention(leaves[0], leaves[1], indices, leaves[2])
-    out.backward(dout)
-
     exact_leaves = [x.double().requires_grad_() for x in (q, kv, attn_sink)]
     exact = plain_attention(exact_leaves[0], exact_leaves[1], indices, exact_leaves[2])
     exact.backward(dout.double())
 
     print(f"{options.tokens} tokens, {options.heads} heads, top-{options.topk}, {options.dtype}, on {device}")
     right = True
-    pairs = [(x.grad, y.grad) for x, y in zip(leaves, exact_leaves, strict=True)]
-    for name, (got, want) in zip(("out", "dq", "dkv", "d_sink"), [(out, exact), *pairs], strict=True):
-        error = float((got.detach().double() - want.detach()).abs().max() / want.detach().abs().max())
-        right &= error <= TOLERANCE[options.dtype]
-        print(f"  {name:6} largest error relative to the largest value: {error:.1e}")
+    # Nothing is generated here, so that the simplest of the compilers will do; a model takes the default.
+    compiled = torch.compile(sparse_attention, fullgraph=True, backend="aot_eager")
+    for way, attention in (("eager", sparse_attention), ("compiled", compiled)):
+        leaves = [x.clone().requires_grad_() for x in (q, kv, attn_sink)]
+        out = attention(leaves[0], leaves[1], indices, leaves[2])
+        out.backward(dout)
+        print(f" {way}: largest errors relative to the largest values")
+        pairs = [(x.grad, y.grad) for x, y in zip(leaves, exact_leaves, strict=True)]
+        for name, (got, want) in zip(("out", "dq", "dkv", "d_sink"), [(out, exact), *pairs], strict=True):
+            error = float((got.detach().double() - want.detach()).abs().max() / want.detach().abs().max())
+            right &= error <= TOLERANCE[options.dtype]
+            print(f"  {name:6} {error:.1e}")
     print("equal to autograd" if right else "DIFFERENT FROM autograd")
     return 0 if right else 1
 

@@ -13,6 +13,7 @@ from mla_cupy._version import __version__
 
 if TYPE_CHECKING:
     from mla_cupy import reference
+    from mla_cupy.cache import CacheStats, CacheStep, PagedKVCache
     from mla_cupy.errors import (
         ArgumentError,
         CacheFullError,
@@ -21,24 +22,55 @@ if TYPE_CHECKING:
         KernelCompileError,
         KernelNotBuiltError,
         MlaError,
+        ParallelError,
         PlanError,
         ShapeError,
         UnsupportedDeviceError,
     )
     from mla_cupy.ops import (
         DecodePlan,
+        cache_append,
+        cache_copy_pages,
+        cache_gather,
+        indexer_logits,
+        indexer_logits_paged,
+        indexer_prepare_k,
+        indexer_prepare_q,
+        indexer_select,
+        indexer_topk,
         merge_states,
         mla_decode,
         plan_decode,
         sparse_mla_backward,
+        sparse_mla_decode,
         sparse_mla_forward,
+        workspace_bytes,
     )
 
 _HOME = {
     **dict.fromkeys(
-        ("DecodePlan", "merge_states", "mla_decode", "plan_decode", "sparse_mla_backward", "sparse_mla_forward"),
+        (
+            "DecodePlan",
+            "cache_append",
+            "cache_copy_pages",
+            "cache_gather",
+            "indexer_logits",
+            "indexer_logits_paged",
+            "indexer_prepare_k",
+            "indexer_prepare_q",
+            "indexer_select",
+            "indexer_topk",
+            "merge_states",
+            "mla_decode",
+            "plan_decode",
+            "sparse_mla_backward",
+            "sparse_mla_decode",
+            "sparse_mla_forward",
+            "workspace_bytes",
+        ),
         "mla_cupy.ops",
     ),
+    **dict.fromkeys(("CacheStats", "CacheStep", "PagedKVCache"), "mla_cupy.cache"),
     **dict.fromkeys(
         (
             "ArgumentError",
@@ -48,6 +80,7 @@ _HOME = {
             "KernelCompileError",
             "KernelNotBuiltError",
             "MlaError",
+            "ParallelError",
             "PlanError",
             "ShapeError",
             "UnsupportedDeviceError",
@@ -59,22 +92,37 @@ _HOME = {
 __all__ = [
     "ArgumentError",
     "CacheFullError",
+    "CacheStats",
+    "CacheStep",
     "DTypeError",
     "DecodePlan",
     "DeviceError",
     "KernelCompileError",
     "KernelNotBuiltError",
     "MlaError",
+    "PagedKVCache",
+    "ParallelError",
     "PlanError",
     "ShapeError",
     "UnsupportedDeviceError",
     "__version__",
+    "cache_append",
+    "cache_copy_pages",
+    "cache_gather",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "indexer_prepare_k",
+    "indexer_prepare_q",
+    "indexer_select",
+    "indexer_topk",
     "merge_states",
     "mla_decode",
     "plan_decode",
     "reference",
     "sparse_mla_backward",
+    "sparse_mla_decode",
     "sparse_mla_forward",
+    "workspace_bytes",
 ]
 
 
@@ -93,25 +141,29 @@ def __dir__() -> list[str]:
 
 def _compile_core_kernels() -> None:
     """Start compiling for this machine's GPUs, if MLA_CUPY_JIT says so; costs a call of NVML where there is one."""
+    from mla_cupy.errors import ArgumentError
     from mla_cupy.runtime import env
 
-    if env.get("JIT") != "import":
+    try:
+        if env.get("JIT") != "import":
+            return
+    except ArgumentError:  # the first call and `mla-cupy info` say it: an import must not fail for it
         return
     from mla_cupy.runtime import device
 
     archs = device.nvml_archs()
     if not archs:
         return
-    from mla_cupy.launchers import SPECS
+    from mla_cupy.kernels import KERNELS
     from mla_cupy.runtime import worker
 
     worker.start(
         [
-            spec.request(variant, arch)
+            kernel.request(variant, arch)
             for arch in archs
-            for spec in SPECS.values()
-            if spec.supports_arch(arch)
-            for variant in spec.core
+            for kernel in KERNELS.values()
+            if kernel.supports_arch(arch)
+            for variant in kernel.core
         ]
     )
 

@@ -1,4 +1,4 @@
-"""The command line: `mla-cupy info | compile | list | clear-cache | demo | selftest | bench | sim`."""
+"""The command line: `mla-cupy info | compile | list | formats | clear-cache | demo | selftest | bench | sim`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import argparse
 import contextlib
 import functools
 import importlib
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy._version import __version__
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
 from mla_cupy.parts import part as _part
-from mla_cupy.runtime import cache, device, kernels, report, worker
+from mla_cupy.records import RECORDS
+from mla_cupy.runtime import cache, device, loader, nvrtc, report, worker
 from mla_cupy.runtime.build import BuildRequest
+from mla_cupy.selftest import command as selftest
+from mla_cupy.terminal import progress, show, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from mla_cupy.launchers.spec import KernelSpec, Variant
+    from mla_cupy.kernels.spec import Kernel, Variant
 
 _DEFAULT_ARCH = "sm_90a"
 _EPILOG = """\
@@ -33,30 +36,19 @@ examples:
   mla-cupy demo                               decode a ragged batch and check it
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
-_SELFTEST_EPILOG = """\
-Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
-kernel of the sparse backward, then the kernels, each compared with NumPy. What needs a probe that failed is skipped. On
-a GPU probes run in child processes, so that one that hangs or kills its context is reported, and the next one runs. The
-exit status is 0 if nothing went wrong, else 1. Paste the report into an issue, whatever it says.
-
-examples:
-  mla-cupy selftest                           on this machine's GPU, or for sm_100a in the simulator
-  mla-cupy selftest --arch sm_90a --simulate  Hopper's instructions and kernels, in the simulator
-  mla-cupy selftest --probes 'mma/*-rope-*'   some of them
-  mla-cupy selftest --list                    their names, and what each tries
-"""
-
-Planned = tuple["KernelSpec", "Variant", BuildRequest]
+Planned = tuple["Kernel[Any]", "Variant", BuildRequest]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 well, 1 something failed, 2 wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain characters that its encoding lacks
     try:
         if arguments[:1] == ["bench"]:
             return int(_part("bench", "bench", "cli").main(arguments[1:]))
         if arguments[:1] == ["sim"]:
-            return int(_part("ptxsim", "tests/ptxsim", "__main__").main(arguments[1:]))
+            return int(_part("ptxsim", "ptxsim/ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
         options = _parser(arguments).parse_args(arguments)
         return int(options.run(options))
     except MlaError as error:
@@ -91,11 +83,14 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     command.add_argument("-j", "--jobs", type=_positive, default=jobs, metavar="N", help=f"at a time (default: {jobs})")
     command.add_argument("--out", type=Path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
     _add_selection(add("list", _list, "the kernels, their variants, and which of them are built"))
+    add("formats", _formats, "the records of paged caches, byte by byte")
     add("clear-cache", _clear_cache, "delete the compiled kernels of the cache")
     demo = add("demo", _demo, "decode a ragged batch and check it against the oracle", json_too=False)
     if arguments[:1] == ["demo"]:
         _demo_module().add_arguments(demo)
-    _add_selftest(add("selftest", _selftest, "try instructions, then kernels, on a GPU or simulated", json_too=False))
+    selftest.add_arguments(
+        add("selftest", selftest.run, "try instructions, then kernels, on a GPU or simulated", json_too=False)
+    )
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
     return parser
@@ -123,28 +118,14 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_selftest(command: argparse.ArgumentParser) -> None:
-    command.epilog = _SELFTEST_EPILOG
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument(
-        "--arch", metavar="ARCH", help="sm_90a, sm_100a or sm_103a (default: this machine's GPU, or sm_100a)"
-    )
-    command.add_argument("--probes", default="*", metavar="GLOB", help="only probes with such names, as 'mma/*'")
-    command.add_argument("--list", action="store_true", help="show the probes, run none")
-    command.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE, as JSON")
-    command.add_argument("--simulate", action="store_true", help="in the simulator even if there is such a GPU")
-    command.add_argument("--keep-going", action="store_true", help="run also what needs a probe that has failed")
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 1 on")
+    return int(text)
 
 
 # -- info ------------------------------------------------------------------------------------------------------------
@@ -155,18 +136,17 @@ def _info(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts, indent=1))
         return 0
-    tables = [
-        _table("mla_cupy", ("what", "value"), facts["versions"].items()),
-        _table("NVRTC", ("what", "value"), facts["nvrtc"].items()),
-        _table("GPUs", ("name", "compute capability", "target", "memory", "driver"), map(_gpu_row, facts["gpus"])),
-        _table("cache", ("what", "value"), facts["cache"].items()),
-        _table(
-            "environment variables", ("name", "value", "default", "meaning"), map(dict.values, facts["environment"])
-        ),
-    ]
-    _show(*tables)
+    show(
+        table("mla_cupy", ("what", "value"), facts["versions"].items()),
+        table("NVRTC", ("what", "value"), facts["nvrtc"].items()),
+        table("GPUs", ("name", "compute capability", "target", "memory", "driver"), map(_gpu_row, facts["gpus"])),
+        table("cache", ("what", "value"), facts["cache"].items()),
+        table("environment variables", ("name", "value", "default", "meaning"), map(dict.values, facts["environment"])),
+    )
     if not facts["gpus"]:
         print("No GPU: NumPy arrays are computed by the NumPy backend; kernels can be compiled.")
+    for problem in facts["problems"]:
+        print(f"Problem: {problem}")
     return 0
 
 
@@ -180,25 +160,42 @@ def _gpu_row(gpu: dict[str, Any]) -> tuple[str, ...]:
 
 def _compile(options: argparse.Namespace) -> int:
     planned = _plan(options)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
     outcomes = _build_with_progress([request for _, _, request in planned], options.jobs, quiet=options.json)
     if options.out:
         for outcome in outcomes:
             if outcome.build:
                 entry = options.out / outcome.request.name
                 cache.write(entry, outcome.build, cache.image_key(outcome.request))
-    rows = [_outcome_row(plan, outcome) for plan, outcome in zip(planned, outcomes, strict=True)]
-    failed = [outcome for outcome in outcomes if outcome.build is None]
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([_outcome_row(outcome) for outcome in outcomes], indent=1))
     else:
-        keys = ("kernel", "variant", "target", "registers", "smem", "spills", "seconds", "state")
-        heads = ["regs" if key == "registers" else key for key in keys]
-        _show(_table("kernels", heads, ([row[key] for key in keys] for row in rows)))
+        _show_outcomes(outcomes)
         if options.out:
             print(f"Written to {options.out}: use them with MLA_CUPY_CUBIN_DIR={options.out.resolve()}")
-    for outcome in failed:
-        print(f"\nmla-cupy: {outcome.error}", file=sys.stderr)
-    return 1 if failed else 0
+    _print_causes(outcomes)
+    return 0 if all(outcome.build and (options.out or not outcome.unkept) for outcome in outcomes) else 1
+
+
+def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:
+    keys = ("kernel", "variant", "target", "registers", "smem", "spills", "seconds", "state")
+    heads = ["regs" if key == "registers" else key for key in keys]
+    rows = map(_outcome_row, outcomes)
+    show(table("kernels", heads, ([row[key] for key in keys] for row in rows)))
+
+
+def _print_causes(outcomes: Sequence[loader.Outcome]) -> None:
+    """What went wrong: each cause once, with the kernels that it is the cause for."""
+    names: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if cause := outcome.error or outcome.unkept:
+            # A header that does not compile says the same of each kernel.
+            names.setdefault(cause.removeprefix(outcome.request.name), []).append(outcome.request.name)
+    for cause, affected in names.items():
+        subject = affected[0] if cause.startswith((" ", ":")) else ""
+        others = f"\n{len(affected)} kernels: {', '.join(affected)}" if len(affected) > 1 else ""
+        print(f"\nmla-cupy: {subject}{cause}{others}", file=sys.stderr)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -219,7 +216,31 @@ def _list(options: argparse.Namespace) -> int:
     cells = (
         [("yes" if value else "no") if isinstance(value, bool) else value for value in row.values()] for row in rows
     )
-    _show(_table("kernels", ("kernel", "variant", "target", "source", "on import", "built"), cells))
+    show(table("kernels", ("kernel", "variant", "target", "source", "on import", "built"), cells))
+    return 0
+
+
+def _formats(options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps({record.name: asdict(record) for record in RECORDS.values()}, indent=1))
+        return 0
+    heads = ("record", "bytes", "planes", "dtype", "scales", "group", "page of 64", "used by")
+    rows = (
+        (
+            *(r.name, r.token_bytes, " + ".join(map(str, r.planes)), r.dtype, ", ".join(r.scales), r.group or "-"),
+            *(r.page_bytes(64), r.about),
+        )
+        for r in RECORDS.values()
+    )
+    fields = (
+        (r.name, f.name, f.kind, f.count, f.plane, f.offset, f.offset + f.nbytes)
+        for r in RECORDS.values()
+        for f in r.fields
+    )
+    show(
+        table("records: one token of a paged cache", heads, rows),
+        table("fields", ("record", "field", "kind", "count", "plane", "first byte", "end"), fields),
+    )
     return 0
 
 
@@ -234,17 +255,19 @@ def _clear_cache(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> list[Planned]:
     """Every kernel, variant and target that the options ask for."""
-    from mla_cupy.launchers import SPECS
+    from mla_cupy.kernels import KERNELS
 
-    archs = options.arch or tuple(device.nvml_archs()) or (_DEFAULT_ARCH,)
-    named = options.kernels != ("all",)
-    if unknown := [name for name in options.kernels if named and name not in SPECS]:
-        raise ArgumentError(explain("--kernels", ", ".join(unknown), "all, or some of " + ", ".join(SPECS)))
+    archs = _archs(options.arch)
+    if options.kernels == ("all",):
+        specs = list(KERNELS.values())
+    else:
+        _check_names("--kernels", options.kernels, KERNELS, "all, or some of ")
+        specs = [spec for name, spec in KERNELS.items() if name in options.kernels]
     planned = [
         (spec, variant, spec.request(variant, arch))
         for arch in archs
-        for spec in SPECS.values()
-        if (not named or spec.name in options.kernels) and spec.supports_arch(arch)
+        for spec in specs
+        if spec.supports_arch(arch)
         for variant in spec.variants
     ]
     if not planned:
@@ -252,26 +275,31 @@ def _plan(options: argparse.Namespace) -> list[Planned]:
     return planned
 
 
-def _build_with_progress(requests: list[BuildRequest], jobs: int, *, quiet: bool) -> list[kernels.Outcome]:
-    with _progress("compiling", len(requests), quiet=quiet) as advance:
-        return kernels.build_all(requests, jobs, lambda request, outcome: advance(request.name, outcome is not None))
+def _archs(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The targets that are asked for, each once; by default those of the GPUs of this machine."""
+    archs = device.nvml_archs() or [_DEFAULT_ARCH] if given is None else given
+    possible: tuple[str, ...] = device.TARGETS
+    with contextlib.suppress(KernelCompileError):  # without NVRTC nothing is compiled, but prebuilt kernels are listed
+        known = nvrtc.load(nvrtc.find_nvrtc()).compute_capabilities()
+        possible = tuple(arch for arch in possible if device.number_of(arch) in known)
+    _check_names("--arch", archs, possible, "some of ")
+    return tuple(dict.fromkeys(archs))
 
 
-@contextlib.contextmanager
-def _progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, bool], None]]:
-    """A bar on standard error; the function says what is at work, and whether it is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        bar = progress.add_task(what, total=total)
-        yield lambda name, done: progress.update(bar, description=name, advance=1 if done else 0)
+def _check_names(option: str, given: Sequence[str], possible: Collection[str], which: str) -> None:
+    unknown = [name for name in given if name not in possible]
+    if unknown or not given:
+        raise ArgumentError(explain(option, ", ".join(unknown) or "nothing", which + ", ".join(possible)))
 
 
-def _outcome_row(plan: Planned, outcome: kernels.Outcome) -> dict[str, Any]:
-    spec, variant, request = plan
-    row: dict[str, Any] = {"kernel": spec.name, "variant": str(variant), "target": request.arch}
+def _build_with_progress(requests: Sequence[BuildRequest], jobs: int, *, quiet: bool) -> list[loader.Outcome]:
+    with progress("compiling", len(requests), quiet=quiet) as advance:
+        return loader.build_all(requests, jobs, lambda request, outcome: advance(request.name, outcome is not None))
+
+
+def _outcome_row(outcome: loader.Outcome) -> dict[str, Any]:
+    request = outcome.request
+    row = {"kernel": request.entry.removeprefix("mla_"), "variant": request.label, "target": request.arch}
     if outcome.build is None:
         return {**row, **dict.fromkeys(("registers", "smem", "spills", "stack", "seconds"), "-"), "state": "failed"}
     record = outcome.build.record
@@ -282,7 +310,7 @@ def _outcome_row(plan: Planned, outcome: kernels.Outcome) -> dict[str, Any]:
         "spills": record["spill_stores"] + record["spill_loads"],
         "stack": record["stack"],
         "seconds": record["seconds"],
-        "state": "cached" if outcome.was_cached else "compiled",
+        "state": "cached" if outcome.was_cached else "not kept" if outcome.unkept else "compiled",
     }
 
 
@@ -297,60 +325,13 @@ def _built(request: BuildRequest) -> bool | str:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    return int(_demo_module().run(options))
+    return int(_demo_module().run(options, _compile_for))
+
+
+def _compile_for(arch: str, jobs: int) -> bool:
+    """Compile every kernel for `arch` and show what became of them; whether all compiled."""
+    return _compile(argparse.Namespace(arch=(arch,), kernels=("all",), jobs=jobs, out=None, json=False)) == 0
 
 
 def _demo_module() -> Any:
     return importlib.import_module("mla_cupy.demo")
-
-
-# -- selftest --------------------------------------------------------------------------------------------------------
-
-
-def _selftest(options: argparse.Namespace) -> int:
-    from mla_cupy.selftest import catalog, place, runner, summary
-
-    arch = options.arch or place.default_arch()
-    probes = catalog.probes(arch, options.probes)
-    if options.list:
-        _show(_table(f"probes for {arch}", ("name", "tries"), ((probe.name, probe.about) for probe in probes)))
-        return 0
-    here = place.find(arch, options.simulate)
-    if here.simulated:
-        print(f"Not on a GPU but in the simulator: {here.reason}.", file=sys.stderr)
-    requests = list(dict.fromkeys(request for probe in probes for request in probe.requests(arch)))
-    _build_with_progress(requests, os.cpu_count() or 1, quiet=False)  # what does not compile says so when it runs
-    with _progress("running", len(probes)) as advance:
-        results = runner.run(probes, here, options.keep_going, lambda name, result: advance(name, result is not None))
-    known = summary.facts(here, options.keep_going)
-    if options.json:
-        options.json.write_text(json.dumps(summary.as_json(known, probes, results), indent=1) + "\n")
-    heads = ("stage", "passed", "failed", "skipped", "n/a", "seconds")
-    _show(_table(f"self-test for {arch}", heads, summary.stages(results)))
-    print(f"\nThe report, for an issue:\n\n```\n{summary.text(known, probes, results)}\n```")
-    return 0 if summary.succeeded(results) else 1
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    for index, head in enumerate(heads):
-        table.add_column(head, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    return table
-
-
-def _show(*tables: Table) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width: do not fold for one
-        console = Console(width=160)
-    for index, table in enumerate(tables):
-        console.print(*([""] if index else []), table)

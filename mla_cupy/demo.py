@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import os
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import mla_cupy
-from mla_cupy import formats, reference
-from mla_cupy.errors import ArgumentError, KernelCompileError, explain
+from mla_cupy import dtypes, reference
+from mla_cupy.errors import KernelCompileError
+from mla_cupy.parts import part
 from mla_cupy.runtime import device, nvrtc
 
 H_Q, D_QK, D_V, PAGE_SIZE = 128, 576, 512, 64
@@ -24,7 +22,9 @@ GPU_BATCH, GPU_LONGEST = 64, 8192
 ARCH_WITHOUT_GPU = "sm_90a"
 CALLS, REPLAYS = 8, 24
 HALF_UNIT = {"bfloat16": 1.001 * 2.0**-8, "float16": 1.001 * 2.0**-11}
-"""Of the last place, relative, and a little more: the backend rounds by way of float32."""
+"""Relative unit in the last place, and a little more: the backend rounds by way of float32."""
+
+CompileKernels = Callable[[str, int], bool]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,31 +37,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the demo on the GPU if there is one, else on NumPy; returns 0, or 1 if a result is wrong."""
-    return _on_gpu(args) if device.gpu_count() else _on_host(args)
+def run(args: argparse.Namespace, compile_kernels: CompileKernels) -> int:
+    """Run the demo on the GPU if there is one, else on NumPy.
 
+    Parameters
+    ----------
+    args : argparse.Namespace
+        The options of `add_arguments`.
+    compile_kernels : callable
+        Takes a target and how many kernels to compile at a time; compiles every kernel for it, prints what became of
+        them, and returns whether all compiled. Without a GPU only.
 
-def bench_module(name: str) -> Any:
-    """A module of the benches: they are a part of the installed package, and a directory beside it in a checkout."""
-    if importlib.util.find_spec("mla_cupy.bench") is not None:
-        return importlib.import_module(f"mla_cupy.bench.{name}")
-    checkout = Path(__file__).resolve().parents[1]
-    if not (checkout / "bench" / "cli.py").is_file():
-        raise ArgumentError(explain("bench", "no benches", "an installed package or a checkout"))
-    if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))
-    return importlib.import_module(f"bench.{name}")
+    Returns
+    -------
+    int
+        0, or 1 if a result is wrong or a kernel does not compile.
+    """
+    return _on_gpu(args) if device.gpu_count() else _on_host(args, compile_kernels)
 
 
 # -- without a GPU ---------------------------------------------------------------------------------------------------
 
 
-def _on_host(args: argparse.Namespace) -> int:
+def _on_host(args: argparse.Namespace, compile_kernels: CompileKernels) -> int:
     """The same call on NumPy arrays, then every kernel compiled for a GPU that is not here."""
     print("No GPU here: the NumPy backend computes, and the kernels are only compiled.")
     rng = np.random.default_rng(args.seed)
-    dtype = formats.numpy_dtype(args.dtype)
+    dtype = dtypes.numpy_dtype(args.dtype)
     lengths = np.asarray(HOST_LENGTHS, np.int32)
     max_pages = -(-int(lengths.max()) // PAGE_SIZE)
     pages = rng.permutation(len(lengths) * max_pages).astype(np.int32)
@@ -74,7 +76,7 @@ def _on_host(args: argparse.Namespace) -> int:
     right = _is_oracle(out, lse, q, kv_cache, block_table, lengths)
     print(f"Result: {'that of' if right else 'DIFFERENT FROM'} the float64 oracle, rounded to {args.dtype}.")
     if not args.no_compile:
-        right &= _compile(args.jobs)
+        right &= _compile(args.jobs, compile_kernels)
     return 0 if right else 1
 
 
@@ -82,22 +84,20 @@ def _is_oracle(out: Any, lse: Any, *arguments: Any) -> bool:
     """Whether out and lse are the oracle's, up to the rounding of their own dtypes."""
     want_out, want_lse = reference.mla_decode(*arguments)
     close = (
-        np.abs(out.astype(np.float64) - want_out) <= HALF_UNIT[formats.dtype_name(out.dtype)] * np.abs(want_out).max()
+        np.abs(out.astype(np.float64) - want_out) <= HALF_UNIT[dtypes.dtype_name(out.dtype)] * np.abs(want_out).max()
     )
     return bool(close.all()) and np.allclose(lse, want_lse, rtol=1e-6, atol=1e-6)
 
 
-def _compile(jobs: int) -> bool:
-    """Compiles every kernel and prints what ptxas says of it; False if one does not compile."""
-    from mla_cupy import cli
-
+def _compile(jobs: int, compile_kernels: CompileKernels) -> bool:
+    """Compile every kernel; False if one does not compile, which the lack of a compiler is not."""
     try:
         nvrtc.find_nvrtc()
     except KernelCompileError as error:
         print(f"The kernels cannot be compiled here: {error}")
         return True
     print(f"\nEvery kernel for {ARCH_WITHOUT_GPU}, compiled here or read from the cache:")
-    return cli.main(["compile", "--arch", ARCH_WITHOUT_GPU, "--jobs", str(max(1, jobs))]) == 0
+    return compile_kernels(ARCH_WITHOUT_GPU, max(1, jobs))
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------
@@ -105,15 +105,13 @@ def _compile(jobs: int) -> bool:
 
 def _on_gpu(args: argparse.Namespace) -> int:
     """Decodes, checks a sample of the rows, and only then times; the cache is far larger than the L2."""
-    cases, check, inputs, limits = (bench_module(name) for name in ("cases", "check", "inputs", "limits"))
-    gpu = bench_module("device").CudaDevice()
+    cases, check, inputs = (_bench(f"ops.decode.{name}") for name in ("cases", "check", "inputs"))
+    gpu, limits = _bench("core.device").CudaDevice(), _bench("core.limits")
     case = cases.DecodeCase(b=GPU_BATCH, s_q=1, h_q=H_Q, s_kv=GPU_LONGEST)
     with gpu.current():
-        batch = _ragged(gpu, gpu.inputs(case, args.dtype, args.seed), args.seed)
+        batch = _ragged(gpu, inputs.make_inputs(case, args.dtype, args.seed, gpu), args.seed)
         _describe(case.b, batch.host_seqlens, args.dtype)
-        results = inputs.Outputs(
-            gpu.empty(inputs.out_shape(case), args.dtype), gpu.empty(inputs.lse_shape(case), "float32")
-        )
+        results = inputs.make_outputs(case, args.dtype, gpu)
         plan = mla_cupy.plan_decode(
             max_b=case.b, s_q=1, h_q=H_Q, max_pages=case.max_pages, page_size=PAGE_SIZE, dtype=args.dtype
         )
@@ -141,22 +139,25 @@ def _ragged(gpu: Any, batch: Any, seed: int) -> Any:
 
 
 def _print_speed(gpu: Any, decode: Any, tokens: int, limits: Any) -> None:
-    costs, timer = bench_module("costs"), bench_module("timer")
+    cost, timer = _bench("core.cost"), _bench("core.timer")
     samples = timer.sample(gpu.clock(), gpu.recorder().record([decode] * CALLS), CALLS, REPLAYS, warmup=3)
     timing = timer.summarise(samples, CALLS)
     us = timing.us_median
     # The cost of one sequence that is as long as all of them together, with the queries of all.
-    cost = costs.Cost(
-        flops=2 * H_Q * tokens * (D_QK + D_V), nbytes=2 * (tokens * D_QK + GPU_BATCH * H_Q * (D_QK + D_V))
-    )
+    work = cost.Cost(flops=2 * H_Q * tokens * (D_QK + D_V), nbytes=2 * (tokens * D_QK + GPU_BATCH * H_Q * (D_QK + D_V)))
     print(
-        f"{gpu.name}: {us:.1f} us (spread {timing.spread:.1%}), {cost.tflops(us):.0f} TFLOP/s, {cost.tbps(us):.2f} TB/s"
+        f"{gpu.name}: {us:.1f} us (spread {timing.spread:.1%}), {work.tflops(us):.0f} TFLOP/s, {work.tbps(us):.2f} TB/s"
     )
-    least = costs.roofline_us(cost, limits.gemm_tflops, limits.copy_tbps)
+    least = cost.roofline_us(work, limits.gemm_tflops, limits.copy_tbps)
     if least:
         print(f"  {least / us:.0%} of the roofline at the limits measured just now:")
     print(f"  copy {_rate(limits.copy_tbps)} TB/s ({limits.copy_note})")
     print(f"  GEMM {_rate(limits.gemm_tflops)} TFLOP/s ({limits.gemm_note})")
+
+
+def _bench(name: str) -> Any:
+    """A module of the benchmarks."""
+    return part("bench", "bench", name)
 
 
 def _rate(value: float | None) -> str:

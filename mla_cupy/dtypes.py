@@ -1,7 +1,8 @@
-"""The number formats of the kernels, and rounding to them in NumPy (`ml_dtypes` supplies what NumPy lacks)."""
+"""The element types of the kernels, each described once, and rounding to them in NumPy."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -10,46 +11,95 @@ import numpy.typing as npt
 
 from mla_cupy.errors import DTypeError, explain
 
-#: The formats by name.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
+
+@dataclass(frozen=True)
+class DType:
+    """One element type. Its name is that of NumPy, `ml_dtypes` and PyTorch alike.
+
+    Attributes
+    ----------
+    name : str
+    numpy : numpy.dtype
+    tensor_map : int or None
+        `CUtensorMapDataType` of a TMA copy; 8-bit floats travel as bytes. None if TMA has no such type.
+    unit_roundoff : float
+        Largest relative error of rounding a normal number to nearest; 0 for integers.
+    """
+
+    name: str
+    numpy: np.dtype[Any]
+    tensor_map: int | None = None
+    unit_roundoff: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of an element in bytes."""
+        return self.numpy.itemsize
+
+
+#: Every element type by name.
+TABLE: dict[str, DType] = {
+    row.name: row
+    for row in (
+        DType("bfloat16", np.dtype(ml_dtypes.bfloat16), 9, 2.0**-8),
+        DType("float16", np.dtype(np.float16), 6, 2.0**-11),
+        DType("float32", np.dtype(np.float32), 7, 2.0**-24),
+        DType("float64", np.dtype(np.float64), 8, 2.0**-53),
+        DType("float8_e4m3fn", np.dtype(ml_dtypes.float8_e4m3fn), 0, 2.0**-4),
+        DType("float8_e8m0fnu", np.dtype(ml_dtypes.float8_e8m0fnu), 0, 2.0**-1),
+        DType("int32", np.dtype(np.int32), 3),
+        DType("int64", np.dtype(np.int64), 5),
+        DType("uint8", np.dtype(np.uint8), 0),
+    )
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: The 16-bit types of queries, caches and results.
+HALF = ("bfloat16", "float16")
+#: The types that results may have before they are merged or added up.
+FLOATS = (*HALF, "float32")
+
+_NAMES = {row.numpy: row.name for row in TABLE.values()}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a format: `numpy_dtype("bfloat16")`."""
-    if name not in DTYPES:
-        raise DTypeError(explain("dtype", repr(name), f"one of {', '.join(DTYPES)}"))
-    return DTYPES[name]
+    """The NumPy dtype of an element type: `numpy_dtype("bfloat16")`."""
+    if name not in TABLE:
+        raise DTypeError(explain("dtype", repr(name), f"one of {', '.join(TABLE)}"))
+    return TABLE[name].numpy
 
 
 def dtype_name(dtype: npt.DTypeLike) -> str:
-    """The name of a format: the inverse of `numpy_dtype`."""
+    """The name of an element type: the inverse of `numpy_dtype`."""
     name = _NAMES.get(np.dtype(dtype))
     if name is None:
-        raise DTypeError(explain("dtype", np.dtype(dtype).name, f"one of {', '.join(DTYPES)}"))
+        raise DTypeError(explain("dtype", np.dtype(dtype).name, f"one of {', '.join(TABLE)}"))
     return name
 
 
+def name_of(dtype: Any) -> str:
+    """The name of a dtype of any library, of a scalar type, or the name itself; "" for anything else."""
+    if isinstance(dtype, str):
+        return dtype
+    if isinstance(dtype, np.dtype):
+        return str(dtype.name)
+    name = str(dtype).rpartition(".")[2] if type(dtype).__module__.partition(".")[0] == "torch" else ""
+    return name or str(getattr(dtype, "__name__", getattr(dtype, "name", "")))
+
+
 def round_to(x: npt.ArrayLike, name: str) -> npt.NDArray[Any]:
-    """Round to the nearest value of a format, ties to even.
+    """Round to the nearest value of an element type, ties to even.
 
     Parameters
     ----------
     x : array of float32 or float64
         The values to round.
     name : str
-        "bfloat16", "float16", "float32" or "float64".
+        The name of a floating-point type.
 
     Returns
     -------
     array
-        The rounded values, still in the dtype of `x`. Values beyond the largest finite one of the format become
-        infinite; NaN stays NaN.
+        The rounded values, still in the dtype of `x`. Values beyond the largest finite one of the type become
+        infinite, or NaN where the type has no infinity; NaN stays NaN.
 
     Examples
     --------
@@ -61,10 +111,11 @@ def round_to(x: npt.ArrayLike, name: str) -> npt.NDArray[Any]:
     x = np.asarray(x)
     if x.dtype not in (np.float32, np.float64):
         raise DTypeError(explain("x", x.dtype.name, "float32 or float64"))
+    target = numpy_dtype(name)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         # ml_dtypes converts float64 by way of float32: rounding that step to odd makes the two steps act as one.
-        narrow = _round_to_odd_float32(x) if name == "bfloat16" else x
-        return narrow.astype(numpy_dtype(name)).astype(x.dtype)
+        narrow = x if target.kind == "f" and target.itemsize > 1 else _round_to_odd_float32(x)
+        return narrow.astype(target).astype(x.dtype)
 
 
 def _round_to_odd_float32(x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

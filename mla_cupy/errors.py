@@ -44,7 +44,11 @@ class KernelCompileError(MlaError, RuntimeError):
 
 
 class UnsupportedDeviceError(MlaError, RuntimeError):
-    """No GPU is there, or no kernel supports it."""
+    """There is no GPU, or no kernel supports it."""
+
+
+class ParallelError(MlaError, RuntimeError):
+    """Another rank of a group is gone, has made another call, or an exchange with it has failed."""
 
 
 def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:

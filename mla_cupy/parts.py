@@ -47,4 +47,4 @@ def simulator() -> Any:
     ArgumentError
         If it is neither in the package nor in a checkout.
     """
-    return sys.modules.get("ptxsim") or part("ptxsim", "tests/ptxsim")
+    return sys.modules.get("ptxsim") or part("ptxsim", "ptxsim/ptxsim")

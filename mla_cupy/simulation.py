@@ -6,7 +6,7 @@ The self-test and the tests run kernels so where there is no GPU for them. It is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mla_cupy import arrays, parts
-from mla_cupy.launchers import decode_sequence, sparse_backward_sequence, sparse_forward_sequence
-from mla_cupy.ops import merge
+from mla_cupy.arrays import Signature
+from mla_cupy.dtypes import TABLE
+from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.build import Build
@@ -28,8 +29,11 @@ DEVICE = 0
 
 
 def fake_gpu(sm_count: int, cc: tuple[int, int] = (9, 0), l2_bytes: int = 50 << 20) -> DeviceInfo:
-    """A GPU as small as one likes it."""
+    """A GPU of any size."""
     return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, 232448, l2_bytes, 1 << 34)
+
+
+_LAUNCH_OPTIONS = ("mode", "seed", "resident", "race_global", "timeline")
 
 
 def _memory() -> Any:
@@ -42,6 +46,12 @@ class SimDriver:
 
     mode, seed
         When asynchronous work completes: "early", "late" or "random", see ptxsim.
+    resident
+        How many blocks run interleaved: as many as wait for each other.
+    race_global
+        Look for races in global memory, too.
+    timeline
+        A `ptxsim.Timeline` that records the launches, or None.
     """
 
     mode: str = "early"
@@ -49,6 +59,9 @@ class SimDriver:
     memory: Any = field(default_factory=_memory)
     launched: list[str] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
+    resident: int = 1
+    race_global: bool = False
+    timeline: Any = None
 
     def load(self, build: Build, device: int) -> Kernel:
         """The PTX of `build`, parsed."""
@@ -58,8 +71,8 @@ class SimDriver:
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         """The simulator's own encoding, by the driver's rules."""
         spec.validate()
-        sizes = (spec.dtype, spec.base, spec.dims, spec.strides_bytes, spec.box)
-        return bytes(parts.simulator().encode_tiled(*sizes, swizzle=spec.swizzle))
+        sizes = (spec.base, spec.dims, spec.strides_bytes, spec.box)
+        return bytes(parts.simulator().encode_tiled(TABLE[spec.dtype].tensor_map, *sizes, swizzle=spec.swizzle))
 
     def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
         """Fill memory, at once."""
@@ -74,13 +87,16 @@ class SimDriver:
 
         def enqueue(stream: int) -> None:
             parameters = [bytes(view) for view in args.views[:taken]]
-            report = module.launch(
-                kernel.entry, grid, block, parameters, smem=smem, cluster=cluster, mode=self.mode, seed=self.seed
-            )
+            options = {name: getattr(self, name) for name in _LAUNCH_OPTIONS}
+            report = module.launch(kernel.entry, grid, block, parameters, smem=smem, cluster=cluster, **options)
             self.launched.append(kernel.entry)
             self.reports.append(report)
 
         return enqueue
+
+    def in_order(self, launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
+        """One after the other."""
+        return driver.one_by_one(launches)
 
     def is_capturing(self, stream: int) -> bool:
         """There are no graphs."""
@@ -91,6 +107,9 @@ class SimDriver:
         return nullcontext()
 
 
+_ON_HOST = arrays.NumpyFamily()
+
+
 class SimFamily(arrays.NumpyFamily):
     """NumPy arrays in the simulator's global memory."""
 
@@ -99,13 +118,24 @@ class SimFamily(arrays.NumpyFamily):
     def __init__(self, memory: Any) -> None:
         self._memory = memory
 
-    def view(self, x: Any) -> arrays.View:
-        """With a device address."""
-        return super().view(x)._replace(ptr=self._memory.map(x), device=DEVICE)
+    def view(self, x: Any, argument: str = "an array") -> arrays.View:
+        """On the one device."""
+        view = _ON_HOST.view(x, argument)  # refuses what cannot be mapped
+        return view._replace(ptr=self.address(x), device=DEVICE)
 
-    def peek(self, x: Any) -> tuple[int, object]:
-        """With a device address."""
-        return self._memory.map(x), super().peek(x)[1]
+    def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
+        """None for what cannot be mapped: the checks refuse it by name."""
+        whole = all(not isinstance(x, np.ndarray) or _in_whole_items(x) for x in arrays)
+        return super().signature(arrays) if whole else None
+
+    def address(self, x: Any) -> int:
+        """Of the first element, on the device; as far from a multiple of 16 bytes as on the host."""
+        first = int(x.ctypes.data)
+        if _lowest(x) % 16:  # where no mapping can begin
+            while isinstance(x.base, np.ndarray):
+                x = x.base
+        address: int = self._memory.map(x) + first - _lowest(x)
+        return address
 
     def current_device(self) -> int:
         """The one device."""
@@ -120,11 +150,37 @@ class SimFamily(arrays.NumpyFamily):
         memory = np.full(nbytes, 0xFF, np.uint8)
         return SimpleNamespace(memory=memory, ptr=self._memory.map(memory))
 
+    def host_memory(self, nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
+        """Zeroed, and mapped like all memory."""
+        memory = np.zeros(nbytes, np.uint8)
+        return memory, self._memory.map(memory)
+
+    def write(self, address: int, data: np.ndarray[Any, Any], device: int) -> None:
+        """Copy bytes to the device."""
+        self._memory.slice(address, data.nbytes, write=True)[:] = data.view(np.uint8).reshape(-1)
+
+    def share(self, memory: Any) -> bytes:
+        """There is no other process."""
+        return b""
+
+    def open_peers(self, device: int, others: Iterable[int]) -> None:
+        """There is one device."""
+
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
-        """Filled with NaN: whatever is not written shows."""
+        """Filled with NaN, so that elements that are never written show."""
         made = super().empty(shape, dtype, device, stream)
         made.reshape(-1).view(np.uint8)[:] = 0xFF
         return made
+
+
+def _in_whole_items(x: np.ndarray[Any, Any]) -> bool:
+    return not any(step % x.itemsize for step in (x.ctypes.data, *x.strides)) if x.itemsize else False
+
+
+def _lowest(x: np.ndarray[Any, Any]) -> int:
+    """The address of the lowest byte: of an axis that runs backwards, the last element comes first."""
+    reach = [(size - 1) * stride for size, stride in zip(x.shape, x.strides, strict=True)]
+    return int(x.ctypes.data) + (sum(min(0, step) for step in reach) if x.size else 0)
 
 
 @contextmanager
@@ -146,17 +202,14 @@ def simulated(
     """
     target = SimDriver(mode, seed)
     gpu, family = fake_gpu(sm_count, cc, l2_bytes), SimFamily(target.memory)
-    sequences = (decode_sequence, sparse_forward_sequence, sparse_backward_sequence)
-    caches = (*(module.sequence for module in sequences), merge._kernel)
     with ExitStack() as stack:
         stack.enter_context(driver.use(target))
         stack.enter_context(_replaced(devices, "describe", lambda ordinal: gpu))
         stack.enter_context(_replaced(arrays, "NUMPY", family))
         # Where plans take their memory from:
         stack.enter_context(_replaced(arrays, "cupy_family", lambda: family))
-        for cache in caches:
-            cache.cache_clear()
-            stack.callback(cache.cache_clear)
+        forget()
+        stack.callback(forget)
         yield target
 
 

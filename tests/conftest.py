@@ -9,6 +9,7 @@ import pytest
 os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers beside the tests
 
 from mla_cupy.runtime import device
+from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

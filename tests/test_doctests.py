@@ -1,26 +1,40 @@
-"""The examples in the docstrings, and in README.md, do what they say."""
+"""The examples in the docstrings, in README.md and in the documentation do what they say."""
 
 from __future__ import annotations
 
 import ast
 import doctest
 import importlib
-import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mla_cupy
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = Path(mla_cupy.__file__).parent
+#: Parts that need a library of their own: tests/bindings looks at them.
+BINDINGS = ("jax", "torch", "compat", "integrations")
 MODULES = sorted(
-    found.name
-    for found in pkgutil.walk_packages(mla_cupy.__path__, "mla_cupy.")
-    if not found.name.endswith("__main__") and not found.name.startswith(("mla_cupy.bench", "mla_cupy.cuda_src"))
+    ".".join(("mla_cupy", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__main__.py" and path.relative_to(PACKAGE).parts[0] not in (*BINDINGS, "bench", "cuda_src")
 )
 #: Public calls whose docstring must have an example.
-PUBLIC = ("merge_states", "mla_decode", "plan_decode", "sparse_mla_backward", "sparse_mla_forward")
+PUBLIC = (
+    "indexer_prepare_k",
+    "indexer_prepare_q",
+    "indexer_select",
+    "indexer_topk",
+    "merge_states",
+    "mla_decode",
+    "plan_decode",
+    "sparse_mla_backward",
+    "sparse_mla_forward",
+    "workspace_bytes",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +54,31 @@ def test_public_calls_have_examples(name: str) -> None:
     assert any(found.examples for found in finder.find(getattr(mla_cupy, name)))
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("index", range(len(blocks())))
-def test_readme(index: int) -> None:
-    """Blocks that import CuPy need a GPU: of those only the syntax and the names of our own are looked at."""
-    text = blocks()[index]
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mla_cupy":
-            assert hasattr(mla_cupy, node.attr)
-    if "import cupy" not in text:
-        exec(compile(tree, f"README.md, block {index}", "exec"), {})
+PAGES = [page for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))) if blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_pages(page: Path) -> None:
+    """The blocks of a page run in order. Those that import CuPy need a GPU: only syntax and names are checked."""
+    if "simulated(" in page.read_text():
+        pytest.importorskip("ptxsim")
+    for library in ("jax", "torch"):
+        if f"import {library}\n" in page.read_text():
+            pytest.importorskip(library)
+    names: dict[str, Any] = {}
+    for number, text in enumerate(blocks(page)):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mla_cupy":
+                assert hasattr(mla_cupy, node.attr)
+        if "import cupy" not in text:
+            exec(compile(tree, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_pages_have_examples() -> None:
+    assert sum(len(blocks(page)) for page in PAGES) >= 8
+    assert len(blocks(REPOSITORY / "README.md")) >= 2

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .peers import OWN
+from .implementation import OWN
 from .report import OK, microseconds
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ Rows = Mapping[Key, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one row. The figures are microseconds, or microseconds over those of a peer in the same run."""
+    """One row in both files. The figures are microseconds, or their ratio to those of a peer in the same run."""
 
     key: Key
     before: float | None
@@ -27,11 +27,11 @@ class Change:
 
     @property
     def slowdown(self) -> float | None:
-        """0.05 where the second file is 5% slower; negative where it is faster."""
+        """0.05 if the second file is 5% slower; negative if it is faster."""
         return self.after / self.before - 1 if self.before and self.after else None
 
     def fails(self, percent: float) -> bool:
-        """Whether the project's own row became slower than allowed, wrong, or is no longer there."""
+        """Whether the project's own row became slower than allowed or wrong, or is missing."""
         if self.key[3] != OWN or self.before is None:
             return False
         return self.slowdown is None or self.slowdown * 100 > percent

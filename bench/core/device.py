@@ -12,16 +12,15 @@ import numpy.typing as npt
 
 from mla_cupy.runtime.device import describe, gpu_count
 
-from .cases import DecodeCase
 from .errors import BenchError
-from .inputs import InputSet, cache_shape, q_shape, shuffled_table
 from .recorders import EVENTS, GRAPH, Call, CupyGraph, Eager, Recorder
 from .timer import Clock, CudaClock
 
 Array = npt.NDArray[Any]
-NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = ("bfloat16", "float16")  # of the inputs
 
-# One splitmix64 step a value and a Box-Muller normal from its two halves: no cuRAND, and any seed is reproducible.
+# One splitmix64 step per value and a Box-Muller normal from its two halves: no cuRAND, and any seed is reproducible.
 _NORMAL = """
 unsigned long long z = seed + (unsigned long long)(i + 1) * 0x9E3779B97F4A7C15ULL;
 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -42,7 +41,7 @@ class Device(Protocol):
     arch: str
     l2_bytes: int
     stream: Any
-    method: str  # how calls are made into replays: of `recorders.METHODS`
+    method: str  # how calls become replays: one of `recorders.METHODS`
 
     def current(self) -> AbstractContextManager[object]:
         """Makes the device's stream the current one of its array library."""
@@ -54,34 +53,32 @@ class Device(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet: ...
-
     def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
         """Normal random values."""
 
     def upload(self, array: Array) -> Any: ...
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """An array full of NaN, so that a result which was never written cannot pass."""
+        """An array full of NaN, so that a result that was never written cannot pass."""
 
     def poison(self, array: Any) -> None:
         """Fills a 16-bit array with NaN."""
 
     def to_host(self, array: Any) -> Array: ...
 
-    def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
-        """The named pages of one KV head, on the host: (n, page_size, 576)."""
-
-    def take(self, array: Any, rows: npt.NDArray[np.int64]) -> Array:
-        """The named rows of a 16-bit or float32 array, on the host."""
+    def take(self, array: Any, rows: npt.NDArray[np.integer[Any]]) -> Array:
+        """The selected rows (along the first axis) of a 16-bit or float32 array, on the host."""
 
     def count_not_finite(self, array: Any) -> int: ...
 
     def allocated_by(self, call: Call) -> int:
-        """The most bytes that a call takes from the allocator at a time, fragmentation included."""
+        """Peak bytes that a call takes from the allocator, fragmentation included."""
+
+    def launch_empty(self) -> None:
+        """Launches a kernel without parameters or work: the yardstick of host times."""
 
     def release(self) -> None:
-        """Gives memory that nobody holds back to the system."""
+        """Returns unused memory to the system."""
 
 
 class CudaDevice:
@@ -93,14 +90,15 @@ class CudaDevice:
             import cupy
         except ImportError as error:
             raise BenchError(
-                f"the benchmark needs CuPy ({error}); pip install 'mla_cupy[cu12,bench]' or [cu13,bench]"
+                f"the benchmark needs CuPy ({error}); in a checkout: pip install -e '.[cu12,bench]' or '.[cu13,bench]'"
             ) from error
         if gpu_count() == 0:
-            raise BenchError("no CUDA GPU here; `list`, `compare` and `plot` work without one")
+            raise BenchError("no CUDA GPU here; `list`, `compare`, `plot` and `model` need none")
         self._cupy: Any = cupy
         info = describe(cupy.cuda.Device().id)
         self.name, self.arch, self.l2_bytes = info.name, info.arch, info.l2_bytes
         self.stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._empty: Any = cupy.RawKernel('extern "C" __global__ void bench_empty() {}', "bench_empty")
         self._clock: CudaClock | None = None
         self._normal: dict[str, Callable[..., Any]] = {
             "bfloat16": cupy.ElementwiseKernel(
@@ -129,19 +127,7 @@ class CudaDevice:
     def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
         raw = self._cupy.empty(tuple(shape), dtype="uint16" if dtype == "bfloat16" else "float16")
         self._normal[dtype](np.uint64(seed * 0x5851F42D4C957F2D % 2**64), np.float32(scale), raw)
-        return raw.view(NUMPY_DTYPES[dtype])
-
-    def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet:
-        table = shuffled_table(case, seed)
-        seqlens = np.full(case.b, case.s_kv, np.int32)
-        return InputSet(
-            q=self.normal(q_shape(case), dtype, 2 * seed + 1),
-            kv_cache=self.normal(cache_shape(case), dtype, 2 * seed + 2),
-            block_table=self.upload(table),
-            seqlens=self.upload(seqlens),
-            host_table=table,
-            host_seqlens=seqlens,
-        )
+        return raw.view(np.dtype(dtype))
 
     def upload(self, array: Array) -> Any:
         return self._cupy.asarray(array)
@@ -149,7 +135,7 @@ class CudaDevice:
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         if dtype == "float32":
             return self._cupy.full(tuple(shape), np.nan, dtype=dtype)
-        array = self._cupy.empty(tuple(shape), dtype="uint16").view(NUMPY_DTYPES[dtype])
+        array = self._cupy.empty(tuple(shape), dtype="uint16").view(np.dtype(dtype))
         self.poison(array)
         return array
 
@@ -157,24 +143,20 @@ class CudaDevice:
         array.view("uint16").fill(0xFFFF)  # a NaN in both 16-bit formats
 
     def to_host(self, array: Any) -> Array:
-        if array.dtype == NUMPY_DTYPES["bfloat16"]:
-            host: Array = self._cupy.asnumpy(array.view("uint16")).view(NUMPY_DTYPES["bfloat16"])
+        if array.dtype == BFLOAT16:
+            host: Array = self._cupy.asnumpy(array.view("uint16")).view(BFLOAT16)
         else:
             host = self._cupy.asnumpy(array)
         return host
 
-    def pages(self, kv_cache: Any, pages: npt.NDArray[np.int32], kv_head: int) -> Array:
-        bits = kv_cache.view("uint16")[:, :, kv_head][self.upload(pages)]
-        return self.to_host(bits).view(kv_cache.dtype)
-
-    def take(self, array: Any, rows: npt.NDArray[np.int64]) -> Array:
+    def take(self, array: Any, rows: npt.NDArray[np.integer[Any]]) -> Array:
         bits = array if array.dtype == np.float32 else array.view("uint16")
         return self.to_host(bits[self.upload(rows)]).view(array.dtype)
 
     def count_not_finite(self, array: Any) -> int:
         if array.dtype == np.float32:
             return int((~self._cupy.isfinite(array)).sum())
-        exponent = 0x7F80 if array.dtype == NUMPY_DTYPES["bfloat16"] else 0x7C00
+        exponent = 0x7F80 if array.dtype == BFLOAT16 else 0x7C00
         return int(((array.view("uint16") & exponent) == exponent).sum())
 
     def allocated_by(self, call: Call) -> int:
@@ -183,6 +165,9 @@ class CudaDevice:
             call()
         self.synchronize()
         return int(pool.total_bytes())
+
+    def launch_empty(self) -> None:
+        self._empty((1,), (32,), ())
 
     def release(self) -> None:
         self.synchronize()

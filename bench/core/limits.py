@@ -1,4 +1,4 @@
-"""What the machine reaches today: copy bandwidth and GEMM rate, measured in the same run as the kernels."""
+"""The machine's limits, measured in the same run as the kernels: copy bandwidth and GEMM rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLAYS = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured limits; None where one could not be measured, and the notes say how or why not."""
+    """Measured limits; None if one could not be measured. The notes say how, or why not."""
 
     copy_tbps: float | None
     gemm_tflops: float | None
@@ -72,9 +72,9 @@ def _gemm(device: CudaDevice) -> tuple[float | None, str]:
         try:
             left, right = (device.normal((GEMM_SIZE, GEMM_SIZE), dtype, seed=seed) for seed in (2, 3))
             product = cupy.empty_like(left)
-            # CuPy refuses cuBLAS in a graph capture; a call of 1.6 ms hides the host's time.
+            # CuPy refuses cuBLAS in a graph capture; a call of 1.6 ms hides the host time.
             us = _median_us(device, Eager(), [partial(cupy.matmul, left, right, out=product)] * 4)
             return 2 * GEMM_SIZE**3 / us / 1e6, f"cuBLAS {dtype} GEMM of {GEMM_SIZE}^3 through CuPy"
-        except Exception as error:  # whatever CuPy or cuBLAS raises: the limit is then unknown, and said to be
+        except Exception as error:  # whatever CuPy or cuBLAS raises: the limit is then reported as unknown
             failures.append(f"{dtype}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
     return None, "no GEMM: " + "; ".join(failures)

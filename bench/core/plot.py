@@ -1,54 +1,257 @@
-"""The roofline drawing of a result file."""
+"""Figures of result files: for each operation a roofline, and bars of the speed relative to each peer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .compare import index
 from .errors import BenchError
+from .implementation import BASELINES, EXTERNAL, OWN
 from .report import microseconds
 
+Row = Mapping[str, Any]
+FORMATS = ("png", "svg", "pdf")
+#: Marker and colour of an implementation, the same in every figure.
+STYLES = {
+    OWN: ("o", "tab:blue"),
+    "deterministic": ("s", "tab:cyan"),
+    "flashmla": ("^", "tab:orange"),
+    "fa3": ("D", "tab:green"),
+    "cudnn": ("v", "tab:red"),
+    "cupy": ("P", "tab:gray"),
+    "generic": ("X", "tab:brown"),
+}
+OTHER_STYLE = ("*", "tab:purple")
+CLUSTER_RATIO = 1.3  # points whose intensities differ by less have their labels in one column
+LABEL_SIZE = 7  # points
+LABEL_OFFSET = 0.015  # distance of a label from its points, as a share of the x axis
+CHARACTER = 0.0052  # width of a label's character, as a share of the x axis
+MARGIN = 1.4  # factor between the data and the ends of the axes
 
-def roofline(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws every timed row over the limits of its run; the file's suffix (png, svg, pdf) decides the format."""
+
+@dataclass(frozen=True)
+class Label:
+    """The name of a case: the point that it belongs to, and where it is written, in data coordinates."""
+
+    text: str
+    x: float
+    y: float
+    text_x: float
+    text_y: float
+
+
+def draw(rows: Sequence[Row], directory: Path, suffix: str = "png") -> list[Path]:
+    """Writes the figures of every operation into a directory; returns their paths.
+
+    A later row of the same case and implementation replaces an earlier one.
+    """
+    timed = [row for row in index(rows).values() if microseconds(row) is not None]
+    if not timed:
+        raise BenchError("plot: no row was timed")
+    written = []
+    for op in dict.fromkeys(row["op"] for row in timed):
+        own = [row for row in timed if row["op"] == op]
+        figures = {"roofline": roofline} | ({"ratios": ratio_bars} if any(map(ratios, own)) else {})
+        written += [_save(partial(f, rows=own), directory / f"{op}-{name}.{suffix}") for name, f in figures.items()]
+    return written
+
+
+def _save(paint: Callable[[Any], None], path: Path) -> Path:
     try:
         import matplotlib as mpl
 
         mpl.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise BenchError(f"plot needs matplotlib ({error}); pip install 'mla_cupy[bench]'") from error
-    timed = [row for row in rows if microseconds(row) is not None]
-    if not timed:
-        raise BenchError("plot: the file has no row that was timed")
-
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    intensities = [row["flops"] / row["bytes"] for row in timed]
-    _draw_limits(axes, timed[-1]["limits"], min(intensities) / 2, max(intensities) * 2)
-    for marker, name in zip("osD^vP*X" * 8, dict.fromkeys(row["implementation"] for row in timed), strict=False):
-        own = [(x, row["tflops"]) for x, row in zip(intensities, timed, strict=True) if row["implementation"] == name]
-        axes.plot(*zip(*own, strict=True), marker, label=name, alpha=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s")
-    env = timed[-1]["env"]
-    operations = ", ".join(dict.fromkeys(row["op"] for row in timed))
-    axes.set_title(f"{operations} on {env.get('gpu')}, {str(env.get('date'))[:10]}")
-    axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend()
+        raise BenchError(f"plot needs matplotlib ({error}); pip install matplotlib") from error
+    figure = pyplot.figure(layout="constrained")
     try:
+        paint(figure)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # an unwritable place, or a suffix that is no format
+    except OSError as error:
         raise BenchError(f"plot: cannot write {path}: {error}") from error
     finally:
         pyplot.close(figure)
+    return path
 
 
-def _draw_limits(axes: Any, limits: dict[str, Any], low: float, high: float) -> None:
-    """The sloped line of the copy bandwidth and the flat one of the GEMM rate, as far as they were measured."""
-    copy, gemm = limits["copy_tbps"], limits["gemm_tflops"]
-    if copy:
-        end = min(high, gemm / copy) if gemm else high
-        axes.plot([low, end], [low * copy, end * copy], "k-", label=f"copy {copy:.2f} TB/s")
-    if gemm:
-        start = max(low, gemm / copy) if copy else low
-        axes.plot([start, high], [gemm, gemm], "k--", label=f"GEMM {gemm:.0f} TFLOP/s")
+def _title(rows: Sequence[Row]) -> str:
+    """Operation, dtypes, GPUs and days."""
+    parts = (
+        dict.fromkeys(row["op"] for row in rows),
+        dict.fromkeys(row["dtype"] for row in rows),
+        dict.fromkeys(str(row["env"].get("gpu")) for row in rows),
+        sorted({str(row["env"].get("date"))[:10] for row in rows}),
+    )
+    return ", ".join(" and ".join(part) for part in parts)
+
+
+def _case_names(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
+    """What each case is called, by case and dtype: the dtype is named only if there are several."""
+    several = len({row["dtype"] for row in rows}) > 1
+    return {_case(row): f"{row['case']} {row['dtype']}" if several else row["case"] for row in rows}
+
+
+def _case(row: Row) -> tuple[str, str]:
+    return row["case"], row["dtype"]
+
+
+# ---- Roofline ------------------------------------------------------------------------------------------------------
+
+
+def roofline(figure: Any, rows: Sequence[Row]) -> None:
+    """TFLOP/s over intensity, with the limits measured in the runs of these rows."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure.set_size_inches(13, 8)
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
+    axes.set_title(f"Roofline: {_title(rows)}")
+    (left, right), (bottom, top) = _ranges(rows)
+    axes.set(xlim=(left, right), ylim=(bottom, top))
+    for style, (copy, gemm) in zip(("-", "--", "-.", ":") * len(rows), _distinct_limits(rows), strict=False):
+        xs, ys = limit_line(copy, gemm, left, right)
+        axes.plot(xs, ys, linestyle=style, color="black", linewidth=1, label=_limit_label(copy, gemm), zorder=1)
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        marker, colour = STYLES.get(name, OTHER_STYLE)
+        points = [(_intensity(row), row["tflops"]) for row in rows if row["implementation"] == name]
+        axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=6, alpha=0.85, label=name, zorder=3)
+    for label in place_labels(rows, (left, right), (bottom, top)):
+        arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)}
+        xy, place = (label.x, label.y), (label.text_x, label.text_y)
+        axes.annotate(label.text, xy, place, fontsize=LABEL_SIZE, va="center", arrowprops=arrow, zorder=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+    axes.grid(visible=True, which="both", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=4)
+
+
+def _intensity(row: Row) -> float:
+    return float(row["flops"] / row["bytes"])
+
+
+def _distinct_limits(rows: Iterable[Row]) -> list[tuple[float | None, float | None]]:
+    """Copy TB/s and GEMM TFLOP/s of each run, as far as they were measured."""
+    limits = dict.fromkeys((row["limits"]["copy_tbps"], row["limits"]["gemm_tflops"]) for row in rows)
+    return [limit for limit in limits if any(limit)]
+
+
+def limit_line(copy: float | None, gemm: float | None, left: float, right: float) -> tuple[list[float], list[float]]:
+    """The roof between two intensities: the smaller of the two limits everywhere, bent where they meet."""
+    ridge = gemm / copy if copy and gemm else None
+    xs = [left, *([ridge] if ridge and left < ridge < right else []), right]
+    return xs, [min(([x * copy] if copy else []) + ([gemm] if gemm else [])) for x in xs]
+
+
+def _limit_label(copy: float | None, gemm: float | None) -> str:
+    texts = ([f"copy {copy:.2f} TB/s"] if copy else []) + ([f"GEMM {gemm:.0f} TFLOP/s"] if gemm else [])
+    return "limits: " + ", ".join(texts)
+
+
+def _ranges(rows: Sequence[Row]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The ends of both axes: all points with their labels, and the ridge of every roof."""
+    limits = _distinct_limits(rows)
+    ridges = [gemm / copy for copy, gemm in limits if copy and gemm]
+    xs = [*map(_intensity, rows), *ridges]
+    ys = [*(row["tflops"] for row in rows), *(gemm for _, gemm in limits if gemm)]
+    left = min(xs) / MARGIN
+    room = 1 - LABEL_OFFSET - CHARACTER * max(len(name) for name in _case_names(rows).values())
+    return (left, left * (max(xs) / left) ** (1 / room)), (min(ys) / MARGIN, max(ys) * MARGIN)
+
+
+def place_labels(
+    rows: Sequence[Row], x_range: tuple[float, float], y_range: tuple[float, float], max_rows: int = 48
+) -> list[Label]:
+    """One label per case, in a column to the right of its cluster of points, so that no two labels overlap.
+
+    A column has room for `max_rows` labels between the ends of the y axis.
+    """
+    names = _case_names(rows)
+    anchors = sorted((_intensity(row), row["tflops"], names[key]) for key, row in _anchors(rows).items())
+    clusters: list[list[tuple[float, float, str]]] = []
+    for anchor in anchors:
+        if clusters and anchor[0] < clusters[-1][-1][0] * CLUSTER_RATIO:
+            clusters[-1].append(anchor)
+        else:
+            clusters.append([anchor])
+    gap = (y_range[1] / y_range[0]) ** (1 / max_rows)
+    offset = (x_range[1] / x_range[0]) ** LABEL_OFFSET
+    labels = []
+    for cluster in clusters:
+        by_height = sorted(cluster, key=lambda anchor: anchor[1])
+        heights = spread([y for _, y, _ in by_height], gap, y_range)
+        text_x = max(x for x, _, _ in cluster) * offset
+        labels += [Label(text, x, y, text_x, at) for (x, y, text), at in zip(by_height, heights, strict=True)]
+    return labels
+
+
+def _anchors(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """The row that carries the label of each case: our own, or the first if there is none."""
+    anchors: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row["implementation"] == OWN or _case(row) not in anchors:
+            anchors[_case(row)] = row
+    return anchors
+
+
+def spread(heights: Sequence[float], gap: float, bounds: tuple[float, float]) -> list[float]:
+    """Ascending heights moved apart to ratios of at least `gap`, as little as possible and within the bounds.
+
+    Without their distances, the logarithms must not decrease: neighbours that would are pooled into their mean.
+    """
+    step = math.log(gap)
+    pools: list[tuple[float, int]] = []  # mean, count
+    for position, height in enumerate(heights):
+        mean, count = math.log(height) - position * step, 1
+        while pools and pools[-1][0] > mean:
+            other, others = pools.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        pools.append((mean, count))
+    flat = [mean for mean, count in pools for _ in range(count)]
+    low, high = (math.log(bound) for bound in bounds)
+    high -= (len(heights) - 1) * step
+    return [math.exp(max(low, min(high, mean)) + position * step) for position, mean in enumerate(flat)]
+
+
+# ---- Ratios --------------------------------------------------------------------------------------------------------
+
+
+def ratios(row: Row) -> dict[str, float]:
+    """How fast our own row is relative to each peer and baseline of the same run; nothing for other rows."""
+    if row["implementation"] != OWN:
+        return {}
+    return {name: row["speed_vs"][name] for name in (*EXTERNAL, *BASELINES) if name in row["speed_vs"]}
+
+
+def ratio_bars(figure: Any, rows: Sequence[Row]) -> None:
+    """Horizontal bars, grouped by case: a peer's time divided by ours, above 1 where we are faster."""
+    names = _case_names(rows)
+    groups = [(names[_case(row)], found) for row in rows if (found := ratios(row))]
+    peers = dict.fromkeys(name for _, found in groups for name in found)
+    figure.set_size_inches(11, 1.5 + len(groups) * (0.12 + 0.2 * len(peers)))
+    axes = figure.subplots()
+    height = 0.8 / len(peers)
+    for offset, peer in enumerate(peers):
+        colour = STYLES.get(peer, OTHER_STYLE)[1]
+        at = [place + (offset + 0.5) * height - 0.4 for place, (_, found) in enumerate(groups) if peer in found]
+        values = [found[peer] for _, found in groups if peer in found]
+        axes.barh(at, values, height * 0.9, color=colour, label=f"vs. {peer}")
+        for y, value in zip(at, values, strict=True):  # at the foot of the bar, away from the line at 1
+            axes.text(0, y, f" {value:.2f}", color="white", va="center", fontsize=LABEL_SIZE + 1, fontweight="bold")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(groups)), [name for name, _ in groups], fontsize=LABEL_SIZE + 1)
+    axes.set_ylim(len(groups) - 0.5, -0.5)  # the first case at the top
+    axes.set_xlim(0, 1.05 * max(ratio for _, found in groups for ratio in found.values()))
+    axes.set_xlabel("time of the peer / time of mla_cupy, in one run: above 1 mla_cupy is faster")
+    axes.set_title(f"Speed relative to peers: {_title(rows)}")
+    axes.grid(visible=True, axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=len(peers))

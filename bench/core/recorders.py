@@ -1,4 +1,4 @@
-"""How a list of calls becomes something that can be replayed between two events."""
+"""How a list of calls becomes one replay, timed between two events."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Recorder(Protocol):
 
 
 GRAPH, EVENTS = "graph", "events"
-METHODS = (GRAPH, EVENTS)  # what a run can ask for; a row says what its implementation did
+METHODS = (GRAPH, EVENTS)  # of `--method`; each row says how it was timed
 
 
 class Eager:
-    """Makes the calls one by one: for work that cannot be captured. Short calls are then bound by the host."""
+    """Makes the calls one by one, for work that cannot be captured; short calls are then host-bound."""
 
     def __init__(self, method: str = "eager") -> None:
         self.method = method
@@ -55,7 +55,7 @@ class CupyGraph:
     def record(self, calls: Sequence[Call]) -> Call:
         import cupy
 
-        # What a captured call allocates is written again by each replay, so nobody else may ever get that memory:
+        # Each replay writes to the memory that the captured calls allocated, so it must not be reused:
         # it comes from a pool that lives as long as the graph.
         pool = cupy.cuda.MemoryPool()
         with cupy.cuda.using_allocator(pool.malloc):
@@ -75,7 +75,7 @@ class CupyGraph:
             for call in calls:
                 call()
         except BaseException:
-            with suppress(Exception):  # the capture is void; what made it so is the error to show
+            with suppress(Exception):  # the capture is invalid; report what caused it
                 self._stream.end_capture()
             raise
         return self._stream.end_capture()

@@ -1,4 +1,4 @@
-"""Rows: one JSON object each, and the table on the terminal."""
+"""Rows: one JSON object each."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from .cases import Case
-from .costs import Cost, roofline_us
+from .cost import Cost, roofline_us
 from .errors import BenchError
+from .implementation import BASELINES, EXTERNAL
 from .limits import Limits
-from .peers import BASELINES, EXTERNAL, Verdict
+from .operation import Case, Verdict
 from .timer import Timing
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 4
 OK, WRONG, UNSUPPORTED, ERROR = "ok", "wrong", "unsupported", "error"
 NUMBER = (int, float)
 OPTIONAL_NUMBER = (int, float, type(None))
 
-# What version 1 did not have yet, as it must be read.
+# Keys that version 1 lacked, with the values that its rows get when they are read.
 SINCE_VERSION_1: dict[str, Any] = {"l2_bytes": None, "l2_tbps": None, "workspace_bytes": None}
 
 # Every row has every key, with a value of one of these types.
@@ -35,23 +32,24 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "shape": (dict,),
     "dtype": (str,),
     "implementation": (str,),
-    "variant": (str,),
+    "kernel": (str,),  # up to version 2: "variant"
+    "includes": (str,),  # what the time includes; since version 4
     "status": (str,),
     "reason": (str,),
     "timing": (dict, type(None)),  # method, cold_l2, sets, and what `Timing` holds
-    "host_us": (dict,),  # host microseconds of an eager call, by figure
+    "host_us": (dict,),  # host microseconds: call (other arrays each time), repeated_call, empty_launch, the figures
     "figures_us": (dict,),  # further GPU figures: the plan's update, the call without a plan
     "flops": (int,),
     "bytes": (int,),  # from and to memory, if nothing moves twice
-    "l2_bytes": (int, type(None)),  # the scattered rows of a sparse operation, between L2 and multiprocessors
-    "workspace_bytes": (int, type(None)),  # the most that a call allocates at a time, besides its results
+    "l2_bytes": (int, type(None)),  # the scattered rows of a sparse operation, between L2 and SMs
+    "workspace_bytes": (int, type(None)),  # peak allocation of a call, besides its results
     "tflops": OPTIONAL_NUMBER,
     "tbps": OPTIONAL_NUMBER,
     "l2_tbps": OPTIONAL_NUMBER,
     "share_gemm": OPTIONAL_NUMBER,
     "share_copy": OPTIONAL_NUMBER,
     "share_roofline": OPTIONAL_NUMBER,
-    "speed_vs": (dict,),  # how many times as fast as each other implementation of this run
+    "speed_vs": (dict,),  # speed relative to each other implementation of this run
     "speed_vs_best_peer": OPTIONAL_NUMBER,
     "check": (dict, type(None)),
     "limits": (dict,),
@@ -71,7 +69,8 @@ def make_row(
     repro: str,
     status: str = OK,
     reason: str = "",
-    variant: str = "",
+    kernel: str = "",
+    includes: str = "",
     timing: Timing | None = None,
     method: str = "",
     sets: int = 0,
@@ -80,7 +79,7 @@ def make_row(
     figures_us: Mapping[str, float] | None = None,
     workspace_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """One row; the comparisons with other rows are filled in by `relate`."""
+    """One row; `relate` fills in the comparisons with other rows."""
     cost = case.cost
     row: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -89,7 +88,8 @@ def make_row(
         "shape": case.shape(),
         "dtype": dtype,
         "implementation": implementation,
-        "variant": variant,
+        "kernel": kernel,
+        "includes": includes,
         "status": status,
         "reason": reason,
         "timing": None,
@@ -112,7 +112,7 @@ def make_row(
 
 
 def _without_nan(value: Any) -> Any:
-    """The same data with None for what JSON cannot say."""
+    """The same data with None for values that JSON lacks."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -134,14 +134,14 @@ def _rates(cost: Cost, limits: Limits, timing: Timing | None) -> dict[str, float
 
 
 def microseconds(row: Mapping[str, Any]) -> float | None:
-    """The median of a row that was timed."""
+    """The median of a timed row, else None."""
     return float(row["timing"]["us_median"]) if row["status"] == OK and row["timing"] else None
 
 
 def relate(rows: Sequence[dict[str, Any]]) -> None:
-    """Fills in, among the rows of one case, how each compares with the others.
+    """Fills in how each row of a case compares with the others.
 
-    The best peer is the fastest of the other projects, or the fastest baseline where none of those ran.
+    The best peer is the fastest of the other projects, or the fastest baseline if no other project ran.
     """
     times = {row["implementation"]: us for row in rows if (us := microseconds(row)) is not None}
     peers = [times[name] for name in EXTERNAL if name in times] or [times[name] for name in BASELINES if name in times]
@@ -154,7 +154,7 @@ def relate(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def validate(row: object) -> None:
-    """Raises BenchError where a row is not what `SCHEMA` says."""
+    """Raises BenchError if a row does not match `SCHEMA`."""
     if not isinstance(row, dict):
         raise BenchError(f"row: got {type(row).__name__}, expected an object")
     if row.get("schema_version") != SCHEMA_VERSION:
@@ -170,7 +170,7 @@ def validate(row: object) -> None:
 
 
 def write(stream: IO[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows, one JSON object a line, and hands them to the system at once."""
+    """Appends rows, one JSON object per line, and flushes them."""
     for row in rows:
         validate(row)
         stream.write(json.dumps(row, allow_nan=False) + "\n")
@@ -188,9 +188,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if isinstance(row, dict) and row.get("schema_version") == 1:
-                row = {**SINCE_VERSION_1, **row, "schema_version": SCHEMA_VERSION}
+            row = _upgraded(json.loads(line))
             validate(row)
         except (json.JSONDecodeError, BenchError) as error:
             raise BenchError(f"{path}, line {number}: {error}") from error
@@ -198,66 +196,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS = (
-    "implementation",
-    "us",
-    "spread",
-    "TFLOP/s",
-    "TB/s",
-    "of GEMM",
-    "of copy",
-    "roofline",
-    "vs best peer",
-    "host us",
-    "method",
-)
-SPARSE_COLUMNS = ("L2 TB/s", "workspace MB")
-
-
-def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table of one case."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
-    sparse = rows[0]["l2_bytes"] is not None
-    for index, column in enumerate(COLUMNS + SPARSE_COLUMNS if sparse else COLUMNS):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*cells(row), *(sparse_cells(row) if sparse else ()))
-    console.print(table)
-    for row in rows:
-        if row["reason"]:
-            console.print(f"  {row['implementation']}: {row['status']}: {escape(row['reason'])}")
-        for name, us in row["figures_us"].items():
-            host = row["host_us"].get(name)
-            console.print(f"  {row['implementation']}: {name} {us:.2f} us" + (f", host {host:.1f} us" if host else ""))
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row as the texts of the table."""
-    label = row["implementation"] + (f" ({row['variant']})" if row["variant"] else "")
-    if row["status"] != OK:
-        return [label, row["status"], *[""] * (len(COLUMNS) - 2)]
-    timing = row["timing"]
-    return [
-        label,
-        f"{timing['us_median']:.2f}",
-        f"{timing['spread']:.1%}",
-        f"{row['tflops']:.1f}",
-        f"{row['tbps']:.2f}",
-        *(_percent(row[key]) for key in ("share_gemm", "share_copy", "share_roofline")),
-        "-" if row["speed_vs_best_peer"] is None else f"{row['speed_vs_best_peer']:.3f}x",
-        f"{row['host_us']['call']:.1f}" if "call" in row["host_us"] else "-",
-        timing["method"],
-    ]
-
-
-def sparse_cells(row: Mapping[str, Any]) -> list[str]:
-    """What the table of a sparse case has besides."""
-    rate, workspace = row["l2_tbps"], row["workspace_bytes"]
-    return ["" if rate is None else f"{rate:.2f}", "" if workspace is None else f"{workspace / 1e6:.1f}"]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+def _upgraded(row: Any) -> Any:
+    """A row of an earlier version as one of today's."""
+    version = row.get("schema_version") if isinstance(row, dict) else None
+    if version not in (1, 2, 3) or (version < 3 and "variant" not in row):
+        return row
+    changed = {"kernel": row.get("variant", row.get("kernel")), "schema_version": SCHEMA_VERSION, "includes": ""}
+    return {**SINCE_VERSION_1, **{key: value for key, value in row.items() if key != "variant"}, **changed}

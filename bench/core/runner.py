@@ -1,4 +1,4 @@
-"""Runs one case of an operation: check every implementation, record, time them in turn, check again."""
+"""Runs one case of an operation: checks every implementation, records it, times all in turn, checks again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .cases import Case
 from .device import Device
+from .implementation import Implementation, Prepared
 from .limits import Limits
-from .operations import Operation
-from .peers import Implementation, Prepared, Verdict
+from .operation import BenchOperation, Case, Verdict
 from .recorders import Call
 from .report import ERROR, OK, UNSUPPORTED, WRONG, make_row, relate
 from .timer import host_us, rotation, sample, set_count, summarise
 
-ROUNDS = 4  # the implementations take turns, so that a drift of the clock meets them all
+ROUNDS = 4  # the implementations take turns, so that clock drift affects all alike
 WARMUP = 2
-HOST_BATCH_US = 20_000  # of GPU time in a batch of calls whose host time is taken, if that makes 4 to 20 calls
+LOAD_US = 1e6  # before compute-bound cases: a cool GPU runs at a higher clock than it can hold
+COMPUTE_BOUND = 150  # FLOP per byte; on an H200 copies and GEMMs meet at 160
+MAX_LOAD_REPLAYS = 10_000
+HOST_BATCH_US = 20_000  # GPU time of a batch of calls whose host time is measured, within 4 to 20 calls
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Options:
 
 @dataclass
 class Entry:
-    """An implementation on its way through one case."""
+    """The state of an implementation in one case."""
 
     implementation: Implementation
     status: str = OK
@@ -57,7 +59,7 @@ class Entry:
 class _Run:
     """What all implementations of a case share."""
 
-    operation: Operation
+    operation: BenchOperation
     case: Case
     device: Device
     options: Options
@@ -66,9 +68,9 @@ class _Run:
 
 
 def run_case(
-    operation: Operation, case: Case, implementations: Sequence[Implementation], device: Device, options: Options
+    operation: BenchOperation, case: Case, implementations: Sequence[Implementation], device: Device, options: Options
 ) -> list[dict[str, Any]]:
-    """The rows of one case. What goes wrong with one implementation is in its row and stops no other."""
+    """The rows of one case. A failure of one implementation is reported in its row and stops no other."""
     count = set_count(case.cost.nbytes, device.l2_bytes)
     entries = [Entry(implementation) for implementation in implementations]
     with device.current():
@@ -89,11 +91,33 @@ def run_case(
 def _run(entries: Sequence[Entry], run: _Run) -> None:
     for entry in entries:
         _guarded(entry, partial(_prepare, entry, run))
+    _warm_up(entries, run)
     for _ in range(ROUNDS):
         for entry in entries:
             _guarded(entry, partial(_time, entry, run))
     for entry in entries:
         _guarded(entry, partial(_finish, entry, run))
+
+
+def _warm_up(entries: Sequence[Entry], run: _Run) -> None:
+    """A second of load before a compute-bound case, by the first implementation that can be replayed."""
+    cost = run.case.cost
+    entry = next((entry for entry in entries if entry.status == OK), None)
+    if entry is not None and cost.flops > COMPUTE_BOUND * cost.nbytes:
+        _guarded(entry, partial(_load, entry, run))
+
+
+def _load(entry: Entry, run: _Run) -> None:
+    assert entry.prepared is not None
+    assert entry.replay is not None
+    clock, us = run.device.clock(), 0.0
+    with entry.prepared.recorder.current():
+        for _ in range(MAX_LOAD_REPLAYS):
+            clock.start()
+            entry.replay()
+            us += clock.stop_us()
+            if us >= LOAD_US:
+                return
 
 
 def _guarded(entry: Entry, step: Callable[[], None]) -> None:
@@ -106,7 +130,7 @@ def _guarded(entry: Entry, step: Callable[[], None]) -> None:
 
 
 def _prepare(entry: Entry, run: _Run) -> None:
-    """Calls everything once and checks the first set; only what is right is recorded."""
+    """Calls everything once and checks the first set; only correct results are recorded for timing."""
     if reason := entry.implementation.unsupported(run.case, run.options.dtype):
         entry.fail(UNSUPPORTED, reason)
         return
@@ -118,7 +142,7 @@ def _prepare(entry: Entry, run: _Run) -> None:
         _check(entry, run)
         if entry.status == OK:
             entry.replay = prepared.recorder.record([prepared.calls[index] for index in rotation(len(run.sets))])
-            for name in run.operation.results:  # the check after the timing is then of what a replay wrote
+            for name in run.operation.results:  # so that the check after the timing sees what a replay wrote
                 run.device.poison(getattr(prepared.outputs(0), name))
 
 
@@ -142,17 +166,20 @@ def _time(entry: Entry, run: _Run) -> None:
 
 
 def _finish(entry: Entry, run: _Run) -> None:
-    """Checks what the replays wrote, then takes the further figures, the host's time and the memory."""
+    """Checks what the replays wrote, then measures host times, further figures and memory."""
     assert entry.prepared is not None
     _check(entry, run)
     if entry.status != OK:
         return
     with entry.prepared.recorder.current():
-        entry.host_us["call"] = _host_us(entry.prepared.calls, summarise(entry.samples, 1).us_median, run.device)
+        us = summarise(entry.samples, 1).us_median
+        entry.host_us["call"] = _host_us(entry.prepared.calls, us, run.device)
+        entry.host_us["repeated_call"] = _host_us(entry.prepared.calls[:1], us, run.device)
+        entry.host_us["empty_launch"] = host_us([run.device.launch_empty], run.device.synchronize)
         for name, figure in entry.prepared.figures.items():
             try:
                 entry.figures_us[name], entry.host_us[name] = _figure(entry.prepared, figure, run)
-            except Exception as error:  # the row's own figure stands
+            except Exception as error:  # the row's own figure remains valid
                 entry.reason = f"{name}: {type(error).__name__}: {error}"
         if entry.prepared.workspace_bytes is not None:
             try:
@@ -186,7 +213,8 @@ def _row(entry: Entry, case: Case, sets: int, options: Options) -> dict[str, Any
         repro=options.repro,
         status=entry.status,
         reason=entry.reason,
-        variant=entry.prepared.variant if entry.prepared else "",
+        kernel=entry.prepared.kernel if entry.prepared else "",
+        includes=entry.prepared.includes if entry.prepared else "",
         timing=summarise(entry.samples, len(rotation(sets))) if timed else None,
         method=entry.prepared.recorder.method if entry.prepared else "",
         sets=sets,

@@ -2,8 +2,8 @@
 
 One sample is the time of one replay divided by the number of calls in it. The calls rotate over input sets
 whose bytes together exceed three times the L2, so that no call finds its inputs there. Before each replay a
-large fill keeps the GPU busy while the host queues the graph, so that no host time is inside a sample, and
-leaves the L2 without any input.
+large fill keeps the GPU busy while the host queues the graph, so that a sample contains no host time; the fill also
+evicts all inputs from the L2.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 L2_FACTOR = 3
 MIN_CALLS = 4  # a graph of fewer long calls would measure the ramp of the clock
 HEAD_START_BYTES = 1 << 30  # about 0.3 ms of fill on a large GPU: longer than queueing any graph here takes
+HOST_WARMUP = 3  # calls before a host time is measured: a first repetition may still fill a cache
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Timing:
 
 
 class Clock(Protocol):
-    """A stop-watch of the GPU's stream."""
+    """A stopwatch on the GPU's stream."""
 
     def start(self) -> None: ...
 
     def stop_us(self) -> float:
-        """Microseconds since `start`, once the work queued in between is done."""
+        """Microseconds since `start`, after waiting for the work queued in between."""
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -52,7 +53,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def summarise(samples_us: Sequence[float], calls: int) -> Timing:
-    """Median and percentiles of samples that are already per call."""
+    """Median and percentiles of per-call samples."""
     if not samples_us:
         raise ValueError("samples_us: got none, expected at least one")
     ordered = sorted(samples_us)
@@ -65,13 +66,13 @@ def set_count(bytes_per_set: int, l2_bytes: int) -> int:
 
 
 def rotation(sets: int) -> list[int]:
-    """Which set each call of one replay takes: every set in turn, whole rounds, at least `MIN_CALLS` calls."""
+    """The input set of each call of one replay: every set in turn, whole rounds, at least `MIN_CALLS` calls."""
     rounds = -(-MIN_CALLS // sets)
     return list(range(sets)) * rounds
 
 
 def sample(clock: Clock, replay: Callable[[], object], calls: int, replays: int, warmup: int = 0) -> list[float]:
-    """Microseconds per call of each of `replays` replays, after `warmup` replays that do not count."""
+    """Microseconds per call of each of `replays` replays, after `warmup` untimed ones."""
     for _ in range(warmup):
         replay()
     samples = []
@@ -86,16 +87,16 @@ def host_us(
     calls: Sequence[Callable[[], object]],
     synchronize: Callable[[], object],
     *,
-    batches: int = 5,
+    batches: int = 9,
     per_batch: int = 20,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Median host microseconds of an eager call: time to queue a batch without waiting for it, per call.
+    """Median host microseconds per eager call: the time to queue a batch, without waiting for the GPU.
 
-    A batch stays far below the depth of the launch queue, beyond which the host would wait for the GPU.
+    A batch must stay far below the depth of the launch queue, beyond which the host would wait for the GPU.
     """
-    for call in calls:
-        call()
+    for index in range(max(HOST_WARMUP, len(calls))):
+        calls[index % len(calls)]()
     times = []
     for _ in range(batches):
         synchronize()
@@ -108,7 +109,7 @@ def host_us(
 
 
 class CudaClock:
-    """CUDA events on one stream, each start behind a fill that gives the host a head start."""
+    """CUDA events on one stream; each start is queued behind a fill that gives the host a head start."""
 
     def __init__(self, stream: Any) -> None:
         import cupy

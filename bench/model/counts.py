@@ -1,7 +1,7 @@
 """A model of the sparse backward on Blackwell: what its blocks compute and move.
 
-All sizes are the kernel's own facts, read from its cubin; `tests/bench/test_model_counts.py` holds the counts against
-those of the simulator. `model_time.py` predicts times from them.
+All sizes are the kernel's own facts, read from its cubin; `tests/bench/test_model_counts.py` compares the counts with
+the simulator's. `prediction.py` predicts times from them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from mla_cupy.errors import MlaError, explain
-from mla_cupy.launchers.sparse_backward_config import KERNELS
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
-from mla_cupy.runtime import kernels
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.runtime import loader
 
-from .costs import ELEMENT_BYTES, SINGLE_BYTES
-from .errors import BenchError
-from .model_machine import MACHINES
+from ..core.cost import ELEMENT_BYTES, SINGLE_BYTES
+from ..core.errors import BenchError
+from .machine import MACHINES
 
 MMA_K = 16  # of 16-bit operands, always
 OPERAND_ROW_BYTES = MMA_K * ELEMENT_BYTES
@@ -25,11 +25,12 @@ OPERAND_ROW_BYTES = MMA_K * ELEMENT_BYTES
 PRODUCTS = ("S", "dP", "dKV", "dKV RoPE", "dQ", "dQ RoPE")
 #: They sum over heads; steps without a head are not issued.
 OVER_HEADS = ("dKV", "dKV RoPE")
+HOPPER = "sm_90a"
 
 
 @dataclass(frozen=True)
 class Product:
-    """How often a product of M x N x 16 is issued for a tile of keys."""
+    """How many products of M x N x 16 are issued per tile of keys."""
 
     name: str
     m: int
@@ -38,18 +39,18 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of all of them."""
+        """FLOPs of all of them."""
         return 2 * self.m * self.n * MMA_K * self.count
 
     @property
     def operand_bytes(self) -> int:
-        """What all of them read from shared memory: both operands, each time."""
+        """Bytes that all of them read from shared memory: both operands, each time."""
         return OPERAND_ROW_BYTES * (self.m + self.n) * self.count
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's facts. One that it does not have is 0."""
+    """A kernel's facts; a missing one is 0."""
 
     name: str
     threads: int
@@ -63,7 +64,7 @@ class Kernel:
 
     @classmethod
     def from_facts(cls, name: str, facts: Mapping[str, Any]) -> Kernel:
-        """From what `Build.facts` says."""
+        """From `Build.facts`."""
         numbers = list(facts.get("products", ()))
         if len(numbers) != 3 * len(PRODUCTS):
             triples = f"M, N and count of {len(PRODUCTS)} products"
@@ -83,7 +84,7 @@ class Kernel:
         return MMA_K * self.products[1].count
 
     def issued(self, heads: int) -> tuple[Product, ...]:
-        """The products of a tile in a block that has `heads` heads."""
+        """The products per tile in a block of `heads` heads."""
         steps, all_steps = -(-heads // MMA_K), self.block_heads // MMA_K
         return tuple(
             Product(one.name, one.m, one.n, one.count * steps // all_steps) if one.name in OVER_HEADS else one
@@ -108,7 +109,7 @@ class Counts:
     tmem
         Bytes that threads read from tensor memory.
     added
-        Bytes of float32 that are added to rows of dkv.
+        Bytes of float32 added to rows of dkv.
     """
 
     products: int = 0
@@ -128,7 +129,7 @@ class Counts:
 
 
 def tile_counts(kernel: Kernel, heads: int, keys: int) -> Counts:
-    """One tile, in a block of `heads` heads, of whose places `keys` hold a key."""
+    """One tile of `keys` valid keys, in a block of `heads` heads."""
     issued = kernel.issued(heads)
     scores = kernel.tile_keys * kernel.block_heads
     return Counts(
@@ -154,7 +155,7 @@ def block_counts(kernel: Kernel) -> Counts:
 
 
 def query_counts(kernel: Kernel, h_q: int, keys: int) -> Counts:
-    """All blocks of a query that selects `keys` rows; without any its blocks only write zeros."""
+    """All blocks of a query that selects `keys` rows; if there are none its blocks only write zeros."""
     total = Counts()
     for heads in kernel.blocks(h_q) if keys > 0 else ():
         full, rest = divmod(keys, kernel.tile_keys)
@@ -164,7 +165,7 @@ def query_counts(kernel: Kernel, h_q: int, keys: int) -> Counts:
 
 
 def call_counts(kernel: Kernel, h_q: int, lengths: Iterable[int]) -> Counts:
-    """A call whose queries select so many rows each."""
+    """A call whose queries select `lengths` rows each."""
     return sum((query_counts(kernel, h_q, keys) for keys in lengths), Counts())
 
 
@@ -172,23 +173,23 @@ def call_counts(kernel: Kernel, h_q: int, lengths: Iterable[int]) -> Counts:
 
 
 def names(arch: str) -> tuple[str, ...]:
-    """The kernels that the model knows for a target: those written for Blackwell alone."""
+    """The kernels of a target that the model covers: those for Blackwell only, not the generic ones."""
     if arch not in MACHINES:
         rates = "the rates of other GPUs are not known to the model"
         raise BenchError(explain("--arch", arch, " or ".join(MACHINES), rates))
-    specs = {name: module.SPEC for name, module in KERNELS.items()}
-    return tuple(name for name, spec in specs.items() if spec.source.startswith("sm100/") and spec.supports_arch(arch))
+    of_arch = [kernel for kernel in SPARSE_BACKWARD.kernels if kernel.supports_arch(arch)]
+    return tuple(kernel.name for kernel in of_arch if not kernel.supports_arch(HOPPER))
 
 
 def load(name: str, arch: str, d_qk: int, dtype: str = "bfloat16") -> Kernel:
-    """A kernel's facts, of the build that a call with these types would run; compiled if it is not yet."""
+    """The facts of the build that a call with these types would run; compiled if necessary."""
     known = names(arch)
     if name not in known:
         raise BenchError(explain("--kernel", name, "one of " + ", ".join(known), "leave it out for all of them"))
-    module = KERNELS[name]
+    (kernel,) = (kernel for kernel in SPARSE_BACKWARD.kernels if kernel.name == name)
     problem = SparseBackwardProblem(s_q=1, s_kv=1, h_q=1, topk=1, d_qk=d_qk, dtype=dtype)
     try:
-        build = kernels.obtain(module.SPEC.request(module.variant(problem), arch))
+        build = loader.obtain(kernel.request(kernel.variant(problem), arch))
     except MlaError as error:
         raise BenchError(str(error)) from error
     return Kernel.from_facts(name, build.facts)

@@ -1,4 +1,4 @@
-"""What the model takes for granted about a GPU: each figure with where it comes from and how sure it is."""
+"""The assumed rates of a GPU, each with its source and confidence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _figure(value: Any, unit: str, source: str, confidence: str) -> Any:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a B200. Nobody in this project has measured one."""
+    """Rates of a B200. None was measured in this project."""
 
     multiprocessors: int = _figure(148, "SMs", "NVIDIA's B200", MEASURED)
     clock_ghz: float = _figure(
@@ -27,7 +27,7 @@ class Machine:
         2, "columns of D/clk", "the same: a product of K = 16 takes N / 2 at M = 64 and at M = 128", MEASURED
     )
     smem_bytes_per_cycle: int = _figure(
-        128, "B/clk/SM", "the same: products of small N take (M + N) / 4, 32 bytes a row of A and of B", MEASURED
+        128, "B/clk/SM", "the same: products of small N take (M + N) / 4, 32 bytes per row of A and of B", MEASURED
     )
     ws_columns_per_cycle: int = _figure(
         4, "columns of D/clk", "KevinZeng08/microbench-blackwell, .ws with M = 32 and 64, default collector", ONE_SOURCE
@@ -49,7 +49,7 @@ class Machine:
 
     @property
     def addition_rates(self) -> tuple[float, float]:
-        """TB/s of float32 additions into the L2: a careful figure and a hopeful one."""
+        """TB/s of float32 additions in the L2: a conservative and an optimistic figure."""
         return self.seen_addition_tbps, self.hoped_addition_tbps
 
     def record(self) -> list[dict[str, Any]]:

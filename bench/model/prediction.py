@@ -1,17 +1,17 @@
-"""How long a kernel takes at least, from its counts and a GPU's assumed rates: predictions, not measurements."""
+"""A lower bound of a kernel's time, from its counts and a GPU's assumed rates: predictions, not measurements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .costs import ELEMENT_BYTES
-from .model import OPERAND_ROW_BYTES, Kernel, Product, block_counts, query_counts, tile_counts
-from .model_machine import Machine
-from .sparse_cases import SparseBackwardCase
+from ..core.cost import ELEMENT_BYTES
+from ..ops.sparse_backward.cases import SparseBackwardCase
+from .counts import OPERAND_ROW_BYTES, Kernel, Product, block_counts, query_counts, tile_counts
+from .machine import Machine
 
 
 def pipe_cycles(product: Product, weight_stationary: bool, machine: Machine) -> float:
-    """Cycles of one K = 16 product, were its operands there at once."""
+    """Cycles of one K = 16 product if its operands are available at once."""
     if not weight_stationary:
         return product.n / machine.columns_per_cycle
     if product.m >= 128:
@@ -31,7 +31,7 @@ def product_cycles(product: Product, weight_stationary: bool, machine: Machine) 
 
 @dataclass(frozen=True)
 class Cycles:
-    """Of a tile of keys in a full block, on its multiprocessor.
+    """Cycles per tile of keys in a full block, on its SM.
 
     peak
         Its FLOPs at the rate of the largest products.
@@ -40,9 +40,9 @@ class Cycles:
     products
         Each product at the slower of the two.
     other
-        Shared memory's part in K, P and dS. It is taken not to fit into gaps that the products leave.
+        Shared memory traffic of K, P and dS, assumed not to overlap with the products.
     tmem
-        Reads of tensor memory, beside all of that.
+        Reads of tensor memory, which overlap with all of that.
     """
 
     peak: float
@@ -54,17 +54,17 @@ class Cycles:
 
     @property
     def total(self) -> float:
-        """What a tile takes at least."""
+        """The minimum for a tile."""
         return max(self.products + self.other, self.tmem)
 
     @property
     def bound(self) -> str:
-        """What the products, by far the most of it, wait for."""
+        """What limits the products, which dominate."""
         return "tensor cores" if self.pipe > self.operands else "shared memory"
 
 
 def tile_cycles(kernel: Kernel, heads: int, machine: Machine) -> Cycles:
-    """Of a tile in a block of `heads` heads."""
+    """The cycles of a tile in a block of `heads` heads."""
     counts, issued, ws = tile_counts(kernel, heads, kernel.tile_keys), kernel.issued(heads), kernel.weight_stationary
     return Cycles(
         peak=counts.flops / machine.peak_flops_per_cycle,
@@ -77,7 +77,7 @@ def tile_cycles(kernel: Kernel, heads: int, machine: Machine) -> Cycles:
 
 
 def block_cycles(kernel: Kernel, machine: Machine) -> float:
-    """Shared memory's part in Q, dO and dQ. A multiprocessor has one block at a time: nothing hides them."""
+    """Shared memory traffic of Q, dO and dQ, which nothing hides: there is one block per SM."""
     counts = block_counts(kernel)
     return (counts.loaded + counts.written + counts.stored) / machine.smem_bytes_per_cycle
 
@@ -101,7 +101,7 @@ class Prediction:
 
 
 def predict(kernel: Kernel, case: SparseBackwardCase, machine: Machine, addition_tbps: float) -> Prediction:
-    """Every query selects `topk` rows; FLOPs are those of `costs.sparse_backward_cost`."""
+    """Every query selects `topk` rows; FLOPs are those of `SparseBackwardCase.cost`."""
     heads = kernel.blocks(case.h_q)
     tile = tile_cycles(kernel, max(heads), machine)
     cycles = -(-case.topk // kernel.tile_keys) * tile.total + block_cycles(kernel, machine)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from mla_cupy.errors import explain
 
-from . import environment, model, model_time
-from .costs import D_QK, D_V
-from .errors import BenchError
-from .model_machine import MACHINES, NOT_COUNTED, Machine
-from .sparse_cases import SparseBackwardCase
+from ..core import environment
+from ..core.cost import D_QK, D_V
+from ..core.errors import BenchError
+from ..ops.sparse_backward.cases import SparseBackwardCase
+from . import counts, prediction
+from .machine import MACHINES, NOT_COUNTED, Machine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,8 +30,8 @@ DTYPE = "bfloat16"
 DESCRIPTION = f"""Predict a kernel's time from its own sizes and a GPU's assumed rates: {LABEL}.
 
 The sizes (tiles, shapes and counts of the products) are read from the cubin, which is compiled if need be; no GPU is
-needed. The rates are assumptions about a B200, each printed with its source. The tables say what a tile of keys
-computes and moves, and which of tensor cores, shared memory and the L2's additions would set the pace.
+needed. The rates are assumptions about a B200, each printed with its source. The tables show what a tile of keys
+computes and moves, and which of tensor cores, shared memory and additions in the L2 would be the bottleneck.
 """
 EPILOG = """examples:
   model sparse-backward                                     every kernel for Blackwell, 64 and 128 heads
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heads", type=_sizes, default=(64, 128), metavar="N[,N...]", help="query heads (default 64,128)"
     )
-    parser.add_argument("--topk", type=_size, default=2048, metavar="N", help="rows a query (default %(default)s)")
+    parser.add_argument("--topk", type=_size, default=2048, metavar="N", help="rows per query (default %(default)s)")
     parser.add_argument("--s-q", type=_size, default=4096, metavar="N", help="queries (default %(default)s)")
     parser.add_argument("--s-kv", type=_size, default=8192, metavar="N", help="rows of kv (default %(default)s)")
     parser.add_argument(
@@ -69,15 +70,15 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """`model`."""
-    known = model.names(args.arch)
-    kernels = [model.load(name, args.arch, args.d_qk) for name in ((args.kernel,) if args.kernel else known)]
+    known = counts.names(args.arch)
+    kernels = [counts.load(name, args.arch, args.d_qk) for name in ((args.kernel,) if args.kernel else known)]
     cases = [SparseBackwardCase(args.s_q, args.s_kv, heads, args.topk, args.d_qk) for heads in args.heads]
     machine = MACHINES[args.arch]
     found = {case: predictions(kernels, case, machine) for case in cases}
     if args.json:
         rows = [one for case in cases for one in found[case]]
         _write(args.json, document(args.arch, cases, kernels, machine, rows, getattr(args, "arguments", ())))
-    console.print(f"[bold]{LABEL.upper()}[/]: {OPERATION} on {args.arch}, {DTYPE}, d_qk {args.d_qk}, d_v {D_V}")
+    console.print(f"{LABEL.upper()}: {OPERATION} on {args.arch}, {DTYPE}, d_qk {args.d_qk}, d_v {D_V}", markup=False)
     console.print(assumption_table(machine), "", tile_table(kernels, machine), "")
     for case, predicted in found.items():
         console.print(prediction_table(case, predicted), "")
@@ -87,10 +88,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def predictions(
-    kernels: Sequence[model.Kernel], case: SparseBackwardCase, machine: Machine
-) -> list[model_time.Prediction]:
+    kernels: Sequence[counts.Kernel], case: SparseBackwardCase, machine: Machine
+) -> list[prediction.Prediction]:
     """Each kernel at each rate of additions."""
-    return [model_time.predict(kernel, case, machine, rate) for kernel in kernels for rate in machine.addition_rates]
+    return [prediction.predict(kernel, case, machine, rate) for kernel in kernels for rate in machine.addition_rates]
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
@@ -99,9 +100,9 @@ def predictions(
 def document(
     arch: str,
     cases: Sequence[SparseBackwardCase],
-    kernels: Sequence[model.Kernel],
+    kernels: Sequence[counts.Kernel],
     machine: Machine,
-    predicted: Sequence[model_time.Prediction],
+    predicted: Sequence[prediction.Prediction],
     arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
     """All of it as plain data."""
@@ -120,22 +121,22 @@ def document(
     }
 
 
-def kernel_record(kernel: model.Kernel, machine: Machine) -> dict[str, Any]:
+def kernel_record(kernel: counts.Kernel, machine: Machine) -> dict[str, Any]:
     """A kernel's facts, and a full block's counts and cycles."""
     ws = bool(kernel.weight_stationary)
-    cycles = model_time.tile_cycles(kernel, kernel.block_heads, machine)
+    cycles = prediction.tile_cycles(kernel, kernel.block_heads, machine)
     products = [
-        {**asdict(one), "cycles_each": model_time.product_cycles(one, ws, machine)}
+        {**asdict(one), "cycles_each": prediction.product_cycles(one, ws, machine)}
         for one in kernel.products
         if one.count
     ]
     return {
         **asdict(kernel),
         "products": products,
-        "tile_counts": asdict(model.tile_counts(kernel, kernel.block_heads, kernel.tile_keys)),
+        "tile_counts": asdict(counts.tile_counts(kernel, kernel.block_heads, kernel.tile_keys)),
         "tile_cycles": {**asdict(cycles), "total": cycles.total, "bound": cycles.bound},
-        "block_counts": asdict(model.block_counts(kernel)),
-        "block_cycles": model_time.block_cycles(kernel, machine),
+        "block_counts": asdict(counts.block_counts(kernel)),
+        "block_cycles": prediction.block_cycles(kernel, machine),
     }
 
 
@@ -167,7 +168,7 @@ def assumption_table(machine: Machine) -> Table:
     return table
 
 
-def tile_table(kernels: Sequence[model.Kernel], machine: Machine) -> Table:
+def tile_table(kernels: Sequence[counts.Kernel], machine: Machine) -> Table:
     """What a tile of keys and a block of heads cost, a column for each kernel."""
     heads = kernels[0].block_heads
     table = _table(
@@ -175,7 +176,7 @@ def tile_table(kernels: Sequence[model.Kernel], machine: Machine) -> Table:
         "a tile of keys",
         *(kernel.name for kernel in kernels),
     )
-    for index, name in enumerate(model.PRODUCTS):
+    for index, name in enumerate(counts.PRODUCTS):
         table.add_row(name, *(_product(kernel, index, machine) for kernel in kernels))
     table.add_section()
     for label, figure in _FIGURES:
@@ -189,28 +190,28 @@ def tile_table(kernels: Sequence[model.Kernel], machine: Machine) -> Table:
     return table
 
 
-def _product(kernel: model.Kernel, index: int, machine: Machine) -> str:
+def _product(kernel: counts.Kernel, index: int, machine: Machine) -> str:
     one = kernel.products[index]
     if not one.count:
         return "-"
-    each = model_time.product_cycles(one, bool(kernel.weight_stationary), machine)
+    each = prediction.product_cycles(one, bool(kernel.weight_stationary), machine)
     return f"{one.count} of {one.m} x {one.n}: {one.count * each:,.0f} clk"
 
 
-def _counts(kernel: model.Kernel) -> model.Counts:
-    return model.tile_counts(kernel, kernel.block_heads, kernel.tile_keys)
+def _counts(kernel: counts.Kernel) -> counts.Counts:
+    return counts.tile_counts(kernel, kernel.block_heads, kernel.tile_keys)
 
 
-def _cycles(kernel: model.Kernel, machine: Machine) -> model_time.Cycles:
-    return model_time.tile_cycles(kernel, kernel.block_heads, machine)
+def _cycles(kernel: counts.Kernel, machine: Machine) -> prediction.Cycles:
+    return prediction.tile_cycles(kernel, kernel.block_heads, machine)
 
 
-def _addition_cycles(kernel: model.Kernel, machine: Machine, tbps: float) -> float:
+def _addition_cycles(kernel: counts.Kernel, machine: Machine, tbps: float) -> float:
     """What a tile's additions take if every multiprocessor makes as many."""
     return _counts(kernel).added * machine.multiprocessors * machine.clock_ghz / tbps / 1e3
 
 
-Figure = Callable[[model.Kernel, Machine], float]
+Figure = Callable[[counts.Kernel, Machine], float]
 _FIGURES: tuple[tuple[str, Figure], ...] = (
     ("keys", lambda kernel, machine: kernel.tile_keys),
     ("FLOP", lambda kernel, machine: _counts(kernel).flops),
@@ -228,16 +229,16 @@ _FIGURES: tuple[tuple[str, Figure], ...] = (
     ("multiprocessor, clk", lambda kernel, machine: _cycles(kernel, machine).total),
 )
 _BLOCK_FIGURES: tuple[tuple[str, Figure], ...] = (
-    ("once a block: Q, dO in, B", lambda kernel, machine: model.block_counts(kernel).loaded),
-    ("once a block: dQ out, B", lambda kernel, machine: model.block_counts(kernel).stored),
-    ("once a block: shared memory, clk", lambda kernel, machine: model_time.block_cycles(kernel, machine)),
+    ("once a block: Q, dO in, B", lambda kernel, machine: counts.block_counts(kernel).loaded),
+    ("once a block: dQ out, B", lambda kernel, machine: counts.block_counts(kernel).stored),
+    ("once a block: shared memory, clk", lambda kernel, machine: prediction.block_cycles(kernel, machine)),
     ("a block's threads", lambda kernel, machine: kernel.threads),
     ("a block's shared memory, B", lambda kernel, machine: kernel.smem_bytes),
     ("its columns of tensor memory in use", lambda kernel, machine: kernel.tmem_columns_used),
 )
 
 
-def prediction_table(case: SparseBackwardCase, predicted: Sequence[model_time.Prediction]) -> Table:
+def prediction_table(case: SparseBackwardCase, predicted: Sequence[prediction.Prediction]) -> Table:
     """The roofline of one case."""
     title = f"{LABEL.upper()}: the main kernel alone, {case.name}, {case.cost.flops / 1e12:.3f} TFLOP"
     heads = ("kernel", "additions TB/s", "SM ms", "L2 ms", "at least ms", "TFLOP/s", "bound by")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..device import Device
-from ..errors import BenchError
-from ..recorders import Call
-from ..sparse_cases import SparseCase
-from ..sparse_inputs import GradientInputs, Gradients
-from . import Prepared
+from ..core.device import Device
+from ..core.errors import BenchError
+from ..core.implementation import Prepared
+from ..core.recorders import Call
+from ..ops.sparse.cases import SparseCase
+from ..ops.sparse_backward.inputs import GradientInputs, Gradients
 from .torch_ops import peak_bytes, recorder_for
 
 
 class CudnnSparse:
-    """Its convenience call, which allocates results and workspace; without a sink, that is with one of -inf."""
+    """Its convenience call, which allocates results and workspace. No sink is expressed as a sink of -inf."""
 
     name = "cudnn"
 

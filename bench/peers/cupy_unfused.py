@@ -1,6 +1,6 @@
 """Unfused attention with CuPy and cuBLAS: gather the pages, matmul, softmax, matmul.
 
-This is how MLA is written without a kernel of its own, in the absorbed form. The un-absorbed form is left out: it
+This is MLA without a custom kernel, in the absorbed form. The un-absorbed form is left out: it
 materialises 128 heads of keys and values, 40 GB for one step of the first case.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..cases import DecodeCase
-from ..costs import D_QK, D_V
-from ..device import ROUND_TO_BFLOAT16, Device
-from ..inputs import InputSet, Outputs, lse_shape, out_shape
-from ..recorders import Call, Eager
-from . import Prepared
+from ..core.cost import D_QK, D_V
+from ..core.device import ROUND_TO_BFLOAT16, Device
+from ..core.implementation import Prepared
+from ..core.recorders import Call, Eager
+from ..ops.decode.cases import DecodeCase
+from ..ops.decode.inputs import InputSet, Outputs, make_outputs
 
-# cuBLAS's own numbers.
+# Constants of cuBLAS.
 OP_N, OP_T = 0, 1
 COMPUTE_32F = 68
 GEMM_DEFAULT = -1
@@ -32,6 +32,8 @@ class CupyUnfused:
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
         if case.h_kv != 1:
             return "written for one KV head"
+        if case.mix or case.d_qk != D_QK:
+            return f"written for sequences of one length, keys of width {D_QK}"
         try:
             from cupy.cuda import cublas  # noqa: F401  (loads the library)
         except ImportError as error:
@@ -39,9 +41,7 @@ class CupyUnfused:
         return None
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        results = [
-            Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets
-        ]
+        results = [make_outputs(case, dtype, device) for _ in sets]
         buffers = _Buffers(case, dtype)
 
         def call(inputs: InputSet, result: Outputs) -> Call:
@@ -51,7 +51,7 @@ class CupyUnfused:
             calls=[call(inputs, result) for inputs, result in zip(sets, results, strict=True)],
             outputs=lambda index: results[index],
             recorder=Eager(),
-            variant="absorbed",
+            kernel="absorbed",
         )
 
 
@@ -111,7 +111,7 @@ def _decode(case: DecodeCase, inputs: InputSet, result: Outputs, buffers: _Buffe
     element, single = buffers.element_type, buffers.float_type
     scores, weights = buffers.scores, buffers.weights
 
-    # As 8-byte words: CuPy's take copies one element a thread.
+    # As 8-byte words: CuPy's take copies one element per thread.
     pool = inputs.kv_cache.view("uint64").reshape(case.num_pages, -1)
     cupy.take(pool, inputs.block_table, axis=0, out=buffers.keys)
 

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cases import DecodeCase
-from ..costs import D_QK, D_V
-from ..device import Device
-from ..inputs import InputSet, Outputs, out_shape
-from ..recorders import Call
-from . import Prepared
+from ..core.cost import D_QK, D_V
+from ..core.device import Device
+from ..core.implementation import Prepared
+from ..core.recorders import Call
+from ..ops.decode.cases import DecodeCase
+from ..ops.decode.inputs import InputSet, Outputs, out_shape
 from .torch_ops import load, recorder_for
 
 LIBRARY = "_vllm_fa3_C.abi3.so"
 
 
 class FlashAttention3:
-    """It wants q in two contiguous pieces, which are cut before the timing starts; its lse is not looked at."""
+    """It takes q as two contiguous arrays, split before the timing starts; its lse is not checked."""
 
     name = "fa3"
 
@@ -27,7 +27,7 @@ class FlashAttention3:
         self._forward: Any = self._torch.ops._vllm_fa3_C.fwd
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
-        return None
+        return None if case.d_qk == D_QK else f"takes keys of width {D_QK} only"
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         import cupy
@@ -37,7 +37,12 @@ class FlashAttention3:
         results = [Outputs(device.empty(out_shape(case), dtype), None) for _ in sets]
         with recorder.current():
             calls = [self._call(case, inputs, result, starts) for inputs, result in zip(sets, results, strict=True)]
-        return Prepared(calls=calls, outputs=lambda index: results[index], recorder=recorder)
+        return Prepared(
+            calls=calls,
+            outputs=lambda index: results[index],
+            recorder=recorder,
+            includes="its preparing kernel, attention and merge; q is split in two before",
+        )
 
     def _call(self, case: DecodeCase, inputs: InputSet, result: Outputs, starts: Any) -> Call:
         tensor = self._torch.from_dlpack

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cases import DecodeCase
-from ..costs import D_V
-from ..device import Device
-from ..inputs import InputSet, Outputs
-from ..recorders import Call
-from . import Prepared
+from ..core.cost import D_QK, D_V
+from ..core.device import Device
+from ..core.implementation import Prepared
+from ..core.recorders import Call
+from ..ops.decode.cases import DecodeCase
+from ..ops.decode.inputs import InputSet, Outputs
 from .torch_ops import load, recorder_for
 
 LIBRARY = "_flashmla_C.abi3.so"
 
 
 class FlashMla:
-    """Its dense decode with the scheduler's metadata made before, as its own interface does from the second call on."""
+    """Its dense decode with the scheduler's metadata made in advance, as its interface does after the first call."""
 
     name = "flashmla"
 
@@ -27,6 +27,8 @@ class FlashMla:
         self._decode: Any = self._torch.ops._flashmla_C.dense_decode_fwd
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        if case.d_qk != D_QK:
+            return f"takes keys of width {D_QK} only"
         return None if case.page_size == 64 else "takes pages of 64 tokens only"
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
@@ -52,9 +54,10 @@ class FlashMla:
             calls=[call(index) for index in range(len(sets))],
             outputs=lambda index: Outputs(*map(cupy.from_dlpack, latest[index])),
             recorder=recorder,
+            includes="attention and merge; its metadata is made before",
         )
 
     def _tensors(self, inputs: InputSet) -> tuple[Any, ...]:
-        """The very arrays that the project reads, as tensors."""
+        """The same arrays that the project reads, as tensors."""
         arrays = inputs.q, inputs.kv_cache, inputs.block_table, inputs.seqlens
         return tuple(self._torch.from_dlpack(array) for array in arrays)

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..costs import D_V
-from ..device import Device
-from ..recorders import Call
-from ..sparse_cases import SparseCase
-from ..sparse_inputs import SparseInputs, SparseOutputs
-from . import Prepared
+from ..core.cost import D_V
+from ..core.device import Device
+from ..core.implementation import Prepared
+from ..core.recorders import Call
+from ..ops.sparse.cases import SparseCase
+from ..ops.sparse.inputs import SparseInputs, SparseOutputs
 from .flashmla import LIBRARY
 from .torch_ops import load, peak_bytes, recorder_for
 
-HEADS = (64, 128)  # what its kernels are made for
-SLOTS = 128  # topk must be a multiple
+HEADS = (64, 128)  # its kernels' head counts
+TOPK_MULTIPLE = 128
 
 
 class FlashMlaSparse:
-    """Fewer heads than it knows are padded with zeros before the timing; all its work counts as that of the case."""
+    """Heads are padded with zeros to a count that it supports, before the timing; padding does not count as work."""
 
     name = "flashmla"
 
@@ -33,7 +33,7 @@ class FlashMlaSparse:
             return "takes bfloat16 only"
         if case.h_q > max(HEADS):
             return f"takes at most {max(HEADS)} heads"
-        return None if case.topk % SLOTS == 0 else f"takes a topk that is a multiple of {SLOTS}"
+        return None if case.topk % TOPK_MULTIPLE == 0 else f"takes a topk that is a multiple of {TOPK_MULTIPLE}"
 
     def prepare(self, case: SparseCase, dtype: str, sets: Sequence[SparseInputs], device: Device) -> Prepared:
         import cupy
@@ -59,12 +59,12 @@ class FlashMlaSparse:
             calls=calls,
             outputs=outputs,
             recorder=recorder,
-            variant="" if heads == case.h_q else f"padded to {heads} heads",
+            kernel="" if heads == case.h_q else f"padded to {heads} heads",
             workspace_bytes=lambda: peak_bytes(self._torch, calls[0], lambda: latest[0]),
         )
 
     def _tensors(self, inputs: SparseInputs, heads: int) -> tuple[Any, ...]:
-        """The very arrays that the project reads, as tensors with an axis for the one KV head."""
+        """The same arrays that the project reads, as tensors with an axis for the one KV head."""
         q, kv, indices = (self._torch.from_dlpack(array) for array in (inputs.q, inputs.kv, inputs.indices))
         if q.shape[1] != heads:
             q = self._torch.nn.functional.pad(q, (0, 0, 0, heads - q.shape[1]))

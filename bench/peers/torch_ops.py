@@ -1,4 +1,4 @@
-"""What the peers that are PyTorch extensions share. Only they import torch, and only when they are asked for."""
+"""What the peers that are PyTorch extensions share. Only they import torch, and only when they run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..device import Device
-from ..errors import BenchError
-from ..recorders import EVENTS, GRAPH, Call, Recorder
+from ..core.device import Device
+from ..core.errors import BenchError
+from ..core.recorders import EVENTS, GRAPH, Call, Recorder
 
 
 def load(directory: Path, file: str) -> Any:
@@ -31,12 +31,12 @@ def load(directory: Path, file: str) -> Any:
 
 
 def recorder_for(torch: Any, device: Device) -> Recorder:
-    """The peers' way to do what `device.recorder()` does for the project."""
+    """The counterpart of `device.recorder()` for a PyTorch extension."""
     return {GRAPH: TorchGraph, EVENTS: TorchEager}[device.method](torch, device.stream)
 
 
 def peak_bytes(torch: Any, call: Call, results: Callable[[], Sequence[Any]]) -> int:
-    """The most bytes of torch's that are in use during a call, besides what was before and besides its results."""
+    """Peak bytes of PyTorch's allocator during a call, minus those in use before and those of its results."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -2,19 +2,19 @@
 // P^T = exp2(S^T * scale_log2 - max). Heads are the columns, so statistics go down the fragments.
 #pragma once
 #include "attention/online_softmax.cuh"
+#include "attention/shapes.cuh"
 
-constexpr i32 kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
-
-// Of every eight heads a thread holds two, in two rows eight apart.
+namespace mla::attention {
+// A thread holds two of every eight heads, in two rows eight apart.
 template <i32 kHeads>
 constexpr i32 kHeadsOfThread = kHeads / 4;
 
-// Which of a thread's heads d[i] belongs to; the head of number k; the head of d[i].
+// Index among a thread's heads of d[i]'s; the k-th of its heads; the head of d[i].
 MLA_DEVICE constexpr i32 head_number(i32 i) { return i / 4 * 2 + i % 2; }
 MLA_DEVICE i32 kth_head(i32 k, i32 thread) { return k / 2 * 8 + fragment_column(thread) + k % 2; }
 MLA_DEVICE i32 head_of(i32 i, i32 thread) { return kth_head(head_number(i), thread); }
 
-// One number for each of a thread's heads.
+// One value per head of a thread.
 template <i32 kHeads>
 struct HeadValues {
     float value[kHeadsOfThread<kHeads>];
@@ -27,7 +27,7 @@ struct HeadValues {
     // For element i of a fragment.
     MLA_DEVICE float of(i32 i) const { return value[head_number(i)]; }
 
-    // The same answer in every lane of the warp.
+    // Uniform over the warp.
     MLA_DEVICE bool any_but_one() const {
         bool found = false;
 #pragma unroll
@@ -42,17 +42,35 @@ struct HeadValues {
     }
 };
 
-// Rows of the tile from `visible` on do not count.
+// Masks the rows of the tile from `visible` on.
 template <i32 kCount>
 MLA_DEVICE void mask_rows(float (&scores)[kCount], i32 visible, i32 thread) {
-    if (visible >= 64) return;
+    if (visible >= kTileTokens) return;
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
-        if (fragment_row(thread) + 8 * fragment_half(i) >= visible) scores[i] = negative_infinity();
+        if (fragment_row(thread, i) >= visible) scores[i] = negative_infinity();
     }
 }
 
-// The maxima of a warp's 16 rows, not scaled, one float a head.
+// Which scores of a tile count: for the k-th of a thread's heads the keys below visible[k], on pages that are present
+// (bit = key).
+template <i32 kHeads>
+struct KeyMask {
+    i32 visible[kHeadsOfThread<kHeads>];
+    u64 present;
+};
+
+template <i32 kHeads>
+MLA_DEVICE void mask_keys(float (&scores)[kHeads / 2], const KeyMask<kHeads>& mask, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kHeads / 2; ++i) {
+        const i32 key = fragment_row(thread, i);
+        const bool counts = key < mask.visible[head_number(i)] && ((mask.present >> key) & 1);
+        if (!counts) scores[i] = negative_infinity();
+    }
+}
+
+// The maxima of a warp's 16 rows, unscaled, one float per head.
 template <i32 kHeads>
 MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {
 #pragma unroll
@@ -76,18 +94,18 @@ MLA_DEVICE void store_warp_sums(float (&to)[kHeads], const HeadValues<kHeads>& s
     }
 }
 
-// A thread's heads. `sum` is this thread's share: its rows only. `max` follows the true maximum, `top`, lazily.
+// A thread's heads. `sum` is this thread's share: its rows only. `max` follows the true maximum, `row_max`, lazily.
 template <i32 kHeads>
 struct HeadState {
-    HeadValues<kHeads> max, sum, top;
+    HeadValues<kHeads> max, sum, row_max;
 
     MLA_DEVICE void reset() {
         max.fill(kLowestMax);
         sum.fill(0.f);
-        top.fill(negative_infinity());
+        row_max.fill(negative_infinity());
     }
 
-    // Takes the maxima of a tile, as the warps have stored them; returns what the accumulated is to be scaled by.
+    // Takes the maxima of a tile as stored by the warps; returns the factors by which to rescale the accumulators.
     MLA_DEVICE HeadValues<kHeads> move_max(const float (&warps)[kWarpgroupWarps][kHeads], float scale_log2,
                                            i32 thread) {
         HeadValues<kHeads> scale;
@@ -96,7 +114,7 @@ struct HeadState {
             const i32 head = kth_head(k, thread);
             float tile = fmaxf(fmaxf(warps[0][head], warps[1][head]), fmaxf(warps[2][head], warps[3][head]));
             tile *= scale_log2;
-            top.value[k] = fmaxf(top.value[k], tile);
+            row_max.value[k] = fmaxf(row_max.value[k], tile);
             const float to = tile > max.value[k] + kLazyMaxLog2 ? tile : max.value[k];
             scale.value[k] = ex2_approx(max.value[k] - to);
             sum.value[k] *= scale.value[k];
@@ -119,3 +137,4 @@ struct HeadState {
         }
     }
 };
+}  // namespace mla::attention

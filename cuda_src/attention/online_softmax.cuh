@@ -3,31 +3,32 @@
 #include "ptx/convert.cuh"
 #include "tile/fragment.cuh"
 
-// The running maximum starts at a finite value, so that no difference of infinities arises.
+namespace mla::attention {
+// The running maximum starts at a finite value, so that no infinities are subtracted.
 constexpr float kLowestMax = -3.0e38f;
-// It follows the true maximum only once that is 2^8 above it. The result is the same after normalisation, what was
-// accumulated is seldom re-scaled, and P stays at most 256, far inside fp16.
+// It follows the true maximum only when that is more than 2^8 larger. After normalisation the result is the same,
+// accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
 
-// By how much a new maximum scales what was accumulated under the old one.
+// The factor by which a new running maximum rescales what was accumulated under the old one.
 struct RowScale {
     float by[kFragmentRows];
 
-    // The same answer in every lane of the warp.
+    // Uniform over the warp.
     MLA_DEVICE bool any() const { return __any_sync(kFullWarp, by[0] != 1.f || by[1] != 1.f); }
 };
 
-// A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row. `top` is the true maximum of
-// what this warpgroup has scored; a kernel that does not read it does not compute it.
+// A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row. `row_max` is the true maximum
+// of what this warpgroup has scored; it is computed only where it is read.
 struct RowState {
-    float max[kFragmentRows], sum[kFragmentRows], top[kFragmentRows];
+    float max[kFragmentRows], sum[kFragmentRows], row_max[kFragmentRows];
 
     MLA_DEVICE void reset() {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             max[r] = kLowestMax;
             sum[r] = 0.f;
-            top[r] = negative_infinity();
+            row_max[r] = negative_infinity();
         }
     }
 
@@ -53,7 +54,7 @@ template <i32 kCount>
 MLA_DEVICE void mask_scores(float (&scores)[kCount], const TileMask& mask, i32 thread) {
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
-        const i32 column = 8 * (i / 4) + fragment_column(thread) + (i & 1);
+        const i32 column = fragment_column(thread, i);
         const bool counts = column < mask.visible[fragment_half(i)] && ((mask.present >> column) & 1);
         if (!counts) scores[i] = negative_infinity();
     }
@@ -75,7 +76,7 @@ MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], RowState& rows, const float
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         to[r] = tile[r] > rows.max[r] + kLazyMaxLog2 ? tile[r] : rows.max[r];
-        rows.top[r] = fmaxf(rows.top[r], tile[r]);
+        rows.row_max[r] = fmaxf(rows.row_max[r], tile[r]);
     }
 }
 
@@ -100,7 +101,7 @@ MLA_DEVICE void rescale(float (&accumulator)[kCount], const RowScale& scale) {
     for (i32 i = 0; i < kCount; ++i) accumulator[i] *= scale.by[fragment_half(i)];
 }
 
-// The rows' values to and from shared memory, one float a row of the tile.
+// The rows' values to and from shared memory, one float per row of the tile.
 MLA_DEVICE void store_rows(float* rows, const float (&values)[kFragmentRows], i32 thread) {
     if (thread % 4 != 0) return;
     rows[fragment_row(thread)] = values[0];
@@ -111,3 +112,4 @@ MLA_DEVICE void load_rows(float (&values)[kFragmentRows], const float* rows, i32
     values[0] = rows[fragment_row(thread)];
     values[1] = rows[fragment_row(thread) + 8];
 }
+}  // namespace mla::attention

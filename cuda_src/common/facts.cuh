@@ -1,5 +1,5 @@
-// Facts: numbers that the host must know and that only the kernel can say (sizes, threads, layout of the parameter
-// struct). Each is a constant in the cubin, read from its ELF without a GPU, so the host never repeats a sum.
+// Facts: numbers that the host needs and only the kernel knows (sizes, threads, layout of the parameter struct). Each
+// is a constant in the cubin, read from its ELF without a GPU, so the host never recomputes a size.
 #pragma once
 
 #define MLA_FACT(name, value) extern "C" __constant__ const int mla_fact_##name = (int)(value)

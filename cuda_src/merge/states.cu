@@ -2,10 +2,14 @@
 //
 //   lse = log sum_j exp(lse_j),   out = sum_j out_j exp(lse_j - lse)
 //
-// Grid: x = rows of (b, s_q, h_q), a warp each. A state whose lse is +Inf or -Inf is empty: it saw no key.
-#include "attention/dtype_variant.cuh"
+// Grid: x = rows of (b, s_q, h_q), one warp each. A state whose lse is +Inf or -Inf is empty: it saw no key.
 #include "common/facts.cuh"
+#include "merge/state.cuh"
 #include "ptx/control.cuh"
+#include "ptx/element.cuh"
+
+namespace mla::merge {
+using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
@@ -33,16 +37,6 @@ MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeStatesParams, outs_stride_n_elems),
 MLA_FACT(threads, kThreads);
 MLA_FACT(rows_per_block, kWarps);
 
-// -Inf for an empty state; a NaN stays one.
-MLA_DEVICE float state_lse2(const MergeStatesParams& p, const float* lses, i32 j) {
-    const float lse = lses[j * p.lses_stride_n_elems];
-    return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * p.to_log2;
-}
-
-MLA_DEVICE float read_element(const void* from, i64 at, i32 is_fp32) {
-    return is_fp32 ? static_cast<const float*>(from)[at] : Element::to_float(static_cast<const u16*>(from)[at]);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __grid_constant__ MergeStatesParams p) {
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
@@ -54,28 +48,25 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __
     const i64 to = b * p.out_stride_b_elems + s * p.out_stride_s_elems + h * p.out_stride_h_elems;
 
     float max_lse = negative_infinity(), sum = 0.f;
-    for (i32 j = 0; j < p.n; ++j) max_lse = fmaxf(max_lse, state_lse2(p, lses, j));
+    for (i32 j = 0; j < p.n; ++j) max_lse = fmaxf(max_lse, state_lse2(lses[j * p.lses_stride_n_elems], p.to_log2));
     for (i32 j = 0; j < p.n; ++j) {
-        const float lse = state_lse2(p, lses, j);
+        const float lse = state_lse2(lses[j * p.lses_stride_n_elems], p.to_log2);
         if (lse != negative_infinity()) sum += exp2f(lse - max_lse);
     }
-    const float total = sum == 0.f ? negative_infinity() : max_lse + log2f(sum);
+    const float total = total_lse2(max_lse, sum);
     for (i32 column = lane; column < p.d; column += kWarpThreads) {
         float merged = 0.f;
         for (i32 j = 0; j < p.n; ++j) {
-            const float lse = state_lse2(p, lses, j);
-            if (lse == negative_infinity()) continue;  // whatever stands in an empty state's output
-            const float x = read_element(p.outs, from + j * p.outs_stride_n_elems + column, p.outs_are_fp32);
+            const float lse = state_lse2(lses[j * p.lses_stride_n_elems], p.to_log2);
+            if (lse == negative_infinity()) continue;  // an empty state's output is never read
+            const float x = read_element<Element>(p.outs, from + j * p.outs_stride_n_elems + column, p.outs_are_fp32);
             merged = fmaf(exp2f(lse - total), x, merged);
         }
-        if (p.out_is_fp32) {
-            static_cast<float*>(p.out)[to + column] = merged;
-        } else {
-            static_cast<u16*>(p.out)[to + column] = Element::from_float(merged);
-        }
+        write_element<Element>(p.out, to + column, merged, p.out_is_fp32);
     }
     if (lane == 0) {
         p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
             sum == 0.f ? p.empty_lse : total * p.lse_factor;
     }
 }
+}  // namespace mla::merge

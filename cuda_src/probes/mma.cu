@@ -1,4 +1,4 @@
-// Self-test: what tcgen05.mma makes of two operands in shared memory, and in which cells of tensor memory it puts it.
+// Self-test: the result of tcgen05.mma on two operands in shared memory, and the cells of tensor memory that hold it.
 //
 //   D[M x N] (+)= A[M x K] B[N x K]^T, K = 16 steps, once or twice (a second product from operands of its own)
 //
@@ -9,17 +9,16 @@
 //   read    |                           | fill |             | dump
 //   issue   |                           |      | mma, commit |
 //
-// Shapes, majors and places are parameters, since they are operands of the instruction; its descriptors are made by the
-// functions that the kernels use.
-#ifndef MLA_DTYPE
-#error "MLA_DTYPE must be bfloat16 or float16, MLA_WEIGHT_STATIONARY 0 or 1"
-#endif
+// Shapes, majors and positions are parameters, since they are operands of the instruction; its descriptors are built by
+// the functions that the kernels use.
+#include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
 #include "tile/tmem_window.cuh"
 
+namespace mla::probes {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr bool kWeightStationary = MLA_WEIGHT_STATIONARY;
@@ -69,21 +68,21 @@ struct Storage {
     MBarrier done;
     TmemAddr tmem;
 };
-static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
+static_assert(sizeof(Storage) <= attention::kMaxDynamicSmem, "shared memory");
 MLA_FACT(smem_bytes, sizeof(Storage));
 
-// A matrix of `columns` columns (a multiple of 8) into slabs of 64 columns.
-MLA_DEVICE void copy_to_slabs(u8* slabs, const uint4* from, i32 rows, i32 columns) {
+// A matrix of `columns` columns (a multiple of 8) into SW128 tiles of 64 columns.
+MLA_DEVICE void copy_to_sw_tiles(u8* sw_tiles, const uint4* from, i32 rows, i32 columns) {
     const i32 chunks = columns / 8;
     for (i32 i = threadIdx.x; i < rows * chunks; i += kThreads) {
         const i32 row = i / chunks, chunk = i % chunks;
-        const u32 slab = (u32)(chunk / kPanelChunks) * rows * kPanelRowBytes;
-        *reinterpret_cast<uint4*>(slabs + slab + panel_offset(row, chunk % kPanelChunks)) = from[i];
+        const u32 sw_tile = (u32)(chunk / kSw128Chunks) * rows * kSw128RowBytes;
+        *reinterpret_cast<uint4*>(sw_tiles + sw_tile + sw128_offset(row, chunk % kSw128Chunks)) = from[i];
     }
 }
 
-MLA_DEVICE void copy_operand(u8* slabs, const uint4* from, i32 mn, i32 k, bool mn_major) {
-    copy_to_slabs(slabs, from, mn_major ? k : mn, mn_major ? mn : k);
+MLA_DEVICE void copy_operand(u8* sw_tiles, const uint4* from, i32 mn, i32 k, bool mn_major) {
+    copy_to_sw_tiles(sw_tiles, from, mn_major ? k : mn, mn_major ? mn : k);
 }
 
 MLA_DEVICE void copy_operands(Storage& s, const ProbeMmaParams& p) {
@@ -95,15 +94,15 @@ MLA_DEVICE void copy_operands(Storage& s, const ProbeMmaParams& p) {
     fence_proxy_async();
 }
 
-// The operand of one step: 16 further columns of a slab, or 16 further rows of all slabs.
-MLA_DEVICE MatrixDesc step_of(const u8* slabs, i32 mn, i32 step, i32 steps, bool mn_major) {
-    const SmemAddr start = smem_addr(slabs);
+// The operand of one step: 16 further columns of an SW128 tile, or 16 further rows of all SW128 tiles.
+MLA_DEVICE MatrixDesc step_of(const u8* sw_tiles, i32 mn, i32 step, i32 steps, bool mn_major) {
+    const SmemAddr start = smem_addr(sw_tiles);
     if (mn_major) {
-        const u32 slab_bytes = steps * kMmaK * kPanelRowBytes;
-        return advance(mn_major_matrix(start, slab_bytes), step * kMnMajorStepBytes);
+        const u32 sw_tile_bytes = steps * kMmaK * kSw128RowBytes;
+        return advance(mn_major_matrix(start, sw_tile_bytes), step * kMnMajorStepBytes);
     }
-    const u32 slab = (u32)(step / kPanelMmaSteps) * mn * kPanelRowBytes;
-    return advance(k_major_matrix(start), slab + step % kPanelMmaSteps * kKMajorStepBytes);
+    const u32 sw_tile = (u32)(step / kSw128MmaSteps) * mn * kSw128RowBytes;
+    return advance(k_major_matrix(start), sw_tile + step % kSw128MmaSteps * kKMajorStepBytes);
 }
 
 MLA_DEVICE void multiply(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
@@ -131,7 +130,7 @@ MLA_DEVICE void issue(Storage& s, const ProbeMmaParams& p, TmemAddr window) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksForRegisters)
-    mla_probe_mma_sm100(const __grid_constant__ ProbeMmaParams p) {
+    mla_probes_mma(const __grid_constant__ ProbeMmaParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     griddepcontrol_wait();
@@ -165,3 +164,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksForRegisters)
         tcgen05_dealloc<kTmemColumns>(tmem);
     }
 }
+}  // namespace mla::probes

@@ -1,15 +1,13 @@
-// Self-test: additions to global memory, many threads of several blocks to the same words.
+// Self-test: additions to global memory, by many threads of several blocks to the same words.
 //
 //   sums[group] += values[thread] for every thread that is wanted; group = thread % groups
 //
 // MLA_WIDTH 4 and 2 are the vectors of floats that the sparse backward adds, 1 an i32.
-#ifndef MLA_WIDTH
-#error "MLA_WIDTH must be 1, 2 or 4"
-#endif
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "ptx/reduce.cuh"
 
+namespace mla::probes {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kWidth = MLA_WIDTH;
 static_assert(kWidth == 1 || kWidth == 2 || kWidth == 4, "a width of ptx/reduce.cuh");
@@ -29,8 +27,7 @@ MLA_FACT_LIST(params_layout, MLA_OFFSET(ProbeReduceParams, groups), (int)sizeof(
 MLA_FACT(threads, kThreads);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads)
-    mla_probe_reduce_sm100(const __grid_constant__ ProbeReduceParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) mla_probes_reduce(const __grid_constant__ ProbeReduceParams p) {
     griddepcontrol_wait();
     const i32 thread = blockIdx.x * kThreads + threadIdx.x, wanted = p.wanted[thread];
     const float* x = p.values + thread * kWidth;
@@ -43,3 +40,4 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         red_add(reinterpret_cast<i32*>(to), (i32)x[0]);
     }
 }
+}  // namespace mla::probes

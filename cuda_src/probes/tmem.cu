@@ -1,6 +1,6 @@
-// Self-test: where one tcgen05.ld and one tcgen05.st find and put the registers of a warp.
+// Self-test: which cells of tensor memory one tcgen05.ld and one tcgen05.st access for each register of a warp.
 //
-// One block. Warps 0..3 fill a window of tensor memory, a lane for each thread; warps 0..3 or 4..7 store registers with
+// One block. Warps 0..3 fill a window of tensor memory, one lane per thread; warps 0..3 or 4..7 store registers with
 // the shape under test, or do not, and load with it; then warps 0..3 read the window. The host compares both with the
 // formulas of the shapes.
 //
@@ -10,10 +10,8 @@
 #include "ptx/control.cuh"
 #include "tile/tmem_window.cuh"
 
+namespace mla::probes {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-#ifndef MLA_SHAPE
-#error "MLA_SHAPE must be 256 (16x256b) or 32 (32x32b), MLA_REGISTERS 4, 8, 16 or 32"
-#endif
 constexpr i32 kShape = MLA_SHAPE;
 constexpr i32 kRegisters = MLA_REGISTERS;
 static_assert(kShape == 256 || (kShape == 32 && kRegisters >= 16), "a shape with functions in ptx/tcgen05.cuh");
@@ -71,15 +69,14 @@ MLA_DEVICE void use_shape(const ProbeTmemParams& p, TmemAddr at, i32 thread) {
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_probe_tmem_sm100(const __grid_constant__ ProbeTmemParams p) {
-    __shared__ TmemAddr slot;
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_probes_tmem(const __grid_constant__ ProbeTmemParams p) {
+    __shared__ TmemAddr address;
     griddepcontrol_wait();
     const i32 thread = threadIdx.x % kWarpgroupThreads, group = threadIdx.x / kWarpgroupThreads;
     const bool allocates = threadIdx.x < kWarpThreads;
-    if (allocates) tcgen05_alloc<kTmemColumns>(slot);
+    if (allocates) tcgen05_alloc<kTmemColumns>(address);
     sync_tensor_memory();
-    const TmemAddr tmem = slot;
+    const TmemAddr tmem = address;
     const TmemAddr window = tmem.lane(thread / kWarpThreads * kWarpThreads).column(p.window);
     if (group == 0) fill(window, p.cells + thread * kWindow);
     sync_tensor_memory();
@@ -92,3 +89,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         tcgen05_dealloc<kTmemColumns>(tmem);
     }
 }
+}  // namespace mla::probes

@@ -1,27 +1,38 @@
-// Blocks of a cluster: each other's shared memory and barriers.
+// Distributed shared memory: the shared memory and barriers of other blocks of the cluster.
 #pragma once
 #include "ptx/barrier.cuh"
 
+namespace mla {
 // A byte address in the shared memory of any block of the cluster, as PTX takes it.
 struct ClusterAddr {
     u32 value;
     MLA_DEVICE ClusterAddr operator+(u32 bytes) const { return ClusterAddr{value + bytes}; }
 };
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-cluster-ctarank
 MLA_DEVICE u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// The same place in the block of that rank.
+// The same address in the block of that rank.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 MLA_DEVICE ClusterAddr map_to_rank(SmemAddr here, u32 rank) {
-    ClusterAddr there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there.value) : "r"(here.value), "r"(rank));
-    return there;
+    ClusterAddr remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote.value) : "r"(here.value), "r"(rank));
+    return remote;
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+MLA_DEVICE u32 ld_shared_cluster(ClusterAddr from) {
+    u32 x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from.value) : "memory");
+    return x;
 }
 
 // All threads of all blocks of the cluster.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 MLA_DEVICE void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"
@@ -29,14 +40,16 @@ MLA_DEVICE void cluster_sync() {
             : "memory");
 }
 
-// Says that this thread has read something; data for the other block travels with st_async or a bulk copy, and is
-// counted when it is there. (With cluster scope, the compiler would wait for all of the thread's accesses to global
-// memory, too.)
+// Remote arrive, used to release buffers that this thread has read; data for the peer goes by st_async or a bulk copy,
+// which complete on a barrier there. (With an explicit cluster scope, the compiler would also wait for all of the
+// thread's accesses to global memory.)
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 MLA_DEVICE void mbarrier_arrive(ClusterAddr barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier.value) : "memory");
 }
 
-// Stores 16 bytes and counts them on a barrier of the same block.
+// Stores 16 bytes to another block; they complete on a barrier of that block.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 MLA_DEVICE void st_async_v4(ClusterAddr to, float x, float y, float z, float w, ClusterAddr barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -45,10 +58,12 @@ MLA_DEVICE void st_async_v4(ClusterAddr to, float x, float y, float z, float w, 
         : "memory");
 }
 
-// Copies `bytes`, a multiple of 16, and counts them on a barrier of the block that gets them.
+// Copies `bytes`, a multiple of 16, to another block; they complete on a barrier of that block.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 MLA_DEVICE void cp_async_bulk_to_cluster(ClusterAddr to, SmemAddr from, u32 bytes, ClusterAddr barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to.value),
         "r"(from.value), "r"(bytes), "r"(barrier.value)
         : "memory");
 }
+}  // namespace mla

@@ -2,6 +2,8 @@
 #pragma once
 #include "common/types.cuh"
 
+namespace mla {
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <i32 kRegisters>
 MLA_DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -14,6 +16,7 @@ MLA_DEVICE void setmaxnreg_dec() {
 
 // Programmatic dependent launch. Both do nothing when the kernel was launched without it, or before sm_90.
 // Waits until the preceding kernels of the stream have completed and their writes are visible.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
 MLA_DEVICE void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -28,6 +31,7 @@ MLA_DEVICE void griddepcontrol_launch_dependents() {
 }
 
 // True in one lane of a converged warp, the same one each time.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-elect-sync
 MLA_DEVICE bool elect_one() {
     u32 elected;
     asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}"
@@ -35,7 +39,8 @@ MLA_DEVICE bool elect_one() {
     return elected != 0;
 }
 
-// The compiler may not assume to know `x` from here on: what is computed from it is computed here, and not kept in
-// registers across a loop.
+// Hides the value of `x` from the compiler: what is derived from it is recomputed after this point instead of being
+// kept in registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }
 MLA_DEVICE void opaque(i32& x) { asm volatile("" : "+r"(x)); }
+}  // namespace mla

@@ -2,12 +2,15 @@
 #pragma once
 #include "ptx/element.cuh"
 
+namespace mla {
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 MLA_DEVICE float ex2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-lg2
 MLA_DEVICE float lg2_approx(float x) {
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -15,10 +18,15 @@ MLA_DEVICE float lg2_approx(float x) {
 }
 
 // Two floats to two 16-bit values in one word, round to nearest even. PTX takes the high half first.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 MLA_DEVICE u32 cvt_x2(bfloat16, float lo, float hi) {
+#if __CUDA_ARCH__ >= 800
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
     return packed;
+#else
+    return bfloat16::from_float(lo) | (u32)bfloat16::from_float(hi) << 16;
+#endif
 }
 
 MLA_DEVICE u32 cvt_x2(float16, float lo, float hi) {
@@ -26,3 +34,4 @@ MLA_DEVICE u32 cvt_x2(float16, float lo, float hi) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
     return packed;
 }
+}  // namespace mla

@@ -2,21 +2,24 @@
 #pragma once
 #include "ptx/barrier.cuh"
 
+namespace mla {
 // A tensor map as the driver encodes it; passed by value as a __grid_constant__ kernel parameter.
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// L2 policies. The lines of a load are the first to go: each page is read once by each block that needs it ...
+// L2 eviction policies. Evicted first: pages, which each block that needs them reads once ...
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
 constexpr u64 kEvictNormal = 0x1000000000000000ull;
-// ... or the last: rows that many queries select.
+// ... evicted last: rows that many queries select.
 constexpr u64 kEvictLast = 0x14F0000000000000ull;
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
 MLA_DEVICE void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1, i32 c2,
                                         i32 c3, u64 l2_policy) {
     asm volatile(
@@ -42,17 +45,19 @@ MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr fro
                  : "memory");
 }
 
-// This thread's stores so far are a group; shared memory may be reused, or given up, once all groups have read it.
+// Commits this thread's stores so far as a group; the wait returns once all groups have read shared memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-bulk-tensor-copy-completion
 MLA_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 MLA_DEVICE void cp_async_bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Copies 16 bytes, or writes 16 zero bytes where `present` is false (the source is then not read).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.value), "l"(from), "r"(present ? 16 : 0)
                  : "memory");
 }
 
-// The same with an L2 policy; what is not in L2 is fetched from memory kFetchBytes at a time.
+// The same with an L2 policy; an L2 miss fetches kFetchBytes.
 template <i32 kFetchBytes>
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present, u64 l2_policy) {
     static_assert(kFetchBytes == 128 || kFetchBytes == 256, "128 or 256 bytes");
@@ -67,14 +72,18 @@ MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present, u64 l2_
     }
 }
 
-// Arrives once all copies that this thread has started are done; the barrier counts each thread that will.
+// Arrives once all copies that this thread has started are done; the barrier's count includes each such thread.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-cp-async-mbarrier-arrive
 MLA_DEVICE void cp_async_mbarrier_arrive_noinc(MBarrier& barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(&barrier).value) : "memory");
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
 MLA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Brings a line into L2.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
 MLA_DEVICE void prefetch_global_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
+}  // namespace mla

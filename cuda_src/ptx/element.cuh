@@ -2,6 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 
+namespace mla {
 struct bfloat16 {
     static constexpr u32 kExponentMask = 0x7f80;
 
@@ -28,3 +29,4 @@ struct float16 {
         return bits;
     }
 };
+}  // namespace mla

@@ -1,9 +1,11 @@
-// What TMA can do on Blackwell (sm_100a, sm_103a) and on no GPU before.
+// TMA modes that are new on Blackwell (sm_100a, sm_103a).
 #pragma once
 #include "ptx/copy.cuh"
 
-// Four rows of a matrix, by their numbers, from column `column` on. A row outside the matrix becomes zeros,
-// and its bytes count all the same.
+namespace mla {
+// Four rows of a matrix, by index, from column `column` on. A row outside the matrix becomes zeros, and its bytes still
+// count.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, MBarrier& full, i32 column,
                                              const int4& rows, u64 l2_policy) {
     asm volatile(
@@ -13,3 +15,4 @@ MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, 
         "l"(l2_policy)
         : "memory");
 }
+}  // namespace mla

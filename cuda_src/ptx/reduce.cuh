@@ -1,8 +1,10 @@
-// Additions into global memory whose order does not matter to the program (relaxed, no result).
+// Relaxed additions to global memory, without a result.
 #pragma once
 #include "common/types.cuh"
 
-// Where `wanted` is 0 nothing is added; that costs no branch.
+namespace mla {
+// Predicated: nothing is added if `wanted` is 0.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
 MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w, i32 wanted) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.s32 p, %5, 0;\n"
@@ -22,3 +24,4 @@ MLA_DEVICE void red_add_v2(float* to, float x, float y, i32 wanted) {
 MLA_DEVICE void red_add(i32* to, i32 x) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
+}  // namespace mla

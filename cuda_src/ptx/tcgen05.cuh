@@ -1,7 +1,7 @@
 // tcgen05: the tensor cores and the tensor memory of Blackwell (sm_100a, sm_103a). One block, no pair
 // (`cta_group::1`).
 //
-// Tensor memory has 128 lanes x 512 columns of 32 bits. Everything here is asynchronous but alloc, commit, the waits
+// Tensor memory has 128 lanes x 512 columns of 32 bits. Everything here is asynchronous except alloc, commit, the waits
 // and the fences. A product is issued by one thread, which must also commit it; loads are issued by whole warps, and
 // warp w reaches only lanes 32 (w % 4) to 32 (w % 4) + 31.
 #pragma once
@@ -9,7 +9,9 @@
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
 
+namespace mla {
 // A cell of tensor memory: lane << 16 | column.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tensor-memory
 struct TmemAddr {
     u32 value;
     MLA_DEVICE TmemAddr lane(u32 lanes) const { return TmemAddr{value + (lanes << 16)}; }
@@ -26,9 +28,10 @@ struct InstructionDesc {
 
 // ---- Allocation: one whole warp, the same for all three ----------------------------------------------------------
 // Writes the address to shared memory. Blocks until the columns, a power of two from 32 on, are free on the SM.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-memory-alloc-manage-instructions
 template <u32 kColumns>
-MLA_DEVICE void tcgen05_alloc(TmemAddr& slot) {
-    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_addr(&slot).value),
+MLA_DEVICE void tcgen05_alloc(TmemAddr& address) {
+    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_addr(&address).value),
                  "n"(kColumns)
                  : "memory");
 }
@@ -40,20 +43,23 @@ MLA_DEVICE void tcgen05_dealloc(TmemAddr base) {
     asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(base.value), "n"(kColumns) : "memory");
 }
 
-// ---- Order -------------------------------------------------------------------------------------------------------
-// Before a thread tells others, by a barrier, that its loads or stores of tensor memory are done ...
+// ---- Ordering -------------------------------------------------------------------------------------------------------
+// Before a thread signals, by a barrier, that its loads or stores of tensor memory are done ...
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-special-sync-operations
 MLA_DEVICE void tcgen05_fence_before_thread_sync() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
-// ... and after a thread has heard that tensor memory is ready.
+// ... and after a thread has waited for such a signal.
 MLA_DEVICE void tcgen05_fence_after_thread_sync() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
 
 // Arrives once all products that this thread has issued are done.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen-async-sync-operations
 MLA_DEVICE void tcgen05_commit(MBarrier& barrier) {
     asm volatile(
         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(smem_addr(&barrier).value)
         : "memory");
 }
 
-// Of this thread's loads: their registers may be used (see pin).
+// Waits for this thread's loads: their registers may be used (see pin_loaded).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-tensor-memory-ld-st
 MLA_DEVICE void tcgen05_wait_ld() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void tcgen05_wait_st() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
 
@@ -63,6 +69,7 @@ MLA_DEVICE bool elect_issuer() { return elect_one(); }
 // ---- Products ----------------------------------------------------------------------------------------------------
 // D[M x N] (+)= A[M x 16] B[16 x N], 16-bit operands in shared memory, fp32 in tensor memory. `accumulate` false
 // overwrites D. M = 128 takes all lanes; M = 64 lanes 0 to 15 of every 32, or 16 to 31 if that is D's lane.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions
 MLA_DEVICE void tcgen05_mma_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.b32 p, %4, 0;\n"
@@ -73,6 +80,7 @@ MLA_DEVICE void tcgen05_mma_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, Instruct
 
 // The weight-stationary form. Row r of D is lane r mod M of 128 / M groups of lanes, each of which has N M / 128
 // columns.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions
 MLA_DEVICE void tcgen05_mma_ws_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.b32 p, %4, 0;\n"
@@ -82,11 +90,12 @@ MLA_DEVICE void tcgen05_mma_ws_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, Instr
 }
 
 // ---- Loads -------------------------------------------------------------------------------------------------------
-// 16 lanes x 8 columns a repetition, spread as wgmma's accumulators are (tile/fragment.cuh): r[4 i ...] of lane l are
-// lane l / 4, columns 8 i + 2 (l % 4) and the next, then lane l / 4 + 8, the same columns.
+// 16 lanes x 8 columns per repetition, distributed like wgmma's accumulators (tile/fragment.cuh): r[4 i ...] of lane l
+// are lane l / 4, columns 8 i + 2 (l % 4) and the next, then lane l / 4 + 8, the same columns.
 // clang-format off
 #define MLA_OUT4(r, i) "=f"(r[i]), "=f"(r[i + 1]), "=f"(r[i + 2]), "=f"(r[i + 3])
 #define MLA_OUT16(r, i) MLA_OUT4(r, i), MLA_OUT4(r, i + 4), MLA_OUT4(r, i + 8), MLA_OUT4(r, i + 12)
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-tensor-memory-ld-st
 MLA_DEVICE void tcgen05_ld_16x256b(float (&r)[4], TmemAddr from) {
     asm volatile("tcgen05.ld.sync.aligned.16x256b.x1.b32 {%0, %1, %2, %3}, [%4];" : MLA_OUT4(r, 0) : "r"(from.value));
 }
@@ -105,7 +114,7 @@ MLA_DEVICE void tcgen05_ld_16x256b(float (&r)[32], TmemAddr from) {
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, [%32];"
                  : MLA_OUT16(r, 0), MLA_OUT16(r, 16) : "r"(from.value));
 }
-// 32 lanes, a thread each: r[i] is column i.
+// 32 lanes, one per thread: r[i] is column i.
 MLA_DEVICE void tcgen05_ld_32x32b(float (&r)[16], TmemAddr from) {
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x16.b32 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, [%16];"
@@ -123,6 +132,7 @@ MLA_DEVICE void tcgen05_ld_32x32b(float (&r)[32], TmemAddr from) {
 // ---- Stores: the same shapes ---------------------------------------------------------------------------------------
 #define MLA_IN4(r, i) "f"(r[i]), "f"(r[i + 1]), "f"(r[i + 2]), "f"(r[i + 3])
 #define MLA_IN16(r, i) MLA_IN4(r, i), MLA_IN4(r, i + 4), MLA_IN4(r, i + 8), MLA_IN4(r, i + 12)
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-tensor-memory-ld-st
 MLA_DEVICE void tcgen05_st_16x256b(TmemAddr to, const float (&r)[4]) {
     asm volatile("tcgen05.st.sync.aligned.16x256b.x1.b32 [%0], {%1, %2, %3, %4};" ::"r"(to.value), MLA_IN4(r, 0)
                  : "memory");
@@ -163,3 +173,4 @@ MLA_DEVICE void pin_loaded(float (&r)[kCount]) {
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
+}  // namespace mla

@@ -7,12 +7,14 @@
 #pragma once
 #include "ptx/element.cuh"
 
-// A shared-memory matrix descriptor (tile/panel.cuh builds them).
+namespace mla {
+// A shared-memory matrix descriptor (tile/sw128.cuh builds them).
 struct SmemDesc {
     u64 bits;
 };
 
 // Before the first wgmma, and after any register write to an accumulator or an A fragment.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 MLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -30,12 +32,15 @@ MLA_DEVICE void pin(float (&d)[kCount]) {
     for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
 // clang-format off
+#define MLA_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MLA_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),                                       \
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MLA_D32(d, i) MLA_D8(d, i), MLA_D8(d, i + 8), MLA_D8(d, i + 16), MLA_D8(d, i + 24)
 #define MLA_D128(d) MLA_D32(d, 0), MLA_D32(d, 32), MLA_D32(d, 64), MLA_D32(d, 96)
 #define MLA_REGS8 "{%0, %1, %2, %3, %4, %5, %6, %7}"
+#define MLA_REGS12 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}"
 #define MLA_REGS16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define MLA_REGS32                                                                                                     \
     "{"                                                                                                                \
@@ -54,6 +59,18 @@ MLA_DEVICE void pin(float (&d)[kCount]) {
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"                   \
     "}"
 
+#define MLA_DEFINE_WGMMA_N8(Element, TYPE)                                                                             \
+    template <bool kTransposeB, bool kTransposeA = false>                                                              \
+    MLA_DEVICE void wgmma_m64n8k16(Element, float (&d)[4], SmemDesc a, SmemDesc b, bool accumulate) {                  \
+        asm volatile(                                                                                                  \
+            "{\n .reg .pred p;\n setp.ne.b32 p, %6, 0;\n wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " "  \
+            "{%0, %1, %2, %3}, %4, %5, p, 1, 1, %7, %8;\n}"                                                            \
+            : MLA_D4(d, 0) : "l"(a.bits), "l"(b.bits), "r"((i32)accumulate), "n"((i32)kTransposeA),                    \
+              "n"((i32)kTransposeB));                                                                                  \
+    }
+MLA_DEFINE_WGMMA_N8(bfloat16, "bf16")
+MLA_DEFINE_WGMMA_N8(float16, "f16")
+
 #define MLA_DEFINE_WGMMA_N16(Element, TYPE)                                                                            \
     template <bool kTransposeB, bool kTransposeA = false>                                                              \
     MLA_DEVICE void wgmma_m64n16k16(Element, float (&d)[8], SmemDesc a, SmemDesc b, bool accumulate) {                 \
@@ -65,6 +82,18 @@ MLA_DEVICE void pin(float (&d)[kCount]) {
     }
 MLA_DEFINE_WGMMA_N16(bfloat16, "bf16")
 MLA_DEFINE_WGMMA_N16(float16, "f16")
+
+#define MLA_DEFINE_WGMMA_N24(Element, TYPE)                                                                            \
+    template <bool kTransposeB, bool kTransposeA = false>                                                              \
+    MLA_DEVICE void wgmma_m64n24k16(Element, float (&d)[12], SmemDesc a, SmemDesc b, bool accumulate) {                \
+        asm volatile(                                                                                                  \
+            "{\n .reg .pred p;\n setp.ne.b32 p, %14, 0;\n wgmma.mma_async.sync.aligned.m64n24k16.f32." TYPE "." TYPE " " \
+            MLA_REGS12 ", %12, %13, p, 1, 1, %15, %16;\n}"                                                             \
+            : MLA_D8(d, 0), MLA_D4(d, 8) : "l"(a.bits), "l"(b.bits), "r"((i32)accumulate), "n"((i32)kTransposeA),      \
+              "n"((i32)kTransposeB));                                                                                  \
+    }
+MLA_DEFINE_WGMMA_N24(bfloat16, "bf16")
+MLA_DEFINE_WGMMA_N24(float16, "f16")
 
 #define MLA_DEFINE_WGMMA_N32(Element, TYPE)                                                                            \
     template <bool kTransposeB, bool kTransposeA = false>                                                              \
@@ -125,15 +154,20 @@ MLA_DEFINE_WGMMA_N64(float16, "f16")
 MLA_DEFINE_WGMMA_N256(bfloat16, "bf16")
 MLA_DEFINE_WGMMA_N256(float16, "f16")
 
+#undef MLA_DEFINE_WGMMA_N8
 #undef MLA_DEFINE_WGMMA_N16
+#undef MLA_DEFINE_WGMMA_N24
 #undef MLA_DEFINE_WGMMA_N32
 #undef MLA_DEFINE_WGMMA_N64
 #undef MLA_DEFINE_WGMMA_N256
 #undef MLA_REGS8
+#undef MLA_REGS12
 #undef MLA_REGS16
 #undef MLA_REGS32
 #undef MLA_REGS128
+#undef MLA_D4
 #undef MLA_D8
 #undef MLA_D32
 #undef MLA_D128
 // clang-format on
+}  // namespace mla

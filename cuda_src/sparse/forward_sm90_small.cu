@@ -1,15 +1,14 @@
-// Sparse MLA on Hopper for few heads: bound by the gather of the rows, so the products are turned round to waste
-// little.
+// Sparse MLA on Hopper for few heads: bound by the gather of the rows, so the operands are swapped to waste little of
+// the tensor cores.
 //
 //   S^T = K Q^T * scale           (64 rows x d_qk) (d_qk x heads) per tile of 64 listed rows
 //   P^T = exp2(S^T log2(e) - m)   m: running maximum of each head
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x heads); V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l),   max_logits = max of S
 //
-// The tensor cores work on 64 rows of the first operand at a time, whatever the second one's width: with keys and
-// values first, 16 or 32 heads cost a quarter or half of the 64 that sparse_forward.cu computes.
+// 16 or 32 heads cost a quarter or half of the 64 that sparse_forward_sm90 computes: see attention/sm90/swapped.cuh.
 //
-// Grid: x = blocks of heads (one), y = parts of the schedule, as in sparse_forward.cu. A tile has two halves, columns
+// Grid: x = blocks of heads (one), y = splits, as in sparse_forward_sm90. A tile has two halves, columns
 // 0..255 with the RoPE part, and 256..511, and each belongs to one warpgroup, which scores it, and multiplies it:
 //
 //   left    | S_L = K_L Q_L^T |      | max, P | O_L^T += V_L^T P^T | S_L' ...
@@ -17,20 +16,18 @@
 //   right   | S_R = K_R Q_R^T |      | max, P | O_R^T += V_R^T P^T | S_R' ...
 //   gather  |   the next tile, into the other stage  ...          | into this one, half by half
 //
-// S = S_L + S_R is the only thing that they exchange; each makes the whole P for itself.
+// They exchange only their shares of S = S_L + S_R; each computes all of P.
 //
-// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: both operands stay where
-// the gather put them (V^T is read as it lies), and the two halves of a row never meet.
-#include "attention/sparse_forward_variant.cuh"
-#ifndef MLA_BLOCK_HEADS
-#error "MLA_BLOCK_HEADS must be 16 or 32"
-#endif
-#include "attention/decode_output.cuh"
-#include "attention/gather_role_sm90.cuh"
-#include "attention/head_softmax.cuh"
-#include "ptx/matrix.cuh"
+// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: both operands are read as
+// gathered (V^T without a transpose), and the two halves of a row stay apart.
+#include "attention/sm90/swapped.cuh"
+#include "sparse/sm90_gather_role.cuh"
 #include "tile/warp.cuh"
 
+namespace mla::sparse {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+using Tile = KeyTile<MLA_HEAD_DIM_QK>;
 constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -40,11 +37,10 @@ constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;
 // gather  8..11    tiles of listed rows, and Q
 constexpr i32 kThreads = 3 * kWarpgroupThreads;
 constexpr i32 kMathThreads = 2 * kWarpgroupThreads;
-constexpr u32 kHeadPanelBytes = kBlockHeads * kPanelRowBytes;  // 64 columns of Q or P, in the swizzle of a panel
-constexpr i32 kScores = kBlockHeads / 2;                       // of a tile, a thread: fragment of 64 x heads
-static_assert(kBlockHeads == 16 || kBlockHeads == 32, "what P's stores and the products are written for");
-static_assert(kHeadPanelBytes % kSwizzleAtomBytes == 0, "every panel starts at a multiple of the swizzle's atom");
-static_assert(kTileTokens == kRowsPerTile, "a tile is 64 listed rows");
+constexpr i32 kRightWarp = kWarpgroupWarps, kGatherWarp = 2 * kWarpgroupWarps;
+constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockHeads>;
+constexpr i32 kScores = kBlockHeads / 2;  // per tile and thread: an MMA fragment of 64 x heads
+static_assert(kTileTokens == kSw128Rows, "a tile is 64 listed rows");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier            arrives (count)      waits      first phase
@@ -55,28 +51,29 @@ static_assert(kTileTokens == kRowsPerTile, "a tile is 64 listed rows");
 // q_full             gather (129)         math       blocked
 // q_empty            math warps (8)       gather     free
 struct Storage {
-    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][kTileBytes];
-    u8 q[kPanelsQk][kHeadPanelBytes];
-    u8 p[2][kHeadPanelBytes];                             // left, right: the same P, [head][row]
-    float4 scores[2][2][kScores / 4][kWarpgroupThreads];  // left, right: their shares, in turns
+    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][Tile::kTileBytes];
+    u8 q[Tile::kSwTilesQk][kQSwTileBytes];
+    u8 p[2][kQSwTileBytes];                               // left, right: the same P, [head][row]
+    float4 scores[2][2][kScores / 4][kWarpgroupThreads];  // left, right: their shares, double-buffered
     float warp_values[2][kWarpgroupWarps][kBlockHeads];   // left, right: maxima, then sums, of each warp's rows
+    HeadStats<kBlockHeads> stats[2];
     HalfBarriers kv_full[kStagesKV], kv_empty[kStagesKV];
     MBarrier q_full, q_empty;
 };
-static_assert(sizeof(Storage) <= 232448, "a block has 227 KB of shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
 
-// LeftOnly, RightOnly: a warpgroup among itself. Left/RightShareReady: its share of a tile's scores is in shared
+// LeftOnly, RightOnly: within a warpgroup. Left/RightShareReady: its share of a tile's scores is in shared
 // memory.
 enum NamedBarrier : i32 { LeftOnly = 1, RightOnly, LeftShareReady, RightShareReady };
 
 struct Block {
-    const DenseDecodeParams& p;
+    const DecodeParams& p;
     Storage& s;
-    i32 part, head0;
+    i32 split, head0;
 };
 
 // By one thread, before the block's first barrier.
@@ -96,12 +93,13 @@ MLA_DEVICE void init_storage(Storage& s) {
 struct QueryGather {
     const Block& block;
 
-    // Calls act(row, chunk, address, whether there is such a head) for this thread's 16-byte chunks of the first panel.
+    // Calls act(row, chunk, address, whether there is such a head) for this thread's 16-byte chunks of the first SW128
+    // tile.
     template <class Act>
     MLA_DEVICE void for_chunks(i32 query, i32 thread, Act act) const {
-        const DenseDecodeParams& p = block.p;
-        for (i32 i = thread; i < kBlockHeads * kPanelChunks; i += kGatherThreads) {
-            const i32 row = i / kPanelChunks, chunk = i % kPanelChunks;
+        const DecodeParams& p = block.p;
+        for (i32 i = thread; i < kBlockHeads * kSw128Chunks; i += kGatherThreads) {
+            const i32 row = i / kSw128Chunks, chunk = i % kSw128Chunks;
             const bool present = block.head0 + row < p.h_q;
             const i32 head = present ? block.head0 + row : 0;
             act(row, chunk, p.q + query * p.q_stride_b_elems + head * p.q_stride_h_elems + chunk * 8, present);
@@ -110,8 +108,8 @@ struct QueryGather {
 
     MLA_DEVICE void prefetch(i32 query, i32 thread) const {
         for_chunks(query, thread, [](i32 row, i32 chunk, const u16* from, bool present) {
-            for (i32 panel = chunk; present && panel < kPanelsQk; panel += kPanelChunks) {
-                prefetch_global_l2(from + (panel * kPanelColumns - chunk * 8));
+            for (i32 sw_tile = chunk; present && sw_tile < Tile::kSwTilesQk; sw_tile += kSw128Chunks) {
+                prefetch_global_l2(from + (sw_tile * kSw128Columns - chunk * 8));
             }
         });
     }
@@ -120,45 +118,27 @@ struct QueryGather {
         const SmemAddr q = smem_addr(block.s.q);
         for_chunks(query, thread, [&](i32 row, i32 chunk, const u16* from, bool present) {
 #pragma unroll
-            for (i32 panel = 0; panel < kPanelsQk; ++panel) {
-                cp_async_16<kFetchBytes>(q + (panel * kHeadPanelBytes + panel_offset(row, chunk)),
-                                         from + panel * kPanelColumns, present, kQueryPolicy);
+            for (i32 sw_tile = 0; sw_tile < Tile::kSwTilesQk; ++sw_tile) {
+                cp_async_16<kFetchBytes>(q + (sw_tile * kQSwTileBytes + sw128_offset(row, chunk)),
+                                         from + sw_tile * kSw128Columns, present, kQueryPolicy);
             }
         });
     }
 };
 
 // ---- Math roles ------------------------------------------------------------------------------------------------
-struct Math {
-    float scores[kScores];
-    float out[kPanelsHalf][kScores];  // O^T: 64 columns of the values each
-    HeadState<kBlockHeads> heads;
+struct Math : SwappedMath<kBlockHeads, kSwTilesHalf> {
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
-    i32 turn;  // which of the two places of the shares
+    i32 turn;  // which of the two buffers of the shares
 };
 
 MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : LeftOnly; }
 
-// First operand [64 x 16] K-major ...
-MLA_DEVICE void multiply(float (&d)[8], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n16k16<false>(Element{}, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply(float (&d)[16], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n32k16<false>(Element{}, d, a, b, accumulate);
-}
-// ... or as it lies [16 x 64].
-MLA_DEVICE void multiply_transposed(float (&d)[8], SmemDesc a, SmemDesc b) {
-    wgmma_m64n16k16<false, true>(Element{}, d, a, b, true);
-}
-MLA_DEVICE void multiply_transposed(float (&d)[16], SmemDesc a, SmemDesc b) {
-    wgmma_m64n32k16<false, true>(Element{}, d, a, b, true);
-}
-
 // This warpgroup's share of S^T.
 template <bool kRight>
 MLA_DEVICE void score(Storage& s, Math& math, i32 stage) {
-    constexpr i32 kFirst = kRight ? kPanelsLeft : 0, kLast = kRight ? kPanelsQk : kPanelsLeft;
+    constexpr i32 kFirst = kRight ? Tile::kSwTilesLeft : 0, kLast = kRight ? Tile::kSwTilesQk : Tile::kSwTilesLeft;
     SmemDesc q = k_major_desc(smem_addr(s.q)), k = k_major_desc(smem_addr(s.kv[stage]));
     opaque(q.bits);
     opaque(k.bits);
@@ -169,19 +149,17 @@ MLA_DEVICE void score(Storage& s, Math& math, i32 stage) {
     wgmma_fence();
 #pragma unroll
     for (i32 i = kFirst; i < kLast; ++i) {
-        const i32 panel = panel_in_order(i);
-#pragma unroll
-        for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-            multiply(math.scores, advance(k, panel * kPanelBytes + step * kKMajorStepBytes),
-                     advance(q, panel * kHeadPanelBytes + step * kKMajorStepBytes), i > kFirst || step > 0);
-        }
+        const i32 sw_tile = Tile::sw_tile_in_order(i);
+        add_scores(Element{}, math.scores, advance(k, sw_tile * kSw128Bytes), advance(q, sw_tile * kQSwTileBytes),
+                   i > kFirst);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(math.scores);
 }
 
-// Adds the other warpgroup's share. Two places in turns: whoever writes one again has met the other side since.
+// Adds the other warpgroup's share. Double-buffered: both sides have synced between the reads of a buffer and its next
+// writes.
 template <bool kRight>
 MLA_DEVICE void add_other_share(Storage& s, Math& math, i32 thread) {
     auto& own = s.scores[kRight][math.turn];
@@ -191,8 +169,8 @@ MLA_DEVICE void add_other_share(Storage& s, Math& math, i32 thread) {
     for (i32 i = 0; i < kScores; i += 4) {
         own[i / 4][thread] = make_float4(math.scores[i], math.scores[i + 1], math.scores[i + 2], math.scores[i + 3]);
     }
-    // Not one barrier that both sync on: checkers take a barrier met at two places for a divergent one. The right side
-    // answers only when it has met the left one, so neither can arrive twice.
+    // Not one barrier on which both sync: checkers take a barrier used at two program points for a divergent one. The
+    // right side arrives only after it has synced with the left one, so neither can arrive twice.
     if (!kRight) bar_arrive(LeftShareReady, kMathThreads);
     bar_sync(kRight ? LeftShareReady : RightShareReady, kMathThreads);
     if (kRight) bar_arrive(RightShareReady, kMathThreads);
@@ -206,165 +184,50 @@ MLA_DEVICE void add_other_share(Storage& s, Math& math, i32 thread) {
     }
 }
 
-// Moves the heads' maxima to the tile's, where it is time to, and what was accumulated with them.
 template <bool kRight>
-MLA_DEVICE void update_maxima(Storage& s, Math& math, float scale_log2, i32 thread) {
-    auto& warps = s.warp_values[kRight];
-    store_warp_maxima<kBlockHeads>(warps[thread / kWarpThreads], math.scores, thread);
-    bar_sync(own_barrier(kRight), kWarpgroupThreads);
-    const HeadValues<kBlockHeads> scale = math.heads.move_max(warps, scale_log2, thread);
-    if (!scale.any_but_one()) return;
-#pragma unroll
-    for (auto& columns : math.out) scale.multiply(columns);
-}
-
-// P^T from registers to [head][row] in shared memory.
-template <bool kRight>
-MLA_DEVICE void store_p(Storage& s, Math& math, float scale_log2, i32 thread) {
-    const i32 warp = thread / kWarpThreads, lane = thread % kWarpThreads;
-    u32 p_fragment[kScores / 2];
-    math.heads.exponentiate(Element{}, p_fragment, math.scores, scale_log2);
-#pragma unroll
-    for (i32 i = 0; i < kScores / 2; i += 4) {
-        // Matrix lane / 8: heads 8 * (lane / 16) on from the first, rows 8 * (lane / 8 % 2) on from the warp's first.
-        const i32 head = 4 * i + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-        stmatrix_x4_trans(smem_addr(s.p[kRight]) + panel_offset(head, chunk),
-                          {p_fragment[i], p_fragment[i + 1], p_fragment[i + 2], p_fragment[i + 3]});
-    }
-    fence_proxy_async();
-    bar_sync(own_barrier(kRight), kWarpgroupThreads);
-}
-
-template <bool kRight>
-MLA_DEVICE void add_values(Storage& s, Math& math, i32 stage) {
+MLA_DEVICE void add_own_values(Storage& s, Math& math, i32 stage) {
     SmemDesc p = k_major_desc(smem_addr(s.p[kRight]));
     SmemDesc v = mn_major_desc(smem_addr(s.kv[stage] + (kRight ? kHalfBytes : 0)));
     opaque(p.bits);
     opaque(v.bits);
-#pragma unroll
-    for (auto& columns : math.out) pin(columns);
-    wgmma_fence();
-#pragma unroll
-    for (i32 panel = 0; panel < kPanelsHalf; ++panel) {
-#pragma unroll
-        for (i32 step = 0; step < kPanelMmaSteps; ++step) {
-            multiply_transposed(math.out[panel], advance(v, panel * kPanelBytes + step * kMnMajorStepBytes),
-                                advance(p, step * kKMajorStepBytes));
-        }
-    }
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-#pragma unroll
-    for (auto& columns : math.out) pin(columns);
-}
-
-// Writes this warpgroup's 256 columns of each head.
-template <bool kRight>
-MLA_DEVICE void store_out(const Block& block, const Fragment& fragment, const Math& math,
-                          const HeadValues<kBlockHeads>& factors, i32 thread) {
-    const DenseDecodeParams& p = block.p;
-    const bool whole = fragment.slot == kWholeRequest;
-    const i32 lane = thread % kWarpThreads;
-    const i32 column0 = (kRight ? kHeadDimV / 2 : 0) + thread / kWarpThreads * 16;  // of the warp, in the first panel
-    if (!whole || p.out_is_fp32) {
-#pragma unroll
-        for (i32 i = 0; i < kScores; ++i) {
-            const i32 head = block.head0 + head_of(i, thread);
-            if (head >= p.h_q) continue;
-            float* to = whole ? static_cast<float*>(p.out) + out_offset(p, fragment.request, 0, head)
-                              : p.partial_out + workspace_row(p, fragment.slot, 0, head) * kHeadDimV;
-            to += column0 + lane / 4 + 8 * fragment_half(i);
-#pragma unroll
-            for (i32 panel = 0; panel < kPanelsHalf; ++panel) {
-                to[panel * kPanelColumns] = math.out[panel][i] * factors.of(i);
-            }
-        }
-        return;
-    }
-    // Transposed, a quad holds one head: of two panels, 16 columns each, four chunks of 16 bytes.
-#pragma unroll
-    for (i32 i = 0; i < kScores; i += 4) {
-        const i32 head = block.head0 + 2 * i + lane / 4;
-        u16* to = static_cast<u16*>(p.out) + out_offset(p, fragment.request, 0, min(head, p.h_q - 1)) + column0;
-#pragma unroll
-        for (i32 panel = 0; panel < kPanelsHalf; panel += 2) {
-            u32 words[4];
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) {
-                const float (&columns)[kScores] = math.out[panel + j / 2];
-                const i32 d = i + 2 * (j % 2);
-                words[j] =
-                    movmatrix_trans(cvt_x2(Element{}, columns[d] * factors.of(d), columns[d + 1] * factors.of(d + 1)));
-            }
-            quad_transpose(words, lane % 4);
-            if (head < p.h_q) {
-                const i32 column = (panel + lane % 4 / 2) * kPanelColumns + lane % 2 * 8;
-                *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
-            }
-        }
-    }
-}
-
-template <bool kRight>
-MLA_DEVICE void store_result(const Block& block, const Fragment& fragment, Math& math, i32 thread) {
-    const DenseDecodeParams& p = block.p;
-    auto& warps = block.s.warp_values[kRight];
-    store_warp_sums<kBlockHeads>(warps[thread / kWarpThreads], math.heads.sum, thread);
-    bar_sync(own_barrier(kRight), kWarpgroupThreads);
-    HeadValues<kBlockHeads> factors;
-#pragma unroll
-    for (i32 k = 0; k < kHeadsOfThread<kBlockHeads>; ++k) {
-        const i32 within = kth_head(k, thread), head = block.head0 + within;
-        const float max = math.heads.max.value[k];
-        float sum = 0.f;
-#pragma unroll
-        for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) sum += warps[warp][within];
-        factors.value[k] = output_factor(p, fragment, 0, min(head, p.h_q - 1), max, sum);
-        if (kRight || thread >= 4 || head >= p.h_q) continue;  // four threads hold every head
-        store_row_lse(p, fragment, 0, head, row_lse2(max, sum));
-        store_row_max(p, fragment, 0, head, with_nan_of(sum, math.heads.top.value[k]));
-    }
-    store_out<kRight>(block, fragment, math, factors, thread);
-    bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the sums are read
+    add_values(Element{}, math.out, v, p);
 }
 
 template <bool kRight>
 MLA_DEVICE void run_math_role(Block& block, i32 thread) {
-    const DenseDecodeParams& p = block.p;
+    const DecodeParams& p = block.p;
     Storage& s = block.s;
     Math math;
     math.turn = 0;
-    Fragment fragment;
-    for (FragmentWalk walk(p, block.part); walk.next(p, fragment);) {
-        math.heads.reset();
-#pragma unroll
-        for (auto& columns : math.out) {
-#pragma unroll
-            for (float& x : columns) x = 0.f;
-        }
-        if (fragment.tile_begin < fragment.tile_end) {
+    WorkItem item;
+    for (WorkIterator walk(p, block.split); walk.next(p, item);) {
+        math.reset();
+        if (item.tile_begin < item.tile_end) {
             mbarrier_wait(s.q_full, math.q_ring.full_parity(0));
             math.q_ring.advance(0);
         }
 #pragma unroll 1
-        for (i32 tile = fragment.tile_begin; tile < fragment.tile_end; ++tile) {
-            const i32 stage = stage_of(fragment, tile);
+        for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
+            const i32 stage = stage_of(item, tile);
             score<kRight>(s, math, stage);
-            if (tile + 1 == fragment.tile_end) release(s.q_empty, thread);
+            if (tile + 1 == item.tile_end) release(s.q_empty, thread);
             add_other_share<kRight>(s, math, thread);
-            mask_rows(math.scores, fragment.tokens - tile * kTileTokens, thread);
-            update_maxima<kRight>(s, math, p.scale_log2, thread);
-            store_p<kRight>(s, math, p.scale_log2, thread);
-            add_values<kRight>(s, math, stage);
+            mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);
+            update_maxima(math, s.warp_values[kRight], p.scale_log2, own_barrier(kRight), thread);
+            store_p(Element{}, math, smem_addr(s.p[kRight]), p.scale_log2, thread);
+            bar_sync(own_barrier(kRight), kWarpgroupThreads);
+            add_own_values<kRight>(s, math, stage);
             release(kRight ? s.kv_empty[stage].right : s.kv_empty[stage].left, thread);
         }
-        store_result<kRight>(block, fragment, math, thread);
+        store_result</*kWithRowMax=*/true>(Element{}, p, item, BlockHeads{0, block.head0, p.h_q}, math,
+                                           s.warp_values[kRight], s.stats[kRight], kRight ? kHeadDimV / 2 : 0, !kRight,
+                                           own_barrier(kRight), thread);
     }
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_sparse_forward_small_sm90(const __grid_constant__ DenseDecodeParams p) {
+    mla_sparse_forward_sm90_small(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     Block block{p, s, (i32)blockIdx.y, (i32)blockIdx.x * kBlockHeads};
@@ -374,12 +237,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
-    if (warp < 4) {
+    if (warp < kRightWarp) {
         run_math_role<false>(block, thread);
-    } else if (warp < 8) {
+    } else if (warp < kGatherWarp) {
         run_math_role<true>(block, thread);
     } else {
-        run_gather_role(p, s, block.part, QueryGather{block}, thread);
+        run_gather_role<Tile>(p, s, block.split, QueryGather{block}, thread);
     }
     griddepcontrol_launch_dependents();
 }
+}  // namespace mla::sparse

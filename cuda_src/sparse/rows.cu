@@ -1,19 +1,25 @@
-// Turns the indices of sparse attention into lists of kv rows, one list per query, without the slots that do not count.
+// Turns the indices of sparse attention into lists of kv rows, one list per query, without the invalid entries.
 //
 //   rows[i] = [start + j  for j in indices[i, :length]  if 0 <= j < limit],  sorted by bucket, stable
 //
 // A bucket is a 256th of kv: with lists in this order, queries that run at the same time read the same part of kv at
-// about the same time. Unordered lists have one bucket, so the slots keep their order.
+// about the same time. Unordered lists have one bucket, so the entries keep their order.
 //
-// Grid: the blocks take the queries in turn. Each warp owns a run of a query's slots and has its own counts:
+// Grid: block x takes queries x, x + grid, ... Each warp owns a contiguous run of a query's top-k entries and its own
+// counts:
 //
-//   warp    load, rank in buckets |                        | rows to their places |
-//   block                         | counts to first places |                      | write the list
+//   warp    load, rank in buckets |                        | rows to their positions |
+//   block                         | counts to offsets      |                      | write the list
 //
 // Source: ranks within a warp by matching buckets are those of Ashkiani et al., "GPU Multisplit", 2016. What differs:
-// a block sorts a whole list, so that one pass over shared memory is enough, and invalid slots fall out on the way.
-#include "attention/sparse_params.cuh"
+// a block sorts a whole list, so that one pass over shared memory is enough, and invalid entries are dropped on the
+// way.
+#include "attention/row_list.cuh"
+#include "common/facts.cuh"
 #include "ptx/control.cuh"
+
+namespace mla::sparse {
+using namespace attention;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
@@ -22,18 +28,35 @@ constexpr i32 kBuckets = 256;
 constexpr i32 kBucketsPerThread = kBuckets / kThreads;
 constexpr i32 kFirstBucket = kWarpThreads;  // kNoRow is in bucket -1, which has a count, too
 constexpr i32 kUnorderedShift = 31;         // every row is in bucket 0
-constexpr i32 kItems = 16;                  // slots of a lane that are in registers at once
+constexpr i32 kItems = 16;                  // entries of a lane that are in registers at once
 constexpr i32 kBatch = 4;                   // of these, how many are matched before the first is counted
 constexpr i32 kStagedRows = 4096;           // longer lists are scattered straight to global memory
 constexpr i32 kBlocksPerSM = 6;
 
-static_assert(kStagedRows % kRowsPerTile == 0, "a padded list fits");
-static_assert(kThreads >= kRowsPerTile, "each thread pads one place");
+static_assert(kStagedRows % kTileTokens == 0, "a padded list fits");
+static_assert(kThreads >= kTileTokens, "each thread pads one place");
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+// Strides are in elements.
+struct SparseRowsParams {
+    const i32* indices;        // (s_q, topk)
+    const i32* topk_length;    // (s_q,), or null: every entry counts
+    const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
+    const i32* cu_seqlens_kv;  // (b + 1,), or null
+    i32* rows;                 // (s_q, rows_stride): valid rows, then kNoRow to the end of the tile
+    i32* counts;               // (s_q,): how many are valid
+    u32* selected;             // (s_kv,), zeroed: how many entries select the row; or null
+    i64 indices_stride_s_elems, indices_stride_k_elems, topk_length_stride_elems;
+    i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
+    i64 rows_stride_elems;  // a multiple of kTileTokens, at least topk
+    i32 s_q, s_kv, topk, b;
+    i32 causal, ordered;
+};
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseRowsParams, indices_stride_s_elems), MLA_OFFSET(SparseRowsParams, s_q),
               (int)sizeof(SparseRowsParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(rows_per_tile, kRowsPerTile);
+MLA_FACT(rows_per_tile, kTileTokens);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct alignas(16) FourRows {
@@ -42,17 +65,18 @@ struct alignas(16) FourRows {
 
 struct Storage {
     alignas(16) i32 list[kStagedRows];
-    i32 counts[kWarps][kFirstBucket + kBuckets];  // of a warp's rows in each bucket; later, the place of the next one
+    i32 counts[kWarps][kFirstBucket + kBuckets];  // of a warp's rows per bucket, then the next position in each
     i32 warp_sums[kWarps];
     i32 sequence;
 };
 
-// What the slots of a query mean: index j is row start + j, if 0 <= j < limit and it is one of the first `length`.
+// How a query's entries are read: index j is row start + j, if 0 <= j < limit and the entry is one of the first
+// `length`.
 struct Query {
     i32 start, limit, length;
 };
 
-struct Slots {
+struct TopkEntries {
     const i32* indices;
     i64 stride_elems;
     Query query;
@@ -97,17 +121,17 @@ MLA_DEVICE i32 bucket_shift(const SparseRowsParams& p) {
     return p.ordered ? max(0, 32 - __clz(max(p.s_kv - 1, 0)) - 8) : kUnorderedShift;
 }
 
-// The rows of this lane's slots `first`, `first` + 32, ..., as many as `steps` but at most kItems; kNoRow where a slot
-// does not count.
-MLA_DEVICE void load_rows(const Slots& slots, u32 first, i32 steps, i32 (&rows)[kItems]) {
-    const i32* from = slots.indices + first * slots.stride_elems;
-    const u32 length = slots.query.length;
+// The rows of this lane's entries `first`, `first` + 32, ..., as many as `steps` but at most kItems; kNoRow for invalid
+// entries.
+MLA_DEVICE void load_rows(const TopkEntries& entries, u32 first, i32 steps, i32 (&rows)[kItems]) {
+    const i32* from = entries.indices + first * entries.stride_elems;
+    const u32 length = entries.query.length;
     const i32 left = first < length ? (i32)min(length - first, (u32)steps * kWarpThreads) : 0;
 #pragma unroll
     for (i32 item = 0; item < kItems; ++item) {
         const i32 index = item * kWarpThreads < left ? *from : kNoRow;
-        rows[item] = (u32)index < (u32)slots.query.limit ? slots.query.start + index : kNoRow;
-        from += kWarpThreads * slots.stride_elems;
+        rows[item] = (u32)index < (u32)entries.query.limit ? entries.query.start + index : kNoRow;
+        from += kWarpThreads * entries.stride_elems;
     }
 }
 
@@ -135,13 +159,13 @@ MLA_DEVICE void count_rows(i32* counts, const i32 (&rows)[kItems], i32 steps, i3
             i32& count = counts[rows[first + n] >> shift];
             before[first + n] = count + __popc(peers[n] & ((1u << lane) - 1));
             __syncwarp();
-            if (peers[n] >> lane == 1) count = before[first + n] + 1;  // the last of the peers does
+            if (peers[n] >> lane == 1) count = before[first + n] + 1;  // by the last of the peers
             __syncwarp();
         }
     }
 }
 
-// Turns counts into places: bucket after bucket, within a bucket warp after warp. Returns the length of the list.
+// Turns counts into positions: bucket after bucket, within a bucket warp after warp. Returns the length of the list.
 // Called by all threads.
 MLA_DEVICE i32 place_buckets(Storage& storage) {
     const i32 lane = threadIdx.x % kWarpThreads, own_warp = threadIdx.x / kWarpThreads;
@@ -185,11 +209,11 @@ MLA_DEVICE i32 place_buckets(Storage& storage) {
 MLA_DEVICE void make_list(const SparseRowsParams& p, Storage& storage, i32 i, i32 shift) {
     const Query query = resolve_query(p, storage, i);
     const i32 warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
-    // Runs are whole steps of a warp, and equally many whatever the length: branches that the compiler sees to be
-    // uniform need no code that brings the lanes together again.
+    // Runs are whole steps of a warp, and equally many for any length: for branches that the compiler knows to be
+    // uniform it emits no reconvergence code.
     const i32 steps = ((u32)p.topk + kThreads - 1) / kThreads;
     const u32 first = (u32)warp * steps * kWarpThreads + lane;
-    const Slots slots{p.indices + i * p.indices_stride_s_elems, p.indices_stride_k_elems, query};
+    const TopkEntries entries{p.indices + i * p.indices_stride_s_elems, p.indices_stride_k_elems, query};
     i32* counts = storage.counts[warp] + kFirstBucket;
     i32 rows[kItems], places[kItems];
 
@@ -197,13 +221,13 @@ MLA_DEVICE void make_list(const SparseRowsParams& p, Storage& storage, i32 i, i3
     for (i32 bucket = -kFirstBucket; bucket < kBuckets; bucket += kWarpThreads) counts[bucket + lane] = 0;
     __syncwarp();
     for (i32 step = 0; step < steps; step += kItems) {
-        load_rows(slots, first + step * kWarpThreads, steps - step, rows);
+        load_rows(entries, first + step * kWarpThreads, steps - step, rows);
         count_rows(counts, rows, steps - step, shift, places);
         if (p.selected != nullptr) count_selections(p.selected, rows);
     }
     __syncthreads();
     const i32 length = place_buckets(storage);
-    const i32 padded = ceil_div(length, kRowsPerTile) * kRowsPerTile;
+    const i32 padded = ceil_div(length, kTileTokens) * kTileTokens;
     const bool staged = p.topk <= kStagedRows;
     i32* list = p.rows + i * p.rows_stride_elems;
     i32* to = staged ? storage.list : list;
@@ -211,7 +235,7 @@ MLA_DEVICE void make_list(const SparseRowsParams& p, Storage& storage, i32 i, i3
     const bool kept = steps <= kItems;  // the rows and their ranks are still in registers
     for (i32 step = 0; step < steps; step += kItems) {
         if (!kept) {
-            load_rows(slots, first + step * kWarpThreads, steps - step, rows);
+            load_rows(entries, first + step * kWarpThreads, steps - step, rows);
             count_rows(counts, rows, steps - step, shift, places);
         }
 #pragma unroll
@@ -238,3 +262,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     for (u32 i = blockIdx.x; i < (u32)p.s_q; i += gridDim.x) make_list(p, storage, (i32)i, shift);
     griddepcontrol_launch_dependents();
 }
+}  // namespace mla::sparse

@@ -1,24 +1,27 @@
-// What a query can add at most to an element of the gradient of kv, for the exact additions of the sparse backward.
+// An upper bound on what any query adds to an element of dKV, for the binned sums of the sparse backward.
 //
 //   c_i = sum_h max|dO_ih| + scale (|dO_ih| max_j |V_j| + |delta_ih|) max|Q_ih|,   largest = max_i c_i
 //
-// since P <= 1 and |dO . V| <= |dO| |V|. j runs over the rows that query i selects. Heads with a number that is not
-// finite are passed over: what they add is not finite either, and no order changes that.
+// since P <= 1 and |dO . V| <= |dO| |V|. j runs over the rows that query i selects. Heads with a non-finite number are
+// ignored: what they add is not finite either, in any order.
 //
-// Grid: x = queries. The threads of a block look at its rows, then each warp at every eighth head.
-#include "attention/dtype_variant.cuh"
+// Grid: x = queries. The threads of a block scan the query's rows, then each warp takes every eighth head.
+#include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
 
+namespace mla::sparse_backward {
+using namespace attention;
+using Element = MLA_DTYPE;
+
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kHeadDimV = 512;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct SparseBoundsParams {
+struct BoundsParams {
     const u16* q;        // (s_q, h_q, d_qk)
     const u16* dout;     // (s_q, h_q, 512)
     const float* lse2;   // (s_q, h_q)
@@ -34,12 +37,12 @@ struct SparseBoundsParams {
     float scale;
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBoundsParams, q_stride_s_elems), MLA_OFFSET(SparseBoundsParams, s_q),
-              MLA_OFFSET(SparseBoundsParams, scale), (int)sizeof(SparseBoundsParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(BoundsParams, q_stride_s_elems), MLA_OFFSET(BoundsParams, s_q),
+              MLA_OFFSET(BoundsParams, scale), (int)sizeof(BoundsParams));
 MLA_FACT(threads, kThreads);
 
 struct Magnitudes {
-    float largest;      // |x|; a NaN is passed over
+    float largest;      // |x|; NaN is ignored
     float sum_squares;  // not finite if one of the elements is not
 };
 
@@ -57,8 +60,8 @@ MLA_DEVICE Magnitudes row_magnitudes(const u16* row, i32 elems, i32 lane) {
     return Magnitudes{warp_max(m.largest), warp_sum(m.sum_squares)};
 }
 
-// The largest length among the rows of the query, for every thread.
-MLA_DEVICE float longest_row(const SparseBoundsParams& p, const i32* rows, i32 count, float (&shared)[kWarps]) {
+// The largest norm among the rows of the query, in every thread.
+MLA_DEVICE float longest_row(const BoundsParams& p, const i32* rows, i32 count, float (&shared)[kWarps]) {
     float longest = 0.f;
     for (i32 i = threadIdx.x; i < count; i += kThreads) longest = fmaxf(longest, p.norms[rows[i]]);
     longest = warp_max(longest);
@@ -70,17 +73,18 @@ MLA_DEVICE float longest_row(const SparseBoundsParams& p, const i32* rows, i32 c
     return longest;
 }
 
-MLA_DEVICE float head_bound(const SparseBoundsParams& p, i64 query, i32 head, float longest, i32 lane) {
+MLA_DEVICE float head_bound(const BoundsParams& p, i64 query, i32 head, float longest, i32 lane) {
     const Magnitudes q = row_magnitudes(p.q + query * p.q_stride_s_elems + head * p.q_stride_h_elems, p.d_qk, lane);
     const Magnitudes dout =
         row_magnitudes(p.dout + query * p.dout_stride_s_elems + head * p.dout_stride_h_elems, kHeadDimV, lane);
     const float delta = fabsf(p.delta[query * p.h_q + head]);
     const float bound = dout.largest + p.scale * (sqrtf(dout.sum_squares) * longest + delta) * q.largest;
     const float zero = 0.f * (q.sum_squares + p.lse2[query * p.h_q + head]);  // or NaN
-    return bound + zero <= kLargestFloat ? bound : 0.f;
+    return bound + zero <= kMaxFloat ? bound : 0.f;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_bounds(const __grid_constant__ SparseBoundsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_sparse_backward_bounds(const __grid_constant__ BoundsParams p) {
     __shared__ float shared[kWarps];
     griddepcontrol_wait();
     const i64 query = blockIdx.x;
@@ -98,3 +102,4 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_bounds(const _
     for (i32 i = 0; i < kWarps; ++i) bound += shared[i];
     atomicMax(p.largest, __float_as_uint(bound));
 }
+}  // namespace mla::sparse_backward

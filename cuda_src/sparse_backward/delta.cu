@@ -1,28 +1,31 @@
-// What the sparse backward needs to know of each query and head before its main kernel.
+// Per query and head, what the main kernel of the sparse backward needs.
 //
 //   delta = sum out * dout,   lse2 = log2(exp(lse) + exp(sink)),   d_sink = -sum over queries of w delta
 //   w = 1 / (1 + exp(lse - sink)), the sink's share of the weights
 //
-// Grid: x = spans of 8 queries of one head, a warp each, the heads side by side. A warp adds up w delta over its span
-// in the order of the queries; sparse_sink adds the spans.
+// Grid: x = spans of 8 queries of one head, one warp each, neighbouring warps take neighbouring heads. A warp sums w
+// delta over its span in the order of the queries; sparse_backward_sink adds the spans.
 //
-// A row is empty if its query has no key or if its lse is infinite: then nothing of it is read, delta is 0 and lse2 is
-// +Inf, so that exp2(s - lse2) is 0.
-#include "attention/dtype_variant.cuh"
+// A row is empty if its query has no key or if its lse is infinite: then out and dout are not read, delta is 0 and lse2
+// is +Inf, so that exp2(s - lse2) is 0.
+#include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
 
+namespace mla::sparse_backward {
+using namespace attention;
+using Element = MLA_DTYPE;
+
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kSpanQueries = 8;
-constexpr i32 kHeadDimV = 512;
-constexpr i32 kChunks = kHeadDimV / kChunkElems / kWarpThreads;  // of a row, a lane: 2
+constexpr i32 kChunks = kHeadDimV / kChunkElems / kWarpThreads;  // per row and lane: 2
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct SparseDeltaParams {
+struct DeltaParams {
     const void* out;         // (s_q, h_q, 512), 16-bit or fp32
     const u16* dout;         // (s_q, h_q, 512)
     const float* lse;        // (s_q, h_q)
@@ -40,13 +43,11 @@ struct SparseDeltaParams {
     float lse_to_log2;  // from the caller's base to base 2
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseDeltaParams, out_stride_s_elems), MLA_OFFSET(SparseDeltaParams, s_q),
-              MLA_OFFSET(SparseDeltaParams, lse_to_log2), (int)sizeof(SparseDeltaParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(DeltaParams, out_stride_s_elems), MLA_OFFSET(DeltaParams, s_q),
+              MLA_OFFSET(DeltaParams, lse_to_log2), (int)sizeof(DeltaParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(units_per_block, kWarps);
 MLA_FACT(span_queries, kSpanQueries);
-
-constexpr float kLog2E = 1.4426950408889634f;
 
 MLA_DEVICE float add_dot(const uint4& a, const uint4& b, float sum) {
     const u32 *a_words = &a.x, *b_words = &b.x;
@@ -87,7 +88,7 @@ MLA_DEVICE float any_dot(const Out* out, const u16* dout, i32 lane) {
     return sum;
 }
 
-MLA_DEVICE float row_delta(const SparseDeltaParams& p, i64 query, i64 head, i32 lane) {
+MLA_DEVICE float row_delta(const DeltaParams& p, i64 query, i64 head, i32 lane) {
     const i64 at = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
     const u16* out = static_cast<const u16*>(p.out) + at;
     const u16* dout = p.dout + query * p.dout_stride_s_elems + head * p.dout_stride_h_elems;
@@ -96,10 +97,11 @@ MLA_DEVICE float row_delta(const SparseDeltaParams& p, i64 query, i64 head, i32 
     return warp_sum(aligned ? aligned_dot(out, dout, lane) : any_dot(out, dout, lane));
 }
 
-// log2(2^a + 2^b) of a finite a, and of any b but NaN. A NaN stays one.
+// log2(2^a + 2^b) of a finite a and any b. NaN propagates.
 MLA_DEVICE float add_exponentials(float a, float b) { return (a > b ? a : b) + log2f(1.f + exp2f(-fabsf(a - b))); }
 
-extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_delta(const __grid_constant__ SparseDeltaParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_sparse_backward_delta(const __grid_constant__ DeltaParams p) {
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
     const i64 unit = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
@@ -124,3 +126,4 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_delta(const __
     }
     if (p.sink_sums != nullptr && lane == 0 && span * kSpanQueries < p.s_q) p.sink_sums[span * p.h_q + head] = sink_sum;
 }
+}  // namespace mla::sparse_backward

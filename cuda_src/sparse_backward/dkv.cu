@@ -1,40 +1,41 @@
-// The workspace of the sparse backward becomes the gradient of kv: fp32 sums, in whatever order the main kernel keeps
-// the dims of a row, to the caller's dtype. A deterministic backward has several levels of sums, which are added up
-// here.
+// From the workspace of the sparse backward to the gradient of kv: fp32 sums, in the main kernel's order of the dims of
+// a row, to the caller's dtype. A deterministic backward has several bins of sums, which are added up here.
 //
-// Grid: x = rows of kv, a warp each. A lane fetches 16 bytes of every 128 dims, puts them in shared memory if the order
-// is to change, and stores four neighbouring dims.
-#include "attention/dtype_variant.cuh"
-#include "attention/sparse_params.cuh"
+// Grid: x = rows of kv, one warp each. A lane loads 16 bytes of every 128 dims, permutes them through shared memory if
+// need be, and stores four neighbouring dims.
 #include "ptx/control.cuh"
+#include "ptx/element.cuh"
+#include "sparse_backward/params.cuh"
+
+namespace mla::sparse_backward {
+using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kLaneDims = 4;
 constexpr i32 kWarpDims = kLaneDims * kWarpThreads;
-constexpr i32 kMostDims = 576;
-constexpr i32 kSteps = ceil_div(kMostDims, kWarpDims);  // 5, the last one half full
-// Of four neighbouring dims two and two stand together in the workspace. Four words of padding after every 32 bring
-// those that half a warp reads at once to different banks.
-constexpr i32 kPaddedDims = kMostDims + kMostDims / 32 * 4;
-static_assert(dkv_position(2) % 2 == 0 && dkv_position(3) == dkv_position(2) + 1, "two dims stand together");
+constexpr i32 kSteps = ceil_div(kMaxHeadDimQk, kWarpDims);  // 5, the last one half full
+// Four neighbouring dims are two contiguous pairs in the workspace. Four words of padding after every 32 put what half
+// a warp reads at once in different banks.
+constexpr i32 kPaddedDims = kMaxHeadDimQk + kMaxHeadDimQk / 32 * 4;
+static_assert(dkv_position(2) % 2 == 0 && dkv_position(3) == dkv_position(2) + 1, "pairs of dims are contiguous");
 MLA_DEVICE constexpr i32 padded(i32 position) { return position + position / 32 * 4; }
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 enum DkvOrder : i32 { kOrderPlain, kOrderSm90, kOrderSm100 };
 
-struct SparseDkvParams {
-    const float* sums;  // (levels, s_kv, d_qk), contiguous
+struct DkvParams {
+    const float* sums;  // (num_bins, s_kv, d_qk), contiguous
     void* dkv;          // (s_kv, d_qk), 16-bit or fp32
     i64 dkv_stride_s_elems;
-    i32 s_kv, d_qk, levels;
+    i32 s_kv, d_qk, num_bins;
     i32 order;  // of the dims within a row of sums: 0 their own, 1 dkv_position, 2 dkv_position_sm100
     i32 dkv_is_fp32;
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseDkvParams, dkv_stride_s_elems), MLA_OFFSET(SparseDkvParams, s_kv),
-              (int)sizeof(SparseDkvParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(DkvParams, dkv_stride_s_elems), MLA_OFFSET(DkvParams, s_kv),
+              (int)sizeof(DkvParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(rows_per_block, kWarps);
 
@@ -42,7 +43,7 @@ struct Row {
     float4 dims[kSteps];  // lane's four of each step
 };
 
-MLA_DEVICE void load_level(Row& row, const float* sums, i32 d_qk, i32 lane) {
+MLA_DEVICE void load_bin(Row& row, const float* sums, i32 d_qk, i32 lane) {
 #pragma unroll
     for (i32 i = 0; i < kSteps; ++i) {
         const i32 dim = i * kWarpDims + lane * kLaneDims;
@@ -50,14 +51,14 @@ MLA_DEVICE void load_level(Row& row, const float* sums, i32 d_qk, i32 lane) {
     }
 }
 
-// The finest level is the last, and added first.
-MLA_DEVICE void load_sums(Row& row, const SparseDkvParams& p, i64 index, i32 lane) {
-    const i64 level_elems = (i64)p.s_kv * p.d_qk;
-    const float* sums = p.sums + index * p.d_qk + (p.levels - 1) * level_elems;
-    load_level(row, sums, p.d_qk, lane);
-    for (i32 level = p.levels - 2; level >= 0; --level) {
+// The finest bin is the last, and added first.
+MLA_DEVICE void load_sums(Row& row, const DkvParams& p, i64 index, i32 lane) {
+    const i64 bin_elems = (i64)p.s_kv * p.d_qk;
+    const float* sums = p.sums + index * p.d_qk + (p.num_bins - 1) * bin_elems;
+    load_bin(row, sums, p.d_qk, lane);
+    for (i32 bin = p.num_bins - 2; bin >= 0; --bin) {
         Row coarser;
-        load_level(coarser, sums -= level_elems, p.d_qk, lane);
+        load_bin(coarser, sums -= bin_elems, p.d_qk, lane);
 #pragma unroll
         for (i32 i = 0; i < kSteps; ++i) {
             row.dims[i].x += coarser.dims[i].x;
@@ -68,8 +69,8 @@ MLA_DEVICE void load_sums(Row& row, const SparseDkvParams& p, i64 index, i32 lan
     }
 }
 
-// Brings the dims of a row into their own order, by way of shared memory.
-MLA_DEVICE void restore_order(Row& row, float* shared, const SparseDkvParams& p, i32 lane) {
+// Restores the order of the dims of a row, through shared memory.
+MLA_DEVICE void restore_order(Row& row, float* shared, const DkvParams& p, i32 lane) {
 #pragma unroll
     for (i32 i = 0; i < kSteps; ++i) {
         const i32 position = i * kWarpDims + lane * kLaneDims;
@@ -116,7 +117,7 @@ MLA_DEVICE void store_dims(u16* to, const float4& x) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_dkv(const __grid_constant__ SparseDkvParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_backward_dkv(const __grid_constant__ DkvParams p) {
     __shared__ __align__(16) float shared[kWarps][kPaddedDims];
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -137,3 +138,4 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_dkv(const __gr
         }
     }
 }
+}  // namespace mla::sparse_backward

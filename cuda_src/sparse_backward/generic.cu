@@ -5,24 +5,29 @@
 //
 // Grid: x = queries, and for each of them blocks of 8 heads. A block fetches 16 of the query's keys at a time:
 //
-//   all warps | fetch 16 keys | P, dS: warp = head, half a warp has q k^T, the other dO v^T | dq, dkv: thread = 2
-//   columns
+//   fetch 16 keys | P, dS: warp = head, half a warp computes q k^T, the other dO v^T | dq, dkv: thread = 2 columns
 //
 // Everything is fp32 after the load; P and dS are not rounded. What 8 heads contribute to a key is added to memory
 // once.
-#include "attention/exact_addition.cuh"
-#include "attention/sparse_backward_variant.cuh"
-#include "attention/sparse_params.cuh"
 #include "ptx/control.cuh"
+#include "sparse_backward/binned_sum.cuh"
+#include "sparse_backward/params.cuh"
 #include "tile/elements.cuh"
 
+namespace mla::sparse_backward {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
+constexpr bool kDeterministic = MLA_DETERMINISTIC;
+static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
+
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kThreads = kHeadDimQk / 2;  // one for 2 columns
+constexpr i32 kThreads = kHeadDimQk / 2;  // one per 2 columns
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kBlockHeads = 8;  // one a warp; a ninth warp has columns only
+constexpr i32 kBlockHeads = 8;  // one per warp; a ninth warp has columns only
 constexpr i32 kKeys = kWarpThreads / 2;
-// An odd number of words a row: lanes that read the same column of 16 keys meet 16 banks. The two halves of a warp read
-// words of q and dO at once: one word more keeps those apart too.
+// An odd number of words per row: lanes that read the same column of 16 keys hit 16 banks. The two halves of a warp
+// read words of q and dO at once: one word more keeps those in different banks, too.
 constexpr i32 kKeyElems = kHeadDimQk + 2;
 constexpr i32 kDoutElems = kHeadDimV + 2;
 static_assert(kWarps >= kBlockHeads, "a warp for each head");
@@ -38,13 +43,12 @@ struct Storage {
 };
 static_assert(sizeof(Storage) <= 48 * 1024, "static shared memory");
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
-              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
+MLA_BACKWARD_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(block_heads, kBlockHeads);
 
 struct Block {
-    const SparseBackwardParams& p;
+    const BackwardParams& p;
     Storage& s;
     i64 query;
     i32 head0, heads;
@@ -52,7 +56,7 @@ struct Block {
     MLA_DEVICE i64 statistics_row(i32 head) const { return query * p.h_q + head0 + head; }
 };
 
-// Whether a head has a gradient at all: one whose lse is infinite has none, whatever stands in its rows.
+// Whether a head has a gradient at all: one whose lse is infinite has none, whatever its rows contain.
 MLA_DEVICE bool is_live(const Block& block, i32 head) {
     return head < block.heads && block.p.lse2[block.statistics_row(head)] != -negative_infinity();
 }
@@ -60,7 +64,7 @@ MLA_DEVICE bool is_live(const Block& block, i32 head) {
 // ---- Fetching --------------------------------------------------------------------------------------------------
 // Heads without a gradient become zeros, since 0 * NaN is not 0.
 MLA_DEVICE void fetch_query(const Block& block, i32 warp, i32 lane) {
-    const SparseBackwardParams& p = block.p;
+    const BackwardParams& p = block.p;
     for (i32 head = warp; head < kBlockHeads; head += kWarps) {
         const bool live = is_live(block, head);
         const i64 at = block.head0 + head;
@@ -101,7 +105,7 @@ MLA_DEVICE void make_weights(const Block& block, const Statistics& statistics, i
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a thread keeps over all keys of its 2 columns: q and dO as they are, and the sums of dq.
+// What a thread keeps of its 2 columns over all keys: q and dO as loaded, and the sums of dq.
 struct Columns {
     u32 q[kBlockHeads], dout[kBlockHeads];
     float2 dq[kBlockHeads];
@@ -121,19 +125,19 @@ MLA_DEVICE void add_scaled(float2& sum, float factor, const float2& x) {
     sum.y = fmaf(factor, x.y, sum.y);
 }
 
-MLA_DEVICE void add_to_memory(const SparseBackwardParams& p, i32 row, i32 column, float2 x) {
+MLA_DEVICE void add_to_memory(const BackwardParams& p, i32 row, i32 column, float2 x) {
     float* to = p.dkv + (i64)row * kHeadDimQk + column;
     if (kDeterministic) {
-        const ExactAddition exact{__float_as_int(p.rounders[p.s_kv]), __float_as_int(p.rounders[row])};
-        const i32 level = exact.level(fmaxf(fabsf(x.x), fabsf(x.y)));
-        x = make_float2(exact.round(x.x, level), exact.round(x.y, level));
-        to += level * ((i64)p.s_kv * kHeadDimQk);
+        const Bins bins{__float_as_int(p.extractors[p.s_kv]), __float_as_int(p.extractors[row])};
+        const i32 bin = bins.index(fmaxf(fabsf(x.x), fabsf(x.y)));
+        x = make_float2(bins.round(x.x, bin), bins.round(x.y, bin));
+        to += bin * ((i64)p.s_kv * kHeadDimQk);
     }
     atomicAdd(to, x.x);
     atomicAdd(to + 1, x.y);
 }
 
-// A weight of exactly 0 is passed over, since 0 * NaN is not 0.
+// A weight of exactly 0 is skipped, since 0 * NaN is not 0.
 MLA_DEVICE void add_products(const Block& block, Columns& columns, i32 keys, i32 thread) {
     const Storage& s = block.s;
     for (i32 key = 0; key < keys; ++key) {
@@ -151,7 +155,7 @@ MLA_DEVICE void add_products(const Block& block, Columns& columns, i32 keys, i32
 }
 
 MLA_DEVICE void store_dq(const Block& block, const Columns& columns, i32 thread) {
-    const SparseBackwardParams& p = block.p;
+    const BackwardParams& p = block.p;
 #pragma unroll
     for (i32 head = 0; head < kBlockHeads; ++head) {
         if (head >= block.heads) break;
@@ -163,7 +167,7 @@ MLA_DEVICE void store_dq(const Block& block, const Columns& columns, i32 thread)
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    mla_sparse_backward_generic(const __grid_constant__ SparseBackwardParams p) {
+    mla_sparse_backward_generic(const __grid_constant__ BackwardParams p) {
     __shared__ Storage s;
     griddepcontrol_wait();
     const i32 thread = threadIdx.x, lane = thread % kWarpThreads, warp = thread / kWarpThreads;
@@ -183,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     load_columns(columns, s, thread);
     for (i32 first = 0; first < count; first += kKeys) {
         const i32 keys = min(kKeys, count - first);
-        __syncthreads();  // the last step's keys and weights are read
+        __syncthreads();  // the previous step's keys and weights have been read
         fetch_keys(block, rows + first, keys, warp, lane);
         __syncthreads();
         if (warp < kBlockHeads) make_weights(block, statistics, warp, lane);
@@ -193,3 +197,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     store_dq(block, columns, thread);
     griddepcontrol_launch_dependents();
 }
+}  // namespace mla::sparse_backward

@@ -1,19 +1,20 @@
-// Keeps the blocks of a grid near each other while they sweep over the same memory, so that what one of them brings
-// into the L2 is still there when the others want it.
+// Keeps the blocks of a grid in lockstep while they sweep over the same memory, so that what one of them brings into
+// the L2 is still there when the others need it.
 //
-// Each block reports how far it has come, and waits while it is ahead of the mean of all. It never waits for long: if
-// the others do not come (they may not even be running), it goes on alone. So nothing can hang, and only speed depends
-// on it.
+// Each block reports its progress, and waits while it is ahead of the mean of all blocks. The wait is bounded: if the
+// others do not catch up (they may not even be resident), the block continues without lockstep. So nothing can hang,
+// and only speed depends on it.
 #pragma once
 #include "common/types.cuh"
 
-constexpr i32 kPaceSteps = 64;  // of a sweep
-constexpr i32 kPaceLead = 2;    // steps ahead of the mean that nobody waits for
-constexpr i32 kPacePolls = 64;  // some 20 us
-constexpr u64 kPaceFinished = 1ull << 48;
+namespace mla::sparse_backward {
+constexpr i32 kSweepSteps = 64;   // per sweep
+constexpr i32 kMaxLeadSteps = 2;  // that a block may be ahead of the mean without waiting
+constexpr i32 kMaxPolls = 64;     // some 20 us
+constexpr u64 kFinishedSteps = 1ull << 48;
 
 // In shared memory; one thread uses it.
-struct Pace {
+struct L2Lockstep {
     i64 reported;
     i32 alone;
 
@@ -26,13 +27,14 @@ struct Pace {
     MLA_DEVICE void report(u64* progress, i64 step) {
         atomicAdd(progress, (u64)(step - reported));
         reported = step;
-        if (alone || step <= kPaceLead) return;
-        const u64 enough = (u64)(step - kPaceLead) * gridDim.x;
-        for (i32 poll = 0; poll < kPacePolls; ++poll) {
+        if (alone || step <= kMaxLeadSteps) return;
+        const u64 enough = (u64)(step - kMaxLeadSteps) * gridDim.x;
+        for (i32 poll = 0; poll < kMaxPolls; ++poll) {
             if (*static_cast<volatile u64*>(progress) >= enough) return;
         }
         alone = 1;
     }
-    // Nobody waits for this block any more.
-    MLA_DEVICE static void finish(u64* progress) { atomicAdd(progress, kPaceFinished); }
+    // No block waits for this one any more.
+    MLA_DEVICE static void finish(u64* progress) { atomicAdd(progress, kFinishedSteps); }
 };
+}  // namespace mla::sparse_backward

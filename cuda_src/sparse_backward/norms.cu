@@ -1,20 +1,23 @@
-// The length of the value part of each row of kv that is selected, for sparse_bounds: |kv[j, :512]|.
+// The L2 norm of the value part of each selected row of kv, |kv[j, :512]|, for sparse_backward_bounds.
 //
-// Grid: x = rows of kv, a warp each. 0 where that is not a number: what such a row gets is none either. Rows that
-// nobody selects are not read, and get nothing.
-#include "attention/dtype_variant.cuh"
+// Grid: x = rows of kv, one warp each. A norm that is not finite becomes 0: what is added to such a row is not finite
+// either. Rows that no query selects are neither read nor written.
+#include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 #include "tile/warp.cuh"
 
+namespace mla::sparse_backward {
+using namespace attention;
+using Element = MLA_DTYPE;
+
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kHeadDimV = 512;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct SparseNormsParams {
+struct NormsParams {
     const u16* kv;        // (s_kv, d_qk)
     const u32* selected;  // (s_kv,)
     float* norms;         // (s_kv,)
@@ -22,12 +25,13 @@ struct SparseNormsParams {
     i32 s_kv;
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseNormsParams, kv_stride_s_elems), MLA_OFFSET(SparseNormsParams, s_kv),
-              (int)sizeof(SparseNormsParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(NormsParams, kv_stride_s_elems), MLA_OFFSET(NormsParams, s_kv),
+              (int)sizeof(NormsParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(rows_per_block, kWarps);
 
-extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_norms(const __grid_constant__ SparseNormsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_sparse_backward_norms(const __grid_constant__ NormsParams p) {
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
     const i64 row = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
@@ -41,5 +45,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_norms(const __
         for (i32 j = 0; j < kChunkElems; ++j) sum = fmaf(x[j], x[j], sum);
     }
     sum = warp_sum(sum);
-    if (lane == 0) p.norms[row] = sum <= kLargestFloat ? sqrtf(sum) : 0.f;
+    if (lane == 0) p.norms[row] = sum <= kMaxFloat ? sqrtf(sum) : 0.f;
 }
+}  // namespace mla::sparse_backward

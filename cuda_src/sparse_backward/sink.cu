@@ -1,25 +1,26 @@
-// Adds up the gradient of the attention sinks: d_sink = -(sum of sparse_delta's spans), always in the same order.
+// The gradient of the attention sinks: d_sink = -(sum of sparse_backward_delta's spans), always in the same order.
 //
-// Grid: x = blocks of 32 heads, one a lane. Warp w adds the spans w, w + 32, ...; then one warp adds the warps' sums.
+// Grid: x = blocks of 32 heads, one per lane. Warp w adds the spans w, w + 32, ...; then one warp adds the warps' sums.
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 
+namespace mla::sparse_backward {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 1024;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct SparseSinkParams {
+struct SinkParams {
     const float* sink_sums;  // (spans, h_q)
     float* d_sink;           // (h_q,)
     i32 spans, h_q;
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseSinkParams, spans), (int)sizeof(SparseSinkParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SinkParams, spans), (int)sizeof(SinkParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(heads_per_block, kWarpThreads);
 
-extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_sink(const __grid_constant__ SparseSinkParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_backward_sink(const __grid_constant__ SinkParams p) {
     __shared__ float sums[kWarps][kWarpThreads];
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -37,3 +38,4 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_sink(const __g
     for (i32 i = 0; i < kWarps; ++i) total += sums[i][lane];
     p.d_sink[head] = -total;
 }
+}  // namespace mla::sparse_backward

@@ -3,18 +3,25 @@
 //   P^T  = exp2(scale log2(e) K Q^T - lse2)        (32 keys x 64 heads), from the forward's lse
 //   dS^T = P^T * (V dO^T - delta) * scale          V is K's first 512 columns
 //   dQ  += dS K                                    (64 heads x d_qk), in tensor memory over all tiles
-//   dKV  = P^T dO + dS^T Q                         (32 keys x d_qk; the first product to 512 dims), added to global
-//   memory
+//   dKV  = P^T dO + dS^T Q                         (32 keys x d_qk; P^T dO to 512 dims), added to global memory
 //
-// Grid: x = queries * blocks of 64 heads. One block stays on an SM: it takes all of the tensor memory. No cluster.
+// Grid: x = queries * blocks of 64 heads. One block per SM: it takes all of the tensor memory. No cluster.
 //
-// Roles, barriers and their time line are those of sm100/sparse_backward.cu (attention/sparse_backward_sm100.cuh). What
-// differs is the other way round here: scores are transposed, sums are not. A weight-stationary product spreads its
-// columns over the groups of lanes that its 32 or 64 rows leave free, so that no cell of tensor memory is wasted, and a
-// thread reads keys or heads in rows.
+// Roles, barriers and their time line are those of sparse_backward/sm100.cu (sparse_backward/sm100.cuh). The
+// difference: here the scores are transposed instead of the sums. A weight-stationary product spreads its columns over
+// the groups of lanes that its 32 or 64 rows leave free, so that no cell of tensor memory is wasted, and a thread reads
+// a row of keys or heads.
 //
 // Source: as there; the map of columns is this project's first plan for Blackwell.
-#include "attention/sparse_backward_sm100.cuh"
+#include "sparse_backward/dkv_adder.cuh"
+#include "sparse_backward/sm100.cuh"
+
+namespace mla::sparse_backward::sm100 {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+using C = Config<Element, MLA_HEAD_DIM_QK, MLA_DETERMINISTIC, MLA_TILE_KEYS>;
+constexpr i32 kTileKeys = C::kTileKeys;
+using Adder = DkvAdder<C::kDeterministic, C::kHeadDimQk>;
 static_assert(kTileKeys == 32, "a tile is 32 rows of a product");
 
 // ---- Tensor memory ---------------------------------------------------------------------------------------------
@@ -29,12 +36,12 @@ static_assert(kTileKeys == 32, "a tile is 32 rows of a product");
 // dQ RoPE        64 heads   432..463   the same               dim 512 + 32 q + c
 constexpr i32 kTileDims = 256;
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
-constexpr i32 kSlabsOfTile = kTileDims / kPanelColumns;
-static_assert(kSlabsOfTile == 2 * kGroupSlabs, "groups of K that dQ is done with");
+constexpr i32 kSwTilesPerDimTile = kTileDims / kSw128Columns;
+static_assert(kSwTilesPerDimTile == 2 * kGroupSwTiles, "groups of K that dQ is done with");
 constexpr i32 kKeyGroups = 4, kHeadGroups = 2;  // of lanes
 constexpr i32 kScoreColumns = kBlockHeads / kKeyGroups;
-constexpr i32 kDkvColumns = kTileDims / kKeyGroups, kDkvRopeColumns = kPanelColumns / kKeyGroups;
-constexpr i32 kDqColumns = kTileDims / kHeadGroups, kDqRopeColumns = kPanelColumns / kHeadGroups;
+constexpr i32 kDkvColumns = kTileDims / kKeyGroups, kDkvRopeColumns = kSw128Columns / kKeyGroups;
+constexpr i32 kDqColumns = kTileDims / kHeadGroups, kDqRopeColumns = kSw128Columns / kHeadGroups;
 
 constexpr u32 kColumnP = 0;
 constexpr u32 kColumnDp = kColumnP + kScoreColumns;
@@ -46,71 +53,74 @@ constexpr u32 kColumnsUsed = kColumnDqRope + kDqRopeColumns;
 static_assert(kColumnDp == 16 && kColumnDkv == 32 && kColumnDq == 176 && kColumnsUsed == 464, "the plan");
 static_assert(kColumnsUsed <= kTmemColumns, "tensor memory");
 
-using Shared = Storage<kDimTiles>;
-MLA_STORAGE_FACTS(Shared);
+using Shared = Storage<C, kDimTiles>;
+static_assert(sizeof(Shared) <= kMaxDynamicSmem, "shared memory");
+MLA_SM100_FACTS(C, Shared);
 MLA_FACT(tmem_columns_used, kColumnsUsed);
 MLA_FACT(weight_stationary, 1);
 constexpr i32 kHeadSteps = kBlockHeads / kMmaK, kKeySteps = kTileKeys / kMmaK;
-MLA_FACT_LIST(products, kTileKeys, kBlockHeads, kSlabsQk* kPanelMmaSteps, kTileKeys, kBlockHeads,
-              kSlabsV* kPanelMmaSteps, kTileKeys, kTileDims, 2 * kDimTiles * kHeadSteps, kTileKeys, kPanelColumns,
-              kHasRope* kHeadSteps, kBlockHeads, kTileDims, kDimTiles* kKeySteps, kBlockHeads, kPanelColumns,
-              kHasRope* kKeySteps);
+MLA_FACT_LIST(products, kTileKeys, kBlockHeads, C::kSwTilesQk* kSw128MmaSteps, kTileKeys, kBlockHeads,
+              kSwTilesV* kSw128MmaSteps, kTileKeys, kTileDims, 2 * kDimTiles * kHeadSteps, kTileKeys, kSw128Columns,
+              C::kHasRope* kHeadSteps, kBlockHeads, kTileDims, kDimTiles* kKeySteps, kBlockHeads, kSw128Columns,
+              C::kHasRope* kKeySteps);
 
 // ---- Plan ------------------------------------------------------------------------------------------------------
 struct TransposedScores {
-    static constexpr i32 kTiles = kDimTiles, kSlots = kDimTiles;
+    using Config = C;
+    static constexpr i32 kTiles = kDimTiles, kStages = kDimTiles;
 
     // ---- Products
     // S^T and dP^T, keys x heads: sums over columns.
-    template <i32 kSlabs, class Ready>
+    template <i32 kSwTiles, class Ready>
     MLA_DEVICE static void issue_scores(TmemAddr d, const u8* keys, const u8* heads, Ready ready) {
-        multiply_columns<kSlabs>(k_major_matrix(smem_addr(keys)), kKeySlabBytes, k_major_matrix(smem_addr(heads)),
-                                 kPanelBytes, Product<true, kTileKeys, kBlockHeads, Major::K, Major::K>{d}, ready);
+        multiply_columns<kSwTiles>(k_major_matrix(smem_addr(keys)), C::kKeySwTileBytes,
+                                   k_major_matrix(smem_addr(heads)), kSw128Bytes,
+                                   Product<Element, true, kTileKeys, kBlockHeads, Major::K, Major::K>{d}, ready);
     }
     template <class Ready>
     MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage, Ready ready) {
-        issue_scores<kSlabsQk>(tmem.column(kColumnP), s.k[stage], s.q, ready);
+        issue_scores<C::kSwTilesQk>(tmem.column(kColumnP), s.k[stage], s.q, ready);
     }
     MLA_DEVICE static void issue_dp(Shared& s, TmemAddr tmem, i32 stage) {
-        issue_scores<kSlabsV>(tmem.column(kColumnDp), s.k[stage], s.dout, [](i32) {});
+        issue_scores<kSwTilesV>(tmem.column(kColumnDp), s.k[stage], s.dout, [](i32) {});
     }
 
     // kDims dims of dKV, from P^T or dS^T, and dO or Q: sums over heads.
     template <i32 kDims>
     MLA_DEVICE static void issue_dkv(TmemAddr d, const u8* scores, const u8* dims, i32 head_steps, bool accumulate) {
         multiply_steps(k_major_matrix(smem_addr(scores)), kKMajorStepBytes,
-                       mn_major_matrix(smem_addr(dims), kPanelBytes), kMnMajorStepBytes, head_steps, accumulate,
-                       Product<true, kTileKeys, kDims, Major::K, Major::MN>{d});
+                       mn_major_matrix(smem_addr(dims), kSw128Bytes), kMnMajorStepBytes, head_steps, accumulate,
+                       Product<Element, true, kTileKeys, kDims, Major::K, Major::MN>{d});
     }
     MLA_DEVICE static TmemAddr dkv(TmemAddr tmem, i32 t) { return tmem.column(kColumnDkv + t * kDkvColumns); }
     MLA_DEVICE static void issue_dv(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
-        issue_dkv<kTileDims>(dkv(tmem, t), s.p, s.dout + t * kSlabsOfTile * kPanelBytes, head_steps, false);
+        issue_dkv<kTileDims>(dkv(tmem, t), s.p, s.dout + t * kSwTilesPerDimTile * kSw128Bytes, head_steps, false);
     }
     MLA_DEVICE static void issue_dk(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
-        issue_dkv<kTileDims>(dkv(tmem, t), s.ds, s.q + t * kSlabsOfTile * kPanelBytes, head_steps, true);
+        issue_dkv<kTileDims>(dkv(tmem, t), s.ds, s.q + t * kSwTilesPerDimTile * kSw128Bytes, head_steps, true);
     }
     MLA_DEVICE static void issue_dk_rope(Shared& s, TmemAddr tmem, i32 head_steps) {
-        issue_dkv<kPanelColumns>(tmem.column(kColumnDkvRope), s.ds, s.q + kRopeSlab * kPanelBytes, head_steps, false);
+        issue_dkv<kSw128Columns>(tmem.column(kColumnDkvRope), s.ds, s.q + kRopeSwTile * kSw128Bytes, head_steps, false);
     }
 
     // kDims dims of dQ: sums over keys.
     template <i32 kDims>
     MLA_DEVICE static void issue_dq(TmemAddr d, const u8* ds, const u8* keys, bool accumulate) {
-        multiply_steps(mn_major_matrix(smem_addr(ds), kKeySlabBytes), kMnMajorStepBytes,
-                       mn_major_matrix(smem_addr(keys), kKeySlabBytes), kMnMajorStepBytes, kKeySteps, accumulate,
-                       Product<true, kBlockHeads, kDims, Major::MN, Major::MN>{d});
+        multiply_steps(mn_major_matrix(smem_addr(ds), C::kKeySwTileBytes), kMnMajorStepBytes,
+                       mn_major_matrix(smem_addr(keys), C::kKeySwTileBytes), kMnMajorStepBytes, kKeySteps, accumulate,
+                       Product<Element, true, kBlockHeads, kDims, Major::MN, Major::MN>{d});
     }
     template <class Done>
     MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate, Done done) {
         const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
-            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds, k + t * kSlabsOfTile * kKeySlabBytes,
-                                accumulate);
+            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds,
+                                k + t * kSwTilesPerDimTile * C::kKeySwTileBytes, accumulate);
             done(2 * t);
             done(2 * t + 1);
         }
-        if (kHasRope) {
-            issue_dq<kPanelColumns>(tmem.column(kColumnDqRope), s.ds, k + kRopeSlab * kKeySlabBytes, accumulate);
+        if (C::kHasRope) {
+            issue_dq<kSw128Columns>(tmem.column(kColumnDqRope), s.ds, k + kRopeSwTile * C::kKeySwTileBytes, accumulate);
             done(kRopeGroup);
         }
     }
@@ -121,7 +131,7 @@ struct TransposedScores {
     struct Heads {
         float lse2_of[kScores], delta_of[kScores];
 
-        MLA_DEVICE Heads(const Item& item, i32 thread) {
+        MLA_DEVICE Heads(const Item<C>& item, i32 thread) {
 #pragma unroll
             for (i32 i = 0; i < kScores; ++i) {
                 const i32 head = thread / kWarpThreads * kScores + i;
@@ -149,53 +159,51 @@ struct TransposedScores {
         tcgen05_wait_ld();
         pin_loaded(x);
     }
-    // Eight numbers of a row of a slab, in 16 bits.
-    MLA_DEVICE static void store_chunk(u8* slab, i32 row, i32 chunk, const float* x) {
-        *reinterpret_cast<uint4*>(slab + panel_offset(row, chunk)) =
+    // Eight numbers of a row of an SW128 tile, in 16 bits.
+    MLA_DEVICE static void store_chunk(u8* sw_tile, i32 row, i32 chunk, const float* x) {
+        *reinterpret_cast<uint4*>(sw_tile + sw128_offset(row, chunk)) =
             make_uint4(cvt_x2(Element{}, x[0], x[1]), cvt_x2(Element{}, x[2], x[3]), cvt_x2(Element{}, x[4], x[5]),
                        cvt_x2(Element{}, x[6], x[7]));
     }
-    MLA_DEVICE static void store_scores(u8* slab, const float (&x)[kScores], i32 thread) {
+    MLA_DEVICE static void store_scores(u8* sw_tile, const float (&x)[kScores], i32 thread) {
         const i32 chunk = thread / kWarpThreads * (kScores / 8);
-        store_chunk(slab, thread % kWarpThreads, chunk, x);
-        store_chunk(slab, thread % kWarpThreads, chunk + 1, x + 8);
+        store_chunk(sw_tile, thread % kWarpThreads, chunk, x);
+        store_chunk(sw_tile, thread % kWarpThreads, chunk + 1, x + 8);
     }
 
-    // ---- dQ: a thread has one head; 32 dims from dim `dim` on to slabs with a row for each head
-    MLA_DEVICE static void store_dq_dims(u8* slabs, TmemAddr from, i32 dim, i32 thread) {
+    // ---- dQ: a thread has one head; 32 dims from dim `dim` on to SW128 tiles with a row for each head
+    MLA_DEVICE static void store_dq_dims(u8* sw_tiles, TmemAddr from, i32 dim, i32 thread) {
         float x[32];
         tcgen05_ld_32x32b(x, from);
         tcgen05_wait_ld();
         pin_loaded(x);
         const i32 head = thread % kBlockHeads;
-        u8* slab = slabs + dim / kPanelColumns * kPanelBytes;
+        u8* sw_tile = sw_tiles + dim / kSw128Columns * kSw128Bytes;
 #pragma unroll
-        for (i32 i = 0; i < 4; ++i) store_chunk(slab, head, dim % kPanelColumns / 8 + i, x + 8 * i);
+        for (i32 i = 0; i < 4; ++i) store_chunk(sw_tile, head, dim % kSw128Columns / 8 + i, x + 8 * i);
     }
-    MLA_DEVICE static void store_dq(u8* slabs, TmemAddr tmem, i32 thread) {
+    MLA_DEVICE static void store_dq(u8* sw_tiles, TmemAddr tmem, i32 thread) {
         const TmemAddr lanes = lanes_of_warp(tmem, thread);
         const i32 group = thread / kBlockHeads;
 #pragma unroll 1
         for (i32 column = 0; column < kDimTiles * kDqColumns; column += 32) {
             const i32 dim = column / kDqColumns * kTileDims + group * kDqColumns + column % kDqColumns;
-            store_dq_dims(slabs, lanes.column(kColumnDq + column), dim, thread);
+            store_dq_dims(sw_tiles, lanes.column(kColumnDq + column), dim, thread);
         }
-        if (kHasRope) {
-            store_dq_dims(slabs, lanes.column(kColumnDqRope), kHeadDimV + group * kDqRopeColumns, thread);
+        if (C::kHasRope) {
+            store_dq_dims(sw_tiles, lanes.column(kColumnDqRope), kHeadDimV + group * kDqRopeColumns, thread);
         }
     }
 
-    // ---- dKV: fragments of 16 keys x 32 dims, of which two quads exchange halves, so that they add 128 bytes to a row
-    struct Drain {
+    // ---- dKV: fragments of 16 keys x 32 dims; two quads exchange halves, so that they add 128 bytes to a row
+    struct DkvStore {
         static constexpr i32 kKeyHalves = 2;
         Adder adder;
         const i32* list;
-        i32 rows[kKeyHalves][kFragmentRows][2], rounders[kKeyHalves][kFragmentRows][2];
+        i32 rows[kKeyHalves][kFragmentRows][2], extractors[kKeyHalves][kFragmentRows][2];
         i32 warp, lane;
 
-        MLA_DEVICE i32 rounder(i32 row) const { return kDeterministic && row >= 0 ? adder.rounder(row) : 0; }
-
-        MLA_DEVICE Drain(const Item& item, i32 tile, i32 thread)
+        MLA_DEVICE DkvStore(const Item<C>& item, i32 tile, i32 thread)
             : adder(item.p), list(item.rows(tile)), warp(thread / kWarpThreads), lane(thread % kWarpThreads) {
 #pragma unroll
             for (i32 half = 0; half < kKeyHalves; ++half) {
@@ -204,8 +212,8 @@ struct TransposedScores {
                     const int2 pair = *reinterpret_cast<const int2*>(list + (16 * half + 8 * r + lane / 8 * 2));
                     rows[half][r][0] = pair.x;
                     rows[half][r][1] = pair.y;
-                    rounders[half][r][0] = rounder(pair.x);
-                    rounders[half][r][1] = rounder(pair.y);
+                    extractors[half][r][0] = adder.extractor(pair.x);
+                    extractors[half][r][1] = adder.extractor(pair.y);
                 }
             }
         }
@@ -229,8 +237,9 @@ struct TransposedScores {
                 exchange_quads(keys, x[half][i % 2], odd);
 #pragma unroll
                 for (i32 key = 0; key < 4; ++key) {
-                    adder.add(rows[half][key / 2][key % 2], rounders[half][key / 2][key % 2], position,
-                              keys[key / 2][key % 2]);
+                    const i32 row = rows[half][key / 2][key % 2];
+                    adder.add(adder.at(row, position), extractors[half][key / 2][key % 2], keys[key / 2][key % 2],
+                              row >= 0);
                 }
             }
         }
@@ -248,7 +257,7 @@ struct TransposedScores {
             for (i32 r = 0; r < kFragmentRows; ++r) {
                 const i32 row = list[16 * group + 8 * r + lane / 4];
                 float dims[4] = {x[2 * r], x[2 * r + 1], x[2 * r + 4], x[2 * r + 5]};
-                adder.add(row, rounder(row), position, dims);
+                adder.add(adder.at(row, position), adder.extractor(row), dims, row >= 0);
             }
         }
     };
@@ -256,9 +265,10 @@ struct TransposedScores {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_sparse_backward_sm100_ws(const __grid_constant__ SparseBackwardParams p,
-                                 const __grid_constant__ TensorMap kv_map, const __grid_constant__ TensorMap q_map,
-                                 const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dq_map) {
+    mla_sparse_backward_sm100_ws(const __grid_constant__ BackwardParams p, const __grid_constant__ TensorMap kv_map,
+                                 const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap dout_map,
+                                 const __grid_constant__ TensorMap dq_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     run_block<TransposedScores>(p, Maps{kv_map, q_map, dout_map, dq_map}, *reinterpret_cast<Shared*>(smem));
 }
+}  // namespace mla::sparse_backward::sm100

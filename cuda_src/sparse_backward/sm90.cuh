@@ -1,48 +1,48 @@
-// What the two kernels of the sparse MLA backward on Hopper have in common: sizes, the walk through the work, the
-// gather's share of a thread, P and dS of a tile. What a block's item is, and hence its shared memory, barriers and
-// roles, is the kernel's.
+// What the two kernels of the sparse MLA backward on Hopper have in common: sizes, the iteration over the work, a
+// thread's share of the gather, P and dS of a tile. Work items, and hence shared memory, barriers and roles, are the
+// kernels' own.
 #pragma once
-#include "attention/pace.cuh"
-#include "attention/sparse_backward_variant.cuh"
-#include "attention/sparse_params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "sparse_backward/l2_lockstep.cuh"
+#include "sparse_backward/params.cuh"
 #include "tile/fragment.cuh"
-#include "tile/panel_matrix.cuh"
 #include "tile/ring.cuh"
+#include "tile/sw128_fragments.cuh"
 
+namespace mla::sparse_backward::sm90 {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kBlockHeads = 64;
-constexpr i32 kTileKeys = kRowsPerTile;
+constexpr i32 kTileKeys = kTileTokens;
 constexpr i32 kThreads = 3 * kWarpgroupThreads;        // scores, values, reduce
 constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;  // scores, values
 constexpr i32 kRegsEntry = 168;                        // 65536 / 384, in eights
-constexpr bool kHasRope = kHeadDimQk > kHeadDimV;
+// The first warp of each role after the first.
+constexpr i32 kValuesWarp = kWarpgroupWarps, kReduceWarp = 2 * kWarpgroupWarps;
+constexpr i32 kScoresPerThread = kBlockHeads * kTileKeys / kWarpgroupThreads;
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseBackwardParams, q_stride_s_elems), MLA_OFFSET(SparseBackwardParams, s_q),
-              MLA_OFFSET(SparseBackwardParams, scale), (int)sizeof(SparseBackwardParams));
-MLA_FACT(threads, kThreads);
-
-enum NamedBarrier : i32 { ItemMultiplied = 1 };  // reduce among itself: all its warps have waited for their products
+enum NamedBarrier : i32 { ItemMultiplied = 1 };  // within reduce: all its warps have waited for their products
 
 // ---- Work ------------------------------------------------------------------------------------------------------
-// A place in the work of a block (or pair): a tile of its item number `pass`. Items without a key have no tile. Odd
-// passes go through their lists backwards: lists are in the order of the rows, so all blocks sweep over kv and dkv
-// together, to and fro, and each turn finds in the L2 what the last one left there.
+// A position in the work of a block (or pair): a tile of its item number `pass`. Items without a key have no tile. Odd
+// passes go through their lists backwards: lists are sorted by row, so all blocks sweep over kv and dkv together, in
+// alternating directions, and each sweep starts with what the previous one left in the L2.
 struct Cursor {
     i32 pass, tile, count;  // count: keys of the item's query
 
     MLA_DEVICE bool first() const { return tile == 0; }
     MLA_DEVICE bool last() const { return (tile + 1) * kTileKeys >= count; }
-    // How far the block has come in all its sweeps, if the tile begins at step `step` of kv.
-    MLA_DEVICE i64 steps(i32 step) const { return (i64)pass * kPaceSteps + (pass & 1 ? kPaceSteps - 1 - step : step); }
+    // The block's progress over all its sweeps if the tile begins at step `step` of kv.
+    MLA_DEVICE i64 steps(i32 step) const {
+        return (i64)pass * kSweepSteps + (pass & 1 ? kSweepSteps - 1 - step : step);
+    }
     // First key of the tile, in the list.
     MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
 };
 
-// The first tile from pass `pass` on; `skipped` is called with each item that has none. A kernel's Block says whether
-// there is such an item, `valid(at)`, and whose, `query(at)`.
+// The first tile from pass `pass` on; `skipped` is called with each item that has none. A kernel's Block tells whether
+// there is such an item, `valid(at)`, and its query, `query(at)`.
 template <class Block, class Skipped>
 MLA_DEVICE Cursor seek(const Block& block, i32 pass, Skipped skipped) {
     Cursor at{pass, 0, 0};
@@ -65,11 +65,11 @@ struct Nothing {
 };
 
 // ---- Gather ----------------------------------------------------------------------------------------------------
-// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every panel.
-constexpr i32 kRowsPerThread = kTileKeys * kPanelChunks / kGatherThreads;
+// Eight threads fetch 128 bytes of a row; a thread has two rows of each tile, and the same chunk of every SW128 tile.
+constexpr i32 kRowsPerThread = kTileKeys * kSw128Chunks / kGatherThreads;
 
 // The tile's row that is the thread's number i.
-MLA_DEVICE i32 tile_row(i32 thread, i32 i) { return thread / kPanelChunks + i * (kGatherThreads / kPanelChunks); }
+MLA_DEVICE i32 tile_row(i32 thread, i32 i) { return thread / kSw128Chunks + i * (kGatherThreads / kSw128Chunks); }
 
 // Which rows of kv they are.
 template <class Block>
@@ -79,7 +79,7 @@ MLA_DEVICE void look_up(i32 (&rows)[kRowsPerThread], const Block& block, const C
     for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
 }
 
-// Waits for this thread's copies and announces them, for WGMMA to read.
+// Waits for this thread's copies, makes them visible to WGMMA, and arrives.
 MLA_DEVICE void arrive_with_copies(MBarrier& full) {
     cp_async_wait_all();
     fence_proxy_async();
@@ -87,32 +87,33 @@ MLA_DEVICE void arrive_with_copies(MBarrier& full) {
 }
 
 // ---- P and dS --------------------------------------------------------------------------------------------------
-// Issues d = A B^T over `kCount` panels of both.
-template <i32 kCount>
-MLA_DEVICE void multiply_panels(float (&d)[32], SmemAddr a_panels, SmemAddr b_panels) {
-    SmemDesc a = k_major_desc(a_panels), b = k_major_desc(b_panels);
-    opaque(a.bits);  // else the compiler keeps all sums of address and step in registers across the loop
+// Issues d = A B^T over `kCount` SW128 tiles of both.
+template <class Element, i32 kCount>
+MLA_DEVICE void multiply_sw_tiles(float (&d)[kScoresPerThread], SmemAddr a_sw_tiles, SmemAddr b_sw_tiles) {
+    SmemDesc a = k_major_desc(a_sw_tiles), b = k_major_desc(b_sw_tiles);
+    opaque(a.bits);  // otherwise the compiler keeps all sums of address and step in registers across the loop
     opaque(b.bits);
     pin(d);
     wgmma_fence();
 #pragma unroll
-    for (i32 i = 0; i < kCount * kPanelMmaSteps; ++i) {
-        const u32 bytes = i / kPanelMmaSteps * kPanelBytes + i % kPanelMmaSteps * kKMajorStepBytes;
+    for (i32 i = 0; i < kCount * kSw128MmaSteps; ++i) {
+        const u32 bytes = i / kSw128MmaSteps * kSw128Bytes + i % kSw128MmaSteps * kKMajorStepBytes;
         wgmma_m64n64k16<false>(Element{}, d, advance(a, bytes), advance(b, bytes), i > 0);
     }
 }
 
 // P of a tile, in 16 bits, from S. Columns from `keys` on are 0: their keys are 0, but exp2(-lse2) may be infinite.
-MLA_DEVICE void make_weights(u32 (&p)[kPanelMmaSteps][4], float (&s)[32], i32 keys, float scale_log2,
+template <class Element>
+MLA_DEVICE void make_weights(u32 (&p)[kSw128MmaSteps][4], float (&s)[kScoresPerThread], i32 keys, float scale_log2,
                              const float (&lse2)[kFragmentRows], i32 thread) {
     if (keys < kTileKeys) {
 #pragma unroll
-        for (i32 i = 0; i < 32; ++i) {
-            if (8 * (i / 4) + fragment_column(thread) + (i & 1) >= keys) s[i] = negative_infinity();
+        for (i32 i = 0; i < kScoresPerThread; ++i) {
+            if (fragment_column(thread, i) >= keys) s[i] = negative_infinity();
         }
     }
 #pragma unroll
-    for (i32 i = 0; i < 32; i += 2) {
+    for (i32 i = 0; i < kScoresPerThread; i += 2) {
         const i32 r = fragment_half(i);
         const float p0 = ex2_approx(fmaf(s[i], scale_log2, -lse2[r]));
         const float p1 = ex2_approx(fmaf(s[i + 1], scale_log2, -lse2[r]));
@@ -120,7 +121,8 @@ MLA_DEVICE void make_weights(u32 (&p)[kPanelMmaSteps][4], float (&s)[32], i32 ke
     }
 }
 
-// Two elements of dS, in 16 bits, from those of P and dP. `delta` is times the scale.
+// Two elements of dS, in 16 bits, from those of P and dP. `delta` is premultiplied by the scale.
+template <class Element>
 MLA_DEVICE u32 score_gradients(u32 p, const float* dp, float scale, float delta) {
     const float ds0 = Element::to_float((u16)p) * fmaf(dp[0], scale, -delta);
     const float ds1 = Element::to_float((u16)(p >> 16)) * fmaf(dp[1], scale, -delta);
@@ -128,6 +130,7 @@ MLA_DEVICE u32 score_gradients(u32 p, const float* dp, float scale, float delta)
 }
 
 // ---- dQ --------------------------------------------------------------------------------------------------------
-MLA_DEVICE u16* dq_row(const SparseBackwardParams& p, i32 query, i32 head) {
+MLA_DEVICE u16* dq_row(const BackwardParams& p, i32 query, i32 head) {
     return p.dq + query * p.dq_stride_s_elems + (i64)head * p.dq_stride_h_elems;
 }
+}  // namespace mla::sparse_backward::sm90

@@ -1,7 +1,8 @@
-// Rows of 16-bit elements: fetched from any address, multiplied as floats.
+// Rows of 16-bit elements: loaded from any address, multiplied as floats.
 #pragma once
 #include "ptx/element.cuh"
 
+namespace mla {
 constexpr i32 kChunkElems = 8;  // 16 bytes
 
 template <class Element>
@@ -73,3 +74,4 @@ MLA_DEVICE float dot(const u16* a, const u16* b, i32 elems) {
     }
     return even + odd;
 }
+}  // namespace mla

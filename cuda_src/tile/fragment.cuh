@@ -1,14 +1,18 @@
-// Where the elements of a WGMMA accumulator lie (ptx/wgmma.cuh), and rows shared by the four lanes of a quad.
+// The layout of WGMMA accumulators (ptx/wgmma.cuh), and operations on rows, which the four lanes of a quad share.
 #pragma once
 #include "ptx/convert.cuh"
 
+namespace mla {
 constexpr i32 kFragmentRows = 2;  // a thread holds elements of two rows, eight apart
 
-// Row of d[i] is fragment_row(thread) + 8 * fragment_half(i); column is 8 * (i / 4) + fragment_column(thread) + (i &
-// 1).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
+// Where element d[i] of a thread's accumulator lies. The first of its rows and columns ...
 MLA_DEVICE i32 fragment_row(i32 thread) { return (thread / kWarpThreads) * 16 + (thread % kWarpThreads) / 4; }
 MLA_DEVICE i32 fragment_column(i32 thread) { return (thread % 4) * 2; }
+// ... which of its two rows d[i] is in, and the row and column themselves.
 MLA_DEVICE constexpr i32 fragment_half(i32 i) { return (i / 2) & 1; }
+MLA_DEVICE i32 fragment_row(i32 thread, i32 i) { return fragment_row(thread) + 8 * fragment_half(i); }
+MLA_DEVICE i32 fragment_column(i32 thread, i32 i) { return 8 * (i / 4) + fragment_column(thread) + (i & 1); }
 
 MLA_DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
@@ -20,7 +24,7 @@ MLA_DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-// Four lanes, kStep apart, hold words [0..3] of four chunks, one word a chunk; afterwards lane c of them holds chunk c.
+// Four lanes, kStep apart, hold one word of each of four chunks; afterwards lane c of them holds chunk c.
 template <i32 kStep>
 MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
     const bool odd = lane & kStep, high = lane & 2 * kStep;
@@ -36,11 +40,11 @@ MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
     }
 }
 
-// Of a quad.
+// The same within a quad.
 MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }
 
-// Stores the thread's row `r` of an accumulator, times `factor`, in 16 bits: 64 bytes a quad at a time. All lanes take
-// part, whether or not their row is to be `stored`; its first column goes to `to`.
+// Stores the thread's row `r` of an accumulator, times `factor`, in 16 bits, 64 bytes per quad at a time. All lanes
+// take part, even those whose row is not `stored`; the first column goes to `to`.
 template <class Element, i32 kCount>
 MLA_DEVICE void store_row(Element, u16* to, const float (&d)[kCount], i32 r, float factor, bool stored, i32 thread) {
 #pragma unroll
@@ -58,9 +62,13 @@ MLA_DEVICE void store_row(Element, u16* to, const float (&d)[kCount], i32 r, flo
     }
 }
 
-// 16 rows x 32 columns of an accumulator: two quads exchange halves, so that a row's 32 columns stand in eight lanes.
-// Afterwards x[r] are rows 8 r + the quad's number without its last bit, and the next; of each, lanes of the even quad
-// have columns below 16 and those of the odd one the others, four a lane: 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
+// 16 rows x 32 columns of an accumulator: neighbouring quads 2 g and 2 g + 1 exchange halves, so that each row's 32
+// columns are in their eight lanes. Afterwards, for lane c of a quad:
+//
+//   element         row               columns
+//   x[r][0]         8 r + 2 g         even quad 0..15, odd quad 16..31
+//   x[r][1]         8 r + 2 g + 1     the same
+//   x[r][.][0..3]                     of those 16: 2 c, 2 c + 1, 2 c + 8, 2 c + 9
 MLA_DEVICE void exchange_quads(float (&x)[kFragmentRows][2][4], const float* d, bool odd) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
@@ -73,3 +81,4 @@ MLA_DEVICE void exchange_quads(float (&x)[kFragmentRows][2][4], const float* d, 
         }
     }
 }
+}  // namespace mla

@@ -1,12 +1,14 @@
-// Descriptors of tcgen05 products, from named fields. Operands lie in slabs: rows of 64 columns of 16-bit elements in
-// the 128-byte swizzle of tile/panel.cuh, which a slab of 64 rows is.
-//
-// One and the same slab is a K-major operand (the product runs along its columns) and an MN-major one (along its rows).
+// Descriptors of tcgen05 products, from named fields. Operands lie in SW128 tiles: rows of 64 columns of 16-bit
+// elements in the 128-byte swizzle of tile/sw128.cuh, which an SW128 tile of 64 rows is.
+// The same SW128 tile serves as a K-major operand (the product sums over its columns) and as an MN-major one (over its
+// rows).
 #pragma once
 #include "ptx/control.cuh"
 #include "ptx/tcgen05.cuh"
-#include "tile/panel.cuh"
+#include "tile/sw128.cuh"
 
+namespace mla {
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-matrix-descriptors
 // Shared-memory descriptor: start at bits 0 to 13, leading offset 16 to 29, stride offset 32 to 45, all in 16 bytes;
 // 0b001 at 46; the swizzle at 61.
 constexpr u64 kMatrixDescVersion = 1ull << 46;
@@ -18,11 +20,11 @@ MLA_DEVICE MatrixDesc make_matrix_desc(SmemAddr start, u32 leading_bytes, u32 st
 }
 
 // Rows are M or N, columns are K. The leading offset is not used.
-MLA_DEVICE MatrixDesc k_major_matrix(SmemAddr slab) { return make_matrix_desc(slab, 16, kSwizzleAtomBytes); }
+MLA_DEVICE MatrixDesc k_major_matrix(SmemAddr sw_tile) { return make_matrix_desc(sw_tile, 16, kSwizzleAtomBytes); }
 
-// Rows are K, columns are M or N; the next 64 of them are in the next slab, `slab_bytes` further.
-MLA_DEVICE MatrixDesc mn_major_matrix(SmemAddr slab, u32 slab_bytes) {
-    return make_matrix_desc(slab, slab_bytes, kSwizzleAtomBytes);
+// Rows are K, columns are M or N; the next 64 of them are in the next SW128 tile, `sw_tile_bytes` further.
+MLA_DEVICE MatrixDesc mn_major_matrix(SmemAddr sw_tile, u32 sw_tile_bytes) {
+    return make_matrix_desc(sw_tile, sw_tile_bytes, kSwizzleAtomBytes);
 }
 
 // The descriptor `bytes` further on; shared memory ends before the address field does.
@@ -30,14 +32,14 @@ MLA_DEVICE MatrixDesc advance(MatrixDesc desc, u32 bytes) {
     return MatrixDesc{(desc.bits & 0xffffffff00000000ull) | (u64)((u32)desc.bits + (bytes >> 4))};
 }
 
-// Keeps the compiler from holding all sums of a start and a step in registers across a loop; the other half is
-// constant.
+// Keeps the compiler from holding all sums of start and step in registers across a loop; the upper half is constant.
 MLA_DEVICE void opaque(MatrixDesc& desc) {
     i32 low = (i32)desc.bits;
     opaque(low);
     desc.bits = (desc.bits & 0xffffffff00000000ull) | (u32)low;
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-matrix-descriptors
 // Instruction descriptor of 16-bit operands and fp32 sums.
 enum class Major : u32 { K = 0, MN = 1 };
 
@@ -49,3 +51,4 @@ MLA_DEVICE constexpr InstructionDesc make_instruction_desc(u32 m, u32 n, Major a
     return InstructionDesc{1u << 4 | type_code(Element{}) << 7 | type_code(Element{}) << 10 | (u32)a << 15 |
                            (u32)b << 16 | n / 8 << 17 | m / 16 << 24};
 }
+}  // namespace mla

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/element.cuh"
 
+namespace mla {
 // Zeroes the elements of `chunk` whose exponent is all ones; true if there was one.
 template <class Element>
 MLA_DEVICE bool zero_nonfinite(uint4& chunk) {
@@ -16,3 +17,4 @@ MLA_DEVICE bool zero_nonfinite(uint4& chunk) {
     }
     return found;
 }
+}  // namespace mla

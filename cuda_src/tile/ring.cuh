@@ -2,7 +2,8 @@
 #pragma once
 #include "ptx/barrier.cuh"
 
-// One role's place in a ring. A stage's phase flips each time this role has passed it.
+namespace mla {
+// One role's position in a ring. A stage's phase flips each time this role passes it.
 template <i32 kStages>
 struct Ring {
     u32 phases = 0;
@@ -19,8 +20,9 @@ MLA_DEVICE void mbarrier_wait(MBarrier& barrier, u32 parity) {
     }
 }
 
-// Each warp releases what it has waited for, once all its lanes are done with it.
+// Each warp releases a stage once all its lanes are done with it.
 MLA_DEVICE void release(MBarrier& empty, i32 thread) {
     __syncwarp();
     if (thread % kWarpThreads == 0) mbarrier_arrive(empty);
 }
+}  // namespace mla

@@ -1,12 +1,13 @@
-// A window of tensor memory, all lanes x 128 columns, written and read as it is: for kernels that show what products
-// and loads do.
+// A window of tensor memory, all lanes x 128 columns, written and read as it is: for kernels that test products and
+// loads.
 #pragma once
 #include "ptx/tcgen05.cuh"
 
+namespace mla {
 constexpr i32 kWindow = 128;
 constexpr i32 kPiece = 32;  // columns that a thread moves at a time
 
-// All threads: what was done before with tensor memory is seen by what comes after.
+// All threads: orders earlier accesses to tensor memory before later ones.
 MLA_DEVICE void sync_tensor_memory() {
     tcgen05_fence_before_thread_sync();
     __syncthreads();
@@ -34,3 +35,4 @@ MLA_DEVICE void dump(float* row, TmemAddr window) {
         for (i32 i = 0; i < kPiece; ++i) row[column + i] = r[i];
     }
 }
+}  // namespace mla

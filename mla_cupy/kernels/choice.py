@@ -4,46 +4,48 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
+from mla_cupy.kernels.spec import Kernel, ProblemT, Reason
 from mla_cupy.runtime.device import DeviceInfo
 
 logger = logging.getLogger("mla_cupy")
 
+KernelT = TypeVar("KernelT", bound=Kernel)  # type: ignore[type-arg]
 
-def check_variant(kernels: Mapping[str, ModuleType], variant: str | None) -> None:
-    """Raise ArgumentError unless it names one of the kernels, or None."""
-    if variant is not None and variant not in kernels:
-        raise ArgumentError(explain("variant", repr(variant), "one of " + ", ".join(kernels)))
+
+def check_kernel(kernels: Sequence[Kernel[ProblemT]], name: object) -> None:
+    """Raise ArgumentError unless `name` is that of one of the kernels, or None."""
+    if name is not None and not (isinstance(name, str) and name in [kernel.name for kernel in kernels]):
+        expected = "None, or one of " + ", ".join(kernel.name for kernel in kernels)
+        raise ArgumentError(explain("kernel", repr(name), expected, "`mla-cupy list` says what they are"))
 
 
 def choose(
-    operation: str, kernels: Mapping[str, ModuleType], problem: Any, device: DeviceInfo, variant: str | None
-) -> str:
-    """The first of `kernels`, the fastest first, that can take the problem; or `variant`, if it can.
+    operation: str, kernels: Sequence[KernelT], problem: object, device: DeviceInfo, name: str | None = None
+) -> KernelT:
+    """The first of `kernels`, the fastest first, that takes the problem; or the one called `name`, if it does.
 
-    Each kernel's module has `unsupported(problem, device)`: why it cannot, empty if it can. One that sets `ON_REQUEST`
-    runs only as `variant`: it has not been measured yet, or is there to be compared with. A GPU that could do better
-    is told once that it runs on a slow kernel.
+    A GPU that could do better is told once that it runs on a fallback, and what the fast kernel wants.
     """
-    check_variant(kernels, variant)
-    reasons = {}
-    candidates = [name for name, module in kernels.items() if not getattr(module, "ON_REQUEST", False)]
-    for name in candidates if variant is None else (variant,):
-        reasons[name] = kernels[name].unsupported(problem, device)
-        if not reasons[name]:
-            faster = [reason for reason in reasons.values() if reason]
-            mendable = [reason for reason in faster if "compute capability" not in reason] or faster
-            if "generic" in name and faster and device.cc >= (8, 0):
-                say_slow(operation, device.name, name, mendable[-1])
-            return name
+    check_kernel(kernels, name)
+    reasons: dict[str, Reason] = {}
+    for kernel in kernels:
+        if kernel.on_request if name is None else kernel.name != name:
+            continue
+        reason = kernel.unsupported(problem, device)
+        if reason is None:
+            if kernel.fallback and reasons and device.cc >= (8, 0):
+                fixable = [reason for reason in reasons.values() if reason.fixable]
+                _say_slow(operation, device.name, kernel.name, str((fixable or list(reasons.values()))[-1]))
+            return kernel
+        reasons[kernel.name] = reason
     raise UnsupportedDeviceError("no kernel fits: " + "; ".join(f"{name} {why}" for name, why in reasons.items()))
 
 
 @functools.cache
-def say_slow(operation: str, device: str, kernel: str, reason: str) -> None:
+def _say_slow(operation: str, device: str, kernel: str, reason: str) -> None:
     """Once for each of them."""
     logger.warning("%s runs on the slow kernel %s on %s: the fast one %s", operation, kernel, device, reason)

@@ -1,19 +1,26 @@
-"""What a kernel is to the host: its source, its variants, the record of its parameters, and how it is launched."""
+"""What a kernel is to the host: source, variants, parameter record, and the problems that it takes."""
 
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from mla_cupy.runtime import driver, kernels
+from mla_cupy.dtypes import HALF
 from mla_cupy.runtime.build import BuildRequest
+from mla_cupy.runtime.device import DeviceInfo
 
-MAP_BYTES = 128
 _STRUCT_CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
+
+ANY_ARCH: tuple[str, ...] = ()
+"""Targets of kernels without architecture-specific instructions."""
+HOPPER = ("sm_90a",)
+"""Targets of kernels with WGMMA."""
+BLACKWELL = ("sm_100a", "sm_103a")
+"""Targets of kernels with tcgen05."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +37,37 @@ class Variant:
 
 @dataclass(frozen=True)
 class DtypeVariant(Variant):
-    """A kernel that is compiled once for each 16-bit type."""
+    """A kernel that is compiled once per 16-bit type."""
 
     dtype: str
 
 
-DTYPE_VARIANTS = (DtypeVariant("bfloat16"), DtypeVariant("float16"))
+PLAIN = (Variant(),)
+DTYPE_VARIANTS = tuple(DtypeVariant(dtype) for dtype in HALF)
 
 
 class Params:
-    """The record of a kernel's parameter struct: 8-byte members first, as in the `.cu`.
+    """The record of a kernel's parameter struct: addresses first, then the other 8-byte members, as in the `.cu`.
 
-    `dtype` is the NumPy record (names, offsets, size) that tests compare with the facts of the cubin; `pack_into`
-    writes all members in order.
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        Names, offsets and size, which tests compare with the facts of the cubin.
+    num_addresses : int
+        How many addresses lead it.
     """
 
     def __init__(self, **members: str) -> None:
         self.dtype = np.dtype([(name, "<" + kind) for name, kind in members.items()], align=True)
-        codes = "".join(_STRUCT_CODES[kind] for kind in members.values())
+        kinds = list(members.values())
+        self.num_addresses = next((i for i, kind in enumerate(kinds) if kind != "u8"), len(kinds))
+        codes = "".join(_STRUCT_CODES[kind] for kind in kinds)
         padding = self.dtype.itemsize - struct.calcsize("<" + codes)
         self._struct = struct.Struct(f"<{codes}{padding}x")
         self.size = self.dtype.itemsize
 
     def pack_into(self, buffer: memoryview, *values: float) -> None:
+        """Write all members in order."""
         self._struct.pack_into(buffer, 0, *values)
 
     def layout(self) -> list[int]:
@@ -63,100 +78,84 @@ class Params:
 
 
 @dataclass(frozen=True)
-class KernelSpec:
-    """One kernel: one `.cu`, one entry point.
+class Reason:
+    """Why a kernel cannot take a problem; `fixable` if the caller could pass arrays that it can take."""
 
-    `core` are the variants that are compiled on import; `supports_arch` takes a target such as "sm_90a".
+    text: str
+    fixable: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+ProblemT = TypeVar("ProblemT")
+
+
+def takes_all(problem: Any, device: DeviceInfo) -> Reason | None:
+    """The `unsupported` of kernels that take every problem that their pipeline's main kernel takes."""
+    return None
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[ProblemT]):
+    """One kernel: one entry point of one `.cu`.
+
+    Attributes
+    ----------
+    name : str
+        The path of its source, with an underscore: `decode/sm90_seesaw.cu` is `decode_sm90_seesaw`. Two kernels may
+        be builds of one source; then the name tells them apart.
+    about : str
+        What it does, for `mla-cupy list`.
+    source : str
+        Relative to `cuda_src`.
+    params : Params
+        Of its parameter struct.
+    archs : tuple of str
+        Targets such as "sm_90a"; empty for any.
+    variants, core : tuple of Variant
+        All of its builds, and those that are compiled on import.
+    facts : mapping
+        Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
+    unsupported : callable
+        `unsupported(problem, device)`: why it cannot take the problem, or None.
+    on_request : bool
+        Runs only where `kernel=` names it: not measured yet, or kept for comparison.
+    fallback : bool
+        Slow: a datacentre GPU that falls to it is told so once.
     """
 
     name: str
+    about: str
     source: str
-    variants: tuple[Variant, ...]
-    core: tuple[Variant, ...]
-    supports_arch: Callable[[str], bool]
     params: Params
+    archs: tuple[str, ...] = ANY_ARCH
+    variants: tuple[Variant, ...] = PLAIN
+    core: tuple[Variant, ...] = ()
+    facts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
+    on_request: bool = False
+    fallback: bool = False
 
     @property
     def entry(self) -> str:
-        return f"mla_{self.name}"
+        """Name of the `__global__` function."""
+        return "mla_" + self.source.removesuffix(".cu").replace("/", "_")
+
+    def supports_arch(self, arch: str) -> bool:
+        """Whether it compiles for a target."""
+        return not self.archs or arch in self.archs
 
     def request(self, variant: Variant, arch: str) -> BuildRequest:
         """What to compile for `variant` on `arch`."""
         return BuildRequest(self.entry, self.source, arch, variant.defines(), str(variant))
 
 
-def any_arch(arch: str) -> bool:
-    """For kernels without instructions of one architecture."""
-    return True
+def needs_cc(device: DeviceInfo, *ccs: str) -> Reason:
+    """The reason of kernels for other GPUs."""
+    return Reason(f"needs compute capability {' or '.join(ccs)}, {device.name} has {device.cc[0]}.{device.cc[1]}")
 
 
-def only_sm90a(arch: str) -> bool:
-    """For kernels with WGMMA."""
-    return arch == "sm_90a"
-
-
-def only_sm100a(arch: str) -> bool:
-    """For kernels with tcgen05."""
-    return arch in ("sm_100a", "sm_103a")
-
-
-def has_programmatic_launch(arch: str) -> bool:
-    """Whether kernels for `arch` can be programmatic dependents: from compute capability 9.0 on."""
-    return int(arch.removeprefix("sm_").rstrip("af")) >= 90
-
-
-class Launch:
-    """A kernel bound to a device at its first use, with everything about its launch that does not change.
-
-    Threads, blocks of a cluster and shared memory are the kernel's own facts. With `dependent` it is a programmatic
-    dependent of its predecessor, where the GPU knows that: it may start before the other one has ended.
-    """
-
-    __slots__ = ("_block", "_cluster", "_dependent", "_device", "_driver", "_kernel", "_request", "_smem")
-
-    def __init__(self, request: BuildRequest, device: int, dependent: bool = True) -> None:
-        self._request = request
-        self._device = device
-        self._dependent = dependent and has_programmatic_launch(request.arch)
-        self._driver: driver.Driver | None = None
-
-    def __call__(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> None:
-        """Enqueue it once."""
-        self.prepare(grid, args, stream)(stream)
-
-    def prepare(self, grid: driver.Dim3, args: driver.ArgumentBlock, stream: int) -> driver.PreparedLaunch:
-        """Make it ready to be enqueued; `stream` is only asked whether it is being captured.
-
-        Every kernel waits for its predecessor before it reads, so all can be programmatic dependents.
-        """
-        self.bind(stream)
-        sizes = (grid, self._block, self._cluster)
-        return driver.current().prepare(self._kernel, *sizes, self._smem, args, self._dependent)
-
-    def bind(self, stream: int) -> None:
-        """Build and load the kernel, unless that is done; not while `stream` is being captured."""
-        target = driver.current()
-        if target is self._driver:
-            return
-        self._kernel = kernels.loaded(self._request, self._device, stream)
-        build = kernels.obtain(self._request)
-        self._block = (int(build.facts["threads"]), 1, 1)
-        self._cluster = (int(build.facts.get("cluster", 1)), 1, 1)
-        self._smem = build.dynamic_smem
-        self._driver = target
-
-
-class _Blocks(threading.local):
-    def __init__(self) -> None:
-        self.by_sizes: dict[tuple[int, ...], driver.ArgumentBlock] = {}
-
-
-_blocks = _Blocks()
-
-
-def argument_block(*sizes: int) -> driver.ArgumentBlock:
-    """This thread's block for parameters of these sizes. A launch copies them, so it is free again at once."""
-    block = _blocks.by_sizes.get(sizes)
-    if block is None:
-        block = _blocks.by_sizes[sizes] = driver.ArgumentBlock(sizes)
-    return block
+def needs_alignment(arrays: str) -> Reason:
+    """The reason of kernels that fetch by TMA."""
+    return Reason(f"needs {arrays} to start at, and step by, multiples of 16 bytes", fixable=True)

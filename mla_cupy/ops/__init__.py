@@ -1,9 +1,80 @@
 """The public operations: what they mean, what they check, how they run."""
 
+from mla_cupy.ops import (
+    cache,
+    cache_pages,
+    decode,
+    logits,
+    logits_paged,
+    merge,
+    prepare,
+    sparse_backward,
+    sparse_decode,
+    sparse_forward,
+    topk,
+)
+from mla_cupy.ops.cache import cache_append, cache_gather
+from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
+from mla_cupy.ops.call import workspace_bytes
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.logits import indexer_logits
+from mla_cupy.ops.logits_paged import indexer_logits_paged
 from mla_cupy.ops.merge import merge_states
+from mla_cupy.ops.operation import Operation
+from mla_cupy.ops.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.ops.select import indexer_select
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
+from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
+from mla_cupy.ops.topk import indexer_topk
 
-__all__ = ["DecodePlan", "merge_states", "mla_decode", "plan_decode", "sparse_mla_backward", "sparse_mla_forward"]
+__all__ = [
+    "OPERATIONS",
+    "POOL_OPERATIONS",
+    "DecodePlan",
+    "cache_append",
+    "cache_copy_pages",
+    "cache_gather",
+    "cache_update",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "indexer_prepare_k",
+    "indexer_prepare_q",
+    "indexer_select",
+    "indexer_topk",
+    "merge_states",
+    "mla_decode",
+    "plan_decode",
+    "sparse_mla_backward",
+    "sparse_mla_decode",
+    "sparse_mla_forward",
+    "workspace_bytes",
+]
+
+#: Every operation, by the name of its public function.
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        decode.OPERATION,
+        sparse_forward.OPERATION,
+        sparse_backward.OPERATION,
+        merge.OPERATION,
+        prepare.OPERATION_Q,
+        prepare.OPERATION_K,
+        logits.OPERATION,
+        logits_paged.OPERATION,
+        topk.OPERATION,
+    )
+}
+#: The operations on paged caches of records: those of no binding to a compiled program yet.
+POOL_OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        cache.APPEND_OPERATION,
+        cache.GATHER_OPERATION,
+        cache_pages.COPY_PAGES_OPERATION,
+        cache_pages.UPDATE_OPERATION,
+        sparse_decode.OPERATION,
+    )
+}

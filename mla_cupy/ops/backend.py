@@ -1,16 +1,16 @@
-"""Where NumPy arrays are computed: the one place that knows both the GPU and the oracle."""
+"""Where arrays in the host's memory are computed: on a GPU and back, or by the oracle. The one file that knows both."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from mla_cupy import arrays, formats, reference
-from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
+from mla_cupy import arrays, dtypes, reference
+from mla_cupy.errors import UnsupportedDeviceError, explain
 from mla_cupy.runtime import device, env
 
 logger = logging.getLogger("mla_cupy")
@@ -40,44 +40,46 @@ def _say_no_gpu() -> None:
     logger.info("no GPU is visible: NumPy arrays are computed by the NumPy backend, in float64")
 
 
-def reference_decode(*inputs: Any, **options: Any) -> tuple[Any, Any]:
-    """The oracle's answer, in float64."""
-    return reference.mla_decode(*inputs, **options)
+def oracle(operation: str) -> Callable[..., tuple[Any, ...]]:
+    """The function of that name that computes in float64; a single result becomes a tuple, too."""
+    function: Callable[..., Any] = getattr(reference, operation)
+
+    def answers(**arguments: Any) -> tuple[Any, ...]:
+        results = function(**arguments)
+        return results if isinstance(results, tuple) else (results,)
+
+    return answers
 
 
-def reference_merge(*inputs: Any, **options: Any) -> tuple[Any, Any]:
-    """The oracle's answer, in float64."""
-    return reference.merge_states(*inputs, **options)
-
-
-def reference_sparse_forward(*inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The oracle's answer, in float64."""
-    return reference.sparse_mla_forward(*inputs, **options)
-
-
-def reference_sparse_backward(*inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The oracle's answer, in float64."""
-    return reference.sparse_mla_backward(*inputs, **options)
-
-
-def rounded(results: Iterable[Any], dtypes: Iterable[str]) -> list[Any]:
+def rounded(results: Iterable[Any], names: Iterable[str]) -> list[Any]:
     """The oracle's results in the dtypes that a GPU would return; None stays None."""
     with np.errstate(over="ignore", invalid="ignore"):
         return [
-            None if x is None else formats.round_to(x, name).astype(formats.numpy_dtype(name))
-            for x, name in zip(results, dtypes, strict=True)
+            None if x is None else _rounded(x, dtypes.numpy_dtype(name), name)
+            for x, name in zip(results, names, strict=True)
         ]
 
 
-def sent(inputs: Iterable[Any], device: int | None, stream: Any) -> list[Any]:
+def _rounded(x: Any, dtype: np.dtype[Any], name: str) -> Any:
+    if name == "uint8":  # bytes are e4m3 codes, of which there is one NaN on a GPU
+        codes = dtypes.round_to(x, "float8_e4m3fn").astype(dtypes.numpy_dtype("float8_e4m3fn")).view(np.uint8)
+        return np.where(np.isnan(x), np.uint8(0x7F), codes)
+    return x.astype(dtype) if dtype.kind in "iu" else dtypes.round_to(x, name).astype(dtype)
+
+
+def sent(inputs: Mapping[str, Any], device: int | None, stream: Any) -> dict[str, Any]:
     """NumPy arrays as CuPy arrays on a device (None: the current one), made on the stream that will read them.
 
-    None stays None.
+    None stays None; 8-bit floats, which CuPy does not have, become bytes.
     """
     cupy = arrays.cupy_family()
     device = cupy.current_device() if device is None else device
     handle = _handle(device, stream)
-    return [None if x is None else cupy.from_numpy(x, device, handle) for x in inputs]
+    return {name: None if x is None else cupy.from_numpy(_known(x), device, handle) for name, x in inputs.items()}
+
+
+def _known(x: Any) -> Any:
+    return x.view(np.uint8) if dtypes.name_of(x.dtype).startswith("float8") else x
 
 
 def fetched(results: Iterable[Any], stream: Any) -> list[Any]:
@@ -89,14 +91,11 @@ def _handle(device: int, stream: Any) -> int:
     return arrays.cupy_family().current_stream(device) if stream is None else arrays.stream_handle(stream)
 
 
-def deliver(
-    results: Sequence[np.ndarray[Any, Any]], given: Sequence[Any], names: Sequence[str] = ("out", "lse")
-) -> tuple[Any, ...]:
+def deliver(results: Iterable[Any], given: Iterable[Any]) -> tuple[Any, ...]:
     """Write results to the caller's arrays where there are any; returns what the caller gets."""
-    for argument, target in zip(names, given, strict=True):
-        if target is not None and not target.flags.writeable:
-            raise ArgumentError(explain(argument, "a read-only array", "a writable one"))
+    delivered = []
     for result, target in zip(results, given, strict=True):
         if target is not None:
             np.copyto(target, result)
-    return tuple(result if target is None else target for result, target in zip(results, given, strict=True))
+        delivered.append(result if target is None else target)
+    return tuple(delivered)

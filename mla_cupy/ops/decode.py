@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mla_cupy import arrays
-from mla_cupy.arrays import Native, View
-from mla_cupy.errors import PlanError, explain
-from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
-from mla_cupy.launchers.decode_sequence import DecodePointers, DecodeSizes, check_variant, sequence
-from mla_cupy.ops import backend
-from mla_cupy.ops.checks import check_empty_lse, check_writable, steps_by_16_bytes
-from mla_cupy.ops.decode_checks import check_inputs, check_outputs, check_scalars, check_values
-from mla_cupy.ops.decode_plan import DecodePlan
+import numpy as np
 
-LOG2_E = math.log2(math.e)
+from mla_cupy.dtypes import HALF
+from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_d_v, check_empty_lse, check_flag, check_lse_base, check_shard, resolve_scale
+from mla_cupy.ops.decode_plan import DecodePlan
+from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
 
 
 def mla_decode(
@@ -25,16 +25,19 @@ def mla_decode(
     block_table: Any,
     seqlens: Any,
     *,
-    d_v: int = HEAD_DIM_V,
+    d_v: int = D_V,
     scale: float | None = None,
     causal: bool = True,
+    cp_world: int = 1,
+    cp_rank: int = 0,
     plan: DecodePlan | None = None,
     out: Any = None,
     lse: Any = None,
-    out_dtype: str | None = None,
+    workspace: Any = None,
+    out_dtype: Any = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
-    variant: str | None = None,
+    kernel: str | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -44,35 +47,45 @@ def mla_decode(
 
     Parameters
     ----------
-    q : array, (b, s_q, h_q, 576), bfloat16 or float16
-        Absorbed queries. The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
-    kv_cache : array, (num_pages, page_size, h_kv, 576) or (num_pages, page_size, 576), dtype of q
+    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
+        are free (multiples of 16 bytes are fastest).
+    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
     seqlens : array, (b,), int32
-        Tokens of each sequence in the cache, the query tokens included; clamped to [0, max_pages * page_size].
+        Tokens of each sequence in the cache, the query tokens included; clamped to
+        [0, max_pages * page_size * cp_world + cp_rank].
     d_v : int
         Width of the values: 512.
     scale : float, optional
-        Factor of the scores: finite, above 0. Default: 576**-0.5.
+        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens.
+    cp_world, cp_rank : int
+        Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
+        `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The
+        results of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has
+        `empty_lse`.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
         Where the result goes. Not for JAX, whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
         Where the log-sum-exp goes.
-    out_dtype : str, optional
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_decode, ...)` bytes. Not with a plan,
+        which has its own.
+    out_dtype : str or dtype, optional
         "float32" for results to be merged; default: the dtype of `out`, or of q.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
         `lse` of a row that sees no token; its `out` is 0.
-    variant : str, optional
+    kernel : str, optional
         Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     check : bool
         Look at the values of `block_table` and `seqlens` first, which synchronises.
@@ -97,8 +110,9 @@ def mla_decode(
     -----
     NumPy arrays (and PyTorch tensors on the CPU) are computed on the GPU if there is one, else by the NumPy oracle.
     A NaN or Inf reaches only the rows that see it. The result does not change from run to run; it depends on how the
-    batch is split, that is on the other sequences' lengths, within rounding. With a plan, `out` and `lse`, a call
-    allocates nothing and can be captured in a CUDA graph. It takes 2 * b * s_q * h_q * seqlen * 1088 FLOPs.
+    batch is split, that is on the other sequences' lengths, within rounding. With `out`, `lse`, and a plan or a
+    `workspace`, a call allocates nothing and can be captured in a CUDA graph. It takes 2 * b * s_q * h_q * seqlen *
+    (d_qk + 512) FLOPs.
 
     Examples
     --------
@@ -109,172 +123,90 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    choices = (d_v, scale, causal, out_dtype, lse_base, empty_lse, variant)
     if plan is not None and not isinstance(plan, DecodePlan):
         raise PlanError(explain("plan", repr(plan), "a DecodePlan, from plan_decode"))
-    if plan is not None and not check:
-        repeated = plan.repeat((q, kv_cache, block_table, seqlens, out, lse), choices, stream)
-        if repeated is not None:
-            return repeated
-    options = _Options(*choices)
-    family = arrays.common_family(
-        {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens, "out": out, "lse": lse}
-    )
-    check_writable(family, {"out": out, "lse": lse})
-    arrays.check_stream(family, stream)
-    check_scalars(d_v, scale, lse_base)
-    check_empty_lse(empty_lse)
-    check_variant(variant)
-    arguments = _Arguments(
-        *(None if x is None else family.adopt(x) for x in (q, kv_cache, block_table, seqlens, out, lse))
-    )
-    run = _decode_on_gpu if family.on_gpu else _decode_on_host
-    result, result_lse = run(family.native, arguments, options, plan, check, stream)
-    return (
-        out if out is not None else family.release(result),
-        lse if lse is not None else family.release(result_lse),
-    )
-
-
-class _Arguments(NamedTuple):
-    """Arrays of a native family."""
-
-    q: Any
-    kv_cache: Any
-    block_table: Any
-    seqlens: Any
-    out: Any
-    lse: Any
-
-
-class _Options(NamedTuple):
-    """What, with the arrays, decides the result."""
-
-    d_v: int
-    scale: float | None
-    causal: bool
-    out_dtype: str | None
-    lse_base: str
-    empty_lse: float
-    variant: str | None
-
-    def flags(self, out_is_fp32: bool) -> tuple[float, ...]:
-        """The end of the kernels' record, from `causal` on."""
-        scale = check_scalars(self.d_v, self.scale, self.lse_base)
-        lse_factor = math.log(2) if self.lse_base == "e" else 1.0
-        return (bool(self.causal), out_is_fp32, scale * LOG2_E, lse_factor, float(self.empty_lse))
-
-
-class _Checked(NamedTuple):
-    """What the checks found out about the arrays."""
-
-    q: View
-    kv: View  # with its head axis
-    table: View
-    seqlens: View
-    out: View | None
-    lse: View | None
-    out_dtype: str
-    problem: DecodeProblem
-    sizes: DecodeSizes
-
-
-def _check(native: Native, arguments: _Arguments, options: _Options) -> _Checked:
-    view = native.view
-    q, table, seqlens = view(arguments.q), view(arguments.block_table), view(arguments.seqlens)
-    kv = check_inputs(q, view(arguments.kv_cache), table, seqlens)
-    out = None if arguments.out is None else view(arguments.out)
-    lse = None if arguments.lse is None else view(arguments.lse)
-    out_dtype = check_outputs(q, out, lse, options.out_dtype)
-    b, s_q, h_q, _ = q.shape
-    num_pages, page_size, h_kv, _ = kv.shape
-    aligned = num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv)
-    problem = DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned)
-    sizes = DecodeSizes(b, num_pages, page_size, table.shape[1])
-    return _Checked(q, kv, table, seqlens, out, lse, out_dtype, problem, sizes)
-
-
-def _decode_on_gpu(
-    native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool, stream: Any
-) -> tuple[Any, ...]:
-    """Check, allocate what is missing, enqueue."""
-    checked = _check(native, arguments, options)
-    q, sizes = checked.q, checked.sizes
-    device = q.device
-    if plan is None:
-        kernels = sequence(checked.problem, device, options.variant)
-    else:
-        kernels = plan.sequence_for(checked.problem, sizes, device, options.variant)
-    handle = native.current_stream(device) if stream is None else arrays.stream_handle(stream)
-    if check:
-        table, seqlens = (native.to_numpy(x, handle) for x in (arguments.block_table, arguments.seqlens))
-        check_values(table, seqlens, sizes.num_pages, sizes.page_size)
-    kernels.bind(handle)  # what can fail does so before anything is allocated or enqueued
-
-    out, lse, out_view, lse_view = arguments.out, arguments.lse, checked.out, checked.lse
-    if out_view is None:
-        out = native.empty((*q.shape[:3], HEAD_DIM_V), checked.out_dtype, device, handle)
-        out_view = native.view(out)
-    if lse_view is None:
-        lse = native.empty((sizes.b, q.shape[2], q.shape[1]), "float32", device, handle)
-        lse_view = native.view(lse)
-    if sizes.b == 0:
-        return out, lse
-    if plan is None:
-        scratch = native.empty((kernels.config.workspace.nbytes,), "uint8", device, handle)  # held to the end
-        workspace = native.view(scratch).ptr
-        kernels.schedule(checked.seqlens.ptr, checked.seqlens.strides[0], sizes, workspace, handle)
-    else:
-        workspace = plan.workspace_address
-    pointers = DecodePointers(
-        q.ptr,
-        checked.kv.ptr,
-        checked.table.ptr,
-        checked.seqlens.ptr,
-        out_view.ptr,
-        lse_view.ptr,
-        q.strides[:3],
-        checked.kv.strides[:3],
-        checked.table.strides,
-        checked.seqlens.strides,
-        out_view.strides[:3],
-        lse_view.strides,
-    )
-    prepared = kernels.prepare(pointers, sizes, options.flags(checked.out_dtype == "float32"), workspace, handle)
-    prepared.enqueue(pointers[:6], handle)
-    if plan is not None:
-        plan.remember(native, arguments, checked.out_dtype, tuple(options), prepared)
+    options = (d_v, scale, causal, cp_world, cp_rank, out_dtype, lse_base, empty_lse, kernel)
+    arrays = (q, kv_cache, block_table, seqlens, out, lse, workspace)
+    out, lse = call(OPERATION, arrays, options, plan, check, stream)
     return out, lse
 
 
-def _decode_on_host(
-    native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool, stream: Any
-) -> tuple[Any, ...]:
-    """NumPy arrays: on the GPU and back, or by the oracle."""
-    given = (arguments.out, arguments.lse)
-    if not backend.use_gpu():
-        return backend.deliver(_decode_by_oracle(native, arguments, options, plan, check), given)
-    out_dtype = _check(native, arguments, options).out_dtype
-    q, kv_cache, block_table, seqlens = backend.sent(arguments[:4], plan.device if plan else None, stream)
-    on_gpu = _Arguments(q, kv_cache, block_table, seqlens, None, None)
-    options = options._replace(out_dtype=out_dtype)
-    results = _decode_on_gpu(arrays.cupy_family(), on_gpu, options, plan, check, stream)
-    return backend.deliver(backend.fetched(results, stream), given)
+class _Options(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    d_v: Any
+    scale: Any
+    causal: Any
+    cp_world: Any
+    cp_rank: Any
+    out_dtype: Any
+    lse_base: Any
+    empty_lse: Any
+    kernel: Any
 
 
-def _decode_by_oracle(
-    native: Native, arguments: _Arguments, options: _Options, plan: DecodePlan | None, check: bool
-) -> list[Any]:
-    checked = _check(native, arguments, options)
-    if plan is not None:
-        plan.check_fit(replace(checked.problem, aligned=True), checked.sizes, arrays.HOST)
-    if check:
-        check_values(arguments.block_table, arguments.seqlens, checked.sizes.num_pages, checked.sizes.page_size)
-    results = backend.reference_decode(
-        *arguments[:4],
-        scale=options.scale,
-        causal=options.causal,
-        lse_base=options.lse_base,
-        empty_lse=options.empty_lse,
+def _examine(views: Views, given: _Options) -> Examined:
+    check_d_v(given.d_v)
+    q, kv_cache, block_table = views["q"], views["kv_cache"], views["block_table"]
+    assert q is not None
+    assert kv_cache is not None
+    assert block_table is not None
+    _, s_q, h_q, d_qk = q.shape
+    num_pages, page_size, h_kv, _ = kv_cache.shape
+    options = DecodeOptions(
+        resolve_scale(given.scale, d_qk),
+        check_flag("causal", given.causal),
+        check_lse_base(given.lse_base),
+        check_empty_lse(given.empty_lse),
+        *check_shard(given.cp_world, given.cp_rank),
     )
-    return backend.rounded(results, (checked.out_dtype, "float32"))
+    if h_q % h_kv:
+        raise ShapeError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}", "every KV head serves as many query heads"))
+    tokens = block_table.shape[1] * page_size
+    if tokens > MAX_TOKENS:
+        expected = f"at most {MAX_TOKENS} = 2^31 - 64"
+        raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
+    aligned = num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache)
+    return Examined(DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk), options, given.kernel)
+
+
+def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
+    seqlens, table, pool = arrays["seqlens"], arrays["block_table"], arrays["kv_cache"]
+    assert seqlens is not None
+    assert table is not None
+    assert pool is not None
+    num_pages, page_size = pool.shape[:2]
+    world, rank = options.cp_world, options.cp_rank
+    capacity = table.shape[1] * page_size * world + rank
+    for request, length in enumerate(seqlens.tolist()):
+        if not 0 <= length <= capacity:
+            tokens = "max_pages * page_size" + " * cp_world + cp_rank" * (world > 1)
+            expected = f"0 to {tokens} = {capacity}"
+            raise ArgumentError(explain(f"seqlens[{request}]", length, expected))
+        pages = table[request, : -(-len(range(rank, length, world)) // page_size)]
+        bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
+        if bad.size:
+            where = f"block_table[{request}, {bad[0]}]"
+            raise ArgumentError(explain(where, int(pages[bad[0]]), f"a page of 0 to {num_pages - 1}"))
+
+
+OPERATION = Operation(
+    "mla_decode",
+    inputs=(
+        Input("q", "b s_q h_q d_qk", HALF, contiguous=True),
+        Input("kv_cache", "num_pages page_size h_kv? d_qk", ("=q",), contiguous=True),
+        Input("block_table", "b max_pages", ("int32",)),
+        Input("seqlens", "b", ("int32",)),
+    ),
+    outputs=(
+        Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide"),
+        Output("lse", "b h_q s_q"),
+    ),
+    sizes={"d_qk": (D_QK, D_V), "d_v": (D_V,)},
+    min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
+    options=_Options,
+    examine=_examine,
+    check_values=_check_values,
+    reference_options=("scale", "causal", "lse_base", "empty_lse", "cp_world", "cp_rank"),
+    pipeline=DECODE,
+)

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
-from mla_cupy import arrays
-from mla_cupy.arrays import HOST
+from mla_cupy import arrays, dtypes
+from mla_cupy.arrays import HOST, Native, View
+from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, explain
-from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeProblem
-from mla_cupy.launchers.decode_sequence import DecodeSequence, DecodeSizes, PreparedAttention, check_variant, sequence
+from mla_cupy.kernels.choice import check_kernel
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.pipeline import DecodeConfig
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
-from mla_cupy.ops.checks import HALF_TYPES, MOST_TOKENS
+from mla_cupy.ops.call import MAX_ENTRIES, Request, check_memory
+from mla_cupy.ops.checks import check_shard, is_integer
+from mla_cupy.ops.decode_pieces import check_pieces
+from mla_cupy.runtime import device as devices
+from mla_cupy.runtime import driver
+from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
+
+_MAX_INT32 = 2**31 - 1
 
 
-class _Call(NamedTuple):
-    """What a call looked like, and its launches."""
+class _Limits(NamedTuple):
+    """The largest batch that a plan serves, and the sizes that every call must have."""
 
-    options: tuple[Any, ...]
-    b: int
-    native: arrays.Native
-    kind: type
-    signatures: tuple[object, ...]  # of the six arrays; None where there was none
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    out_dtype: str
-    prepared: PreparedAttention
+    max_b: int
+    max_pages: int
+    page_size: int
+    cp_world: int
+    cp_rank: int
 
 
-class _LastCall(threading.local):
-    """A thread's last call with a plan: launches are packed per thread."""
+class _Updates(threading.local):
+    """A thread's launches of the schedule, by the batch and the stride of its lengths."""
 
-    call: _Call | None = None
+    def __init__(self) -> None:
+        self.prepared: dict[tuple[int, int], Prepared] = {}
 
 
 class DecodePlan:
@@ -49,38 +59,37 @@ class DecodePlan:
     """
 
     def __init__(
-        self,
-        problem: DecodeProblem,
-        most: DecodeSizes,
-        device: int,
-        kernels: DecodeSequence | None,
-        workspace: Any,
-        workspace_address: int,
+        self, problem: DecodeProblem, limits: _Limits, device: int, config: DecodeConfig | None, memory: tuple[Any, int]
     ) -> None:
         self.device = device
-        self.workspace_address = workspace_address
         self._problem = problem
-        self._most = most
-        self._kernels = kernels
-        self._workspace = workspace  # keeps the memory alive
+        self._limits = limits
+        self._config = config
+        self._workspace, self.address = memory  # the first keeps the second alive
         self._scheduled_b: int | None = None
-        self._last = _LastCall()
+        self._updates = _Updates()
+        self._identity = object()  # unlike `id`, never that of a later plan
+        # What decides whether the plan goes on serving a call that it has served: see `ops.call`.
+        self.state: Hashable = (self._identity, None)
 
     @property
     def workspace_bytes(self) -> int:
-        return self._kernels.config.workspace.nbytes if self._kernels else 0
+        """Size of the workspace."""
+        return DECODE.workspace(self._config).nbytes if self._config else 0
 
     @property
-    def variant(self) -> str:
+    def kernel(self) -> str:
         """Name of the kernel that it runs."""
-        return self._kernels.config.kernel if self._kernels else "numpy"
+        return self._config.kernel.name if self._config else "numpy"
 
     def __repr__(self) -> str:
         place = "numpy" if self.device == HOST else f"device {self.device}"
-        return (
-            f"DecodePlan(max_b={self._most.b}, {self._problem}, max_pages={self._most.max_pages}, "
-            f"page_size={self._most.page_size}, {self.variant}, {place}, {self.workspace_bytes} bytes)"
-        )
+        limits = ", ".join(f"{name}={value}" for name, value in self._limits._asdict().items())
+        return f"DecodePlan({limits}, {self._problem}, {self.kernel}, {place}, {self.workspace_bytes} bytes)"
+
+    def __reduce__(self) -> NoReturn:
+        remedy = "it owns memory on a device: make another one with plan_decode"
+        raise PlanError(explain("plan", "a copy or a pickle of it", "the plan itself", remedy))
 
     def update(self, seqlens: Any, *, stream: Any = None) -> None:
         """Enqueue the schedule for the lengths of this step; no synchronisation, can be captured in a CUDA graph.
@@ -97,108 +106,81 @@ class DecodePlan:
         ShapeError, DTypeError, DeviceError, PlanError
             If `seqlens` does not fit the plan.
         """
+        self.schedule(seqlens, self.address, stream)
+
+    def schedule(self, seqlens: Any, address: int, stream: Any = None) -> None:
+        """Like `update`, but in a workspace at `address`, such as a copy of the plan's own."""
         family = arrays.family_of(seqlens, "seqlens")
         arrays.check_stream(family, stream)
         native, lent = family.native, family.adopt(seqlens)
-        lengths = native.view(lent)
+        lengths = native.view(lent, "seqlens")
         if len(lengths.shape) != 1:
             raise ShapeError(explain("seqlens.shape", lengths.shape, "(b,)"))
         if lengths.dtype != "int32":
             raise DTypeError(explain("seqlens.dtype", lengths.dtype, "int32", "convert seqlens"))
-        b = lengths.shape[0]
-        if b > self._most.b:
-            raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={self._most.b}", "make a larger plan"))
-        if self._kernels is not None:
+        b, max_b = lengths.shape[0], self._limits.max_b
+        if b > max_b:
+            raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={max_b}", "make a larger plan"))
+        if self._config is not None:
             if not family.on_gpu:
-                native, (lent,) = arrays.cupy_family(), backend.sent([lent], self.device, stream)
-                lengths = native.view(lent)
+                native, lent = arrays.cupy_family(), backend.sent({"seqlens": lent}, self.device, stream)["seqlens"]
+                lengths = native.view(lent, "seqlens")
             if lengths.device != self.device:
                 raise DeviceError(explain("seqlens' device", lengths.device, f"{self.device}, the plan's"))
-            handle = native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
             if b:
-                sizes = self._most._replace(b=b)
-                self._kernels.schedule(lengths.ptr, lengths.strides[0], sizes, self.workspace_address, handle)
+                self._enqueue_schedule(self._config, native, lengths, address, stream)
         self._scheduled_b = b
+        self.state = (self._identity, b)
 
-    def repeat(self, arguments: tuple[Any, ...], options: tuple[Any, ...], stream: Any) -> tuple[Any, Any] | None:
-        """Run a call that differs from this thread's last one in addresses only; None if there is more to it.
+    def _enqueue_schedule(self, config: DecodeConfig, native: Native, lengths: View, address: int, stream: Any) -> None:
+        handle = native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
+        key = (lengths.shape[0], lengths.strides[0])
+        prepared = self._updates.prepared.get(key)
+        if prepared is None or prepared.driver is not driver.active:
+            if len(self._updates.prepared) >= MAX_ENTRIES:
+                self._updates.prepared.clear()
+            b, stride = key
+            max_tokens = self._limits.max_pages * self._limits.page_size
+            shard = self._limits.cp_world, self._limits.cp_rank
+            step = DECODE.schedule(config, stride, max_tokens, b, shard)
+            info, layout = devices.describe(self.device), DECODE.workspace(config)
+            prepared = self._updates.prepared[key] = Prepared([step], ("seqlens",), layout, info, handle)
+        prepared.enqueue([0, lengths.ptr], address, handle)
 
-        The checks of the last call hold for this one, since everything that they look at is the same.
+    def configuration(self, request: Request) -> DecodeConfig | None:
+        """The plan's own, if the plan, as last updated, serves such a call.
+
+        Raises
+        ------
+        PlanError
+            If it does not.
         """
-        last = self._last.call
-        if last is None or self._scheduled_b != last.b or not last.prepared.is_current():
-            return None
-        try:
-            if options != last.options:
-                return None
-        except ValueError:  # an option that is an array: the checks have words for it
-            return None
-        addresses = last.native.addresses_if_same(arguments, last.kind, last.signatures)
-        if addresses is None:
-            return None
-        # The kernels' demand on addresses was checked for the last ones only: see `steps_by_16_bytes`.
-        if (addresses[0] | addresses[1] | addresses[4]) % 16:
-            return None
-        handle = last.native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
-        out, lse = arguments[4], arguments[5]
-        if out is None:
-            out = last.native.empty(last.out_shape, last.out_dtype, self.device, handle)
-            addresses[4] = last.native.peek(out)[0]
-        if lse is None:
-            lse = last.native.empty(last.lse_shape, "float32", self.device, handle)
-            addresses[5] = last.native.peek(lse)[0]
-        last.prepared.enqueue(addresses, handle)
-        return out, lse
-
-    def remember(
-        self,
-        native: arrays.Native,
-        arguments: tuple[Any, ...],
-        out_dtype: str,
-        options: tuple[Any, ...],
-        prepared: PreparedAttention,
-    ) -> None:
-        """Let this thread's next call repeat this one."""
-        b, s_q, h_q, _ = arguments[0].shape
-        self._last.call = _Call(
-            options,
-            b,
-            native,
-            type(arguments[0]),
-            tuple(None if x is None else native.peek(x)[1] for x in arguments),
-            (b, s_q, h_q, HEAD_DIM_V),
-            (b, h_q, s_q),
-            out_dtype,
-            prepared,
-        )
-
-    def check_fit(self, problem: DecodeProblem, sizes: DecodeSizes, device: int) -> None:
-        """Raise PlanError unless the plan, as last updated, serves such a call."""
+        problem, sizes, limits = request.examined.problem, request.sizes, self._limits
+        if self.device == HOST:
+            problem = replace(problem, aligned=True)  # the oracle does not mind
         if problem != self._problem:
             remedy = "make a plan for these sizes"
             if not problem.aligned:
                 remedy = "q and kv_cache must start at, and step by, multiples of 16 bytes; or call without a plan"
             raise PlanError(explain("plan", self._problem, str(problem), remedy))
-        if (sizes.page_size, sizes.max_pages) != (self._most.page_size, self._most.max_pages):
-            got = f"page_size={self._most.page_size}, max_pages={self._most.max_pages}"
-            expected = f"page_size={sizes.page_size}, max_pages={sizes.max_pages}"
+        if (sizes["page_size"], sizes["max_pages"]) != (limits.page_size, limits.max_pages):
+            got = f"page_size={limits.page_size}, max_pages={limits.max_pages}"
+            expected = f"page_size={sizes['page_size']}, max_pages={sizes['max_pages']}"
             raise PlanError(explain("plan", got, expected, "make a plan for this block_table"))
-        if device != self.device:
-            raise PlanError(explain("plan.device", self.device, f"{device}, where q is", "make one for that device"))
-        if self._scheduled_b != sizes.b:
+        options = request.examined.options
+        if (options.cp_world, options.cp_rank) != (limits.cp_world, limits.cp_rank):
+            got = f"cp_world={limits.cp_world}, cp_rank={limits.cp_rank}"
+            expected = f"cp_world={options.cp_world}, cp_rank={options.cp_rank}"
+            raise PlanError(explain("plan", got, expected, "pass the plan's to the call"))
+        if request.device != self.device:
+            expected = f"{request.device}, where q is"
+            raise PlanError(explain("plan.device", self.device, expected, "make one for that device"))
+        if self._scheduled_b != sizes["b"]:
             got = "no update yet" if self._scheduled_b is None else f"an update for b={self._scheduled_b}"
-            raise PlanError(explain("plan", got, f"one for b={sizes.b}", "call plan.update(seqlens) for this step"))
-
-    def sequence_for(
-        self, problem: DecodeProblem, sizes: DecodeSizes, device: int, variant: str | None
-    ) -> DecodeSequence:
-        """The plan's kernels, if it serves such a call."""
-        self.check_fit(problem, sizes, device)
-        kernels = self._kernels
-        assert kernels is not None  # check_fit compared the devices
-        if variant is not None and variant != kernels.config.kernel:
-            raise PlanError(explain("variant", repr(variant), f"{self.variant!r}, the plan's, or None"))
-        return kernels
+            raise PlanError(explain("plan", got, f"one for b={sizes['b']}", "call plan.update(seqlens) for this step"))
+        if request.examined.kernel not in (None, self.kernel) and self._config is not None:
+            raise PlanError(explain("kernel", repr(request.examined.kernel), f"{self.kernel!r}, the plan's, or None"))
+        return self._config
 
 
 def plan_decode(
@@ -207,12 +189,17 @@ def plan_decode(
     s_q: int,
     h_q: int,
     h_kv: int = 1,
+    d_qk: int = D_QK,
     max_pages: int,
     page_size: int,
     dtype: Any,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     device: int | None = None,
     workspace: Any = None,
-    variant: str | None = None,
+    kernel: str | None = None,
 ) -> DecodePlan:
     """Prepare decode steps of one shape: compile, load, allocate once.
 
@@ -222,16 +209,28 @@ def plan_decode(
         Largest batch.
     s_q, h_q, h_kv : int
         Query tokens, query heads and KV heads, as in the calls.
+    d_qk : int
+        Width of the keys: 576, or 512.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
         "bfloat16" or "float16", or a dtype of that name.
+    cp_world, cp_rank : int
+        As in the calls.
+    batch_invariant : bool
+        Whether `out` and `lse` of a sequence have the same bits whatever else is in the batch, and wherever in the
+        batch it is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
+        workspace holds a partial result of each piece that `max_b` sequences may have. The bits depend on the
+        sequence, on the arguments of this function but `max_b` and `max_pages`, and on the GPU's architecture.
+    split_tokens : int
+        A multiple of 64, and at least 1/256 of max_pages * page_size. Without effect unless `batch_invariant`.
     device : int, optional
         CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend.
-    workspace : array, uint8, optional
-        Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`.
-    variant : str, optional
-        Name of the kernel to run. Default: the fastest that fits.
+    workspace : array, uint8, or function, optional
+        Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or what
+        allocates it: `workspace(nbytes)`, which is called once.
+    kernel : str, optional
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
 
     Returns
     -------
@@ -251,52 +250,58 @@ def plan_decode(
     """
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "max_pages": max_pages, "page_size": page_size}
     for argument, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(explain(argument, value, "an integer of at least 1"))
+        if not is_integer(value) or not 1 <= value <= _MAX_INT32:
+            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {_MAX_INT32}"))
+    if d_qk not in (D_QK, D_V):
+        raise ArgumentError(explain("d_qk", d_qk, f"{D_QK} or {D_V}"))
     if h_q % h_kv:
         raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
-    if max_pages * page_size > MOST_TOKENS:
-        raise ArgumentError(
-            explain("max_pages * page_size", max_pages * page_size, f"at most {MOST_TOKENS} = 2^31 - 64")
-        )
-    check_variant(variant)
-    problem = DecodeProblem(s_q, h_q, h_kv, _dtype_name(dtype))
-    most = DecodeSizes(max_b, 0, page_size, max_pages)
+    if max_pages * page_size > MAX_TOKENS:
+        tokens = max_pages * page_size
+        raise ArgumentError(explain("max_pages * page_size", tokens, f"at most {MAX_TOKENS} = 2^31 - 64"))
+    check_kernel(DECODE.kernels, kernel)
+    shard = check_shard(cp_world, cp_rank)
+    pieces = check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
+    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk)
+    limits = _Limits(max_b, max_pages, page_size, *shard)
     if device is None and not backend.use_gpu():
-        return DecodePlan(problem, most, HOST, None, None, 0)
-    cupy = arrays.cupy_family()
-    device = cupy.current_device() if device is None else device
-    kernels = sequence(problem, device, variant)
-    kernels.bind(cupy.current_stream(device))
-    nbytes = kernels.config.workspace.nbytes
+        if workspace is not None and not callable(workspace):
+            raise PlanError(explain("workspace", "an array", "None: a plan of the NumPy backend needs no memory"))
+        return DecodePlan(problem, limits, HOST, None, (None, 0))
+    ordinal = arrays.cupy_family().current_device() if device is None else _ordinal(device)
+    info = devices.describe(ordinal)
+    config = DECODE.configure(problem, info, kernel)
+    if pieces:
+        config = DECODE.in_pieces(config, pieces, info)
+    load(DECODE.builds(config), info, arrays.cupy_family().current_stream(ordinal))
+    nbytes = DECODE.workspace(config).nbytes
     if workspace is None:
-        workspace = cupy.own_memory(nbytes, device)
-        return DecodePlan(problem, most, device, kernels, workspace, workspace.ptr)
-    return DecodePlan(problem, most, device, kernels, workspace, _workspace_address(workspace, nbytes, device))
+        memory = arrays.cupy_family().own_memory(nbytes, ordinal)
+        return DecodePlan(problem, limits, ordinal, config, (memory, memory.ptr))
+    memory = workspace(nbytes) if callable(workspace) else workspace
+    return DecodePlan(problem, limits, ordinal, config, (memory, _workspace_address(memory, nbytes, ordinal)))
+
+
+def _ordinal(device: Any) -> int:
+    if not is_integer(device) or device < 0:
+        raise ArgumentError(explain("device", repr(device), "a CUDA ordinal, or None"))
+    return int(device)
 
 
 def _workspace_address(workspace: Any, nbytes: int, device: int) -> int:
     family = arrays.family_of(workspace, "workspace")
     if not family.on_gpu or not family.mutable:
         raise PlanError(explain("workspace", f"an array of {family.name}", "a writable array on the GPU"))
-    view = family.native.view(family.adopt(workspace))
-    if view.device != device:
-        raise PlanError(explain("workspace's device", view.device, str(device)))
-    if view.dtype != "uint8" or len(view.shape) != 1 or view.strides != (1,):
-        raise PlanError(explain("workspace", f"{view.dtype} {view.shape}", "a contiguous vector of uint8"))
-    if view.shape[0] < nbytes:
-        raise PlanError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes"))
-    if view.ptr % 256:
-        raise PlanError(explain("workspace's address", hex(view.ptr), "a multiple of 256"))
+    view = family.native.view(family.adopt(workspace), "workspace")
+    try:
+        check_memory(view, nbytes, device)
+    except (ShapeError, DeviceError) as error:
+        raise PlanError(str(error)) from None
     return view.ptr
 
 
-def _dtype_name(dtype: Any) -> str:
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
-    if "bfloat16" in str(dtype):
-        name = "bfloat16"
-    if name not in HALF_TYPES and getattr(dtype, "__name__", None) in HALF_TYPES:
-        name = dtype.__name__
-    if name not in HALF_TYPES:
+def _half(dtype: Any) -> str:
+    name = dtypes.name_of(dtype)
+    if name not in HALF:
         raise DTypeError(explain("dtype", dtype, "bfloat16 or float16"))
-    return str(name)
+    return name

@@ -4,18 +4,37 @@ Functions have the names and arguments of the public ones. Every kernel is judge
 there is no GPU. `layer` holds the textbook MLA layer around the attention.
 """
 
+from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_update
 from mla_cupy.reference.dense_decode import mla_decode
+from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
+from mla_cupy.reference.indexer_loss import IndexerLoss, indexer_sparse_loss, indexer_warmup_loss
+from mla_cupy.reference.indexer_records import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.reference.indexer_topk import indexer_topk
 from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_weights
 from mla_cupy.reference.merge import merge_states
 from mla_cupy.reference.sparse import sparse_mla_backward, sparse_mla_forward
+from mla_cupy.reference.sparse_decode import sparse_mla_decode
 
 __all__ = [
+    "IndexerLoss",
     "MlaConfig",
     "MlaWeights",
+    "cache_append",
+    "cache_copy_pages",
+    "cache_gather",
+    "cache_update",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "indexer_prepare_k",
+    "indexer_prepare_q",
+    "indexer_sparse_loss",
+    "indexer_topk",
+    "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
     "mla_layer",
     "random_weights",
     "sparse_mla_backward",
+    "sparse_mla_decode",
     "sparse_mla_forward",
 ]

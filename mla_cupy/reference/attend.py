@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.formats import round_to
+from mla_cupy.dtypes import round_to
 
 Array = npt.NDArray[Any]
 

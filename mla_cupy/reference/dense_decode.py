@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.formats import dtype_name, round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.lse import log_of_base
 
@@ -26,6 +26,8 @@ def mla_decode(
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
+    cp_world: int = 1,
+    cp_rank: int = 0,
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     rounding: str | None = None,
@@ -46,13 +48,17 @@ def mla_decode(
         The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
         tokens are invisible.
     seqlens : array, (b,), integers
-        Tokens in the cache of each sequence, the query tokens included; clamped to [0, max_pages * page_size].
+        Tokens in the cache of each sequence, the query tokens included; clamped to
+        [0, max_pages * page_size * cp_world + cp_rank].
     d_v : int
         Width of the values.
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     causal : bool
         Whether a query token is blind to the query tokens after it (which are the last of the cache).
+    cp_world, cp_rank : int
+        Token j of the cache is token j * cp_world + cp_rank of the sequence; `seqlens`, and i + length - s_q, count the
+        tokens of the whole sequence.
     lse_base : str
         "e" or "2".
     empty_lse : float
@@ -85,8 +91,9 @@ def mla_decode(
     out = np.zeros((b, s_q, h_q, d_v))
     lse = np.full((b, h_q, s_q), -np.inf)
     for i in range(b):
-        length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1]))
-        keys, positions = _present_tokens(cache, block_table[i], length)
+        length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1] * cp_world + cp_rank))
+        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)))
+        positions = here * cp_world + cp_rank
         for tokens, visible in _visible_prefixes(positions, length, s_q, causal):
             for h in range(h_kv):
                 heads = slice(h * group, (h + 1) * group)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.formats import dtype_name, round_to
+from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.lse import log_of_base
 
@@ -47,13 +47,13 @@ def sparse_mla_forward(
     indices : array, (s_q, topk) or (s_q, 1, topk), integers
         The rows that each query attends to, counted from the start of its sequence. A slot counts if
         0 <= index < limit, where the limit is the length of the sequence, or, if causal, what `selected_rows` says.
-        An index that stands there twice counts twice.
+        Duplicates are counted as often as they occur.
     d_v : int
         Width of the values.
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     topk_length : array, (s_q,), integers, optional
-        Only so many slots of each query are read; clamped to [0, topk].
+        Number of leading entries of each query that are read; clamped to [0, topk].
     attn_sink : array, (h_q,), optional
         Logits of one more key per head that has no value: it takes weight away. -inf has no effect, +inf gives out 0.
     causal : bool

@@ -1,14 +1,16 @@
 """Where compiled kernels are kept on disk.
 
 An entry is a directory with `kernel.cubin`, `kernel.ptx` and `record.json`. It is written under another name and
-renamed, so that its three files appear at once and belong together whoever else is writing; the record holds their
-digests, so damage is seen and the entry built again. No lock is needed for that; the one there is saves work.
+renamed, so that its three files appear at once and belong together even if another process is writing; the record
+holds their digests, so damage is seen and the entry built again. That needs no lock; the lock saves double work.
+
+An entry is code, so directories, entries and files that another user could have written are not read (see `trust`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import json
 import logging
@@ -16,15 +18,13 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 import uuid
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_cupy.runtime import env, nvrtc, sources
+from mla_cupy.runtime import env, nvrtc, record, sources, trust
 from mla_cupy.runtime.build import Build, BuildRequest, options
 
 logger = logging.getLogger("mla_cupy.jit")
@@ -33,33 +33,51 @@ LAYOUT = "kernels-v1"
 """The directory of entries inside a cache directory; its number changes when the meaning of an entry does."""
 
 _CUBIN, _PTX, _RECORD = "kernel.cubin", "kernel.ptx", "record.json"
-_LOCK_SECONDS = 120.0
+_MAX_RECORD_BYTES, _MAX_IMAGE_BYTES = 1 << 20, 1 << 28
+_UNTRUSTED_REMEDY = "they are built again; delete the others with `mla-cupy clear-cache`"
 _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Places:
-    """Directories of entries: those to read, and the one to write (None: nothing is writable)."""
+    """Directories of entries: those to read, and the one to write (None: nothing is writable).
+
+    `problem` says why it is not the one that was asked for, and what to do.
+    """
 
     read: tuple[Path, ...]
     write: Path | None
+    problem: str = ""
 
 
 def places() -> Places:
-    """Where entries are looked for and written.
+    """Where entries are looked for and written; says once if that is not where it was asked for."""
+    found = find_places()
+    if found.problem:
+        warn_once(found.problem)
+    return found
 
-    `MLA_CUPY_CACHE_DIR`, or else the user's cache directory. If that cannot be written, a directory of our own under
-    the temporary one as well, and one warning. Only directories of this user or of root are trusted: an entry is code.
+
+def find_places() -> Places:
+    """Where entries are looked for and written, without a warning.
+
+    `MLA_CUPY_CACHE_DIR`, or else the user's cache directory. If that cannot be written or is not trusted, a directory
+    of our own under the temporary one.
     """
     first = Path(given) if (given := env.get("CACHE_DIR")) else _user_cache()
-    problem = _problem(first)
-    if not problem:
+    try:
+        _prepare(first)
         return Places((first / LAYOUT,), first / LAYOUT)
-    readable = (first / LAYOUT,) if _trusted(first) else ()
+    except trust.UntrustedError as error:
+        readable: tuple[Path, ...] = ()
+        why, remedy = f"is not trusted ({error.filename} {error.strerror})", f"make it yours alone (chmod go-w {first})"
+    except OSError as error:
+        readable = (first / LAYOUT,) if _is_trusted(first) else ()
+        why, remedy = f"cannot be used ({error.strerror})", "make it writable"
     second = _temporary()
     where = f"{second} is used" if second else "kernels are kept in memory only"
-    warn_once(f"the kernel cache {first} {problem}: {where}; set MLA_CUPY_CACHE_DIR to a directory that you can write")
-    return Places((*readable, second / LAYOUT), second / LAYOUT) if second else Places(readable, None)
+    problem = f"the kernel cache {first} {why}: {where}; {remedy}, or set MLA_CUPY_CACHE_DIR to another directory"
+    return Places((*readable, second / LAYOUT), second / LAYOUT, problem) if second else Places(readable, None, problem)
 
 
 def cache_dir() -> Path | None:
@@ -79,20 +97,29 @@ def entry_name(request: BuildRequest, nvrtc_path: str) -> str:
     return f"{request.name}-{key[:24]}"
 
 
-def read(entry: Path) -> Build | None:
-    """The build in an entry; None where there is none, or a damaged one."""
+def read(entry: Path, owners: frozenset[int] | None = None) -> Build | None:
+    """The build in an entry; None where there is none, or one that is damaged or not trusted.
+
+    `owners` are the users who may have written it: by default this one and root.
+    """
+    owners = trust.trusted_owners() if owners is None else owners
     try:
-        record = json.loads((entry / _RECORD).read_bytes())
-        cubin, ptx = (entry / _CUBIN).read_bytes(), (entry / _PTX).read_bytes()
-        if record["sha256"] == _digests(cubin, ptx):
-            return Build(cubin, ptx, record)
-        problem = "its digest is wrong"
+        trust.check_directory(entry, owners)
+        found = json.loads(trust.read_file(entry / _RECORD, owners, _MAX_RECORD_BYTES))
+        cubin = trust.read_file(entry / _CUBIN, owners, _MAX_IMAGE_BYTES)
+        ptx = trust.read_file(entry / _PTX, owners, _MAX_IMAGE_BYTES)
+        problem = _damage(found, cubin, ptx)
+        if not problem:
+            return Build(cubin, ptx, found)
     except FileNotFoundError:
         if not entry.exists():
             return None
         problem = "a file is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = repr(error)
+    except trust.UntrustedError as error:
+        problem = str(error)
+        warn_once(f"kernels in {entry.parent} are not used, since what is there {error.strerror}: {_UNTRUSTED_REMEDY}")
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
     logger.info("cache entry %s is damaged: %s", entry, problem)
     return None
 
@@ -100,60 +127,76 @@ def read(entry: Path) -> Build | None:
 def write(entry: Path, build: Build, key: str) -> None:
     """Write an entry, all of it at once; a sound one of the same inputs stays, any other is replaced.
 
+    Whatever the umask says, no other user can write it.
+
     Raises
     ------
     OSError
         If it cannot be written.
     """
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    entry.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     unique = uuid.uuid4().hex
     fresh, old = entry.parent / f".new-{unique}", entry.parent / f".old-{unique}"
-    record = {**build.record, "image_key": key, "sha256": _digests(build.cubin, build.ptx)}
+    made = {**build.record, "image_key": key, "sha256": _digests(build.cubin, build.ptx)}
     try:
-        fresh.mkdir()
-        (fresh / _CUBIN).write_bytes(build.cubin)
-        (fresh / _PTX).write_bytes(build.ptx)
-        (fresh / _RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        fresh.mkdir(mode=0o755)
+        _write_file(fresh / _CUBIN, build.cubin)
+        _write_file(fresh / _PTX, build.ptx)
+        _write_file(fresh / _RECORD, json.dumps(made, indent=1).encode() + b"\n")
         for _ in range(3):  # another process may put its entry there in between
-            if _equal(read(entry), record):
+            if _equal(read(entry), made):
                 return
             with contextlib.suppress(FileNotFoundError):
                 os.rename(entry, old)
             with contextlib.suppress(OSError):
                 os.rename(fresh, entry)
                 return
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
         raise OSError(f"cannot put {entry} in place")
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(fresh)
+        _remove(old)
 
 
 def prebuilt(request: BuildRequest) -> Build | None:
     """The build that `MLA_CUPY_CUBIN_DIR` holds for `request`.
 
-    It is matched by sources, target and macros and not by compiler, because images are built elsewhere.
+    It is matched by sources, target and macros and not by compiler, because images are built elsewhere. The owner of
+    the directory is trusted, since the user has named it; others must not be able to write there.
     """
     given = env.get("CUBIN_DIR")
     if not given:
         return None
-    entry = Path(given) / request.name
-    if not entry.is_dir():
-        if not Path(given).is_dir():
-            warn_once(f"MLA_CUPY_CUBIN_DIR: {given} is not a directory; it is ignored")
+    directory = Path(given)
+    try:
+        owners = trust.trusted_owners(directory.stat().st_uid)
+        trust.check_directory(Path(os.path.realpath(directory)), owners)
+    except OSError as error:
+        remedy = "name a directory that only its owner can write"
+        warn_once(f"MLA_CUPY_CUBIN_DIR: {given} is ignored ({error.strerror}); {remedy}")
         return None
-    build = read(entry)
-    if build is not None and build.record.get("image_key") == image_key(request):
+    entry = directory / request.name
+    if not os.path.lexists(entry):
+        return None
+    build = read(entry, owners)
+    if build is not None and build.record["image_key"] == image_key(request):
         return build
-    state = "is damaged" if build is None else "was built from other sources"
+    state = "is damaged or not trusted" if build is None else "was built from other sources"
     warn_once(f"MLA_CUPY_CUBIN_DIR: {entry} {state}; it is ignored, build it again with `mla-cupy compile --out`")
     return None
 
 
 def usage() -> tuple[int, int]:
     """How many entries there are, and their bytes."""
-    files = [file for directory in dict.fromkeys(places().read) for file in directory.glob("*/*") if file.is_file()]
-    return sum(file.name == _RECORD for file in files), sum(file.stat().st_size for file in files)
+    count = size = 0
+    for directory in dict.fromkeys(find_places().read):
+        for file in directory.glob("*/*"):
+            with contextlib.suppress(OSError):  # another process may delete it meanwhile
+                status = file.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    count += file.name == _RECORD
+                    size += status.st_size
+    return count, size
 
 
 def clear() -> tuple[int, int]:
@@ -165,37 +208,11 @@ def clear() -> tuple[int, int]:
     return before[0] - after[0], before[1] - after[1]
 
 
-@contextlib.contextmanager
-def building(entry: Path | None) -> Iterator[None]:
-    """Let one process at a time build an entry, so that eight that start together do not do the same work.
-
-    Only a courtesy: it gives up after two minutes, and where the file system has no locks.
-    """
-    with contextlib.ExitStack() as stack:
-        if entry is not None:
-            with contextlib.suppress(OSError):
-                locks = entry.parent / ".locks"
-                locks.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(locks / entry.name, "w"))
-                _lock(file.fileno())
-        yield
-
-
 def warn_once(message: str) -> None:
-    """Say something about the cache, once in a process."""
+    """Say something about the cache, once in a process; where warnings are errors, each time."""
     if message not in _warned:
-        _warned.add(message)
         warnings.warn(f"mla_cupy: {message}", RuntimeWarning, stacklevel=2)
-
-
-def _lock(descriptor: int) -> None:
-    end = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < end:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
-    return None
+        _warned.add(message)
 
 
 def _user_cache() -> Path:
@@ -210,40 +227,76 @@ def _temporary() -> Path | None:
     """Our own directory under the temporary one, which anybody may write: it must be ours, real and private."""
     try:
         path = Path(tempfile.gettempdir()) / f"mla_cupy-{os.geteuid()}"
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
+        trust.make_private(path)
+        status = trust.check_directory(path, frozenset((os.geteuid(),)))
+        if status.st_mode & 0o077:
+            return None
+        _prepare(path)
     except OSError:
         return None
-    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    return path if private and os.access(path, os.W_OK | os.X_OK) else None
+    return path
 
 
-def _problem(path: Path) -> str:
-    """Why entries cannot be written to `path`, or ""."""
+def _prepare(path: Path) -> None:
+    """Make the cache directory `path` with its directory of entries.
+
+    Raises
+    ------
+    OSError
+        If entries cannot be written there; an `UntrustedError` if another user could write them too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trust.make_private(path)
+    _check_trusted(path)
+    trust.make_private(path / LAYOUT)
+    trust.check_directory(path / LAYOUT, trust.trusted_owners())
+    if not os.access(path / LAYOUT, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / LAYOUT))
+
+
+def _check_trusted(path: Path) -> None:
+    """Check a cache directory, which may be a link, if the link is trusted too."""
+    owners = trust.trusted_owners()
+    trust.check_owner(path, path.lstat(), owners)
+    trust.check_directory(Path(os.path.realpath(path)), owners)
+
+
+def _is_trusted(path: Path) -> bool:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot be made ({error.strerror})"
-    if not _trusted(path):
-        return "belongs to another user"
-    layout = path / LAYOUT
-    if not os.access(layout if layout.exists() else path, os.W_OK | os.X_OK):
-        return "cannot be written"
-    return ""
-
-
-def _trusted(path: Path) -> bool:
-    try:
-        return all(place.stat().st_uid in (os.geteuid(), 0) for place in (path, path / LAYOUT) if place.exists())
+        _check_trusted(path)
+        trust.check_directory(path / LAYOUT, trust.trusted_owners())
     except OSError:
         return False
+    return True
 
 
-def _equal(build: Build | None, record: dict[str, Any]) -> bool:
-    """Whether a build has the same inputs as the one of `record`."""
-    return build is not None and all(
-        build.record.get(name) == record[name] for name in ("image_key", "nvrtc", "options")
-    )
+def _damage(found: Any, cubin: bytes, ptx: bytes) -> str:
+    """What is wrong with the files of an entry, or ""."""
+    if not isinstance(found, dict):
+        return "its record is no object"
+    if found.get("sha256") != _digests(cubin, ptx):
+        return "its digest is wrong"
+    return record.problem(found, cubin)
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, link or directory."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _equal(build: Build | None, made: dict[str, Any]) -> bool:
+    """Whether a build has the same inputs as the one whose record is `made`."""
+    return build is not None and all(build.record.get(name) == made[name] for name in ("image_key", "nvrtc", "options"))
 
 
 def _digests(cubin: bytes, ptx: bytes) -> dict[str, str]:

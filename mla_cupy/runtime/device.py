@@ -19,6 +19,15 @@ def arch_of(major: int, minor: int) -> str:
     return arch + "a" if arch in _ARCHITECTURE_SPECIFIC else arch
 
 
+def number_of(arch: str) -> int:
+    """The compute capability of a target as NVRTC counts them: 90 for "sm_90a"."""
+    return int(arch.removeprefix("sm_").rstrip("a"))
+
+
+TARGETS = tuple(arch_of(*divmod(number, 10)) for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))
+"""The targets of every GPU that a kernel may run on."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """One GPU: nothing about it is assumed, everything is read from it."""

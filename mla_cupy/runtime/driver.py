@@ -1,4 +1,4 @@
-"""What launchers need of a GPU, as a Protocol, so that tests and a simulator can stand in for the CUDA driver."""
+"""What the host side needs of a GPU, as a Protocol, so that tests and a simulator can replace the CUDA driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 Dim3 = tuple[int, int, int]
 
 ALIGNMENT = 128
-"""Of every by-value kernel parameter: what a tensor map needs at most."""
+"""Alignment of every by-value kernel parameter in bytes: tensor maps need it."""
 
 
 class ArgumentBlock:
@@ -94,6 +94,9 @@ class Driver(Protocol):
         it belongs to one thread.
         """
 
+    def in_order(self, launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
+        """Several prepared launches of one thread and device as one."""
+
     def is_capturing(self, stream: int) -> bool:
         """Whether the stream is being captured into a graph."""
 
@@ -101,28 +104,39 @@ class Driver(Protocol):
         """Make `device` current within a with statement."""
 
 
-_current: Driver | None = None
+def one_by_one(launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
+    """What `Driver.in_order` is where nothing is gained from more."""
+
+    def enqueue(stream: int) -> None:
+        for launch in launches:
+            launch(stream)
+
+    return enqueue
+
+
+active: Driver | None = None
+"""What `current` returns, once it has been asked."""
 
 
 def current() -> Driver:
     """The driver that launches go to: CUDA's, unless a test says otherwise."""
-    global _current
-    if _current is None:
+    global active
+    if active is None:
         from mla_cupy.runtime.cuda_driver import CudaDriver
 
-        _current = CudaDriver()
-    return _current
+        active = CudaDriver()
+    return active
 
 
 @contextmanager
 def use(driver: Driver) -> Iterator[Driver]:
     """Send every launch of the process to `driver`, within a with statement: for tests."""
-    global _current
-    previous, _current = _current, driver
+    global active
+    previous, active = active, driver
     try:
         yield driver
     finally:
-        _current = previous
+        active = previous
 
 
 def device_guard(device: int) -> AbstractContextManager[object]:

@@ -15,6 +15,7 @@ _NOTE = struct.Struct("<III")
 _SYMTAB, _NOTES, _NO_BITS = 2, 7, 8
 _FUNCTION, _ENTRY = 2, 0x10
 _GNU_BUILD_ID = 3
+_MAX_NOTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,35 @@ class Symbol:
     is_entry: bool
 
 
-def symbols(image: bytes) -> Iterator[Symbol]:
-    """The symbols of a cubin."""
+def symbols(image: bytes) -> list[Symbol]:
+    """The symbols of a cubin.
+
+    Raises
+    ------
+    ValueError
+        If it is not one.
+    """
+    try:
+        return list(_symbols(image))
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"a broken ELF file ({error})") from error
+
+
+def build_id(file: BinaryIO) -> str:
+    """The GNU build id of a library, or "" where it has none; reads a few hundred bytes only.
+
+    Raises
+    ------
+    ValueError
+        If it is no library.
+    """
+    try:
+        return _build_id(file)
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"a broken ELF file ({error})") from error
+
+
+def _symbols(image: bytes) -> Iterator[Symbol]:
     sections = _sections(image[: _HEADER.size], lambda offset, size: image[offset : offset + size])
     for table in (section for section in sections if section.kind == _SYMTAB):
         names = sections[table.link]
@@ -44,15 +72,14 @@ def symbols(image: bytes) -> Iterator[Symbol]:
             yield _symbol(image, sections, strings, entry)
 
 
-def build_id(file: BinaryIO) -> str:
-    """The GNU build id of a library, or "" where it has none; reads a few hundred bytes only."""
+def _build_id(file: BinaryIO) -> str:
 
     def read(offset: int, size: int) -> bytes:
         file.seek(offset)
         return file.read(size)
 
     for section in _sections(read(0, _HEADER.size), read):
-        if section.kind == _NOTES:
+        if section.kind == _NOTES and section.size <= _MAX_NOTES:
             note = read(section.offset, section.size)
             name_size, size, kind = _NOTE.unpack_from(note)
             start = _NOTE.size + (name_size + 3) // 4 * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,11 @@ VARIABLES: Mapping[str, Variable] = {
     variable.name: variable
     for variable in (
         Variable("CACHE_DIR", "", "where compiled kernels are kept (default: the user's cache directory)"),
-        Variable("CUBIN_DIR", "", "read-only directory of prebuilt kernels, made by `mla-cupy compile --out DIR`"),
+        Variable(
+            "CUBIN_DIR",
+            "",
+            "read-only directory of prebuilt kernels, made by `mla-cupy compile --out DIR`; its owner is trusted",
+        ),
         Variable(
             "JIT",
             "import",
@@ -49,6 +54,7 @@ VARIABLES: Mapping[str, Variable] = {
             "where NumPy arrays are computed: cuda, numpy, or auto (the GPU if there is one)",
             ("auto", "cuda", "numpy"),
         ),
+        Variable("VLLM", "dense", "which attention backend vLLM is offered as CUSTOM", ("dense", "sparse")),
     )
 }
 
@@ -67,6 +73,22 @@ def get(name: str) -> str:
         expected = "one of " + ", ".join(variable.choices)
         raise ArgumentError(explain(f"environment variable {variable.full_name}", repr(value), expected))
     return value
+
+
+def problems() -> list[str]:
+    """What is wrong with the variables: values that `get` refuses, and names with our prefix that nothing reads."""
+    found = []
+    for name in VARIABLES:
+        try:
+            get(name)
+        except ArgumentError as error:
+            found.append(str(error))
+    names = [variable.full_name for variable in VARIABLES.values()]
+    for unknown in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in names):
+        near = difflib.get_close_matches(unknown, names, 1)
+        expected = near[0] if near else "one of " + ", ".join(names)
+        found.append(explain("environment variable", unknown, expected, "it is ignored"))
+    return found
 
 
 def table() -> list[dict[str, str]]:

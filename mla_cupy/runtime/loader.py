@@ -66,12 +66,16 @@ def loaded(request: BuildRequest, device: int, stream: int = 0) -> driver.Kernel
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request of `build_all`: a build, or what is wrong with it."""
+    """What became of one request of `build_all`: a build, or what is wrong with it.
+
+    `unkept` says why a build is not in the cache.
+    """
 
     request: BuildRequest
     build: Build | None
-    error: str
-    was_cached: bool
+    error: str = ""
+    was_cached: bool = False
+    unkept: str = ""
 
 
 def build_all(
@@ -112,9 +116,9 @@ def build_all(
                     if found is None:
                         running[request] = worker.Worker([request], inline=True)
                     else:
-                        finish(request, Outcome(request, found, "", True))
+                        finish(request, Outcome(request, found, was_cached=True))
                 except KernelCompileError as error:
-                    finish(request, Outcome(request, None, str(error), False))
+                    finish(request, Outcome(request, None, str(error)))
             for request, child in list(running.items()):
                 if child.wait(request, _TICK_SECONDS / len(running)):
                     del running[request]
@@ -145,6 +149,7 @@ def _obtain(request: BuildRequest) -> Build:
         try:
             _watch(background, request)
             if found := background.result(request) or worker.cached(request):
+                _say_unkept(background.unkept(request))
                 return found
         except KernelCompileError as error:
             logger.debug("in the background: %s", error)  # compiling it here says it again, to the caller
@@ -182,6 +187,7 @@ def _compile_in_child(request: BuildRequest) -> Build:
     try:
         _watch(child, request)
         build = child.result(request)
+        _say_unkept(child.unkept(request))
     finally:
         child.close()
     assert build is not None
@@ -190,7 +196,15 @@ def _compile_in_child(request: BuildRequest) -> Build:
 
 def _compile_here(request: BuildRequest) -> Build:
     found = cache.places()
-    return worker.build_here(request, nvrtc.find_nvrtc(), found.read, found.write)[0]
+    build, unkept = worker.build_here(request, nvrtc.find_nvrtc(), found.read, found.write)
+    _say_unkept(unkept)
+    return build
+
+
+def _say_unkept(why: str) -> None:
+    """Say that a kernel will be compiled again in the next process, unless `places` has said it already."""
+    if why and cache.cache_dir() is not None:
+        cache.warn_once(why)
 
 
 def _watch(child: worker.Worker, request: BuildRequest) -> None:
@@ -205,9 +219,9 @@ def _watch(child: worker.Worker, request: BuildRequest) -> None:
 
 def _outcome(request: BuildRequest, child: worker.Worker) -> Outcome:
     try:
-        return Outcome(request, child.result(request), "", False)
+        return Outcome(request, child.result(request), unkept=child.unkept(request))
     except KernelCompileError as error:
-        return Outcome(request, None, str(error), False)
+        return Outcome(request, None, str(error))
     finally:
         child.close()
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,10 @@ from pathlib import Path
 
 from mla_cupy.errors import KernelCompileError, explain
 from mla_cupy.runtime import elf, env
+from mla_cupy.runtime.remedies import INSTALL_NVRTC
 
 OLDEST = (12, 9)
 """The first NVRTC that knows every target and option that the kernels need."""
-
-INSTALL = 'pip install "mla_cupy[cu12]" (or "mla_cupy[cu13]" for a CUDA 13 driver)'
 
 _SYSTEM_NAMES = ("libnvrtc.so.{major}", "libnvrtc.so")
 _WHEEL_PATHS = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
@@ -54,13 +54,13 @@ class Nvrtc:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise KernelCompileError(
-                explain("NVRTC", f"{path} ({error})", "a loadable libnvrtc", f"run {INSTALL}")
+                explain("NVRTC", f"{path} ({error})", "a loadable libnvrtc", INSTALL_NVRTC)
             ) from error
         self.version = self._version()
         if self.version < OLDEST:
             raise KernelCompileError(
                 explain(
-                    "NVRTC", f"{path}, version {_dotted(self.version)}", f"{_dotted(OLDEST)} or newer", f"run {INSTALL}"
+                    "NVRTC", f"{path}, version {_dotted(self.version)}", f"{_dotted(OLDEST)} or newer", INSTALL_NVRTC
                 )
             )
 
@@ -79,6 +79,14 @@ class Nvrtc:
         finally:
             self._check("nvrtcDestroyProgram", ctypes.byref(program))
         return Output(ok, log, cubin, ptx)
+
+    def compute_capabilities(self) -> list[int]:
+        """Those that it compiles for, such as 75 and 100."""
+        count = ctypes.c_int()
+        self._check("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._check("nvrtcGetSupportedArchs", found)
+        return list(found)
 
     def exact_version(self) -> str:
         """Such as "12.9.86": NVRTC itself tells only the minor version, but it signs the PTX it writes."""
@@ -121,22 +129,30 @@ def find_nvrtc() -> str:
         If there is none. That it is new enough is checked when it is loaded.
     """
     if given := env.get("NVRTC"):
-        if not Path(given).is_file():
+        if not os.path.isfile(given):  # Path.is_file raises for a name that is too long
             raise KernelCompileError(explain("MLA_CUPY_NVRTC", repr(given), "the path of a libnvrtc"))
         return given
     for path in _candidates():
         return path
-    raise KernelCompileError(explain("NVRTC", "none", "an installed libnvrtc", f"run {INSTALL}"))
+    raise KernelCompileError(explain("NVRTC", "none", "an installed libnvrtc", INSTALL_NVRTC))
 
 
 def identity(path: str) -> str:
     """What tells this build of NVRTC from any other, without loading it: for cache keys.
 
     `nvrtcVersion` tells only the minor version, and loading the library takes 0.1 s; the build id takes none.
+
+    Raises
+    ------
+    KernelCompileError
+        If the file cannot be read.
     """
-    file = Path(path).resolve()
-    stat = file.stat()
-    return _identity(str(file), stat.st_size, stat.st_mtime_ns)
+    try:
+        file = Path(path).resolve()
+        stat = file.stat()
+        return _identity(str(file), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise KernelCompileError(explain("NVRTC", f"{path} ({error.strerror})", "a readable libnvrtc")) from error
 
 
 def exact_version(ptx: bytes) -> str:

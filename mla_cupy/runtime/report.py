@@ -22,8 +22,11 @@ _PACKAGES = (
 
 
 def report() -> dict[str, Any]:
-    """Versions, NVRTC, GPUs, the cache and the environment variables; imports neither CuPy nor CUDA."""
-    written = cache.cache_dir()
+    """Versions, NVRTC, GPUs, the cache, the environment variables and what is wrong with the last two.
+
+    Imports neither CuPy nor CUDA, and never fails: it is what is asked for where something else does.
+    """
+    places = cache.find_places()
     count, size = cache.usage()
     return {
         "versions": {
@@ -43,8 +46,13 @@ def report() -> dict[str, Any]:
             }
             for gpu in device.nvml_gpus()
         ],
-        "cache": {"directory": str(written) if written else "memory only", "kernels": count, "bytes": size},
+        "cache": {
+            "directory": str(places.write) if places.write else "memory only",
+            "kernels": count,
+            "bytes": size,
+        },
         "environment": env.table(),
+        "problems": [*([places.problem] if places.problem else []), *env.problems()],
     }
 
 

@@ -1,4 +1,4 @@
-"""Find the CUDA sources, and say which bytes a kernel is made of.
+"""Find the CUDA sources, and determine which bytes a kernel is made of.
 
 Includes are written `#include "folder/file.cuh"`, relative to the root of the sources, and nothing else: so the
 files that a kernel is made of can be read off the text, handed to NVRTC from memory, and hashed into the cache key.
@@ -7,6 +7,7 @@ files that a kernel is made of can be read off the text, handed to NVRTC from me
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -22,7 +23,7 @@ def source_root() -> Path:
     """The directory of the CUDA sources: `MLA_CUPY_CUDA_SRC`, the installed ones, or those of the checkout."""
     if given := env.get("CUDA_SRC"):
         root = Path(given)
-        if not root.is_dir():
+        if not os.path.isdir(root):  # Path.is_dir raises for a name that is too long
             raise KernelCompileError(explain("MLA_CUPY_CUDA_SRC", repr(given), "a directory of CUDA sources"))
         return root.resolve()
     package = Path(__file__).resolve().parents[1]

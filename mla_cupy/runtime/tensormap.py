@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, explain
 
 MAP_BYTES = 128
 ALIGNMENT = 128
 
-_ELEMENT = {"uint8": (0, 1), "int32": (3, 4), "float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
+_ELEMENT = {row.name: (row.tensor_map, row.nbytes) for row in TABLE.values() if row.tensor_map is not None}
 _SWIZZLE = {"none": (0, 256 * 16), "32B": (1, 32), "64B": (2, 64), "128B": (3, 128)}
 _L2 = {"none": 0, "64B": 1, "128B": 2, "256B": 3}
 
@@ -31,7 +32,7 @@ class TensorMapSpec:
     Parameters
     ----------
     dtype : str
-        "bfloat16", "float16", "float32", "int32" or "uint8".
+        A name of `mla_cupy.dtypes` that TMA knows.
     base : int
         Device address, a multiple of 16.
     dims : tuple of int
@@ -136,7 +137,7 @@ def _array(kind: Any, values: Sequence[int]) -> Any:
     return (kind * len(values))(*values)
 
 
-def _among(field: str, value: str, allowed: dict[str, object] | dict[str, int] | dict[str, tuple[int, int]]) -> None:
+def _among(field: str, value: str, allowed: Mapping[str, object]) -> None:
     _demand(value in allowed, field, repr(value), "one of " + ", ".join(allowed))
 
 

@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import cache, env, nvrtc
+from mla_cupy.errors import KernelCompileError, explain
+from mla_cupy.runtime import cache, env, lock, nvrtc
 from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
+from mla_cupy.runtime.pulse import PATIENCE_SECONDS, Pulse
 
 logger = logging.getLogger("mla_cupy.jit")
 
@@ -38,7 +39,9 @@ sys.path[:] = json.loads(sys.argv[1])
 from mla_cupy.runtime.worker import main
 main()
 """
-_BACKGROUND_NICENESS = 5
+_EXIT_SECONDS = 10.0
+"""How long to wait for a child that was killed: one that waits for a dead disk cannot end."""
+_CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a directory with room that you can write"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,6 @@ class _Task:
     nvrtc: str
     read: list[str]
     write: str | None
-    niceness: int
     inline: bool
     requests: list[dict[str, Any]]
 
@@ -58,19 +60,24 @@ class Worker:
 
     Several threads may wait for it at once. `inline` makes it send the builds back through its pipe; without, it
     only leaves them in the cache.
+
+    All have the priority of this process: a call that joins one would otherwise wait longer for it, on a busy machine,
+    than for a compilation of its own.
     """
 
-    def __init__(self, requests: Sequence[BuildRequest], *, inline: bool, niceness: int = 0) -> None:
+    def __init__(self, requests: Sequence[BuildRequest], *, inline: bool) -> None:
         found = cache.places()
         write = str(found.write) if found.write else None
         described = [asdict(request) for request in requests]
-        task = _Task(nvrtc.find_nvrtc(), [str(path) for path in found.read], write, niceness, inline, described)
+        task = _Task(nvrtc.find_nvrtc(), [str(path) for path in found.read], write, inline, described)
         self.requests = tuple(requests)
         self._states: dict[BuildRequest, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._text = b""
         self._noise: list[str] = []
+        self._stuck = False
         self._process = _spawn()
+        self._pulse = Pulse(self._process.pid)
         _alive.append(self)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -79,12 +86,18 @@ class Worker:
         self._process.stdin.flush()
 
     def wait(self, request: BuildRequest, seconds: float) -> bool:
-        """Wait up to `seconds` for `request`; True once there is something to say about it."""
+        """Wait up to `seconds` for `request`; True once there is something to say about it.
+
+        A child that gets no further, since it is stopped or frozen, is ended.
+        """
         if not self._finished(request):
             poll = select.poll()
             poll.register(self._out, select.POLLIN)
             if poll.poll(int(seconds * 1000)):
                 self._receive()
+            elif self._pulse.is_still(seconds):
+                self._stuck = True
+                self._kill()
         return self._finished(request)
 
     def started(self, request: BuildRequest) -> bool:
@@ -106,22 +119,34 @@ class Worker:
             raise KernelCompileError(message)
         if "done" in state:
             return _decode(state["build"]) if state["build"] else None
+        if self._stuck:
+            raise KernelCompileError(
+                f"{request.name}: the compiler process did nothing for {PATIENCE_SECONDS:g} s and was ended; call again"
+            )
         code = self._process.poll()
         said = "\n".join(self._noise[-20:])
         raise KernelCompileError(f"{request.name}: the compiler process ended with code {code}\n{said}".rstrip())
+
+    def unkept(self, request: BuildRequest) -> str:
+        """Why the build of `request` is not in the cache, or ""."""
+        return str(self._states.get(request, {}).get("unkept", ""))
 
     def close(self) -> None:
         """End the child, at work or not."""
         if self in _alive:
             _alive.remove(self)
-        self._process.kill()
-        self._process.wait()
+        self._kill()
         self._close_pipes()
 
     def disown(self) -> None:
         """In a forked child: this worker belongs to the parent. Without our end of its pipe it sees the parent end."""
         self._process.returncode = 0  # not our child: never wait for it
         self._close_pipes()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_SECONDS)
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -131,7 +156,7 @@ class Worker:
 
     def _finished(self, request: BuildRequest) -> bool:
         state = self._states.get(request, {})
-        return "done" in state or "error" in state or self._process.returncode is not None
+        return "done" in state or "error" in state or self._stuck or self._process.returncode is not None
 
     def _receive(self) -> None:
         with self._lock:
@@ -159,10 +184,10 @@ def start(requests: Sequence[BuildRequest]) -> None:
     try:
         missing = [request for request in requests if cached(request) is None]
         if missing and cache.cache_dir() is not None:
-            jobs = min(4, len(missing), max(1, (os.cpu_count() or 1) // 4))
+            jobs = min(4, len(missing), max(1, len(os.sched_getaffinity(0)) // 4))
             for job in range(jobs):
-                _background.append(Worker(missing[job::jobs], inline=False, niceness=_BACKGROUND_NICENESS))
-    except (KernelCompileError, OSError) as error:
+                _background.append(Worker(missing[job::jobs], inline=False))
+    except Exception as error:  # a warning too, where those are errors
         logger.debug("no compilation in the background: %s", error)
 
 
@@ -179,23 +204,24 @@ def cached(request: BuildRequest) -> Build | None:
     found = cache.prebuilt(request)
     if found is not None:
         return found
-    name = cache.entry_name(request, nvrtc.find_nvrtc())
-    return _read(name, cache.places().read)
+    return _read(request, nvrtc.find_nvrtc(), cache.places().read)
 
 
-def build_here(request: BuildRequest, nvrtc_path: str, read: Sequence[Path], write: Path | None) -> tuple[Build, bool]:
-    """Compile `request` in this thread, unless it is cached; returns the build and whether it is on disk now."""
-    name = cache.entry_name(request, nvrtc_path)
-    entry = write / name if write else None
-    with cache.building(entry):
-        if found := _read(name, read):
-            return found, True
+def build_here(request: BuildRequest, nvrtc_path: str, read: Sequence[Path], write: Path | None) -> tuple[Build, str]:
+    """Compile `request` in this thread, unless it is cached; returns the build, and why it is not on disk now or ""."""
+    entry = write / cache.entry_name(request, nvrtc_path) if write else None
+    with lock.building(entry):
+        if found := _read(request, nvrtc_path, read):
+            return found, ""
         build = compile_kernel(request, nvrtc.load(nvrtc_path))
-        if entry is not None:
-            with contextlib.suppress(OSError):
-                cache.write(entry, build, cache.image_key(request))
-                return build, True
-        return build, False
+        if entry is None:
+            return build, explain("the kernel cache", "no directory that can be written", "one", _CACHE_REMEDY)
+        try:
+            cache.write(entry, build, cache.image_key(request))
+        except OSError as error:
+            got = error.strerror or str(error)
+            return build, explain(f"the kernel cache {write}", got, "room for the compiled kernels", _CACHE_REMEDY)
+        return build, ""
 
 
 def can_spawn() -> bool:
@@ -208,15 +234,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     task = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.nice(task["niceness"])
     write = Path(task["write"]) if task["write"] else None
     read = [Path(path) for path in task["read"]]
     for index, fields in enumerate(task["requests"]):
         fields["defines"] = tuple((name, value) for name, value in fields["defines"])
         _say(index=index, start=True)
         try:
-            build, stored = build_here(BuildRequest(**fields), task["nvrtc"], read, write)
-            _say(index=index, done=True, build=None if stored and not task["inline"] else _encode(build))
+            build, unkept = build_here(BuildRequest(**fields), task["nvrtc"], read, write)
+            sent = _encode(build) if unkept or task["inline"] else None
+            _say(index=index, done=True, build=sent, unkept=unkept)
         except KernelCompileError as error:
             _say(index=index, error=str(error))
     sys.stdout.flush()
@@ -235,9 +261,12 @@ def _spawn() -> subprocess.Popen[bytes]:
     )
 
 
-def _read(name: str, directories: Sequence[Path]) -> Build | None:
+def _read(request: BuildRequest, nvrtc_path: str, directories: Sequence[Path]) -> Build | None:
+    """The build of `request` in one of `directories`: one that is named like it may still be another's."""
+    name, key = cache.entry_name(request, nvrtc_path), cache.image_key(request)
     for directory in directories:
-        if found := cache.read(directory / name):
+        found = cache.read(directory / name)
+        if found is not None and found.record["image_key"] == key:
             return found
     return None
 

@@ -10,26 +10,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mla_cupy
-from mla_cupy import formats, reference
-from mla_cupy.launchers.sparse_backward_config import KERNELS
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy import dtypes, reference
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest.probe import ARCHS, Array, Finding, Machine, UnfitError, random
 
 D_QK, D_V = 576, 512
 TOLERANCE = 2.0**-6
-"""Of the largest gradient of the array. P, dS and the results are rounded to 8 (float16: 11) bits; in all random cases
-seen the error stayed below a third of this."""
+"""Tolerance relative to the largest gradient of the array. P, dS and the results are rounded to 8 (float16: 11) bits;
+in all random cases seen the error stayed below a third of this."""
 DIRECTION = 1e-4
 """The largest cosine distance of the whole gradient from the oracle's: a term left out anywhere costs more."""
 CALL_SECONDS = 600.0
+_MAIN = {kernel.name: kernel for kernel in SPARSE_BACKWARD.kernels}
 _FAMILY = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
 _INSTRUCTIONS = ("tmem/*", "mma/*", "copy/*", "reduce/*", "stmatrix/*")
 
 
 class Size(NamedTuple):
-    """Of one call."""
+    """The sizes of one call."""
 
     s_q: int
     s_kv: int
@@ -100,7 +101,7 @@ class CallProbe:
 
     def _call(self, machine: Machine, placed: list[Any]) -> list[Array]:
         dq, dkv, _ = mla_cupy.sparse_mla_backward(
-            *placed, variant=self.kernel, deterministic=self.deterministic, dkv_dtype="float32"
+            *placed, kernel=self.kernel, deterministic=self.deterministic, dkv_dtype="float32"
         )
         return [machine.download(x) for x in (dq, dkv)]
 
@@ -119,8 +120,8 @@ class CallProbe:
             problem = SparseBackwardProblem(
                 size.s_q, size.s_kv, h_q, size.topk, D_QK, self.dtype, deterministic=self.deterministic
             )
-            reason = KERNELS[self.kernel].unsupported(problem, devices.describe(machine.device))
-            if not reason:
+            reason = _MAIN[self.kernel].unsupported(problem, devices.describe(machine.device))
+            if reason is None:
                 return h_q
             reasons.append(f"{h_q} heads: {reason}")
         raise UnfitError("; ".join(reasons))
@@ -155,9 +156,9 @@ def _cosine_distance(got: Array, exact: Array) -> float:
 
 @functools.lru_cache(maxsize=2)
 def _problem(s_q: int, s_kv: int, topk: int, h_q: int, dtype: str) -> tuple[list[Array], tuple[Array, Array]]:
-    """Random inputs, some of whose indices are no rows and some of which stand twice; and the oracle's gradients."""
+    """Random inputs, with indices that are no rows and with duplicates; and the oracle's gradients."""
     rng = random(f"{s_q} {s_kv} {topk} {h_q} {dtype}")
-    kind = formats.numpy_dtype(dtype)
+    kind = dtypes.numpy_dtype(dtype)
     q = rng.standard_normal((s_q, h_q, D_QK), np.float32).astype(kind)
     kv = rng.standard_normal((s_kv, D_QK), np.float32).astype(kind)
     indices = rng.integers(0, s_kv, (s_q, topk)).astype(np.int32)
@@ -200,7 +201,7 @@ def _probes_of(kernel: str, archs: tuple[str, ...]) -> Iterator[CallProbe]:
             archs,
             after,
         )
-    if any(variant.deterministic for variant in KERNELS[kernel].SPEC.variants):
+    if any(getattr(variant, "deterministic", 0) for variant in _MAIN[kernel].variants):
         yield CallProbe(
             f"kernel/{kernel}/deterministic",
             "sparse_mla_backward(deterministic=True), the same sizes: dq and dkv the same bits each time",
@@ -216,9 +217,9 @@ def _probes_of(kernel: str, archs: tuple[str, ...]) -> Iterator[CallProbe]:
 
 
 def probes() -> list[CallProbe]:
-    """Of every main kernel that is registered for a family of GPUs with probes."""
+    """Probes of every main kernel that is registered for a family of GPUs with probes."""
     found: list[CallProbe] = []
-    for kernel in KERNELS:
+    for kernel in _MAIN:
         archs = tuple(arch for arch in ARCHS if _FAMILY[arch] in kernel)
         if archs:
             found.extend(_probes_of(kernel, archs))

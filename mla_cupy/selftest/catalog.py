@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.launchers.spec import KernelSpec
+from mla_cupy.kernels.spec import Kernel
 from mla_cupy.selftest import calls, copies, mma, reductions, tmem
 from mla_cupy.selftest.probe import ARCHS, Probe, stage
 
 #: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
-SPECS: dict[str, KernelSpec] = {
-    spec.name: spec for spec in (tmem.SPEC, mma.SPEC, copies.SPEC, reductions.REDUCE, reductions.STMATRIX)
+KERNELS: dict[str, Kernel[Any]] = {
+    kernel.name: kernel for kernel in (tmem.KERNEL, mma.KERNEL, copies.KERNEL, reductions.REDUCE, reductions.STMATRIX)
 }
 
 

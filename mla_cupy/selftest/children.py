@@ -33,8 +33,8 @@ from mla_cupy.selftest.runner import DIED, HUNG, Result, attempt
 
 START_SECONDS = 120.0
 """For the imports and the CUDA context."""
-MOST_STARTS = 2
-"""After so many in a row that failed, no further child is started."""
+MAX_STARTS = 2
+"""Failures in a row after which no further child is started."""
 _LAST_WORDS = 5
 _ANSWERS = {"ready", "error", "status"}
 """One of them is in every answer; other lines are noise of libraries."""
@@ -71,8 +71,8 @@ class Children:
             self.close()
             return Result(probe.name, status, round(time.perf_counter() - start, 3), message)
 
-        if len(self._not_begun) >= MOST_STARTS:
-            return ended(DIED, f"not tried: {MOST_STARTS} processes in a row could not begin: {self._not_begun[-1]}")
+        if len(self._not_begun) >= MAX_STARTS:
+            return ended(DIED, f"not tried: {MAX_STARTS} processes in a row could not begin: {self._not_begun[-1]}")
         try:
             if self._process is None and (status := self._begin()):
                 return ended(status, f"before it began: {self._not_begun[-1]}")

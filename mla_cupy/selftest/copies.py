@@ -1,4 +1,4 @@
-"""Probes of TMA: gather4, and boxes of heads, into and out of slabs in the 128-byte swizzle."""
+"""Probes of TMA: gather4, and boxes of heads, into and out of SW128 tiles in the 128-byte swizzle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy.launchers.spec import KernelSpec, Params, Variant
-from mla_cupy.selftest.layouts import SLAB_COLUMNS, by_rows, slab_elements
+from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.probe import ARCHS, BLACKWELL, Array, BoxMap, Case, InstructionProbe, random
 
 ROWS = 64
@@ -25,19 +25,19 @@ class CopyVariant(Variant):
 
 PARAMS = Params(rows="u8", slab_in="u8", slab_out="u8", gathers="i4", c0="i4", c1="i4", c2="i4")
 
-SPEC = KernelSpec(
-    "probe_copy_sm100",
-    "sm100/probe_copy.cu",
+KERNEL: Kernel[object] = Kernel(
+    "probes_copy",
+    "TMA gathers and boxes",
+    "probes/copy.cu",
+    PARAMS,
+    ARCHS,
     variants=tuple(map(CopyVariant, ("gather", "load", "store"))),
-    core=(),
-    supports_arch=ARCHS.__contains__,
-    params=PARAMS,
 )
 
 S_KV = 101
 _OUTSIDE = (-1, S_KV, INT_MAX, INT_MIN)
 
-#: (rows in the slab, first column, numbers that are mixed into the rows, elements between rows, dtype)
+#: (rows in the SW128 tile, first column, numbers that are mixed into the rows, elements between rows, dtype)
 GATHERS: dict[str, tuple[int, int, tuple[int, ...], int, str]] = {
     "32rows": (32, 0, (), 576, "bfloat16"),
     "32rows-outside": (32, 64, _OUTSIDE, 576, "bfloat16"),
@@ -54,8 +54,8 @@ BOXES: dict[str, tuple[int, int, tuple[int, int, int]]] = {
 }
 
 
-def _slab(rng: np.random.Generator) -> Array:
-    return rng.integers(0, 2**16, ROWS * SLAB_COLUMNS, np.uint16)
+def _sw_tile(rng: np.random.Generator) -> Array:
+    return rng.integers(0, 2**16, ROWS * SW128_COLUMNS, np.uint16)
 
 
 def _gather_case(name: str, rows: int, column: int, mixed: tuple[int, ...], stride: int, dtype: str) -> Case:
@@ -63,16 +63,16 @@ def _gather_case(name: str, rows: int, column: int, mixed: tuple[int, ...], stri
     kv = rng.integers(0, 2**16, (S_KV, stride), np.uint16)
     numbers = rng.integers(0, S_KV, rows)
     numbers[rng.permutation(rows)[: len(mixed)]] = mixed
-    slab = _slab(rng)
-    after = slab.copy()
+    sw_tile = _sw_tile(rng)
+    after = sw_tile.copy()
     inside = (numbers >= 0) & (numbers < S_KV)
-    picked = kv[np.where(inside, numbers, 0), column : column + SLAB_COLUMNS] * inside[:, None].astype(np.uint16)
-    after[slab_elements(rows)] = picked
+    picked = kv[np.where(inside, numbers, 0), column : column + SW128_COLUMNS] * inside[:, None].astype(np.uint16)
+    after[sw_tile_elements(rows)] = picked
     return Case(
-        {"kv": kv, "rows": numbers.astype(np.int32), "before": slab, "slab": np.zeros_like(by_rows(slab))},
-        ("rows", "before", "slab", rows // 4, column, 0, 0),
-        {"slab": by_rows(after)},
-        box_map=BoxMap("kv", dtype, (DIMS, S_KV), (stride,), (SLAB_COLUMNS, 1)),
+        {"kv": kv, "rows": numbers.astype(np.int32), "before": sw_tile, "sw_tile": np.zeros_like(by_rows(sw_tile))},
+        ("rows", "before", "sw_tile", rows // 4, column, 0, 0),
+        {"sw_tile": by_rows(after)},
+        box_map=BoxMap("kv", dtype, (DIMS, S_KV), (stride,), (SW128_COLUMNS, 1)),
     )
 
 
@@ -80,20 +80,20 @@ def _box_case(name: str, copy: str, heads: int, queries: int, at: tuple[int, int
     rng = random(name)
     q = rng.integers(0, 2**16, (queries, heads, DIMS), np.uint16)
     column, head, query = at
-    slab, elements = _slab(rng), slab_elements(ROWS)
-    box = (query, slice(head, head + ROWS), slice(column, column + SLAB_COLUMNS))
+    sw_tile, elements = _sw_tile(rng), sw_tile_elements(ROWS)
+    box = (query, slice(head, head + ROWS), slice(column, column + SW128_COLUMNS))
     there = q[box].shape[0]  # heads that exist
-    after_q, after_slab = q.copy(), slab.copy()
+    after_q, after_sw_tile = q.copy(), sw_tile.copy()
     if copy == "load":
-        after_slab[elements] = 0
-        after_slab[elements[:there]] = q[box]
+        after_sw_tile[elements] = 0
+        after_sw_tile[elements[:there]] = q[box]
     else:
-        after_q[box] = slab[elements[:there]]
+        after_q[box] = sw_tile[elements[:there]]
     return Case(
-        {"q": q, "before": slab, "slab": np.zeros_like(by_rows(slab))},
-        (0, "before", "slab", 0, *at),
-        {"q": after_q, "slab": by_rows(after_slab)},
-        box_map=BoxMap("q", "bfloat16", (DIMS, heads, queries), (DIMS, DIMS * heads), (SLAB_COLUMNS, ROWS, 1)),
+        {"q": q, "before": sw_tile, "sw_tile": np.zeros_like(by_rows(sw_tile))},
+        (0, "before", "sw_tile", 0, *at),
+        {"q": after_q, "sw_tile": by_rows(after_sw_tile)},
+        box_map=BoxMap("q", "bfloat16", (DIMS, heads, queries), (DIMS, DIMS * heads), (SW128_COLUMNS, ROWS, 1)),
     )
 
 
@@ -103,7 +103,7 @@ def _gather(label: str) -> InstructionProbe:
     outside = ", some outside of the tensor" if mixed else ""
     about = f"{rows // 4} gather4 of 4 rows x 128 bytes, columns {column} to {column + 63}{outside}, 512 bytes apart"
     case = partial(_gather_case, name, rows, column, mixed, stride, dtype)
-    return InstructionProbe(name, about, SPEC, CopyVariant("gather"), case, BLACKWELL)
+    return InstructionProbe(name, about, KERNEL, CopyVariant("gather"), case, BLACKWELL)
 
 
 def _box(copy: str, label: str) -> InstructionProbe:
@@ -111,7 +111,7 @@ def _box(copy: str, label: str) -> InstructionProbe:
     heads, queries, at = BOXES[label]
     about = f"3-D {copy} of a box of 64 columns x 64 heads of one query at {at}, where there are {heads} heads"
     case = partial(_box_case, name, copy, heads, queries, at)
-    return InstructionProbe(name, about, SPEC, CopyVariant(copy), case, ARCHS)
+    return InstructionProbe(name, about, KERNEL, CopyVariant(copy), case, ARCHS)
 
 
 PROBES = (

@@ -1,4 +1,4 @@
-"""Where elements lie, by formula: sums in tensor memory, registers of its loads, the 128-byte swizzle.
+"""The positions of elements, by formula: sums in tensor memory, registers of its loads, the 128-byte swizzle.
 
 Written from the PTX ISA (tcgen05: data path layouts, load and store shapes; shared-memory swizzling) and CUTLASS's
 layouts of the same, and not from the simulator, so that it and the GPU are held to a third opinion.
@@ -15,8 +15,8 @@ Array = npt.NDArray[Any]
 
 LANES = 128
 WARP = 32
-SLAB_COLUMNS = 64
-"""Of 16-bit elements: a row of 128 bytes."""
+SW128_COLUMNS = 64
+"""16-bit elements in a row of 128 bytes."""
 
 
 class Cells(NamedTuple):
@@ -27,7 +27,7 @@ class Cells(NamedTuple):
 
 
 def sum_cells(m: int, n: int, weight_stationary: bool = False) -> Cells:
-    """Of the element (row, column) of D, as two (m, n) arrays, relative to D's address.
+    """Lane and column of the element (row, column) of D, as two (m, n) arrays, relative to D's address.
 
     Layout D (M = 128): row r is lane r. Layout F (M = 64): row r is lane 32 (r / 16) + r % 16. The weight-stationary
     forms E (M = 64) and G (M = 32) cut D's columns into 128 / M parts, one for each M lanes.
@@ -42,7 +42,7 @@ def sum_cells(m: int, n: int, weight_stationary: bool = False) -> Cells:
 
 
 def shape_cells(shape: str, registers: int) -> Cells:
-    """Of register i of thread t in a load or store, as two (registers, 32) arrays, relative to its address.
+    """Lane and column of register i of thread t in a load or store, as two (registers, 32) arrays, from its address on.
 
     32x32b: lane t, column i. 16x256b: four registers for each 8 columns; of them 0 and 1 are lane t / 4, columns
     2 (t % 4) and the next, 2 and 3 the same columns of the lane 8 further.
@@ -54,17 +54,17 @@ def shape_cells(shape: str, registers: int) -> Cells:
 
 
 def swizzled(offset: Array) -> Array:
-    """Byte offset in an aligned slab: bits 4 to 6 (the 16-byte chunk) exclusive-or bits 7 to 9 (the row of eight)."""
+    """Byte offset in an aligned SW128 tile: bits 4 to 6 (the 16-byte chunk) xor bits 7 to 9 (the row of eight)."""
     result: Array = offset ^ (offset >> 7 & 7) << 4
     return result
 
 
-def slab_elements(rows: int) -> Array:
-    """Where element (row, column) of a slab of 16-bit elements lies, counted in elements: a (rows, 64) array."""
-    row, column = np.arange(rows)[:, None], np.arange(SLAB_COLUMNS)[None, :]
+def sw_tile_elements(rows: int) -> Array:
+    """Where element (row, column) of an SW128 tile of 16-bit elements lies, counted in elements: a (rows, 64) array."""
+    row, column = np.arange(rows)[:, None], np.arange(SW128_COLUMNS)[None, :]
     return swizzled(row * 128 + column * 2) // 2
 
 
-def by_rows(slab: Array) -> Array:
-    """The elements of a slab as they lie: (rows, 64)."""
-    return slab.reshape(-1, SLAB_COLUMNS)
+def by_rows(sw_tile: Array) -> Array:
+    """The elements of an SW128 tile in the order of memory: (rows, 64)."""
+    return sw_tile.reshape(-1, SW128_COLUMNS)

@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy import formats
-from mla_cupy.launchers.spec import KernelSpec, Params, Variant
+from mla_cupy import dtypes
+from mla_cupy.kernels.spec import Kernel, Params, Variant
 from mla_cupy.selftest.layouts import sum_cells
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random, small_integers
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
 
 STEP_K = 16
-MOST_PRODUCTS = 2
+MAX_PRODUCTS = 2
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,20 @@ PARAMS = Params(
     **dict.fromkeys(("a0", "a1", "b0", "b1", "cells", "dump"), "u8"),
     **{
         f"{field}{i}": "i4"
-        for i in range(MOST_PRODUCTS)
+        for i in range(MAX_PRODUCTS)
         for field in ("m", "n", "a_mn", "b_mn", "lane", "column", "steps", "accumulate")
     },
     products="i4",
     window="i4",
 )
 
-SPEC = KernelSpec(
-    "probe_mma_sm100",
-    "sm100/probe_mma.cu",
+KERNEL: Kernel[object] = Kernel(
+    "probes_mma",
+    "products of tcgen05",
+    "probes/mma.cu",
+    PARAMS,
+    BLACKWELL,
     variants=tuple(MmaVariant(dtype, ws) for dtype in ("bfloat16", "float16") for ws in (0, 1)),
-    core=(),
-    supports_arch=BLACKWELL.__contains__,
-    params=PARAMS,
 )
 
 K, MN = False, True
@@ -93,7 +93,7 @@ SINGLE: dict[str, Product] = {
     "dq-rope-m64n64-64keys": Product(64, 64, MN, MN),
 }
 
-#: One instruction, and a second slab of columns.
+#: One instruction, and a second sw_tile of columns.
 DEPTHS: dict[str, Product] = {
     **{
         f"{name}-1step": replace(SINGLE[name], steps=1)
@@ -127,7 +127,7 @@ WEIGHT_STATIONARY: dict[str, Product] = {
 
 def _bits(x: Array, dtype: str) -> Array:
     """As 16-bit patterns, which need no library that knows the type."""
-    return np.ascontiguousarray(x).astype(formats.numpy_dtype(dtype)).view(np.uint16)
+    return np.ascontiguousarray(x).astype(dtypes.numpy_dtype(dtype)).view(np.uint16)
 
 
 def _case(name: str, variant: MmaVariant, products: tuple[Product, ...], window: int) -> Case:
@@ -141,7 +141,7 @@ def _case(name: str, variant: MmaVariant, products: tuple[Product, ...], window:
         at = sum_cells(product.m, product.n, bool(variant.weight_stationary))
         place = at.lanes + product.lane, at.columns + product.column
         dump[place] = a @ b.T + (dump[place] if product.accumulate else 0)
-    numbers = [0] * 8 * MOST_PRODUCTS
+    numbers = [0] * 8 * MAX_PRODUCTS
     for i, product in enumerate(products):
         numbers[8 * i : 8 * i + 8] = product.parameters()
     addresses = tuple(x if x in arrays else 0 for x in ("a0", "a1", "b0", "b1"))
@@ -157,7 +157,7 @@ def _probe(
     variant = MmaVariant(dtype, weight_stationary)
     window = LAST_WINDOW if "rope" in name else 0  # where the kernel has them
     case = partial(_case, full_name, variant, products, window)
-    return InstructionProbe(full_name, about, SPEC, variant, case, needs=("tmem/*/32x32b.x32-*",))
+    return InstructionProbe(full_name, about, KERNEL, variant, case, needs=("tmem/*/32x32b.x32-*",))
 
 
 def _probes() -> Iterator[InstructionProbe]:

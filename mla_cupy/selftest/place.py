@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import device, env
+from mla_cupy.runtime.remedies import INSTALL_CUPY
 from mla_cupy.selftest.probe import ARCHS, Machine
 
 DEFAULT_ARCH = "sm_100a"
@@ -51,7 +52,7 @@ def find(arch: str, simulate: bool = False) -> Place:
         others = ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in gpus)
         reason = f"no {arch} GPU here" + (f", only {others}" if others else "")
     elif importlib.util.find_spec("cupy") is None:
-        reason = f'{fitting[0].name} is here, but CuPy is not installed: pip install "mla_cupy[cu12]"'
+        reason = f"{fitting[0].name} is here, but CuPy is not installed: {INSTALL_CUPY}"
     return Place(arch, "" if reason else fitting[0].name, driver, reason)
 
 

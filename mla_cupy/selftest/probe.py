@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import arrays
-from mla_cupy.launchers.spec import MAP_BYTES, KernelSpec, Launch, Variant, argument_block
+from mla_cupy.kernels.pipeline import bind
+from mla_cupy.kernels.spec import Kernel, Variant
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.driver import Dim3
-from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
 
 Array = npt.NDArray[Any]
 
@@ -25,11 +26,11 @@ ARCHS = HOPPER + BLACKWELL
 AXES = {
     "dump": ("lane", "column"),
     "loaded": ("warp", "register", "thread"),
-    "slab": ("row", "place"),
+    "sw_tile": ("row", "place"),
     "sums": ("group", "element"),
     "q": ("query", "head", "column"),
 }
-"""Of the arrays that probes compare, so that a report can be read without their source."""
+"""Names of the arrays that probes compare, so that a report can be read without the source."""
 INSTRUCTION_SECONDS = 20.0
 """After which the probe of an instruction is taken to hang."""
 
@@ -46,7 +47,7 @@ class Machine(NamedTuple):
     simulated: bool
 
     def upload(self, x: Array) -> Any:
-        """An array there. In the simulator CuPy's family is a stand-in, see `simulation.simulated`."""
+        """An array on the device. In the simulator CuPy's family is replaced, see `simulation.simulated`."""
         family = arrays.cupy_family()
         return family.from_numpy(x, self.device, family.current_stream(self.device))
 
@@ -116,7 +117,7 @@ class Case:
     arrays
         What is in memory before, by name.
     parameters
-        Of the kernel's record: a name stands for the address of that array.
+        Members of the kernel's record: a name means the address of that array.
     expected
         What is in some of the arrays afterwards, exactly.
     """
@@ -134,7 +135,7 @@ class InstructionProbe:
 
     name: str
     about: str
-    spec: KernelSpec
+    kernel: Kernel[Any]
     variant: Variant
     make: Callable[[], Case] = field(repr=False)
     archs: tuple[str, ...] = BLACKWELL
@@ -143,7 +144,7 @@ class InstructionProbe:
 
     def requests(self, arch: str) -> list[BuildRequest]:
         """Its one kernel."""
-        return [self.spec.request(self.variant, arch)]
+        return [self.kernel.request(self.variant, arch)]
 
     def run(self, machine: Machine) -> Finding:
         """Launch once; every element of every expected array must be equal."""
@@ -161,13 +162,13 @@ class InstructionProbe:
         address = {name: family.view(x).ptr for name, x in placed.items()}
         values = [address[x] if isinstance(x, str) else x for x in case.parameters]
         box_map = case.box_map
-        args = argument_block(self.spec.params.size, *([MAP_BYTES] if box_map else []))
-        self.spec.params.pack_into(args.views[0], *values)
+        args = driver.ArgumentBlock((self.kernel.params.size, *([MAP_BYTES] if box_map else [])))
+        self.kernel.params.pack_into(args.views[0], *values)
         if box_map:
             args.views[1][:] = driver.current().encode_tiled(box_map.spec(address[box_map.array]))
-        kernel = Launch(self.spec.request(self.variant, machine.arch), machine.device, dependent=False)
+        request, stream = self.kernel.request(self.variant, machine.arch), family.current_stream(machine.device)
         with driver.device_guard(machine.device):
-            kernel(case.grid, args, family.current_stream(machine.device))
+            bind(request, machine.device, case.grid, args, stream, dependent=False)(stream)
 
 
 def first_difference(name: str, got: Array, wanted: Array) -> str:
@@ -197,5 +198,5 @@ def random(name: str) -> np.random.Generator:
 
 
 def small_integers(rng: np.random.Generator, *shape: int, most: int = 4) -> Array:
-    """So small that no product or sum of them is rounded, in whatever order it is made."""
+    """So small that no product or sum of them is rounded, in any order."""
     return rng.integers(-most, most, shape, endpoint=True).astype(np.float32)

@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy import formats
-from mla_cupy.launchers.spec import KernelSpec, Params, Variant
-from mla_cupy.selftest.layouts import SLAB_COLUMNS, by_rows, slab_elements
+from mla_cupy import dtypes
+from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
 
 THREADS = 128
@@ -32,22 +32,22 @@ class StmatrixVariant(Variant):
     keys: int
 
 
-REDUCE = KernelSpec(
-    "probe_reduce_sm100",
-    "sm100/probe_reduce.cu",
+REDUCE: Kernel[object] = Kernel(
+    "probes_reduce",
+    "reductions into global memory",
+    "probes/reduce.cu",
+    Params(values="u8", wanted="u8", sums="u8", groups="i4", padding="i4"),
+    ARCHS,
     variants=tuple(map(ReduceVariant, (4, 2, 1))),
-    core=(),
-    supports_arch=ARCHS.__contains__,
-    params=Params(values="u8", wanted="u8", sums="u8", groups="i4", padding="i4"),
 )
 
-STMATRIX = KernelSpec(
-    "probe_stmatrix_sm100",
-    "sm100/probe_stmatrix.cu",
+STMATRIX: Kernel[object] = Kernel(
+    "probes_stmatrix",
+    "transposed stores of matrices",
+    "probes/stmatrix.cu",
+    Params(scores="u8", slab_in="u8", slab_out="u8"),
+    ARCHS,
     variants=tuple(StmatrixVariant(dtype, keys) for dtype in ("bfloat16", "float16") for keys in (32, 64)),
-    core=(),
-    supports_arch=ARCHS.__contains__,
-    params=Params(scores="u8", slab_in="u8", slab_out="u8"),
 )
 
 
@@ -71,13 +71,13 @@ def _reduce_case(name: str, width: int, groups: int) -> Case:
 def _stmatrix_case(name: str, dtype: str, keys: int) -> Case:
     rng = random(name)
     scores = small_integers(rng, HEADS, keys, most=127)
-    slab = rng.integers(0, 2**16, HEADS * SLAB_COLUMNS, np.uint16)
-    after = slab.copy()
-    after[slab_elements(keys)] = np.ascontiguousarray(scores.T).astype(formats.numpy_dtype(dtype)).view(np.uint16)
+    sw_tile = rng.integers(0, 2**16, HEADS * SW128_COLUMNS, np.uint16)
+    after = sw_tile.copy()
+    after[sw_tile_elements(keys)] = np.ascontiguousarray(scores.T).astype(dtypes.numpy_dtype(dtype)).view(np.uint16)
     return Case(
-        {"scores": scores, "before": slab, "slab": np.zeros_like(by_rows(slab))},
-        ("scores", "before", "slab"),
-        {"slab": by_rows(after)},
+        {"scores": scores, "before": sw_tile, "sw_tile": np.zeros_like(by_rows(sw_tile))},
+        ("scores", "before", "sw_tile"),
+        {"sw_tile": by_rows(after)},
     )
 
 
@@ -91,7 +91,7 @@ def _reduce(width: int, groups: int) -> InstructionProbe:
 
 def _stmatrix(dtype: str, keys: int) -> InstructionProbe:
     name = f"stmatrix/{dtype}-{keys}keys"
-    about = f"stmatrix.x4.trans of fragments of 64 heads x {keys} keys to a slab with a row for each key"
+    about = f"stmatrix.x4.trans of fragments of 64 heads x {keys} keys to a sw_tile with a row for each key"
     variant = StmatrixVariant(dtype, keys)
     return InstructionProbe(name, about, STMATRIX, variant, partial(_stmatrix_case, name, dtype, keys), ARCHS)
 

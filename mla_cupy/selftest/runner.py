@@ -13,9 +13,9 @@ from mla_cupy.selftest.probe import Machine, Probe, UnfitError, stage
 
 PASSED, FAILED, DIED, HUNG, SKIPPED, UNFIT = "passed", "failed", "died", "hung", "skipped", "unfit"
 BAD = (FAILED, DIED, HUNG)
-MOST_HANGS = 3
-"""Of a stage: what hangs costs its whole time limit, and the rest will hardly do better."""
-_MOST_OF_A_MESSAGE = 600
+MAX_HANGS = 3
+"""Hangs of a stage after which the rest is skipped: each costs its whole time limit, and more are likely."""
+_MAX_MESSAGE = 600
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def blocked(probe: Probe, results: Sequence[Result]) -> str:
             return f"{result.name} {'was ' if result.status == SKIPPED else ''}{result.status}"
     mine = stage(probe.name)
     hung = sum(result.status == HUNG and stage(result.name) == mine for result in results)
-    return f"{hung} probes of {mine} hung" if hung >= MOST_HANGS else ""
+    return f"{hung} probes of {mine} hung" if hung >= MAX_HANGS else ""
 
 
 @contextmanager
@@ -108,5 +108,5 @@ def attempt(probe: Probe, machine: Machine) -> Result:
     except UnfitError as error:
         return result(UNFIT, str(error))
     except Exception as error:
-        return result(DIED, f"{type(error).__name__}: {error}"[:_MOST_OF_A_MESSAGE])
+        return result(DIED, f"{type(error).__name__}: {error}"[:_MAX_MESSAGE])
     return result(FAILED if finding.difference else PASSED, finding.difference, finding.compared)

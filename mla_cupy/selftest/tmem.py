@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy.launchers.spec import KernelSpec, Params, Variant
+from mla_cupy.kernels.spec import Kernel, Params, Variant
 from mla_cupy.selftest.layouts import LANES, WARP, shape_cells
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random
 
@@ -41,13 +41,13 @@ PARAMS = Params(
     padding="i4",
 )
 
-SPEC = KernelSpec(
-    "probe_tmem_sm100",
-    "sm100/probe_tmem.cu",
+KERNEL: Kernel[object] = Kernel(
+    "probes_tmem",
+    "loads and stores of tensor memory",
+    "probes/tmem.cu",
+    PARAMS,
+    BLACKWELL,
     variants=tuple(TmemVariant(shape, count) for shape, (_, counts) in SHAPES.items() for count in counts),
-    core=(),
-    supports_arch=BLACKWELL.__contains__,
-    params=PARAMS,
 )
 
 
@@ -87,7 +87,7 @@ def _probe(variant: TmemVariant, lane: int, store: bool) -> InstructionProbe:
     else:
         about = f"tcgen05.ld.{shape}.x{repetitions} from lane {lane} of 32 on, of cells stored by 32x32b"
     case = partial(_case, name, variant, lane, column, window, group, store)
-    return InstructionProbe(name, about, SPEC, variant, case)
+    return InstructionProbe(name, about, KERNEL, variant, case)
 
 
 PROBES = tuple(

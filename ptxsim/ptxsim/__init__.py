@@ -1,5 +1,6 @@
 """Functional simulator of PTX for sm_90a and sm_100a: runs what NVRTC emits on NumPy arrays, without a GPU."""
 
+from ._version import __version__
 from .errors import (
     DeadlockError,
     DescriptorError,
@@ -14,19 +15,28 @@ from .errors import (
     SyncError,
     UnknownInstruction,
 )
+from .findings import Finding, Place
 from .memory import Memory
 from .module import Module
+from .mutate import Mutation, Outcome, mutate, mutations
 from .report import Report
+from .rules import RULES
 from .tensormap import TensorMap, TensorMapError, encode_im2col, encode_tiled
 from .timeline import Timeline
+from .watch import Watch
 
 __all__ = [
+    "RULES",
     "DeadlockError",
     "DescriptorError",
+    "Finding",
     "KernelTrap",
     "Memory",
     "MemoryFault",
     "Module",
+    "Mutation",
+    "Outcome",
+    "Place",
     "PoisonError",
     "PtxSyntaxError",
     "RaceError",
@@ -39,6 +49,10 @@ __all__ = [
     "TensorMapError",
     "Timeline",
     "UnknownInstruction",
+    "Watch",
+    "__version__",
     "encode_im2col",
     "encode_tiled",
+    "mutate",
+    "mutations",
 ]

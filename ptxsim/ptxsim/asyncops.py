@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .accesses import Where
 from .errors import DescriptorError, MemoryFault, PoisonError
 from .ir import Instr
 from .machine import AsyncOp
 from .memory import BUFFER_SHIFT, GENERIC_BASE, RANK_SHIFT, space_of
+from .numeric import count_nonzero
 from .ops_mbar import find, shared_target
 from .tensormap import Decoded, decode
 from .tma import (
@@ -24,7 +26,6 @@ from .tma import (
     load_tile,
     store_tile,
 )
-from .warp import _Where
 
 Ctx = "the executing warp (see warp.Warp)"
 _CLUSTER, _GPU = 2, 3  # how strong reductions are (see Order.strength)
@@ -201,11 +202,11 @@ class BulkLoad:
         if shadow is not None:
             words = words_of(chunks)
             view = detector.async_view(W.agent)
-            detector.async_write(W.agent, view, shadow, words, barrier.agent, _Where(W, ins))
+            detector.async_write(W.agent, view, shadow, words, barrier.agent, Where(W, ins))
         if touched:
             # The source may be overwritten once the mbarrier has completed: the reads carry its clock.
-            view, agents = detector.global_view(W.agent), (barrier.agent,)
-            detector.async_read(W.agent, view, *touched, agents, barrier.phase + 1, _Where(W, ins))
+            view = detector.global_view(W.agent)
+            detector.async_read(W.agent, view, *touched, barrier.agent, barrier.phase + 1, Where(W, ins))
         memory = cta.shared
         memory.chunks[chunks] = 0xFFFFFFFF
         memory.chunk_init[chunks] = 0
@@ -305,10 +306,10 @@ class BulkStore:
         detector, shadow = W.cta.cluster.detector, cta.shadow
         if shadow is not None:
             view = detector.async_view(W.agent)
-            where = _Where(W, ins)
-            detector.async_read(W.agent, view, shadow, words_of(chunks), (group.agent,), group.issued, where)
+            where = Where(W, ins)
+            detector.async_read(W.agent, view, shadow, words_of(chunks), group.agent, group.issued, where)
         if touched:
-            writer, where = group.writer, _Where(W, ins)
+            writer, where = group.writer, Where(W, ins)
             detector.async_write(W.agent, detector.global_view(W.agent), *touched, writer, where, strength)
         clock = group.issued
         held: list[np.ndarray] = []
@@ -371,7 +372,7 @@ def wait_bulk(W: Ctx, L: object, keep: int, read: bool) -> None:
         detector = W.cta.cluster.detector
         if detector:
             for agent in (group.agent,) if read else (group.agent, group.writer):
-                detector.V[W.agent, agent] = max(int(detector.V[W.agent, agent]), need)
+                detector.learn(W.agent, agent, need)
 
 
 def copy_shared_to_shared(
@@ -391,9 +392,9 @@ def copy_shared_to_shared(
     read_words = np.arange(offset // 4, (offset + size) // 4)
     words = np.arange(place // 4, (place + size) // 4)
     if detector:
-        view, where = detector.async_view(W.agent), _Where(W, ins)
+        view, where = detector.async_view(W.agent), Where(W, ins)
         # The source is free once the destination's mbarrier has completed: its reads carry that barrier's clock.
-        detector.async_read(W.agent, view, cta.shadow, read_words, (barrier.agent,), barrier.phase + 1, where)
+        detector.async_read(W.agent, view, cta.shadow, read_words, barrier.agent, barrier.phase + 1, where)
         strength = _CLUSTER * (reduction is not None)
         detector.async_write(W.agent, view, target.shadow, words, barrier.agent, where, strength)
 
@@ -416,39 +417,48 @@ def copy_shared_to_shared(
     W.cta.cluster.submit(None, AsyncOp("bulk copy between blocks", finish))
 
 
-def st_async_lane(
-    W: Ctx, ins: Instr, address: int, barrier_address: int, data: np.ndarray, poison: bool, reduction: str | None,
-    kind: str,
+def st_async_together(
+    W: Ctx, ins: Instr, addresses: np.ndarray, barrier_address: int, data: np.ndarray, poison: np.ndarray,
+    reduction: str | None, kind: str,
 ) -> None:  # fmt: skip
-    """Perform st.async or red.async of one lane."""
-    target, place = shared_target(W, ins, address, True)
-    size = len(data)
-    if place % size or place + size > target.shared.limit:
+    """Perform st.async or red.async of lanes whose addresses differ, in one block and for one of its mbarriers.
+
+    ``data`` are each lane's bytes [lane, byte]; ``poison`` tells which lanes' are undefined.
+    """
+    target, _ = shared_target(W, ins, int(addresses[0]), True)
+    places = addresses.astype(np.int64) - target.shared.base
+    size = data.shape[1]
+    bad = (places % size != 0) | (places < 0) | (places + size > target.shared.limit)
+    if count_nonzero(bad):
+        address = int(addresses[bad][0])
         W.fail(MemoryFault, ins, f"shared address {address:#x} is misaligned or out of range for {size} bytes")
     barrier = find(W, ins, barrier_address, asynchronous=True)
     if barrier.cta is not target:
         W.fail(MemoryFault, ins, "destination and mbarrier of an asynchronous store are in different blocks")
     detector = W.cta.cluster.detector if W.launch.check else None
-    words, agent = np.arange(place // 4, (place + size + 3) // 4), barrier.store_agent()
+    words, agent = (places[:, None] // 4 + np.arange((size + 3) // 4)).reshape(-1), barrier.store_agent()
     if detector:
         # The access itself is generic (a reduction is relaxed); only its completion is asynchronous.
-        view, where = detector.V[W.agent].copy(), _Where(W, ins)
+        view, where = detector.generic_view(W.agent), Where(W, ins)
         strength = _CLUSTER * (reduction is not None)
         detector.async_write(W.agent, view, target.shadow, words, agent, where, strength)
+    index = places[:, None] + np.arange(size)
 
     def finish() -> None:
         if not target.alive:
             W.sync_error(ins, "an asynchronous store arrives in a block that has exited")
-        out = target.shared.bytes[place : place + size]
+        defined = np.uint8(1) - poison[:, None].astype("u1")
+        memory = target.shared
         if reduction is None:
-            out[...] = data
-            target.shared.init[place : place + size] = 0 if poison else 1
+            memory.bytes[index] = data
+            memory.init[index] = defined
         else:
             code = f"u{int(kind[1:]) // 8}"
-            out.view(code)[...] = combine(out.view(code), data.view(code), reduction, kind)
-            target.shared.init[place : place + size] &= 0 if poison else 1
+            memory.bytes[index] = combine(memory.bytes[index].view(code), data.view(code), reduction, kind).view("u1")
+            memory.init[index] &= defined
         if detector:
             detector.finish_write(target.shadow, words, agent, barrier.phase + 1)
-        barrier.complete_tx(size)
+        for _ in range(len(data)):
+            barrier.complete_tx(size)
 
     W.cta.cluster.submit(None, AsyncOp("asynchronous store", finish))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from functools import cache
 
 from .errors import UnknownInstruction
 from .ir import TYPE_BITS, Instr, Reg, Sym, operand_regs
@@ -23,15 +24,23 @@ VIEWS = {
 """NumPy type code in which values of a PTX type are computed."""
 
 
+_SYNCHRONISING = frozenset(("bar", "barrier", "mbarrier", "wgmma", "tcgen05", "cp"))
+_NOT_SYNCHRONISING = frozenset(
+    ("init", "inval", "mma_async", "mma", "ld", "st", "alloc", "dealloc", "relinquish_alloc_permit")
+)
+"""Opcodes of instructions that synchronise, and modifiers of those that do not."""
+
+
 class Block:
     """A straight run of instructions; ``solo`` blocks hold one instruction that may park the fragment."""
 
-    __slots__ = ("fall", "gather", "index", "instrs", "live_in", "live_out", "solo", "start", "succ")
+    __slots__ = ("fall", "gather", "index", "instrs", "live_in", "live_out", "solo", "start", "succ", "synchronises")
 
     def __init__(self, index: int, start: int, instrs: list[Instr]) -> None:
         self.index, self.start, self.instrs = index, start, instrs
         self.solo = False
         self.gather: Instr | None = None
+        self.synchronises = False
         self.succ: list[int] = []
         self.fall = index + 1
         self.live_in: set[int] = set()
@@ -40,6 +49,12 @@ class Block:
 
 def uses_defs(ins: Instr) -> tuple[list[Reg], list[Reg]]:
     """Return the registers an instruction reads and writes."""
+    if ins.registers is None:
+        ins.registers = _uses_defs(ins)
+    return ins.registers
+
+
+def _uses_defs(ins: Instr) -> tuple[list[Reg], list[Reg]]:
     spec = OPS[ins.op]
     count = spec.dst_count(ins)
     defs = [r for arg in ins.args[:count] for r in operand_regs(arg)]
@@ -49,6 +64,26 @@ def uses_defs(ins: Instr) -> tuple[list[Reg], list[Reg]]:
     if ins.guard is not None:
         uses = [*uses, ins.guard, *defs]
     return uses, defs
+
+
+_NEUTRAL = frozenset(("add", "sub", "ld", "st", "mov", "selp"))
+"""Opcodes that do the same to the bits of signed and unsigned integers (mul and mad do with ``.lo``)."""
+
+
+@cache
+def _votes(op: str, mods: tuple[str, ...]) -> dict[int, str]:
+    """Return, by width in bits, the array type in which instructions of a form want their registers.
+
+    It is unsigned where the sign does not matter.
+    """
+    types = [m for m in mods if m in TYPE_BITS]
+    neutral = op in _NEUTRAL or "lo" in mods or (op == "setp" and mods[0] in ("eq", "ne"))
+    views = {}
+    for name in types[-1:] + types[:1]:
+        if name[0] != "b" and name != "pred":
+            view = VIEWS[name]
+            views[TYPE_BITS[name]] = f"u{view[1:]}" if neutral and view[0] == "i" else view
+    return views
 
 
 class Cfg:
@@ -83,6 +118,9 @@ class Cfg:
             block = Block(index, start, instrs[start:end])
             block.solo = OPS[instrs[start].op].kind in ("sync", "direct")
             block.gather = gather.get(start)
+            block.synchronises = (
+                block.solo and instrs[start].op in _SYNCHRONISING and not _NOT_SYNCHRONISING & set(instrs[start].mods)
+            )
             blocks.append(block)
         self.block_at = {block.start: block.index for block in blocks}
         self.block_at[len(instrs)] = len(blocks)
@@ -120,9 +158,12 @@ class Cfg:
             defined: set[int] = set()
             for ins in block.instrs:
                 uses, defs = uses_defs(ins)
-                used.update(r.index for r in uses if r.index not in defined)
+                for reg in uses:
+                    if reg.index not in defined:
+                        used.add(reg.index)
                 if ins.guard is None:
-                    defined.update(r.index for r in defs)
+                    for reg in defs:
+                        defined.add(reg.index)
             gen.append(used)
             kill.append(defined)
         preds: dict[int, list[int]] = defaultdict(list)
@@ -146,22 +187,19 @@ class Cfg:
 
     def _storage(self) -> list[str]:
         """Choose per register the array type in which its users mostly want it, among those of its width."""
-        votes: dict[int, Counter] = defaultdict(Counter)
+        votes: dict[int, dict[str, int]] = {}
         for ins in self.code.instrs:
-            types = [m for m in ins.mods if m in TYPE_BITS]
-            if not types:
+            views = _votes(ins.op, tuple(ins.mods))
+            if not views:
                 continue
             uses, defs = uses_defs(ins)
-            for reg in {*uses, *defs}:
-                for name in {types[0], types[-1]}:
-                    if TYPE_BITS[name] == reg.bits and name != "pred" and name[0] != "b":
-                        votes[reg.index][VIEWS[name]] += 1
+            for reg in (*uses, *defs):
+                view = views.get(reg.bits)
+                if view:
+                    mine = votes.setdefault(reg.index, {})
+                    mine[view] = mine.get(view, 0) + 1
         storage = []
         for reg in self.code.regs:
-            if reg.type == "pred":
-                storage.append("b1")
-            elif votes[reg.index]:
-                storage.append(votes[reg.index].most_common(1)[0][0])
-            else:
-                storage.append(VIEWS[reg.type])
+            mine = votes.get(reg.index)
+            storage.append(max(mine, key=mine.__getitem__) if mine and reg.type != "pred" else VIEWS[reg.type])
         return storage

@@ -8,12 +8,15 @@ a :class:`Park`.
 
 from __future__ import annotations
 
+import re
 import struct
+from functools import lru_cache
 
 import numpy as np
 
 from . import numeric
 from .cfg import VIEWS, Block, Cfg
+from .errors import SimError
 from .ir import SINK, TYPE_BITS, Addr, Imm, Instr, Neg, Not, Reg, SReg, Sym
 from .registry import OPS, Mods, unknown
 
@@ -37,11 +40,32 @@ class Park:
         self.since = 0
 
 
-class Codegen:
-    """Generates the function of a run of blocks in one variant (full warp or compacted lanes)."""
+@lru_cache(maxsize=1 << 14)
+def _constant(value: int, view: str) -> tuple[np.generic, np.ndarray]:
+    """Return raw bits as a scalar of a type code and as an array of 32."""
+    bits = int(view[1:]) * 8 if view != "b1" else 1
+    scalar = numeric.from_bits(value & ((1 << bits) - 1), view)
+    array = np.full(WIDTH, scalar, dtype=scalar.dtype)
+    array.flags.writeable = False
+    return scalar, array
 
-    def __init__(self, cfg: Cfg, env: dict, full: bool) -> None:
-        self.cfg, self.env, self.full = cfg, env, full
+
+class Codegen:
+    """Generates the function of a run of blocks in one variant.
+
+    Its text names neither registers nor other objects: those are default values of its parameters. So blocks of the
+    same form, in whatever kernel, have the same text, which is compiled once.
+
+    It is for a full warp or for some of its lanes (``full``), and for registers without poison only (``clean``) or for
+    all: most blocks never meet any, and without it their code is half as long.
+    """
+
+    def __init__(self, cfg: Cfg, full: bool, clean: bool = False) -> None:
+        self.cfg, self.full, self.clean = cfg, full, clean
+        self.expected: list[str] = []
+        self.names: list[str] = []
+        self.values: list[object] = []
+        self.numbers: dict[int, str] = {}
         self.kernel = cfg.code.name
         self.prologue: list[str] = []
         self.body: list[str] = []
@@ -64,25 +88,25 @@ class Codegen:
         self.body.append(text)
 
     def bind(self, value: object, stem: str = "H") -> str:
-        """Put a Python object into the function's globals and return its name."""
-        index = self.env["_counter"] = self.env.get("_counter", 0) + 1
-        name = f"{stem}{index}"
-        self.env[name] = value
+        """Make a Python object a default value of the function and return its name."""
+        name = f"{stem}{len(self.names)}"
+        self.names.append(name)
+        self.values.append(value)
         return name
+
+    def number(self, value: int) -> str:
+        """Return the name of a number: of a register or a block."""
+        if value not in self.numbers:
+            self.numbers[value] = self.bind(value, "K")
+        return self.numbers[value]
 
     def const(self, value: int, view: str) -> str:
         """Return the name of a constant array; ``value`` are the raw bits."""
         key = (value, view)
         if key not in self.consts:
-            bits = int(view[1:]) * 8 if view != "b1" else 1
-            scalar = numeric.from_bits(value & ((1 << bits) - 1), view)
+            scalar, array = _constant(value, view)
             if self.full:
-                array = np.full(WIDTH, scalar, dtype=scalar.dtype)
-                array.flags.writeable = False
-                cache = self.env.setdefault("_consts", {})
-                if key not in cache:
-                    cache[key] = self.bind(array, "C")
-                self.consts[key] = cache[key]
+                self.consts[key] = self.bind(array, "C")
             else:
                 name = self.name("c")
                 self.prologue.append(f"{name} = full(N, {self.bind(scalar, 'S')})")
@@ -94,11 +118,14 @@ class Codegen:
         """Bring a live-in register into locals."""
         if reg.index in self.views:
             return
-        name, mask = self.name(f"r{reg.index}"), self.name(f"q{reg.index}")
-        if self.full:
-            self.prologue.append(f"{name} = R[{reg.index}]; {mask} = Q[{reg.index}]")
+        name, mask, index = self.name("r"), None if self.clean else self.name("q"), self.number(reg.index)
+        if self.clean:
+            self.prologue.append(f"{name} = R[{index}]")
+            self.expected.append(f"Q[{index}]")
+        elif self.full:
+            self.prologue.append(f"{name} = R[{index}]; {mask} = Q[{index}]")
         else:
-            self.prologue.append(f"{name} = R[{reg.index}][L]; {mask} = Q[{reg.index}]")
+            self.prologue.append(f"{name} = R[{index}][L]; {mask} = Q[{index}]")
             self.prologue.append(f"if {mask} is not None: {mask} = anyq({mask}[L])")
         self.views[reg.index] = {self.cfg.storage[reg.index]: name}
         self.masks[reg.index] = mask
@@ -109,7 +136,7 @@ class Codegen:
         known = self.views[reg.index]
         if view not in known:
             base = next(iter(known.values()))
-            known[view] = self.name(f"r{reg.index}")
+            known[view] = self.name("r")
             self.line(f"{known[view]} = {base}.view({view!r})")
         return known[view]
 
@@ -133,9 +160,13 @@ class Codegen:
             return name
         if isinstance(operand, Sym):
             name = self.name("a")
-            self.line(f"{name} = full(N, W.symbol({operand.name!r}, {operand.offset})).astype({view!r})")
+            self.line(f"{name} = full(N, {self._symbol(operand.name, operand.offset)}).astype({view!r})")
             return name
         raise unknown(self.kernel, self.ins, f"operand {operand!r} is not a value")
+
+    def _symbol(self, name: str, offset: int) -> str:
+        """Return the expression for a variable's address."""
+        return f"W.symbol({self.bind(name)}, {self.bind(offset)})"
 
     def _src_reg(self, reg: Reg, type_name: str, view: str) -> str:
         want, have = TYPE_BITS[type_name], reg.bits
@@ -191,7 +222,7 @@ class Codegen:
         elif isinstance(operand.base, Sym):
             name = self.name("a")
             offset = operand.base.offset + operand.offset
-            self.line(f"{name} = full(N, W.symbol({operand.base.name!r}, {offset})).astype({view!r})")
+            self.line(f"{name} = full(N, {self._symbol(operand.base.name, offset)}).astype({view!r})")
             return name
         else:
             raise unknown(self.kernel, self.ins, "bad address operand")
@@ -209,7 +240,7 @@ class Codegen:
             return names[0]
         if len(names) == 2:
             a, b = names
-            return f"{a} if {b} is None else {b} if {a} is None else {a} | {b}"
+            return f"{a} if {b} is None or {a} is {b} else {b} if {a} is None else {a} | {b}"
         chain = " is ".join([*names, "None"])
         return f"None if {chain} else orq({', '.join(names)})"
 
@@ -230,24 +261,27 @@ class Codegen:
             raw = f"({expr}).view('u{bits // 8}')" if view[0] == "f" else f"({expr})"
             expr, view = f"{raw}.astype({wide!r})", wide
         mask = self.poison() if poison is True else poison
-        name = self.name(f"r{dst.index}")
         if self.ins.guard is not None and OPS[self.ins.op].kind == "alu":
             expr, mask = self._guarded(dst, view, expr, mask)
-        self.line(f"{name} = {expr}")
-        mask_name = None
-        if mask is not None:
-            mask_name = self.name(f"q{dst.index}")
-            self.line(f"{mask_name} = {mask}")
-        self.views[dst.index] = {view: name}
-        self.masks[dst.index] = mask_name
+        self.views[dst.index] = {view: self._named(expr, "r")}
+        self.masks[dst.index] = None if mask is None else self._named(mask, "q")
         self.dirty[dst.index] = dst
 
-    def _guarded(self, dst: Reg, view: str, expr: str, mask: str | None) -> tuple[str, str]:
+    def _named(self, expr: str, stem: str) -> str:
+        """Return a local that holds an expression; one that is a name already (each is given once) needs no other."""
+        if expr.isidentifier() and expr != "None":
+            return expr
+        name = self.name(stem)
+        self.line(f"{name} = {expr}")
+        return name
+
+    def _guarded(self, dst: Reg, view: str, expr: str, mask: str | None) -> tuple[str, str | None]:
         """Merge a guarded result with the old value of its destination."""
         pred = self.guard_value()
         old = self._view(dst, view)
-        old_mask = self.masks[dst.index] or "None"
-        return f"where({pred}, {expr}, {old})", f"selq({pred}, {mask or 'None'}, {old_mask})"
+        old_mask = self.masks[dst.index]
+        merged = f"selq({pred}, {mask}, {old_mask})" if mask or old_mask else None
+        return f"where({pred}, {expr}, {old})", merged
 
     def guard_value(self) -> str:
         """Return the local that holds the guard's truth value; a poisoned guard is an error."""
@@ -308,6 +342,18 @@ class Codegen:
         for (operand, type_name), value, mask in zip(results, outs[::2], outs[1::2], strict=False):
             self.out(operand, type_name, value, mask)
 
+    def check(self, ins: Instr) -> None:
+        """Emit an instruction only to see that it can be; what its operands make impossible is an unknown form."""
+        try:
+            if OPS[ins.op].kind == "term":
+                self._terminator(ins, self.cfg.blocks[0])
+            else:
+                self.emit(ins)
+        except SimError:
+            raise
+        except Exception as error:  # an operand of a kind that the emitter does not expect
+            raise unknown(self.kernel, ins, f"operand form ({type(error).__name__}: {error})") from error
+
     # ---- whole functions ---------------------------------------------------------------------------------------
     def emit(self, ins: Instr) -> None:
         """Emit one instruction."""
@@ -316,8 +362,8 @@ class Codegen:
         OPS[ins.op].emit(self, ins, mods)
         mods.done()
 
-    def function(self, blocks: list[Block], name: str) -> str:
-        """Return the source of the function for a run of blocks that follow each other."""
+    def function(self, blocks: list[Block]) -> tuple[str, tuple]:
+        """Return the source of the function for a run of blocks that follow each other, and its default values."""
         last = blocks[-1]
         terminator = None
         for block in blocks:
@@ -330,37 +376,56 @@ class Codegen:
         body, self.body = self.body, []
         epilogue = self._epilogue(last)
         size = "32" if self.full else "len(L)"
-        lines = [f"N = {size}", *self.prologue, *body, *epilogue, *tail]
-        return f"def {name}(W, R, Q, L):\n  " + "\n  ".join(lines) + "\n"
+        text = "\n".join([*self.prologue, *body, *tail])
+        lines = [
+            *([f"N = {size}"] if re.search(r"\bN\b", text) else []),
+            *self._entry(blocks[0]),
+            *self.prologue,
+            *body,
+            *epilogue,
+            *tail,
+        ]
+        given = ", ".join(["W", "R", "Q", "L", *(f"{name}=0" for name in self.names)])
+        return f"def block({given}):\n  " + "\n  ".join(lines) + "\n", tuple(self.values)
+
+    def _entry(self, first: Block) -> list[str]:
+        """Return the test of the clean variant, which leaves registers with poison to the other one."""
+        if not self.expected:
+            return []
+        return [
+            f"if not ({' is '.join([*self.expected, 'None'])}):"
+            f" return W.program.tainted({self.number(first.index)})(W, R, Q, L)"
+        ]
 
     def _epilogue(self, last: Block) -> list[str]:
         lines = []
         for index, reg in self.dirty.items():
             if index not in last.live_out:
                 continue
-            self.body = []
+            self.body, at = [], self.number(index)
             value = self._view(reg, self.cfg.storage[index])
             lines += self.body
             mask = self.masks[index] or "None"
             if self.full:
-                lines.append(f"R[{index}] = {value}; Q[{index}] = {mask}")
+                lines.append(f"R[{at}] = {value}; Q[{at}] = {mask}")
             else:
-                lines.append(f"R[{index}] = put(R[{index}], L, {value}); Q[{index}] = putq(Q[{index}], L, {mask})")
+                lines.append(f"R[{at}] = put(R[{at}], L, {value}); Q[{at}] = putq(Q[{at}], L, {mask})")
         return lines
 
     def _terminator(self, ins: Instr | None, last: Block) -> list[str]:
         if ins is None:
-            return [f"return {last.index + 1}"]
+            return [f"return {self.number(last.index + 1)}"]
         self.ins, self.sources = ins, []
         mods = Mods(ins, self.kernel)
         target = OPS[ins.op].emit(self, ins, mods)
         mods.done()
+        target = self.number(target) if isinstance(target, int) else target
         if ins.guard is None:
             return [f"return {target}"]
         pred = self.guard_value()
         count = self.name("n")
         self.line(f"{count} = cnt({pred})")
-        fall = last.index + 1
+        fall = self.number(last.index + 1)
         return [
             f"if {count} == N: return {target}",
             f"if {count} == 0: return {fall}",

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .accesses import Where
 from .asyncops import read_bytes
 from .errors import MemoryFault
 from .ir import Instr
 from .machine import AsyncOp
+from .numeric import count_nonzero
 from .ops_mbar import find, groups
-from .warp import _Where
 
 Ctx = "the executing warp (see warp.Warp)"
 _ALL, _EVERY = np.arange(32), np.ones(32, bool)
@@ -39,16 +40,31 @@ class Copy:
         if not pick.any():
             return
         self.left[self.lanes[pick]] = False
-        data = np.zeros((int(np.count_nonzero(pick)), self.size), "u1")
-        for row, count, address in zip(data, take[pick], self.source[pick], strict=True):
-            if count:
-                row[:count] = read_bytes(W, ins, int(address), int(count))
+        data = np.zeros((int(count_nonzero(pick)), self.size), "u1")
+        whole = self._gathered(W, pick, take)
+        if whole is not None:
+            data = whole
+        else:
+            for row, count, address in zip(data, take[pick], self.source[pick], strict=True):
+                if count:
+                    row[:count] = read_bytes(W, ins, int(address), int(count))
         shared, width = self.cta.shared, int(self.code[1:])
         shared.view(self.code)[self.index[pick]] = data.view(self.code)
         shared.init_view(width)[self.index[pick]] = int.from_bytes(b"\1" * width, "little")
         if self.cta.shadow is not None:
             state = cp_state(W)
             W.cta.cluster.detector.finish_write(self.cta.shadow, self.words[pick].reshape(-1), state.agent, self.number)
+
+    def _gathered(self, W: Ctx, pick: np.ndarray, take: np.ndarray) -> np.ndarray | None:
+        """Return the bytes of lanes that all copy their full size from inside one array (None: they do not)."""
+        source = self.source[pick]
+        buffer = W.memory.find(int(source[0])) if count_nonzero(take[pick] == self.size) == len(source) else None
+        if buffer is None:
+            return None
+        offset = source - np.uint64(buffer.base)  # what lies below the array wraps to a large number
+        if int(offset.max()) + self.size > buffer.size:
+            return None
+        return buffer.bytes[offset.view(np.intp)[:, None] + np.arange(self.size)]
 
 
 class CpAsync:
@@ -66,7 +82,7 @@ class CpAsync:
         self.apart: list[list[int]] | None = None
         detector = W.cta.cluster.detector
         # By the letter of the model cp.async writes through the generic proxy; production kernels rely on less.
-        self.agent = detector.new_agent(f"cp.async of {W.name}", W.launch.strict) if detector else 0
+        self.agent = detector.new_agent(f"cp.async of {W.name}", True, soft=True) if detector else 0
 
     def complete(self, W: Ctx, need: np.ndarray) -> None:
         """Finish every lane's copies up to its number."""
@@ -119,11 +135,11 @@ def cp_async_copy(
     """Issue cp.async of ``size`` bytes per lane; bytes past ``source_size`` are zeros."""
     cta, state = W.cta, cp_state(W)
     offset = (dst - cta.shared_base).astype("i8")
-    if np.count_nonzero(dst & np.uint32(size - 1)):
+    if count_nonzero(dst & np.uint32(size - 1)):
         W.misaligned(ins, dst, size, L)
     if int(offset.max()) + size > cta.shared.limit or int(offset.min()) < 0:
         W.out_of_shared(ins, dst, L)
-    if np.count_nonzero(src & np.uint64(size - 1)):
+    if count_nonzero(src & np.uint64(size - 1)):
         W.misaligned(ins, src, size, L)
     take = np.full(len(dst), size)
     if source_size is not None and source_size.dtype == bool:
@@ -155,14 +171,14 @@ def _tell(W: Ctx, ins: Instr, copy: Copy, take: np.ndarray) -> None:
     detector, state = W.cta.cluster.detector, cp_state(W)
     if not detector:
         return
-    view, where = detector.V[W.agent], _Where(W, ins)
+    view, where = detector.generic_view(W.agent), Where(W, ins)
     if W.cta.shadow is not None:
         detector.async_write(W.agent, view, W.cta.shadow, copy.words.reshape(-1), state.agent, where)
     if W.shadows is not None:
         for address, count in zip(copy.source, take, strict=True):
             touched = W.shadows.words(int(address), int(count)) if count else None
             if touched:
-                detector.async_read(W.agent, view, *touched, (state.agent,), copy.number, where)
+                detector.async_read(W.agent, view, *touched, state.agent, copy.number, where)
 
 
 def cp_async_commit(W: Ctx, L: object) -> None:
@@ -177,7 +193,7 @@ def cp_async_wait(W: Ctx, L: object, keep: int | None) -> None:
     state.complete(W, need)
     detector = W.cta.cluster.detector
     if detector:
-        detector.V[W.agent, state.agent] = max(int(detector.V[W.agent, state.agent]), int(need.max()))
+        detector.learn(W.agent, state.agent, int(need.max()))
 
 
 def cp_async_arrive(W: Ctx, L: object, ins: Instr, a: np.ndarray, noinc: bool) -> None:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class SimError(RuntimeError):
-    """Any failure while parsing or running PTX."""
+    """Any failure while parsing or running PTX.
+
+    Attributes
+    ----------
+    finding : Finding or None
+        What is wrong, as an object, where an instruction is to blame.
+    findings : list of Finding
+        Everything that the launch found before it stopped, this last.
+    """
+
+    finding = None
+    findings: Sequence = ()
 
 
 class PtxSyntaxError(SimError):
@@ -48,4 +61,4 @@ class KernelTrap(SimError):  # noqa: N818
 
 
 class StrictWarning(UserWarning):
-    """A rule of the ISA that production kernels bend; an error with ``strict=True``."""
+    """A broken rule of the ISA that the launch allows (see ``rules.RULES``)."""

@@ -22,18 +22,14 @@ TYPE_BITS = {
 """Width in bits of every fundamental and packed type the simulator knows."""
 
 
-@dataclass(eq=False)
 class Reg:
-    """A virtual register: ``index`` is its slot in the register file of every warp."""
+    """A virtual register: ``index`` is its slot in the register file of every warp, ``bits`` its declared width."""
 
-    name: str
-    type: str
-    index: int
+    __slots__ = ("bits", "index", "name", "type")
 
-    @property
-    def bits(self) -> int:
-        """Declared width in bits."""
-        return TYPE_BITS[self.type]
+    def __init__(self, name: str, type: str, index: int) -> None:
+        self.name, self.type, self.index = name, type, index
+        self.bits = TYPE_BITS[type]
 
     def __repr__(self) -> str:
         return self.name
@@ -112,7 +108,11 @@ SINK = Sink()
 
 @dataclass(eq=False)
 class Instr:
-    """One PTX instruction; ``mods`` is the dotted tail of the opcode, in order."""
+    """One PTX instruction.
+
+    ``mods`` is the dotted tail of the opcode, in order; ``loc`` the file and line that ``.loc`` tells, ``number`` its
+    place in its kernel, ``registers`` those it reads and writes (once somebody has asked for them).
+    """
 
     op: str
     mods: list[str]
@@ -122,6 +122,9 @@ class Instr:
     guard: Reg | None = None
     guard_neg: bool = False
     targets: list[int] = field(default_factory=list)
+    loc: tuple[int, int] | None = None
+    number: int = -1
+    registers: tuple[list[Reg], list[Reg]] | None = None
 
     @property
     def opcode(self) -> str:
@@ -181,12 +184,15 @@ class ModuleIR:
     target: str
     functions: dict[str, Function]
     variables: dict[str, Variable]
+    files: dict[int, str] = field(default_factory=dict)
 
 
 def operand_regs(operand: object) -> list[Reg]:
     """Return every register inside an operand, in order."""
     if isinstance(operand, Reg):
         return [operand]
+    if isinstance(operand, (Imm, Sym)):
+        return []
     if isinstance(operand, Vec):
         return [r for item in operand.items for r in operand_regs(item)]
     if isinstance(operand, Addr):

@@ -116,9 +116,10 @@ def _emit_body(
     for position, ins in enumerate(function.instrs):
         for label in at.get(position, ()):
             out.label_here(names.get(label, label))
-        args = [rewrite(arg, regs, names) for arg in ins.args]
+        # A kernel's own names stay (only calls rename what they inline); its instructions are copied all the same.
+        args = [rewrite(arg, regs, names) for arg in ins.args] if depth else [*ins.args]
         guard = regs.get(ins.guard, ins.guard) if ins.guard else None
-        new = replace(ins, args=args, guard=guard)
+        new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=ins.loc)
         if new.op in ("addc", "subc", "madc") or (new.op in ("add", "sub", "mad") and "cc" in new.mods):
             new = _lower_carry(new, out)
         if new.op == "ret":

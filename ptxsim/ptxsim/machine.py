@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from .errors import DeadlockError, SimError, StepLimitError, StrictWarning, SyncError
+from .findings import Finding
 from .globalrace import GlobalShadows
 from .hb import Detector
-from .memory import RANK_SHIFT, SHARED_RESERVED, Buffer, Shared
+from .memory import RANK_SHIFT, Buffer, Shared
 from .shadow import Shadow
 from .sync import ClusterBarrier, MBarrier, NamedBarrier
 from .warp import Warp
@@ -20,6 +21,9 @@ from .warp import Warp
 _PATIENCE = 4
 """Rounds of the scheduler after which asynchronous work goes on although some warps can run."""
 
+
+_REGISTERS = 65536
+"""32-bit registers of an SM."""
 
 _QUIET = frozenset(("cp", "bulk", "wgmma"))
 """Queues (by the first part of their keys) whose work signals nothing: who needs it finishes it by waiting."""
@@ -45,7 +49,7 @@ class Cta:
         size = self.program.dynamic_offset + self.launch.dynamic_shared
         self.shared = Shared(size, rank)
         self.shared_base = np.uint32(self.shared.base)
-        self.shadow = Shadow(self.shared.size // 4) if self.launch.check else None
+        self.shadow = Shadow(self.shared.size // 4, block=ctaid) if self.launch.check else None
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
         self.tmem: object = None
@@ -54,6 +58,7 @@ class Cta:
         for index in range(-(-threads // 32)):
             self.warps.append(Warp(self, index, min(32, threads - 32 * index)))
         self.state: dict = {}
+        self.registers = Counter(dict.fromkeys(range(len(self.warps)), self.launch.registers))
 
     def symbol(self, name: str) -> int:
         """Return a variable's address."""
@@ -89,12 +94,10 @@ class Cta:
             for key, group in warp.state.items():
                 if key[0] == "bulk" and group.waited < group.issued:
                     text = (
-                        f"kernel {self.program.name}: block {self.ctaid} exits while bulk stores of {warp.name} lane"
+                        f"block {self.ctaid} exits while bulk stores of {warp.name} lane"
                         f" {key[1]} may still read its shared memory (no wait_group)"
                     )
-                    if self.launch.strict:
-                        raise SyncError(text)
-                    self.launch.warn(("exit", "bulk"), text)
+                    self.launch.bend("bulk-exit", SyncError, warp, text)
         for barrier in self.named.values():
             if barrier.arrived:
                 # Legal (the hardware drops it), but worth knowing.
@@ -103,76 +106,15 @@ class Cta:
             if barrier.tx:
                 raise SyncError(f"kernel {self.program.name}: block {self.ctaid} exits with {barrier.state()}")
 
-    def special_register(self, warp: Warp, name: str) -> tuple[np.ndarray, bool]:
-        """Return a special register's 32 values, and whether they never change."""
-        launch = self.launch
-        lanes = np.arange(32, dtype="u4")
-        thread = lanes + np.uint32(32 * warp.index)
-        bx, by, _ = launch.block
-        axis = "xyz".find(name[-1]) if name[-2:-1] == "." else -1
-        if name.startswith("%tid"):
-            values = (thread % bx, thread // bx % by, thread // (bx * by))
-            return values[axis].astype("u4"), True
-        if name.startswith(("%clock", "%globaltimer")):
-            wide = "u8" if name in ("%clock64", "%globaltimer") else "u4"
-            return np.full(32, launch.steps & (0xFFFFFFFFFFFFFFFF if wide == "u8" else 0xFFFFFFFF), wide), False
-        if name.startswith("%lanemask_"):
-            one = np.uint64(1)
-            wide = lanes.astype("u8")
-            masks = {
-                "eq": one << wide,
-                "lt": (one << wide) - one,
-                "le": (one << (wide + one)) - one,
-                "gt": ~((one << (wide + one)) - one),
-                "ge": ~((one << wide) - one),
-            }
-            return (masks[name[-2:]] & np.uint64(0xFFFFFFFF)).astype("u4"), True
-        if name == "%laneid":
-            return lanes, True
-        return np.full(32, self._uniform(warp, name, axis), "u8" if name == "%gridid" else "u4"), True
-
-    def _uniform(self, warp: Warp, name: str, axis: int) -> int:
-        """Return a special register that is the same in all lanes."""
-        launch, cluster = self.launch, self.launch.cluster
-        grid = launch.grid
-        blocks = tuple(g // c for g, c in zip(grid, cluster, strict=False))
-        inside = tuple(i % c for i, c in zip(self.ctaid, cluster, strict=False))
-        table = {
-            "%ntid": launch.block,
-            "%ctaid": self.ctaid,
-            "%nctaid": grid,
-            "%clusterid": tuple(i // c for i, c in zip(self.ctaid, cluster, strict=False)),
-            "%nclusterid": blocks,
-            "%cluster_ctaid": inside,
-            "%cluster_nctaid": cluster,
-        }
-        if axis >= 0 and name[:-2] in table:
-            return table[name[:-2]][axis]
-        size = self.program.dynamic_offset + launch.dynamic_shared
-        plain = {
-            "%warpid": warp.index,
-            "%nwarpid": 64,
-            "%cluster_ctarank": self.rank,
-            "%cluster_nctarank": int(np.prod(cluster)),
-            "%is_explicit_cluster": int(np.prod(cluster) > 1),
-            "%smid": self.cluster.index % 148,
-            "%nsmid": 148,
-            "%gridid": 1,
-            "%dynamic_smem_size": launch.dynamic_shared,
-            "%total_smem_size": size,
-            "%aggr_smem_size": size + SHARED_RESERVED,
-        }
-        if name not in plain:
-            raise SimError(f"special register {name} is not modelled")
-        return plain[name]
-
 
 class Cluster:
     """The blocks of a cluster, which run together and share a race detector."""
 
     def __init__(self, launch: object, index: int, ctaids: list[tuple[int, int, int]]) -> None:
         self.launch, self.index = launch, index
-        self.detector = launch.detector or (Detector(launch.strict) if launch.check else None)
+        self.detector = launch.detector or (Detector(launch.allow) if launch.check else None)
+        if self.detector:
+            self.detector.watch = launch.watcher
         # Work that may wake a warp, and work that only the wait of its own thread finishes (see _QUIET).
         self.queues: dict[tuple, deque[AsyncOp]] = {}
         self.quiet: dict[tuple, deque[AsyncOp]] = {}
@@ -250,12 +192,14 @@ class Launch:
         self.grid, self.block, self.cluster = options["grid"], options["block"], options["cluster"]
         self.dynamic_shared: int = options["smem"]
         self.mode: str = options["mode"]
-        self.strict: bool = options["strict"]
+        self.allow: frozenset[str] = options["allow"]
         self.check: bool = options["check"]
         self.resident: int = options["resident"]
+        self.workspace: int = options.get("workspace", 0)
         self.step_limit: int = options["max_steps"]
         self.rng = np.random.default_rng(options["seed"])
         self.random = self.mode == "random"
+        self.registers: int = registers_of(program.function.directives, int(np.prod(self.block)))
         self.steps = self.stale = 0
         self.counts = np.zeros(len(program.blocks), np.int64)
         self.traffic = [0] * 8
@@ -265,11 +209,15 @@ class Launch:
         self.banks = options.get("banks")
         self.timeline = options.get("timeline")
         race_global = options.get("race_global")
-        self.detector = Detector(self.strict) if race_global else None
+        self.detector = Detector(self.allow) if race_global else None
         self.shadows = GlobalShadows(memory) if race_global else None
         self.tmem_base: int = options.get("tmem_base", 0)
-        self.warned: set = set()
+        self.watcher: Callable | None = None
+        self.progress: Callable[[int, int, int], None] | None = options.get("progress")
+        self.keep_going: bool = options["keep_going"]
+        self.found: dict[tuple, Finding] = {}
         self.printed: list[str] = []
+        self.elect: str = options["elect"]
         self.elected: dict[bytes, int] = {}
         self.maps: dict[int, int] = {}
         self.notes: list[str] = []
@@ -283,11 +231,32 @@ class Launch:
             raise SimError(f"kernel {self.program.name}: symbol {name!r} is not defined")
         return found
 
-    def warn(self, rule: tuple, text: str) -> None:
-        """Warn once per rule."""
-        if rule not in self.warned:
-            self.warned.add(rule)
-            warnings.warn(text, StrictWarning, stacklevel=2)
+    def note(self, text: str) -> None:
+        """Keep an oddity that is legal, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def keep(self, finding: Finding) -> bool:
+        """Keep a finding, unless one like it is kept already; return whether it is new."""
+        new = finding.key not in self.found
+        self.found.setdefault(finding.key, finding)
+        return new
+
+    def warn(self, finding: Finding) -> None:
+        """Keep a broken rule that is allowed, and warn of it once."""
+        if self.keep(finding):
+            warnings.warn(str(finding), StrictWarning, stacklevel=2)
+
+    def stop(self, finding: Finding, kind: type[SimError]) -> None:
+        """Raise a finding."""
+        error = kind(str(finding))
+        error.finding, error.findings = finding, [*self.found.values(), finding]
+        raise error
+
+    def bend(self, rule: str, kind: type[SimError], warp: Warp, text: str) -> None:
+        """Raise, or warn if the rule may be broken, where no instruction is to blame but that a warp exits."""
+        last = warp.program.instructions[-1]
+        warp.bend(rule, kind, last, text)
 
     # ---- hooks of the statistics and the timeline ----------------------------------------------------------------
     def note_park(self, park: object) -> None:
@@ -329,12 +298,15 @@ class Launch:
         """Run every cluster of the grid, ``resident`` of them at a time."""
         waiting = self.waiting
         waiting.extend(enumerate(self.cluster_origins()))
+        total = len(waiting)
         with np.errstate(all="ignore"):
             while waiting or self.clusters:
                 while waiting and len(self.clusters) < self.resident:
                     index, ctaids = waiting.popleft()
                     self.clusters.append(Cluster(self, index, ctaids))
                 self._round()
+                if self.progress is not None:
+                    self.progress(total - len(waiting) - len(self.clusters), total, self.steps)
                 for cluster in [c for c in self.clusters if not c.alive]:
                     self._retire(cluster)
 
@@ -403,6 +375,18 @@ class Launch:
             for queue in (*cluster.queues.values(), *cluster.quiet.values()):
                 lines.append(f"  in flight: {', '.join(op.name for op in queue)}")
         return "\n".join(lines)
+
+
+def registers_of(directives: dict, threads: int) -> int:
+    """Return the registers that a thread starts with: what the kernel declares, or its share of what an SM has.
+
+    The compiler gives a kernel that uses ``setmaxnreg`` the largest number that its launch bounds allow.
+    """
+    if "maxnreg" in directives:
+        return int(directives["maxnreg"][0])
+    blocks = int(directives.get("minnctapersm", (1,))[0])
+    warps = -(-threads // 32)
+    return min(_REGISTERS // (blocks * 32 * warps) // 8 * 8, 256)
 
 
 __all__ = ["RANK_SHIFT", "AsyncOp", "Cluster", "Cta", "Launch"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -34,7 +35,9 @@ from .memory import GENERIC_BASE, Buffer, Memory
 from .parse import parse
 from .program import Program, constant_image, place
 from .report import BankCounter, Report
+from .rules import allowed
 from .tensormap import TensorMap
+from .watch import Watch
 
 Dims = int | Sequence[int]
 MAX_SHARED = 227 * 1024
@@ -58,6 +61,9 @@ class Module:
         Rules of the ISA that production kernels bend are errors (default) or warnings.
     memory : Memory, optional
         Global memory to share between modules.
+    allow : collection of str, optional
+        Names of rules (:data:`~.rules.RULES`) that may be broken, with a warning. ``strict=False`` allows all that
+        production kernels are known to break; every check is still made, and the report lists what was found.
 
     Raises
     ------
@@ -65,18 +71,24 @@ class Module:
         The text cannot be parsed.
     """
 
-    def __init__(self, ptx: str, strict: bool = True, memory: Memory | None = None) -> None:
+    def __init__(
+        self, ptx: str, strict: bool = True, memory: Memory | None = None, allow: Collection[str] = ()
+    ) -> None:
         self.ir, self._programs = _loaded(ptx)
-        self.strict = strict
+        self.strict, self.allow = strict, allow
         self.memory = memory or Memory()
         self.on_idle = None
+        self._load()
+
+    def _load(self) -> None:
+        """Put the module's variables into memory."""
         image, constants = constant_image(self.ir)
-        self.constants = Buffer(image, 0, "constant memory")
+        self.constants = Buffer(self.memory.store("", image), 0, "constant memory")
         self.offsets: dict[str, tuple[str, int]] = {name: ("const", at) for name, at in constants.items()}
         self.globals: dict[str, np.ndarray] = {}
         for var in self.ir.variables.values():
             if var.space == "global" and not var.extern:
-                self.globals[var.name] = np.zeros(var.size, np.uint8)
+                self.globals[var.name] = self.memory.store(var.name, np.zeros(var.size, np.uint8))
                 place(self.globals[var.name], var)
                 self.offsets[var.name] = ("global", self.memory.map(self.globals[var.name], var.name))
         self._relocate(constants)
@@ -94,6 +106,13 @@ class Module:
                 else:
                     self.globals[var.name][at : at + width] = raw
 
+    def with_ir(self, ir: ModuleIR) -> Module:
+        """Return a module of a changed program, with memory of its own."""
+        other = copy.copy(self)
+        other.ir, other._programs, other.memory = ir, {}, self.memory.fresh()
+        other._load()
+        return other
+
     @property
     def kernels(self) -> list[str]:
         """Names of the entry functions."""
@@ -109,7 +128,12 @@ class Module:
             function = self.ir.functions.get(name)
             if function is None or not function.entry:
                 raise SimError(f"no kernel {name!r}; the module has {', '.join(self.kernels)}")
-            self._programs[name] = Program(self.ir, function)
+            try:
+                self._programs[name] = Program(self.ir, function)
+            except SimError:
+                raise
+            except Exception as error:
+                raise SimError(f"kernel {name} cannot be loaded ({type(error).__name__}: {error})") from error
         return self._programs[name]
 
     def launch(
@@ -126,10 +150,16 @@ class Module:
         resident: int = 1,
         max_steps: int = 50_000_000,
         strict: bool | None = None,
+        allow: Collection[str] | None = None,
+        keep_going: bool = False,
+        watch: Watch | None = None,
         banks: bool = False,
         timeline: object = None,
         race_global: bool = False,
         tmem_base: int = 0,
+        elect: str = "lowest",
+        progress: Callable[[int, int, int], None] | None = None,
+        cooperative: bool = False,
     ) -> Report:
         """Run a kernel to its end.
 
@@ -154,8 +184,12 @@ class Module:
             How many clusters run interleaved.
         max_steps : int, optional
             Basic blocks after which the launch is given up as a hang.
-        strict : bool, optional
-            Overrides the module's setting.
+        strict, allow : optional
+            Override the module's settings.
+        keep_going : bool, optional
+            Go on after a race, and list all distinct ones in the report's findings, instead of raising the first.
+        watch : Watch, optional
+            Bytes of memory whose accesses the report lists. Needs ``check`` (for global memory ``race_global``).
         banks : bool, optional
             Count shared-memory bank conflicts per instruction.
         timeline : Timeline, optional
@@ -164,6 +198,13 @@ class Module:
             Race and proxy detection in global memory as well (blocks that exchange data).
         tmem_base : int, optional
             First tensor-memory column that allocations start at.
+        elect : {'lowest', 'random'}, optional
+            Which lane ``elect.sync`` elects: the lowest of its mask, as hardware does and production kernels assume, or
+            one that the seed draws, which the ISA allows too.
+        progress : callable, optional
+            Called now and then with the clusters that have finished, all clusters, and the executed blocks so far.
+        cooperative : bool, optional
+            All blocks are resident, and may wait for each other with cooperative groups' grid barrier.
 
         Returns
         -------
@@ -172,9 +213,12 @@ class Module:
         """
         if mode not in ("early", "late", "random"):
             raise ValueError(f"mode {mode!r} is not 'early', 'late' or 'random'")
+        if elect not in ("lowest", "random"):
+            raise ValueError(f"elect {elect!r} is not 'lowest' or 'random'")
         program = self.program(name)
         grid3, block3 = _dims(grid), _dims(block)
         cluster3 = check_shape(program, grid3, block3, cluster, smem)
+        barrier = np.zeros(2, np.uint32)
         launch = Launch(
             self,
             program,
@@ -187,18 +231,27 @@ class Module:
             mode=mode,
             seed=seed,
             check=check,
-            resident=resident,
+            resident=int(np.prod(grid3)) if cooperative else resident,
+            workspace=self.memory.map(barrier, "the grid barrier") if cooperative else 0,
             max_steps=max_steps,
-            strict=self.strict if strict is None else strict,
+            allow=allowed(self.strict if strict is None else strict, self.allow if allow is None else allow),
+            keep_going=keep_going,
+            watch=watch,
             banks=BankCounter() if banks else None,
             timeline=timeline,
             race_global=race_global,
             tmem_base=tmem_base,
+            elect=elect,
+            progress=progress,
         )
+        if watch is not None:
+            watch.attach(launch)
         try:
             launch.run()
         finally:
             sys.stdout.write("".join(launch.printed))
+            if cooperative:
+                self.memory.unmap(launch.workspace)
         return Report(launch)
 
     def _pack(self, program: Program, args: Sequence[object]) -> Buffer:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+try:  # NumPy's own function without its dispatch in Python, which costs more than the counting
+    from numpy._core.multiarray import count_nonzero
+except ImportError:  # NumPy 1.x
+    from numpy.core.multiarray import count_nonzero
+
 _HALF_TIE = np.uint64(0x10000000)
 _LOW29 = np.uint64(0x1FFFFFFF)
 _ABOVE_TINY32 = np.uint32(0x7F000000)
@@ -28,10 +33,10 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     total = product + c
     result = total.astype("f4")
     tie = (total.view("u8") & _LOW29) == _HALF_TIE
-    all_large = np.count_nonzero(result.view("u4") & _ABOVE_TINY32) == result.size  # cheaper than the look below
-    if all_large and not np.count_nonzero(tie):
+    all_large = count_nonzero(result.view("u4") & _ABOVE_TINY32) == result.size  # cheaper than the look below
+    if all_large and not count_nonzero(tie):
         return result
-    if np.count_nonzero(tie | ((np.abs(total) < _TINY32) & (total != 0))):
+    if count_nonzero(tie | ((np.abs(total) < _TINY32) & (total != 0))):
         return round_to_odd(product, c.astype("f8"), total).astype("f4")
     return result
 
@@ -50,7 +55,7 @@ def round_to_odd(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
 def flush(x: np.ndarray) -> np.ndarray:
     """Flush float32 subnormals to zero, keeping the sign (``.ftz``)."""
     small = (x.view("u4") & np.uint32(0x7F800000)) == 0
-    if np.count_nonzero(small):
+    if count_nonzero(small):
         return np.where(small, np.copysign(np.float32(0), x), x)
     return x
 
@@ -112,14 +117,14 @@ def fmin(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """PTX min: NaN only if both are NaN, -0 below +0."""
     low = np.fmin(a, b)
     zero = (a == 0) & (b == 0)
-    return np.where(zero & (np.signbit(a) | np.signbit(b)), -low.dtype.type(0), low) if np.count_nonzero(zero) else low
+    return np.where(zero & (np.signbit(a) | np.signbit(b)), -low.dtype.type(0), low) if count_nonzero(zero) else low
 
 
 def fmax(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """PTX max: NaN only if both are NaN, +0 above -0."""
     high = np.fmax(a, b)
     zero = (a == 0) & (b == 0)
-    if np.count_nonzero(zero):
+    if count_nonzero(zero):
         return np.where(zero & ~(np.signbit(a) & np.signbit(b)), high.dtype.type(0), high)
     return high
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 
+from .numeric import count_nonzero
 from .ops_float import from_bf16
 
 RESERVED_CHUNKS = 64
@@ -15,8 +16,12 @@ RESERVED_CHUNKS = 64
 
 ELEMENT_BITS = {
     "f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4,
+    "e2m1x2": 4,
 }  # fmt: skip
-"""Width of an element; in shared memory sixteen 6- or 4-bit elements are packed at the start of 16 bytes."""
+"""Width of an element; in shared memory sixteen 6- or 4-bit elements are packed at the start of 16 bytes.
+
+``e2m1x2`` are 4-bit elements that fill their bytes, as the MMAs with K = 64 take them.
+"""
 
 CONTAINER_SHIFT = {"e2m3": 1, "e3m2": 1, "e2m1": 2}
 """Where a 6- or 4-bit element starts in its 8-bit container in tensor memory.
@@ -109,7 +114,7 @@ def fetch(memory: object, chunks: np.ndarray, mn_major: bool, kind: str) -> tupl
     raw = memory.chunks[chunks]
     defined = memory.chunk_init[chunks]
     bad = None
-    if np.count_nonzero(defined != 0x01010101):
+    if count_nonzero(defined != 0x01010101):
         # A byte that is not defined is all ones, so that every element that has a bit of it is not zero.
         undefined = (defined.view("u1") ^ np.uint8(1)) * np.uint8(255)
         bad = (_elements(undefined.view("u4"), mn_major, kind) != 0).any(1)
@@ -119,6 +124,8 @@ def fetch(memory: object, chunks: np.ndarray, mn_major: bool, kind: str) -> tupl
 def _elements(raw: np.ndarray, mn_major: bool, kind: str) -> np.ndarray:
     """Turn gathered chunks [a, b, 4 words] into raw elements [mn, k]."""
     bits = ELEMENT_BITS[kind]
+    if kind == "e2m1x2":
+        return nibbles(raw.reshape(raw.shape[0], -1).view("u1"))
     if bits < 8:
         values = unpack(raw.reshape(*raw.shape[:2], 4).view("u1"), bits).reshape(raw.shape[0], -1)
     else:
@@ -130,11 +137,15 @@ def _elements(raw: np.ndarray, mn_major: bool, kind: str) -> np.ndarray:
     return values
 
 
+def nibbles(data: np.ndarray) -> np.ndarray:
+    """Return two 4-bit elements per byte [..., n], the low one first."""
+    return np.stack([data & 15, data >> 4], -1).reshape(*data.shape[:-1], -1)
+
+
 def unpack(chunks: np.ndarray, bits: int) -> np.ndarray:
     """Return the sixteen 6- or 4-bit elements packed at the start of 16-byte chunks [..., 16], as bytes."""
     if bits == 4:
-        data = chunks[..., :8]
-        return np.stack([data & 15, data >> 4], -1).reshape(chunks.shape)
+        return nibbles(chunks[..., :8])
     triple = chunks[..., :12].reshape(*chunks.shape[:-1], 4, 3).astype("u4")
     joined = triple[..., 0] | triple[..., 1] << 8 | triple[..., 2] << 16
     parts = [(joined >> (6 * j) & 63).astype("u1") for j in range(4)]
@@ -157,6 +168,7 @@ _TABLES = {
     "e2m3": _small_floats(2, 3),
     "e3m2": _small_floats(3, 2),
     "e2m1": _small_floats(2, 1),
+    "e2m1x2": _small_floats(2, 1),
 }
 
 
@@ -179,7 +191,7 @@ def from_containers(values: np.ndarray, kind: str) -> tuple[np.ndarray, bool]:
         return values, False
     shift, bits = CONTAINER_SHIFT[kind], ELEMENT_BITS[kind]
     mask = ((1 << bits) - 1) << shift
-    return (values & mask) >> shift, bool(np.count_nonzero(values & ~np.uint8(mask)))
+    return (values & mask) >> shift, bool(count_nonzero(values & ~np.uint8(mask)))
 
 
 def multiply(a: np.ndarray, b: np.ndarray, exact: bool = False) -> np.ndarray:

@@ -403,6 +403,8 @@ def _setp(cg: Codegen, ins: Instr, mods: Mods) -> None:
     dst, a, b, *rest = mods.args(3 if combine == "none" else 4)
     if compare in _UNSIGNED and type_name[0] in "sb" and type_name != "bf16":
         type_name = "u" + type_name[1:]
+    if compare in ("eq", "ne") and type_name in _INT:
+        type_name = "u" + type_name[1:]
     sides = [_comparable(cg, v, type_name, ftz) for v in (a, b)]
     other = cg.src(rest[0], "pred") if rest else ""
     tests, opposites = [], []
@@ -410,7 +412,7 @@ def _setp(cg: Codegen, ins: Instr, mods: Mods) -> None:
         name = cg.name("m")
         cg.line(f"{name} = {comparison(compare, x, y, type_name in _FLOAT)}")
         tail = f" {_COMBINE[combine]} {other}" if rest else ""
-        tests.append(f"({name}{tail})")
+        tests.append(f"({name}{tail})" if tail else name)
         opposites.append(f"(~{name}{tail})")
     if ins.op == "set":
         return _set_result(cg, mods, dst, result, tests)
@@ -421,8 +423,8 @@ def _setp(cg: Codegen, ins: Instr, mods: Mods) -> None:
     values = [(first, tests[0]), (second, tests[1] if len(tests) == 2 else opposites[0])]
     names = []
     for target, expr in values:  # Both are read before either is written: a destination may be a source.
-        names.append("" if target is SINK else cg.name("m"))
-        if target is not SINK:
+        names.append("" if target is SINK else expr if expr.isidentifier() else cg.name("m"))
+        if names[-1] not in ("", expr):
             cg.line(f"{names[-1]} = {expr}")
     cg.out(first, "pred", names[0], poison)
     return cg.out(second, "pred", names[1], poison)

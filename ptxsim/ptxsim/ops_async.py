@@ -10,13 +10,15 @@ from .asyncops import (
     TensorTarget,
     commit_bulk,
     copy_shared_to_shared,
-    st_async_lane,
+    st_async_together,
     wait_bulk,
 )
 from .codegen import Codegen
 from .cpasync import cp_async_arrive, cp_async_commit, cp_async_copy, cp_async_wait
 from .errors import MemoryFault
 from .ir import TYPE_BITS, Addr, Imm, Instr, Vec
+from .memory import RANK_SHIFT, SHARED_RESERVED
+from .numeric import count_nonzero
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -252,10 +254,14 @@ def _remote(cg: Codegen, ins: Instr, mods: Mods, reduction: str | None) -> None:
 
     def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray, qb: object, *values: object) -> None:
         _clean(W, L, ins, (qa, qb))
-        for lane in range(len(a)):
-            data = np.array([v[lane] for v in values[::2]]).view("u1")
-            poison = any(q is not None and q[lane] for q in values[1::2])
-            st_async_lane(W, ins, int(a[lane]), int(b[lane]), data, poison, reduction, type_name)
+        data = np.stack(values[::2], 1).view("u1")
+        poison = np.zeros(len(a), bool)
+        for q in values[1::2]:
+            poison |= False if q is None else q
+        ranks = (a - np.uint32(SHARED_RESERVED)) >> np.uint32(RANK_SHIFT)
+        together = count_nonzero((b == b[0]) & (ranks == ranks[0])) == len(a) == len(np.unique(a))
+        for lanes in [slice(None)] if together else [slice(lane, lane + 1) for lane in range(len(a))]:
+            st_async_together(W, ins, a[lanes], int(b[lanes][0]), data[lanes], poison[lanes], reduction, type_name)
 
     raw = f"b{TYPE_BITS[type_name]}"
     return cg.call(run, [(address, "addr32"), (barrier, "addr32")] + [(v, raw) for v in items], [])

@@ -11,7 +11,7 @@ from .cfg import VIEWS
 from .codegen import Codegen
 from .ir import SINK, TYPE_BITS, Instr, Vec
 from .memory import INIT_ONES
-from .numeric import flush
+from .numeric import count_nonzero, flush
 from .ops_float import to_bf16, to_f16
 from .ops_mem import _locate, _several_buffers, by_buffer, by_space, make_load, make_store, memory_mods, vector_count
 from .registry import Mods, op
@@ -230,7 +230,7 @@ def _shared(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
             W.poisoned(qa, ins, "an address", L)
         cta = W.cta
         offset = a - cta.shared_base
-        if width > 1 and np.count_nonzero(offset & np.uint32(width - 1)):
+        if width > 1 and count_nonzero(offset & np.uint32(width - 1)):
             W.misaligned(ins, a, width, L)
         view, index = cta.shared.view(code), (offset >> shift).astype(np.intp)
         if int(index.max()) + count > len(view):
@@ -243,7 +243,7 @@ def _shared(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
             mine = [values[0], values[2]] if kind == "cas" else [values[2 * k]]
             at = index + k
             undefined = init[at] != INIT_ONES[width]
-            poison = undefined if np.count_nonzero(undefined) else None
+            poison = undefined if count_nonzero(undefined) else None
             olds.append(apply(view, at, mine, combine, code, want, _order(W, len(a))))
             given = values[2 * k + 1]
             if given is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .codegen import EXIT, Codegen
+from .codegen import EXIT, Codegen, Park
 from .errors import KernelTrap, MemoryFault
 from .ir import Imm, Instr
+from .numeric import count_nonzero
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -32,7 +33,7 @@ def _brx(cg: Codegen, ins: Instr, mods: Mods) -> str:
         if int(index.max()) >= len(targets):
             W.fault(ins, f"branch index {int(index.max())} exceeds the table of {len(targets)} labels", L)
         chosen = targets[index]
-        return int(chosen[0]) if np.count_nonzero(chosen != chosen[0]) == 0 else chosen
+        return int(chosen[0]) if count_nonzero(chosen != chosen[0]) == 0 else chosen
 
     value = cg.src(ins.args[0], "u32")
     poison = cg.sources[0] if cg.sources else "None"
@@ -119,7 +120,7 @@ def _griddep(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 @op("setmaxnreg", "sync", dsts=0, collective=True)
 def _setmaxnreg(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    mods.choose("inc", "dec")
+    grow = mods.choose("inc", "dec") == "inc"
     mods.choose("sync")
     mods.choose("aligned")
     mods.type("u32")
@@ -127,11 +128,18 @@ def _setmaxnreg(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if not 24 <= count.value <= 256 or count.value % 8:
         mods.fail("the register count must be a multiple of 8 in 24..256")
 
-    def run(W: Ctx, L: object) -> None:
-        W.cta.state.setdefault("registers", {})[W.index] = count.value
-        groups = {w // 4: n for w, n in W.cta.state["registers"].items()}
-        if len(groups) * 4 >= len(W.cta.warps) and 128 * sum(groups.values()) > 65536:
-            W.sync_error(ins, f"register counts {groups} of the warpgroups exceed 65536 registers")
+    def run(W: Ctx, L: object) -> Park | None:
+        held = W.cta.registers
+        pool = 32 * W.launch.registers * len(W.cta.warps)
+
+        def ready() -> bool:
+            if grow and 32 * (held.total() - held[W.index] + count.value) > pool:
+                return False
+            held[W.index] = count.value
+            return True
+
+        what = f"waits for {count.value} registers per thread (the block has {pool})"
+        return None if ready() else Park(ready, what)
 
     cg.call(run, [], [])
 

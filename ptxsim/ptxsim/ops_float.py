@@ -11,6 +11,7 @@ import numpy as np
 from . import numeric
 from .codegen import Codegen
 from .ir import TYPE_BITS, Instr
+from .numeric import count_nonzero
 from .ops_alu import flush_half, halves_bf16
 from .registry import Mods, op
 from .rounding import arithmetic64, odd32, sqrt64
@@ -25,14 +26,14 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
         x = odd32(x)
     bits = x.astype(ml_dtypes.bfloat16).view("u2")
     nan = np.isnan(x)
-    return np.where(nan, np.uint16(0x7FFF), bits) if np.count_nonzero(nan) else bits
+    return np.where(nan, np.uint16(0x7FFF), bits) if count_nonzero(nan) else bits
 
 
 def to_f16(x: np.ndarray) -> np.ndarray:
     """Round to f16 values; NaN becomes 0x7fff."""
     half = x.astype("f2")
     nan = np.isnan(x)
-    return np.where(nan, np.uint16(0x7FFF).view("f2"), half) if np.count_nonzero(nan) else half
+    return np.where(nan, np.uint16(0x7FFF).view("f2"), half) if count_nonzero(nan) else half
 
 
 def from_bf16(x: np.ndarray) -> np.ndarray:

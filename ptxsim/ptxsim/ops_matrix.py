@@ -11,6 +11,7 @@ from .codegen import Codegen
 from .errors import MemoryFault
 from .ir import Instr, Vec
 from .memory import GENERIC_BASE
+from .numeric import count_nonzero
 from .operand import widen
 from .ops_float import to_f16
 from .registry import Mods, op
@@ -25,7 +26,7 @@ def _row_chunks(W: Ctx, ins: Instr, L: object, a: np.ndarray, qa: object, rows: 
     if qa is not None:
         W.poisoned(qa[:rows], ins, "an address", None)
     offset = (a - W.cta.shared_base)[:rows]
-    if np.count_nonzero(offset & np.uint32(15)):
+    if count_nonzero(offset & np.uint32(15)):
         W.misaligned(ins, a[:rows], 16, None)
     chunks = (offset >> np.uint32(4)).astype(np.intp)
     if int(chunks.max()) >= len(W.cta.shared.chunks):

@@ -8,6 +8,7 @@ from .codegen import Codegen, Park
 from .errors import MemoryFault, RaceError, SyncError
 from .ir import SINK, Addr, Instr
 from .memory import GENERIC_BASE, RANK_SHIFT, SHARED_RESERVED
+from .numeric import count_nonzero
 from .registry import Mods, op
 from .sync import MBarrier
 
@@ -52,7 +53,12 @@ def find(W: Ctx, ins: Instr, address: int, remote: bool = True, asynchronous: bo
     if barrier is None:
         W.fail(SyncError, ins, f"there is no initialised mbarrier at shared address {address:#x}")
     if not barrier.fenced and (asynchronous or target is not W.cta):
-        W.bend(SyncError, ins, f"mbarrier {barrier.name} is used asynchronously or remotely before a fence of its init")
+        W.bend(
+            "mbarrier-init-fence",
+            SyncError,
+            ins,
+            f"mbarrier {barrier.name} is used asynchronously or remotely before a fence of its init",
+        )
     check_visible(W, ins, barrier)
     return barrier
 
@@ -64,14 +70,14 @@ def check_visible(W: Ctx, ins: Instr, barrier: MBarrier) -> None:
     detector = W.cta.cluster.detector
     if detector:
         agent, clock = barrier.created
-        if clock > detector.V[W.agent, agent]:
+        if clock > detector.knows(W.agent, agent):
             W.fail(RaceError, ins, f"mbarrier {barrier.name} is used without synchronisation after its init")
     barrier.seen.add(W.agent)
 
 
 def groups(a: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return (address, lane positions) for each distinct address."""
-    if len(a) == 1 or np.count_nonzero(a != a[0]) == 0:
+    if len(a) == 1 or count_nonzero(a != a[0]) == 0:
         return [(int(a[0]), np.arange(len(a)))]
     return [(int(v), np.flatnonzero(a == v)) for v in np.unique(a)]
 
@@ -117,9 +123,16 @@ def _init(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
             if offset % 8:
                 W.fail(MemoryFault, ins, f"mbarrier address {value:#x} is not a multiple of 8")
             if offset in cta.mbarriers:
-                W.bend(SyncError, ins, f"mbarrier at {value:#x} is initialised again without mbarrier.inval")
+                check_visible(W, ins, cta.mbarriers[offset])
+                W.bend(
+                    "mbarrier-init",
+                    SyncError,
+                    ins,
+                    f"mbarrier at {value:#x} is initialised again without mbarrier.inval",
+                )
+                forget(W, cta.mbarriers[offset])
             if len(lanes) > 1:
-                W.bend(SyncError, ins, "several lanes initialise the same mbarrier")
+                W.bend("mbarrier-init", SyncError, ins, "several lanes initialise the same mbarrier")
             if cta.shadow is not None:
                 W.shared_write(cta.shadow, np.array([offset], "u4"), 4, 2, ins)
             barrier = MBarrier(cta, offset, int(n[lanes[0]]))
@@ -136,20 +149,23 @@ def _init(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     cg.call(run, [(address, _address_bits(address, space)), (count, "u32")], [])
 
 
+def forget(W: Ctx, barrier: MBarrier) -> None:
+    """Make an mbarrier's bytes ordinary memory, written by this warp."""
+    del barrier.cta.mbarriers[barrier.offset]
+    shadow = barrier.cta.shadow
+    if shadow is not None:
+        words = np.array([barrier.offset // 4, barrier.offset // 4 + 1])
+        shadow.writer[words] = W.agent
+        shadow.clock[words] = W.cta.cluster.detector.V[W.agent, W.agent]
+
+
 def _inval(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     space = _space(mods)
     (address,) = mods.args(1)
 
     def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> None:
         for value, _ in groups(a):
-            barrier = find(W, ins, value, False)
-            del barrier.cta.mbarriers[barrier.offset]
-            shadow = barrier.cta.shadow
-            if shadow is not None:
-                detector = W.cta.cluster.detector
-                words = np.array([barrier.offset // 4, barrier.offset // 4 + 1])
-                shadow.writer[words] = W.agent
-                shadow.clock[words] = detector.V[W.agent, W.agent]
+            forget(W, find(W, ins, value, False))
 
     cg.call(run, [(address, _address_bits(address, space))], [])
 

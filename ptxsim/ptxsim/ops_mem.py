@@ -8,8 +8,9 @@ import numpy as np
 
 from .cfg import VIEWS
 from .codegen import Codegen
-from .ir import SINK, TYPE_BITS, Addr, Instr, Sym, Vec
+from .ir import SINK, TYPE_BITS, Addr, Instr, Reg, Sym, Vec
 from .memory import FIRST_WINDOW, GENERIC_BASE, INIT_ONES, space_of
+from .numeric import count_nonzero
 from .registry import Mods, op
 from .strong import SCOPES, Order
 
@@ -48,6 +49,17 @@ def resolve_space(cg: Codegen, space: str, address: Addr) -> str:
     return space
 
 
+_OF_VIEW = {"f4": "f32", "f8": "f64", "u4": "u32", "i4": "s32", "u8": "u64", "i8": "s64"}
+
+
+def _stored_type(cg: Codegen, items: tuple, type_name: str) -> str:
+    """Return the type of a load's bits in which its first register is kept, so that it needs no view later."""
+    first = items[0]
+    if not isinstance(first, Reg) or first.bits != TYPE_BITS[type_name]:
+        return type_name
+    return _OF_VIEW.get(cg.cfg.storage[first.index], type_name)
+
+
 @op("ld ldu", "call")
 def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
     space, order = memory_mods(mods)
@@ -69,6 +81,7 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
             return tuple(out)
 
     else:
+        type_name = _stored_type(cg, items, type_name)
         run = make_load(space, VIEWS[type_name], count, ins, order)
     bits = 32 if space.startswith("shared") else 64
     cg.call(run, [(address, f"addr{bits}")], [(item, type_name) for item in items])
@@ -135,7 +148,7 @@ def by_space(
     if qa is not None:
         W.poisoned(qa, ins, "an address", L)
     tops = a >> np.uint64(40)
-    if np.count_nonzero(tops != tops[0]) == 0 or int(a.max()) < FIRST_WINDOW:
+    if count_nonzero(tops != tops[0]) == 0 or int(a.max()) < FIRST_WINDOW:
         space = space_of(int(a[0]))
         local = a if space == "global" else a - np.uint64(GENERIC_BASE[space])
         if space == "shared":
@@ -163,7 +176,7 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order |
     shift = np.uint32(width.bit_length() - 1)
     align = np.uint32(width * count - 1)
     ones = INIT_ONES[width]
-    nonzero = np.count_nonzero
+    nonzero = count_nonzero
 
     def load(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
         if qa is not None:
@@ -223,7 +236,7 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
     shift = np.uint32(width.bit_length() - 1)
     align = np.uint32(width * count - 1)
     ones = INIT_ONES[width]
-    nonzero = np.count_nonzero
+    nonzero = count_nonzero
 
     def store(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
         if qa is not None:
@@ -243,14 +256,14 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
                 return W.remote_shared(ins, a, L, store, values, 0)
             W.out_of_shared(ins, a, L)
         if shadow is not None:
-            W.shared_write(shadow, offset, width, count, ins, order)
+            W.shared_write(shadow, offset, width, count, ins, order, stored=(view, index, values))
         for k in range(count):
             at = index + k if k else index
             value, poison = values[2 * k], values[2 * k + 1]
             view[at] = value
             init[at] = ones if poison is None else np.where(poison, 0, ones).astype(init.dtype)
             if shadow is not None and nonzero(view[at] != value):
-                W.lane_conflict(ins, a, L)
+                W.lane_conflict(ins, a, L, view[at], value)
         W.traffic[1] += len(a) * width * count
         if W.banks is not None:
             W.banks.access(ins, offset, width * count)
@@ -265,7 +278,7 @@ def _locate(W: Ctx, ins: Instr, a: np.ndarray, L: object, size: int) -> tuple:
     if buffer is None:
         W.unmapped(ins, a, L)
     offset = a - np.uint64(buffer.base)
-    if size > 1 and np.count_nonzero(a & np.uint64(size - 1)):
+    if size > 1 and count_nonzero(a & np.uint64(size - 1)):
         W.misaligned(ins, a, size, L)
     return buffer, offset
 
@@ -337,12 +350,12 @@ def _store_global(code: str, count: int, ins: Instr, order: Order | None) -> Cal
         if not buffer.writable:
             W.fault(ins, f"store to read-only {buffer.name}", L)
         if W.shadows is not None or order is not None:
-            W.global_write(buffer, offset, width * count, ins, order)
+            W.global_write(buffer, offset, width * count, ins, order, stored=(view, index, values))
         for k in range(count):
             at = index + k if k else index
             view[at] = values[2 * k]
-            if np.count_nonzero(view[at] != values[2 * k]):
-                W.lane_conflict(ins, a, L)
+            if count_nonzero(view[at] != values[2 * k]):
+                W.lane_conflict(ins, a, L, view[at], values[2 * k])
         W.traffic[3] += len(a) * width * count
         return None
 
@@ -353,7 +366,7 @@ def _local_index(W: Ctx, ins: Instr, a: np.ndarray, L: object, width: int, count
     local = W.local
     if int(a.max()) + width * count > local.size:
         W.fault(ins, f"local address {int(a.max()):#x} is outside the thread's {local.size} bytes", L)
-    if np.count_nonzero(a & np.uint64(width * count - 1)):
+    if count_nonzero(a & np.uint64(width * count - 1)):
         W.misaligned(ins, a, width * count, L)
     base = local.lane_base if L is None else local.lane_base[L]
     return ((a + base) >> np.uint64(width.bit_length() - 1)).view(np.intp)
@@ -372,7 +385,7 @@ def _load_local(code: str, count: int, ins: Instr) -> Callable:
         for k in range(count):
             at = index + k
             undefined = init[at] != ones
-            out += [view[at], undefined if np.count_nonzero(undefined) else None]
+            out += [view[at], undefined if count_nonzero(undefined) else None]
         return tuple(out)
 
     return load
@@ -405,7 +418,7 @@ def _load_image(space: str, code: str, count: int, ins: Instr) -> Callable:
         buffer = W.params if space == "param" else W.constants
         if int(a.max()) + width * count > buffer.size:
             W.out_of_bounds(ins, buffer, a, width * count, L)
-        if np.count_nonzero(a & np.uint64(width - 1)):
+        if count_nonzero(a & np.uint64(width - 1)):
             W.misaligned(ins, a, width, L)
         index = (a >> np.uint64(width.bit_length() - 1)).view(np.intp)
         view = buffer.view(code)

@@ -6,6 +6,7 @@ import numpy as np
 
 from .codegen import Codegen, Park
 from .ir import Imm, Instr
+from .numeric import count_nonzero
 from .registry import Mods, op
 from .strong import SCOPES
 
@@ -20,7 +21,12 @@ def _bar_members(ins: Instr) -> int | None:
     return 0 if "warp" in ins.mods else None
 
 
-@op("bar barrier", "sync", dsts=_bar_dsts, collective=True, members=_bar_members)
+def _bar_aligned(ins: Instr) -> bool:
+    """Tell whether all lanes of a warp execute a barrier together: ``bar`` is ``barrier.aligned``."""
+    return ins.op == "bar" or "aligned" in ins.mods or "cluster" in ins.mods
+
+
+@op("bar barrier", "sync", dsts=_bar_dsts, collective=_bar_aligned, members=_bar_members)
 def _bar(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if mods.flag("cluster"):
         return _cluster(cg, ins, mods)
@@ -38,7 +44,7 @@ def _bar(cg: Codegen, ins: Instr, mods: Mods) -> None:
     def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray | None = None, qb: object = None) -> object:
         index, threads = _uniform(W, ins, L, a, qa, b, qb)
         barrier = W.cta.barrier(index)
-        generation = barrier.arrive(W, threads, W.width(L), lambda why: W.sync_error(ins, why))
+        generation = barrier.arrive(W, threads, L, lambda why: W.sync_error(ins, why))
         W.launch.counters["barrier arrivals"] += 1
         if kind == "arrive":
             return None
@@ -65,7 +71,7 @@ def _uniform(W: Ctx, ins: Instr, L: object, a: np.ndarray, qa: object, b: object
         if q is not None:
             W.poisoned(q, ins, "a barrier", L)
     for values in (a, b):
-        if values is not None and np.count_nonzero(values != values[0]):
+        if values is not None and count_nonzero(values != values[0]):
             W.sync_error(ins, "lanes of one warp name different barriers or counts", L)
     return int(a[0]), None if b is None else int(b[0])
 
@@ -82,17 +88,18 @@ def _bar_red(cg: Codegen, ins: Instr, mods: Mods) -> None:
         if qp is not None:
             W.poisoned(qp, ins, "a barrier reduction", L)
         barrier = W.cta.barrier(index)
-        held = W.state.pop(("red", index), None)
+        key = ("red", index, W.lane_bits(L))
+        held = W.state.pop(key, None)
         if held is None:
             generation = barrier.generation
-            barrier.values.append((generation, int(np.count_nonzero(pred)), len(pred)))
-            barrier.arrive(W, threads, W.width(L), lambda why: W.sync_error(ins, why))
-            W.state[("red", index)] = generation
+            barrier.values.append((generation, int(count_nonzero(pred)), len(pred)))
+            barrier.arrive(W, threads, L, lambda why: W.sync_error(ins, why))
+            W.state[key] = generation
             park = wait_named(W, barrier, generation)
             if park is not None:
                 park.redo = True
                 return park
-            held = W.state.pop(("red", index))
+            held = W.state.pop(key)
         values = [v for v in barrier.values if v[0] == held]
         true, total = sum(v[1] for v in values), sum(v[2] for v in values)
         if kind == "popc":
@@ -117,9 +124,7 @@ def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
             fence_mbarriers(W)
         barrier = W.cta.cluster.barrier
-        # A relaxed arrive orders nothing by the letter; production kernels rely on it for their own block.
-        release = sem == "release" or not W.launch.strict
-        W.state["cluster"] = barrier.arrive(W, release, lambda why: W.sync_error(ins, why))
+        W.state["cluster"] = barrier.arrive(W, sem == "release", lambda why: W.sync_error(ins, why))
 
     def wait(W: Ctx, L: object) -> Park | None:
         if "cluster" not in W.state:

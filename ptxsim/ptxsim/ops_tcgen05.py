@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import tmemalloc, tmemcopy, tmemops, umma
+from . import blockscale, tmemalloc, tmemcopy, tmemops, umma
 from .codegen import Codegen
 from .errors import SyncError
 from .ir import Addr, Imm, Instr, Reg, Vec
+from .numeric import count_nonzero
 from .ops_wgmma import direct
 from .registry import Mods, op
-from .tcgen05 import DEPTH
+from .tcgen05 import DENSE
 from .tmem import SHAPES
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -82,7 +83,7 @@ def uniform(W: Ctx, ins: Instr, L: object, pairs: tuple, what: str) -> list:
 def same(W: Ctx, ins: Instr, L: object, pairs: tuple, what: str) -> list:
     """Return the value that all lanes give."""
     for v in pairs[::2]:
-        if np.count_nonzero(v != v[0]):
+        if count_nonzero(v != v[0]):
             W.fail(SyncError, ins, f"{what} differs between the lanes of a warp", L)
     return uniform(W, ins, L, pairs, what)
 
@@ -159,16 +160,24 @@ def single(W: Ctx, ins: Instr, L: object, what: str) -> None:
     """Raise (or warn) unless one thread issues."""
     count = W.width(L)
     if count != 1:
-        W.bend(SyncError, ins, f"{what} is issued by {count} threads of the warp at once: each issues its own")
+        W.bend(
+            "tcgen05-issue",
+            SyncError,
+            ins,
+            f"{what} is issued by {count} threads of the warp at once: each issues its own",
+        )
 
 
 def _mma(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
-    for name in ("sp", "block_scale"):
-        if name in mods.left:
-            mods.fail(f"tcgen05.mma.{name} is not modelled")
+    if "sp" in mods.left:
+        mods.fail("tcgen05.mma.sp is not modelled")
+    (_scaled_mma if "block_scale" in mods.left else _dense_mma)(cg, ins, mods)
+
+
+def _dense_mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     ws, ashift = mods.flag("ws"), mods.flag("ashift")
     group = _group(mods)
-    mma_kind = mods.choose(*(f"kind::{k}" for k in DEPTH))[6:]
+    mma_kind = mods.choose(*(f"kind::{k}" for k in DENSE))[6:]
     _collector(mods, ws, ashift)
     d, a, b, idesc, *rest = ins.args
     mask = list(rest.pop(0).items) if rest and isinstance(rest[0], Vec) else []
@@ -197,6 +206,31 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     sources = [(d, "addr32"), (a, "addr32" if in_tmem else "b64"), (b, "b64"), (idesc, "b32"), (rest[0], "pred")]
     sources += [(m, "b32") for m in mask] + [(c, "b64") for c in columns]
     values(cg, run, sources)
+
+
+def _scaled_mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    """Emit tcgen05.mma with scale factors in tensor memory."""
+    group = _group(mods)
+    mma_kind = mods.choose("kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4")[6:]
+    mods.choose("block_scale")
+    vector = mods.choose("scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32", default="")
+    if (mma_kind, vector) not in blockscale.VECTORS:
+        mods.fail(f".kind::{mma_kind} and .{vector or 'no scale vector size'} do not go together")
+    _collector(mods, False, False)
+    d, a, b, idesc, sfa, sfb, enable = mods.args(7)
+    in_tmem = isinstance(a, Addr)
+    form = umma.Form(mma_kind, group, False, in_tmem, vectors=blockscale.VECTORS[mma_kind, vector])
+
+    def run(W: Ctx, L: object, *pairs: object) -> None:
+        uniform(W, ins, L, pairs, "an operand of tcgen05.mma")
+        single(W, ins, L, "tcgen05.mma")
+        for lane in range(len(pairs[0])):
+            dv, av, bv, iv, ev, left, right = (p[lane] for p in pairs[::2])
+            operands = umma.Operands(int(dv), int(av), int(bv), int(iv), bool(ev), sfa=int(left), sfb=int(right))
+            blockscale.ScaledMma(W, ins, form, operands).issue()
+
+    sources = [(d, "addr32"), (a, "addr32" if in_tmem else "b64"), (b, "b64"), (idesc, "b32"), (enable, "pred")]
+    values(cg, run, [*sources, (sfa, "addr32"), (sfb, "addr32")])
 
 
 def _collector(mods: Mods, ws: bool, ashift: bool) -> None:

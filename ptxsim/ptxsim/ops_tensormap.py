@@ -11,6 +11,7 @@ from .codegen import Codegen
 from .errors import DescriptorError, MemoryFault, SyncError
 from .ir import Imm, Instr
 from .memory import GENERIC_BASE, space_of
+from .numeric import count_nonzero
 from .registry import Mods, op
 from .tensormap import _FORMAT as FORMAT
 from .tensormap import MAGIC
@@ -109,6 +110,7 @@ def check_fenced(W: Ctx, ins: Instr, address: int) -> None:
     version = W.launch.maps.get(address, 0)
     if W.state.get("maps", {}).get(address, 0) < version:
         W.bend(
+            "tensormap-fence",
             SyncError,
             ins,
             f"the tensor map at {address:#x} was edited; no fence.proxy.tensormap::generic.acquire makes that visible",
@@ -181,7 +183,7 @@ def _copy(cg: Codegen, ins: Instr, mods: Mods) -> None:
         for q in (qa, qs):
             if q is not None:
                 W.poisoned(q, ins, "an address", L)
-        if L is not None or np.count_nonzero(a != a[0]) or np.count_nonzero(s != s[0]):
+        if L is not None or count_nonzero(a != a[0]) or count_nonzero(s != s[0]):
             W.sync_error(ins, "all lanes of the warp must name the same maps", L)
         place = int(s[0]) + GENERIC_BASE["shared"]
         data = map_bytes(W, ins, place)

@@ -6,6 +6,7 @@ import numpy as np
 
 from .codegen import Codegen
 from .ir import SINK, Instr, Pair
+from .numeric import count_nonzero
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -86,7 +87,7 @@ def check_members(W: Ctx, ins: Instr, L: object, m: np.ndarray, poisons: tuple =
         return
     lanes = _LANES if L is None else L
     bad = (m >> lanes.astype("u4") & 1) == 0
-    if np.count_nonzero(bad):
+    if count_nonzero(bad):
         W.sync_error(ins, "an executing lane is not in its own member mask", lanes[bad])
 
 
@@ -99,9 +100,9 @@ def _vote(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
     def run(W: Ctx, L: object, p: np.ndarray, qp: object, m: np.ndarray, qm: object) -> tuple:
         check_members(W, ins, L, m, (qm,))
-        count, size = np.count_nonzero(p), len(p)
+        count, size = count_nonzero(p), len(p)
         poison = None
-        if qp is not None and np.count_nonzero(qp):
+        if qp is not None and count_nonzero(qp):
             poison = np.ones(size, bool)
         if kind == "ballot":
             lanes = _LANES if L is None else L
@@ -160,7 +161,7 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
     def run(W: Ctx, L: object, v: np.ndarray, qv: object, m: np.ndarray, qm: object) -> tuple:
         check_members(W, ins, L, m, (qm,))
-        poison = np.ones(len(v), bool) if qv is not None and np.count_nonzero(qv) else None
+        poison = np.ones(len(v), bool) if qv is not None and count_nonzero(qv) else None
         value = reduce(np.abs(v) if absolute else v)
         return np.full(len(v), value, v.dtype), poison
 
@@ -168,8 +169,8 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 
 def elected(W: Ctx, lanes: np.ndarray) -> int:
-    """Return the leader of some lanes: any is legal, but always the same; random mode draws one, else the lowest."""
-    if not W.launch.random:
+    """Return the leader of some lanes: any is legal, but always the same; ``elect="random"`` draws one."""
+    if W.launch.elect == "lowest":
         return int(lanes[0])
     table, key = W.launch.elected, lanes.tobytes()
     if key not in table:

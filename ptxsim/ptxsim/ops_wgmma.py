@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-
 from . import wgmma
 from .codegen import Codegen
 from .ir import Imm, Instr, Vec
+from .numeric import count_nonzero
 from .registry import Mods, op
 
 Ctx = "the executing warp (see warp.Warp)"
@@ -93,7 +92,7 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
                 W.poisoned(q, ins, "a matrix descriptor or scale-d", L)
         uniform = []
         for v in values[::2]:
-            if np.count_nonzero(v != v[0]):
+            if count_nonzero(v != v[0]):
                 W.sync_error(ins, "descriptor or scale-d differs between the lanes of a warp")
             uniform.append(v[0])
         desc_a = None if register_a else int(uniform[0])

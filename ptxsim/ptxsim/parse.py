@@ -11,6 +11,11 @@ from .ir import TYPE_BITS, Function, Imm, Instr, ModuleIR, Not, Param, Reg, Sym,
 from .scan import matching, parse_number, parse_operand, split_top, statements, strip_comments
 
 _LINKAGE = re.compile(r"\.(visible|extern|weak|common)\s+")
+_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
+"""What taking apart a text that is not PTX may raise."""
+
 _SPACES = ("global", "const", "shared", "local", "param")
 _REG_FAMILY = re.compile(r"(.+?)<(\d+)>$")
 _GUARD = re.compile(r"@(!?)\s*([\w$%]+)\s+")
@@ -23,6 +28,7 @@ class _Scope:
     def __init__(self, parent: _Scope | None) -> None:
         self.parent = parent
         self.names: dict[str, object] = {}
+        self.operands: dict[str, object] = {}
 
     def find(self, name: str) -> object | None:
         """Look a name up through the chain of scopes."""
@@ -61,6 +67,8 @@ class Parser:
                 if "line" in str(error):
                     raise
                 raise PtxSyntaxError(f"line {self.line_of(pos)}: {error}") from None
+            except _MALFORMED as error:
+                raise PtxSyntaxError(f"line {self.line_of(pos)}: cannot be read ({error})") from error
 
     def _top_level(self, pos: int) -> int:
         text = self.text
@@ -71,6 +79,8 @@ class Parser:
             if line.startswith("." + key):
                 if key in ("version", "target"):
                     setattr(self.module, key, line.split(None, 1)[1].strip().split(",")[0])
+                elif match := _FILE.match(line):
+                    self.module.files[int(match[1])] = match[2]
                 return line_end
         if line.startswith(".section"):
             return matching(text, text.index("{", pos)) + 1
@@ -166,7 +176,7 @@ class Parser:
         text = text.strip()
         space = re.match(r"\.(\w+)", text).group(1)
         rest = text[len(space) + 1 :]
-        align, vector = 0, 1
+        align, vector, type_name = 0, 1, ""
         while match := re.match(r"\s*\.(\w+)(?:\s+(\d+)(?=\s))?", rest):
             key = match.group(1)
             if key == "align":
@@ -178,6 +188,8 @@ class Parser:
             rest = rest[match.end() :]
             if key == "attribute":
                 rest = rest[rest.index(")") + 1 :]
+        if not type_name:
+            raise PtxSyntaxError(f"a variable without a type in {text[:60]!r}")
         width = TYPE_BITS[type_name] // 8
         result = []
         for piece in split_top(rest):
@@ -232,7 +244,8 @@ class _BodyParser:
                 param.reg = self._register(param.name, param.type)
             else:
                 self.scope.names[param.name] = Sym(param.name)
-        self.raw: list[tuple[str, int, _Scope]] = []
+        self.raw: list[tuple[str, int, _Scope, tuple[int, int] | None]] = []
+        self.loc: tuple[int, int] | None = None
         self.label = ""
         self.tables: dict[str, tuple[str, _Scope]] = {}
 
@@ -243,11 +256,18 @@ class _BodyParser:
                 self._statement(kind, text, at)
             except PtxSyntaxError as error:
                 raise PtxSyntaxError(f"{self.function.name}, line {self.parser.line_of(at)}: {error}") from None
-        for text, at, scope in self.raw:
+            except _MALFORMED as error:
+                where = f"{self.function.name}, line {self.parser.line_of(at)}"
+                raise PtxSyntaxError(f"{where}: cannot be read ({error}): {text[:60]!r}") from error
+        for text, at, scope, loc in self.raw:
             try:
                 self.function.instrs.append(self._instruction(text, at, scope))
+                self.function.instrs[-1].loc = loc
             except PtxSyntaxError as error:
                 raise PtxSyntaxError(f"{self.function.name}, line {self.parser.line_of(at)}: {error}") from None
+            except _MALFORMED as error:
+                where = f"{self.function.name}, line {self.parser.line_of(at)}"
+                raise PtxSyntaxError(f"{where}: cannot be read ({error}): {text[:60]!r}") from error
 
     def _statement(self, kind: str, text: str, at: int) -> None:
         if kind == "open":
@@ -272,7 +292,9 @@ class _BodyParser:
             elif text.startswith("."):
                 self._variable(text)
             else:
-                self.raw.append((text, at, self.scope))
+                self.raw.append((text, at, self.scope, self.loc))
+        elif kind == "line" and (match := _LOC.match(text)):
+            self.loc = int(match[1]), int(match[2])
 
     def _registers(self, text: str) -> None:
         match = re.match(r"\.reg\s+(\.v[24]\s+)?\.(\w+)\s*(.*)$", text, re.S)
@@ -315,16 +337,25 @@ class _BodyParser:
         op, *mods = match.group().split(".")
         body = rest[match.end() :].strip()
 
+        args = [self._operand(part, scope, text) for part in split_top(body)]
+        if op == "brx":
+            args = [args[0], *self._targets(args[-1], text)]
+        return Instr(op, mods, args, line, " ".join(text.split()), guard, guard_neg)
+
+    def _operand(self, part: str, scope: _Scope, text: str) -> object:
+        """Return an operand; the same text means the same in a scope, once all of it is read."""
+        known = scope.operands.get(part)
+        if known is not None:
+            return known
+
         def resolve(name: str) -> object:
             found = scope.find(name)
             if found is None and name.startswith("%"):
                 raise PtxSyntaxError(f"unknown register {name!r} in {text[:60]!r}")
             return Sym(name) if found is None else found
 
-        args = [parse_operand(part, resolve) for part in split_top(body)]
-        if op == "brx":
-            args = [args[0], *self._targets(args[-1], text)]
-        return Instr(op, mods, args, line, " ".join(text.split()), guard, guard_neg)
+        operand = scope.operands[part] = parse_operand(part, resolve)
+        return operand
 
     def _targets(self, table: object, text: str) -> list[Sym]:
         """Return the labels of a .branchtargets list."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType, FunctionType
 
 import numpy as np
 
 from . import numeric
-from .cfg import Cfg
+from .cfg import Cfg, uses_defs
 from .codegen import Codegen, Park
-from .ir import Function, ModuleIR, Sym, Variable, operand_regs
+from .ir import Addr, Function, Imm, Instr, ModuleIR, Reg, Sym, Variable, Vec, operand_regs
 from .lower import lower
+from .numeric import count_nonzero
 from .registry import OPS
 
 
@@ -26,14 +28,14 @@ def _put_mask(old: np.ndarray | None, lanes: np.ndarray, mask: np.ndarray | None
         return None
     new = np.zeros(32, bool) if old is None else old.copy()
     new[lanes] = False if mask is None else mask
-    return new if np.count_nonzero(new) else None
+    return new if count_nonzero(new) else None
 
 
 def _or_masks(*masks: np.ndarray | None) -> np.ndarray:
     result = None
     for mask in masks:
         if mask is not None:
-            result = mask if result is None else result | mask
+            result = mask if result is None or result is mask else result | mask
     return result
 
 
@@ -41,20 +43,20 @@ def _select_mask(pred: np.ndarray, new: np.ndarray | None, old: np.ndarray | Non
     if new is None and old is None:
         return None
     mask = np.where(pred, False if new is None else new, False if old is None else old)
-    return mask if np.count_nonzero(mask) else None
+    return mask if count_nonzero(mask) else None
 
 
 def _any_mask(mask: np.ndarray) -> np.ndarray | None:
-    return mask if np.count_nonzero(mask) else None
+    return mask if count_nonzero(mask) else None
 
 
-def environment() -> dict:
+def _environment() -> dict:
     """Return the globals of generated code."""
     return {
         "np": np,
         "Park": Park,
         "where": np.where,
-        "cnt": np.count_nonzero,
+        "cnt": count_nonzero,
         "full": np.full,
         "put": _put,
         "putq": _put_mask,
@@ -67,6 +69,15 @@ def environment() -> dict:
     }
 
 
+_ENVIRONMENT = _environment()
+
+
+@lru_cache(maxsize=1 << 14)
+def _compiled(source: str) -> CodeType:
+    """Compile the source of a block function."""
+    return next(each for each in compile(source, "<ptxsim block>", "exec").co_consts if isinstance(each, CodeType))
+
+
 class Program:
     """One kernel: control-flow graph, compiled blocks and variable offsets."""
 
@@ -75,25 +86,30 @@ class Program:
         self.function = function
         self.cfg = Cfg(lower(module, function))
         self.blocks = self.cfg.blocks
-        self.env = environment()
         self.full: dict[int, tuple[Callable, tuple[int, ...]]] = {}
+        self.poisoned: dict[int, Callable] = {}
         self.partial: list[Callable | None] = [None] * len(self.blocks)
-        self._inflight: list[int] | None = None
+        self._early: dict[int, Instr | None] = {}
+        self._moved: dict[bool, list[int]] = {}
         self._layout(module)
+        self.instructions = [ins for block in self.blocks for ins in block.instrs]
+        self.files = module.files
+        self._writers: dict[int, list] | None = None
+        for number, ins in enumerate(self.instructions):
+            ins.number = number
         zeros = {code: np.zeros(32, "bool" if code == "b1" else code) for code in set(self.cfg.storage) - {"q"}}
         zeros["q"] = np.zeros((32, 2), "u8")
         self._initial = [zeros[code] for code in self.cfg.storage]
-        for block in self.blocks:
-            for ins in block.instrs:
-                self._check(ins)
+        self._check()
 
-    def _check(self, ins: object) -> None:
-        """Emit once, so that an unknown instruction is an error when the kernel is loaded, not when it is reached."""
-        generator = Codegen(self.cfg, dict(self.env), True)
-        if OPS[ins.op].kind == "term":
-            generator._terminator(ins, self.blocks[0])
-        else:
-            generator.emit(ins)
+    def _check(self) -> None:
+        """Raise for an unknown instruction when the kernel is loaded, not when it is reached."""
+        known = set()
+        for ins in self.instructions:
+            key = shape(ins)
+            if key not in known:
+                Codegen(self.cfg, True).check(ins)
+                known.add(key)
 
     def _layout(self, module: ModuleIR) -> None:
         """Place shared, local and parameter variables."""
@@ -124,30 +140,86 @@ class Program:
         last = self.function.params[-1:]
         self.param_size = last[0].offset + last[0].size if last else 0
 
+    @property
+    def writers(self) -> dict[int, list]:
+        """The instructions that write each register, in the text's order."""
+        if self._writers is None:
+            self._writers = {}
+            for ins in self.instructions:
+                for reg in uses_defs(ins)[1]:
+                    self._writers.setdefault(reg.index, []).append(ins)
+        return self._writers
+
+    def source_line(self, ins: Instr) -> str:
+        """Return file and line of an instruction's source ('' where no ``.loc`` tells)."""
+        if ins.loc is None:
+            return ""
+        file, line = ins.loc
+        return f"{self.files.get(file, f'file {file}')}:{line}"
+
     def initial_registers(self) -> list[np.ndarray]:
         """Return a register file of zeros (all of it poison)."""
         return list(self._initial)
 
     def inflight_registers(self) -> list[int]:
-        """Return the registers that may hold results still in flight: D of wgmma and copies of it."""
-        if self._inflight is None:
+        """Return the registers that may hold accumulators in flight: D of wgmma and copies of it."""
+        return self._copies(False)
+
+    def loaded_registers(self) -> list[int]:
+        """Return the registers that may hold tensor-memory loads in flight: of tcgen05.ld, and what packs them."""
+        return self._copies(True)
+
+    def early_use(self, load: Instr) -> Instr | None:
+        """Return the first instruction that uses registers of a tcgen05.ld and may run before a tcgen05.wait::ld.
+
+        Instructions that only move or pack them are none; what they write counts as the load's.
+        """
+        if id(load) not in self._early:
+            self._early[id(load)] = self._search_use(load)
+        return self._early[id(load)]
+
+    def _search_use(self, load: Instr) -> Instr | None:
+        registers = frozenset(r.index for r in operand_regs(load.args[0]))
+        start = next(b.index for b in self.blocks if any(ins is load for ins in b.instrs))
+        after = self.blocks[start].instrs
+        place = next(i for i, ins in enumerate(after) if ins is load)
+        work, seen = [(start, place + 1, registers)], set()
+        while work:
+            index, first, registers = work.pop()
+            block = self.blocks[index]
+            for ins in block.instrs[first:]:
+                if ins.op == "tcgen05" and "wait::ld" in ins.mods:
+                    break
+                uses, defs = uses_defs(ins)
+                used, defined = {r.index for r in uses}, {r.index for r in defs}
+                if registers & used and ins.op != "mov":
+                    return ins
+                registers = registers | defined if registers & used else registers - defined
+            else:
+                new = [(each, 0, registers) for each in block.succ if (each, registers) not in seen]
+                seen.update((each, registers) for each, _, registers in new)
+                work += new if registers else []
+        return None
+
+    def _copies(self, loads: bool) -> list[int]:
+        if loads not in self._moved:
             found: set[int] = set()
             moves: dict[int, list[int]] = {}
             for ins in self.cfg.code.instrs:
-                if ins.op == "wgmma" and "mma_async" in ins.mods:
-                    found.update(r.index for r in ins.args[0].items)
-                elif ins.op == "tcgen05" and ins.mods[0] == "ld":
+                source = "ld" in ins.mods[:1] if loads else "mma_async" in ins.mods
+                if ins.op == ("tcgen05" if loads else "wgmma") and source:
                     found.update(r.index for r in operand_regs(ins.args[0]))
-                elif ins.op == "mov" and all(hasattr(a, "index") for a in ins.args):
-                    moves.setdefault(ins.args[1].index, []).append(ins.args[0].index)
+                elif ins.op == "mov" and (loads or all(hasattr(a, "index") for a in ins.args)):
+                    for each in operand_regs(ins.args[1]):
+                        moves.setdefault(each.index, []).extend(r.index for r in operand_regs(ins.args[0]))
             work = list(found)
             while work:
                 for target in moves.get(work.pop(), ()):
                     if target not in found:
                         found.add(target)
                         work.append(target)
-            self._inflight = sorted(found)
-        return self._inflight
+            self._moved[loads] = sorted(found)
+        return self._moved[loads]
 
     def superblock(self, start: int) -> tuple[Callable, tuple[int, ...]]:
         """Return the full-warp function that starts at a block, and the blocks it runs."""
@@ -157,8 +229,16 @@ class Program:
             if not self.blocks[start].solo:
                 while self._falls_into(run[-1]):
                     run.append(run[-1] + 1)
-            entry = self.full[start] = (self._compile([self.blocks[i] for i in run], True), tuple(run))
+            entry = self.full[start] = (self._compile([self.blocks[i] for i in run], "clean"), tuple(run))
         return entry
+
+    def tainted(self, start: int) -> Callable:
+        """Return the function of the superblock that starts at a block for registers with poison."""
+        function = self.poisoned.get(start)
+        if function is None:
+            run = self.superblock(start)[1]
+            function = self.poisoned[start] = self._compile([self.blocks[i] for i in run], "full")
+        return function
 
     def _falls_into(self, index: int) -> bool:
         """Tell whether a block always continues with the next, and that one may join its superblock."""
@@ -171,22 +251,38 @@ class Program:
         """Return the function of one block for a part of a warp."""
         function = self.partial[index]
         if function is None:
-            function = self.partial[index] = self._compile([self.blocks[index]], False)
+            function = self.partial[index] = self._compile([self.blocks[index]], "part")
         return function
 
-    def _compile(self, blocks: list, full: bool) -> Callable:
-        name = f"b{blocks[0].index}_{'full' if full else 'part'}"
-        source = Codegen(self.cfg, self.env, full).function(blocks, name)
-        filename = f"<ptxsim {self.name} {name}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), self.env)
-        return self.env[name]
+    def _compile(self, blocks: list, variant: str) -> Callable:
+        source, values = Codegen(self.cfg, variant != "part", variant == "clean").function(blocks)
+        name = f"b{blocks[0].index}_{variant}"
+        return FunctionType(_compiled(source), _ENVIRONMENT, name, values)
+
+
+def shape(ins: Instr) -> tuple:
+    """Return what decides whether an instruction is known: all but which registers and addresses it names."""
+    return ins.op, tuple(ins.mods), ins.guard is None, *(_form(arg) for arg in ins.args)
+
+
+def _form(operand: object) -> object:
+    if isinstance(operand, Reg):
+        return operand.type
+    if isinstance(operand, Vec):
+        return ("{}", *(_form(item) for item in operand.items))
+    if isinstance(operand, Addr) and not operand.parts:
+        return "[]", _form(operand.base)
+    if isinstance(operand, Imm) and operand.kind != "int":
+        return operand.kind
+    return operand  # itself: other operands are few, or their values matter
 
 
 def _symbols(args: list) -> set[str]:
     names: set[str] = set()
 
     def visit(node: object) -> None:
+        if isinstance(node, (Reg, Imm)):
+            return
         if isinstance(node, Sym):
             names.add(node.name)
         for key in ("items", "parts"):

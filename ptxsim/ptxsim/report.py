@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from .findings import Finding, place_of
+
 _TRAFFIC = ("shared read", "shared written", "global read", "global written", "global atomic", "bulk read",
             "bulk written", "tensor memory")  # fmt: skip
 
@@ -32,6 +34,26 @@ class BankCounter:
         site[2] += ideal
 
 
+_PER_CYCLE = {"sm_90": 4096, "sm_100": 8192}
+"""FLOPs of 16-bit types that an SM's tensor cores perform in a cycle, from the published peaks of H100 and B200."""
+
+_RATE = {"tf32": 0.5, "f16": 1, "bf16": 1, "e4m3": 2, "e5m2": 2, "e2m3": 2, "e3m2": 2, "e2m1": 2, "s8": 2, "u8": 2,
+         "e2m1x2": 4}  # fmt: skip
+"""How many times as many they perform of each type."""
+
+_SCHEDULERS = 4
+"""Warp-instructions that an SM issues in a cycle, at most."""
+
+
+def tensor_cycles(flops: dict[str, int], target: str) -> float | None:
+    """Return for how many cycles matrix operations keep an SM's tensor cores busy (None: a kind without a rate)."""
+    peak = next((rate for arch, rate in _PER_CYCLE.items() if target.startswith(arch)), None)
+    rates = [_RATE.get(kind.split()[-1]) for kind in flops]
+    if peak is None or None in rates:
+        return None
+    return sum(count / (peak * rate) for count, rate in zip(flops.values(), rates, strict=True))
+
+
 class Report:
     """Statistics of one launch.
 
@@ -43,6 +65,10 @@ class Report:
         The same per first part of the opcode.
     flops : dict of str to int
         Matrix floating-point operations per kind.
+    tensor_share : float or None
+        How busy the tensor cores can be at most, going by counts: the cycles that the matrix FLOPs take at peak, over
+        those or the cycles that issuing all warp-instructions takes, whichever is more. Nothing waits in this figure,
+        so a kernel on hardware stays below it. None where there are no matrix FLOPs, or no peak is known.
     bytes : dict of str to int
         Bytes moved per space.
     counters : dict of str to int
@@ -52,6 +78,10 @@ class Report:
         blocks others executed meanwhile.
     notes : list of str
         Oddities that are legal, such as arrivals left over at a named barrier.
+    missed : list of Place
+        The instructions that no warp has executed.
+    findings : list of Finding
+        Broken rules that the launch allows and, with ``keep_going``, races.
     banks : dict
         Per site: accesses, wavefronts, and wavefronts without conflicts.
     """
@@ -74,10 +104,42 @@ class Report:
         counters = {k: v for k, v in launch.counters.items() if k != "tcgen05 cta_group"}
         self.flops = {k[6:]: v for k, v in counters.items() if k.startswith("flops ")}
         self.counters = {k: v for k, v in counters.items() if not k.startswith("flops ")}
+        cycles = tensor_cycles(self.flops, launch.module.ir.target)
+        issue = self.total / _SCHEDULERS
+        self.tensor_share = cycles / max(cycles, issue) if self.flops and cycles else None
         self.bytes = dict(zip(_TRAFFIC, launch.traffic, strict=False))
         self.waits = {name: tuple(pair) for name, pair in launch.waits.items()}
         self.notes = list(launch.notes)
+        self.missed = [
+            place_of(program, ins)
+            for block, count in zip(program.blocks, launch.counts, strict=True)
+            for ins in block.instrs
+            if not count and ins.line != program.function.line  # that is where the end of a kernel is put
+        ]
+        self.findings = list(launch.found.values())
         self.banks = dict(launch.banks.sites) if launch.banks else {}
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that are errors."""
+        return [each for each in self.findings if each.severity == "error"]
+
+    def as_dict(self) -> dict:
+        """Return the statistics and findings as plain values, for JSON."""
+        plain = (
+            "kernel",
+            "steps",
+            "total",
+            "instructions",
+            "flops",
+            "tensor_share",
+            "bytes",
+            "counters",
+            "waits",
+            "banks",
+            "notes",
+        )
+        return {name: getattr(self, name) for name in plain} | {"findings": [each.as_dict() for each in self.findings]}
 
     def __str__(self) -> str:
         lines = [f"kernel {self.kernel}: {self.total} warp-instructions in {self.steps} blocks"]
@@ -89,6 +151,8 @@ class Report:
         ):
             lines.append(f"{title}:")
             lines += [f"  {value:>14,}  {key}" for key, value in sorted(table.items(), key=lambda kv: -kv[1]) if value]
+        if self.tensor_share is not None:
+            lines.append(f"tensor cores: busy at most {self.tensor_share:.0%} of the time, by instruction counts")
         if self.waits:
             lines.append("waits (times, and basic blocks executed meanwhile):")
             ordered = sorted(self.waits.items(), key=lambda item: -item[1][1])
@@ -96,4 +160,5 @@ class Report:
         for site, (accesses, waves, ideal) in sorted(self.banks.items(), key=lambda kv: kv[1][2] - kv[1][1]):
             if waves > ideal:
                 lines.append(f"  bank conflicts: {waves} wavefronts for {ideal} in {accesses} accesses, {site[:100]}")
+        lines += [f"{each.severity}: {each}" for each in self.findings]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -17,6 +17,11 @@ _FLOAT_BITS = re.compile(r"[-+]?0([fFdD])([0-9a-fA-F]{8,16})$")
 _FLOAT_DEC = re.compile(r"[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+)$")
 _IDENT = re.compile(r"[A-Za-z_$%][\w$.%]*$")
 
+# A string is one mark, so that nothing inside it counts.
+_STATEMENT_MARKS = re.compile(r'"[^"]*"|[{};]')
+_BRACKETS = {pair[0]: re.compile(f'"[^"]*"|[{re.escape(pair)}]') for pair in ("{}", "()", "[]")}
+_NESTED = re.compile(r'[\[\](){}"]')
+
 SPECIAL_PREFIXES = (
     "%tid",
     "%ntid",
@@ -99,41 +104,34 @@ def statements(text: str, pos: int, end: int) -> Iterator[tuple[str, str, int]]:
 def _statement_end(text: str, pos: int, end: int) -> int:
     """Return the offset of the semicolon that ends the statement at ``pos``."""
     depth = 0
-    while pos < end:
-        char = text[pos]
-        if char == '"':
-            pos = text.index('"', pos + 1)
-        elif char == "{":
+    for match in _STATEMENT_MARKS.finditer(text, pos, end):
+        mark = match.group()
+        if mark == "{":
             depth += 1
-        elif char == "}":
+        elif mark == "}":
             depth -= 1
-        elif char == ";" and depth <= 0:
-            return pos
-        pos += 1
+        elif mark == ";" and depth <= 0:
+            return match.start()
     return end
 
 
 def matching(text: str, pos: int) -> int:
     """Return the offset of the bracket that closes the one at ``pos``."""
-    pairs = {"{": "}", "(": ")", "[": "]"}
-    open_char, close_char = text[pos], pairs[text[pos]]
-    depth = 0
-    while pos < len(text):
-        char = text[pos]
-        if char == '"':
-            pos = text.index('"', pos + 1)
-        elif char == open_char:
-            depth += 1
-        elif char == close_char:
-            depth -= 1
+    opening, depth = text[pos], 0
+    for match in _BRACKETS[opening].finditer(text, pos):
+        mark = match.group()
+        if mark[0] != '"':
+            depth += 1 if mark == opening else -1
             if not depth:
-                return pos
-        pos += 1
-    raise PtxSyntaxError(f"unbalanced {open_char!r}")
+                return match.start()
+    raise PtxSyntaxError(f"unbalanced {opening!r}")
 
 
 def split_top(text: str, sep: str = ",") -> list[str]:
     """Split at separators that are outside all brackets and strings."""
+    if not _NESTED.search(text):
+        parts = [part.strip() for part in text.split(sep)]
+        return parts if len(parts) > 1 or parts[0] else []
     parts, depth, start, pos = [], 0, 0, 0
     while pos < len(text):
         char = text[pos]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .numeric import count_nonzero
+
 PENDING = np.uint32(0xFFFFFFFF)
 """The clock of a write that has not finished."""
 
@@ -11,16 +13,23 @@ PENDING = np.uint32(0xFFFFFFFF)
 class Shadow:
     """What the detector knows about each 4-byte word of one block's shared memory, tensor memory or a global array.
 
-    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array. ``mask`` tells which bytes
+    ``sites`` and ``read_sites`` hold the numbers of the instructions that wrote and read.
+
+    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array,
+    ``block`` whose shared memory it is. ``mask`` tells which bytes
     of a word the last write covered; ``bytes`` holds, per agent and mask, when it wrote bytes that later writes to the
     word left alone. ``updates`` holds, per agent, when it last wrote each word strongly, in its clock and in a count of
     all strong writes: such writes do not order one another, so the last cannot stand for all. ``observed`` holds, per
     agent, up to which count it has seen the strong writes of a word by a strong read or an atomic of its own, and when:
     what it has seen precedes what it does next (ISA, causality order), even if it acquires nothing.
+
+    To look at few words as a rule, some things are known of all: ``row_tops`` is the last clock of each row of
+    reads, ``hidden`` that of each agent's writes in ``updates`` and ``bytes``; ``aside`` tells whether there are any,
+    ``partial`` and ``strong`` whether some write ever had a mask, or was strong.
     """
 
-    def __init__(self, words: int, columns: int = 0, name: str = "") -> None:
-        self.columns, self.name = columns, name
+    def __init__(self, words: int, columns: int = 0, name: str = "", block: tuple[int, ...] = ()) -> None:
+        self.columns, self.name, self.block = columns, name, block
         self.writer = np.zeros(words, np.intp)
         self.clock = np.zeros(words, np.uint32)
         self.mask = np.full(words, 15, np.uint8)
@@ -28,12 +37,41 @@ class Shadow:
         self.updates: dict[int, np.ndarray] = {}
         self.observed: dict[int, np.ndarray] = {}
         self.count = 0
+        self.sites = np.full(words, -1, np.int32)
+        self.read_sites = np.zeros((0, words), np.int32)
         self.rows: dict[tuple, int] = {}
-        self.row_agents = np.zeros((0, 4), np.intp)
+        self.row_agents = np.zeros(0, np.intp)
         self.strong_rows = np.zeros(0, bool)
         self.row_masks = np.zeros(0, np.uint8)
         self.reads = np.zeros((0, words), np.uint32)
+        self.row_tops = np.zeros(0, np.uint32)
         self.bytes: dict[tuple[int, int], np.ndarray] = {}
+        self.aside = self.partial = self.strong = False
+        self.hidden = np.zeros(0, np.uint32)
+
+    def hides(self, row: np.ndarray) -> bool:
+        """Tell whether a write that the last write of its word may hide is unknown to somebody."""
+        return bool(count_nonzero(self.hidden > row[: len(self.hidden)]))
+
+    def _hide(self, agent: int, clock: int) -> None:
+        """Note up to which clock writes of an agent may be hidden by the last writes of their words."""
+        self.aside = True
+        if agent >= len(self.hidden):
+            self.hidden = np.concatenate([self.hidden, np.zeros(agent + 1 - len(self.hidden), np.uint32)])
+        self.hidden[agent] = max(self.hidden[agent], clock)
+
+    def settle(self, agent: int) -> None:
+        """Look again up to which clock writes of an agent may be hidden: a pending one has finished."""
+        tables = [self.updates[agent][0]] if agent in self.updates else []
+        tables += [clocks for (writer, _), clocks in self.bytes.items() if writer == agent]
+        self.hidden[agent] = max(table.max() for table in tables)
+
+    def note_read(self, row: int, words: np.ndarray, clock: int, site: int) -> None:
+        """Record a read in a row."""
+        self.reads[row][words] = clock
+        self.read_sites[row][words] = site
+        if clock > self.row_tops[row]:
+            self.row_tops[row] = clock
 
     def space(self, word: int) -> str:
         """Describe where a word is."""
@@ -41,22 +79,21 @@ class Shadow:
             return f"tensor memory lane {word // self.columns} column {word % self.columns}"
         return f"byte {word * 4} of {self.name}" if self.name else f"shared byte {word * 4}"
 
-    def row(self, agents: tuple[int, ...], strong: bool = False, mask: int = 15) -> int:
-        """Return the read row of an agent, or of four that read together.
+    def row(self, agent: int, strong: bool = False, mask: int = 15) -> int:
+        """Return the read row of an agent.
 
         Strong reads, and reads of some bytes of words (a mask), have rows of their own.
         """
-        key = agents if mask == 15 and not strong else (*agents, strong, mask)
+        key = (agent, strong, mask)
         if key not in self.rows:
             index = self.rows[key] = len(self.rows)
             if index >= len(self.reads):
-                grown = np.zeros((max(8, 2 * len(self.reads)), self.reads.shape[1]), np.uint32)
-                grown[: len(self.reads)] = self.reads
-                self.reads = grown
-            four = agents if len(agents) == 4 else agents * 4
-            self.row_agents = np.concatenate([self.row_agents, np.array([four], np.intp)])
+                rows = max(8, 2 * len(self.reads))
+                self.reads, self.read_sites = _more_rows(self.reads, rows), _more_rows(self.read_sites, rows)
+            self.row_agents = np.append(self.row_agents, agent)
             self.strong_rows = np.append(self.strong_rows, strong)
             self.row_masks = np.append(self.row_masks, np.uint8(mask))
+            self.row_tops = np.append(self.row_tops, np.uint32(0))
         return self.rows[key]
 
     def update(self, agent: int, words: np.ndarray, clock: object) -> None:
@@ -64,6 +101,7 @@ class Shadow:
         self.count += 1
         clocks, counts = self.updates.setdefault(agent, np.zeros((2, len(self.clock)), np.uint32))
         clocks[words] = clock
+        self._hide(agent, clock)
         counts[words] = PENDING if clock == PENDING else self.count
 
     def observe(self, agent: int, words: np.ndarray, clock: object) -> None:
@@ -100,3 +138,10 @@ class Shadow:
             at = words[aside & (self.writer[words] == writer) & (left == bits)]
             clocks = self.bytes.setdefault((writer, bits), np.zeros(len(self.clock), np.uint32))
             clocks[at] = self.clock[at]
+            self._hide(writer, int(clocks[at].max()))
+
+
+def _more_rows(table: np.ndarray, rows: int) -> np.ndarray:
+    grown = np.zeros((rows, table.shape[1]), table.dtype)
+    grown[: len(table)] = table
+    return grown

@@ -3,8 +3,8 @@
 A release publishes what its warp knows at the address, an acquire joins what was published there. A relaxed access
 does so only together with a fence: a write publishes what the warp knew at its last fence, and what a read finds counts
 from the warp's next fence on. A read-modify-write adds to what is published; a store replaces what other warps have
-published, and goes on with what its own warp has. Both sides must name a scope that includes the other. With
-``strict=False`` relaxed accesses count as if a fence were beside them.
+published, and goes on with what its own warp has. Both sides must name a scope that includes the other. Where the rule
+relaxed-order may be broken, the detector's loose clocks count relaxed accesses as if a fence were beside them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class Order:
 
 @dataclass
 class Published:
-    """What a warp of a block has published at an address within a scope."""
+    """What a warp of a block has published at an address within a scope (``loosely``: by breaking a rule)."""
 
     scope: str
     cta: object
     store: list
     agent: int
+    loosely: bool = False
 
 
 def includes(scope: str, mine: object, other: object) -> bool:
@@ -57,7 +58,7 @@ class Flags:
 
     def matter(self, agent: int, order: Order, reduction: bool) -> bool:
         """Tell whether a write or atomic of a warp can order anything, or end what does."""
-        if order.release or agent in self.fences or not self.detector.strict:
+        if order.release or agent in self.fences or "relaxed-order" in self.detector.allow:
             return True
         return not reduction and bool(self.places)
 
@@ -94,20 +95,26 @@ class Flags:
             for each in self.places.get(key, ()):
                 if not (includes(each.scope, each.cta, cta) and includes(order.scope, cta, each.cta)):
                     continue
-                if order.acquire or not self.detector.strict:
+                if order.acquire and not each.loosely:
                     self.detector.acquire(agent, each.store)
-                else:
+                    continue
+                if not each.loosely:
                     self.found(agent, each.cta, each.store)
+                if "relaxed-order" in self.detector.allow:
+                    self.detector.acquire_loosely(agent, each.store)
 
     def write(self, agent: int, cta: object, keys: Iterable[tuple], order: Order, update: bool) -> None:
         """Publish at addresses; ``update`` tells a read-modify-write."""
-        scope, store = order.scope, []
-        if order.release or not self.detector.strict:
+        scope, store, new = order.scope, [], []
+        if order.release:
             store = self.detector.snapshot(agent)
         elif agent in self.fences:
             fence_scope, store = self.fences[agent]
             scope = min(scope, fence_scope, key=SCOPES.index)
-        new = [Published(scope, cta, store, agent)] if store else []
+        if store:
+            new.append(Published(scope, cta, store, agent))
+        if not order.release and "relaxed-order" in self.detector.allow:
+            new.append(Published(order.scope, cta, self.detector.loose_snapshot(agent), agent, True))
         for key in set(keys):
             kept = self.places.get(key, [])
             others = [each for each in kept if update and each.agent != agent]
@@ -118,11 +125,11 @@ class Flags:
 
 def latest(published: list[Published]) -> list[Published]:
     """Return the last of a warp's publications of each scope: it says what those before it said."""
-    last: dict[str, Published] = {}
+    last: dict[tuple[str, bool], Published] = {}
     for each in published:
-        clock = each.store[0][each.agent]
-        if each.scope not in last or clock >= last[each.scope].store[0][each.agent]:
-            last[each.scope] = each
+        key, at = (each.scope, each.loosely), 3 if each.loosely else 0
+        if key not in last or each.store[at][each.agent] >= last[key].store[at][each.agent]:
+            last[key] = each
     return list(last.values())
 
 

@@ -11,7 +11,8 @@ from .errors import DescriptorError
 from .operand import SmemLayout
 
 _SWIZZLE = {0: (0, 16), 1: (128, 32), 2: (128, 16), 4: (64, 16), 6: (32, 16)}
-DEPTH = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32}
+DENSE = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32}
+DEPTH = {**DENSE, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 """K of a dense MMA per kind (ISA table 39); always 32 bytes of an operand row."""
 
 _TYPES = {

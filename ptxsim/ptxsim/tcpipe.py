@@ -73,7 +73,7 @@ class Pipe:
         detector = W.cta.cluster.detector
         if not detector:
             return
-        done = int(detector.T[W.agent, self.agents[0]])
+        done = detector.tensor_knows(W.agent, self.agents[0])
         flight = Flight(self.issued, name, key, regions)
         kept = []
         for other in self.flights:
@@ -92,7 +92,7 @@ class Pipe:
             why = f"D overlaps the accumulator of tcgen05.mma number {other.clock}, still in flight with another shape"
             W.fail(SyncError, ins, why)
         why = f"tensor memory is in use by tcgen05.{other.name} number {other.clock}, which is not ordered before this"
-        W.bend(SyncError, ins, why)
+        W.bend("tcgen05-order", SyncError, ins, why)
 
 
 def pipe_of(W: Warp) -> Pipe:
@@ -106,7 +106,8 @@ def check_group(W: Warp, ins: Instr, group: int) -> None:
     """All tcgen05 instructions of a kernel use one .cta_group."""
     used = W.cta.launch.counters.setdefault("tcgen05 cta_group", group)
     if used != group:
-        W.bend(SyncError, ins, f".cta_group::{group} after .cta_group::{used}: a kernel must use only one of them")
+        why = f".cta_group::{group} after .cta_group::{used}: a kernel must use only one of them"
+        W.bend("cta-group", SyncError, ins, why)
 
 
 def pair(W: Warp, ins: Instr, group: int) -> list:

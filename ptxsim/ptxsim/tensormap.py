@@ -13,6 +13,7 @@ from .errors import DescriptorError
 
 MAGIC = b"ptxsimTM"
 _FORMAT = "<8s5BQ5Q4Q5H5B6h"
+_ADDRESS = struct.calcsize("<8s5B")
 _INVALID_VALUE = 1
 
 DTYPES = {
@@ -279,6 +280,14 @@ def _pack(
         *_padded(lower, 3), *_padded(upper, 3),
     )  # fmt: skip
     return TensorMap(raw.ljust(128, b"\0"))
+
+
+def with_address(raw: bytes, address: int) -> TensorMap:
+    """Return a tensor map of the same layout over memory at another address (``cuTensorMapReplaceAddress``)."""
+    decode(bytes(raw))
+    wide = 32 if raw[8] in (14, 15) else 16
+    _refuse(address % wide != 0, f"global address {address:#x} is not a multiple of {wide}")
+    return TensorMap(raw[:_ADDRESS] + struct.pack("<Q", address) + raw[_ADDRESS + 8 :])
 
 
 def _padded(values: Sequence[int], count: int) -> list[int]:

@@ -95,13 +95,19 @@ class Timeline:
         """Write the Chrome trace as JSON."""
         Path(path).write_text(json.dumps(self.chrome_trace()))
 
+    def save_page(self, path: str | Path, title: str = "timeline") -> None:
+        """Write an HTML page that shows all tracks, to be read in a browser."""
+        from .page import page
+
+        Path(path).write_text(page(self.spans, title))
+
     def draw(self, path: str | Path, block: tuple[int, int, int] = (0, 0, 0)) -> None:
         """Draw the tracks of a block (and the asynchronous units) as a PNG; needs matplotlib."""
         import matplotlib as mpl
         from matplotlib.figure import Figure
 
         spans = [s for s in self.spans if s.block == block or s.kind == "async"]
-        names = sorted({s.track for s in spans}, key=_track_order)
+        names = sorted({s.track for s in spans}, key=track_order)
         rows = {name: i for i, name in enumerate(names)}
         colours = {"run": "#4c78a8", "wait": "#e0e0e0", "async": "#f58518", "phase": "#54a24b"}
         figure = Figure(figsize=(12, 0.35 * len(names) + 1.3), layout="constrained")
@@ -119,7 +125,7 @@ class Timeline:
         figure.savefig(path, dpi=120)
 
 
-def _track_order(name: str) -> tuple[int, int, str]:
+def track_order(name: str) -> tuple[int, int, str]:
     """Sort warps by number, then barriers, then asynchronous units."""
     number = int(name.split()[-1]) if name.split()[-1].isdigit() else 0
     return (0 if name.startswith("warp") else 1 if name.startswith("mbarrier") else 2, number, name)

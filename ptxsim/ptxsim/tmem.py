@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from .errors import SyncError
-from .hb import Shadow
+from .shadow import Shadow
 
 LANES, COLUMNS = 128, 512
 

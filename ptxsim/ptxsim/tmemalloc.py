@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
+from .accesses import Where
 from .codegen import Park
 from .errors import MemoryFault, SyncError
 from .ir import Instr
 from .ops_mbar import shared_target
 from .tcpipe import check_group, pair, pipe_of
 from .tmem import COLUMNS, LANES, TensorMemory, tmem_of
-from .warp import Warp, _Where
+from .warp import Warp
 
 
 class Call:
-    """A collective call of two peer blocks: what each asked for, and (alloc) the first column that both got."""
+    """A collective call of two peer blocks: who asked for what, and (alloc) the first column that both got."""
 
     def __init__(self) -> None:
         self.asked: dict[int, tuple] = {}
+        self.warps: list[Warp] = []
         self.start: int | None = None
+        self.known: list = []
 
     @property
     def met(self) -> bool:
@@ -43,6 +46,7 @@ def _meet(W: Warp, ins: Instr, request: tuple) -> Call:
             names = [" ".join(map(str, each)) for each in (request, other)]
             W.fail(SyncError, ins, f"the blocks of a pair make different collective calls: {names[0]} and {names[1]}")
     call.asked[W.cta.rank] = request
+    call.warps.append(W)
     return call
 
 
@@ -53,7 +57,7 @@ def _wait(W: Warp, call: Call, ready: object, what: str) -> Park:
 
 def _whole_warp(W: Warp, ins: Instr, L: object, name: str) -> None:
     if L is not None:
-        W.fail(SyncError, ins, f"tcgen05.{name} needs all 32 lanes of the warp")
+        W.bend("tcgen05-collective", SyncError, ins, f"tcgen05.{name} needs all 32 lanes of the warp")
 
 
 def alloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: int) -> Park | None:
@@ -77,18 +81,41 @@ def alloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: int
         peers = [tmem_of(W.cta.cluster.ctas[rank]) for rank in sorted(call.asked)]
         if call.start is None:
             call.start = peers[0].place(columns, peers[1])
-        if call.start is None:
-            return _wait(W, call, lambda: peers[0].place(columns, peers[1]) is not None, room)
+            if call.start is None:
+                return _wait(W, call, lambda: peers[0].place(columns, peers[1]) is not None, room)
+            _take_both(call, columns)
         start = call.start
+        _learn(W, call)
     if columns > tmem.smallest:
-        W.bend(SyncError, ins, f"{columns} columns after an allocation of {tmem.smallest}: the count must not increase")
-    _take(W, ins, tmem, start, columns, address)
+        why = f"{columns} columns after an allocation of {tmem.smallest}: the count must not increase"
+        W.bend("alloc-grows", SyncError, ins, why)
+    if group == 1:
+        _take(W, tmem, start, columns)
+    _write_address(W, ins, start, address)
     return None
 
 
-def _take(W: Warp, ins: Instr, tmem: TensorMemory, start: int, columns: int, address: int) -> None:
-    """Give columns to the block and write their address."""
-    tmem.take(start, columns, W.index)
+def _take_both(call: Call, columns: int) -> None:
+    """Give columns to both blocks of a pair at once: either may use the peer's as soon as its own call returns."""
+    for warp in call.warps:
+        _take(warp, tmem_of(warp.home), call.start, columns)
+    detector = call.warps[0].home.cluster.detector
+    if detector:
+        for warp in call.warps:
+            detector.publish(warp.agent, call.known)
+
+
+def _learn(W: Warp, call: Call) -> None:
+    """Order a warp after the allocations of both blocks, for its tensor-memory operations too."""
+    detector = W.cta.cluster.detector
+    if detector:
+        detector.acquire(W.agent, call.known)
+        for warp in call.warps:
+            detector.tensor_learn(W.agent, warp.agent, int(call.known[0][warp.agent]))
+
+
+def _write_address(W: Warp, ins: Instr, start: int, address: int) -> None:
+    """Write the address of allocated columns to shared memory."""
     cta, offset = shared_target(W, ins, address, False)
     if offset % 4:
         W.fail(MemoryFault, ins, "the address for tcgen05.alloc is not a multiple of 4")
@@ -96,13 +123,18 @@ def _take(W: Warp, ins: Instr, tmem: TensorMemory, start: int, columns: int, add
         W.shared_write(cta.shadow, np.array([offset], "u4"), 4, 1, ins)
     cta.shared.view("u4")[offset // 4] = start
     cta.shared.init[offset : offset + 4] = 1
+
+
+def _take(W: Warp, tmem: TensorMemory, start: int, columns: int) -> None:
+    """Give columns to a warp of a block."""
+    tmem.take(start, columns, W.index)
     if tmem.shadow is not None:
-        detector = cta.cluster.detector
+        detector = W.home.cluster.detector
         words = _words(start, columns)
         # Whoever uses the columns must have synchronised with the allocation.
         tmem.shadow.writer[words] = W.agent
         tmem.shadow.clock[words] = detector.V[W.agent, W.agent]
-        detector.T[W.agent, W.agent] = detector.V[W.agent, W.agent]
+        detector.tensor_learn(W.agent, W.agent, int(detector.V[W.agent, W.agent]))
 
 
 def _words(start: int, columns: int) -> np.ndarray:
@@ -125,13 +157,13 @@ def dealloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: i
     if why:
         W.fail(MemoryFault, ins, why)
     if owner != W.index:
-        W.bend(SyncError, ins, f"tensor memory allocated by warp {owner} is freed by another warp")
+        W.bend("dealloc-warp", SyncError, ins, f"tensor memory allocated by warp {owner} is freed by another warp")
     if tmem.shadow is not None:
         detector, pipe = W.cta.cluster.detector, pipe_of(W)
         # Freeing conflicts with every access that the warp has not synchronised with.
-        view = np.maximum(detector.tensor_view(W.agent, *pipe.agents), detector.V[W.agent])
+        view = detector.freeing_view(W.agent, *pipe.agents)
         words = _words(address, columns)
-        detector.tensor_write(W.agent, view, tmem.shadow, words, W.agent, 0, _Where(W, ins))
+        detector.tensor_write(W.agent, view, tmem.shadow, words, W.agent, 0, Where(W, ins))
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .accesses import Where
 from .errors import DescriptorError, MemoryFault
 from .ir import Instr
 from .machine import AsyncOp
@@ -11,7 +12,7 @@ from .operand import CONTAINER_SHIFT, placed, unpack
 from .tcgen05 import check_layout, decode_smem_descriptor
 from .tcpipe import check_group, pair, pipe_of, region
 from .tmem import COLUMNS, TensorMemory, tmem_of
-from .warp import Warp, _Where
+from .warp import Warp
 
 _R32, _R64 = np.arange(32), np.arange(64)
 COPY_FORMS = {
@@ -76,8 +77,8 @@ def copy(W: Warp, ins: Instr, group: int, form: tuple[str, str], source: str, ta
         if int(chunks.min()) < 0 or int(chunks.max()) * 16 + 16 > cta.shared.limit:
             W.fail(MemoryFault, ins, "the source of tcgen05.cp leaves shared memory")
         if detector:
-            where, agent = _Where(W, ins), pipe.agents[0]
-            detector.async_read(W.agent, detector.async_view(W.agent), cta.shadow, words, (agent,), clock, where)
+            where, agent = Where(W, ins), pipe.agents[0]
+            detector.async_read(W.agent, detector.async_view(W.agent), cta.shadow, words, agent, clock, where)
             view = detector.tensor_view(W.agent, agent)
             for each in lanes:
                 cells = (each[:, None] * COLUMNS + columns).reshape(-1)
@@ -125,7 +126,7 @@ def record_shift(W: Warp, ins: Instr, cta: object, lanes: np.ndarray, columns: n
     if why:
         W.fail(MemoryFault, ins, why)
     if detector:
-        agent, where = pipe.agents[0], _Where(W, ins)
+        agent, where = pipe.agents[0], Where(W, ins)
         view = detector.tensor_view(W.agent, agent)
         cells = lanes[:, None] * COLUMNS + columns
         detector.tensor_read(W.agent, view, tmem.shadow, cells.reshape(-1), agent, pipe.issued, where)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from .errors import MemoryFault, SyncError
+from .accesses import Where
+from .errors import MemoryFault, PoisonError, SyncError
 from .ir import Instr, Reg
 from .machine import AsyncOp
+from .numeric import count_nonzero
 from .tcpipe import Pipe, pipe_of
-from .tmem import COLUMNS, TensorMemory, fragment, tmem_of
-from .warp import Warp, _Where
+from .tmem import COLUMNS, LANES, TensorMemory, fragment, tmem_of
+from .warp import Warp
 
 
 def cells_of(
@@ -18,17 +20,21 @@ def cells_of(
     """Return tensor memory and the flat cell index [registers, 32, cells] of a warp's access, checked."""
     if L is not None:
         W.fail(SyncError, ins, "tcgen05.ld/st need all 32 lanes of the warp", L)
-    if np.count_nonzero(taddr != taddr[0]):
-        W.fail(SyncError, ins, "the lanes of a warp give different tensor-memory addresses")
+    if count_nonzero(taddr != taddr[0]):
+        W.bend(
+            "tmem-lanes",
+            SyncError,
+            ins,
+            "the lanes of a warp give different tensor-memory addresses (the first lane's counts)",
+        )
     lane, column = int(taddr[0]) >> 16, int(taddr[0]) & 0xFFFF
     quadrant = 32 * (W.index % 4)
-    legal = lane == quadrant if shape == "32x32b" else lane in (quadrant, quadrant + 16)
-    if not legal:
+    if lane % 32 not in ((0,) if shape == "32x32b" else (0, 16)) or lane >= LANES:
+        W.fail(MemoryFault, ins, f"lane field {lane} is not legal for shape .{shape}")
+    if lane // 32 != W.index % 4:
         text = f"lane field {lane} is not in the warp's quadrant {quadrant}..{quadrant + 31}"
-        if lane not in (0, 16):
-            W.fail(MemoryFault, ins, text)
-        W.bend(MemoryFault, ins, text + " (the hardware adds the quadrant)")
-        lane += quadrant
+        W.bend("tmem-lanes", MemoryFault, ins, text + " (a warp reaches no other lanes)")
+        lane = quadrant + lane % 32
     lanes, columns = fragment(shape, count, split, packed)
     tmem = tmem_of(W.cta)
     why = tmem.outside(np.unique(columns + column))
@@ -49,26 +55,42 @@ def load(
     if detector:
         view = detector.tensor_view(W.agent, pipe.agents[1])
         words = index.reshape(-1)
-        detector.tensor_read(W.agent, view, tmem.shadow, words, pipe.agents[1], clock, _Where(W, ins))
-    buffer = np.full((len(regs), 32), 0xFFFFFFFF, "u4")
+        detector.tensor_read(W.agent, view, tmem.shadow, words, pipe.agents[1], clock, Where(W, ins))
+
+    def values() -> np.ndarray:
+        cells = tmem.cells.reshape(-1)[index]
+        return cells[..., 0] if not packed else (cells[..., 0] & 0xFFFF) | cells[..., 1] << np.uint32(16)
+
+    # Nothing may write the cells before the wait, so that their value is known now. It is needed for copies that cannot
+    # share the buffer: compilers move instructions that only pack registers ahead of the wait.
+    buffer = values()
     pending = np.ones(32, bool)
+    masks = [pending] * len(regs)
+    early = W.program.early_use(ins) if "ld-wait" in W.launch.allow else None
+    if early is not None:
+        why = f"it uses registers of the tcgen05.ld in line {ins.line}, and no tcgen05.wait::ld need have run before"
+        W.bend("ld-wait", PoisonError, early, why)
+        masks = [None if row.all() else ~row for row in tmem.defined.reshape(-1)[index].all(2)]
     bad: list[np.ndarray] = []
 
     def finish() -> None:
-        cells = tmem.cells.reshape(-1)[index]
-        buffer[...] = cells[..., 0] if not packed else (cells[..., 0] & 0xFFFF) | cells[..., 1] << np.uint32(16)
+        buffer[...] = values()
         undefined = ~tmem.defined.reshape(-1)[index].all(2)
         if undefined.any():
             bad.append(undefined)
         pipe.loads_done = clock
 
     storage = W.program.cfg.storage
-    for reg, row in zip(regs, buffer, strict=False):
+    for reg, row, mask in zip(regs, buffer, masks, strict=False):
         code = storage[reg.index]
         W.R[reg.index] = row if code == "u4" else row.view(code)
-        W.Q[reg.index] = pending
-    pipe.pending_loads.append((clock, buffer, pending, bad))
+        W.Q[reg.index] = mask
     W.cta.cluster.submit(("tcgen05.ld", id(W)), AsyncOp("tcgen05.ld", finish))
+    if early is None:
+        pipe.pending_loads.append((clock, buffer, pending, bad))
+    else:
+        W.cta.cluster.drain(("tcgen05.ld", id(W)), lambda: pipe.loads_done >= clock)
+        _finished(W, pipe, 1, clock)
     W.traffic[7] += index.size * 4
 
 
@@ -84,7 +106,7 @@ def store(
     if detector:
         view = detector.tensor_view(W.agent, pipe.agents[2])
         words = index.reshape(-1)
-        detector.tensor_write(W.agent, view, tmem.shadow, words, pipe.agents[2], clock, _Where(W, ins))
+        detector.tensor_write(W.agent, view, tmem.shadow, words, pipe.agents[2], clock, Where(W, ins))
     values = np.stack([W.R[r.index].view("u4") for r in regs])
     masks = [W.Q[r.index] for r in regs]
     clean = np.stack([np.ones(32, bool) if m is None else ~m for m in masks])
@@ -114,14 +136,17 @@ def wait(W: Warp, ins: Instr, kind: str) -> None:
     waiting = {id(p[2]): p for p in pipe.pending_loads}
     if waiting:
         Q, R = W.Q, W.R
-        for index in W.program.inflight_registers():
+        for index in W.program.loaded_registers():
             entry = waiting.get(id(Q[index])) if Q[index] is not None else None
             if entry is None:
                 continue
             Q[index] = None
             if entry[3]:
-                row = (R[index].ctypes.data - entry[1].ctypes.data) // 128
-                mask = entry[3][0][row]
+                undefined = entry[3][0]
+                if R[index].base is entry[1]:
+                    mask = undefined[(R[index].ctypes.data - entry[1].ctypes.data) // 128]
+                else:  # a packed copy of some of the registers
+                    mask = undefined.any(0)
                 Q[index] = mask if mask.any() else None
     pipe.pending_loads = []
     _finished(W, pipe, 1, pipe.loads)
@@ -132,10 +157,8 @@ def _finished(W: Warp, pipe: Pipe, which: int, clock: int) -> None:
     detector = W.cta.cluster.detector
     if detector:
         agent = pipe.agents[which]
-        detector.T[W.agent, agent] = max(int(detector.T[W.agent, agent]), clock)
+        detector.finished(W.agent, agent, clock)
         pipe.unreleased[agent] = clock
-        if not W.launch.strict:
-            fence_before(W)
 
 
 def fence_before(W: Warp) -> None:
@@ -143,7 +166,7 @@ def fence_before(W: Warp) -> None:
     detector = W.cta.cluster.detector
     if detector:
         for agent, clock in pipe_of(W).unreleased.items():
-            detector.V[W.agent, agent] = max(int(detector.V[W.agent, agent]), clock)
+            detector.learn(W.agent, agent, clock)
 
 
 def fence_after(W: Warp) -> None:

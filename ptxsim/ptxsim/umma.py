@@ -6,31 +6,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .accesses import Where
 from .errors import DescriptorError, MemoryFault, SyncError
 from .ir import Instr
 from .machine import AsyncOp
 from .memory import RANK_SHIFT
-from .operand import fetch, from_containers, multiply, placed, widen
+from .operand import fetch, from_containers, multiply, nibbles, placed, widen
 from .ops_mbar import find
 from .tcgen05 import (
     DEPTH,
+    InstructionDescriptor,
     check_layout,
     data_path,
     decode_instruction_descriptor,
     decode_smem_descriptor,
     zero_columns,
 )
-from .tcpipe import check_group, pair, pipe_of, region
+from .tcpipe import Region, check_group, pair, pipe_of, region
 from .tmem import COLUMNS, TensorMemory, tmem_of
 from .tmemcopy import record_shift, shift_rows
-from .warp import Warp, _Where
+from .warp import Warp
 
 _LANES = np.arange(128)
 
 
 @dataclass(frozen=True)
 class Form:
-    """The static part of a tcgen05.mma instruction."""
+    """The static part of a tcgen05.mma instruction (``vectors``: scale factors along K, of .block_scale)."""
 
     kind: str
     group: int
@@ -38,6 +40,7 @@ class Form:
     a_in_tmem: bool
     ashift: bool = False
     scale: int = 0
+    vectors: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Operands:
     enable: bool
     mask: tuple[int, ...] = ()
     zeros: int = 0
+    sfa: int = 0
+    sfb: int = 0
 
 
 class Mma:
@@ -82,7 +87,7 @@ class Mma:
         depth = DEPTH[form.kind]
         bits = 256 // depth
         b_places = [self._shared(cta, b_layout, desc.b_mn, desc.n // form.group, depth, bits) for cta in self.ctas]
-        regions = [region(self.lanes, self.columns, True)]
+        regions = [region(self.lanes, self.columns, True), *self._more_regions()]
         if a_layout is None:
             a_places = self._tensor_a(letter)
             regions.append(region(_LANES if form.ashift else self.lanes, self.a_columns, form.ashift))
@@ -104,7 +109,7 @@ class Mma:
         form, operands = self.form, self.operands
         a_layout = None
         try:
-            desc = decode_instruction_descriptor(operands.idesc, form.kind, form.group, form.ws)
+            desc = self._descriptor()
             b_layout = decode_smem_descriptor(operands.b)
             check_layout(b_layout, desc.b_mn, form.kind)
             if not form.a_in_tmem:
@@ -120,6 +125,20 @@ class Mma:
         self.desc = desc
         return a_layout, b_layout
 
+    def _descriptor(self) -> InstructionDescriptor:
+        form = self.form
+        return decode_instruction_descriptor(self.operands.idesc, form.kind, form.group, form.ws)
+
+    def _more_regions(self) -> list[Region]:
+        """Return the regions that other operands than A and D touch."""
+        return []
+
+    def _product(
+        self, tmem: TensorMemory, a: np.ndarray, a_bad: np.ndarray, b: np.ndarray, b_bad: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the product of some rows of A and B, and which of its elements are defined."""
+        return multiply(a, b, self.desc.out == "s32"), ~(a_bad[:, None] | b_bad[None, :])
+
     def _check_columns(self, columns: np.ndarray) -> None:
         for cta in self.ctas:
             why = tmem_of(cta).outside(columns)
@@ -134,8 +153,8 @@ class Mma:
             limit = cta.shared.limit
             self.W.fail(MemoryFault, self.ins, f"operand bytes {low}..{high} leave the block's {limit} shared bytes")
         if self.detector:
-            where, agents = _Where(self.W, self.ins), (self.pipe.agents[0],)
-            self.detector.async_read(self.W.agent, self.view, cta.shadow, words, agents, self.clock, where)
+            where, agent = Where(self.W, self.ins), self.pipe.agents[0]
+            self.detector.async_read(self.W.agent, self.view, cta.shadow, words, agent, self.clock, where)
         return chunks
 
     def _tensor_a(self, letter: str) -> np.ndarray:
@@ -152,7 +171,7 @@ class Mma:
         if self.detector:
             agent, words = self.pipe.agents[0], cells.reshape(-1)
             for cta in self.ctas:
-                shadow, where = tmem_of(cta).shadow, _Where(self.W, self.ins)
+                shadow, where = tmem_of(cta).shadow, Where(self.W, self.ins)
                 self.detector.tensor_read(self.W.agent, self.tensor, shadow, words, agent, self.clock, where)
         return cells
 
@@ -162,7 +181,7 @@ class Mma:
             return
         cells = (self.lanes[:, :, None] * COLUMNS + self.columns).reshape(-1)
         for cta in self.ctas:
-            shadow, where = tmem_of(cta).shadow, _Where(self.W, self.ins)
+            shadow, where = tmem_of(cta).shadow, Where(self.W, self.ins)
             agent = self.pipe.agents[0]
             self.detector.tensor_write(self.W.agent, self.tensor, shadow, cells, agent, self.clock, where)
 
@@ -195,8 +214,9 @@ class Mma:
             raw = np.where(defined, tmem.cells.reshape(-1)[cells[:, part]], np.uint32(0))
             raw, padded = from_containers(raw.view(code), kind)
             if padded:
-                self.W.bend(DescriptorError, self.ins, f"padding bits of {kind} containers of A are set")
-            values.append(widen(raw, kind))
+                why = f"padding bits of {kind} containers of A are set"
+                self.W.bend("padding-bits", DescriptorError, self.ins, why)
+            values.append(widen(nibbles(raw) if kind == "e2m1x2" else raw, kind))
             bad.append(~defined.all(1))
         return values, bad
 
@@ -207,11 +227,10 @@ class Mma:
         for part in range(self.parts):
             own, own_bad = (a[part], a_bad[part]) if len(a) > 1 else (a[0], a_bad[0])
             some = slice(part * width, (part + 1) * width)
-            product = multiply(own, b[some], desc.out == "s32")
+            product, defined = self._product(tmem, own, own_bad, b[some], b_bad[some])
             product = -product if negative else product
             rows = self.lanes[:, part]
             cells = np.ix_(rows, self.columns)
-            defined = ~(own_bad[:, None] | b_bad[some][None, :])
             if self.operands.enable:
                 old = _numbers(tmem.cells[cells], desc.out)
                 product = product + (old * 2.0**-scale if scale else old)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import numpy as np
 
+from .accesses import Accesses
 from .codegen import EXIT, Park
-from .errors import MemoryFault, PoisonError, RaceError, SimError, SyncError
+from .errors import MemoryFault, SimError
+from .faults import Faults
 from .ir import Imm, Instr
 from .memory import RANK_SHIFT, SHARED_RESERVED, Local
-from .strong import Order
+from .special import special_register
 
 _SPIN_LIMIT = 64
 ALL_POISON = np.ones(32, bool)
@@ -32,7 +37,7 @@ class Fragment:
         return np.arange(32) if self.lanes is None else self.lanes
 
 
-class Warp:
+class Warp(Faults, Accesses):
     """32 lanes in execution. Generated code reaches everything through this object."""
 
     def __init__(self, cta: object, index: int, lanes: int) -> None:
@@ -52,10 +57,12 @@ class Warp:
         self.fragments = [Fragment(0, live)]
         self.live = lanes
         self.current: Fragment | None = None
-        self.agent = cta.cluster.detector.new_agent(self.name, True, cta) if cta.cluster.detector else 0
+        detector = cta.cluster.detector
+        self.agent = detector.new_agent(self.name, True, cta, self) if detector else 0
         self._special: dict[str, np.ndarray] = {}
         self.wgmma_state: object = None
         self.state: dict = {}
+        self.synchronisations: list[int] = []
 
     @property
     def name(self) -> str:
@@ -178,8 +185,15 @@ class Warp:
                     return max(ran, 1)
                 function = program.partial[index] or program.block(index)
                 counts[index] += 1
-            following = function(self, R, Q, lanes)
+            try:
+                following = function(self, R, Q, lanes)
+            except (SimError, AssertionError):
+                raise
+            except Exception as error:
+                self._broken(index, error)
             ran += 1
+            if program.blocks[index].synchronises and self.synchronisations[-1:] != [index]:
+                self.synchronisations = [*self.synchronisations[-2:], index]
             if following.__class__ is int:
                 if following == EXIT:
                     self._exit(fragment)
@@ -204,6 +218,11 @@ class Warp:
                 self._split(fragment, *following)
                 return ran
         return ran
+
+    def _broken(self, index: int, error: Exception) -> None:
+        """Raise for a block whose code cannot be run: operands that its instructions do not take."""
+        ins = self.program.blocks[index].instrs[0]
+        self.fail(SimError, ins, f"this block cannot be executed ({type(error).__name__}: {error})")
 
     def _scatter(self, fragment: Fragment, targets: np.ndarray) -> None:
         """Split a fragment whose lanes go to several blocks."""
@@ -242,7 +261,7 @@ class Warp:
         """Return a special register for all 32 lanes."""
         value = self._special.get(name)
         if value is None:
-            value, fixed = self.cta.special_register(self, name)
+            value, fixed = special_register(self.cta, self, name)
             if fixed:
                 self._special[name] = value
         return value
@@ -251,167 +270,17 @@ class Warp:
         """Return the address of a variable as the kernel's instructions see it."""
         return self.cta.symbol(name) + offset
 
+    def lane_bits(self, L: np.ndarray | None) -> int:
+        """Return the active lanes as a bit mask."""
+        return 0xFFFFFFFF if L is None else sum(1 << int(lane) for lane in L)
+
+    def live_bits(self) -> int:
+        """Return the lanes that have not exited, as a bit mask."""
+        return functools.reduce(operator.or_, (self.lane_bits(f.lanes) for f in self.fragments), 0)
+
     def width(self, L: np.ndarray | None) -> int:
         """Return the number of active lanes."""
         return 32 if L is None else len(L)
-
-    # ---- errors ------------------------------------------------------------------------------------------------
-    def where(self, ins: Instr, lanes: object = None) -> str:
-        """Return the place of an error: kernel, line, block, warp, lanes, instruction."""
-        which = "" if lanes is None else f" lanes {list(map(int, lanes))}"
-        name = self.program.name
-        name = name if len(name) <= 60 else name[:57] + "..."
-        return f"kernel {name}, line {ins.line}, {self.name}{which}: {ins.text}\n  "
-
-    def fail(self, kind: type[SimError], ins: Instr, why: str, lanes: object = None) -> None:
-        """Raise an error of a kind at an instruction."""
-        raise kind(self.where(ins, lanes) + why)
-
-    def bend(self, kind: type[SimError], ins: Instr, why: str) -> None:
-        """Raise with ``strict=True``, else warn once per rule and launch."""
-        if self.launch.strict:
-            self.fail(kind, ins, why)
-        self.launch.warn((ins.op, why[:20]), f"{self.where(ins)}{why}")
-
-    def _lanes(self, L: np.ndarray | None, pick: np.ndarray) -> np.ndarray:
-        return np.flatnonzero(pick) if L is None else L[pick]
-
-    def poisoned(self, mask: np.ndarray, ins: Instr, what: str, L: np.ndarray | None) -> None:
-        """Raise if any active lane's value is poison."""
-        if np.count_nonzero(mask):
-            lanes = self._lanes(L, mask)
-            self.fail(PoisonError, ins, f"an undefined or still pending value reaches {what}", lanes)
-
-    def fault(self, ins: Instr, why: str, L: np.ndarray | None) -> None:
-        """Raise a memory fault."""
-        self.fail(MemoryFault, ins, why, L)
-
-    def misaligned(self, ins: Instr, a: np.ndarray, size: int, L: np.ndarray | None) -> None:
-        """Raise for an address that is not a multiple of the access size."""
-        bad = (a & a.dtype.type(size - 1)) != 0
-        first = int(a[bad][0]) if bad.any() else int(a[0])
-        self.fail(MemoryFault, ins, f"address {first:#x} is misaligned for {size} bytes", self._lanes(L, bad))
-
-    def unmapped(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
-        """Raise for a global address in no array."""
-        self.fail(MemoryFault, ins, f"global address {int(a[0]):#x} is in no array", L)
-
-    def out_of_bounds(self, ins: Instr, buffer: object, offset: np.ndarray, size: int, L: np.ndarray | None) -> None:
-        """Raise for an access beyond an array."""
-        bad = offset + offset.dtype.type(size) > buffer.size
-        first = int(offset[bad][0]) if bad.any() else int(offset[0])
-        if first > 1 << 62:
-            first -= 1 << 64
-        self.fail(
-            MemoryFault,
-            ins,
-            f"{size} bytes at byte {first} of {buffer.name} ({buffer.size} bytes) are out of bounds",
-            self._lanes(L, bad),
-        )
-
-    def out_of_shared(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
-        """Raise for an address outside the block's shared memory."""
-        offset = a.astype("i8") - int(self.cta.shared.base)
-        bad = (offset < 0) | (offset >= self.cta.shared.limit)
-        first = int(a[bad][0]) if bad.any() else int(a.max())
-        self.fail(
-            MemoryFault,
-            ins,
-            f"shared address {first:#x} is outside the block's window"
-            f" {self.cta.shared.base:#x}..{self.cta.shared.base + self.cta.shared.limit:#x}",
-            self._lanes(L, bad),
-        )
-
-    def lane_conflict(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
-        """Raise when lanes of one store write different values to one address."""
-        values, counts = np.unique(a, return_counts=True)
-        if (counts > 1).any():
-            address = int(values[counts > 1][0])
-            lanes = self._lanes(L, a == address)
-            self.fail(RaceError, ins, f"lanes of one store write different values to {address:#x}", lanes)
-
-    # ---- what the race detector hears of ------------------------------------------------------------------------
-    def shared_read(
-        self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr, order: Order | None = None
-    ) -> None:
-        """Tell the detector about a generic read of this block's shared memory."""
-        self._read(shadow, self.cta.rank, offset, width * count, ins, order)
-
-    def shared_write(
-        self,
-        shadow: object,
-        offset: np.ndarray,
-        width: int,
-        count: int,
-        ins: Instr,
-        order: Order | None = None,
-        update: bool | None = None,
-    ) -> None:
-        """Tell the detector about a generic write of this block's shared memory (``update``: see flags_write)."""
-        self._write(shadow, self.cta.rank, offset, width * count, ins, order, update)
-
-    def global_read(self, buffer: object, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
-        """Tell the detector about a generic read of global memory."""
-        if self.shadows is not None:
-            self._read(self.shadows.of(buffer), buffer.base, offset.astype("u4"), size, ins, order)
-        elif order is not None:
-            self.flags_read(buffer.base, offset, order)
-
-    def global_write(
-        self,
-        buffer: object,
-        offset: np.ndarray,
-        size: int,
-        ins: Instr,
-        order: Order | None,
-        update: bool | None = None,
-    ) -> None:
-        """Tell the detector about a generic write of global memory (``update``: see flags_write)."""
-        if self.shadows is not None:
-            self._write(self.shadows.of(buffer), buffer.base, offset.astype("u4"), size, ins, order, update)
-        elif order is not None:
-            self.flags_write(buffer.base, offset, order, update)
-
-    def _read(self, shadow: object, space: int, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
-        detector, place = self.cta.cluster.detector, _Where(self, ins)
-        for words, mask in word_runs(offset, size):
-            detector.read(self.agent, shadow, words, place, mask, order.strength if order else 0)
-        if order is not None:
-            self.flags_read(space, offset, order)
-
-    def _write(
-        self,
-        shadow: object,
-        space: int,
-        offset: np.ndarray,
-        size: int,
-        ins: Instr,
-        order: Order | None,
-        update: bool | None,
-    ) -> None:
-        detector, place = self.cta.cluster.detector, _Where(self, ins)
-        for words, mask in word_runs(offset, size):
-            detector.write(self.agent, shadow, words, place, mask, order.strength if order else 0)
-            if update and order:
-                shadow.observe(self.agent, words, detector.V[self.agent, self.agent])
-        if order is not None:
-            self.flags_write(space, offset, order, update)
-
-    def flags_read(self, space: int, offset: np.ndarray, order: Order) -> None:
-        """Order this warp after what was released at some bytes of a space (a block's rank, or an array's base)."""
-        detector = self.cta.cluster.detector
-        if detector and detector.flags.places:
-            detector.flags.read(self.agent, self.home, [(space, int(at)) for at in offset], order)
-
-    def flags_write(self, space: int, offset: np.ndarray, order: Order, update: bool | None) -> None:
-        """Release at some bytes of a space; ``update`` is None for a store, or whether an atomic returns old values."""
-        detector = self.cta.cluster.detector
-        if not detector or not detector.flags.matter(self.agent, order, update is False):
-            return
-        keys = [(space, int(at)) for at in offset]
-        if update:
-            detector.flags.read(self.agent, self.home, keys, order)
-        detector.flags.write(self.agent, self.home, keys, order, update is not None)
 
     def remote_shared(
         self, ins: Instr, a: np.ndarray, L: np.ndarray | None, function: object, extra: tuple, outputs: int
@@ -437,31 +306,3 @@ class Warp:
                     results[k] = np.zeros(len(a), bool if k % 2 else part[k].dtype)
                 results[k][pick] = False if part[k] is None else part[k]
         return tuple(results) if outputs else None
-
-    def sync_error(self, ins: Instr, why: str, L: np.ndarray | None = None) -> None:
-        """Raise a misuse of a synchronisation object."""
-        self.fail(SyncError, ins, why, L)
-
-
-class _Where:
-    """A location that is only formatted when an error needs it."""
-
-    __slots__ = ("ins", "warp")
-
-    def __init__(self, warp: Warp, ins: Instr) -> None:
-        self.warp, self.ins = warp, ins
-
-    def __str__(self) -> str:
-        return self.warp.where(self.ins).rstrip()
-
-
-def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, object]]:
-    """Return (word indices, byte mask) for an access of ``size`` bytes per lane."""
-    words = (offset >> np.uint32(2)).astype(np.intp)
-    if size < 4:
-        mask = (np.uint8((1 << size) - 1) << (offset & np.uint32(3)).astype("u1")).astype("u1")
-        return [(words, mask)]
-    if size == 4:
-        return [(words, 15)]
-    steps = np.arange(size // 4)
-    return [((words[:, None] + steps).reshape(-1), 15)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from .accesses import Where
+from .clocks import View
 from .errors import DescriptorError, MemoryFault, SyncError
-from .hb import meet
 from .ir import Instr, Reg
 from .machine import AsyncOp
 from .operand import SmemLayout, fetch, multiply, placed, widen
-from .warp import Warp, _Where
+from .warp import Warp
 
 _SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
 _RESERVED = (0b11 << 14) | (0b11 << 30) | (0b111 << 46) | (((1 << 10) - 1) << 52)
@@ -62,7 +63,7 @@ class Operation:
         self.parts = 0
         self.acc: Accumulator | None = None
         self.a_parts: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        self.view: np.ndarray | None = None
+        self.view: View | None = None
 
 
 class Warpgroup:
@@ -78,8 +79,8 @@ class Warpgroup:
         self.recent: list[Accumulator] = []
         detector = cta.cluster.detector
         if detector:
-            names = [f"wgmma of block {cta.ctaid} warp {4 * index + w}" for w in range(4)]
-            self.agents = tuple(detector.new_agent(name, False) for name in names)
+            # The ISA forms wgmma-groups per warpgroup: whichever of its warps has waited knows that all four are done.
+            self.agent = detector.new_agent(f"wgmma of block {cta.ctaid} warpgroup {index}", False)
 
     @property
     def key(self) -> tuple:
@@ -117,7 +118,8 @@ def issue(W: Warp, form: Form, L: object, desc_a: int | None, desc_b: int, scale
     ins = form.ins
     group, w = group_of(W, ins, L)
     if not group.fenced[w]:
-        W.bend(SyncError, ins, "no wgmma.fence orders the registers before this wgmma (since the last wait_group)")
+        why = "no wgmma.fence orders the registers before this wgmma (since the last wait_group)"
+        W.bend("wgmma-fence", SyncError, ins, why)
     group.issued[w] += 1
     seq = group.issued[w]
     operation = group.ops.get(seq)
@@ -135,7 +137,7 @@ def issue(W: Warp, form: Form, L: object, desc_a: int | None, desc_b: int, scale
     detector = W.cta.cluster.detector
     if detector:
         view = detector.async_view(W.agent)
-        operation.view = view if operation.view is None else meet(operation.view, view)
+        operation.view = view if operation.view is None else operation.view.meet(view)
     operation.parts += 1
     if operation.parts == 4:
         _submit(W, group, operation, desc_a, desc_b, scale_d)
@@ -170,7 +172,7 @@ def _bind_accumulator(W: Warp, group: Warpgroup, operation: Operation, w: int, s
     else:
         acc = operation.acc or Accumulator(form.n, form.out)
         if acc not in group.recent:
-            group.recent = [*group.recent[-7:], acc]
+            group.recent = [*(old for old in group.recent if not all(old.delivered)), acc]
         if scale_d:
             code = acc.buffers[w].dtype
             values = np.stack([W.R[r.index] for r in regs]).view(code)
@@ -230,8 +232,8 @@ def _operand(
         W.fail(MemoryFault, form.ins, f"operand bytes {low}..{high} leave the block's {cta.shared.limit} shared bytes")
     detector = cta.cluster.detector
     if detector:
-        where = _Where(W, form.ins)
-        detector.async_read(W.agent, operation.view, cta.shadow, words, group.agents, operation.seq, where)
+        where = Where(W, form.ins)
+        detector.async_read(W.agent, operation.view, cta.shadow, words, group.agent, operation.seq, where)
     return chunks
 
 
@@ -325,8 +327,7 @@ def wait(W: Warp, ins: Instr, L: object, keep: int) -> object:
     group.fenced[w] = False
     detector = W.cta.cluster.detector
     if detector:
-        agent = group.agents[w]
-        detector.V[W.agent, agent] = max(int(detector.V[W.agent, agent]), need)
+        detector.learn(W.agent, group.agent, need)
     for acc in group.recent:
         if not acc.delivered[w] and acc.last and acc.last <= need and acc.value is not None:
             _deliver(W, acc, w)
@@ -344,7 +345,7 @@ def _deliver(W: Warp, acc: Accumulator, w: int) -> None:
         bad = elements[::2] | elements[1::2] if acc.out == "f16" else elements
     start = acc.buffers[w].ctypes.data
     for index in W.program.inflight_registers():
-        if Q[index] is pending:
+        if Q[index] is pending and R[index].base is acc.buffers[w]:
             mask = None
             if bad is not None:
                 mask = bad[(R[index].ctypes.data - start) // 128]

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mla_cupy import ArgumentError, DeviceError, DTypeError, arrays
+from mla_cupy import ArgumentError, DeviceError, DTypeError, ShapeError, arrays
 
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
@@ -58,15 +58,78 @@ def test_view_of_reversed_and_repeated_axes() -> None:
     assert arrays.NUMPY.view(np.broadcast_to(x[0], (7, 4))).strides == (0, 1)
 
 
-def test_peek_tells_apart_what_view_does() -> None:
-    x = np.zeros((4, 6), np.float16)
-    others = [x[:3], x[:, :5], x[:, ::2], np.zeros((4, 8), np.float16)[:, :6], x.view(np.int16), x.T]
-    ptr, signature = arrays.NUMPY.peek(x)
-    assert ptr == x.ctypes.data
-    assert arrays.NUMPY.peek(x[:, :]) == (ptr, signature)
-    assert arrays.NUMPY.peek(x.copy())[1] == signature
+def signature(family: Any, *given: Any) -> tuple[list[int], arrays.Signature]:
+    found = family.signature(given)
+    assert found is not None
+    assert found[0][0] == 0
+    hash(found[1])
+    return found[0][1:], found[1]
+
+
+def test_signatures_tell_apart_what_views_do() -> None:
+    whole = np.zeros((8, 16), np.float16)
+    x = whole[:4, :6]
+    frozen = whole[:4, :6]
+    frozen.flags.writeable = False
+    others = [x[:3], x[:, :5], x[:, ::2], np.zeros((4, 8), np.float16)[:, :6], x.view(np.int16), x.T, frozen]
+    addresses, mine = signature(arrays.NUMPY, x)
+    assert addresses == [x.ctypes.data]
+    assert signature(arrays.NUMPY, x[:, :]) == (addresses, mine)
+    assert signature(arrays.NUMPY, whole[4:, :6]) == ([addresses[0] + 4 * 32], mine)
     for other in others:
-        assert arrays.NUMPY.peek(other)[1] != signature
+        assert signature(arrays.NUMPY, other)[1] != mine
+    assert signature(arrays.NUMPY, whole[:4, 1:7])[1] != mine  # 2 bytes past a multiple of 16
+    assert signature(arrays.NUMPY, whole[:4, 8:14])[1] == mine
+
+
+def test_signatures_of_several_arrays() -> None:
+    x, y = np.zeros(3), np.zeros(3, np.int32)
+    addresses, _ = signature(arrays.NUMPY, x, None, y)
+    assert addresses == [x.ctypes.data, 0, y.ctypes.data]
+    found = {signature(arrays.NUMPY, *given)[1] for given in ((x, None, y), (x, y, None), (None, x, y), (y, None, x))}
+    assert len(found) == 4
+
+
+def test_arrays_of_others_have_no_signature() -> None:
+    class Mine(np.ndarray):
+        pass
+
+    for x in (OnGpu(), [1.0], 3, np.zeros(2).view(Mine)):
+        assert arrays.NUMPY.signature([np.zeros(2), x]) is None
+
+
+# ---- Strides and addresses that are no multiples of the items ---------------------------------------------------
+
+
+def odd_stride() -> Any:
+    """Items of 4 bytes in steps of 5."""
+    return np.zeros((5, 5), np.uint8)[:, :4].view(np.int32)[:, 0]
+
+
+def test_strides_between_items_are_refused() -> None:
+    x = odd_stride()
+    assert x.strides == (5,)
+    for bad in (x, x[::-1]):
+        with pytest.raises(ShapeError, match=r"^seqlens\.strides: got .*5,\) bytes, expected multiples of its 4-byte"):
+            arrays.NUMPY.view(bad, "seqlens")
+    assert arrays.NUMPY.view(x[:1], "seqlens").shape == (1,)  # its stride means nothing
+
+
+def test_addresses_between_items_are_refused() -> None:
+    x = np.zeros(17, np.uint8)[1:].view(np.int32)
+    with pytest.raises(ShapeError, match=r"^seqlens's address: got 0x[0-9a-f]+, expected a multiple of its 4-byte"):
+        arrays.NUMPY.view(x, "seqlens")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((3, 4), (4, 1)), ((3, 4), (-9, 2)), ((2, 3), (0, -1)), ((0, 3), (3, 1))]
+)
+def test_span(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """The bytes of its elements, found one by one."""
+    view = arrays.View(1000, shape, strides, "int32", arrays.HOST)
+    begins = [4 * int(np.dot(index, strides)) for index in np.ndindex(*shape)]
+    expected = (min(begins), max(begins) + 4) if begins else (0, 0)
+    assert view.span(4) == expected
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -87,12 +150,18 @@ def test_family_of_numpy() -> None:
     class Mine(np.ndarray):
         pass
 
-    for x in (np.zeros(2), np.zeros(2).view(Mine), np.ma.zeros(2)):
+    for x in (np.zeros(2), np.zeros(2).view(Mine)):
         family = arrays.family_of(x, "x")
         assert family is arrays.NUMPY
         assert (family.name, family.on_gpu, family.mutable) == ("numpy", False, True)
         assert family.adopt(x) is x
         assert family.release(x) is x
+
+
+def test_masked_arrays_are_refused() -> None:
+    """What their masks hide would be read."""
+    with pytest.raises(DTypeError, match=r"^x: got a masked array, expected an array whose every element counts"):
+        arrays.family_of(np.ma.zeros(2), "x")
 
 
 def test_family_of_a_foreign_gpu_array() -> None:
@@ -102,7 +171,7 @@ def test_family_of_a_foreign_gpu_array() -> None:
 
 @pytest.mark.parametrize(
     "x",
-    [None, 3, 2.5, "text", [1.0], (1,), {"a": 1}, np.float32(3), OnHost(), object()],
+    [None, 3, 2.5, "text", [1.0], (1,), {"a": 1}, np.float32(3), object(), OnGpu],
     ids=lambda x: type(x).__name__,
 )
 def test_no_array(x: Any) -> None:
@@ -110,15 +179,33 @@ def test_no_array(x: Any) -> None:
         arrays.family_of(x, "mine")
 
 
+def test_arrays_of_other_libraries_on_the_cpu() -> None:
+    with pytest.raises(DTypeError, match=r"^x: got a OnHost on the CPU, expected one on a GPU, .*numpy\.from_dlpack"):
+        arrays.family_of(OnHost(), "x")
+
+
+def test_arrays_without_memory() -> None:
+    """As the tracers of jax.jit are."""
+
+    class Tracer(OnGpu):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise RuntimeError("abstract")
+
+    with pytest.raises(DTypeError, match=r"^x: got a Tracer without memory, expected .*under jit, .*mla_cupy\.jax"):
+        arrays.family_of(Tracer(), "x")
+
+
 def test_common_family() -> None:
     x = np.zeros(2)
-    assert arrays.common_family({"q": x, "seqlens": x, "out": None, "lse": None}) is arrays.NUMPY
+    assert arrays.common_family({"q": x, "seqlens": x, "out": None, "lse": None}, ("out", "lse")) is arrays.NUMPY
     with pytest.raises(
         DeviceError, match="lse: got an array of dlpack on the GPU, expected an array of numpy on the CPU, like q"
     ):
         arrays.common_family({"q": x, "lse": OnGpu()})
     with pytest.raises(DTypeError, match="q: got a NoneType"):
-        arrays.common_family({"q": None, "lse": x})
+        arrays.common_family({"q": None, "lse": x}, ("lse",))
+    with pytest.raises(DTypeError, match="lse: got a NoneType"):
+        arrays.common_family({"q": x, "lse": None}, ("out",))
 
 
 def test_looking_at_arrays_imports_no_library() -> None:
@@ -158,7 +245,15 @@ def test_stream_handle(stream: Any, handle: int) -> None:
     assert arrays.stream_handle(stream) == handle
 
 
-@pytest.mark.parametrize("stream", ["0", True, 1.0, object(), None], ids=lambda x: type(x).__name__)
+class Mock:
+    """Has every attribute, and none of them is a handle."""
+
+    ptr = "nothing"
+
+
+@pytest.mark.parametrize(
+    "stream", ["0", True, 1.0, object(), None, Protocol, Mock(), -1, 2**64], ids=lambda x: str(x)[:12]
+)
 def test_no_stream(stream: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^stream: got .*, expected a raw handle or a stream"):
         arrays.stream_handle(stream)
@@ -178,8 +273,8 @@ def test_view_of_cupy(gpu: object, name: str) -> None:
     assert (family.name, family.on_gpu, family.mutable) == ("cupy", True, True)
     expected = arrays.View(whole.data.ptr + 62 * whole.itemsize, (3, 3, 5), (60, 20, 1), name, 0)
     assert family.view(x) == expected
-    assert family.peek(x)[0] == expected.ptr
-    assert family.peek(x)[1] != family.peek(whole)[1]
+    assert signature(family, x)[0] == [expected.ptr]
+    assert signature(family, x)[1] != signature(family, whole)[1]
     made = family.empty((2, 3), name, 0, 0)
     assert (made.shape, made.dtype) == ((2, 3), np.dtype(DTYPES[name]))
 

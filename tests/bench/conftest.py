@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import pytest
 
-from bench.cases import DecodeCase
-from bench.inputs import InputSet, Outputs, cache_shape, q_shape, shuffled_table
-from bench.limits import Limits
-from bench.peers import Prepared
-from bench.recorders import GRAPH, Eager
-from bench.sparse_inputs import Gradients, SparseOutputs
+from bench.core.implementation import Prepared
+from bench.core.limits import Limits
+from bench.core.recorders import GRAPH, Eager
+from bench.ops.decode.inputs import Outputs
+from bench.ops.sparse.inputs import SparseOutputs
+from bench.ops.sparse_backward.inputs import Gradients
 from mla_cupy import reference
-
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 
 
 class FakeClock:
@@ -36,12 +34,13 @@ class FakeClock:
 
 
 class HostDevice:
-    """What `bench.device.Device` asks for, in NumPy."""
+    """What `bench.core.device.Device` asks for, in NumPy."""
 
     name, arch, l2_bytes, stream, method = "host", "sm_0", 1000, None, GRAPH
 
     def __init__(self) -> None:
         self.watch = FakeClock()
+        self.empty_launches = 0
 
     def current(self) -> nullcontext[None]:
         return nullcontext()
@@ -58,20 +57,14 @@ class HostDevice:
     def release(self) -> None:
         pass
 
-    def inputs(self, case: DecodeCase, dtype: str, seed: int) -> InputSet:
-        table = shuffled_table(case, seed)
-        seqlens = np.full(case.b, case.s_kv, np.int32)
-        q, cache = self.normal(q_shape(case), dtype, 2 * seed + 1), self.normal(cache_shape(case), dtype, 2 * seed + 2)
-        return InputSet(q, cache, table, seqlens, table, seqlens)
-
     def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(DTYPES[dtype])
+        return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.dtype(dtype))
 
     def upload(self, array: Any) -> Any:
         return array.copy()
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        return np.full(shape, np.nan, DTYPES[dtype])
+        return np.full(shape, np.nan, np.dtype(dtype))
 
     def poison(self, array: Any) -> None:
         array[...] = np.nan
@@ -79,15 +72,15 @@ class HostDevice:
     def to_host(self, array: Any) -> Any:
         return np.array(array)
 
-    def pages(self, kv_cache: Any, pages: Any, kv_head: int) -> Any:
-        return kv_cache[pages][:, :, kv_head]
-
     def take(self, array: Any, rows: Any) -> Any:
         return array[rows]
 
     def allocated_by(self, call: Callable[[], object]) -> int:
         call()
         return 12345
+
+    def launch_empty(self) -> None:
+        self.empty_launches += 1
 
     def count_not_finite(self, array: Any) -> int:
         return int((~np.isfinite(array.astype(np.float32))).sum())
@@ -145,6 +138,12 @@ class FakeImplementation:
             figures={"plan_update": [update] * len(sets)} if case.op == "mla_decode" else {},
             workspace_bytes=lambda: 5000,
         )
+
+
+@pytest.fixture(autouse=True)
+def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a fake call moves by microseconds would make the load of a second long."""
+    monkeypatch.setattr("bench.core.runner.LOAD_US", 0.0)
 
 
 @pytest.fixture

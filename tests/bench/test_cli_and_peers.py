@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.cases import SUITES
 from bench.cli import build_parser, main
-from bench.errors import BenchError
+from bench.core.errors import BenchError
+from bench.core.implementation import Choices, Implementation, make
 from bench.operations import DECODE, OPERATIONS, SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.peers import Choices, Implementation, make
-from mla_cupy.launchers.sparse_backward_config import check_variant as check_backward
-from mla_cupy.launchers.sparse_forward_sequence import check_variant as check_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +20,9 @@ def parse(*arguments, operation="decode"):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], *(["run", name] for name in OPERATIONS), ["list"], ["compare"], ["plot"]], ids=" ".join
+    "command",
+    [[], ["run"], *(["run", name] for name in OPERATIONS), ["list"], ["compare"], ["compare-trees"], ["plot"]],
+    ids=" ".join,
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -33,7 +32,7 @@ def test_every_command_has_help(command, capsys):
 
 
 COMMON = ["--case", "--quick", "--suite", "--peers", "--dtype", "--method", "--replays", "--json"]
-COMMON += ["--no-check", "--no-limits", "--variant", "--tag"]
+COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +40,7 @@ COMMON += ["--no-check", "--no-limits", "--variant", "--tag"]
     [
         ("decode", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
+        ("indexer-logits", ["--peers-dir"]),
         ("sparse-backward", ["--deterministic", "--indices"]),
     ],
 )
@@ -68,9 +68,14 @@ def test_options():
     assert parse("--peers", "flashmla, cupy").peers == ["flashmla", "cupy"]
     assert parse("--case", "a", "--case", "b").case == ["a", "b"]
     assert parse("--peers-dir", "/x").peers_dir == Path("/x")
-    assert set(SUITES) == {"targets", "quick"}
+    assert all({"targets", "quick"} <= set(operation.suites) for operation in OPERATIONS.values())
     methods = {name: parse(operation=name).method for name in OPERATIONS}
-    assert methods == {"decode": "graph", "sparse-forward": "graph", "sparse-backward": "events"}
+    assert methods == {
+        "decode": "graph",
+        "sparse-forward": "graph",
+        "sparse-backward": "events",
+        "indexer-logits": "graph",
+    }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 
 
@@ -139,18 +144,18 @@ def test_nothing_heavy_is_imported_for_list():
 
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
+    from bench.ops.decode.own import Decode
+    from bench.ops.sparse_backward.own import SparseBackward
+    from bench.ops.sparse_forward.own import SparseForward
     from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
     from bench.peers.fa3 import FlashAttention3
     from bench.peers.flashmla import FlashMla
     from bench.peers.flashmla_sparse import FlashMlaSparse
-    from bench.peers.generic import Generic
-    from bench.peers.project import Project
-    from bench.peers.sparse_project import ProjectBackward, ProjectForward
 
-    decode = {"mla_cupy": Project, "generic": Generic, "cupy": CupyUnfused, "flashmla": FlashMla}
-    forward = {"mla_cupy": ProjectForward, "generic": ProjectForward}
-    backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), ProjectBackward)
+    decode = {"mla_cupy": Decode, "generic": Decode, "cupy": CupyUnfused, "flashmla": FlashMla}
+    forward = {"mla_cupy": SparseForward, "generic": SparseForward}
+    backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), SparseBackward)
     adapters = {
         DECODE: {**decode, "fa3": FlashAttention3},
         SPARSE_FORWARD: {**forward, "flashmla": FlashMlaSparse},
@@ -165,15 +170,13 @@ def test_adapters_meet_the_protocol():
                 assert list(inspect.signature(getattr(adapter, method)).parameters) == list(asked.parameters)
 
 
-def test_our_own_ways_have_names_and_kernels():
+def test_our_own_calls_have_names():
     forward, backward = (
-        operation.implementations(Choices(variant="some_kernel")) for operation in (SPARSE_FORWARD, SPARSE_BACKWARD)
+        operation.implementations(Choices(kernel="some_kernel")) for operation in (SPARSE_FORWARD, SPARSE_BACKWARD)
     )
     names = ["generic"]
     assert [one.name for one in make(names, forward)] == ["mla_cupy", "generic"]
     assert [one.name for one in make([*names, "deterministic"], backward)] == ["mla_cupy", "generic", "deterministic"]
-    check_forward("dense_decode_generic")
-    check_backward("sparse_backward_generic")
 
 
 def test_make_puts_the_project_first_and_each_once():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from bench.limits import Limits
+from bench.core.limits import Limits
 from mla_cupy import demo, reference
+from mla_cupy.parts import part
 
 
 def options(*arguments):
@@ -32,6 +33,10 @@ def off_by_one_key(q, cache, table, seqlens, **rest):
     return oracle(q, cache, table, np.maximum(seqlens - 1, 0), **rest)
 
 
+def not_compiled(arch, jobs):
+    pytest.fail("compiled")
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(demo.device, "gpu_count", lambda: 0)
@@ -40,7 +45,7 @@ def no_gpu(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_without_a_gpu(no_gpu, capsys, dtype):
-    assert demo.run(options("--no-compile", "--dtype", dtype)) == 0
+    assert demo.run(options("--no-compile", "--dtype", dtype), not_compiled) == 0
     text = capsys.readouterr().out
     assert "No GPU" in text
     assert "that of the float64 oracle" in text
@@ -48,20 +53,17 @@ def test_without_a_gpu(no_gpu, capsys, dtype):
 
 def test_a_wrong_result_without_a_gpu(no_gpu, capsys, monkeypatch):
     monkeypatch.setattr(mla_cupy, "mla_decode", off_by_one_key)
-    assert demo.run(options("--no-compile")) == 1
+    assert demo.run(options("--no-compile"), not_compiled) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_kernels_are_compiled_and_a_failure_counts(no_gpu, monkeypatch, works):
-    from mla_cupy import cli
-
     asked = []
     monkeypatch.setattr(mla_cupy, "mla_decode", oracle)
     monkeypatch.setattr(demo.nvrtc, "find_nvrtc", lambda: "libnvrtc.so")
-    monkeypatch.setattr(cli, "main", lambda arguments: asked.append(arguments) or (0 if works else 1))
-    assert demo.run(options("-j", "3")) == (0 if works else 1)
-    assert asked == [["compile", "--arch", "sm_90a", "--jobs", "3"]]
+    assert demo.run(options("-j", "3"), lambda arch, jobs: asked.append((arch, jobs)) or works) == (0 if works else 1)
+    assert asked == [("sm_90a", 3)]
 
 
 def test_without_nvrtc_it_says_so(no_gpu, monkeypatch, capsys):
@@ -70,7 +72,7 @@ def test_without_nvrtc_it_says_so(no_gpu, monkeypatch, capsys):
 
     monkeypatch.setattr(mla_cupy, "mla_decode", oracle)
     monkeypatch.setattr(demo.nvrtc, "find_nvrtc", missing)
-    assert demo.run(options()) == 0
+    assert demo.run(options(), not_compiled) == 0
     assert "pip install something" in capsys.readouterr().out
 
 
@@ -90,12 +92,14 @@ def test_the_gpu_half(monkeypatch, capsys, device, decode):
     monkeypatch.setattr(demo, "H_Q", 4)
     monkeypatch.setattr(demo, "GPU_BATCH", 5)
     monkeypatch.setattr(demo, "GPU_LONGEST", 200)
-    monkeypatch.setattr(demo.bench_module("device"), "CudaDevice", lambda: device)
-    monkeypatch.setattr(demo.bench_module("limits"), "measure", lambda gpu: Limits(4.0, None, "given", "no cuBLAS"))
+    monkeypatch.setattr(part("bench", "bench", "core.device"), "CudaDevice", lambda: device)
+    monkeypatch.setattr(
+        part("bench", "bench", "core.limits"), "measure", lambda gpu: Limits(4.0, None, "given", "no cuBLAS")
+    )
     monkeypatch.setattr(mla_cupy, "plan_decode", lambda **sizes: Plan())
     monkeypatch.setattr(mla_cupy, "mla_decode", timed)
     right = decode is oracle
-    assert demo.run(options()) == (0 if right else 1)
+    assert demo.run(options(), not_compiled) == (0 if right else 1)
     assert Plan.updates == 1
     text = capsys.readouterr().out
     assert ("right" in text) == right

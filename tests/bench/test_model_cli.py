@@ -7,14 +7,15 @@ from dataclasses import fields
 
 import pytest
 
-from bench import model, model_report, model_time
 from bench.cli import main
-from bench.errors import BenchError
-from bench.model import Kernel, Product
-from bench.model_machine import MACHINES, Machine
-from bench.sparse_cases import SparseBackwardCase
+from bench.core.errors import BenchError
+from bench.model import counts, prediction
+from bench.model import report as model_report
+from bench.model.counts import Kernel, Product
+from bench.model.machine import MACHINES, Machine
+from bench.ops.sparse_backward.cases import SparseBackwardCase
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import kernels, sources
+from mla_cupy.runtime import loader, sources
 
 B200 = MACHINES["sm_100a"]
 KERNEL = "sparse_backward_sm100"
@@ -33,7 +34,7 @@ KERNEL = "sparse_backward_sm100"
     ],
 )
 def test_laws_are_what_others_measured(m: int, n: int, weight_stationary: bool, measured: float) -> None:
-    assert model_time.product_cycles(Product("S", m, n, 1), weight_stationary, B200) == pytest.approx(measured, abs=0.7)
+    assert prediction.product_cycles(Product("S", m, n, 1), weight_stationary, B200) == pytest.approx(measured, abs=0.7)
 
 
 def made_up(**facts: object) -> Kernel:
@@ -49,7 +50,7 @@ def test_a_missing_fact_is_zero() -> None:
 
 
 def test_weight_stationary_products_have_their_own_law() -> None:
-    plain, stationary = (model_time.tile_cycles(made_up(weight_stationary=ws), 64, B200) for ws in (0, 1))
+    plain, stationary = (prediction.tile_cycles(made_up(weight_stationary=ws), 64, B200) for ws in (0, 1))
     assert plain.operands == stationary.operands == plain.products
     assert plain.pipe != stationary.pipe
 
@@ -60,26 +61,26 @@ def test_products_without_facts_are_refused() -> None:
 
 
 def test_steps_without_a_head_are_not_issued() -> None:
-    counts = {one.name: one.count for one in made_up().issued(17)}
-    assert counts == {"S": 36, "dP": 32, "dKV": 16, "dKV RoPE": 2, "dQ": 8, "dQ RoPE": 2}
+    issued = {one.name: one.count for one in made_up().issued(17)}
+    assert issued == {"S": 36, "dP": 32, "dKV": 16, "dKV RoPE": 2, "dQ": 8, "dQ RoPE": 2}
     assert made_up().blocks(100) == [64, 36]
 
 
 def test_figures_of_the_plan() -> None:
-    """Of the design with tiles of 32 keys, computed by hand."""
-    cycles = model_time.tile_cycles(made_up(), 64, B200)
+    """Computed by hand for the design with tiles of 32 keys."""
+    cycles = prediction.tile_cycles(made_up(), 64, B200)
     assert (cycles.peak, cycles.pipe, cycles.operands) == (1376, 1984, 3456)
     assert (cycles.products, cycles.other, cycles.total) == (3456, 352, 3808)
     assert cycles.bound == "shared memory"
     case = SparseBackwardCase(4096, 8192, 64)
-    slow, fast = (model_time.predict(made_up(), case, B200, rate) for rate in B200.addition_rates)
+    slow, fast = (prediction.predict(made_up(), case, B200, rate) for rate in B200.addition_rates)
     assert slow.bound == "additions in the L2"
     assert slow.us == pytest.approx(4096 * 2048 * 2304 / 4.3e6)
     assert slow.tflops == pytest.approx(657, abs=1)
     assert slow.added_tbps == pytest.approx(4.3)
     assert fast.bound == "shared memory"
     assert fast.us == pytest.approx(28 * (64 * 3808 + 2240) / 1830)
-    both = model_time.predict(made_up(), SparseBackwardCase(4096, 8192, 128), B200, 4.3)
+    both = prediction.predict(made_up(), SparseBackwardCase(4096, 8192, 128), B200, 4.3)
     assert (both.added_bytes, both.gathered_bytes) == (2 * slow.added_bytes, 2 * slow.gathered_bytes)
 
 
@@ -96,7 +97,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.count("PREDICTED, NOT MEASURED: the main kernel alone") == 2
     for expected in ("hq64-topk2048", "hq128-topk2048", "bound by", "36 of 64 x 32", "Not counted", "N = 32"):
         assert expected in text
-    for name in (*model.names("sm_100a"), *(one.name for one in fields(Machine))):
+    for name in (*counts.names("sm_100a"), *(one.name for one in fields(Machine))):
         assert name in text
     assert "WARNING" not in text
 
@@ -147,7 +148,7 @@ def test_a_kernel_that_does_not_compile_says_so(monkeypatch, capsys: pytest.Capt
     def refuse(request):
         raise KernelCompileError(f"{request.name} does not compile")
 
-    monkeypatch.setattr(kernels, "obtain", refuse)
+    monkeypatch.setattr(loader, "obtain", refuse)
     assert main(["model", "sparse-backward", "--kernel", KERNEL]) == 2
     assert "mla_sparse_backward_sm100-bfloat16-576-0-32-sm_100a does not compile" in capsys.readouterr().err
 
@@ -173,8 +174,8 @@ def test_help_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_kernel_page_shows_what_the_command_prints() -> None:
     """Predictions and counts, row by row."""
-    page = (sources.source_root() / "sm100" / "sparse_backward.md").read_text()
-    known = [model.load(name, "sm_100a", 576) for name in model.names("sm_100a")]
+    page = (sources.source_root() / "sparse_backward" / "sm100.md").read_text()
+    known = [counts.load(name, "sm_100a", 576) for name in counts.names("sm_100a")]
     rows = [
         f"| {one.h_q} | `{one.kernel}` | {one.addition_tbps:g} | {one.sm_us / 1e3:.2f} | {one.l2_us / 1e3:.2f} | "
         f"{one.us / 1e3:.2f} | {one.tflops:.0f} | {one.bound} |"

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 import mla_cupy
-from bench import model
-from bench.costs import sparse_backward_cost
-from bench.sparse_cases import SparseBackwardCase
-from mla_cupy.launchers.sparse_backward_config import KERNELS
+from bench.model import counts
+from bench.ops.sparse_backward.cases import SparseBackwardCase
+from mla_cupy.kernels import KERNELS
 from tests.support.sim_driver import simulated
 from tests.support.sparse_cases import SparseCase, make
 
 ARCH = "sm_100a"
-NAMES = model.names(ARCH)
+NAMES = counts.names(ARCH)
 #: Tiles of 32 keys: 1, 2, 3, 3, any; of 64: 1, 1, 2, 2, any. The last: queries without a row, blocks of 36 heads.
 CASES = [
     SparseCase(s_q=1, h_q=64, topk=32, invalid=0.0),
@@ -48,11 +47,11 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[tuple[int, int]]) -> None:
     inputs = make(case)
     with simulated(2, (10, 0)) as target:
-        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=name)
-    (report,) = (one for one in target.reports if one.kernel == KERNELS[name].SPEC.entry)
-    kernel = model.load(name, ARCH, case.d_qk, case.dtype)
+        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=name)
+    (report,) = (one for one in target.reports if one.kernel == KERNELS[name].entry)
+    kernel = counts.load(name, ARCH, case.d_qk, case.dtype)
     lengths = [len(rows) for rows in inputs.rows]
-    counted = model.call_counts(kernel, case.h_q, lengths)
+    counted = counts.call_counts(kernel, case.h_q, lengths)
 
     assert report.flops == {f"tcgen05 {'bf16' if case.dtype == 'bfloat16' else 'f16'}": counted.flops}
     assert report.counters["async tcgen05.mma"] == counted.products
@@ -77,8 +76,8 @@ def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_agree_with_the_mathematics(name: str, d_qk: int) -> None:
     """Five products a pair of query and key, and their FLOPs are those of every other benchmark."""
-    kernel = model.load(name, ARCH, d_qk)
+    kernel = counts.load(name, ARCH, d_qk)
     assert (kernel.d_qk, kernel.d_v) == (d_qk, 512)
     assert kernel.tmem_columns_used <= kernel.tmem_columns
     case = SparseBackwardCase(3, 100, 2 * kernel.block_heads, 4 * kernel.tile_keys, d_qk)
-    assert model.call_counts(kernel, case.h_q, [case.topk] * case.s_q).flops == sparse_backward_cost(case).flops
+    assert counts.call_counts(kernel, case.h_q, [case.topk] * case.s_q).flops == case.cost.flops

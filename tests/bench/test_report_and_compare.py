@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
-from bench.cases import DecodeCase
 from bench.cli import main
-from bench.compare import compare
-from bench.errors import BenchError
-from bench.limits import Limits
-from bench.timer import Timing
+from bench.core import report, table
+from bench.core.compare import compare
+from bench.core.errors import BenchError
+from bench.core.limits import Limits
+from bench.core.timer import Timing
+from bench.ops.decode.cases import DecodeCase
 
 LIMITS = Limits(4.0, 700.0, "given", "given")
 
@@ -57,7 +57,7 @@ def test_the_row_holds_what_the_schema_promises():
         lambda row: row.pop("tflops"),
         lambda row: row.update(extra=1),
         lambda row: row.update(flops="many"),
-        lambda row: row.update(schema_version=3),
+        lambda row: row.update(schema_version=5),
         lambda row: row.update(timing=None),
         lambda row: row["timing"].pop("us_median"),
     ],
@@ -73,13 +73,17 @@ def test_validation_finds(spoil, tmp_path):
         report.read(path)
 
 
-def test_rows_of_the_first_version_are_read(tmp_path):
-    old = make() | {"schema_version": 1}
-    for key in report.SINCE_VERSION_1:
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_rows_of_earlier_versions_are_read(tmp_path, version):
+    new = make(kernel="some_kernel")
+    old = {key: value for key, value in new.items() if key != "kernel"}
+    old |= {"schema_version": version, "kernel" if version == 3 else "variant": "some_kernel"}
+    del old["includes"]
+    for key in report.SINCE_VERSION_1 if version == 1 else ():
         del old[key]
     path = tmp_path / "old.jsonl"
     path.write_text(json.dumps(old) + "\n")
-    assert report.read(path) == [make()]
+    assert report.read(path) == [new]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +115,10 @@ def test_the_table_shows_every_row(capsys):
         make(implementation="flashmla", us=80.0),
         make(implementation="fa3", us=None, status="wrong", reason="[off]"),
     ]
-    rows[0]["figures_us"], rows[0]["host_us"] = {"plan_update": 3.25}, {"call": 9.5, "plan_update": 4.0}
+    rows[0]["figures_us"] = {"plan_update": 3.25}
+    rows[0]["host_us"] = {"call": 9.5, "repeated_call": 8.7, "empty_launch": 4.3, "plan_update": 4.0}
     report.relate(rows)
-    report.show(Console(width=160), rows)
+    table.show(Console(width=160), rows)
     text = capsys.readouterr().out
     for piece in (
         "100.00",
@@ -121,7 +126,10 @@ def test_the_table_shows_every_row(capsys):
         "0.800x",
         "3.0%",
         "plan_update 3.25 us, host 4.0 us",
+        "host us",
+        "8.7",
         "9.5",
+        "4.3",
         "wrong: [off]",
         "cuda-graph",
     ):
@@ -166,24 +174,3 @@ def test_compare_command(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "+7.0%" in text
     assert "-6.5%" in text
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_plot_writes_a_picture(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    rows = [make(), make(DecodeCase(1, 1, 16, 1024), us=14.0), make(implementation="fa3", us=90.0)]
-    target = tmp_path / f"roofline.{suffix}"
-    assert main(["plot", str(write(tmp_path / "rows.jsonl", *rows)), "-o", str(target)]) == 0
-    head = target.read_bytes()[:400]
-    assert head.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in head or b"<?xml" in head
-
-
-def test_plot_says_what_is_wrong(tmp_path, capsys, monkeypatch):
-    source = write(tmp_path / "rows.jsonl", make(us=None, status=report.ERROR, reason="boom"))
-    assert main(["plot", str(source), "-o", str(tmp_path / "x.png")]) == 2
-    assert "no row that was timed" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert main(["plot", str(source), "-o", str(tmp_path / "x.png")]) == 2
-    error = capsys.readouterr().err
-    assert "matplotlib" in error
-    assert "pip install" in error

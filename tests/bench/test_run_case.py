@@ -8,12 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench import report
-from bench.cases import DecodeCase
-from bench.check import expect, judge, spaced
-from bench.inputs import Outputs
-from bench.operations import DECODE
-from bench.runner import Options, run_case
+from bench.core import report
+from bench.core.implementation import Choices, make
+from bench.core.runner import Options, run_case
+from bench.core.tolerance import spaced
+from bench.operations import OPERATIONS
+from bench.ops.decode.cases import DecodeCase
+from bench.ops.decode.check import expect, judge
+from bench.ops.decode.inputs import Outputs, make_inputs
+
+DECODE = OPERATIONS["decode"]
 
 CASE = DecodeCase(b=3, s_q=2, h_q=4, s_kv=100, h_kv=2, page_size=16)
 
@@ -21,6 +25,14 @@ CASE = DecodeCase(b=3, s_q=2, h_q=4, s_kv=100, h_kv=2, page_size=16)
 @pytest.fixture
 def options(limits):
     return Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+
+
+class WallClock:
+    def start(self):
+        self.begin = time.perf_counter()
+
+    def stop_us(self):
+        return (time.perf_counter() - self.begin) * 1e6
 
 
 def run(device, options, *implementations):
@@ -46,9 +58,45 @@ def test_times_and_ratios(device, options, fake):
     assert row["tflops"] == pytest.approx(row["flops"] / 10.0 / 1e6)
     assert row["share_roofline"] == pytest.approx(max(row["share_gemm"], row["share_copy"]))
     assert row["check"]["ok"]
-    assert set(row["host_us"]) == {"call", "plan_update"}
+    assert set(row["host_us"]) == {"call", "repeated_call", "empty_launch", "plan_update"}
     assert row["workspace_bytes"] == 5000
     assert (row["l2_bytes"], row["l2_tbps"]) == (None, None)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
+def test_host_times_of_every_operation(device, options, numpy_backend, monkeypatch, operation):
+    """A repeated call is one with the same arrays; the empty launch is measured beside it. Read by a scripted clock."""
+    asked = []
+
+    def scripted(calls, synchronize, *, per_batch=20):
+        asked.append((len(calls), per_batch))
+        for call in calls:
+            call()
+        return 10.0 * len(asked)
+
+    monkeypatch.setattr("bench.core.runner.host_us", scripted)
+    small = {"decode": "b1-sq1-hq2-skv20", "indexer-logits": "sq3-skv8-h2-d32"}
+    case = operation.parse(small.get(operation.name, "sq3-skv8-hq2-topk4"))
+    device.watch = WallClock()
+    (row,) = run_case(operation, case, make([], operation.implementations(Choices())), device, options)
+    assert row["status"] == "ok", row["reason"]
+    sets = row["timing"]["sets"]
+    assert sets > 1
+    assert [row["host_us"][key] for key in ("call", "repeated_call", "empty_launch")] == [10.0, 20.0, 30.0]
+    assert [count for count, _ in asked[:3]] == [sets, 1, 1]
+    assert all(4 <= per_batch <= 20 for _, per_batch in asked), "far below the depth of the launch queue"
+    assert device.empty_launches == 1
+
+
+def test_load_before_compute_bound_cases_only(device, options, fake, monkeypatch):
+    monkeypatch.setattr("bench.core.runner.LOAD_US", 5000.0)
+    took = []
+    for compute_bound in (0.0, 1e9):
+        monkeypatch.setattr("bench.core.runner.COMPUTE_BOUND", compute_bound)
+        began = device.clock().now_us
+        run(device, options, fake("mla_cupy", 100.0))
+        took.append(device.clock().now_us - began)
+    assert took[0] - took[1] == pytest.approx(5000, abs=1000)
 
 
 def test_without_peers_the_fastest_baseline_counts(device, options, fake):
@@ -166,7 +214,7 @@ def test_a_case_without_inputs_is_an_error_of_every_row(device, options, fake):
     def too_large(*args):
         raise MemoryError("1 TB")
 
-    device.inputs = too_large
+    device.normal = too_large
     rows = run(device, options, fake("mla_cupy", 1.0), fake("generic", 1.0))
     assert {row["status"] for row in rows.values()} == {"error"}
     assert all("1 TB" in row["reason"] for row in rows.values())
@@ -181,7 +229,7 @@ def test_unchecked_rows_say_so(device, options, fake):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tolerance_lets_rounding_pass_and_little_more(device, dtype):
-    inputs = device.inputs(CASE, dtype, seed=5)
+    inputs = make_inputs(CASE, dtype, 5, device)
     expected = expect(CASE, dtype, inputs, device)
     assert {(e.batch, head) for e in expected for head in e.heads} == {(b, h) for b in range(3) for h in range(4)}
 
@@ -208,22 +256,18 @@ def test_spaced():
 
 def test_the_project_through_its_public_call(device, options, monkeypatch):
     """The real adapters on the NumPy backend: plans, results in place, further figures."""
-    from bench.peers.generic import Generic
-    from bench.peers.project import Project
-
-    class WallClock:
-        def start(self):
-            self.begin = time.perf_counter()
-
-        def stop_us(self):
-            return (time.perf_counter() - self.begin) * 1e6
+    from bench.ops.decode.own import GENERIC, Decode
 
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     device.watch = WallClock()
     small = DecodeCase(b=2, s_q=2, h_q=4, s_kv=20, h_kv=2, page_size=16)
-    rows = {row["implementation"]: row for row in run_case(DECODE, small, [Project(), Generic()], device, options)}
+    rows = {
+        row["implementation"]: row
+        for row in run_case(DECODE, small, [Decode(), Decode(GENERIC, "generic")], device, options)
+    }
     assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
-    assert rows["mla_cupy"]["variant"] == "numpy"
-    assert set(rows["mla_cupy"]["figures_us"]) == {"no_plan", "plan_update"}
-    assert set(rows["mla_cupy"]["host_us"]) == {"call", "no_plan", "plan_update"}
+    assert rows["mla_cupy"]["kernel"] == "numpy"
+    figures = {"no_plan", "plan_update", "update_and_1_layers", "update_and_61_layers"}
+    assert set(rows["mla_cupy"]["figures_us"]) == figures
+    assert set(rows["mla_cupy"]["host_us"]) == {"call", "repeated_call", "empty_launch", *figures}
     assert rows["generic"]["figures_us"] == {}

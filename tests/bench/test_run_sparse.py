@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from bench import report, sparse_check
+from bench.core import report
+from bench.core.implementation import NotAvailable
+from bench.core.runner import Options, run_case
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.peers import NotAvailable
-from bench.runner import Options, run_case
-from bench.sparse_cases import SparseBackwardCase, SparseForwardCase
-from bench.sparse_inputs import SparseOutputs, choose_indices
+from bench.ops.sparse import check as sparse_check
+from bench.ops.sparse.inputs import SparseOutputs, choose_indices
+from bench.ops.sparse_backward import check as backward_check
+from bench.ops.sparse_backward.cases import SparseBackwardCase
+from bench.ops.sparse_forward.cases import SparseForwardCase
 from mla_cupy import reference
 
 FORWARD = SparseForwardCase(s_q=20, s_kv=30, h_q=3, topk=8)
@@ -130,7 +133,7 @@ def test_a_wrong_forward_spoils_the_backward(run, fake, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])
 def test_a_row_alone_has_the_gradient_that_it_has_among_all(device, numpy_backend, monkeypatch, chunk):
-    monkeypatch.setattr(sparse_check, "CHUNK", chunk)
+    monkeypatch.setattr(backward_check, "CHUNK", chunk)
     inputs = SPARSE_BACKWARD.inputs(BACKWARD, "bfloat16", 0, device)
     arrays = inputs.q, inputs.kv, inputs.out, inputs.dout, inputs.lse, inputs.indices
     dq, dkv, _ = reference.sparse_mla_backward(*arrays, scale=BACKWARD.scale)
@@ -147,7 +150,7 @@ def test_a_row_that_nobody_selects_has_no_tolerance(device, numpy_backend, monke
         chosen = choose_indices(case, seed)
         return np.where(chosen == 15, np.int32(-1), chosen)
 
-    monkeypatch.setattr("bench.sparse_inputs.choose_indices", without_row_15)
+    monkeypatch.setattr("bench.ops.sparse.inputs.choose_indices", without_row_15)
     inputs = SPARSE_BACKWARD.inputs(BACKWARD, "bfloat16", 0, device)
     samples = SPARSE_BACKWARD.expect(BACKWARD, "bfloat16", inputs, device)
     (nobody,) = (sample for sample in samples if (sample.output, sample.row) == ("dkv", 15))
@@ -161,12 +164,12 @@ def test_tolerance_lets_rounding_pass_and_little_more(device, dtype):
     samples = SPARSE_FORWARD.expect(FORWARD, dtype, inputs, device)
     values = reference.sparse_mla_forward(inputs.q, inputs.kv, inputs.indices, scale=FORWARD.scale)
     out = values[0].astype(inputs.q.dtype)
-    assert sparse_check.judge(samples, SparseOutputs(out, values[1], values[2]), device).ok
-    verdict = sparse_check.judge(samples, SparseOutputs(out, None, None), device)
+    assert sparse_check.judge(samples, SparseOutputs(out, values[1], values[2]), dtype, device).ok
+    verdict = sparse_check.judge(samples, SparseOutputs(out, None, None), dtype, device)
     assert verdict.errors.keys() == {"out"}
     assert verdict.samples == {"out": 5}
     out[19, 0, 0] += 3 * verdict.tolerances["out"]
-    assert not sparse_check.judge(samples, SparseOutputs(out, None, None), device).ok
+    assert not sparse_check.judge(samples, SparseOutputs(out, None, None), dtype, device).ok
 
 
 def test_an_empty_query_is_compared_exactly(device):
@@ -174,6 +177,7 @@ def test_an_empty_query_is_compared_exactly(device):
     inputs = SPARSE_FORWARD.inputs(case, "bfloat16", 0, device)
     samples = SPARSE_FORWARD.expect(case, "bfloat16", inputs, device)
     out, lse, top = reference.sparse_mla_forward(inputs.q, inputs.kv, inputs.indices, scale=case.scale)
-    assert sparse_check.judge(samples, SparseOutputs(out.astype(inputs.q.dtype), lse, top), device).ok
+    outputs = SparseOutputs(out.astype(inputs.q.dtype), lse, top)
+    assert sparse_check.judge(samples, outputs, "bfloat16", device).ok
     lse[0, 0] = 0
-    assert "lse[0]" in sparse_check.judge(samples, SparseOutputs(out.astype(inputs.q.dtype), lse, top), device).reason
+    assert "lse[0]" in sparse_check.judge(samples, outputs, "bfloat16", device).reason

@@ -3,11 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.costs import Cost
-from bench.errors import BenchError
+from bench.core.cost import Cost
+from bench.core.errors import BenchError
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.sparse_cases import BACKWARD, FORWARD, SparseBackwardCase, SparseForwardCase, with_indices
-from bench.sparse_inputs import NEIGHBOURS, RECENT_TOKENS, SINK_TOKENS, choose_indices
+from bench.ops.sparse.cases import with_indices
+from bench.ops.sparse.inputs import NEIGHBOURS, RECENT_TOKENS, SINK_TOKENS, choose_indices
+from bench.ops.sparse_backward.cases import CASES as BACKWARD
+from bench.ops.sparse_backward.cases import SparseBackwardCase
+from bench.ops.sparse_forward.cases import CASES as FORWARD
+from bench.ops.sparse_forward.cases import SparseForwardCase
 
 OPERATIONS = {"forward": (SPARSE_FORWARD, FORWARD), "backward": (SPARSE_BACKWARD, BACKWARD)}
 
@@ -15,7 +19,7 @@ OPERATIONS = {"forward": (SPARSE_FORWARD, FORWARD), "backward": (SPARSE_BACKWARD
 @pytest.mark.parametrize(
     ("case", "tflops"),
     [
-        # Readings of one H200 with the rates that another program, by its own count, printed for them.
+        # Times measured on one H200 by another program, with the rates that it printed for them.
         *zip(FORWARD[:3], (586, 562, 551), strict=True),
         *zip(BACKWARD, (442, 424, 334, 247, 114), strict=True),
     ],

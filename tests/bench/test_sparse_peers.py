@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from bench.core.implementation import Choices, make
+from bench.core.runner import Options, run_case
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.peers import Choices, make
+from bench.ops.sparse_backward.cases import SparseBackwardCase
+from bench.ops.sparse_forward.cases import SparseForwardCase
 from bench.peers.torch_ops import peak_bytes
-from bench.runner import Options, run_case
-from bench.sparse_cases import SparseBackwardCase, SparseForwardCase
 from mla_cupy import reference
 
 FORWARD = SparseForwardCase(s_q=2, s_kv=140, h_q=3, topk=128)
@@ -127,7 +128,7 @@ def test_flashmla_gets_the_heads_it_knows(run, torch, tmp_path, h_q, heads):
     row = run(SPARSE_FORWARD, case, ["flashmla"], Choices(tmp_path))["flashmla"]
     assert row["status"] == "ok", row["reason"]
     assert set(calls) == {(2, heads, 576)}
-    assert row["variant"] == ("" if h_q == heads else f"padded to {heads} heads")
+    assert row["kernel"] == ("" if h_q == heads else f"padded to {heads} heads")
     assert row["check"]["errors"].keys() == {"out", "lse", "max_logits"}
     assert row["flops"] == case.cost.flops, "padding is no work done"
     assert (row["timing"]["method"], set(torch.cuda.streams)) == ("events", {77})
@@ -178,7 +179,7 @@ def test_the_forward_through_its_public_call(run):
     rows = run(SPARSE_FORWARD, FORWARD, ["generic"], Choices())
     assert {name: row["status"] for name, row in rows.items()} == {"mla_cupy": "ok", "generic": "ok"}, rows
     assert rows["mla_cupy"]["workspace_bytes"] == 12345
-    assert rows["generic"]["variant"] == "dense_decode_generic"
+    assert rows["generic"]["kernel"] == "decode_generic"
 
 
 def test_the_backward_through_its_public_call(run, monkeypatch):
@@ -186,7 +187,7 @@ def test_the_backward_through_its_public_call(run, monkeypatch):
     backward = mla_cupy.sparse_mla_backward
 
     def watched(*arrays, **options):
-        asked.append((options["deterministic"], options["variant"]))
+        asked.append((options["deterministic"], options.get("kernel")))
         return backward(*arrays, **options)
 
     monkeypatch.setattr(mla_cupy, "sparse_mla_backward", watched)
@@ -197,3 +198,11 @@ def test_the_backward_through_its_public_call(run, monkeypatch):
         "generic": "ok",
     }, rows
     assert set(asked) == {(False, None), (True, None), (False, "sparse_backward_generic")}
+
+
+@pytest.mark.parametrize(("operation", "case"), [(SPARSE_FORWARD, FORWARD), (SPARSE_BACKWARD, BACKWARD)])
+def test_a_kernel_that_does_not_exist_is_an_error(run, operation, case):
+    """So those that the generic rows name do exist."""
+    rows = run(operation, case, ["generic"], Choices(kernel="no_such_kernel"))
+    assert {name: row["status"] for name, row in rows.items()} == {"mla_cupy": "error", "generic": "ok"}
+    assert "no_such_kernel" in rows["mla_cupy"]["reason"]

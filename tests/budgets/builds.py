@@ -7,9 +7,10 @@ import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mla_cupy.launchers import SPECS
-from mla_cupy.launchers.spec import KernelSpec, Variant
+from mla_cupy.kernels import KERNELS
+from mla_cupy.kernels.spec import Kernel, Variant
 from mla_cupy.runtime import cache, nvrtc, worker
 from mla_cupy.runtime.build import Build
 
@@ -30,12 +31,12 @@ class Target:
     arch: str
 
     @property
-    def spec(self) -> KernelSpec:
-        return SPECS[self.kernel]
+    def spec(self) -> Kernel[Any]:
+        return KERNELS[self.kernel]
 
     @property
     def name(self) -> str:
-        """Of the cubin, the same for both lines."""
+        """Name of the cubin, the same for both lines of NVRTC."""
         return self.spec.request(self.variant, self.arch).name
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class Target:
 TARGETS = tuple(
     Target(line, spec.name, variant, arch)
     for line in LINES
-    for spec in SPECS.values()
+    for spec in KERNELS.values()
     for arch in ARCHS
     if spec.supports_arch(arch)
     for variant in spec.variants

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_cupy.runtime.build import Build
+from mla_cupy.runtime import nvrtc
+from mla_cupy.runtime.build import Build, compile_kernel
 from tests.budgets import builds
 from tests.budgets.builds import Target
 
@@ -22,7 +23,7 @@ SMEM_OF_A_BLOCK = {
 }
 NAMED_BARRIERS = 16
 TMEM_COLUMNS = 512
-SECONDS_OF_A_VARIANT = 15
+MAX_SECONDS_OF_A_VARIANT = 15
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 
 
@@ -51,7 +52,16 @@ def test_compiles_and_fits(target: Target) -> None:
     assert figures["smem"] <= SMEM_OF_A_BLOCK[target.arch]
     assert figures["barriers"] <= NAMED_BARRIERS
     assert figures.get("tmem_columns_used", 0) <= figures.get("tmem_columns", 0) <= TMEM_COLUMNS
-    assert record["seconds"] <= SECONDS_OF_A_VARIANT
+
+
+@pytest.mark.perf
+def test_compiles_in_time(target: Target) -> None:
+    """Anew: what a cached record says may have been measured on a busy machine."""
+    if not builds.library(target.line):
+        pytest.skip(f"no NVRTC wheel of CUDA {target.line} is installed")
+    request = target.spec.request(target.variant, target.arch)
+    made = compile_kernel(request, nvrtc.load(builds.library(target.line)))
+    assert made.record["seconds"] <= MAX_SECONDS_OF_A_VARIANT
 
 
 def test_resources_are_the_golden_ones(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""The command line, with a registry of one tiny kernel and one that does not compile."""
+"""The command line, on the registry of `conftest.py`."""
 
 from __future__ import annotations
 
@@ -6,43 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mla_cupy import cli, launchers
+from mla_cupy import cli, kernels
 from mla_cupy._version import __version__
-from mla_cupy.launchers.spec import KernelSpec, Variant
-from mla_cupy.runtime import cache, kernels, nvrtc
+from mla_cupy.runtime import cache, device, loader, nvrtc
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SOURCE = """extern "C" __constant__ const int mla_fact_smem_bytes = 1024;
-extern "C" __global__ void mla_copy(float* x) { x[0] = x[1]; }
-"""
-
-
-@pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Two kernels: `copy` for every target, `wrong` for sm_90a only."""
-    root = tmp_path / "cuda_src" / "generic"
-    root.mkdir(parents=True)
-    (root / "copy.cu").write_text(SOURCE)
-    (root / "wrong.cu").write_text("nonsense\n")
-    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root.parent))
-    monkeypatch.setenv("MLA_CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK"):
-        monkeypatch.delenv(f"MLA_CUPY_{name}", raising=False)
-    plain = (Variant(),)
-    specs = {
-        "copy": KernelSpec("copy", "generic/copy.cu", plain, plain, lambda arch: True, None),
-        "wrong": KernelSpec("wrong", "generic/wrong.cu", plain, (), lambda arch: arch == "sm_90a", None),
-    }
-    monkeypatch.setattr(launchers, "SPECS", specs)
-    kernels.forget()
-    yield tmp_path
-    kernels.forget()
 
 
 def test_compile_prints_a_table_and_fills_the_cache(registry: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +52,71 @@ def test_out_is_what_cubin_dir_takes(
     monkeypatch.setenv("MLA_CUPY_CUBIN_DIR", str(out))
     monkeypatch.setenv("MLA_CUPY_JIT", "off")
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
-    (variant,) = launchers.SPECS["copy"].variants
-    assert kernels.obtain(launchers.SPECS["copy"].request(variant, "sm_90a")).facts == {"smem_bytes": 1024}
+    (variant,) = kernels.KERNELS["copy"].variants
+    assert loader.obtain(kernels.KERNELS["copy"].request(variant, "sm_90a")).facts == {"smem_bytes": 1024}
+
+
+FULL = """
+import resource, sys
+from mla_cupy import cli, kernels
+from mla_cupy.kernels.spec import Kernel, Params, Variant
+plain = (Variant(),)
+kernels.KERNELS = {"copy": Kernel("copy", "copies a number", "copy.cu", Params(x="u8"), core=plain)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_a_full_disk_is_said_and_is_the_exit_status(registry: Path, json_too: bool) -> None:
+    """No file may have a byte. Both targets have the same cause, which is said once."""
+    command = ["compile", "--arch", "sm_75,sm_80", *(["--json"] if json_too else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *command],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("not kept") == 2
+    assert done.stderr.count("expected room for the compiled kernels; set MLA_CUPY_CACHE_DIR") == 1
+    assert "2 kernels: mla_copy-plain-sm_75, mla_copy-plain-sm_80" in done.stderr
+    assert cache.usage()[0] == 0
+
+
+def test_nothing_writable_is_said_and_is_the_exit_status(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLA_CUPY_CACHE_DIR", "/proc/nowhere")
+    monkeypatch.setattr(cache, "_temporary", lambda: None)
+    command = ["compile", "--arch", "sm_75", "--kernels", "copy"]
+    with pytest.warns(RuntimeWarning, match="kept in memory only"):
+        assert cli.main(command) == 1
+    said = capsys.readouterr()
+    assert "not kept" in said.out
+    assert "got no directory that can be written" in said.err
+    assert cli.main([*command, "--out", str(registry / "images")]) == 0, "they are kept there"
+
+
+def test_one_cause_is_said_once(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    assert cli.main(["compile", "--arch", "sm_75,sm_80,sm_90a"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("NVRTC: got none") == 1
+    assert "4 kernels: mla_copy-plain-sm_75, " in said
+    monkeypatch.undo()
+
+
+def test_the_same_error_of_two_kernels_is_said_once(registry: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (registry / "cuda_src" / "copy.cu").write_text("nonsense\n")
+    assert cli.main(["compile", "--arch", "sm_75,sm_80"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("does not compile") == 1
+    assert "mla-cupy: mla_copy-plain-sm_75 does not compile:\n" in said
+    assert "2 kernels: mla_copy-plain-sm_75, mla_copy-plain-sm_80" in said
 
 
 def test_out_that_cannot_be_written_is_one_line(registry: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,8 +137,8 @@ def test_list_tells_what_is_built(registry: Path, capsys: pytest.CaptureFixture[
     ]
     assert cli.main(["list", "--arch", "sm_90a"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["copy", "plain", "sm_90a", "generic/copy.cu", "yes", "yes"] in shown
-    assert ["wrong", "plain", "sm_90a", "generic/wrong.cu", "no", "no"] in shown
+    assert ["copy", "plain", "sm_90a", "copy.cu", "yes", "yes"] in shown
+    assert ["wrong", "plain", "sm_90a", "wrong.cu", "no", "no"] in shown
 
 
 def test_list_without_nvrtc(
@@ -143,9 +179,46 @@ def test_info(registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "MLA_CUPY_CACHE_DIR" in shown
 
 
+def test_info_shows_text_as_it_is(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What looks like markup, an emoji or a control sequence is none."""
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    monkeypatch.setenv("MLA_CUPY_CUBIN_DIR", "[/x][bold]:smile:\x1b[31m\udcff")
+    assert cli.main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "[/x][bold]:smile:\\x1b[31m\\udcff" in shown
+    assert '".[cu12]"' in shown
+
+
+def test_info_names_what_is_wrong(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLA_CUPY_JIT", "foo")
+    monkeypatch.setenv("MLA_CUPY_CUBINDIR", "/x")
+    assert cli.main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "Problem: environment variable MLA_CUPY_JIT: got 'foo', expected one of import, lazy, off" in shown
+    assert "got MLA_CUPY_CUBINDIR, expected MLA_CUPY_CUBIN_DIR" in shown
+
+
+def test_targets_without_nvrtc(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    assert cli.main(["list", "--arch", "sm_70"]) == 2
+    assert "expected some of " + ", ".join(device.TARGETS) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "status", "said"),
     [
+        (["compile", "--arch", "foo"], 2, "--arch: got foo, expected some of sm_75, sm_80, "),
+        (["compile", "--arch", "sm_70"], 2, "--arch: got sm_70, expected some of sm_75, sm_80, "),
+        (["compile", "--arch", "sm_90"], 2, "--arch: got sm_90, expected some of sm_75, sm_80, "),
+        (["compile", "--arch", ""], 2, "--arch: got nothing, expected some of sm_75, sm_80, "),
+        (["compile", "--kernels", ""], 2, "--kernels: got nothing, expected all, or some of copy, wrong"),
+        (["list", "--kernels", ", ,"], 2, "--kernels: got nothing, expected all, or some of copy, wrong"),
         (["compile", "--kernels", "cpoy"], 2, "--kernels: got cpoy, expected all, or some of copy, wrong"),
         (["compile", "--arch", "sm_75", "--kernels", "wrong"], 2, "--arch: got sm_75"),
     ],
@@ -157,19 +230,29 @@ def test_wrong_names(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["fly"], ["compile", "-j", "0"]])
-def test_wrong_usage(command: list[str]) -> None:
+@pytest.mark.parametrize("command", [[], ["fly"], *(["compile", "-j", jobs] for jobs in ("0", "x", "", "-1", "1.5"))])
+def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(command)
     assert caught.value.code == 2
+    if "-j" in command:
+        assert f"got {command[-1]!r}, expected a whole number from 1 on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "info", "compile", "list", "clear-cache", "demo", "bench"])
+@pytest.mark.parametrize("command", ["", "info", "compile", "list", "formats", "clear-cache", "demo", "bench"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"] if command else ["--help"])
     assert caught.value.code == 0
     assert "usage:" in capsys.readouterr().out
+
+
+def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["formats"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["v32", "rope", "bfloat16", "64", "0", "528", "656"] in lines
+    assert cli.main(["formats", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["v4"]["planes"] == [576, 8]
 
 
 def test_demo_and_bench_are_handed_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +264,7 @@ def test_demo_and_bench_are_handed_their_arguments(monkeypatch: pytest.MonkeyPat
             parser.add_argument("--size", type=int)  # type: ignore[attr-defined]
 
         @staticmethod
-        def run(options: object) -> int:
+        def run(options: object, compile_kernels: object) -> int:
             seen.append(options.size)  # type: ignore[attr-defined]
             return 5
 

@@ -1,86 +1,161 @@
-"""The device schedule, stated again in Python: `generic/decode_schedule.cu`, `attention/split_work.cuh` and the list
-of split requests of `generic/split_combine.cu`.
+"""The device schedule, stated again in Python: `decode/schedule.cu`, `attention/split_work.cuh` and the list of split
+requests of `decode/combine.cu`.
 
-What is proved about this model holds for the algorithm. That the kernel computes the same points is checked on a GPU.
+What is proved about this model holds for the algorithm. The simulator and the GPU show that the kernel computes the
+same cuts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from mla_cupy.runtime.sources import source_root
 
 TILE_TOKENS = 64
-WHOLE = -1
+NOT_SPLIT = -1
+MAX_TOTAL = 1 << 30
 
 
-def _request_cost() -> int:
-    text = (source_root() / "generic" / "decode_schedule.cu").read_text()
-    found = re.search(r"kRequestCost = (\d+);", text)
+def _item_cost() -> int:
+    text = (source_root() / "decode" / "schedule.cu").read_text()
+    found = re.search(r"kItemCost = (\d+);", text)
     assert found is not None
     return int(found[1])
 
 
-REQUEST_COST = _request_cost()
+ITEM_COST = _item_cost()
 
 Point = tuple[int, int]
+"""A request and one of its tiles (or units), before which a split begins."""
 
 
-class Fragment(NamedTuple):
+class WorkItem(NamedTuple):
     """A piece of a request: tiles [begin, end)."""
 
     request: int
     begin: int
     end: int
-    slot: int
+    partial_index: int
 
 
-def tiles_of(seqlen: int, most_tokens: int) -> int:
-    return -(-max(0, min(seqlen, most_tokens)) // TILE_TOKENS)
+def tiles_of(seqlen: int, max_tokens: int) -> int:
+    return -(-max(0, min(seqlen, max_tokens)) // TILE_TOKENS)
 
 
-def points(seqlens: Sequence[int], most_tokens: int, num_parts: int) -> list[Point]:
-    """Where the parts begin, and the end."""
-    tiles = [tiles_of(seqlen, most_tokens) for seqlen in seqlens]
-    total = sum(tiles) + REQUEST_COST * len(tiles)
+# ---- The four ways to cut --------------------------------------------------------------------------------------
+
+
+def snapped(units: Sequence[int], num_splits: int, reach: int) -> list[Point]:
+    """Cuts at equal distances in cost, moved to a request boundary that is no further than `reach`."""
+    total = sum(units) + ITEM_COST * len(units)
     cuts = []
     request, before = 0, 0
-    for i in range(num_parts):
-        place = i * total // num_parts
-        while place >= before + tiles[request] + REQUEST_COST:
-            before += tiles[request] + REQUEST_COST
+    for i in range(num_splits):
+        place = i * total // num_splits
+        while place >= before + units[request] + ITEM_COST:
+            before += units[request] + ITEM_COST
             request += 1
-        cuts.append((request, max(0, place - before - REQUEST_COST)))
-    return [*cuts, (len(tiles), 0)]
+        unit = max(0, place - before - ITEM_COST)
+        left = units[request] - unit
+        if min(unit, left) > reach:
+            cuts.append((request, unit))
+        else:
+            cuts.append((request, 0) if unit <= left else (request + 1, 0))
+    return [*cuts, (len(units), 0)]
 
 
-def fragments(cuts: list[Point], part: int, seqlens: Sequence[int], most_tokens: int) -> list[Fragment]:
-    """What a part works on. The lengths may be other ones than those that the points were made for."""
-    num_parts = len(cuts) - 1
-    begin, end = cuts[part], cuts[part + 1]
+def min_limit(units: Sequence[int], num_splits: int) -> int:
+    """The least length of pieces that leaves no more of them than splits."""
+    low, high = max(1, -(-sum(units) // num_splits)), max(1, *units)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(-(-n // middle) for n in units) <= num_splits:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def pieces(units: Sequence[int], num_splits: int) -> list[Point]:
+    """A piece per split, for at most as many requests as splits."""
+    limit = min_limit(units, num_splits)
+    cuts = []
+    for request, n in enumerate(units):
+        count = -(-n // limit)
+        cuts += [(request, j * (n // count) + min(j, n % count)) for j in range(count)]
+    cuts[:1] = [(0, 0)]
+    return [*cuts, *[(len(units), 0)] * (num_splits + 1 - len(cuts))]
+
+
+def makespan(cuts: Sequence[Point], units: Sequence[int], merge_cost: int) -> int:
+    """Cost of the longest split, and of the merge if there is one."""
+    before = [0, *accumulate(units)]
+    places = [before[request] + unit for request, unit in cuts]
+    longest = max(
+        places[i + 1] - places[i] + ITEM_COST * (cuts[i + 1][0] - cuts[i][0] + (cuts[i + 1][1] > 0))
+        for i in range(len(cuts) - 1)
+    )
+    return longest + merge_cost * any(unit > 0 for _, unit in cuts)
+
+
+def candidates(units: Sequence[int], num_splits: int) -> list[list[Point]]:
+    """The ways that are possible, in the order in which the first of the best is taken."""
+    step = (sum(units) + ITEM_COST * len(units)) // num_splits
+    ways = [snapped(units, num_splits, MAX_TOTAL)]
+    if 2 * len(units) <= num_splits:
+        ways.append(pieces(units, num_splits))
+    if step > 0:
+        ways += [snapped(units, num_splits, step // 4), snapped(units, num_splits, ITEM_COST)]
+    return ways
+
+
+def unit_shift(b: int, max_tokens: int) -> int:
+    """A unit is 2^shift tiles."""
+    tiles, shift = max(0, -(-max_tokens // TILE_TOKENS)), 0
+    while b * ((tiles >> shift) + 1 + ITEM_COST) > MAX_TOTAL:
+        shift += 1
+    return shift
+
+
+def points(seqlens: Sequence[int], max_tokens: int, num_splits: int, merge_cost: int = 8) -> list[Point]:
+    """Where the splits begin, and the end."""
+    shift = unit_shift(len(seqlens), max_tokens)
+    units = [-(-tiles_of(seqlen, max_tokens) // (1 << shift)) for seqlen in seqlens]
+    best = min(candidates(units, num_splits), key=lambda cuts: makespan(cuts, units, merge_cost >> shift))
+    return [(request, unit << shift) for request, unit in best]
+
+
+# ---- What the other kernels make of them -----------------------------------------------------------------------
+
+
+def work_items(cuts: list[Point], split: int, seqlens: Sequence[int], max_tokens: int) -> list[WorkItem]:
+    """What a split works on. The lengths may be other ones than those that the cuts were made for."""
+    num_splits = len(cuts) - 1
+    begin, end = cuts[split], cuts[split + 1]
     found = []
     request = begin[0]
     while not (request >= len(seqlens) or request > end[0] or (request == end[0] and end[1] == 0)):
         continues, continued = request == begin[0] and begin[1] > 0, request == end[0]
-        tiles = tiles_of(seqlens[request], most_tokens)
+        tiles = tiles_of(seqlens[request], max_tokens)
         first = begin[1] if request == begin[0] else 0
         last = min(end[1], tiles) if continued else tiles
-        slot = part if continues else num_parts + part if continued else WHOLE
-        found.append(Fragment(request, first, last, slot))
+        partial_index = split if continues else num_splits + split if continued else NOT_SPLIT
+        found.append(WorkItem(request, first, last, partial_index))
         request += 1
     return found
 
 
-def splits(cuts: list[Point]) -> dict[int, list[int]]:
-    """The slots of each split request, in order, as the combine kernel finds them."""
-    num_parts = len(cuts) - 1
+def split_requests(cuts: list[Point]) -> dict[int, list[int]]:
+    """The partial indices of each split request, in order, as the combine kernel finds them."""
+    num_splits = len(cuts) - 1
     found: dict[int, list[int]] = {}
-    for part in range(num_parts):
-        begin, end = cuts[part], cuts[part + 1]
+    for split in range(num_splits):
+        begin, end = cuts[split], cuts[split + 1]
         if end[1] > 0 and not (begin[0] == end[0] and begin[1] > 0):
-            last = next((i for i in range(part + 1, num_parts) if cuts[i][0] > end[0]), num_parts)
+            last = next((i for i in range(split + 1, num_splits) if cuts[i][0] > end[0]), num_splits)
             assert end[0] not in found
-            found[end[0]] = [num_parts + part, *range(part + 1, last)]
+            found[end[0]] = [num_splits + split, *range(split + 1, last)]
     return found

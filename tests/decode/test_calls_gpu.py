@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import run_and_check, upload, uploaded
+from tests.support.kernels import fitting
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -24,36 +25,36 @@ SPLIT = DecodeCase(b=2, h_q=128, seqlens=(6000, 100))
 
 
 @pytest.fixture(params=ALL_KERNELS)
-def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
+def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)
 
 
 @pytest.mark.parametrize("case", [CASE, SPLIT], ids=["whole", "split"])
-def test_out_dtype_float32(variant: str, case: DecodeCase) -> None:
-    inputs = make(case)
+def test_out_dtype_float32(kernel: str, case: DecodeCase) -> None:
+    inputs = make(fitting(case, kernel))
     arguments = uploaded(inputs)
-    out, lse = on_host(mla_cupy.mla_decode(*arguments, variant=variant, out_dtype="float32"))
+    out, lse = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel, out_dtype="float32"))
     assert out.dtype == np.float32
     check((out, lse), inputs.exact, inputs.rounded, case.dtype)
-    short, same_lse = on_host(mla_cupy.mla_decode(*arguments, variant=variant))
-    assert_same(formats.round_to(out, case.dtype).astype(short.dtype), short)  # one rounding apart, nothing else
+    short, same_lse = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel))
+    assert_same(dtypes.round_to(out, case.dtype).astype(short.dtype), short)  # one rounding apart, nothing else
     assert_same(same_lse, lse)
 
 
 @pytest.mark.parametrize("case", [CASE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-def test_results_in_given_views(variant: str, case: DecodeCase, out_dtype: str) -> None:
+def test_results_in_given_views(kernel: str, case: DecodeCase, out_dtype: str) -> None:
     import cupy
 
-    inputs = make(case)
+    inputs = make(fitting(case, kernel))
     arguments = uploaded(inputs)
-    expected = on_host(mla_cupy.mla_decode(*arguments, variant=variant, out_dtype=out_dtype))
+    expected = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel, out_dtype=out_dtype))
     b, s_q, h_q = inputs.q.shape[:3]
-    whole_out = cupy.full((b, s_q + 1, h_q, 528), 7, formats.numpy_dtype(out_dtype))
+    whole_out = cupy.full((b, s_q + 1, h_q, 528), 7, dtypes.numpy_dtype(out_dtype))
     whole_lse = cupy.full((b, h_q, 3 * s_q), 7, cupy.float32)
     out, lse = whole_out[:, 1:, :, 8:520], whole_lse[..., 1::3]
-    results = mla_cupy.mla_decode(*arguments, variant=variant, out=out, lse=lse)
+    results = mla_cupy.mla_decode(*arguments, kernel=kernel, out=out, lse=lse)
     assert results[0] is out
     assert results[1] is lse
     host_out, host_lse = on_host((whole_out, whole_lse))
@@ -65,26 +66,26 @@ def test_results_in_given_views(variant: str, case: DecodeCase, out_dtype: str) 
 
 
 @pytest.mark.parametrize("case", [CASE, SPLIT, DecodeCase(s_q=4, seqlens=(2, 0, 300))], ids=["whole", "split", "empty"])
-def test_bases_and_empty_rows(variant: str, case: DecodeCase) -> None:
-    inputs = make(case)
+def test_bases_and_empty_rows(kernel: str, case: DecodeCase) -> None:
+    inputs = make(fitting(case, kernel))
     for options in ({"lse_base": "2"}, {"empty_lse": math.inf}, {"lse_base": "2", "empty_lse": -1e4}):
-        got = on_host(mla_cupy.mla_decode(*uploaded(inputs), variant=variant, **options))
+        got = on_host(mla_cupy.mla_decode(*uploaded(inputs), kernel=kernel, **options))
         exact = reference.mla_decode(*inputs.arguments, **options)
         rounded = reference.mla_decode(*inputs.arguments, rounding=case.dtype, **options)
         check(got, exact, rounded, case.dtype)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.01, 0.3])
-def test_scale(variant: str, scale: float) -> None:
-    inputs = make(CASE)
-    got = on_host(mla_cupy.mla_decode(*uploaded(inputs), variant=variant, scale=scale))
+def test_scale(kernel: str, scale: float) -> None:
+    inputs = make(fitting(CASE, kernel))
+    got = on_host(mla_cupy.mla_decode(*uploaded(inputs), kernel=kernel, scale=scale))
     exact = reference.mla_decode(*inputs.arguments, scale=scale)
     rounded = reference.mla_decode(*inputs.arguments, scale=scale, rounding=CASE.dtype)
     check(got, exact, rounded, CASE.dtype)
 
 
 def test_unusual_views_fall_back_to_the_generic_kernel(gpu: DeviceInfo) -> None:
-    """Backwards and repeated arrays: right, whatever the strides."""
+    """Reversed and repeated arrays: any strides are correct."""
     import cupy
 
     inputs = make(DecodeCase(b=4, h_q=16, seqlens=200, s_q=2))
@@ -102,16 +103,16 @@ def test_unusual_views_fall_back_to_the_generic_kernel(gpu: DeviceInfo) -> None:
     check(got, repeated_exact, repeated_rounded, "bfloat16")
 
 
-def test_strided_table_and_lengths(variant: str) -> None:
+def test_strided_table_and_lengths(kernel: str) -> None:
     import cupy
 
-    inputs = make(CASE)
+    inputs = make(fitting(CASE, kernel))
     q, kv_cache, table, seqlens = uploaded(inputs)
     wide = cupy.full((table.shape[0], 3 * table.shape[1]), 2**30, cupy.int32)
     wide[:, ::3] = table
     long = cupy.full(4 * len(seqlens), -9, cupy.int32)
     long[::4] = seqlens
-    got = on_host(mla_cupy.mla_decode(q, kv_cache, wide[:, ::3], long[::4], variant=variant))
+    got = on_host(mla_cupy.mla_decode(q, kv_cache, wide[:, ::3], long[::4], kernel=kernel))
     check(got, inputs.exact, inputs.rounded, CASE.dtype)
 
 
@@ -119,12 +120,12 @@ def test_strided_table_and_lengths(variant: str) -> None:
 
 
 @pytest.mark.parametrize("case", [CASE, SPLIT], ids=["whole", "split"])
-def test_plan_gives_the_same_bits(variant: str, case: DecodeCase) -> None:
-    inputs = make(case)
+def test_plan_gives_the_same_bits(kernel: str, case: DecodeCase) -> None:
+    inputs = make(fitting(case, kernel))
     arguments = uploaded(inputs)
-    expected = on_host(mla_cupy.mla_decode(*arguments, variant=variant))
-    plan = plan_of(inputs, variant=variant, max_b=case.b + 10)
-    assert plan.variant == variant
+    expected = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel))
+    plan = plan_of(inputs, kernel=kernel, max_b=case.b + 10)
+    assert plan.kernel == kernel
     plan.update(arguments[3])
     for _ in range(3):
         got = on_host(mla_cupy.mla_decode(*arguments, plan=plan))
@@ -132,10 +133,10 @@ def test_plan_gives_the_same_bits(variant: str, case: DecodeCase) -> None:
         assert_same(got[1], expected[1])
 
 
-def test_smaller_batches_with_a_plan(variant: str) -> None:
-    inputs = make(CASE)
+def test_smaller_batches_with_a_plan(kernel: str) -> None:
+    inputs = make(fitting(CASE, kernel))
     q, kv_cache, table, seqlens = uploaded(inputs)
-    plan = plan_of(inputs, variant=variant)
+    plan = plan_of(inputs, kernel=kernel)
     for b in (5, 1, 3, 2, 4, 5):
         plan.update(seqlens[:b])
         got = on_host(mla_cupy.mla_decode(q[:b], kv_cache, table[:b], seqlens[:b], plan=plan))
@@ -143,15 +144,15 @@ def test_smaller_batches_with_a_plan(variant: str) -> None:
         check(got, exact, rounded, CASE.dtype)
 
 
-def test_workspace_of_the_caller_is_all_that_is_written(variant: str) -> None:
+def test_workspace_of_the_caller_is_all_that_is_written(kernel: str) -> None:
     import cupy
 
-    inputs = make(SPLIT)
+    inputs = make(fitting(SPLIT, kernel))
     arguments = uploaded(inputs)
-    nbytes = plan_of(inputs, variant=variant).workspace_bytes
+    nbytes = plan_of(inputs, kernel=kernel).workspace_bytes
     whole = cupy.full(nbytes + 1024, 0xA5, cupy.uint8)
     begin = 256 + -whole.data.ptr % 256
-    plan = plan_of(inputs, variant=variant, workspace=whole[begin : begin + nbytes])
+    plan = plan_of(inputs, kernel=kernel, workspace=whole[begin : begin + nbytes])
     assert plan.workspace_bytes == nbytes
     plan.update(arguments[3])
     got = on_host(mla_cupy.mla_decode(*arguments, plan=plan))
@@ -162,12 +163,12 @@ def test_workspace_of_the_caller_is_all_that_is_written(variant: str) -> None:
     assert (host[begin : begin + nbytes] != 0xA5).any()
 
 
-def test_planned_call_allocates_nothing(variant: str) -> None:
+def test_planned_call_allocates_nothing(kernel: str) -> None:
     import cupy
 
-    inputs = make(SPLIT)
+    inputs = make(fitting(SPLIT, kernel))
     arguments = uploaded(inputs)
-    plan = plan_of(inputs, variant=variant)
+    plan = plan_of(inputs, kernel=kernel)
     plan.update(arguments[3])
     out, lse = mla_cupy.mla_decode(*arguments, plan=plan)
 
@@ -208,7 +209,7 @@ def test_numpy_arrays_give_what_cupy_arrays_give(gpu: DeviceInfo, strides: Any) 
     results = mla_cupy.mla_decode(*inputs.arguments, out=given[0], lse=given[1])
     assert results[0] is given[0]
     assert results[1] is given[1]
-    assert_same(formats.round_to(given[0], "bfloat16").astype(out.dtype), out)
+    assert_same(dtypes.round_to(given[0], "bfloat16").astype(out.dtype), out)
     assert_same(given[1], lse)
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
@@ -231,7 +232,7 @@ def test_numpy_backend_can_be_forced(gpu: DeviceInfo, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(CASE)
     out, _ = mla_cupy.mla_decode(*inputs.arguments)
-    assert_same(out, formats.round_to(inputs.exact[0], "bfloat16").astype(out.dtype))
+    assert_same(out, dtypes.round_to(inputs.exact[0], "bfloat16").astype(out.dtype))
 
 
 def test_numpy_merge(gpu: DeviceInfo) -> None:
@@ -256,6 +257,6 @@ def test_check_reads_the_device(gpu: DeviceInfo) -> None:
         mla_cupy.mla_decode(q, kv_cache, table, seqlens, check=True)
 
 
-def test_large_batches(variant: str) -> None:
+def test_large_batches(kernel: str) -> None:
     """More requests than the schedule kernel takes at once."""
-    run_and_check(DecodeCase(b=2500, h_q=2, seqlens=(1, 0, 3, 65, 17), page_size=16), variant=variant)
+    run_and_check(DecodeCase(b=2500, h_q=2, seqlens=(1, 0, 3, 65, 17), page_size=16), kernel=kernel)

@@ -8,16 +8,19 @@ import logging
 import pytest
 
 from mla_cupy import ArgumentError, UnsupportedDeviceError
-from mla_cupy.launchers import decode_schedule, dense_decode_generic, split_combine
-from mla_cupy.launchers.choice import say_slow
-from mla_cupy.launchers.decode_block_sm90 import BLOCK_M, kv_map
-from mla_cupy.launchers.decode_problem import HEAD_DIM_V, MAX_PARTS, PARAMS, DecodeProblem
-from mla_cupy.launchers.decode_sequence import KERNELS, configure
+from mla_cupy.arrays import HOST, View
+from mla_cupy.kernels.choice import _say_slow
+from mla_cupy.kernels.decode import DECODE, combine, generic, schedule
+from mla_cupy.kernels.decode.problem import MAX_SPLITS, PARAMS, DecodeProblem
+from mla_cupy.kernels.decode.sm90 import kv_map
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.conftest import H200
+from mla_cupy.shapes import D_V
+from tests.support.kernels import DECODE_KERNELS, on_hopper
+from tests.support.recorder import H200
+from tests.support.workspace import assert_laid_out
 
-HOPPER = [name for name in KERNELS if "sm90" in name]
-GENERIC = "dense_decode_generic"
+HOPPER = on_hopper(DECODE_KERNELS)
+SMALL, SEESAW, GENERIC = "decode_sm90_small", "decode_sm90_seesaw", "decode_generic"
 
 
 def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:
@@ -40,41 +43,45 @@ SIZES = [
 
 @pytest.mark.parametrize(("sm_count", "s_q", "h_q", "h_kv"), SIZES)
 def test_grid_fits_the_gpu(sm_count: int, s_q: int, h_q: int, h_kv: int) -> None:
+    rows = s_q * h_q // h_kv
     for name in HOPPER:
-        config = configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count), name)
-        assert config.row_blocks == h_kv * -(-s_q * h_q // h_kv // BLOCK_M)
-        assert 1 <= config.num_parts <= MAX_PARTS
-        # All blocks resident at once, unless a single part is too much already; and no SM is left over that could work.
-        assert config.row_blocks * config.num_parts <= sm_count or config.num_parts == 1
-        assert config.row_blocks * (config.num_parts + 1) > sm_count or config.num_parts == MAX_PARTS
-    config = configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count), GENERIC)
-    resident = dense_decode_generic.BLOCKS_PER_SM * sm_count
-    assert config.row_blocks * dense_decode_generic.BLOCK_M >= s_q * h_q
-    assert config.row_blocks * config.num_parts <= resident or config.num_parts == 1
+        kernel = DECODE_KERNELS[name]
+        if kernel.unsupported(problem(s_q, h_q, h_kv), gpu()):
+            continue
+        config = DECODE.configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count), name)
+        assert config.row_blocks == h_kv * -(-rows // kernel.block_rows)
+        assert 1 <= config.num_splits <= MAX_SPLITS
+        # All blocks are resident at once, unless a single split is too much already; and no SM is left idle.
+        assert config.row_blocks * config.num_splits <= sm_count or config.num_splits == 1
+        assert config.row_blocks * (config.num_splits + 1) > sm_count or config.num_splits == MAX_SPLITS
+    config = DECODE.configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count), GENERIC)
+    resident = generic.KERNEL.blocks_per_sm * sm_count
+    assert config.row_blocks * generic.BLOCK_M >= s_q * h_q
+    assert config.row_blocks * config.num_splits <= resident or config.num_splits == 1
 
 
 @pytest.mark.parametrize(("sm_count", "s_q", "h_q", "h_kv"), SIZES)
 def test_workspace_is_aligned_and_does_not_overlap(sm_count: int, s_q: int, h_q: int, h_kv: int) -> None:
-    config = configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count))
-    space, parts = config.workspace, config.num_parts
-    rows = 2 * parts * s_q * h_q if parts > 1 else 0
-    assert space.schedule == 0
-    assert space.partial_lse >= space.schedule + decode_schedule.POINT_BYTES * (parts + 1)
-    assert space.partial_out >= space.partial_lse + 4 * rows
-    assert space.nbytes >= space.partial_out + 4 * HEAD_DIM_V * rows
-    assert {space.schedule % 256, space.partial_lse % 256, space.partial_out % 256} == {0}
+    config = DECODE.configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count))
+    rows = 2 * config.num_splits * s_q * h_q if config.num_splits > 1 else 0
+    sizes = {
+        "schedule": schedule.POINT_BYTES * (config.num_splits + 1),
+        "partial_lse": 4 * rows,
+        "partial_out": 4 * D_V * rows,
+    }
+    assert_laid_out(DECODE.workspace(config), sizes)
 
 
 def test_merge_only_where_something_is_split() -> None:
-    assert configure(problem(), gpu()).combine_blocks == split_combine.blocks(gpu())
-    alone = configure(problem(), gpu(sm_count=1))
-    assert (alone.num_parts, alone.combine_blocks) == (1, 0)
+    assert DECODE.configure(problem(), gpu()).combine_blocks == combine.blocks(2, gpu())
+    alone = DECODE.configure(problem(), gpu(sm_count=1))
+    assert (alone.num_splits, alone.combine_blocks) == (1, 0)
 
 
 @pytest.mark.parametrize(
     ("device", "aligned", "kernel"),
     [
-        (gpu(), True, next(iter(KERNELS))),
+        (gpu(), True, SEESAW),
         (gpu(), False, GENERIC),
         (gpu((7, 5)), True, GENERIC),
         (gpu((8, 0)), True, GENERIC),
@@ -85,52 +92,80 @@ def test_merge_only_where_something_is_split() -> None:
     ids=str,
 )
 def test_choice(device: DeviceInfo, aligned: bool, kernel: str) -> None:
-    assert configure(problem(aligned=aligned), device).kernel == kernel
+    assert DECODE.configure(problem(aligned=aligned), device).kernel.name == kernel
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "h_kv", "kernel", "block_rows"),
+    [
+        (1, 1, 1, SMALL, 8),
+        (1, 8, 1, SMALL, 8),
+        (1, 9, 1, SMALL, 16),
+        (1, 16, 1, SMALL, 16),
+        (3, 8, 1, SMALL, 24),
+        (5, 5, 1, SMALL, 32),
+        (4, 8, 1, SMALL, 32),
+        (1, 33, 1, SEESAW, None),
+        (4, 16, 1, SEESAW, None),
+        (1, 128, 4, SMALL, 32),  # 32 rows for each KV head
+        (1, 128, 1, SEESAW, None),
+    ],
+)
+def test_few_rows_have_a_kernel_of_their_own(s_q: int, h_q: int, h_kv: int, kernel: str, block_rows: int) -> None:
+    config = DECODE.configure(problem(s_q, h_q, h_kv), gpu())
+    assert config.kernel.name == kernel
+    assert getattr(config.kernel.variant(config.problem), "block_rows", None) == block_rows
+
+
+def test_few_rows_fall_back_like_many() -> None:
+    assert DECODE.configure(problem(h_q=16, aligned=False), gpu()).kernel.name == GENERIC
+    with pytest.raises(UnsupportedDeviceError, match=f"{SMALL} takes at most 32 rows per KV head"):
+        DECODE.configure(problem(h_q=64), gpu(), SMALL)
+
+
+@pytest.mark.parametrize("name", DECODE_KERNELS)
 def test_forced(name: str) -> None:
-    assert configure(problem(), gpu(), name).kernel == name
+    assert DECODE.configure(problem(h_q=16), gpu(), name).kernel.name == name
 
 
 def test_no_such_kernel() -> None:
-    with pytest.raises(ArgumentError, match=r"variant: got 'fast', expected one of ") as caught:
-        configure(problem(), gpu(), "fast")
-    assert all(name in str(caught.value) for name in KERNELS)
+    with pytest.raises(ArgumentError, match=r"kernel: got 'fast', expected None, or one of ") as caught:
+        DECODE.configure(problem(), gpu(), "fast")
+    assert all(name in str(caught.value) for name in DECODE_KERNELS)
 
 
 def test_no_fit_lists_every_reason() -> None:
     with pytest.raises(UnsupportedDeviceError, match="no kernel fits") as caught:
-        configure(problem(), gpu((7, 0)))
-    for name in KERNELS:
+        DECODE.configure(problem(), gpu((7, 0)))
+    for name in DECODE_KERNELS:
         assert f"{name} needs compute capability" in str(caught.value)
-    assert str(caught.value).count("has 7.0") == len(KERNELS)
+    assert str(caught.value).count("has 7.0") == len(DECODE_KERNELS)
 
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_forced_kernel_that_does_not_fit_says_why(name: str) -> None:
     with pytest.raises(UnsupportedDeviceError, match=f"{name} needs compute capability 9.0, a fake .* has 8.0"):
-        configure(problem(), gpu((8, 0)), name)
+        DECODE.configure(problem(), gpu((8, 0)), name)
     with pytest.raises(UnsupportedDeviceError, match=f"{name} needs q and kv_cache .* multiples of 16 bytes"):
-        configure(problem(aligned=False), gpu(), name)
+        DECODE.configure(problem(aligned=False), gpu(), name)
 
 
 def test_slow_kernel_on_a_datacentre_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    say_slow.cache_clear()
+    _say_slow.cache_clear()
     with caplog.at_level(logging.WARNING, "mla_cupy"):
-        configure(problem(), gpu((7, 5)))  # nothing faster is to be had for it
-        configure(problem(), gpu((8, 0)), GENERIC)  # asked for
+        DECODE.configure(problem(), gpu((7, 5)))  # nothing faster is to be had for it
+        DECODE.configure(problem(), gpu((8, 0)), GENERIC)  # asked for
         assert caplog.records == []
         for _ in range(3):
-            configure(problem(), gpu((8, 0)))
-    say_slow.cache_clear()
+            DECODE.configure(problem(), gpu((8, 0)))
+    _say_slow.cache_clear()
     assert len(caplog.records) == 1
     assert GENERIC in caplog.text
     assert "compute capability 9.0" in caplog.text
 
 
 def test_configuration_is_pure() -> None:
-    assert configure(problem(2, 64), gpu()) == configure(problem(2, 64), gpu())
+    assert DECODE.configure(problem(2, 64), gpu()) == DECODE.configure(problem(2, 64), gpu())
 
 
 def test_record_of_the_parameters() -> None:
@@ -141,12 +176,21 @@ def test_record_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 24, 32, 64, 65, 96, 128, 192, 4096])
 def test_kv_map_boxes_tile_a_page(page_size: int) -> None:
-    spec = kv_map("bfloat16", 1 << 20, page_size, 2, 10, page_size * 1200, 1200, 600)
+    strides = (page_size * 1200, 1200, 600, 1)
+    spec = kv_map(View(1 << 20, (10, page_size, 2, 576), strides, "bfloat16", HOST))
     assert spec.box[1] == max(n for n in (1, 2, 4, 8, 16, 32, 64) if page_size % n == 0)
     assert spec.dims == (576, page_size, 2, 10)
+    narrow = kv_map(View(1 << 20, (10, page_size, 2, 512), strides, "bfloat16", HOST))
+    assert (narrow.dims[0], narrow.box) == (512, spec.box)
     assert spec.strides_bytes == (2400 if page_size > 1 else 1152, 1200, page_size * 2400)
+
+
+def test_promotion_of_fetches_is_the_kernels() -> None:
+    cache = View(1 << 20, (10, 64, 1, 576), (64 * 576, 576, 576, 1), "bfloat16", HOST)
+    assert {name: DECODE_KERNELS[name].kv_map(cache).l2 for name in HOPPER} == {SMALL: "128B", SEESAW: "256B"}
 
 
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:
     """A driver refuses zero and odd strides, also those of axes of one element."""
-    assert kv_map("float16", 1 << 20, 1, 1, 1, 0, 3, -5).strides_bytes == (1152, 1152, 1152)
+    cache = View(1 << 20, (1, 1, 1, 576), (0, 3, -5, 1), "float16", HOST)
+    assert kv_map(cache).strides_bytes == (1152, 1152, 1152)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import UnsupportedDeviceError, formats
+from mla_cupy import UnsupportedDeviceError, dtypes
 from mla_cupy.ops import backend
 from mla_cupy.runtime import device
 from tests.support.calls import assert_same, oracle, plan_of
@@ -26,6 +26,7 @@ def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(case: DecodeCase, **options: Any) -> None:
     inputs = make(case)
+    options = {**case.options, **options}
     out, lse = mla_cupy.mla_decode(*inputs.arguments, **options)
     expected = oracle(inputs, **options)
     assert_same(out, expected[0])
@@ -67,6 +68,8 @@ def test_options_reach_the_oracle(options: dict[str, Any]) -> None:
         DecodeCase(b=0, h_q=2, seqlens=0),
         DecodeCase(b=1, h_q=2, seqlens=0, spare_pages=0),  # a pool without pages
         DecodeCase(h_q=1, page_size=1, seqlens=9),
+        DecodeCase(h_q=2, cp_world=4, cp_rank=3, s_q=3, seqlens="ragged-90"),
+        DecodeCase(h_q=3, d_qk=512, s_q=2, seqlens="ragged-90"),
     ],
     ids=lambda case: case.id,
 )
@@ -87,7 +90,7 @@ def test_base_two_is_the_same_number() -> None:
 def test_given_arrays_are_written_and_returned(out_dtype: str) -> None:
     inputs = make(SMALL)
     b, s_q, h_q = inputs.q.shape[:3]
-    whole_out = np.full((b, s_q + 1, h_q, 520), 7, formats.numpy_dtype(out_dtype))
+    whole_out = np.full((b, s_q + 1, h_q, 520), 7, dtypes.numpy_dtype(out_dtype))
     whole_lse = np.full((b, 2 * h_q, s_q), 7, np.float32)
     out, lse = whole_out[:, :s_q, :, :512], whole_lse[:, ::2]
     results = mla_cupy.mla_decode(*inputs.arguments, out=out, lse=lse)
@@ -128,6 +131,57 @@ def test_plan_of_the_backend() -> None:
     few = [x[:2] if i != 1 else x for i, x in enumerate(inputs.arguments)]
     plan.update(few[3])
     assert_same(mla_cupy.mla_decode(*few, plan=plan)[0], oracle(inputs)[0][:2])
+
+
+def test_a_plan_is_for_one_rank() -> None:
+    case = DecodeCase(h_q=2, seqlens="ragged-90", cp_world=2, cp_rank=1)
+    inputs = make(case)
+    plan = plan_of(inputs, cp_world=2, cp_rank=1)
+    plan.update(inputs.seqlens)
+    expected = oracle(inputs, **case.options)
+    assert_same(mla_cupy.mla_decode(*inputs.arguments, plan=plan, **case.options)[0], expected[0])
+    with pytest.raises(mla_cupy.PlanError, match=r"cp_world=2, cp_rank=1.*cp_world=1, cp_rank=0"):
+        mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"cp_world": 0}, "cp_world: got 0"),
+        ({"cp_world": 2.0}, "cp_world: got 2.0"),
+        ({"cp_world": 2, "cp_rank": 2}, "cp_rank: got 2, expected an integer of 0 to cp_world - 1 = 1"),
+        ({"cp_rank": -1}, "cp_rank: got -1"),
+    ],
+    ids=str,
+)
+def test_bad_ranks(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(mla_cupy.ArgumentError, match=match):
+        mla_cupy.mla_decode(*make(SMALL).arguments, **options)
+    with pytest.raises(mla_cupy.ArgumentError, match=match):
+        plan_of(make(SMALL), **options)
+
+
+def test_check_counts_the_tokens_of_all_ranks() -> None:
+    case = DecodeCase(h_q=2, seqlens=(200, 90), b=2, cp_world=4, cp_rank=1, page_size=16)
+    inputs = make(case)
+    got = mla_cupy.mla_decode(*inputs.arguments, check=True, **case.options)
+    assert_same(got[0], oracle(inputs, **case.options)[0])
+    capacity = inputs.block_table.shape[1] * 16 * 4 + 1
+    inputs.seqlens[0] = capacity + 1
+    with pytest.raises(mla_cupy.ArgumentError, match=rf"max_pages \* page_size \* cp_world \+ cp_rank = {capacity}"):
+        mla_cupy.mla_decode(*inputs.arguments, check=True, **case.options)
+
+
+def test_a_plan_is_for_keys_of_one_width() -> None:
+    inputs = make(DecodeCase(h_q=2, seqlens=70, d_qk=512))
+    plan = plan_of(inputs)
+    plan.update(inputs.seqlens)
+    assert_same(mla_cupy.mla_decode(*inputs.arguments, plan=plan)[0], oracle(inputs)[0])
+    wide = make(DecodeCase(h_q=2, seqlens=70))
+    with pytest.raises(mla_cupy.PlanError, match=r"d_qk=512.*d_qk=576"):
+        mla_cupy.mla_decode(*wide.arguments, plan=plan)
+    with pytest.raises(mla_cupy.ArgumentError, match=r"d_qk: got 500, expected 576 or 512"):
+        plan_of(inputs, d_qk=500)
 
 
 def test_inputs_are_left_alone() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from mla_cupy.launchers import decode_schedule, spec
-from mla_cupy.launchers.spec import Launch, Variant
-from mla_cupy.runtime import driver, kernels
+from mla_cupy.kernels.decode import schedule
+from mla_cupy.kernels.pipeline import bind
+from mla_cupy.kernels.spec import PLAIN
+from mla_cupy.runtime import driver, loader
+from mla_cupy.runtime.driver import ArgumentBlock
 
 
 @pytest.mark.parametrize(
@@ -22,8 +24,9 @@ def test_only_where_the_gpu_knows_them(monkeypatch: pytest.MonkeyPatch, arch: st
         asked.append(arguments[-1])
         return lambda stream: None
 
-    monkeypatch.setattr(kernels, "loaded", lambda request, device, stream: object())
-    monkeypatch.setattr(kernels, "obtain", lambda request: SimpleNamespace(facts={"threads": 32}, dynamic_smem=0))
+    monkeypatch.setattr(loader, "loaded", lambda request, device, stream: object())
+    monkeypatch.setattr(loader, "obtain", lambda request: SimpleNamespace(facts={"threads": 32}, dynamic_smem=0))
     with driver.use(SimpleNamespace(prepare=prepare)):  # type: ignore[arg-type]
-        Launch(decode_schedule.SPEC.request(Variant(), arch), 0)((1, 1, 1), spec.argument_block(8), 0)
-    assert asked == [dependent]
+        bind(schedule.KERNEL.request(PLAIN[0], arch), 0, (1, 1, 1), ArgumentBlock((8,)), 0, dependent=True)
+        bind(schedule.KERNEL.request(PLAIN[0], arch), 0, (1, 1, 1), ArgumentBlock((8,)), 0, dependent=False)
+    assert asked == [dependent, False]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from tests.support.cases import DecodeCase
 from tests.support.gpu import run_and_check
+from tests.support.kernels import DECODE_KERNELS, on_hopper, takes
 
 pytestmark = pytest.mark.gpu
 
-HOPPER = ("dense_decode_sm90_delayed", "dense_decode_sm90_seesaw")
-GENERIC = "dense_decode_generic"
+HOPPER = on_hopper(DECODE_KERNELS)
+GENERIC = "decode_generic"
 DTYPES = ("bfloat16", "float16")
 
 #: 1 to 20 blocks of 64 tokens, one less and one more; and nothing.
@@ -50,19 +52,40 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("case", [*EDGES, *HEADS, *PAGES, *LONG, *ODD], ids=lambda case: case.id)
-@pytest.mark.parametrize("variant", HOPPER)
-def test_hopper_kernels_match_oracle(hopper: object, case: DecodeCase, variant: str) -> None:
-    run_and_check(case, variant=variant)
+SHARDS = [
+    DecodeCase(b=7, seqlens=(8191, 8192, 8193, 3, 0, 1, 700), s_q=4, h_q=h_q, cp_world=world, cp_rank=rank)
+    for h_q, world, rank in ((16, 2, 1), (32, 3, 0), (128, 8, 7), (16, 5, 2))
+]
+NOPE = [replace(case, d_qk=512) for case in (EDGES[1], *HEADS[::5], *PAGES[::3], *LONG, *ODD)]
+PAIRS = [
+    pytest.param(kernel, case, id=f"{kernel}-{case.id}")
+    for kernel, case in itertools.product(HOPPER, [*EDGES, *HEADS, *PAGES, *LONG, *ODD, *NOPE, *SHARDS])
+    if takes(kernel, case)
+]
+
+
+@pytest.mark.parametrize(("kernel", "case"), PAIRS)
+def test_hopper_kernels_match_oracle(hopper: object, case: DecodeCase, kernel: str) -> None:
+    run_and_check(case, kernel=kernel)
 
 
 @pytest.mark.parametrize(
     "case",
-    [*EDGES[::3], *HEADS[::7], *PAGES, *LONG, *ODD, replace(ODD[0], strides="odd"), DecodeCase(strides="odd", h_kv=2)],
+    [
+        *EDGES[::3],
+        *HEADS[::7],
+        *PAGES,
+        *LONG,
+        *ODD,
+        *NOPE[::3],
+        *SHARDS,
+        replace(ODD[0], strides="odd"),
+        DecodeCase(strides="odd", h_kv=2),
+    ],
     ids=lambda case: case.id,
 )
 def test_generic_matches_oracle(gpu: object, case: DecodeCase) -> None:
-    run_and_check(case, variant=GENERIC)
+    run_and_check(case, kernel=GENERIC)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,21 +10,17 @@ import pytest
 
 import mla_cupy
 from mla_cupy import KernelNotBuiltError, PlanError, ShapeError
-from mla_cupy.launchers.decode_sequence import KERNELS, configure
-from tests.ops.conftest import H200, Launched, Recorder
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.combine import needed_blocks
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.runtime import loader
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.kernels import DECODE_KERNELS
+from tests.support.recorder import H200, Launched, Recorder, address, elements
 
 CASE = DecodeCase(b=3, s_q=2, h_q=8, h_kv=2, page_size=32, seqlens="ragged-100")
-FAST = next(iter(KERNELS))
-
-
-def address(x: Any) -> int:
-    return int(x.__array_interface__["data"][0])
-
-
-def elements(x: Any, axes: int) -> list[int]:
-    return [stride // x.itemsize for stride in x.strides[:axes]]
+FAST = next(iter(DECODE_KERNELS))
 
 
 def results(inputs: DecodeInputs, dtype: Any = None) -> tuple[Any, Any]:
@@ -56,31 +52,31 @@ def test_a_call(recorder: Recorder) -> None:
     out, lse = results(inputs)
     mla_cupy.mla_decode(*inputs.arguments, out=out, lse=lse, scale=0.25, causal=False, empty_lse=5.0, stream=99)
     schedule, attend, combine = recorder.launches
-    config = configure(attend_problem(inputs), H200)
-    assert recorder.entries == ["decode_schedule", FAST, "split_combine"]
+    config = DECODE.configure(attend_problem(inputs), H200)
+    space = DECODE.workspace(config)
+    assert recorder.entries == ["decode_schedule", FAST, "decode_combine"]
     assert {launch.stream for launch in recorder.launches} == {99}
-    assert attend.grid == (config.row_blocks, config.num_parts, 1)
-    assert combine.grid == (config.combine_blocks, 1, 1)
+    assert attend.grid == (config.row_blocks, config.num_splits, 1)
+    b, rows = CASE.b, CASE.s_q * CASE.h_q
+    assert combine.grid == (needed_blocks(config.combine_blocks, b, rows, config.num_splits), 1, 1)
     assert schedule.grid == (1, 1, 1)
     for launch in (attend, combine):
         assert_record(launch, inputs, out, lse)
     p = attend.params
-    assert (p["causal"], p["out_is_fp32"], p["num_parts"]) == (0, 0, config.num_parts)
+    assert (p["causal"], p["out_is_fp32"], p["num_splits"]) == (0, 0, config.num_splits)
     assert p["scale_log2"] == pytest.approx(0.25 / math.log(2), rel=1e-7)
     assert p["lse_factor"] == pytest.approx(math.log(2), rel=1e-7)
     assert p["empty_lse"] == 5.0
-    assert p["partial_out"] - p["schedule"] == config.workspace.partial_out
-    assert p["partial_lse"] - p["schedule"] == config.workspace.partial_lse
+    assert p["partial_out"] - p["schedule"] == space.offsets["partial_out"]
+    assert p["partial_lse"] - p["schedule"] == space.offsets["partial_lse"]
     s = schedule.params
     assert (s["seqlens"], s["schedule"]) == (address(inputs.seqlens), p["schedule"])
-    assert (s["b"], s["num_parts"]) == (CASE.b, config.num_parts)
-    assert s["most_tokens"] == inputs.block_table.shape[1] * CASE.page_size
-    assert recorder.allocations == [(config.workspace.nbytes,)]  # results are given, so only the workspace
+    assert (s["b"], s["num_splits"]) == (CASE.b, config.num_splits)
+    assert s["max_tokens"] == inputs.block_table.shape[1] * CASE.page_size
+    assert recorder.allocations == [(space.nbytes,)]  # results are given, so only the workspace
 
 
 def attend_problem(inputs: DecodeInputs) -> Any:
-    from mla_cupy.launchers.decode_problem import DecodeProblem
-
     case = inputs.case
     return DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype)
 
@@ -136,7 +132,7 @@ def test_what_tma_cannot_take_goes_to_the_generic_kernel(recorder: Recorder, cha
     inputs = make(CASE)
     q, kv_cache = change(inputs.q, inputs.kv_cache)
     mla_cupy.mla_decode(q, kv_cache, inputs.block_table, inputs.seqlens)
-    assert recorder.entries[1] == "dense_decode_generic"
+    assert recorder.entries[1] == "decode_generic"
     p = recorder.launches[1].params
     assert (p["q"], p["kv"]) == (address(q), address(kv_cache))
     assert [p[f"q_stride_{axis}_elems"] for axis in "bsh"] == elements(q, 3)
@@ -161,22 +157,22 @@ def test_planned_call(recorder: Recorder) -> None:
     assert recorder.entries == ["decode_schedule"]
     assert recorder.launches[0].stream == 5
     assert recorder.launches[0].params["b"] == 3
-    assert recorder.launches[0].params["schedule"] == plan.workspace_address
+    assert recorder.launches[0].params["schedule"] == plan.address
     recorder.launches.clear()
     for _ in range(3):
         got = mla_cupy.mla_decode(*inputs.arguments, plan=plan, out=out, lse=lse, stream=5)
         assert got[0] is out
         assert got[1] is lse
-    assert recorder.entries == [FAST, "split_combine"] * 3  # never scheduled again
+    assert recorder.entries == [FAST, "decode_combine"] * 3  # never scheduled again
     assert recorder.allocations == []
     for launch in recorder.launches:
         assert_record(launch, inputs, out, lse)
-        assert launch.params["schedule"] == plan.workspace_address
+        assert launch.params["schedule"] == plan.address
     assert len({(launch.entry, launch.params.tobytes(), *launch.more) for launch in recorder.launches}) == 2
 
 
 def test_repeated_calls_follow_every_change(recorder: Recorder) -> None:
-    """A call that looks like the last one is not checked again: whatever does change must arrive all the same."""
+    """A call that looks like the last one is not checked again: what does change must arrive all the same."""
     inputs, other = make(CASE), make(CASE)
     out, lse = results(inputs)
     plan = plan_of(inputs)
@@ -199,7 +195,7 @@ def test_repeated_calls_follow_every_change(recorder: Recorder) -> None:
         for inputs_now in (inputs, other, inputs):
             recorder.launches.clear()
             decode(*inputs_now.arguments, plan=plan, **options)
-            assert recorder.entries == [FAST, "split_combine"]
+            assert recorder.entries == [FAST, "decode_combine"]
             for launch in recorder.launches:
                 assert launch.stream == options.get("stream", 0)
                 wanted = {**default, "q": address(inputs_now.q), "kv": address(inputs_now.kv_cache), **expected}
@@ -257,7 +253,7 @@ def test_repeated_calls_still_need_aligned_addresses(recorder: Recorder, name: s
         {"scale": 0},
         {"lse_base": "10"},
         {"out_dtype": "float16"},
-        {"variant": "fastest"},
+        {"kernel": "fastest"},
         {"stream": "mine"},
         {"lse": np.zeros((3, 2, 8), np.float32)},
         {"out": np.zeros((3, 2, 8, 512), np.float16)},
@@ -292,41 +288,13 @@ def test_smaller_batches_after_larger_ones(recorder: Recorder) -> None:
 
 
 def test_unloaded_kernel_in_a_capture(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`runtime.kernels.loaded` refuses; the call must let it before anything is allocated or launched."""
+    """`loader.loaded` refuses; the call must let it before anything is allocated or launched."""
 
     def refuse(request: Any, device: int, stream: int) -> Any:
         raise KernelNotBuiltError("not loaded, being captured")
 
-    from mla_cupy.launchers import spec
-
-    monkeypatch.setattr(spec.kernels, "loaded", refuse)
+    monkeypatch.setattr(loader, "loaded", refuse)
     with pytest.raises(KernelNotBuiltError, match="being captured"):
         mla_cupy.mla_decode(*make(CASE).arguments)
     assert recorder.launches == []
     assert recorder.allocations == []
-
-
-# ---- Merging ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lse_base", ["e", "2"])
-@pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "float16"), ("float16", "float32"), ("float16", None)])
-def test_merge(recorder: Recorder, lse_base: str, dtype: str, out_dtype: str | None) -> None:
-    outs = np.zeros((5, 2, 3, 8, 70), dtype)[:, :, :, ::2, :64]
-    lses = np.zeros((5, 2, 4, 6), np.float32)[..., ::2]
-    out, lse = mla_cupy.merge_states(outs, lses, lse_base=lse_base, out_dtype=out_dtype, empty_lse=2.0, stream=3)
-    (launch,) = recorder.launches
-    p = launch.params
-    assert out.dtype.name == (out_dtype or dtype)
-    assert (out.shape, lse.shape) == ((2, 3, 4, 64), (2, 4, 3))
-    assert [p[name] for name in ("outs", "lses", "out", "lse")] == [address(x) for x in (outs, lses, out, lse)]
-    assert [p[f"outs_stride_{axis}_elems"] for axis in "nbsh"] == elements(outs, 4)
-    assert [p[f"lses_stride_{axis}_elems"] for axis in "nbhs"] == elements(lses, 4)
-    assert [p[f"out_stride_{axis}_elems"] for axis in "bsh"] == elements(out, 3)
-    assert [p[f"lse_stride_{axis}_elems"] for axis in "bhs"] == elements(lse, 3)
-    assert [p[name] for name in ("n", "b", "s_q", "h_q", "d")] == [5, 2, 3, 4, 64]
-    assert (p["outs_are_fp32"], p["out_is_fp32"]) == (dtype == "float32", out.dtype == np.float32)
-    assert p["to_log2"] == pytest.approx(1 / math.log(2) if lse_base == "e" else 1)
-    assert p["lse_factor"] * p["to_log2"] == pytest.approx(1)
-    assert (p["empty_lse"], launch.stream) == (2.0, 3)
-    assert launch.grid[0] * 4 >= 2 * 3 * 4

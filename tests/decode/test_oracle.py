@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mla_cupy.dtypes import round_to
 from mla_cupy.errors import ArgumentError, ShapeError
-from mla_cupy.formats import round_to
-from mla_cupy.reference import mla_decode
+from mla_cupy.reference import merge_states, mla_decode
 from tests.support.cases import D_QK, D_V, DecodeCase, make
 
 SCALE = D_QK**-0.5
@@ -280,3 +280,20 @@ def test_rounding_is_relative_to_a_running_maximum(boost: float) -> None:
 def test_rounding_of_one_key_is_exact() -> None:
     inputs = make(DecodeCase(b=1, h_q=4, seqlens=1))
     assert np.array_equal(inputs.rounded[0], inputs.exact[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_merged_ranks_see_what_one_does(world: int, causal: bool) -> None:
+    for length in (1, 2, 4, 7, 30):
+        tokens, q = gaussian(length, D_QK, seed=length), gaussian(4, 2, D_QK, seed=1)
+        lengths = np.array([length])
+        parts = []
+        for rank in range(world):
+            page = np.full((1, 40, D_QK), np.nan)
+            page[0, : len(tokens[rank::world])] = tokens[rank::world]
+            options = {"cp_world": world, "cp_rank": rank, "causal": causal}
+            parts.append(mla_decode(q[None], page, np.zeros((1, 1), np.int32), lengths, **options))
+        merged = merge_states(*(np.stack(x) for x in zip(*parts, strict=True)))
+        for got, expected in zip(merged, dense(tokens, q, causal=causal), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)

@@ -1,141 +1,244 @@
-"""Every tile of work exactly once: proved for a model of the schedule; the kernel gives the model's points."""
+"""Every tile of work exactly once, in splits of nearly equal cost: proved for a model of the schedule; the kernel gives
+the model's cuts, in the simulator and on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mla_cupy.launchers import decode_schedule, split_combine
-from mla_cupy.launchers.decode_problem import MAX_PARTS
-from mla_cupy.launchers.spec import Launch, Variant
+from mla_cupy.kernels.decode import combine, schedule
+from mla_cupy.kernels.decode.problem import MAX_SPLITS
+from mla_cupy.kernels.pipeline import Layout, Prepared
+from mla_cupy.kernels.spec import DtypeVariant
+from mla_cupy.runtime import loader
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.schedule_model import REQUEST_COST, TILE_TOKENS, WHOLE, Fragment, fragments, points, splits, tiles_of
+from tests.decode.schedule_model import (
+    ITEM_COST,
+    NOT_SPLIT,
+    TILE_TOKENS,
+    Point,
+    WorkItem,
+    candidates,
+    makespan,
+    min_limit,
+    points,
+    split_requests,
+    tiles_of,
+    work_items,
+)
+from tests.support.sim_driver import fake_gpu, simulated
 
-MOST = 1 << 20
+MAX_TOKENS = 1 << 20
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 lengths = st.lists(
     st.one_of(
         st.integers(0, 400),
         st.integers(0, 40000),
-        st.sampled_from([0, 1, 63, 64, 65, -1, INT_MIN, INT_MAX, MOST, MOST + 1]),
+        st.sampled_from([0, 1, 63, 64, 65, -1, INT_MIN, INT_MAX, MAX_TOKENS, MAX_TOKENS + 1]),
     ),
     min_size=1,
     max_size=40,
 )
-parts = st.integers(1, MAX_PARTS)
+splits = st.integers(1, MAX_SPLITS)
+merge_costs = st.sampled_from([0, 2, 8])
 
 
-def assert_covered(cuts: list[tuple[int, int]], seqlens: Sequence[int], most: int) -> list[list[Fragment]]:
-    """Each tile once, each request's pieces in the slots that the combine kernel will read, no slot twice."""
-    num_parts = len(cuts) - 1
-    work = [fragments(cuts, part, seqlens, most) for part in range(num_parts)]
-    by_request: dict[int, list[Fragment]] = {}
-    for fragment in (fragment for part in work for fragment in part):
-        by_request.setdefault(fragment.request, []).append(fragment)
+def assert_covered(cuts: list[Point], seqlens: Sequence[int], most: int) -> list[list[WorkItem]]:
+    """Each tile once, each request's pieces where the combine kernel will read them, no partial index twice."""
+    num_splits = len(cuts) - 1
+    work = [work_items(cuts, split, seqlens, most) for split in range(num_splits)]
+    by_request: dict[int, list[WorkItem]] = {}
+    for item in (item for split in work for item in split):
+        by_request.setdefault(item.request, []).append(item)
     assert sorted(by_request) == list(range(len(seqlens)))
-    merged = splits(cuts)
-    for request, pieces in by_request.items():
-        covered = [tile for piece in pieces for tile in range(piece.begin, piece.end)]
+    merged = split_requests(cuts)
+    for request, items in by_request.items():
+        covered = [tile for item in items for tile in range(item.begin, item.end)]
         assert covered == list(range(tiles_of(seqlens[request], most)))
-        if request in merged:
-            assert [piece.slot for piece in pieces] == merged[request]
-        else:
-            assert [piece.slot for piece in pieces] == [WHOLE]
-    slots = [piece.slot for pieces in by_request.values() for piece in pieces if piece.slot != WHOLE]
-    assert len(set(slots)) == len(slots)
-    assert all(0 <= slot < 2 * num_parts for slot in slots)
+        assert [item.partial_index for item in items] == merged.get(request, [NOT_SPLIT])
+    indices = [item.partial_index for items in by_request.values() for item in items if item.partial_index != NOT_SPLIT]
+    assert len(set(indices)) == len(indices)
+    assert all(0 <= index < 2 * num_splits for index in indices)
     return work
 
 
 @settings(max_examples=300, deadline=None)
-@given(lengths, parts)
-@example([0], 1)
-@example([0] * 40, MAX_PARTS)  # less work than parts
-@example([1], MAX_PARTS)
-@example([MOST], MAX_PARTS)
-@example([INT_MIN, INT_MAX, 64], 132)
-def test_model_covers_every_tile_once(seqlens: list[int], num_parts: int) -> None:
-    """Of the algorithm."""
-    assert_covered(points(seqlens, MOST, num_parts), seqlens, MOST)
+@given(lengths, splits, merge_costs)
+@example([0], 1, 8)
+@example([0] * 40, MAX_SPLITS, 8)  # less work than splits
+@example([1], MAX_SPLITS, 8)
+@example([MAX_TOKENS], MAX_SPLITS, 8)
+@example([INT_MIN, INT_MAX, 64], 132, 8)
+@example([0, 0, 8192, 0, 8192], 66, 8)
+def test_model_covers_every_tile_once(seqlens: list[int], num_splits: int, merge_cost: int) -> None:
+    """Of the algorithm. Only requests without a tile have an item without one."""
+    for item in chain(*assert_covered(points(seqlens, MAX_TOKENS, num_splits, merge_cost), seqlens, MAX_TOKENS)):
+        assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths, splits)
+def test_every_way_covers_every_tile_once(seqlens: list[int], num_splits: int) -> None:
+    """Of the algorithm, also where another way is the better one."""
+    for cuts in candidates([tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens], num_splits):
+        for item in chain(*assert_covered(cuts, seqlens, MAX_TOKENS)):
+            assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths, splits, merge_costs)
+def test_model_is_balanced(seqlens: list[int], num_splits: int, merge_cost: int) -> None:
+    """Of the algorithm: at most three items and the merge above an even share of the cost, which no schedule beats."""
+    units = [tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens]
+    total = sum(units) + ITEM_COST * len(units)
+    assume(total >= num_splits)
+    found = makespan(points(seqlens, MAX_TOKENS, num_splits, merge_cost), units, merge_cost)
+    assert -(-total // num_splits) <= found <= -(-total // num_splits) + 3 * ITEM_COST + merge_cost
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths, parts)
-def test_model_is_balanced(seqlens: list[int], num_parts: int) -> None:
-    """Of the algorithm: no part has more tiles than an even share and what one request costs besides."""
-    cuts = points(seqlens, MOST, num_parts)
-    total = sum(tiles_of(seqlen, MOST) + REQUEST_COST for seqlen in seqlens)
-    for part in range(num_parts):
-        tiles = sum(piece.end - piece.begin for piece in fragments(cuts, part, seqlens, MOST))
-        assert tiles <= -(-total // num_parts) + REQUEST_COST
+@given(st.lists(st.integers(1, 40000), min_size=1, max_size=40), st.integers(2, 6))
+def test_few_requests_get_the_shortest_pieces(seqlens: list[int], splits_per_request: int) -> None:
+    """Of the algorithm: with a piece per split, no shorter longest piece is possible."""
+    num_splits = min(MAX_SPLITS, len(seqlens) * splits_per_request)
+    units = [tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens]
+    limit = min_limit(units, num_splits)
+    assert sum(-(-n // limit) for n in units) <= num_splits
+    assert limit == 1 or sum(-(-n // (limit - 1)) for n in units) > num_splits
+    assert makespan(points(seqlens, MAX_TOKENS, num_splits), units, 8) <= limit + ITEM_COST + 8
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths, parts, st.data())
-def test_model_covers_other_lengths_than_planned(seqlens: list[int], num_parts: int, data: st.DataObject) -> None:
+@given(lengths, splits, st.data())
+def test_model_covers_other_lengths_than_planned(seqlens: list[int], num_splits: int, data: st.DataObject) -> None:
     """Of the algorithm: a stale schedule is slow, not wrong."""
     changed = data.draw(st.lists(st.integers(0, 40000), min_size=len(seqlens), max_size=len(seqlens)))
-    assert_covered(points(seqlens, MOST, num_parts), changed, MOST)  # pieces beyond a shorter request's end are empty
+    assert_covered(
+        points(seqlens, MAX_TOKENS, num_splits), changed, MAX_TOKENS
+    )  # pieces beyond a shorter request's end are empty
+
+
+@pytest.mark.parametrize(
+    ("b", "tokens", "num_splits", "merge_cost", "longest", "cut_requests"),
+    [
+        (128, 4096, 66, 8, 2 * 64, 0),  # the batch fills the GPU: whole requests
+        (128, 4096, 33, 8, 4 * 64, 0),
+        (64, 16384, 66, 8, 256, 0),
+        (128, 8192, 132, 2, 128, 0),
+        (32, 8192, 132, 2, 32, 32),  # a piece per split
+        (16, 8192, 66, 8, 32, 16),
+        (4, 8192, 66, 8, 8, 4),
+        (1, 8192, 66, 8, 2, 1),
+        (1, 1024, 132, 2, 1, 1),  # as many pieces as tiles
+        (1, 131072, 66, 8, 32, 1),
+    ],
+)
+def test_equal_lengths(b: int, tokens: int, num_splits: int, merge_cost: int, longest: int, cut_requests: int) -> None:
+    cuts = points([tokens] * b, MAX_TOKENS, num_splits, merge_cost)
+    work = assert_covered(cuts, [tokens] * b, MAX_TOKENS)
+    assert max(sum(item.end - item.begin for item in split) for split in work) == longest
+    assert len(split_requests(cuts)) == cut_requests
+    assert all(len(split) <= 1 for split in work) or not cut_requests
 
 
 def test_the_model_can_fail() -> None:
-    cuts = points([500, 500], MOST, 4)
-    assert_covered(cuts, [500, 500], MOST)
+    cuts = points([5000, 5000], MAX_TOKENS, 4)
+    assert_covered(cuts, [5000, 5000], MAX_TOKENS)
     for broken in ([*cuts[:2], (cuts[2][0], cuts[2][1] + 99), *cuts[3:]], [(1, 0), *cuts[1:]], [*cuts[:-1], (1, 2)]):
         with pytest.raises(AssertionError):
-            assert_covered(broken, [500, 500], MOST)
+            assert_covered(broken, [5000, 5000], MAX_TOKENS)
 
 
 # ---- The kernel ------------------------------------------------------------------------------------------------
 
 
-def kernel_points(gpu: DeviceInfo, seqlens: np.ndarray, most: int, num_parts: int, stride: int = 1) -> list[list[int]]:
-    import cupy
-
-    launch = Launch(decode_schedule.SPEC.request(Variant(), gpu.arch), gpu.ordinal)
-    wide = np.full(len(seqlens) * stride, 12345, np.int32)
-    wide[::stride] = seqlens
-    device_lengths = cupy.asarray(wide)
-    schedule = cupy.full((num_parts + 4, 2), -77, cupy.int32)
-    stream = cupy.cuda.get_current_stream().ptr
-    decode_schedule.launch(
-        launch, device_lengths.data.ptr, stride, len(seqlens), most, schedule[1:].data.ptr, num_parts, stream
-    )
-    found = cupy.asnumpy(schedule)
-    assert (found[0] == -77).all()
-    assert (found[num_parts + 2 :] == -77).all()
-    return found[1 : num_parts + 2].tolist()
-
-
-def random_lengths(seed: int) -> np.ndarray:
+def random_lengths(seed: int, sizes: Sequence[int]) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    b = int(rng.choice([1, 2, 3, 31, 32, 33, 100, 1023, 1024, 1025, 2048, 5000]))
+    b = int(rng.choice(sizes))
     seqlens = rng.integers(0, int(rng.choice([2, 70, 5000, 200000])), b)
     hostile = rng.random(b) < 0.1
-    seqlens[hostile] = rng.choice([0, -1, INT_MIN, INT_MAX, MOST, MOST + 1], int(hostile.sum()))
+    seqlens[hostile] = rng.choice([0, -1, INT_MIN, INT_MAX, MAX_TOKENS, MAX_TOKENS + 1], int(hostile.sum()))
     return seqlens.astype(np.int32)
+
+
+def strided(seqlens: np.ndarray, stride: int) -> np.ndarray:
+    wide = np.full(len(seqlens) * stride, 12345, np.int32)
+    wide[::stride] = seqlens
+    return wide
+
+
+def prepared(
+    gpu: DeviceInfo, b: int, stride: int, most: int, num_splits: int, merge_cost: int, stream: int
+) -> Prepared:
+    launch = schedule.launch("seqlens", stride, most, b, num_splits, merge_cost)
+    return Prepared([launch], ("seqlens",), Layout({"schedule": schedule.nbytes(num_splits)}), gpu, stream)
+
+
+def settings_of(seed: int) -> tuple[int, int, int, int]:
+    """Stride, longest possible request, splits, merge cost."""
+    num_splits = (1, 2, 7, 66, 132, MAX_SPLITS)[seed % 6]
+    most = (MAX_TOKENS, INT_MAX, 100 * TILE_TOKENS + 1, 0)[seed % 4]
+    return 1 + seed % 3, most, num_splits, (0, 2, 8)[seed % 5 % 3]
+
+
+def simulated_points(seqlens: np.ndarray, stride: int, most: int, num_splits: int, merge_cost: int) -> np.ndarray:
+    cuts, wide = np.full((num_splits + 4, 2), -77, np.int32), strided(seqlens, stride)
+    with simulated(132) as target:
+        step = prepared(fake_gpu(132), len(seqlens), stride, most, num_splits, merge_cost, 0)
+        step.enqueue([0, target.memory.map(wide)], target.memory.map(cuts[1:]), 0)
+    return cuts
+
+
+def assert_points(found: np.ndarray, seqlens: np.ndarray, most: int, num_splits: int, merge_cost: int) -> None:
+    assert (found[0] == -77).all()
+    assert (found[num_splits + 2 :] == -77).all()
+    expected = [list(point) for point in points(seqlens.tolist(), most, num_splits, merge_cost)]
+    assert found[1 : num_splits + 2].tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kernel_gives_the_models_points_in_the_simulator(seed: int) -> None:
+    seqlens = random_lengths(seed, [1, 2, 3, 31, 32, 33, 100, 255, 256, 257, 1025, 1100])
+    stride, most, num_splits, merge_cost = settings_of(seed)
+    found = simulated_points(seqlens, stride, most, num_splits, merge_cost)
+    assert_points(found, seqlens, most, num_splits, merge_cost)
+
+
+@pytest.mark.parametrize(
+    ("b", "tokens", "num_splits", "merge_cost"),
+    [(128, 4096, 66, 8), (16, 8192, 66, 8), (4, 8192, 66, 8), (1, 131072, 132, 2), (66, 4096, 66, 8), (3, 0, 7, 2)],
+)
+def test_kernel_gives_the_models_points_for_equal_lengths(
+    b: int, tokens: int, num_splits: int, merge_cost: int
+) -> None:
+    seqlens = np.full(b, tokens, np.int32)
+    assert_points(
+        simulated_points(seqlens, 1, MAX_TOKENS, num_splits, merge_cost), seqlens, MAX_TOKENS, num_splits, merge_cost
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
 def test_kernel_gives_the_models_points(gpu: DeviceInfo, seed: int) -> None:
-    seqlens = random_lengths(seed)
-    num_parts = (1, 2, 7, 66, 132, MAX_PARTS)[seed % 6]
-    most = (MOST, INT_MAX, 100 * TILE_TOKENS + 1, 0)[seed % 4]
-    expected = [list(point) for point in points(seqlens.tolist(), most, num_parts)]
-    assert kernel_points(gpu, seqlens, most, num_parts, stride=1 + seed % 3) == expected
+    import cupy
+
+    seqlens = random_lengths(seed, [1, 2, 3, 31, 32, 33, 100, 255, 256, 257, 1023, 1024, 1025, 2048, 5000])
+    stride, most, num_splits, merge_cost = settings_of(seed)
+    cuts, wide = cupy.full((num_splits + 4, 2), -77, cupy.int32), cupy.asarray(strided(seqlens, stride))
+    stream = cupy.cuda.get_current_stream().ptr
+    step = prepared(gpu, len(seqlens), stride, most, num_splits, merge_cost, stream)
+    step.enqueue([0, wide.data.ptr], cuts[1:].data.ptr, stream)
+    assert_points(cupy.asnumpy(cuts), seqlens, most, num_splits, merge_cost)
 
 
 @pytest.mark.gpu
-def test_combine_takes_as_many_parts_as_are_ever_made(gpu: DeviceInfo) -> None:
-    from mla_cupy.launchers.spec import DtypeVariant
-    from mla_cupy.runtime import kernels
-
-    facts = kernels.obtain(split_combine.SPEC.request(DtypeVariant("bfloat16"), gpu.arch)).facts
-    assert facts["max_parts"] == MAX_PARTS
+def test_combine_takes_as_many_splits_as_are_ever_made(gpu: DeviceInfo) -> None:
+    facts = loader.obtain(combine.KERNEL.request(DtypeVariant("bfloat16"), gpu.arch)).facts
+    assert facts["max_splits"] == MAX_SPLITS
     assert facts["tile_tokens"] == TILE_TOKENS

@@ -15,18 +15,19 @@ import pytest
 
 import mla_cupy
 from tests.support.cases import DecodeCase, make
+from tests.support.kernels import DECODE_KERNELS, on_hopper, takes
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
-HOPPER = ("dense_decode_sm90_seesaw", "dense_decode_sm90_delayed")
-GENERIC = "dense_decode_generic"
+HOPPER = on_hopper(DECODE_KERNELS)
+GENERIC = "decode_generic"
 #: (mode of completion, seed)
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 CASES = [
     DecodeCase(b=1, seqlens=64, h_q=64),  # one whole tile
     DecodeCase(b=1, seqlens=1, h_q=1),
-    DecodeCase(b=1, seqlens=129, h_q=16),  # an odd number of tiles, the last one a token
+    DecodeCase(b=1, seqlens=129, h_q=16),  # an odd number of tiles, the last one with a single token
     DecodeCase(b=2, seqlens=(0, 128), h_q=5),  # a request without tokens, two tiles
     DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16, dtype="float16"),
     DecodeCase(b=2, seqlens=(65, 190), s_q=2, h_q=8),  # the causal edge within a tile
@@ -37,14 +38,25 @@ CASES = [
     DecodeCase(b=1, seqlens=140, page_size=128, h_kv=2),
     DecodeCase(b=1, seqlens=66, page_size=1, h_q=3),  # boxes of one token
     DecodeCase(b=1, seqlens=400, h_q=16),  # split
+    # Up to 32 rows per KV head: each width of the kernel for few rows, full and not, and several requests per block.
+    DecodeCase(b=5, seqlens=(70, 1, 0, 200, 130), h_q=8),
+    DecodeCase(b=2, seqlens=(2, 130), s_q=3, h_q=7, page_size=16),  # rows that see nothing
+    DecodeCase(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, missing_pages=1),
+    DecodeCase(b=2, seqlens=(200, 64), h_q=16, d_qk=512),  # no RoPE columns
+    DecodeCase(b=4, seqlens=(389, 1, 193, 390), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
+    DecodeCase(b=2, seqlens=(3, 100), s_q=3, h_q=24, d_qk=512, page_size=16, missing_pages=1),
 ]
 #: Multiprocessors of the simulated GPU: how often the batch is cut.
 SM_COUNTS = (1, 3, 5)
 
 
+PAIRS = [(case, kernel) for case, kernel in itertools.product(CASES, HOPPER) if takes(kernel, case)]
+
+
 def _pairwise() -> Iterator[tuple[DecodeCase, str, tuple[str, int], int]]:
     """Each case with each kernel once; modes and SM counts take turns, out of step with each other."""
-    for i, (case, kernel) in enumerate(itertools.product(CASES, HOPPER)):
+    for i, (case, kernel) in enumerate(PAIRS):
         yield case, kernel, MODES[i % len(MODES)], SM_COUNTS[(i // 2) % len(SM_COUNTS)]
 
 
@@ -52,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_hopper_kernels:
         chosen = list(_pairwise())
         if metafunc.config.getoption("--sim") == "full":
-            chosen = list(itertools.product(CASES, HOPPER, MODES, SM_COUNTS))
+            chosen = [(*pair, mode, sms) for pair, mode, sms in itertools.product(PAIRS, MODES, SM_COUNTS)]
         ids = [f"{case.id}-{kernel}-{mode}{seed}-{sms}sm" for case, kernel, (mode, seed), sms in chosen]
         metafunc.parametrize(("case", "kernel", "mode", "sm_count"), chosen, ids=ids)
 
@@ -60,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _run(case: DecodeCase, kernel: str, sm_count: int, mode: tuple[str, int]) -> list[str]:
     inputs = make(case)
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, causal=case.causal, variant=kernel)
+        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=kernel)
     check(got, inputs.exact, inputs.rounded, case.dtype)
     return target.launched
 
@@ -69,7 +81,9 @@ def test_hopper_kernels(case: DecodeCase, kernel: str, mode: tuple[str, int], sm
     assert f"mla_{kernel}" in _run(case, kernel, sm_count, mode)
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[6], replace(CASES[8], strides="odd")], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [CASES[2], CASES[6], replace(CASES[8], strides="odd"), CASES[13], CASES[14]], ids=lambda case: case.id
+)
 def test_generic_kernel(case: DecodeCase) -> None:
     _run(case, GENERIC, 1, ("random", 3))
 
@@ -77,7 +91,17 @@ def test_generic_kernel(case: DecodeCase) -> None:
 def test_a_split_request_is_merged() -> None:
     """Few pieces go by warps, many by blocks: both must be reached."""
     case = DecodeCase(b=2, seqlens=(700, 130), h_q=2)
-    assert "mla_split_combine" in _run(case, HOPPER[0], 12, ("early", 0))
+    assert "mla_decode_combine" in _run(case, HOPPER[0], 12, ("early", 0))
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_results_in_float32(kernel: str) -> None:
+    """They are not rounded to 16 bits on the way."""
+    inputs = make(DecodeCase(b=2, seqlens=(90, 3), h_q=19))
+    with simulated(1):
+        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel, out_dtype="float32")
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+    assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
@@ -88,7 +112,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str, to
     hidden = tokens - 2  # from the first query only
     inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 300]] = np.nan, np.inf
     with simulated(1, mode="late"):
-        got = mla_cupy.mla_decode(*inputs.arguments, variant=kernel)
+        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
     assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
@@ -110,9 +134,9 @@ def test_a_plan_serves_other_lengths() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_states_are_merged(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    from mla_cupy import formats, reference
+    from mla_cupy import dtypes, reference
 
-    outs = rng.standard_normal((3, 2, 2, 3, 40)).astype(formats.numpy_dtype(dtype))
+    outs = rng.standard_normal((3, 2, 2, 3, 40)).astype(dtypes.numpy_dtype(dtype))
     lses = rng.standard_normal((3, 2, 3, 2)).astype(np.float32)
     lses[0, 0] = -np.inf
     lses[:, 1, 2, 1] = np.inf, -np.inf, np.inf

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import DeviceError, DTypeError, formats
+from mla_cupy import DeviceError, DTypeError, dtypes
 from tests.interop.test_jax import put
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
@@ -42,7 +42,7 @@ def stored(inputs: SparseInputs) -> Forward:
     out, lse, max_logits = inputs.exact
     name = inputs.case.dtype
     return (
-        formats.round_to(out, name).astype(formats.numpy_dtype(name)),
+        dtypes.round_to(out, name).astype(dtypes.numpy_dtype(name)),
         lse.astype(np.float32),
         max_logits.astype(np.float32),
     )
@@ -103,7 +103,7 @@ def test_torch_gpu_tensors(torch_gpu: Any, case: SparseCase) -> None:
 
 @pytest.mark.gpu
 def test_torch_s_current_stream_is_honoured(torch_gpu: Any) -> None:
-    """Inputs that are written late on the current stream are seen, and nobody waits for them on the host."""
+    """Inputs that are written late on the current stream are seen, and the host does not wait for them."""
     torch, inputs = torch_gpu, make(CASE)
     arguments, named = tensors(torch, inputs, "cuda")
     mla_cupy.sparse_mla_forward(*arguments, **named)

@@ -10,6 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import DeviceError, DTypeError
+from mla_cupy.arrays.torch import TorchFamily
 from tests.support.calls import Array, assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import uploaded
@@ -18,23 +19,27 @@ from tests.support.tolerance import check
 CASE = DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700")
 
 
+#: Dtypes that NumPy does not have, and the integers of their size.
+UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
+
+
 def tensor(torch: Any, x: Array, device: Any = "cpu") -> Any:
-    """A tensor with the same strides; what lies in the gaps is whatever the memory held."""
+    """A tensor with the same strides; the gaps are not initialised."""
     host = np.ascontiguousarray(x)
-    flat = torch.from_numpy(host.view(np.int16)).view(torch.bfloat16) if is_bf16(host) else torch.from_numpy(host)
+    if host.dtype.name in UNKNOWN:
+        flat = torch.from_numpy(host.view(UNKNOWN[host.dtype.name])).view(getattr(torch, host.dtype.name))
+    else:
+        flat = torch.from_numpy(host)
     strides = tuple(stride // x.itemsize for stride in x.strides)
     return torch.empty_strided(x.shape, strides, dtype=flat.dtype, device=device).copy_(flat)
-
-
-def is_bf16(x: Array) -> bool:
-    return x.dtype == ml_dtypes.bfloat16
 
 
 def array(torch: Any, x: Any) -> Array:
     """Back to NumPy."""
     x = x.detach().cpu()
-    if x.dtype == torch.bfloat16:
-        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    name = str(x.dtype).removeprefix("torch.")
+    if name in UNKNOWN:
+        return np.asarray(x.contiguous().view(getattr(torch, UNKNOWN[name])).numpy().view(getattr(ml_dtypes, name)))
     return np.asarray(x.numpy())
 
 
@@ -98,6 +103,41 @@ def test_cpu_merge(torch: Any) -> None:
     assert (lse == 1).all()
 
 
+def test_tensors_are_matched_as_their_signatures_say(torch: Any) -> None:
+    family = TorchFamily()  # looks at tensors on the CPU as at those on a GPU
+    match = family.matcher(few := [torch.zeros(4, 6), torch.zeros(3, dtype=torch.int32), None])
+    if match is None:
+        pytest.skip("this version of PyTorch has no TensorGuards; tensors are compared one by one in Python")
+    signed = family.signature(few)
+    assert signed is not None
+    assert match(few) == signed[0]
+    first, second, _ = others = [torch.ones(4, 6), torch.ones(3, dtype=torch.int32), None]
+    assert match(others) == family.signature(others)[0]  # type: ignore[index]
+    for changed in (
+        [first.reshape(6, 4), second, None],
+        [torch.zeros(6, 4).t(), second, None],
+        [first.double(), second, None],
+        [torch.zeros(25)[1:].reshape(4, 6), second, None],
+        [torch.zeros(4, 6, requires_grad=True), second, None],
+        [torch.nn.Parameter(first, requires_grad=False), second, None],
+        [first.numpy(), second, None],
+        [first, None, None],
+        [first, None, second],
+        [first, second, second.clone()],
+    ):
+        assert match(changed) is None
+
+
+def test_tensors_without_a_matcher(torch: Any) -> None:
+    family = TorchFamily()
+    misaligned = torch.zeros(5)[1:]
+    assert family.matcher([torch.zeros(4), misaligned]) is None
+    assert family.matcher([torch.zeros(4, requires_grad=True), torch.zeros(4)]) is None
+    assert family.matcher([torch.zeros(4), None]) is None
+    family._guards = None
+    assert family.matcher([torch.zeros(4), torch.zeros(4)]) is None
+
+
 @pytest.mark.gpu
 def test_cpu_tensors_use_the_gpu_where_there_is_one(torch: Any, gpu: object) -> None:
     inputs = make(CASE)
@@ -142,7 +182,7 @@ def test_gpu_tensors_are_written_in_place(torch_gpu: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_plan", [False, True])
 def test_current_stream_is_honoured(torch_gpu: Any, with_plan: bool) -> None:
-    """Inputs that are written late on the current stream are seen, and nobody waits for them on the host."""
+    """Inputs that are written late on the current stream are seen, and the host does not wait for them."""
     torch, inputs = torch_gpu, make(CASE)
     ready = tensors(torch, inputs, "cuda")
     plan = plan_of(inputs) if with_plan else None

@@ -14,32 +14,48 @@ PACKAGE = "mla_cupy"
 MAY_KNOW: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
-    "formats": set(),
+    "dtypes": set(),
     "reference": set(),
     "arrays": set(),
     "runtime": {"_version"},
-    "launchers": {"runtime"},
-    "ops": {"arrays", "launchers", "runtime.device", "runtime.env"},
+    "shapes": set(),
+    "records": set(),
+    "kernels": {"arrays.view", "runtime"},
+    "ops": {"arrays", "kernels", "runtime.device", "runtime.driver", "runtime.env"},
+    "cache": {"arrays", "ops", "reference", "runtime.device"},
+    # Only who wants them imports these: nothing else knows them.
+    "jax": {"arrays", "ops"},
+    "torch": {"arrays", "ops"},
+    "compat": {"arrays", "ops", "torch"},
+    "integrations": {"runtime.env", "torch"},
+    "parallel": {"_version", "arrays", "kernels", "ops", "runtime.device"},
     "parts": set(),
-    "simulation": {"arrays", "launchers", "ops", "parts", "runtime"},
-    "selftest": {"_version", "arrays", "launchers", "reference", "runtime", "simulation", ""},
-    "cli": {"_version", "launchers", "parts", "runtime", "demo", "selftest"},
-    "demo": {"cli", "reference", "runtime", ""},
+    "simulation": {"arrays", "kernels", "ops", "parts", "runtime"},
+    "selftest": {"_version", "arrays", "kernels", "reference", "runtime", "simulation", "terminal", ""},
+    "terminal": set(),
+    "cli": {"_version", "kernels", "parts", "runtime", "demo", "selftest", "terminal"},
+    "demo": {"parts", "reference", "runtime", ""},
     "__main__": {"cli"},
-    "": {"_version", "launchers", "ops", "reference", "runtime"},
+    "": {"_version", "cache", "kernels", "ops", "reference", "runtime"},
 }
-FOR_ALL = {"errors", "formats"}
+FOR_ALL = {"errors", "dtypes", "records", "shapes"}
 #: One module may know more than its package.
 EXCEPTIONS: dict[str, set[str]] = {"ops.backend": {"reference"}}
 
 #: Packages from outside that may be imported at module level, by part; everywhere else none but the standard library.
 LIBRARIES: dict[str, set[str]] = {
-    "formats": {"numpy", "ml_dtypes"},
+    "dtypes": {"numpy", "ml_dtypes"},
     "arrays": {"numpy", "ml_dtypes"},
     "reference": {"numpy"},
-    "launchers": {"numpy"},
+    "kernels": {"numpy"},
     "ops": {"numpy"},
+    "cache": {"numpy"},
+    "jax": {"numpy", "jax"},
+    "torch": {"torch"},
+    "compat": {"torch"},
+    "integrations": {"torch", "vllm", "sglang"},
     "demo": {"numpy"},
+    "parallel": {"numpy"},
     "simulation": {"numpy"},
     "selftest": {"numpy"},
 }
@@ -50,13 +66,13 @@ WITHIN_FUNCTIONS: dict[str, set[str]] = {
     "torch": {"arrays"},
     "jax": {"arrays"},
     "platformdirs": {"runtime"},
-    "rich": {"cli"},
+    "rich": {"terminal"},
 }
 
 
 @dataclass(frozen=True)
 class Import:
-    """`module` is absolute; `lazy` if it stands in a function, `typing_only` under `if TYPE_CHECKING`."""
+    """`module` is absolute; `lazy` if it is in a function, `typing_only` under `if TYPE_CHECKING`."""
 
     module: str
     line: int

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mla_cupy.launchers import SPECS
+from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import sources
 from mla_cupy.selftest import catalog
 from tests.layering import cuda, imports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ENTRIES = {spec.source: spec.entry for spec in (*SPECS.values(), *catalog.SPECS.values())}
+ENTRIES = {spec.source: spec.entry for spec in (*KERNELS.values(), *catalog.KERNELS.values())}
 
 
 def test_python_layers() -> None:
@@ -28,11 +28,11 @@ def test_cuda_layers() -> None:
 def test_frameworks_are_optional(folder: str) -> None:
     """PyTorch, JAX and CuPy only when they are asked for, but for the examples that are about one of them."""
     heavy = {"torch", "jax", "cupy", "cuda"}
-    about_one = {"cupy_decode.py", "jax_sparse_attention.py", "torch_sparse_attention.py"}
+    about_one = ("cupy_", "jax_", "torch_")
     found = [
         f"{path}: {entry.module}"
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
-        if path.name not in about_one
+        if not path.name.startswith(about_one)
         for entry in imports.imports(path)
         if not (entry.lazy or entry.typing_only) and entry.module.partition(".")[0] in heavy
     ]
@@ -40,13 +40,14 @@ def test_frameworks_are_optional(folder: str) -> None:
 
 
 def test_names_of_kernels() -> None:
-    """Kernel <op>_<arch>: its launcher has the kernel's name, its source lies in the folder of the architecture."""
-    for spec in SPECS.values():
-        assert (REPOSITORY / "mla_cupy" / "launchers" / f"{spec.name}.py").is_file()
-        folder, _, file = spec.source.partition("/")
-        op, _, schedule = file.removesuffix(".cu").rpartition("_")
-        names = {f"{op}_{folder}_{schedule}", f"{op}_{schedule}_{folder}", f"{op}_{schedule}"}
-        assert spec.name in names, f"{spec.name} of {spec.source}"
+    """A kernel's name is the path of its host side, and of its source but where two are builds of one source."""
+    for name, kernel in KERNELS.items():
+        family = kernel.source.partition("/")[0]
+        assert name.startswith(f"{family}_")
+        assert (REPOSITORY / "mla_cupy" / "kernels" / family / f"{name.removeprefix(family + '_')}.py").is_file()
+        assert name.startswith(kernel.entry.removeprefix("mla_"))
+    sources_of = {kernel.source for kernel in KERNELS.values()}
+    assert {source.removesuffix(".cu").replace("/", "_") for source in sources_of} <= set(KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +55,22 @@ def test_names_of_kernels() -> None:
     [
         ("ops/decode.py", "from mla_cupy import reference\n"),
         ("ops/decode.py", "from mla_cupy.runtime import worker\n"),
-        ("reference/layer.py", "from mla_cupy.launchers import SPECS\n"),
+        ("reference/layer.py", "from mla_cupy.kernels import KERNELS\n"),
         ("reference/layer.py", "import scipy\n"),
         ("runtime/cache.py", "import cupy\n"),
         ("runtime/cache.py", "class X:\n    import cuda.bindings\n"),
         ("runtime/cache.py", "def f():\n    import torch\n"),
         ("runtime/cache.py", "from mla_cupy import ops\n"),
-        ("launchers/spec.py", "from mla_cupy.arrays import View\n"),
-        ("launchers/spec.py", "import mla_cupy\n"),
+        ("kernels/spec.py", "from mla_cupy.arrays import View\n"),
+        ("kernels/spec.py", "import mla_cupy\n"),
         ("arrays.py", "import torch\n"),
         ("arrays.py", "from . import errors\n"),
         ("selftest/layouts.py", "import ptxsim\n"),  # what it expects is not the simulator's own opinion
         ("runtime/cache.py", "from mla_cupy import simulation\n"),
+        ("__init__.py", "from mla_cupy import jax\n"),
+        ("ops/bind.py", "from mla_cupy.torch import mla_decode\n"),
+        ("torch/plan.py", "from mla_cupy import compat\n"),
+        ("compat/xtuner.py", "import jax\n"),
         ("fresh.py", "x = 1\n"),
     ],
 )
@@ -81,6 +86,8 @@ def test_python_check_sees(tmp_path: Path, file: str, text: str) -> None:
         ("ops/backend.py", "from mla_cupy import errors, reference\nfrom mla_cupy.runtime import device\n"),
         ("runtime/cache.py", "import os\ndef f():\n    import cupy\n"),
         ("arrays.py", "import numpy\nif TYPE_CHECKING:\n    import torch\n"),
+        ("jax/ffi.py", "import jax\nfrom mla_cupy.ops.bind import Launcher\n"),
+        ("compat/xtuner.py", "import torch\nfrom mla_cupy.torch import sparse_mla_forward\n"),
     ],
 )
 def test_python_check_lets_pass(tmp_path: Path, file: str, text: str) -> None:
@@ -90,9 +97,10 @@ def test_python_check_lets_pass(tmp_path: Path, file: str, text: str) -> None:
 
 
 GOOD = {
-    "common/a.cuh": "#pragma once\n",
+    "common/a.cuh": "#pragma once\n#define MLA_DEVICE\nnamespace mla {\nMLA_DEVICE void f();\n}\n",
+    "decode/sm90_b.cuh": "#pragma once\nnamespace mla::decode::sm90 {\n}\n",
     "ptx/b.cuh": '#pragma once\n#include "common/a.cuh"\nasm("nop;");\n',
-    "sm90/k.cu": '#include "ptx/b.cuh"\nextern "C" __global__ void __launch_bounds__(3) mla_k(int x) {}  // asm\n',
+    "decode/k.cu": '#include "ptx/b.cuh"\nextern "C" __global__ void __launch_bounds__(3) mla_k(int x) {}  // asm\n',
 }
 
 
@@ -100,7 +108,7 @@ def cuda_faults(root: Path, changed: dict[str, str]) -> list[str]:
     for name, text in {**GOOD, **changed}.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
-    return cuda.violations(root, {"sm90/k.cu": "mla_k"})
+    return cuda.violations(root, {"decode/k.cu": "mla_k"})
 
 
 def test_cuda_check_lets_pass(tmp_path: Path) -> None:
@@ -112,16 +120,38 @@ def test_cuda_check_lets_pass(tmp_path: Path) -> None:
     [
         ({"common/a.cuh": '#pragma once\n#include "ptx/c.cuh"\n', "ptx/c.cuh": "#pragma once\n"}, "layer above"),
         ({"ptx/b.cuh": '#pragma once\n#include "ptx/gone.cuh"\n'}, "not there"),
-        ({"ptx/b.cuh": '#pragma once\n#include "sm90/k.cu"\n'}, "not a header"),
+        ({"ptx/b.cuh": '#pragma once\n#include "decode/k.cu"\n'}, "not a header"),
         ({"common/a.cuh": '#pragma once\nasm volatile("nop;");\n'}, "asm outside"),
         ({"common/a.cuh": "\n"}, "pragma once"),
         ({"common/a.cuh": "#pragma once\n__global__ void f();\n"}, "kernel in a header"),
-        ({"sm90/k.cu": GOOD["sm90/k.cu"] * 2}, "instead of one"),
-        ({"sm90/k.cu": "__global__ void mla_k() {}\n"}, "instead of one"),
-        ({"sm90/k.cu": GOOD["sm90/k.cu"].replace("mla_k", "mla_j")}, "registered as mla_k"),
-        ({"sm90/l.cu": GOOD["sm90/k.cu"]}, "registered as nothing"),
-        ({"tile/l.cu": GOOD["sm90/k.cu"]}, "kernel outside"),
+        ({"common/a.cuh": "#pragma once\nusing Element = MLA_DTYPE;\n"}, "reads MLA_DTYPE"),
+        (
+            {
+                "tile/c.cuh": "#pragma once\nconstexpr i32 kC = 1;\n",
+                "tile/d.cuh": "#pragma once\nint d() { return kC; }",
+            },
+            "uses kC, of tile/c.cuh",
+        ),
+        (
+            {
+                "ptx/c.cuh": "#pragma once\nMLA_DEVICE void c(int x) {}\n",
+                "tile/d.cuh": "#pragma once\nint d() { c(1); }",
+            },
+            "uses c, of ptx/c.cuh",
+        ),
+        ({"common/a.cuh": "#pragma once\nnamespace mla::common {\n}\n"}, "a namespace other than mla"),
+        ({"decode/l.cuh": "#pragma once\nnamespace mla::merge {\n}\n"}, "a namespace other than mla::decode"),
+        ({"decode/k.cu": GOOD["decode/k.cu"] * 2}, "instead of one"),
+        ({"decode/k.cu": "__global__ void mla_k() {}\n"}, "instead of one"),
+        ({"decode/k.cu": GOOD["decode/k.cu"].replace("mla_k", "mla_j")}, "registered as mla_k"),
+        ({"decode/l.cu": GOOD["decode/k.cu"]}, "registered as nothing"),
+        ({"tile/l.cu": GOOD["decode/k.cu"]}, "kernel outside"),
         ({"sm90/l.cuh": "#pragma once\n"}, "header outside"),
+        ({"ptx/b.cuh": '#pragma once\n#include "decode/l.cuh"\n', "decode/l.cuh": "#pragma once\n"}, "layer above"),
+        (
+            {"merge/l.cuh": '#pragma once\n#include "decode/l.cuh"\n', "decode/l.cuh": "#pragma once\n"},
+            "private to decode",
+        ),
         (
             {"ptx/c.cuh": '#pragma once\n#include "ptx/d.cuh"\n', "ptx/d.cuh": '#pragma once\n#include "ptx/c.cuh"\n'},
             "includes itself",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 from tests.support.calls import Array, assert_same, on_host
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload, uploaded
@@ -20,7 +20,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def states(n: int, dtype: str, d: int = 512, seed: int = 0) -> tuple[Array, Array]:
     """n states of (2, 3, 5, d) with gaps of NaN; a third of them empty, whose outputs are NaN; one row empty in all."""
     rng = np.random.default_rng(seed)
-    whole = np.full((n, 2, 3, 6, d + 3), np.nan, formats.numpy_dtype(dtype))
+    whole = np.full((n, 2, 3, 6, d + 3), np.nan, dtypes.numpy_dtype(dtype))
     outs = whole[:, :, :, :5, :d]
     outs[...] = rng.standard_normal(outs.shape, np.float32)
     lses = np.full((n, 2, 5, 6), np.nan, np.float32)[..., ::2]
@@ -45,7 +45,7 @@ def test_numpy_equals_rounded_oracle(dtype: str, n: int, options: dict[str, Any]
     outs, lses = states(n, dtype, d=20)
     out, lse = mla_cupy.merge_states(outs, lses, **options)
     exact_out, exact_lse = reference.merge_states(outs, lses, **options)
-    assert_same(out, formats.round_to(exact_out, dtype).astype(formats.numpy_dtype(dtype)))
+    assert_same(out, dtypes.round_to(exact_out, dtype).astype(dtypes.numpy_dtype(dtype)))
     assert_same(lse, exact_lse.astype(np.float32))
     assert (out[0, 2, 1] == 0).all()
     assert lse[0, 1, 2] == options.get("empty_lse", -math.inf)
@@ -59,7 +59,7 @@ def test_numpy_equals_rounded_oracle(dtype: str, n: int, options: dict[str, Any]
 def test_out_dtype(dtype: str, out_dtype: str) -> None:
     outs, lses = states(3, dtype, d=4)
     exact, _ = reference.merge_states(outs, lses)
-    expected = formats.round_to(exact, out_dtype).astype(formats.numpy_dtype(out_dtype))
+    expected = dtypes.round_to(exact, out_dtype).astype(dtypes.numpy_dtype(out_dtype))
     assert_same(mla_cupy.merge_states(outs, lses, out_dtype=out_dtype)[0], expected)
     given = np.zeros(expected.shape, expected.dtype)
     assert mla_cupy.merge_states(outs, lses, out=given)[0] is given
@@ -109,7 +109,7 @@ def to_numpy(x: Any) -> Array:
 def assert_close(got: tuple[Array, Array], outs: Array, lses: Array, out_dtype: str, **options: Any) -> None:
     exact_out, exact_lse = reference.merge_states(outs, lses, **options)
     out, lse = got
-    assert out.dtype == formats.numpy_dtype(out_dtype)
+    assert out.dtype == dtypes.numpy_dtype(out_dtype)
     ulp = float(np.spacing(np.ones(1, out.dtype))[0])
     np.testing.assert_allclose(out.astype(np.float64), exact_out, rtol=ulp, atol=4e-6)
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=2e-6)

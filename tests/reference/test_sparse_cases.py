@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mla_cupy.formats import round_to
+from mla_cupy.dtypes import round_to
 from tests.support.sparse_cases import INT_MAX, INT_MIN, SparseCase, make
 
 CASES = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_kernels import REPOSITORY, SCALE, TINY, slow_source
 
-from mla_cupy.runtime import cache, kernels, nvrtc
+from mla_cupy.runtime import cache, loader, nvrtc
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def fresh(cuda_src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK"):
         monkeypatch.delenv(f"MLA_CUPY_{name}", raising=False)
     cache._warned.clear()
-    kernels.forget()
+    loader.forget()
     yield directory
-    kernels.forget()
+    loader.forget()
 
 
 def _line(major: int) -> str:
@@ -82,7 +82,7 @@ def shared_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path |
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run code in another interpreter, which sees this repository and this environment."""
 
-    def run(code: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(code: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
         return subprocess.run(
             [sys.executable, "-W", "error", "-c", code],

@@ -1,6 +1,6 @@
 """Arguments are laid out as the driver reads them, and CudaDriver says to it what the launcher said.
 
-There is no GPU here: a shared library that stands in for libcuda records what it is given.
+There is no GPU here: a shared library in place of libcuda records what it is given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tiny_kernels import TINY_REQUEST
 
 from mla_cupy.errors import UnsupportedDeviceError
-from mla_cupy.runtime import cuda_driver, device, driver, kernels
+from mla_cupy.runtime import cuda_driver, device, driver, loader
 from mla_cupy.runtime.build import Build, compile_kernel
 from mla_cupy.runtime.driver import ArgumentBlock, Kernel
 
@@ -48,7 +48,7 @@ args = ArgumentBlock([48, 128])
 
 @pytest.fixture
 def with_fake_cuda(python: Python, shared_library: Callable[[Path, str], Path]) -> Callable[[str], None]:
-    """Run code with the stand-in for libcuda; it must end well."""
+    """Run code with the replacement of libcuda; it must succeed."""
     pytest.importorskip("cuda.bindings")
     pytest.importorskip("cupy")
     library = shared_library(FAKE, "libcuda.so.1")
@@ -248,7 +248,7 @@ def test_a_kernel_runs(fresh: Path, gpu: object) -> None:
 
     target = driver.current()
     request = replace(TINY_REQUEST, arch=_arch())
-    kernel = kernels.loaded(request, 0)
+    kernel = loader.loaded(request, 0)
     x = cupy.arange(128, dtype=cupy.float32)
     args = ArgumentBlock([8])
     args.views[0][:] = x.data.ptr.to_bytes(8, "little")
@@ -293,7 +293,7 @@ def test_a_new_thread_can_launch(fresh: Path, gpu: object) -> None:
     import cupy
 
     request = replace(TINY_REQUEST, arch=_arch())
-    kernel = kernels.loaded(request, 0)
+    kernel = loader.loaded(request, 0)
     x = cupy.ones(128, dtype=cupy.float32)
     cupy.cuda.Device().synchronize()
 
@@ -316,7 +316,7 @@ def test_a_kernel_on_another_device_than_the_current_one(fresh: Path, gpu: objec
     if device.gpu_count() < 2:
         pytest.skip("needs two GPUs")
     request = replace(TINY_REQUEST, arch=device.describe(1).arch)
-    kernel = kernels.loaded(request, 1)
+    kernel = loader.loaded(request, 1)
     with driver.device_guard(1):
         x = cupy.ones(128, dtype=cupy.float32)
         cupy.cuda.Device(1).synchronize()

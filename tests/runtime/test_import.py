@@ -16,7 +16,7 @@ MODULES = (
     "build",
     "cache",
     "worker",
-    "kernels",
+    "loader",
     "driver",
     "cuda_driver",
     "tensormap",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
-from mla_cupy.runtime.build import BuildRequest
+from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -36,3 +37,9 @@ def slow_source(statements: int) -> str:
 TINY_REQUEST = BuildRequest("mla_tiny", "generic/tiny.cu", "sm_90a", (("MLA_FACTOR", "3.0f"),), "3")
 ENDLESS_REQUEST = BuildRequest("mla_slow", "generic/endless.cu", "sm_90a", (), "plain")
 SLOW_REQUEST = BuildRequest("mla_slow", "generic/slow.cu", "sm_90a", (), "plain")
+
+
+@functools.cache
+def tiny_build() -> Build:
+    """The build of TINY_REQUEST, for tests that need some sound build; with the fixture `cuda_src`."""
+    return compile_kernel(TINY_REQUEST)

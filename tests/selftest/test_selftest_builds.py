@@ -14,7 +14,7 @@ from tests.budgets import builds
 
 REQUESTS = sorted(
     {
-        (request.name, request, probe.spec)
+        (request.name, request, probe.kernel)
         for arch in ARCHS
         for probe in catalog.probes(arch)
         if isinstance(probe, InstructionProbe)
@@ -57,7 +57,7 @@ def test_compiles_and_fits(name: str, line: int) -> None:
 def test_every_variant_is_used() -> None:
     """For Blackwell; and each source is one that the kernels could share headers with."""
     used = {(spec.name, request.label) for _, request, spec in REQUESTS if request.arch == "sm_100a"}
-    assert used == {(spec.name, str(variant)) for spec in catalog.SPECS.values() for variant in spec.variants}
-    for spec in catalog.SPECS.values():
-        assert spec.source.startswith("sm100/probe_")
+    assert used == {(spec.name, str(variant)) for spec in catalog.KERNELS.values() for variant in spec.variants}
+    for spec in catalog.KERNELS.values():
+        assert spec.source.startswith("probes/")
         assert len(sources.gather(spec.source)) > 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mla_cupy import cli, parts
+from mla_cupy.runtime import nvrtc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.selftest import catalog, mma, place
 from tests.selftest.test_selftest_mutants import upper_lanes_too
@@ -115,7 +116,18 @@ def test_without_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(parts.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(parts, "__file__", str(tmp_path / "mla_cupy" / "parts.py"))
     assert cli.main(["selftest", "--arch", "sm_90a", "--simulate", "--probes", "reduce/s32*"]) == 2
-    assert "ptxsim: got nothing, expected mla_cupy.ptxsim in the package, or tests/ptxsim" in capsys.readouterr().err
+    assert "ptxsim: got nothing, expected mla_cupy.ptxsim in the package, or ptxsim/ptxsim" in capsys.readouterr().err
+
+
+def test_without_nvrtc_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """Not one failure for each probe; the list needs none."""
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    assert cli.main(["selftest", "--arch", "sm_100a", "--simulate"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("mla-cupy: NVRTC: got none, expected an installed libnvrtc; pip install")
+    assert cli.main(["selftest", "--arch", "sm_100a", "--list"]) == 0
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from mla_cupy.runtime import kernels, sources
+from mla_cupy.runtime import loader, sources
 from mla_cupy.selftest import catalog, copies, layouts, mma, reductions, runner, tmem
 from mla_cupy.selftest.layouts import Cells
 from mla_cupy.selftest.place import Place, opened
@@ -35,8 +35,8 @@ class Mutant(NamedTuple):
     fine: tuple[str, ...] = ()
 
 
-DESC, TCGEN05, PANEL = "tile/matrix_desc.cuh", "ptx/tcgen05.cuh", "tile/panel.cuh"
-COPY, REDUCE, BARRIER, MMA = "ptx/copy.cuh", "ptx/reduce.cuh", "ptx/barrier.cuh", "sm100/probe_mma.cu"
+DESC, TCGEN05, SW128 = "tile/matrix_desc.cuh", "ptx/tcgen05.cuh", "tile/sw128.cuh"
+COPY, REDUCE, BARRIER, MMA = "ptx/copy.cuh", "ptx/reduce.cuh", "ptx/barrier.cuh", "probes/mma.cu"
 
 MUTANTS = (
     Mutant("swizzle of Hopper's descriptors", DESC, "2ull << 61", "1ull << 62 >> 1", (S32, DKV32)),
@@ -44,7 +44,14 @@ MUTANTS = (
     Mutant(
         "strides exchanged", DESC, "(leading_bytes >> 4) << 16 |", "(stride_bytes >> 4) << 16 |", (DKV32, DQ), (S32,)
     ),
-    Mutant("slabs overlap", DESC, "(slab, slab_bytes, kSw", "(slab, slab_bytes / 2, kSw", (DKV32,), (S32,)),
+    Mutant(
+        "SW128 tiles overlap",
+        DESC,
+        "(sw_tile, sw_tile_bytes, kSw",
+        "(sw_tile, sw_tile_bytes / 2, kSw",
+        (DKV32,),
+        (S32,),
+    ),
     Mutant("bfloat16 read as float16", DESC, "(bfloat16) { return 1; }", "(bfloat16) { return 0; }", (S32, DQ)),
     Mutant(
         "float16 read as bfloat16",
@@ -60,9 +67,9 @@ MUTANTS = (
     Mutant("M 64 instead of 128", DESC, "m / 16 << 24", "(m > 64 ? 4 : m / 16) << 24", (DKV32, DQ), (S32, DP32)),
     Mutant("lane field", TCGEN05, "value + (lanes << 16)", "value + (lanes / 32 * 32 << 16)", (DP32,), (S32,)),
     Mutant("column", TCGEN05, "value + columns", "value + columns / 2", ("tmem/ld/16x256b.x2-lane16", LD16)),
-    Mutant("row step of a slab", PANEL, "kMmaK * kPanelRowBytes", "8 * kPanelRowBytes", (DKV32, DQ), (S32,)),
-    Mutant("column step of a slab", PANEL, "kMmaK * 2;", "kMmaK;", (S32,), ("mma/bfloat16/s-m64n32-1step", DQ)),
-    Mutant("no swizzle", PANEL, "(chunk ^ (row & 7))", "(chunk)", (S32, STMATRIX)),
+    Mutant("row step of an SW128 tile", SW128, "kMmaK * kSw128RowBytes", "8 * kSw128RowBytes", (DKV32, DQ), (S32,)),
+    Mutant("column step of an SW128 tile", SW128, "kMmaK * 2;", "kMmaK;", (S32,), ("mma/bfloat16/s-m64n32-1step", DQ)),
+    Mutant("no swizzle", SW128, "(chunk ^ (row & 7))", "(chunk)", (S32, STMATRIX)),
     Mutant("always adds", MMA, "x.accumulate || step > 0", "true", (S32,), (f"{S32}-added",)),
     Mutant("never adds", MMA, "x.accumulate || step > 0", "step > 0", ("mma/bfloat16/dv-then-dk",), (S32,)),
     Mutant("one step too few", MMA, "step < x.steps", "step < x.steps - 1", (S32, DQ, "mma.ws/*/dq-m64n256")),
@@ -108,7 +115,7 @@ MUTANTS = (
     ),
     Mutant("coordinates of a load", COPY, "{%3, %4, %5}], [%2], %6", "{%3, %5, %4}], [%2], %6", ("copy/load/*",)),
     Mutant("coordinates of a store", COPY, "[%0, {%2, %3, %4}]", "[%0, {%2, %4, %3}]", ("copy/store/*",)),
-    Mutant("distance of gathers", "sm100/probe_copy.cu", "i * kGatherBytes", "i * 1024", ("copy/gather4/32rows",)),
+    Mutant("distance of gathers", "probes/copy.cu", "i * kGatherBytes", "i * 1024", ("copy/gather4/32rows",)),
     Mutant("numbers of a sum", REDUCE, "{%1, %2, %3, %4}", "{%1, %2, %4, %3}", ("reduce/v4*",), ("reduce/v2*",)),
     Mutant("a store, not a sum", REDUCE, "red.relaxed.gpu.global.add.v2.f32", "st.global.v2.f32", ("reduce/v2*",)),
     Mutant("adds what is not wanted", REDUCE, "setp.ne.s32 p, %5, 0", "setp.ge.s32 p, %5, 0", ("reduce/v4*",)),
@@ -133,9 +140,9 @@ def machine() -> Iterator[Machine]:
 @pytest.fixture
 def fresh_builds() -> Iterator[None]:
     """Builds are remembered by name, not by their text."""
-    kernels.forget()
+    loader.forget()
     yield
-    kernels.forget()
+    loader.forget()
 
 
 def results(machine: Machine, patterns: tuple[str, ...]) -> list[runner.Result]:
@@ -185,7 +192,7 @@ def halves_exchanged(shape: str, registers: int) -> Cells:
 
 def plain(rows: int) -> Any:
     """Without the swizzle."""
-    return np.arange(rows * layouts.SLAB_COLUMNS).reshape(rows, -1)
+    return np.arange(rows * layouts.SW128_COLUMNS).reshape(rows, -1)
 
 
 #: What is expected instead -> where, by what name, and which probes must see that.
@@ -196,11 +203,11 @@ EXPECTATIONS: tuple[tuple[Any, Any, str, tuple[str, ...], tuple[str, ...]], ...]
     (
         plain,
         copies,
-        "slab_elements",
+        "sw_tile_elements",
         ("copy/gather4/*rows", "copy/load/*", "copy/store/*"),
         ("copy/gather4/4rows-none",),
     ),
-    (plain, reductions, "slab_elements", ("stmatrix/*",), ("reduce/*",)),
+    (plain, reductions, "sw_tile_elements", ("stmatrix/*",), ("reduce/*",)),
 )
 
 

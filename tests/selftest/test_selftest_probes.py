@@ -99,17 +99,12 @@ def test_hopper_has_no_probe_of_blackwell() -> None:
 
 
 def test_calls_take_whatever_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_cupy.kernels.sparse_backward import sm90
     from mla_cupy.selftest import calls
 
-    monkeypatch.setattr(calls, "KERNELS", {})
+    monkeypatch.setattr(calls, "_MAIN", {})
     assert {catalog.stage(probe.name) for probe in catalog.probes("sm_100a")}.isdisjoint(CALLS)
-    monkeypatch.setattr(calls, "KERNELS", {"sparse_backward_sm100_new": calls_module()})
+    monkeypatch.setattr(calls, "_MAIN", {"sparse_backward_sm100_new": sm90.KERNEL})
     names = [probe.name for probe in catalog.probes("sm_100a") if catalog.stage(probe.name) in CALLS]
     assert "block/sparse_backward_sm100_new/bfloat16" in names
     assert "kernel/sparse_backward_sm100_new/deterministic" in names
-
-
-def calls_module() -> object:
-    from mla_cupy.launchers import sparse_backward_sm90
-
-    return sparse_backward_sm90

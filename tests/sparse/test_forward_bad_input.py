@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, DeviceError, DTypeError, MlaError, ShapeError, UnsupportedDeviceError
-from mla_cupy.launchers import sparse_forward_sequence
-from tests.ops.conftest import Recorder
-from tests.support.calls import no_launch
-from tests.support.gpu import upload
-from tests.support.mistakes import Bad, Call, gapped, option, raises, refuses_what_it_cannot_write, shifted, swap
-from tests.support.sparse_mistakes import BF16, BOTH, arguments_without, of_libraries, shared_inputs
+from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError, UnsupportedDeviceError
+from mla_cupy.ops.sparse_forward import OPERATION
+from tests.support.kernels import FORWARD_KERNELS, on_hopper
+from tests.support.mistakes import Bad, Call, option, raises, shifted, swap
+from tests.support.operations import mistakes
+from tests.support.recorder import Recorder
+from tests.support.sparse_mistakes import BF16, BOTH, WORKSPACE, arguments_without, shared_inputs
 
 VECTORS = ("topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")
 
@@ -45,23 +45,19 @@ def causal_index(call: Call) -> None:
 
 BAD = [
     *BOTH,
-    *of_libraries(good_call(), ("q", "kv", "indices")),
     # shape
     Bad("out shape", swap("out", lambda x: x[..., :511]), ShapeError, ("out.shape", "(3, 4, 511)", "(3, 4, 512)")),
     Bad("out 576", swap("out", lambda x: np.full((3, 4, 576), 7, BF16)), ShapeError, ("out.shape", "576", "512")),
-    Bad("max shape", swap("max_logits", lambda x: x[:2]), ShapeError, ("max_logits.shape", "(2, 4)", "(3, 4)")),
+    Bad("lse shape", swap("lse", lambda x: x.T), ShapeError, ("lse.shape", "(4, 3)", "(3, 4)")),
     # dtype
-    Bad("out fp16", swap("out", lambda x: x.astype(np.float16)), DTypeError, ("out.dtype", "float16", "bfloat16")),
-    Bad("max bf16", swap("max_logits", lambda x: x.astype(BF16)), DTypeError, ("max_logits.dtype", "bfloat16")),
     Bad("out_dtype", option("out_dtype", "float16"), DTypeError, ("out_dtype", "float16", "bfloat16, like q")),
     Bad("out_dtype, out", option("out_dtype", "float32"), DTypeError, ("out.dtype", "bfloat16", "float32")),
     # stride
-    Bad("out stride", swap("out", gapped), ShapeError, ("out.strides", "2)", "contiguous last axis")),
-    Bad("out unaligned", swap("out", shifted), ShapeError, ("out.strides", "16 bytes")),
-    Bad("out reversed", swap("out", lambda x: x[::-1]), ShapeError, ("out.strides", "16 bytes")),
+    # memory
+    WORKSPACE,
     # numbers
     Bad("empty_lse", option("empty_lse", "x"), MlaError, ("empty_lse", "'x'", "number")),
-    Bad("variant", option("variant", "fastest"), ArgumentError, ("variant", "'fastest'", "dense_decode_generic")),
+    Bad("kernel", option("kernel", "fastest"), ArgumentError, ("kernel", "'fastest'", "decode_generic")),
     # values
     Bad("check -2", put("indices", (2, 4), -2), ArgumentError, ("indices[2, 4]", "-2", "0 to 7")),
     Bad("check limit", put("indices", (0, 1), 12), ArgumentError, ("indices[0, 1]", "12", "-1, or a row of 0 to 11")),
@@ -84,7 +80,7 @@ def test_refuses(bad: Bad, place: str) -> None:
 
 def test_every_argument_has_a_mistake() -> None:
     """A new argument of the call must come with the tests of its checks."""
-    assert arguments_without(BAD, mla_cupy.sparse_mla_forward) == {"causal", "check", "stream"}
+    assert arguments_without([*BAD, *mistakes(OPERATION)], mla_cupy.sparse_mla_forward) == {"causal", "check", "stream"}
 
 
 def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,39 +106,10 @@ def test_slots_that_do_not_count_are_not_checked(monkeypatch: pytest.MonkeyPatch
     mla_cupy.sparse_mla_forward(**flat)
 
 
-@pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
-def test_read_only_results_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    call = good_call()
-    call[name].flags.writeable = False
-    with pytest.raises(ArgumentError, match=rf"{name}: got a read-only array, expected a writable one"):
-        mla_cupy.sparse_mla_forward(**call)
-    assert all((call[result].astype(np.float32) == 7).all() for result in ("out", "lse", "max_logits"))
-
-
-def test_results_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses_what_it_cannot_write(mla_cupy.sparse_mla_forward, good_call(), ("out", "lse", "max_logits"), monkeypatch)
-
-
-def test_stream_of_an_unknown_kind(recorder: Recorder) -> None:
-    with pytest.raises(ArgumentError, match=r"stream: got 'mine', expected a raw handle"):
-        mla_cupy.sparse_mla_forward(**good_call(), stream="mine")
-    assert recorder.launches == []
-
-
-@pytest.mark.parametrize("variant", [name for name in sparse_forward_sequence.KERNELS if "generic" not in name])
-def test_forced_kernel_that_does_not_fit(recorder: Recorder, variant: str) -> None:
+@pytest.mark.parametrize("kernel", on_hopper(FORWARD_KERNELS))
+def test_forced_kernel_that_does_not_fit(recorder: Recorder, kernel: str) -> None:
     call = good_call()
     call["q"] = shifted(call["q"])
-    with pytest.raises(UnsupportedDeviceError, match=f"{variant} needs q and kv to start at"):
-        mla_cupy.sparse_mla_forward(**call, variant=variant)
+    with pytest.raises(UnsupportedDeviceError, match=f"{kernel} needs q and kv to start at"):
+        mla_cupy.sparse_mla_forward(**call, kernel=kernel)
     assert recorder.launches == []
-
-
-@pytest.mark.gpu
-def test_numpy_and_cupy_do_not_mix(gpu: object) -> None:
-    for name in good_call():
-        call = good_call()
-        call[name] = upload(call[name])
-        with no_launch(), pytest.raises(DeviceError, match=r"got an array of (cupy on the GPU|numpy on the CPU)"):
-            mla_cupy.sparse_mla_forward(**call)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, formats, reference
+from mla_cupy import ArgumentError, dtypes, reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same, no_launch
 from tests.support.gpu import upload
 from tests.support.sparse_cases import SparseCase, make
-from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, suited, uploaded
+from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, uploaded
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +25,14 @@ BOTH = pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=["whole", "split"], i
 
 
 @pytest.fixture(params=ALL_KERNELS)
-def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
-    need(request.param, gpu, suited(WHOLE, request.param))
+def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
+    need(request.param, gpu, WHOLE)
     return str(request.param)
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest, variant: str) -> SparseCase:
-    return suited(request.param, variant)
+def case(request: pytest.FixtureRequest, kernel: str) -> SparseCase:
+    return request.param
 
 
 def call(case: SparseCase, **options: Any) -> tuple[Any, Any, Any]:
@@ -42,30 +42,30 @@ def call(case: SparseCase, **options: Any) -> tuple[Any, Any, Any]:
 
 
 @BOTH
-def test_out_dtype_float32(variant: str, case: SparseCase) -> None:
+def test_out_dtype_float32(kernel: str, case: SparseCase) -> None:
     inputs = make(case)
-    out, lse, max_logits = forward(inputs, variant=variant, out_dtype="float32")
+    out, lse, max_logits = forward(inputs, kernel=kernel, out_dtype="float32")
     assert out.dtype == np.float32
     rounded = reference.sparse_mla_forward(
         *inputs.arguments, **inputs.options, rounding=case.dtype, out_dtype="float32"
     )
     check_forward((out, lse, max_logits), inputs.exact, rounded, "float32")
-    short, *same = forward(inputs, variant=variant)
-    assert_same(formats.round_to(out, case.dtype).astype(short.dtype), short)  # one rounding apart, nothing else
+    short, *same = forward(inputs, kernel=kernel)
+    assert_same(dtypes.round_to(out, case.dtype).astype(short.dtype), short)  # one rounding apart, nothing else
     assert_same(same[0], lse)
     assert_same(same[1], max_logits)
 
 
 @BOTH
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-def test_results_in_given_views(variant: str, case: SparseCase, out_dtype: str) -> None:
+def test_results_in_given_views(kernel: str, case: SparseCase, out_dtype: str) -> None:
     import cupy
 
-    expected = on_host(call(case, variant=variant, out_dtype=out_dtype))
-    whole = cupy.full((case.s_q + 1, case.h_q, 528), 7, formats.numpy_dtype(out_dtype))
+    expected = on_host(call(case, kernel=kernel, out_dtype=out_dtype))
+    whole = cupy.full((case.s_q + 1, case.h_q, 528), 7, dtypes.numpy_dtype(out_dtype))
     logs = cupy.full((2, case.s_q, 3 * case.h_q), 7, cupy.float32)
     given = {"out": whole[1:, :, 8:520], "lse": logs[0, :, 1::3], "max_logits": logs[1, :, 2::3]}
-    results = call(case, variant=variant, **given)
+    results = call(case, kernel=kernel, **given)
     for result, target in zip(results, given.values(), strict=True):
         assert result is target
     host, host_logs = on_host((whole, logs))
@@ -92,38 +92,38 @@ def test_only_one_array_given(gpu: DeviceInfo, name: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"lse_base": "2"}, {"empty_lse": math.inf}, {"lse_base": "2", "empty_lse": -1e4}], ids=str
 )
-def test_bases_and_empty_rows(variant: str, case: SparseCase, options: dict[str, Any]) -> None:
+def test_bases_and_empty_rows(kernel: str, case: SparseCase, options: dict[str, Any]) -> None:
     inputs = make(case)
     exact, rounded = (
         reference.sparse_mla_forward(*inputs.arguments, **inputs.options, **options, rounding=rounding)
         for rounding in (None, case.dtype)
     )
-    check_forward(forward(inputs, variant=variant, **options), exact, rounded, case.dtype)
+    check_forward(forward(inputs, kernel=kernel, **options), exact, rounded, case.dtype)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.01, 0.3])
-def test_scale(variant: str, scale: float) -> None:
-    inputs = make(suited(WHOLE, variant))
+def test_scale(kernel: str, scale: float) -> None:
+    inputs = make(WHOLE)
     exact, rounded = (
         reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=scale, rounding=rounding)
         for rounding in (None, WHOLE.dtype)
     )
-    check_forward(forward(inputs, variant=variant, scale=scale), exact, rounded, WHOLE.dtype)
+    check_forward(forward(inputs, kernel=kernel, scale=scale), exact, rounded, WHOLE.dtype)
 
 
-def test_head_axes_change_nothing(variant: str) -> None:
-    case = suited(WHOLE, variant)
-    flat = forward(make(case), variant=variant)
-    for got, wanted in zip(forward(make(replace(case, head_axis=True)), variant=variant), flat, strict=True):
+def test_head_axes_change_nothing(kernel: str) -> None:
+    case = WHOLE
+    flat = forward(make(case), kernel=kernel)
+    for got, wanted in zip(forward(make(replace(case, head_axis=True)), kernel=kernel), flat, strict=True):
         assert_same(got, wanted)
 
 
 @BOTH
-def test_repeats_are_bit_identical(variant: str, case: SparseCase) -> None:
+def test_repeats_are_bit_identical(kernel: str, case: SparseCase) -> None:
     arguments, named = uploaded(make(case))
-    first = on_host(mla_cupy.sparse_mla_forward(*arguments, **named, variant=variant))
+    first = on_host(mla_cupy.sparse_mla_forward(*arguments, **named, kernel=kernel))
     for _ in range(20):
-        again = on_host(mla_cupy.sparse_mla_forward(*arguments, **named, variant=variant))
+        again = on_host(mla_cupy.sparse_mla_forward(*arguments, **named, kernel=kernel))
         for got, wanted in zip(again, first, strict=True):
             assert_same(got, wanted)
 
@@ -145,35 +145,6 @@ def test_parts_merge_to_the_whole(gpu: DeviceInfo) -> None:
 
 
 # ---- Streams ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["current", "argument"])
-def test_streams_and_a_pool_churner(variant: str, how: str) -> None:
-    """Temporaries come from the stream's arena: whoever gets their memory next runs after them."""
-    import cupy
-
-    prepared = [uploaded(make(suited(case, variant))) for case in (WHOLE, SPLIT)]
-    expected = [
-        on_host(mla_cupy.sparse_mla_forward(*arguments, **named, variant=variant)) for arguments, named in prepared
-    ]
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in prepared]
-    results: list[list[Any]] = [[] for _ in prepared]
-    for _ in range(40):
-        for i, (stream, (arguments, named)) in enumerate(zip(streams, prepared, strict=True)):
-            options = {**named, "variant": variant}
-            if how == "current":
-                with stream:
-                    results[i].append(mla_cupy.sparse_mla_forward(*arguments, **options))
-            else:
-                results[i].append(mla_cupy.sparse_mla_forward(*arguments, **options, stream=stream))
-            with stream:
-                for nbytes in (1 << 12, 1 << 18, 1 << 21):
-                    cupy.cuda.alloc(nbytes).memset_async(0x7F, nbytes)
-    cupy.cuda.Device().synchronize()
-    for wanted, got in zip(expected, results, strict=True):
-        for result in got:
-            for one, other in zip(on_host(result), wanted, strict=True):
-                assert_same(one, other)
 
 
 def test_the_inputs_may_still_be_in_the_making(gpu: DeviceInfo) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 from tests.support.calls import assert_same
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 
@@ -26,7 +26,7 @@ def expected(inputs: SparseInputs, out_dtype: str | None = None, **options: Any)
     """The oracle's answer in the dtypes of the public call."""
     out, *logs = reference.sparse_mla_forward(*inputs.arguments, **{**inputs.options, **options})
     name = out_dtype or inputs.case.dtype
-    return [formats.round_to(out, name).astype(formats.numpy_dtype(name)), *(x.astype(np.float32) for x in logs)]
+    return [dtypes.round_to(out, name).astype(dtypes.numpy_dtype(name)), *(x.astype(np.float32) for x in logs)]
 
 
 def check(case: SparseCase, **options: Any) -> None:
@@ -93,7 +93,7 @@ def test_shapes(case: SparseCase) -> None:
 def test_given_arrays_are_written_and_returned(out_dtype: str) -> None:
     inputs = make(SMALL)
     s_q, h_q, _ = inputs.q.shape
-    whole = np.full((s_q + 1, h_q, 520), 7, formats.numpy_dtype(out_dtype))
+    whole = np.full((s_q + 1, h_q, 520), 7, dtypes.numpy_dtype(out_dtype))
     logs = np.full((2, s_q, 2 * h_q), 7, np.float32)
     given = {"out": whole[:s_q, :, :512], "lse": logs[0, :, ::2], "max_logits": logs[1, :, 1::2]}
     results = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, **given)

@@ -58,10 +58,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("case", [*HEADS, *TOPK, *MASKS, *RAGGED, *SIZES, *LAYOUTS], ids=lambda case: case.id)
-@pytest.mark.parametrize("variant", ALL_KERNELS)
-def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, variant: str) -> None:
-    need(variant, gpu, case)
-    run_and_check(make(case), variant=variant)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str) -> None:
+    need(kernel, gpu, case)
+    run_and_check(make(case), kernel=kernel)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_any_strides(gpu: DeviceInfo, case: SparseCase) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("h_q", [1, 16, 64, 128])
-@pytest.mark.parametrize("variant", ALL_KERNELS)
-def test_tolerance_at_topk_2048(gpu: DeviceInfo, variant: str, h_q: int, d_qk: int, dtype: str) -> None:
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_tolerance_at_topk_2048(gpu: DeviceInfo, kernel: str, h_q: int, d_qk: int, dtype: str) -> None:
     """DeepSeek's number of rows."""
     case = SparseCase(s_q=24, s_kv=16_000, h_q=h_q, topk=2048, d_qk=d_qk, dtype=dtype, invalid=0.02)
-    need(variant, gpu, case)
+    need(kernel, gpu, case)
     for seed in range(2):
-        run_and_check(make(replace(case, seed=seed)), variant=variant)
+        run_and_check(make(replace(case, seed=seed)), kernel=kernel)
 
 
 def test_the_rule_has_teeth(gpu: DeviceInfo) -> None:

@@ -1,4 +1,4 @@
-"""What stands in the GPU's memory is not trusted: any index, any length, NaN and infinity, kv of any size."""
+"""NaN and infinity stay where they are selected; kv may be of any size. Other hostile values: tests/operations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mla_cupy import reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same
 from tests.support.gpu import upload
-from tests.support.sparse_cases import INT_MAX, INT_MIN, SparseCase, SparseInputs, make
-from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, suited
+from tests.support.sparse_cases import SparseCase, make
+from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host
 
 pytestmark = pytest.mark.gpu
 
@@ -24,85 +24,14 @@ CASE = SparseCase(s_q=40, s_kv=S_KV, h_q=16, topk=200, sink=True)
 
 
 @pytest.fixture(params=ALL_KERNELS)
-def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
-    need(request.param, gpu, suited(CASE, request.param))
+def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
+    need(request.param, gpu, CASE)
     return str(request.param)
 
 
 @pytest.fixture
-def case(variant: str) -> SparseCase:
-    return suited(CASE, variant)
-
-
-def all_finite(case: SparseCase) -> SparseInputs:
-    """Every row holds numbers, so that any index has an answer."""
-    inputs = make(case)
-    kv = np.random.default_rng(1).standard_normal((case.s_kv, case.d_qk), np.float32).astype(inputs.kv.dtype)
-    return replace(inputs, kv=kv, indices=inputs.indices.copy())
-
-
-@pytest.mark.parametrize("index", [INT_MIN, INT_MAX, -1, -2, S_KV, S_KV + 1, 1 << 30, -(1 << 30)])
-def test_indices_out_of_range_are_no_rows(variant: str, case: SparseCase, index: int) -> None:
-    inputs = all_finite(case)
-    inputs.indices[0, :] = index  # nothing is left
-    inputs.indices[2, 3:70] = index
-    inputs.indices[3, -1] = index
-    inputs.indices[4, :-1] = index  # one is left, unless it is none itself
-    run_and_check(inputs, variant=variant)
-
-
-@pytest.mark.parametrize("length", [INT_MIN, -1, 0, 1, 199, 200, 201, INT_MAX])
-def test_lengths_are_clamped(variant: str, case: SparseCase, length: int) -> None:
-    inputs = replace(all_finite(case), topk_length=np.full(case.s_q, length, np.int32))
-    run_and_check(inputs, variant=variant)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_everything_is_garbage(variant: str, case: SparseCase, causal: bool) -> None:
-    """No answer is wrong here but a fault; the oracle agrees all the same."""
-    rng = np.random.default_rng(5)
-
-    def garbage(*shape: int) -> Any:
-        wild = rng.integers(INT_MIN, INT_MAX, shape, np.int32)
-        return np.where(rng.random(shape) < 0.5, wild, rng.integers(-5, S_KV + 5, shape, np.int32))
-
-    for _ in range(8):
-        inputs = replace(
-            all_finite(replace(case, causal=causal)),
-            indices=garbage(case.s_q, case.topk),
-            topk_length=garbage(case.s_q),
-            cu_seqlens_q=garbage(9),
-            cu_seqlens_kv=garbage(9),
-        )
-        run_and_check(inputs, variant=variant)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("starts_q", "starts_kv"),
-    [
-        ([3, 20, 30], [0, 100, 300]),  # queries before and after all sequences
-        ([0, 40], [-5, 300]),
-        ([0, 40], [400, INT_MAX]),
-        ([INT_MIN, INT_MAX], [INT_MIN, INT_MAX]),
-        ([0, 40], [300, 200]),  # a negative length
-        ([0, 20, 0, 40], [0, 100, 200, 400]),  # two sequences claim the same queries
-        ([0], [0]),
-    ],
-)
-def test_hostile_starts(
-    variant: str, case: SparseCase, starts_q: list[int], starts_kv: list[int], causal: bool
-) -> None:
-    starts = {"cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv}
-    inputs = all_finite(replace(case, causal=causal))
-    inputs = replace(inputs, **{name: np.asarray(x, np.int32) for name, x in starts.items()})
-    run_and_check(inputs, variant=variant)
-
-
-@pytest.mark.parametrize("sink", [-np.inf, np.inf, 1e30, -1e30, 0.0])
-def test_sinks(variant: str, case: SparseCase, sink: float) -> None:
-    inputs = replace(all_finite(case), attn_sink=np.full(case.h_q, sink, np.float32))
-    run_and_check(inputs, variant=variant)
+def case(kernel: str) -> SparseCase:
+    return CASE
 
 
 # ---- NaN and infinity ------------------------------------------------------------------------------------------
@@ -111,16 +40,16 @@ def test_sinks(variant: str, case: SparseCase, sink: float) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("column", [3, 570])  # of the values; of the keys alone
 def test_nan_reaches_the_queries_that_select_it_and_no_others(
-    variant: str, case: SparseCase, value: float, column: int
+    kernel: str, case: SparseCase, value: float, column: int
 ) -> None:
     inputs = make(replace(case, sink=False))
     inputs.q[..., column] = np.abs(inputs.q[..., column]) + np.asarray(0.5, inputs.q.dtype)  # infinite scores
-    clean = forward(inputs, variant=variant)
+    clean = forward(inputs, kernel=kernel)
     row = inputs.rows[5][7]
     inputs.kv[row, column] = value
     hit = np.array([row in rows for rows in inputs.rows])
     assert 0 < hit.sum() < len(hit)
-    out, lse, max_logits = forward(inputs, variant=variant)
+    out, lse, max_logits = forward(inputs, kernel=kernel)
     for got, before in zip((out, lse, max_logits), clean, strict=True):
         assert_same(got[~hit], before[~hit])
     assert not np.isfinite(lse[hit]).any()
@@ -128,11 +57,11 @@ def test_nan_reaches_the_queries_that_select_it_and_no_others(
     assert np.isnan(out[hit][..., :512].astype(np.float32)).all()
 
 
-def test_nan_in_a_query_stays_in_its_row(variant: str, case: SparseCase) -> None:
+def test_nan_in_a_query_stays_in_its_row(kernel: str, case: SparseCase) -> None:
     inputs = make(replace(case, sink=False))
-    clean = forward(inputs, variant=variant)
+    clean = forward(inputs, kernel=kernel)
     inputs.q[5, 9, 100] = np.nan
-    results = forward(inputs, variant=variant)
+    results = forward(inputs, kernel=kernel)
     hit = np.zeros((case.s_q, case.h_q), bool)
     hit[5, 9] = True
     for got, before in zip(results, clean, strict=True):
@@ -140,13 +69,13 @@ def test_nan_in_a_query_stays_in_its_row(variant: str, case: SparseCase) -> None
         assert np.isnan(got[hit].astype(np.float32)).all()
 
 
-def test_nan_in_one_piece_of_a_split_query_survives_the_merge(variant: str) -> None:
-    inputs = make(suited(SparseCase(s_q=2, s_kv=12_000, h_q=16, topk=9000, invalid=0.0, seed=3), variant))
+def test_nan_in_one_piece_of_a_split_query_survives_the_merge(kernel: str) -> None:
+    inputs = make(SparseCase(s_q=2, s_kv=12_000, h_q=16, topk=9000, invalid=0.0, seed=3))
     assert len(inputs.rows[1]) > 8000
     only = np.setdiff1d(inputs.rows[1], inputs.rows[0])[0]
-    clean = forward(inputs, variant=variant)
+    clean = forward(inputs, kernel=kernel)
     inputs.kv[only, 3] = np.nan
-    out, lse, max_logits = forward(inputs, variant=variant)
+    out, lse, max_logits = forward(inputs, kernel=kernel)
     assert np.isnan(out[1].astype(np.float32)).all()
     assert np.isnan(lse[1]).all()
     assert np.isnan(max_logits[1]).all()
@@ -174,11 +103,11 @@ def large_kv(gpu: DeviceInfo) -> Iterator[Any]:
 
 @pytest.mark.parametrize("h_q", [16, 64, 128])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_kv_of_more_than_2_31_elements(gpu: DeviceInfo, large_kv: Any, h_q: int, ragged: bool, variant: str) -> None:
+def test_kv_of_more_than_2_31_elements(gpu: DeviceInfo, large_kv: Any, h_q: int, ragged: bool, kernel: str) -> None:
     import cupy
 
     small = make(SparseCase(s_q=6, s_kv=len(FAR), h_q=h_q, topk=70, dtype="float16", strides="dense", invalid=0.3))
-    need(variant, gpu, small.case)
+    need(kernel, gpu, small.case)
     kv = np.random.default_rng(2).standard_normal((len(FAR), 576), np.float32).astype(np.float16)
     for row, content in zip(FAR, kv, strict=True):
         large_kv[row] = cupy.asarray(content)
@@ -195,6 +124,6 @@ def test_kv_of_more_than_2_31_elements(gpu: DeviceInfo, large_kv: Any, h_q: int,
     exact = reference.sparse_mla_forward(small.q, kv, indices)
     rounded = reference.sparse_mla_forward(small.q, kv, indices, rounding="float16")
     results = mla_cupy.sparse_mla_forward(
-        upload(small.q), large_kv, upload(far.astype(np.int32)), variant=variant, **starts
+        upload(small.q), large_kv, upload(far.astype(np.int32)), kernel=kernel, **starts
     )
     check_forward(on_host(results), exact, rounded, "float16")

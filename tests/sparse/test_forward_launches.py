@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import arrays
-from mla_cupy.launchers import sparse_forward_sequence
-from mla_cupy.launchers.sparse_forward_problem import SparseForwardProblem
-from tests.ops.conftest import Recorder
+from mla_cupy.kernels.sparse import SPARSE_FORWARD
+from tests.support.recorder import H200, Recorder
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
+from tests.support.sparse_gpu import problem_of
 
 SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
 
@@ -73,8 +72,8 @@ def test_memory(recorder: Recorder) -> None:
     forward(inputs)
     *results, workspace = recorder.allocations
     assert results == [(7, 16, 512), (7, 16), (7, 16)]
-    problem = SparseForwardProblem(inputs.case.h_q, inputs.case.d_qk, inputs.case.dtype)
-    assert workspace == (sparse_forward_sequence.sequence(problem, arrays.HOST).workspace_bytes(7, 70),)
+    config = SPARSE_FORWARD.configure(problem_of(inputs.case), H200)
+    assert workspace == (SPARSE_FORWARD.workspace(config).nbytes,)
     first = recorder.launches[0].params
     assert first["counts"] - first["rows"] >= 4 * 7 * 128
     recorder.allocations.clear()

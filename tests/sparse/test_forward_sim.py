@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.launchers.sparse_forward_problem import SparseForwardProblem
-from mla_cupy.launchers.sparse_forward_sequence import KERNELS
+from tests.support.kernels import FORWARD_KERNELS, on_hopper
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
+from tests.support.sparse_gpu import problem_of
 from tests.support.tolerance import check, check_lse
 
-GENERIC = "dense_decode_generic"
-HOPPER = tuple(name for name in KERNELS if name != GENERIC)
+GENERIC = "decode_generic"
+HOPPER = on_hopper(FORWARD_KERNELS)
 #: (mode of completion, seed)
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
@@ -31,7 +31,7 @@ CASES = [
     SparseCase(s_q=2, h_q=64, topk=64, invalid=0.0),  # one whole tile
     SparseCase(s_q=2, h_q=1, topk=1, invalid=0.0),
     SparseCase(s_q=3, h_q=16, topk=63, invalid=0.0, d_qk=512, sink=True),
-    SparseCase(s_q=2, h_q=8, topk=65, invalid=0.0, dtype="float16"),  # two tiles, the last one a row
+    SparseCase(s_q=2, h_q=8, topk=65, invalid=0.0, dtype="float16"),  # two tiles, the last one with a single row
     SparseCase(s_q=5, h_q=32, topk=200, lengths=True, sink=True),  # empty lists and whole ones
     SparseCase(s_q=2, h_q=100, topk=200, d_qk=512, dtype="float16"),  # two blocks of heads, the last one not full
     SparseCase(s_q=1, h_q=128, topk=300, sink=True),
@@ -46,7 +46,7 @@ SM_COUNTS = (1, 3, 5)
 
 
 def _fits(case: SparseCase, kernel: str) -> bool:
-    return not KERNELS[kernel].unsupported(SparseForwardProblem(case.h_q, case.d_qk, case.dtype), fake_gpu(1))
+    return not FORWARD_KERNELS[kernel].unsupported(problem_of(case), fake_gpu(1))
 
 
 PAIRS = [(case, kernel) for case, kernel in itertools.product(CASES, HOPPER) if _fits(case, kernel)]
@@ -77,7 +77,7 @@ def run(
 ) -> tuple[tuple[Any, Any, Any], list[str]]:
     """The public call, checked against the oracle: its results, and the entries that it launched."""
     with simulated(sm_count, cc, *mode) as target:
-        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, variant=kernel, **options)
+        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
@@ -113,7 +113,7 @@ def test_results_in_float32(kernel: str) -> None:
 def test_many_pieces_are_merged(kernel: str) -> None:
     """By blocks, where few pieces go by warps."""
     inputs = make(SparseCase(s_q=1, h_q=9, topk=760, s_kv=900, invalid=0.0, sink=True))
-    assert "mla_split_combine" in run(inputs, kernel, sm_count=12)[1]
+    assert "mla_decode_combine" in run(inputs, kernel, sm_count=12)[1]
 
 
 @pytest.mark.parametrize("kernel", HOPPER)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 from mla_cupy.errors import ArgumentError
 from mla_cupy.reference.sparse import selected_rows, sparse_mla_backward, sparse_mla_forward
 from tests.support.sparse_cases import INT_MAX, INT_MIN, SparseCase, SparseInputs, make
@@ -302,7 +302,7 @@ def test_rounding_errs_as_its_format_does(case: SparseCase, dtype: str, least: f
     for exact, got in pairs:
         error = np.abs(got - exact).max() / np.abs(exact).max()
         assert least < error < most
-        assert np.array_equal(formats.round_to(got, dtype), got)
+        assert np.array_equal(dtypes.round_to(got, dtype), got)
     for exact, got in zip(logs, rounded_logs, strict=True):
         finite = np.isfinite(exact)
         assert np.array_equal(finite, np.isfinite(got))
@@ -318,10 +318,10 @@ def test_rounding_to_another_dtype() -> None:
     fine = sparse_mla_forward(*inputs.arguments, **options, out_dtype="float32")[0]
     assert np.array_equal(fine, fine.astype(np.float32))
     assert not np.array_equal(fine, inputs.rounded[0])
-    assert np.array_equal(formats.round_to(fine, "bfloat16"), inputs.rounded[0])
+    assert np.array_equal(dtypes.round_to(fine, "bfloat16"), inputs.rounded[0])
     dkv = sparse_mla_backward(*inputs.backward_arguments, **options, dkv_dtype="float32")[1]
     assert np.array_equal(dkv, dkv.astype(np.float32))
-    assert np.array_equal(formats.round_to(dkv, "bfloat16"), inputs.rounded_gradients[1])
+    assert np.array_equal(dtypes.round_to(dkv, "bfloat16"), inputs.rounded_gradients[1])
 
 
 def test_rounding_of_one_row_is_exact() -> None:

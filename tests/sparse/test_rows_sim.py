@@ -9,14 +9,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from mla_cupy.launchers import sparse_rows
-from mla_cupy.launchers.spec import Launch, Variant
+from mla_cupy import arrays
+from mla_cupy.arrays import View
+from mla_cupy.kernels.pipeline import NULL, Call, Layout, Prepared
+from mla_cupy.kernels.sparse import rows as sparse_rows
 from mla_cupy.reference.sparse import selected_rows
-from tests.support.sim_driver import DEVICE, simulated
+from tests.support.sim_driver import DEVICE, fake_gpu, simulated
 from tests.support.sparse_cases import INT_MAX, INT_MIN, SparseCase, SparseInputs, make
 
 SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150), (1, 0))
 UNTOUCHED = 0x7EADBEEF
+#: The arrays of the launch, in the order in which they are handed over.
+NAMES = ("indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv", "rows", "counts", "selected")
 
 CASES = [
     SparseCase(s_q=5, s_kv=300, topk=100),
@@ -53,29 +57,17 @@ def run(inputs: SparseInputs, ordered: bool, count_selected: bool = True, s_kv: 
     counts = np.full(s_q, UNTOUCHED, np.int32)
     selected = np.zeros(s_kv if count_selected else 0, np.uint32)
 
-    few_blocks = mock.patch.object(sparse_rows, "MOST_BLOCKS", 2)  # so that each takes several queries
+    few_blocks = mock.patch.object(sparse_rows, "MAX_BLOCKS", 2)  # so that each takes several queries
     with few_blocks, simulated(mode="random", seed=len(indices)) as target:
-
-        def address(x: np.ndarray[Any, Any] | None) -> int:
-            return 0 if x is None or x.size == 0 else target.memory.map(x)
-
-        def stride(x: np.ndarray[Any, Any] | None) -> int:
-            return 0 if x is None else x.strides[0] // 4
-
-        vectors = (inputs.topk_length, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
-        selection = sparse_rows.SparseSelection(
-            address(indices),
-            *map(address, vectors),
-            (indices.strides[0] // 4, indices.strides[1] // 4),
-            *map(stride, vectors),
-            s_q,
-            s_kv,
-            topk,
-            0 if inputs.cu_seqlens_q is None else len(inputs.cu_seqlens_q) - 1,
-            inputs.case.causal,
-        )
-        kernel = Launch(sparse_rows.SPEC.request(Variant(), "sm_90a"), DEVICE)
-        sparse_rows.launch(kernel, selection, address(rows), address(counts), address(selected), ordered, 0)
+        inputs_of = {name: getattr(inputs, name) for name in NAMES[:4]}
+        views = {name: None if x is None else arrays.NUMPY.view(x, name) for name, x in inputs_of.items()}
+        kv = View(0, (s_kv, 512), (512, 1), "bfloat16", DEVICE)
+        call = Call({**views, "kv": kv}, options=None)
+        counted = "selected" if count_selected else NULL
+        launch = sparse_rows.launch(call, inputs.case.causal, ordered=ordered, selected=counted)
+        written = (*inputs_of.values(), rows, counts, selected)
+        addresses = [0 if x is None or x.size == 0 else target.memory.map(x) for x in written]
+        Prepared([launch], NAMES, Layout({}), fake_gpu(1), 0).enqueue([0, *addresses], 0, 0)
         assert target.launched == ["mla_sparse_rows"]
     return Lists(rows, counts, selected)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 from tests.support.calls import assert_same
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 
@@ -26,7 +26,7 @@ def expected(inputs: SparseInputs, dkv_dtype: str | None = None, **options: Any)
     dq, dkv, d_sink = reference.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.options, **options})
     names = (inputs.case.dtype, dkv_dtype or inputs.case.dtype)
     rounded = [
-        formats.round_to(x, name).astype(formats.numpy_dtype(name)) for x, name in zip((dq, dkv), names, strict=True)
+        dtypes.round_to(x, name).astype(dtypes.numpy_dtype(name)) for x, name in zip((dq, dkv), names, strict=True)
     ]
     return [*rounded, None if d_sink is None else d_sink.astype(np.float32)]
 
@@ -107,11 +107,13 @@ def test_given_arrays_are_written_and_returned(dkv_dtype: str) -> None:
     inputs = make(SMALL)
     s_q, h_q, _ = inputs.q.shape
     whole_dq = np.full((s_q + 1, h_q, 584), 7, inputs.q.dtype)
-    whole_dkv = np.full((2 * 300, 579), 7, formats.numpy_dtype(dkv_dtype))
+    whole_dkv = np.full((2 * 300, 579), 7, dtypes.numpy_dtype(dkv_dtype))
     dq, dkv = whole_dq[:s_q, :, :576], whole_dkv[::2, 1:577]
-    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, dq=dq, dkv=dkv)
-    assert results[0] is dq
-    assert results[1] is dkv
+    sinks = np.full(h_q + 2, 7, np.float32)
+    given = {"dq": dq, "dkv": dkv, "d_sink": sinks[1:-1]}
+    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, **given)
+    assert all(result is target for result, target in zip(results, given.values(), strict=True))
+    assert sinks[[0, -1]].tolist() == [7, 7]
     for result, wanted in zip(results, expected(inputs, dkv_dtype), strict=True):
         assert_same(result, wanted)
     assert (whole_dq[s_q:] == 7).all()
@@ -120,11 +122,11 @@ def test_given_arrays_are_written_and_returned(dkv_dtype: str) -> None:
     assert (whole_dkv[:, [0, 577, 578]] == 7).all()
 
 
-@pytest.mark.parametrize("name", ["dq", "dkv"])
+@pytest.mark.parametrize("name", ["dq", "dkv", "d_sink"])
 def test_only_one_array_given(name: str) -> None:
     inputs = make(SMALL)
     wanted = expected(inputs)
-    i = ("dq", "dkv").index(name)
+    i = ("dq", "dkv", "d_sink").index(name)
     target = np.empty_like(wanted[i])
     results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, **{name: target})
     assert results[i] is target
@@ -138,7 +140,7 @@ def test_a_float32_out_is_taken_as_it_is() -> None:
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
     got = mla_cupy.sparse_mla_backward(*arguments, **inputs.options)
     exact = reference.sparse_mla_backward(*arguments, **inputs.options)
-    assert_same(got[0], formats.round_to(exact[0], "bfloat16").astype(inputs.q.dtype))
+    assert_same(got[0], dtypes.round_to(exact[0], "bfloat16").astype(inputs.q.dtype))
     assert_same(got[2], exact[2].astype(np.float32))
 
 

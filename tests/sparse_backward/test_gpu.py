@@ -71,18 +71,18 @@ ALL = [*HEADS, *TOPK, *MASKS, *RAGGED, *SIZES, *LAYOUTS]
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
-@pytest.mark.parametrize("variant", ALL_KERNELS)
-def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, variant: str) -> None:
-    need(variant, gpu, case)
-    run_and_check(make(case), variant=variant)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str) -> None:
+    need(kernel, gpu, case)
+    run_and_check(make(case), kernel=kernel)
 
 
 @pytest.mark.parametrize("case", ALL[::3], ids=lambda case: case.id)
-@pytest.mark.parametrize("variant", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
 @pytest.mark.parametrize("dkv_dtype", [None, "float32"])
-def test_deterministic_matches_oracle(gpu: DeviceInfo, case: SparseCase, variant: str, dkv_dtype: str | None) -> None:
-    need(variant, gpu, case, deterministic=True)
-    run_and_check(make(case), variant=variant, deterministic=True, dkv_dtype=dkv_dtype)
+def test_deterministic_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str, dkv_dtype: str | None) -> None:
+    need(kernel, gpu, case, deterministic=True)
+    run_and_check(make(case), kernel=kernel, deterministic=True, dkv_dtype=dkv_dtype)
 
 
 @pytest.mark.parametrize(
@@ -103,27 +103,27 @@ def test_any_strides(gpu: DeviceInfo, case: SparseCase, deterministic: bool) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("h_q", [1, 16, 64, 128])
-@pytest.mark.parametrize("variant", ALL_KERNELS)
-def test_tolerance_at_topk_2048(gpu: DeviceInfo, variant: str, h_q: int, d_qk: int, dtype: str) -> None:
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_tolerance_at_topk_2048(gpu: DeviceInfo, kernel: str, h_q: int, d_qk: int, dtype: str) -> None:
     """DeepSeek's number of rows; few enough of them in kv that many queries add to each."""
     case = SparseCase(s_q=12, s_kv=4000, h_q=h_q, topk=2048, d_qk=d_qk, dtype=dtype, invalid=0.02, sink=d_qk == 512)
-    need(variant, gpu, case)
+    need(kernel, gpu, case)
     inputs = make(case)
     for dkv_dtype in (None, "float32"):
-        run_and_check(inputs, variant=variant, dkv_dtype=dkv_dtype)
-    if not reason_against(variant, gpu, case, deterministic=True):
-        run_and_check(inputs, variant=variant, dkv_dtype="float32", deterministic=True)
+        run_and_check(inputs, kernel=kernel, dkv_dtype=dkv_dtype)
+    if not reason_against(kernel, gpu, case, deterministic=True):
+        run_and_check(inputs, kernel=kernel, dkv_dtype="float32", deterministic=True)
 
 
-@pytest.mark.parametrize("variant", ALL_KERNELS)
-def test_the_forward_s_own_results_go_in(gpu: DeviceInfo, variant: str) -> None:
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_the_forward_s_own_results_go_in(gpu: DeviceInfo, kernel: str) -> None:
     """Not the oracle's: what a training step does."""
     case = SparseCase(s_q=20, h_q=64, topk=200, s_kv=500, sink=True, lengths=True)
-    need(variant, gpu, case)
+    need(kernel, gpu, case)
     inputs = make(case)
     (q, kv, _, dout, _, indices), named = uploaded(inputs)
     out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices, **named)
-    got = on_host(mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, **named, variant=variant))
+    got = on_host(mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, **named, kernel=kernel))
     host_out, host_lse = on_host((out, lse))
     given = (inputs.q, inputs.kv, host_out, inputs.dout, host_lse, inputs.indices)
     exact, rounded = (

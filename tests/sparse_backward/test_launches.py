@@ -10,20 +10,25 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, UnsupportedDeviceError, arrays
-from mla_cupy.launchers import choice, sparse_backward_generic, sparse_backward_sequence, sparse_rows
-from mla_cupy.launchers.sparse_backward_config import KERNELS, configure
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy import ArgumentError, UnsupportedDeviceError
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.sparse import rows
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
-from tests.ops.conftest import B200, H200, Recorder
-from tests.support.gradients import reason_against
+from tests.support.gradients import problem_of, reason_against
+from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL
+from tests.support.recorder import B200, H200, Recorder
 from tests.support.sparse_cases import Array, SparseCase, SparseInputs, make
+from tests.support.workspace import assert_laid_out
 
 SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
 GENERIC = "sparse_backward_generic"
-MAIN = tuple(KERNELS)
-BLACKWELL = tuple(name for name in MAIN if "sm100" in name)
+MAIN = tuple(BACKWARD_KERNELS)
 ON_HOPPER = tuple(name for name in MAIN if name not in BLACKWELL)
+
+
+configure = SPARSE_BACKWARD.configure
 
 
 def gpu_of(kernel: str) -> DeviceInfo:
@@ -32,17 +37,12 @@ def gpu_of(kernel: str) -> DeviceInfo:
 
 
 def name_of(kernel: str) -> str:
-    """Of its entry: two main kernels may be builds of one source."""
-    return KERNELS[kernel].SPEC.name
+    """The name of its entry, since two main kernels may be builds of one source."""
+    return BACKWARD_KERNELS[kernel].entry.removeprefix("mla_")
 
 
 def backward(inputs: SparseInputs, **options: Any) -> tuple[Any, Any, Any]:
     return mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.options, **options})
-
-
-def problem_of(case: SparseCase, **options: Any) -> SparseBackwardProblem:
-    sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
-    return SparseBackwardProblem(*sizes, **options)
 
 
 def records(recorder: Recorder, entry: str) -> list[Any]:
@@ -52,9 +52,9 @@ def records(recorder: Recorder, entry: str) -> list[Any]:
 @pytest.mark.parametrize("kernel", MAIN)
 def test_the_order_of_the_kernels(recorder: Recorder, kernel: str) -> None:
     recorder.gpu = gpu_of(kernel)
-    backward(make(SparseCase(h_q=100)), variant=kernel)
-    assert recorder.entries == ["sparse_rows", "sparse_delta", name_of(kernel), "sparse_dkv"]
-    assert records(recorder, "sparse_dkv")[0]["order"] == KERNELS[kernel].DKV_ORDER
+    backward(make(SparseCase(h_q=100)), kernel=kernel)
+    assert recorder.entries == ["sparse_rows", "sparse_backward_delta", name_of(kernel), "sparse_backward_dkv"]
+    assert records(recorder, "sparse_backward_dkv")[0]["order"] == BACKWARD_KERNELS[kernel].dkv_order
 
 
 @pytest.mark.parametrize("kernel", MAIN)
@@ -63,29 +63,35 @@ def test_the_order_of_the_kernels_of_a_deterministic_call(recorder: Recorder, ke
     recorder.gpu = gpu_of(kernel)
     if reason_against(kernel, recorder.gpu, case, deterministic=True):
         with pytest.raises(UnsupportedDeviceError, match=kernel):
-            backward(make(case), variant=kernel, deterministic=True)
+            backward(make(case), kernel=kernel, deterministic=True)
         assert recorder.launches == []
         return
-    backward(make(case), variant=kernel, deterministic=True)
-    before = ["sparse_rows", "sparse_delta", "sparse_norms", "sparse_bounds", "sparse_rounders"]
-    assert recorder.entries == [*before, name_of(kernel), "sparse_dkv", "sparse_sink"]
-    (rounders,), (main,) = records(recorder, "sparse_rounders"), records(recorder, name_of(kernel))
-    assert rounders["rounders"] == main["rounders"]
-    assert rounders["additions"] == math.ceil(100 / KERNELS[kernel].HEADS_PER_ADDITION)
-    assert [record["levels"] for record in records(recorder, "sparse_dkv")] == [6]
+    backward(make(case), kernel=kernel, deterministic=True)
+    before = [
+        "sparse_rows",
+        "sparse_backward_delta",
+        "sparse_backward_norms",
+        "sparse_backward_bounds",
+        "sparse_backward_bins",
+    ]
+    assert recorder.entries == [*before, name_of(kernel), "sparse_backward_dkv", "sparse_backward_sink"]
+    (bins,), (main,) = records(recorder, "sparse_backward_bins"), records(recorder, name_of(kernel))
+    assert bins["extractors"] == main["extractors"]
+    assert bins["additions"] == math.ceil(100 / BACKWARD_KERNELS[kernel].heads_per_addition)
+    assert [record["num_bins"] for record in records(recorder, "sparse_backward_dkv")] == [6]
 
 
 @pytest.mark.parametrize("strides", ["padded", "odd", "dense"])
 def test_the_main_kernel_gets_the_arrays(recorder: Recorder, strides: Any) -> None:
     inputs = make(SparseCase(topk=70, strides=strides, head_axis=True))
-    dq, _, _ = backward(inputs, scale=0.5, variant=GENERIC)
+    dq, _, _ = backward(inputs, scale=0.5, kernel=GENERIC)
     (record,) = records(recorder, GENERIC)
     for name, x in (("q", inputs.q), ("kv", inputs.kv), ("dout", inputs.dout), ("dq", dq)):
         assert record[name] == x.ctypes.data
         assert record[f"{name}_stride_s_elems"] == x.strides[0] // 2
         if name != "kv":
             assert record[f"{name}_stride_h_elems"] == x.strides[1] // 2
-    sizes = {"s_q": 7, "s_kv": 300, "h_q": 16, "rows_stride_elems": 128, "rounders": 0, "scale": 0.5}
+    sizes = {"s_q": 7, "s_kv": 300, "h_q": 16, "rows_stride_elems": 128, "extractors": 0, "scale": 0.5}
     assert {name: record[name] for name in sizes} == sizes
     assert record["scale_log2"] == np.float32(0.5 * math.log2(math.e))
     first, delta = recorder.launches[0].params, recorder.launches[1].params
@@ -101,7 +107,7 @@ def test_statistics_are_made_of_the_caller_s_arrays(recorder: Recorder, dtype: s
     out = inputs.out if not is_fp32 else inputs.exact[0].astype(np.float32)
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
     results = mla_cupy.sparse_mla_backward(*arguments, **inputs.options, lse_base="2" if is_fp32 else "e")
-    (record,) = records(recorder, "sparse_delta")
+    (record,) = records(recorder, "sparse_backward_delta")
     for name, x in {"out": out, "dout": inputs.dout, "lse": inputs.lse, "attn_sink": inputs.attn_sink}.items():
         assert record[name] == x.ctypes.data
     for name, x in {"out": out, "dout": inputs.dout, "lse": inputs.lse}.items():
@@ -109,7 +115,7 @@ def test_statistics_are_made_of_the_caller_s_arrays(recorder: Recorder, dtype: s
         assert record[f"{name}_stride_h_elems"] == x.strides[1] // x.itemsize
     assert record["out_is_fp32"] == is_fp32
     assert record["lse_to_log2"] == np.float32(1 if is_fp32 else math.log2(math.e))
-    (sink,) = records(recorder, "sparse_sink")
+    (sink,) = records(recorder, "sparse_backward_sink")
     assert (sink["sink_sums"], sink["d_sink"]) == (record["sink_sums"], results[2].ctypes.data)
     assert (sink["spans"], sink["h_q"]) == (1, 16)
 
@@ -120,11 +126,11 @@ def test_dkv_goes_where_it_is_to_go(recorder: Recorder, dkv_dtype: str) -> None:
     _, dkv, d_sink = backward(inputs, dkv_dtype=dkv_dtype)
     assert dkv.shape == inputs.kv.shape == (300, 1, 576)
     assert d_sink is None
-    (record,) = records(recorder, "sparse_dkv")
-    wanted = {"dkv": dkv.ctypes.data, "dkv_stride_s_elems": 576, "s_kv": 300, "d_qk": 576, "levels": 1}
+    (record,) = records(recorder, "sparse_backward_dkv")
+    wanted = {"dkv": dkv.ctypes.data, "dkv_stride_s_elems": 576, "s_kv": 300, "d_qk": 576, "num_bins": 1}
     assert {name: record[name] for name in wanted} == wanted
     assert record["dkv_is_fp32"] == (dkv_dtype == "float32")
-    assert record["order"] == KERNELS[recorder.entries[2]].DKV_ORDER
+    assert record["order"] == BACKWARD_KERNELS[recorder.entries[2]].dkv_order
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -134,15 +140,15 @@ def test_memory(recorder: Recorder, deterministic: bool) -> None:
     backward(inputs, deterministic=deterministic, stream=77)
     *results, workspace = recorder.allocations
     assert results == [(7, 16, 576), (300, 576), (16,)]
-    problem = problem_of(inputs.case, has_sink=True, deterministic=deterministic)
-    kernels = sparse_backward_sequence.sequence(problem, arrays.HOST)
-    assert workspace == (kernels.workspace_bytes,)
-    space = kernels.config.workspace
-    base = recorder.launches[0].params["rows"] - space.rows
-    assert recorder.memsets == [(base + space.zeroed, 0, space.nbytes - space.zeroed, 77)]
+    config = configure(problem_of(inputs.case, deterministic=deterministic), H200)
+    space = SPARSE_BACKWARD.workspace(config)
+    assert workspace == (space.nbytes,)
+    base = recorder.launches[0].params["rows"] - space.offsets["rows"]
+    zeroed = space.offsets["selected"]
+    assert recorder.memsets == [(base + zeroed, 0, space.nbytes - zeroed, 77)]
     assert {launch.stream for launch in recorder.launches} == {77}
     (record,) = records(recorder, "sparse_rows")
-    assert record["selected"] == (base + space.selected if deterministic else 0)
+    assert record["selected"] == (base + space.offsets["selected"] if deterministic else 0)
     recorder.allocations.clear()
     backward(
         inputs, deterministic=deterministic, dq=np.empty((7, 16, 576), inputs.q.dtype), dkv=np.empty_like(inputs.kv)
@@ -160,8 +166,8 @@ def test_no_grid_is_empty(recorder: Recorder, case: SparseCase, deterministic: b
     backward(make(case), deterministic=deterministic)
     assert recorder.launches
     assert all(min(launch.grid) > 0 for launch in recorder.launches)
-    assert ("sparse_dkv" in recorder.entries) == (case.s_kv > 0)
-    assert recorder.entries[-1] == "sparse_sink"
+    assert ("sparse_backward_dkv" in recorder.entries) == (case.s_kv > 0)
+    assert recorder.entries[-1] == "sparse_backward_sink"
 
 
 # ---- The pure part ---------------------------------------------------------------------------------------------
@@ -172,26 +178,22 @@ def test_no_grid_is_empty(recorder: Recorder, case: SparseCase, deterministic: b
 def test_workspace_is_aligned_and_does_not_overlap(sizes: tuple[int, ...], deterministic: bool) -> None:
     s_q, s_kv, h_q, topk = sizes
     problem = SparseBackwardProblem(s_q, s_kv, h_q, topk, 576, "bfloat16", has_sink=True, deterministic=deterministic)
-    space = configure(problem, H200).workspace
+    space = SPARSE_BACKWARD.workspace(configure(problem, H200))
     per_row = 4 * s_kv if deterministic else 0
     needs = {
-        "rows": 4 * s_q * sparse_rows.rows_stride(topk),
+        "rows": 4 * s_q * rows.rows_stride(topk),
         "counts": 4 * s_q,
         "lse2": 4 * s_q * h_q,
         "delta": 4 * s_q * h_q,
         "sink_sums": 4 * -(-s_q // 8) * h_q,
         "norms": per_row,
-        "rounders": 4 * (s_kv + 1) if deterministic else 0,
-        "zeroed": 0,
+        "extractors": 4 * (s_kv + 1) if deterministic else 0,
         "selected": per_row,
         "largest": 4 if deterministic else 0,
         "progress": 8,
         "sums": 4 * s_kv * 576 * (6 if deterministic else 1),
     }
-    assert tuple(needs) == space._fields[:-1]
-    for begin, end, size in zip(space, space[1:], needs.values(), strict=False):
-        assert begin % 256 == 0
-        assert end - begin >= size
+    assert_laid_out(space, needs)
 
 
 def test_lists_are_sorted_once_the_sums_do_not_fit_in_l2() -> None:
@@ -219,20 +221,20 @@ def test_additions_cover_the_heads(kernel: str) -> None:
     for h_q in taken:
         problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16")
         config = configure(problem, gpu, kernel)
-        assert config.additions == math.ceil(h_q / KERNELS[kernel].HEADS_PER_ADDITION)
+        assert config.kernel.additions(problem) == math.ceil(h_q / BACKWARD_KERNELS[kernel].heads_per_addition)
 
 
 def test_the_generic_grid_covers_queries_and_heads() -> None:
     for s_q, h_q in ((1, 1), (3, 8), (5, 9), (4096, 128)):
-        grid = sparse_backward_generic.geometry(SparseBackwardProblem(s_q, 9, h_q, 1, 512, "float16"), H200)
-        assert grid == (s_q * math.ceil(h_q / 8), 1, 1)
+        config = configure(SparseBackwardProblem(s_q, 9, h_q, 1, 512, "float16"), H200, GENERIC)
+        assert config.grid == (s_q * math.ceil(h_q / 8), 1, 1)
 
 
 @pytest.mark.parametrize(("cc", "aligned"), [((7, 5), True), ((8, 0), True), ((9, 0), False), ((10, 0), False)])
 def test_the_generic_kernel_takes_what_no_other_can(cc: tuple[int, int], aligned: bool) -> None:
     gpu = dataclasses.replace(H200, name=f"a fake {cc}", cc=cc)
     problem = SparseBackwardProblem(5, 300, 16, 64, 576, "bfloat16", aligned=aligned)
-    assert configure(problem, gpu).kernel == GENERIC
+    assert configure(problem, gpu).kernel.name == GENERIC
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -240,15 +242,16 @@ def test_the_generic_kernel_takes_what_no_other_can(cc: tuple[int, int], aligned
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
 def test_the_fastest_kernel_that_fits_is_the_default(gpu: DeviceInfo, h_q: int, deterministic: bool) -> None:
     problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16", deterministic=deterministic)
-    fits = [name for name in MAIN if not reason_against(name, gpu, SparseCase(h_q=h_q), deterministic)]
-    assert configure(problem, gpu).kernel == fits[0]
+    default = [name for name in MAIN if not BACKWARD_KERNELS[name].on_request]
+    fits = [name for name in default if not reason_against(name, gpu, SparseCase(h_q=h_q), deterministic)]
+    assert configure(problem, gpu).kernel.name == fits[0]
     assert fits[0] in (BLACKWELL if gpu is B200 else ON_HOPPER)
     assert fits[0] != GENERIC
 
 
 def test_the_reason_for_the_plain_kernel_is_one_that_can_be_mended(caplog: pytest.LogCaptureFixture) -> None:
     """Not that other GPUs have other kernels."""
-    choice.say_slow.cache_clear()
+    choice._say_slow.cache_clear()
     for gpu in (H200, B200):
         caplog.clear()
         configure(SparseBackwardProblem(5, 300, 16, 64, 576, "bfloat16", aligned=False), gpu)
@@ -258,10 +261,10 @@ def test_the_reason_for_the_plain_kernel_is_one_that_can_be_mended(caplog: pytes
 @pytest.mark.parametrize("kernel", BLACKWELL)
 @pytest.mark.parametrize("d_qk", [512, 576])
 def test_tensor_maps(recorder: Recorder, kernel: str, d_qk: int) -> None:
-    """Of kv single rows, which are gathered; of q, dout and dq boxes of 64 heads; with the strides of the arrays."""
+    """Single rows of kv, which are gathered; boxes of 64 heads of q, dout and dq; with the strides of the arrays."""
     recorder.gpu = B200
     inputs = make(SparseCase(h_q=100, d_qk=d_qk))
-    dq, _, _ = backward(inputs, variant=kernel)
+    dq, _, _ = backward(inputs, kernel=kernel)
     (launch,) = [launch for launch in recorder.launches if launch.entry == f"mla_{name_of(kernel)}"]
     assert launch.grid == (7 * 2, 1, 1)
     assert [int.from_bytes(encoded, "little") for encoded in launch.more] == [1, 2, 3, 4]
@@ -290,7 +293,7 @@ def test_tensor_maps_of_axes_of_size_one_and_of_nothing(recorder: Recorder, kern
         recorder.maps.clear()
         inputs = make(case)
         q, kv = (backwards(x) if x.shape[0] == 1 else x for x in (inputs.q, inputs.kv))
-        mla_cupy.sparse_mla_backward(q, kv, *inputs.backward_arguments[2:], variant=kernel)
+        mla_cupy.sparse_mla_backward(q, kv, *inputs.backward_arguments[2:], kernel=kernel)
         assert len(recorder.maps) == 4
         for spec in recorder.maps:
             spec.validate()

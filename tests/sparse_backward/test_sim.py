@@ -13,20 +13,23 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.launchers import sparse_dkv, sparse_rounders
-from mla_cupy.launchers.sparse_backward_config import KERNELS
-from mla_cupy.launchers.sparse_problem import DKV_ORDER_SM90, DKV_ORDER_SM100
-from mla_cupy.launchers.spec import DtypeVariant, Launch, Variant
+from mla_cupy.arrays import View
+from mla_cupy.kernels.pipeline import Call, Launch, Layout, Prepared
+from mla_cupy.kernels.sparse_backward import bins
+from mla_cupy.kernels.sparse_backward import dkv as sparse_dkv
+from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime import sources
 from tests.support.gradients import check_gradients, reason_against
-from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL, on_hopper
+from tests.support.sim_driver import DEVICE, SimDriver, fake_gpu, simulated
 from tests.support.sparse_cases import SparseCase, SparseInputs, lower_scores, make
 
-HOPPER = tuple(name for name in KERNELS if "sm90" in name)
-BLACKWELL = tuple(name for name in KERNELS if "sm100" in name)
+HOPPER = on_hopper(BACKWARD_KERNELS)
 GENERIC = "sparse_backward_generic"
 ALL = (GENERIC, *HOPPER, *BLACKWELL)
-DETERMINISTIC = tuple(name for name in KERNELS if any(variant.deterministic for variant in KERNELS[name].SPEC.variants))
+DETERMINISTIC = tuple(
+    name for name, kernel in BACKWARD_KERNELS.items() if any(build.deterministic for build in kernel.variants)
+)
 #: (mode of completion, seed)
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
@@ -44,7 +47,7 @@ CASES = [
 ]
 
 
-#: Of more heads than the generic kernel should be simulated with, unless all are.
+#: Cases with too many heads to simulate the generic kernel with, except in a full run.
 WIDE = [
     SparseCase(s_q=3, s_kv=90, h_q=128, topk=70, lengths=True, sink=True),
     SparseCase(s_q=4, s_kv=200, h_q=65, topk=130, causal=True, d_qk=512, dtype="float16"),
@@ -88,8 +91,8 @@ def run(
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     with simulated(2, cc or cc_of(kernel), *mode) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel, **options)
-    assert KERNELS[kernel].SPEC.entry in target.launched
+        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel, **options)
+    assert BACKWARD_KERNELS[kernel].entry in target.launched
     return got
 
 
@@ -109,8 +112,8 @@ def test_lists_that_are_sorted(kernel: str, sm_count: int) -> None:
     """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
     inputs = make(with_heads(kernel, SparseCase(s_q=5, s_kv=300, h_q=2, topk=100)))
     with simulated(sm_count, cc_of(kernel), mode="random", seed=5, l2_bytes=1 << 10) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel)
-    assert KERNELS[kernel].SPEC.entry in target.launched
+        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
+    assert BACKWARD_KERNELS[kernel].entry in target.launched
     check_gradients(got, inputs)
 
 
@@ -121,7 +124,7 @@ def test_generic_kernel_on_an_older_gpu(strides: Any) -> None:
 
 
 def test_float32_gradient_of_kv() -> None:
-    """Added to what is there by nobody: the array given is overwritten, whatever lies between its rows stays."""
+    """Never added to: the array given is overwritten, and what lies between its rows stays."""
     inputs = make(SparseCase(s_q=2, s_kv=50, h_q=2, topk=20))
     whole = np.full((50, 600), 7, np.float32)
     dkv = whole[:, 5:581]
@@ -140,7 +143,7 @@ def test_base_two_and_a_scale(kernel: str) -> None:
     exact = reference.sparse_mla_backward(*arguments, **inputs.options, scale=0.02, lse_base="2")
     with simulated(cc=cc_of(kernel)):
         got = mla_cupy.sparse_mla_backward(
-            *arguments, **inputs.options, scale=0.02, lse_base="2", variant=kernel, dkv_dtype="float32"
+            *arguments, **inputs.options, scale=0.02, lse_base="2", kernel=kernel, dkv_dtype="float32"
         )
     for x, y in zip(got, exact, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=1e-2 * np.abs(y).max())
@@ -148,7 +151,7 @@ def test_base_two_and_a_scale(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", DETERMINISTIC)
 def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
-    """In whatever order the additions come, which the modes change; and near those of plain additions."""
+    """In every order of the additions, which the modes change; and close to the sums of plain additions."""
     inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=20, h_q=9, topk=24, sink=True)))
     once, again = (
         run(inputs, kernel, mode, deterministic=True, dkv_dtype="float32") for mode in (("late", 0), ("random", 7))
@@ -197,7 +200,7 @@ def test_nan_reaches_the_rows_of_its_query_and_no_others(kernel: str, determinis
 
 @pytest.mark.parametrize("kernel", ALL)
 def test_queries_without_a_gradient(kernel: str) -> None:
-    """An infinite lse means that there is none, whatever stands in out and dout."""
+    """An infinite lse means that there is none, whatever out and dout contain."""
     inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=90, h_q=3, topk=12, invalid=0.0)))
     inputs.lse[0, 1], inputs.lse[2] = np.inf, -np.inf
     inputs.dout[2], inputs.out[2] = np.nan, np.nan
@@ -211,7 +214,7 @@ def test_queries_without_a_gradient(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", ALL)
 def test_scores_so_low_that_their_exponents_overflow(kernel: str) -> None:
-    """Of keys that are not there, nothing may come out of exp(0 - lse)."""
+    """exp(0 - lse) of keys past the end must not contribute."""
     inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=90, h_q=3, topk=41, invalid=0.0)))
     lower_scores(inputs)
     check_gradients(run(inputs, kernel), inputs)
@@ -231,44 +234,49 @@ def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None
         assert (x == 0).all()
 
 
+def launch(target: SimDriver, step: Launch, **arrays: Any) -> None:
+    """One launch alone, on arrays by the names of its record."""
+    prepared = Prepared([step], tuple(arrays), Layout({}), fake_gpu(1), 0)
+    prepared.enqueue([0, *(target.memory.map(x) for x in arrays.values())], 0, 0)
+
+
 @pytest.mark.parametrize("d_qk", [512, 576])
-@pytest.mark.parametrize("levels", [1, 6])
+@pytest.mark.parametrize("num_bins", [1, 6])
 @pytest.mark.parametrize(
-    ("order", "function"), [(DKV_ORDER_SM90, "dkv_position"), (DKV_ORDER_SM100, "dkv_position_sm100")]
+    ("order", "function"), [(DkvOrder.SM90, "dkv_position"), (DkvOrder.SM100, "dkv_position_sm100")]
 )
-def test_dims_come_back_into_their_order(d_qk: int, levels: int, order: int, function: str) -> None:
-    """From the order that a main kernel adds them up in, as the header has it; the levels are added up."""
-    header = sources.gather("attention/sparse_params.cuh")["attention/sparse_params.cuh"].decode()
+def test_dims_come_back_into_their_order(d_qk: int, num_bins: int, order: DkvOrder, function: str) -> None:
+    """From the order that a main kernel adds them up in, as the header has it; the bins are added up."""
+    header = sources.gather("sparse_backward/params.cuh")["sparse_backward/params.cuh"].decode()
     (formula,) = re.findall(rf"i32 {function}\(i32 dim\) \{{\s*return (.*?);\s*\}}", header, re.DOTALL)
     # C's choice is Python's, the other way round.
     formula = re.sub(r"^(.*?) \? (.*?) : (.*)$", r"(\2) if (\1) else (\3)", " ".join(formula.split()))
     position = np.array([eval(formula.replace("/", "//"), {"dim": dim}) for dim in range(d_qk)])
     assert sorted(position) == list(range(d_qk))
     rows = 11
-    wanted = np.random.default_rng(0).integers(-(2**18), 2**18, (levels, rows, d_qk)).astype(np.float32)
+    wanted = np.random.default_rng(0).integers(-(2**18), 2**18, (num_bins, rows, d_qk)).astype(np.float32)
     sums = np.empty_like(wanted)
     sums[..., position] = wanted
     dkv = np.full((rows, d_qk + 3), 7, np.float32)
     with simulated() as target:
-        addresses = (target.memory.map(sums), target.memory.map(dkv))
-        launch = Launch(sparse_dkv.SPEC.request(DtypeVariant("bfloat16"), "sm_90a"), 0)
-        sparse_dkv.launch(launch, *addresses, d_qk + 3, (rows, d_qk, levels), (order, True), 0)
+        problem = SparseBackwardProblem(1, rows, 1, 1, d_qk, "bfloat16")
+        call = Call({"dkv": View(0, (rows, d_qk), (d_qk + 3, 1), "float32", DEVICE)}, options=None)
+        launch(target, sparse_dkv.launch(problem, call, num_bins, order), sums=sums, dkv=dkv)
     np.testing.assert_array_equal(dkv[:, :d_qk], wanted.sum(axis=0))
     assert (dkv[:, d_qk:] == 7).all()
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-30, 0.7, 1.0, 3.0, 8.0, 1e6, 1e27, 3e38])
-def test_rounders_leave_room_for_all_numbers(largest: float) -> None:
+def test_bins_leave_room_for_all_numbers(largest: float) -> None:
     """And for no more than that; their bound is a power of two."""
     selected = np.array([0, 1, 2, 3, 1000, 2**20, 2**24, 2**30], np.uint32)
-    rounders = np.zeros(9, np.float32)
+    extractors = np.zeros(9, np.float32)
     with simulated() as target:
-        launch = Launch(sparse_rounders.SPEC.request(Variant(), "sm_90a"), 0)
-        arrays = (selected, np.array([largest], np.float32), rounders)
-        sparse_rounders.launch(launch, *(target.memory.map(x) for x in arrays), 8, 3, 0)
+        step = bins.launch(SparseBackwardProblem(1, 8, 1, 1, 576, "bfloat16"), additions=3)
+        launch(target, step, selected=selected, largest=np.array([largest], np.float32), extractors=extractors)
     exponent = np.clip(np.ceil(np.log2(np.float64(np.float32(largest)))) if largest else -80, -80, 90)
-    assert rounders[8] == 2.0**exponent
-    mantissa, exponents = np.frexp(rounders[:8])
+    assert extractors[8] == 2.0**exponent
+    mantissa, exponents = np.frexp(extractors[:8])
     assert (mantissa == 0.75).all()
     quanta = 2.0 ** (exponent - (exponents - 1.0 - 23))  # in the bound
     most = 3 * np.maximum(selected, 1 / 3).astype(np.float64)
@@ -283,13 +291,13 @@ def test_exact_additions_in_any_order() -> None:
     bound, bits = np.float32(8), 23 - 12
     rounder = np.float32(1.5 * 2.0**23 * bound / 2.0**bits)
     steps = (bound.view(np.int32) - np.abs(numbers).view(np.int32)) >> 25
-    levels = np.clip(steps, 0, sparse_rounders.LEVELS - 1)
+    levels = np.clip(steps, 0, bins.NUM_BINS - 1)
     by = rounder / np.float32(16) ** levels.astype(np.float32)
     rounded = (numbers + by) - by
     found = set()
     for _ in range(20):
         order = rng.permutation(3000)
-        sums = np.zeros(sparse_rounders.LEVELS, np.float32)
+        sums = np.zeros(bins.NUM_BINS, np.float32)
         for level, number in zip(levels[order], rounded[order], strict=True):
             sums[level] += number
         found.add(sums.tobytes())

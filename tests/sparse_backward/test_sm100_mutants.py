@@ -1,29 +1,28 @@
 """Bugs planted in the Blackwell kernels of the sparse backward: each must show, the kernels as they are must not.
 
 A mutant is caught by an error of the simulator (a race, poison, a deadlock, a broken rule of the instruction set) or by
-a gradient that is wrong, in at least one mode. Not every mode can see every bug: a read that comes too early is right
+a gradient that is wrong, in at least one mode. Not every mode can see every bug: a read that comes too early is correct
 as long as the write is early, too.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import ptxsim
 import pytest
 
 import mla_cupy
+import ptxsim
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import kernels, sources
+from tests.support import mutants
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
 from tests.support.sparse_cases import SparseCase, lower_scores, make
 
-ROLES = "attention/sparse_backward_sm100.cuh"
-SUMS = "sm100/sparse_backward.cu"
-SCORES = "sm100/sparse_backward_ws.cu"
+ROLES = "sparse_backward/sm100.cuh"
+SUMS = "sparse_backward/sm100.cu"
+SCORES = "sparse_backward/sm100_ws.cu"
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 #: Three tiles of keys, the last one short; the heads fill the block.
 CASE = SparseCase(s_q=2, s_kv=150, h_q=64, topk=75, invalid=0.0, sink=True)
@@ -31,13 +30,9 @@ KERNELS_OF = {SUMS: ("sparse_backward_sm100",), SCORES: ("sparse_backward_sm100_
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """What is replaced where; `kernel` runs."""
+class Mutant(mutants.Mutant):
+    """`kernel` runs; with `low_scores` what is behind a list's end would outweigh it."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     kernel: str = "sparse_backward_sm100"
     low_scores: bool = False
 
@@ -66,8 +61,8 @@ MUTANTS = [
     Mutant(
         "dKV committed before its last product",
         ROLES,
-        "Plan::issue_dk(s, tmem, t, head_steps);\n    tcgen05_commit(s.dkv_full[t % Plan::kSlots]);",
-        "tcgen05_commit(s.dkv_full[t % Plan::kSlots]);\n    Plan::issue_dk(s, tmem, t, head_steps);",
+        "Plan::issue_dk(s, tmem, t, head_steps);\n    tcgen05_commit(s.dkv_full[t % Plan::kStages]);",
+        "tcgen05_commit(s.dkv_full[t % Plan::kStages]);\n    Plan::issue_dk(s, tmem, t, head_steps);",
     ),
     Mutant("no commit of the RoPE dims", ROLES, "tcgen05_commit(s.rope_full);", ""),
     Mutant(
@@ -95,8 +90,8 @@ MUTANTS = [
     Mutant(
         "dP over S",
         SUMS,
-        "issue_scores<kSlabsV>(tmem.lane(kUpperLanes).column(kColumnScores)",
-        "issue_scores<kSlabsV>(tmem.column(kColumnScores)",
+        "issue_scores<kSwTilesV>(tmem.lane(kUpperLanes).column(kColumnScores)",
+        "issue_scores<kSwTilesV>(tmem.column(kColumnScores)",
     ),
     Mutant(
         "RoPE sums in the same half",
@@ -107,7 +102,7 @@ MUTANTS = [
     Mutant(
         "two tiles of dKV in one place",
         SUMS,
-        "tmem.column(kColumnDkv + t % kSlots * kTileKeys)",
+        "tmem.column(kColumnDkv + t % kStages * kTileKeys)",
         "tmem.column(kColumnDkv + t / 2 * kTileKeys)",
     ),
     Mutant(
@@ -126,7 +121,7 @@ MUTANTS = [
         "mbarrier_wait(barrier, parity);",
     ),
     Mutant(
-        "no before_thread_sync of the drain",
+        "no before_thread_sync of the epilogue",
         ROLES,
         "    tcgen05_fence_before_thread_sync();\n    release(free, thread);",
         "    release(free, thread);",
@@ -159,31 +154,34 @@ MUTANTS = [
         ROLES,
         "        Plan::issue_dq(s, tmem, stage, tile > 0, "
         "[&](i32 group) { tcgen05_commit(s.k_empty[stage][group]); });",
-        "        for (i32 group = 0; group < kGroups; ++group) tcgen05_commit(s.k_empty[stage][group]);\n"
+        "        for (i32 group = 0; group < C::kGroups; ++group) tcgen05_commit(s.k_empty[stage][group]);\n"
         "        Plan::issue_dq(s, tmem, stage, tile > 0, [&](i32 group) {});",
     ),
     Mutant(
-        "slabs of K released one pair early",
+        "SW128 tiles of K released one pair early",
         SUMS,
         "done(t);",
         "if (t == 0) done(0);\n            if (t + 1 < kDimTiles) done(t + 1);",
     ),
-    Mutant("RoPE slab of K never released", SUMS, "done(kRopeGroup);", ""),
+    Mutant("RoPE tile of K never released", SUMS, "done(kRopeGroup);", ""),
     Mutant(
-        "later slabs of K not waited for", ROLES, "if (slab % kGroupSlabs == 0) tmem_wait", "if (slab == 0) tmem_wait"
+        "later tiles of K not waited for",
+        ROLES,
+        "if (sw_tile % kGroupSwTiles == 0) tmem_wait",
+        "if (sw_tile == 0) tmem_wait",
     ),
     Mutant("gather does not wait", ROLES, "mbarrier_wait(s.k_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant(
-        "K counted without one slab",
+        "K counted without one SW128 tile",
         ROLES,
-        "mbarrier_arrive_expect_tx(full, slabs * kKeySlabBytes);",
-        "mbarrier_arrive_expect_tx(full, kKeySlabBytes);",
+        "mbarrier_arrive_expect_tx(full, sw_tiles * C::kKeySwTileBytes);",
+        "mbarrier_arrive_expect_tx(full, C::kKeySwTileBytes);",
     ),
     Mutant(
         "gathered rows of the next lane",
         ROLES,
-        "slab * kKeySlabBytes + lane * kGatherBytes",
-        "slab * kKeySlabBytes + (lane ^ 1) * kGatherBytes",
+        "sw_tile * C::kKeySwTileBytes + lane * kGatherBytes",
+        "sw_tile * C::kKeySwTileBytes + (lane ^ 1) * kGatherBytes",
     ),
     Mutant(
         "P without a proxy fence",
@@ -218,15 +216,15 @@ MUTANTS = [
     Mutant(
         "P's swizzle forgotten",
         SUMS,
-        "stmatrix_x4_trans(smem_addr(slab) + panel_offset(row, chunk), words);",
-        "stmatrix_x4_trans(smem_addr(slab) + row * 128 + chunk * 16, words);",
+        "stmatrix_x4_trans(smem_addr(sw_tile) + sw128_offset(row, chunk), words);",
+        "stmatrix_x4_trans(smem_addr(sw_tile) + row * 128 + chunk * 16, words);",
     ),
     # Descriptors
     Mutant(
-        "slab stride of Q for K",
+        "SW128 tile stride of Q for K",
         SUMS,
-        "mn_major_matrix(smem_addr(keys), kKeySlabBytes)",
-        "mn_major_matrix(smem_addr(keys), kPanelBytes)",
+        "mn_major_matrix(smem_addr(keys), C::kKeySwTileBytes)",
+        "mn_major_matrix(smem_addr(keys), kSw128Bytes)",
     ),
     Mutant(
         "K-major read of an MN-major operand",
@@ -253,35 +251,40 @@ MUTANTS = [
         "mbarrier_init(barrier, kWarpgroupWarps);",
         "mbarrier_init(barrier, kWarpgroupWarps - 1);",
     ),
-    Mutant("RoPE freed by one group", ROLES, "kDrainGroups * kWarpgroupWarps", "kWarpgroupWarps"),
+    Mutant("RoPE freed by one group", ROLES, "kEpilogueGroups * kWarpgroupWarps", "kWarpgroupWarps"),
     Mutant("no fence of the barriers' init", ROLES, "    fence_mbarrier_init();\n", ""),
     Mutant(
-        "dKV of the last tile not waited for", ROLES, "tmem_wait(s.dkv_free[t % Plan::kSlots], (uses", "(void)((uses"
+        "dKV of the last tile not waited for", ROLES, "tmem_wait(s.dkv_free[t % Plan::kStages], (uses", "(void)((uses"
     ),
-    Mutant("drain one phase behind", ROLES, "uses<Plan>(tile, t) & 1);\n            drain", "1);\n            drain"),
+    Mutant(
+        "epilogue one phase behind",
+        ROLES,
+        "uses<Plan>(tile, t) & 1);\n            dkv_store",
+        "1);\n            dkv_store",
+    ),
     # Numbers
     Mutant(
         "keys behind the end count",
         SUMS,
-        "return 8 * (i / 4) + fragment_column(thread) + (i & 1);",
+        "return fragment_column(thread, i);",
         "return -1;",
         low_scores=True,
     ),
     Mutant("dS of the wrong head's delta", SUMS, "delta_of[fragment_half(i)]", "delta_of[1 - fragment_half(i)]"),
-    Mutant("drain adds to the next row", SUMS, "rows[i + 1] = pair.y;", "rows[i + 1] = pair.x;"),
+    Mutant("epilogue adds to the next row", SUMS, "rows[i + 1] = pair.y;", "rows[i + 1] = pair.x;"),
     Mutant("RoPE rows of the other group", SUMS, "const i32 row = group ?", "const i32 row = !group ?"),
     # The other tile size, whose places of dKV are used twice a tile
     Mutant(
         "second turn does not wait",
         ROLES,
-        "tmem_wait(s.dkv_free[t % Plan::kSlots], (uses<Plan>(tile, t) & 1) ^ 1);",
-        "if (t < Plan::kSlots) tmem_wait(s.dkv_free[t % Plan::kSlots], (uses<Plan>(tile, t) & 1) ^ 1);",
+        "tmem_wait(s.dkv_free[t % Plan::kStages], (uses<Plan>(tile, t) & 1) ^ 1);",
+        "if (t < Plan::kStages) tmem_wait(s.dkv_free[t % Plan::kStages], (uses<Plan>(tile, t) & 1) ^ 1);",
         KEYS64,
     ),
     Mutant(
         "uses counted by tile",
         ROLES,
-        "return tile * (Plan::kTiles / Plan::kSlots) + t / Plan::kSlots;",
+        "return tile * (Plan::kTiles / Plan::kStages) + t / Plan::kStages;",
         "return tile;",
         KEYS64,
     ),
@@ -320,19 +323,11 @@ MUTANTS = [
     Mutant(
         "stride of Q in dKV",
         SCORES,
-        "mn_major_matrix(smem_addr(dims), kPanelBytes)",
-        "mn_major_matrix(smem_addr(dims), kKeySlabBytes)",
+        "mn_major_matrix(smem_addr(dims), kSw128Bytes)",
+        "mn_major_matrix(smem_addr(dims), C::kKeySwTileBytes)",
         WS,
     ),
 ]
-
-
-def plant(mutant: Mutant, root: Path) -> None:
-    """A copy of the sources with the bug in it."""
-    shutil.copytree(sources.source_root(), root)
-    text = (root / mutant.file).read_text()
-    assert text.count(mutant.old) >= 1, f"the text of {mutant.name!r} is no longer in {mutant.file}"
-    (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
 
 
 def verdict(kernel: str, mode: tuple[str, int], low_scores: bool = False) -> str:
@@ -342,7 +337,7 @@ def verdict(kernel: str, mode: tuple[str, int], low_scores: bool = False) -> str
         lower_scores(inputs)
     try:
         with simulated(2, (10, 0), *mode):
-            got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel)
+            got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
         check_gradients(got, inputs)
     except (ptxsim.SimError, KernelCompileError) as error:
         return type(error).__name__
@@ -358,15 +353,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(mutant, tmp_path / "cuda_src")
-    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(tmp_path / "cuda_src"))
-    kernels.forget()
-    try:
-        assert any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in MODES), (
-            f"nothing shows that {mutant.name}"
-        )
-    finally:
-        kernels.forget()
+    with mutants.planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in MODES)
+    assert shown, f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.parametrize("kernel", ["sparse_backward_sm100", KEYS64, WS])

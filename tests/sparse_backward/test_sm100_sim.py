@@ -15,13 +15,12 @@ import pytest
 
 import mla_cupy
 from mla_cupy.errors import ArgumentError
-from mla_cupy.launchers.sparse_backward_config import KERNELS
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from tests.support.gradients import check_gradients
+from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 
-KERNELS_SM100 = tuple(name for name in KERNELS if "sm100" in name)
 MODES = (("early", 0), ("late", 0), *(("random", seed) for seed in range(1, 21)))
 
 ONE = SparseCase(s_q=1, s_kv=300, h_q=64, topk=32, invalid=0.0)
@@ -51,13 +50,17 @@ CASES = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_matches_oracle:
-        pairs = [(case, kernel) for case in CASES for kernel in KERNELS_SM100]
+        full = metafunc.config.getoption("--sim") == "full"
+        # The kernel that calls get by default takes every case; the two that run on request take them in turn.
+        default, *others = BLACKWELL
+        chosen_kernels = [BLACKWELL if full else (default, others[i % len(others)]) for i in range(len(CASES))]
+        pairs = [(case, kernel) for case, kernels in zip(CASES, chosen_kernels, strict=True) for kernel in kernels]
         # Modes and determinism take turns; the first three modes come most often.
         turns = [MODES[i % 3] if i % 2 else MODES[2 + i // 2 % 20] for i in range(len(pairs))]
         chosen = [(*pair, mode, i % 5 == 2) for i, (pair, mode) in enumerate(zip(pairs, turns, strict=True))]
-        # Of one head, rows with next to no weight have gradients below what exact additions keep beside the largest.
+        # With one head, rows with next to no weight have gradients below what exact additions keep beside the largest.
         chosen = [(case, *rest, exact and case.h_q > 1) for case, *rest, exact in chosen]
-        if metafunc.config.getoption("--sim") == "full":
+        if full:
             chosen = [(*pair, mode, bool(d)) for pair in pairs for mode in MODES for d in range(1 + (pair[0].h_q > 1))]
         ids = [
             f"{case.id}-{kernel}-{mode}{seed}{'-deterministic' if deterministic else ''}"
@@ -70,8 +73,8 @@ def run(
     inputs: SparseInputs, kernel: str | None, mode: tuple[str, int] = ("early", 0), **options: Any
 ) -> tuple[Any, Any, Any]:
     with simulated(2, (10, 0), *mode) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel, **options)
-    assert KERNELS[kernel or KERNELS_SM100[0]].SPEC.entry in target.launched
+        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel, **options)
+    assert BACKWARD_KERNELS[kernel or BLACKWELL[0]].entry in target.launched
     return got
 
 
@@ -80,7 +83,7 @@ def test_matches_oracle(case: SparseCase, kernel: str, mode: tuple[str, int], de
     check_gradients(run(inputs, kernel, mode, deterministic=deterministic), inputs, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("kernel", KERNELS_SM100)
+@pytest.mark.parametrize("kernel", BLACKWELL)
 @pytest.mark.parametrize("sink", [-np.inf, 0.7, np.inf], ids=str)
 def test_sinks(kernel: str, sink: float) -> None:
     """-inf is no sink; +inf takes all of the weight, so nothing is left of dq and dkv."""
@@ -120,7 +123,7 @@ def test_arrays_that_tensor_maps_cannot_describe() -> None:
     check_gradients(got, inputs)
 
 
-@pytest.mark.parametrize("kernel", KERNELS_SM100)
+@pytest.mark.parametrize("kernel", BLACKWELL)
 def test_nan_behind_the_last_head(kernel: str) -> None:
     """Boxes of 64 heads end at the array's heads: what lies behind them in memory is another query, or poison."""
     inputs = make(SparseCase(s_q=2, s_kv=60, h_q=5, topk=30))
@@ -132,7 +135,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
     np.testing.assert_allclose(got[0][0].astype(np.float64), expected[0][0], rtol=0, atol=2e-2 * unit)
 
 
-@pytest.mark.parametrize("kernel", KERNELS_SM100)
+@pytest.mark.parametrize("kernel", BLACKWELL)
 def test_dq_of_the_caller_keeps_its_gaps(kernel: str) -> None:
     """dq leaves in boxes: nothing between its rows, and nothing behind its last head, is written."""
     inputs = make(SparseCase(s_q=2, s_kv=60, h_q=3, topk=30))
@@ -147,16 +150,16 @@ def test_dq_of_the_caller_keeps_its_gaps(kernel: str) -> None:
 
 def test_hopper_refuses_by_name() -> None:
     inputs = make(SparseCase(s_q=1, s_kv=30, h_q=2, topk=20))
-    for kernel in KERNELS_SM100:
+    for kernel in BLACKWELL:
         with pytest.raises(RuntimeError, match=r"compute capability 10\.0 or 10\.3"), simulated(2, (9, 0)):
-            mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant=kernel)
+            mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
     with pytest.raises(ArgumentError, match="sparse_backward_sm100"), simulated(2, (10, 0)):
-        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, variant="sparse_backward_sm10")
+        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel="sparse_backward_sm10")
 
 
 def test_takes_every_number_of_heads() -> None:
     gpu = fake_gpu(2, (10, 0))
-    for kernel in KERNELS_SM100:
+    for kernel in BLACKWELL:
         for h_q in (1, 64, 65, 128):
             problem = SparseBackwardProblem(4, 10, h_q, 7, 576, "bfloat16")
-            assert not KERNELS[kernel].unsupported(problem, gpu)
+            assert not BACKWARD_KERNELS[kernel].unsupported(problem, gpu)

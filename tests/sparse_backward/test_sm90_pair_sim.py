@@ -65,7 +65,7 @@ def test_several_pairs_with_several_queries(mode: tuple[str, int]) -> None:
 
 
 def test_heads_without_a_gradient() -> None:
-    """An infinite lse means that there is none, whatever stands in out and dout."""
+    """An infinite lse means that there is none, whatever out and dout contain."""
     inputs = make(SparseCase(s_q=3, s_kv=90, h_q=72, topk=12, invalid=0.0))
     inputs.lse[0, [1, 66]], inputs.lse[2] = np.inf, -np.inf
     inputs.dout[0, [1, 66]], inputs.out[0, [1, 66]] = np.nan, np.inf

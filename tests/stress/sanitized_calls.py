@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import mla_cupy
-from mla_cupy.launchers import decode_sequence, sparse_backward_config, sparse_forward_sequence
-from mla_cupy.launchers.decode_problem import DecodeProblem
-from mla_cupy.runtime import device as devices
 from tests.support.cases import DecodeCase
 from tests.support.cases import make as make_decode
 from tests.support.gpu import upload
+from tests.support.kernels import BACKWARD_KERNELS, DECODE_KERNELS, FORWARD_KERNELS
 from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
 
@@ -25,30 +23,30 @@ SPARSE = (
 
 def main() -> None:
     """Call everything once."""
-    gpu = devices.describe(0)
     calls = 0
     for decode in DECODE:
         inputs = [upload(x) for x in make_decode(decode).arguments]
-        problem = DecodeProblem(decode.s_q, decode.h_q, decode.h_kv, decode.dtype)
-        for name, module in decode_sequence.KERNELS.items():
-            if not module.unsupported(problem, gpu):
-                mla_cupy.mla_decode(*inputs, variant=name)
-                calls += 1
+        for name in DECODE_KERNELS:
+            try:
+                mla_cupy.mla_decode(*inputs, kernel=name)
+            except mla_cupy.UnsupportedDeviceError:
+                continue
+            calls += 1
     for case in SPARSE:
         sparse = make_sparse(case)
         named = {**{name: upload(x) for name, x in sparse.optional.items()}, "causal": case.causal}
         arguments = [upload(x) for x in sparse.backward_arguments]
         q, kv, _, _, _, indices = arguments
-        for name in sparse_forward_sequence.KERNELS:
+        for name in FORWARD_KERNELS:
             try:
-                mla_cupy.sparse_mla_forward(q, kv, indices, **named, variant=name)
+                mla_cupy.sparse_mla_forward(q, kv, indices, **named, kernel=name)
             except mla_cupy.UnsupportedDeviceError:
                 continue
             calls += 1
-        for name in sparse_backward_config.KERNELS:
+        for name in BACKWARD_KERNELS:
             for deterministic in (False, True):
                 try:
-                    mla_cupy.sparse_mla_backward(*arguments, **named, variant=name, deterministic=deterministic)
+                    mla_cupy.sparse_mla_backward(*arguments, **named, kernel=name, deterministic=deterministic)
                 except mla_cupy.UnsupportedDeviceError:
                     continue
                 calls += 1

@@ -12,6 +12,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, need, on_host, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload, uploaded
+from tests.support.kernels import fitting
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +21,7 @@ REPEATS = 1000
 
 
 @pytest.fixture(params=ALL_KERNELS)
-def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
+def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)
 
@@ -34,12 +35,12 @@ def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     ],
     ids=lambda case: case.id,
 )
-def test_a_thousand_repeats_give_the_same_bits(variant: str, case: DecodeCase) -> None:
+def test_a_thousand_repeats_give_the_same_bits(kernel: str, case: DecodeCase) -> None:
     import cupy
 
-    inputs = make(case)
+    inputs = make(fitting(case, kernel))
     arguments = uploaded(inputs)
-    plan = plan_of(inputs, variant=variant)
+    plan = plan_of(inputs, kernel=kernel)
     plan.update(arguments[3])
     out, lse = mla_cupy.mla_decode(*arguments, plan=plan)
     first = on_host((out, lse))
@@ -73,11 +74,11 @@ def test_merging_repeats_give_the_same_bits(gpu: DeviceInfo) -> None:
 
 @pytest.mark.parametrize("h_q", [16, 128])
 @pytest.mark.parametrize("seed", range(3))
-def test_order_of_the_batch(variant: str, h_q: int, seed: int) -> None:
-    inputs = make(DecodeCase(b=17, h_q=h_q, seqlens="ragged-900", seed=seed))
+def test_order_of_the_batch(kernel: str, h_q: int, seed: int) -> None:
+    inputs = make(fitting(DecodeCase(b=17, h_q=h_q, seqlens="ragged-900", seed=seed), kernel))
     order = np.random.default_rng(seed).permutation(17)
     q, kv_cache, table, seqlens = inputs.arguments
     permuted: Any = (upload(q[order]), upload(kv_cache), upload(table[order]), upload(seqlens[order]))
-    out, lse = on_host(mla_cupy.mla_decode(*permuted, variant=variant))
+    out, lse = on_host(mla_cupy.mla_decode(*permuted, kernel=kernel))
     back = np.argsort(order)
     check((out[back], lse[back]), inputs.exact, inputs.rounded, inputs.case.dtype)

@@ -9,28 +9,29 @@ import pytest
 
 import mla_cupy
 from mla_cupy import KernelNotBuiltError
-from mla_cupy.launchers import decode_sequence
-from mla_cupy.runtime import kernels
+from mla_cupy.ops.call import forget
+from mla_cupy.runtime import loader
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import uploaded
+from tests.support.kernels import fitting
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=ALL_KERNELS)
-def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
+def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)
 
 
-def steps(h_q: int) -> list[DecodeInputs]:
+def steps(kernel: str, h_q: int) -> list[DecodeInputs]:
     """Other lengths, queries, caches and tables of the same shapes."""
     batches = [(900, 64, 0, 300), (1, 2000, 65, 0), (0, 0, 0, 0), (2000, 2000, 2000, 2000), (63, 64, 1, 128)]
     made = [
-        make(DecodeCase(b=4, s_q=2, h_q=h_q, seqlens=lengths, seed=seed, strides="dense"))
+        make(fitting(DecodeCase(b=4, s_q=2, h_q=h_q, seqlens=lengths, seed=seed, strides="dense"), kernel))
         for seed, lengths in enumerate(batches)
     ]
     return [fitted(inputs, pages=140, max_pages=34) for inputs in made]
@@ -47,14 +48,15 @@ def fitted(inputs: DecodeInputs, pages: int, max_pages: int) -> DecodeInputs:
 
 
 @pytest.mark.parametrize("h_q", [16, 128])
-def test_replays_with_other_contents(variant: str, h_q: int) -> None:
+def test_replays_with_other_contents(kernel: str, h_q: int) -> None:
     import cupy
 
-    todo = steps(h_q)
+    todo = steps(kernel, h_q)
+    h_q = todo[0].case.h_q
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arguments = uploaded(todo[0])
-        plan = plan_of(todo[0], variant=variant)
+        plan = plan_of(todo[0], kernel=kernel)
         out = cupy.empty((4, 2, h_q, 512), todo[0].q.dtype)
         lse = cupy.empty((4, h_q, 2), cupy.float32)
         stream.begin_capture()
@@ -69,20 +71,20 @@ def test_replays_with_other_contents(variant: str, h_q: int) -> None:
             graph.launch(stream)
             got = on_host((out, lse))
             check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
-            fresh = on_host(mla_cupy.mla_decode(*arguments, variant=variant))
+            fresh = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel))
             assert_same(got[0], fresh[0])
             assert_same(got[1], fresh[1])
 
 
-def test_replays_do_not_need_the_host_arrays_of_the_capture(variant: str) -> None:
+def test_replays_do_not_need_the_host_arrays_of_the_capture(kernel: str) -> None:
     """Launch parameters are part of the graph: calls in between do not change what it does."""
     import cupy
 
-    first, second = steps(16)[:2]
+    first, second = steps(kernel, 16)[:2]
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arguments, others = uploaded(first), uploaded(second)
-        plan, other_plan = plan_of(first, variant=variant), plan_of(first, variant=variant)
+        plan, other_plan = plan_of(first, kernel=kernel), plan_of(first, kernel=kernel)
         out, lse = cupy.empty((4, 2, 16, 512), first.q.dtype), cupy.empty((4, 16, 2), cupy.float32)
         stream.begin_capture()
         plan.update(arguments[3])
@@ -116,8 +118,8 @@ def test_kernel_that_is_not_loaded_cannot_be_captured(gpu: DeviceInfo) -> None:
 
     inputs = make(DecodeCase(b=2, seqlens=100))
     stream = cupy.cuda.Stream(non_blocking=True)
-    kernels.forget()
-    decode_sequence.sequence.cache_clear()
+    loader.forget()
+    forget()
     with stream:
         arguments = uploaded(inputs)
         stream.begin_capture()

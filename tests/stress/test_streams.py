@@ -26,7 +26,7 @@ CASES = (
 
 
 @pytest.fixture(params=ALL_KERNELS)
-def variant(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
+def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)
 
@@ -40,9 +40,9 @@ def prepared(gpu: DeviceInfo) -> list[tuple[DecodeInputs, tuple[Any, ...]]]:
     return made
 
 
-def expected_of(arguments: tuple[Any, ...], inputs: DecodeInputs, variant: str) -> tuple[Array, Array]:
-    """What a lone call gives, once it is known to be right."""
-    got = on_host(mla_cupy.mla_decode(*arguments, variant=variant))
+def expected_of(arguments: tuple[Any, ...], inputs: DecodeInputs, kernel: str) -> tuple[Array, Array]:
+    """The result of a lone call, once it is known to be correct."""
+    got = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel))
     check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
     return got
 
@@ -59,12 +59,12 @@ def churn(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("how", ["current", "argument"])
 def test_two_streams_and_a_pool_churner(
-    variant: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], how: str
+    kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], how: str
 ) -> None:
-    """Temporaries come from the stream's arena: whoever gets their memory next runs after them."""
+    """Temporaries come from the stream's arena: the next user of their memory runs after them."""
     import cupy
 
-    expected = [expected_of(arguments, inputs, variant) for inputs, arguments in prepared]
+    expected = [expected_of(arguments, inputs, kernel) for inputs, arguments in prepared]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in prepared]
     rng = np.random.default_rng(0)
     results: list[list[Any]] = [[] for _ in prepared]
@@ -72,10 +72,10 @@ def test_two_streams_and_a_pool_churner(
         for i, (stream, (_, arguments)) in enumerate(zip(streams, prepared, strict=True)):
             if how == "current":
                 with stream:
-                    results[i].append(mla_cupy.mla_decode(*arguments, variant=variant))
+                    results[i].append(mla_cupy.mla_decode(*arguments, kernel=kernel))
                     churn(rng)
             else:
-                results[i].append(mla_cupy.mla_decode(*arguments, variant=variant, stream=stream))
+                results[i].append(mla_cupy.mla_decode(*arguments, kernel=kernel, stream=stream))
                 with stream:
                     churn(rng)
                 churn(rng)  # of the default stream, which knows nothing of that work
@@ -111,19 +111,19 @@ def in_threads(work: list[Callable[[], None]]) -> None:
 @pytest.mark.parametrize("with_plan", [True, False])
 @pytest.mark.parametrize("same_case", [True, False])
 def test_two_threads(
-    variant: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], with_plan: bool, same_case: bool
+    kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], with_plan: bool, same_case: bool
 ) -> None:
     """Launch state is each thread's own, also where both run the very same kernels."""
     import cupy
 
     chosen = [prepared[0]] * 2 if same_case else prepared
-    expected = [expected_of(arguments, inputs, variant) for inputs, arguments in chosen]
+    expected = [expected_of(arguments, inputs, kernel) for inputs, arguments in chosen]
 
     def work(inputs: DecodeInputs, arguments: tuple[Any, ...], wanted: tuple[Array, Array]) -> Callable[[], None]:
         def repeat() -> None:
             with cupy.cuda.Stream(non_blocking=True):
-                plan = plan_of(inputs, variant=variant) if with_plan else None
-                options = {"plan": plan} if plan else {"variant": variant}
+                plan = plan_of(inputs, kernel=kernel) if with_plan else None
+                options = {"plan": plan} if plan else {"kernel": kernel}
                 for _ in range(100):
                     if plan:
                         plan.update(arguments[3])
@@ -136,11 +136,11 @@ def test_two_threads(
     in_threads([work(inputs, arguments, want) for (inputs, arguments), want in zip(chosen, expected, strict=True)])
 
 
-def test_one_plan_in_two_threads_by_turns(variant: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]]) -> None:
+def test_one_plan_in_two_threads_by_turns(kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]]) -> None:
     """On one stream, one after the other: each thread remembers its own last call."""
     inputs, arguments = prepared[0]
-    wanted = expected_of(arguments, inputs, variant)
-    plan = plan_of(inputs, variant=variant)
+    wanted = expected_of(arguments, inputs, kernel)
+    plan = plan_of(inputs, kernel=kernel)
     plan.update(arguments[3])
     turn = threading.Lock()
 
@@ -155,13 +155,13 @@ def test_one_plan_in_two_threads_by_turns(variant: str, prepared: list[tuple[Dec
 
 
 def test_inputs_written_on_the_stream_before_the_call_are_seen(
-    variant: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], block_stream: Callable[[Any, float], None]
+    kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], block_stream: Callable[[Any, float], None]
 ) -> None:
     """The call is in order with its stream: what is written late is read, though the call returned long before."""
     import cupy
 
     inputs, arguments = prepared[0]
-    wanted = expected_of(arguments, inputs, variant)
+    wanted = expected_of(arguments, inputs, kernel)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         late = tuple(cupy.zeros_like(x) for x in arguments)
@@ -171,14 +171,14 @@ def test_inputs_written_on_the_stream_before_the_call_are_seen(
         block_stream(stream, 0.5)
         for target, source in zip(late, arguments, strict=True):
             target[...] = source
-        result = mla_cupy.mla_decode(*late, variant=variant)
+        result = mla_cupy.mla_decode(*late, kernel=kernel)
         assert not stream.done
     stream.synchronize()
     assert_same(on_host(result)[0], wanted[0])
 
 
-def calls(inputs: DecodeInputs, arguments: tuple[Any, ...], variant: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    plan = plan_of(inputs, variant=variant)
+def calls(inputs: DecodeInputs, arguments: tuple[Any, ...], kernel: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    plan = plan_of(inputs, kernel=kernel)
     plan.update(arguments[3])
     out, lse = mla_cupy.mla_decode(*arguments, plan=plan)
     import cupy
@@ -187,18 +187,18 @@ def calls(inputs: DecodeInputs, arguments: tuple[Any, ...], variant: str) -> Ite
     yield "update", lambda: plan.update(arguments[3])
     yield "planned", lambda: mla_cupy.mla_decode(*arguments, plan=plan, out=out, lse=lse)
     yield "planned, allocating", lambda: mla_cupy.mla_decode(*arguments, plan=plan)
-    yield "plain", lambda: mla_cupy.mla_decode(*arguments, variant=variant)
+    yield "plain", lambda: mla_cupy.mla_decode(*arguments, kernel=kernel)
     yield "merge", lambda: mla_cupy.merge_states(outs, lses)
 
 
 def test_no_call_synchronises(
-    variant: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], block_stream: Callable[[Any, float], None]
+    kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]], block_stream: Callable[[Any, float], None]
 ) -> None:
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        for name, call in calls(*prepared[0], variant):
+        for name, call in calls(*prepared[0], kernel):
             call()
             stream.synchronize()
             block_stream(stream, 0.2)
@@ -210,7 +210,7 @@ def test_no_call_synchronises(
             stream.synchronize()
 
 
-def test_each_call_waits_for_the_one_before(variant: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]]) -> None:
+def test_each_call_waits_for_the_one_before(kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]]) -> None:
     """Dependent launches start early and wait in the kernel: here each call reads what the last one wrote."""
     import cupy
 
@@ -219,7 +219,7 @@ def test_each_call_waits_for_the_one_before(variant: str, prepared: list[tuple[D
     def chain(wait: bool) -> Array:
         tokens, following = q.copy(), q.copy()
         for _ in range(10):
-            mla_cupy.mla_decode(tokens, kv_cache, table, seqlens, variant=variant, out=following[..., :512])
+            mla_cupy.mla_decode(tokens, kv_cache, table, seqlens, kernel=kernel, out=following[..., :512])
             tokens, following = following, tokens
             if wait:
                 cupy.cuda.get_current_stream().synchronize()

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mla_cupy import formats, reference
-from mla_cupy.launchers.decode_problem import DecodeProblem
-from mla_cupy.launchers.decode_sequence import KERNELS
+from mla_cupy import dtypes, reference
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.cases import DecodeInputs
+from tests.support.kernels import DECODE_KERNELS
 
 Array = npt.NDArray[Any]
 
-ALL_KERNELS = tuple(KERNELS)
+ALL_KERNELS = tuple(DECODE_KERNELS)
 
 
-def need(variant: str, device: DeviceInfo, dtype: str = "bfloat16") -> None:
+def need(kernel: str, device: DeviceInfo, dtype: str = "bfloat16") -> None:
     """Skip where the kernel cannot run."""
-    reason = KERNELS[variant].unsupported(DecodeProblem(1, 16, 1, dtype), device)
+    reason = DECODE_KERNELS[kernel].unsupported(DecodeProblem(1, 16, 1, dtype), device)
     if reason:
-        pytest.skip(f"{variant} {reason}")
+        pytest.skip(f"{kernel} {reason}")
 
 
 def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
@@ -41,6 +41,7 @@ def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
         "h_kv": case.h_kv,
         "max_pages": inputs.block_table.shape[1],
         "page_size": case.page_size,
+        "d_qk": case.d_qk,
         "dtype": case.dtype,
     }
     return mla_cupy.plan_decode(**{**sizes, **options})
@@ -50,7 +51,7 @@ def oracle(inputs: DecodeInputs, out_dtype: str | None = None, **options: Any) -
     """The oracle's answer in the dtypes of the public call."""
     out, lse = reference.mla_decode(*inputs.arguments, **options)
     name = out_dtype or inputs.case.dtype
-    return formats.round_to(out, name).astype(formats.numpy_dtype(name)), lse.astype(np.float32)
+    return dtypes.round_to(out, name).astype(dtypes.numpy_dtype(name)), lse.astype(np.float32)
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -80,6 +81,9 @@ class NoLaunch:
             raise AssertionError(f"launched {kernel.entry}")
 
         return enqueue
+
+    def in_order(self, launches: Sequence[driver.PreparedLaunch]) -> driver.PreparedLaunch:
+        return driver.one_by_one(launches)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Hostile inputs of the decode operation, the same for every suite: `make(DecodeCase(...))`.
 
 Whatever an operation must not read is poison. The pool is NaN but for the tokens that a sequence owns, and there are
-pages that nobody owns. Pages are permuted. Block-table entries past a sequence's end are out of range. No array is
+pages that no sequence owns. Pages are permuted. Block-table entries past a sequence's end are out of range. No array is
 contiguous, and what lies in the gaps is NaN.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 
 Array = npt.NDArray[Any]
 
@@ -54,6 +54,9 @@ class DecodeCase:
     spare_pages: int = 3
     missing_pages: int = 0
     head_axis: bool = True
+    d_qk: int = D_QK
+    cp_world: int = 1
+    cp_rank: int = 0
 
     @property
     def id(self) -> str:
@@ -64,9 +67,16 @@ class DecodeCase:
             "" if self.strides == "padded" else self.strides,
             f"missing{self.missing_pages}" if self.missing_pages else "",
             "" if self.head_axis else "3d",
+            f"dqk{self.d_qk}" if self.d_qk != D_QK else "",
+            f"rank{self.cp_rank}of{self.cp_world}" if self.cp_world > 1 else "",
             f"seed{self.seed}" if self.seed else "",
         ]
         return "-".join(part for part in parts if part)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `mla_decode` that say which tokens there are and who sees them."""
+        return {"causal": self.causal, "cp_world": self.cp_world, "cp_rank": self.cp_rank}
 
     def lengths(self) -> Array:
         """The lengths themselves, (b,) int32."""
@@ -98,31 +108,32 @@ class DecodeInputs:
     @cached_property
     def exact(self) -> tuple[Array, Array]:
         """out and lse of the oracle."""
-        return reference.mla_decode(*self.arguments, causal=self.case.causal)
+        return reference.mla_decode(*self.arguments, **self.case.options)
 
     @cached_property
     def rounded(self) -> tuple[Array, Array]:
         """out and lse of the oracle with the kernels' roundings."""
-        return reference.mla_decode(*self.arguments, causal=self.case.causal, rounding=self.case.dtype)
+        return reference.mla_decode(*self.arguments, **self.case.options, rounding=self.case.dtype)
 
 
 def make(case: DecodeCase) -> DecodeInputs:
     """The inputs of a case."""
     rng = np.random.default_rng(case.seed)
-    dtype = formats.numpy_dtype(case.dtype)
+    dtype = dtypes.numpy_dtype(case.dtype)
     lengths = case.lengths()
-    pages_of = -(-lengths // case.page_size)
+    local = np.array([len(range(case.cp_rank, n, case.cp_world)) for n in lengths], np.int32)
+    pages_of = -(-local // case.page_size)
 
-    q = poisoned((case.b, case.s_q, case.h_q, D_QK), dtype, case.strides)
+    q = poisoned((case.b, case.s_q, case.h_q, case.d_qk), dtype, case.strides)
     q[...] = values(rng, q.shape, loud=(0.5, 1.0, 4.0))
 
     num_pages = int(pages_of.sum()) + case.spare_pages
-    kv_cache = poisoned((num_pages, case.page_size, case.h_kv, D_QK), dtype, case.strides)
+    kv_cache = poisoned((num_pages, case.page_size, case.h_kv, case.d_qk), dtype, case.strides)
     max_pages = int(pages_of.max(initial=0)) + 2
     block_table = _block_table(rng, pages_of, num_pages, max_pages, case.strides)
-    for i, length in enumerate(lengths):
+    for i, length in enumerate(local):
         positions = np.arange(length)
-        tokens = values(rng, (int(length), case.h_kv, D_QK), loud=(1.0,) * 31 + (3.0,))
+        tokens = values(rng, (int(length), case.h_kv, case.d_qk), loud=(1.0,) * 31 + (3.0,))
         kv_cache[block_table[i, positions // case.page_size], positions % case.page_size] = tokens.astype(dtype)
 
     for i, count in enumerate(pages_of):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.launchers import sparse_rounders
-from mla_cupy.launchers.sparse_backward_config import KERNELS
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from mla_cupy.kernels.sparse_backward import bins
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import Reason
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.gpu import upload
+from tests.support.kernels import BACKWARD_KERNELS
 from tests.support.sparse_cases import Array, SparseCase, SparseInputs
 from tests.support.tolerance import check_out
 
@@ -27,7 +29,7 @@ CANCELLED = 2.0**-5
 BUDGET = 128 * 2.0**-23 / CANCELLED
 #: Between the levels of deterministic sums: `kLevelBits`.
 LEVEL_BITS = 4
-ALL_KERNELS = tuple(KERNELS)
+ALL_KERNELS = tuple(BACKWARD_KERNELS)
 
 
 def check_gradients(
@@ -76,13 +78,13 @@ def least_of_exact_additions(inputs: SparseInputs) -> float:
     if largest == 0:
         return 0.0
     bits = bits_of_exact_additions(inputs)
-    finest = LEVEL_BITS * (sparse_rounders.LEVELS - 1)
+    finest = LEVEL_BITS * (bins.NUM_BINS - 1)
     quantum = 2.0 ** (math.ceil(math.log2(largest)) - finest - bits)
     return 2.0 ** (23 - bits) * quantum / 2
 
 
 def bits_of_exact_additions(inputs: SparseInputs) -> int:
-    """How many of a number are kept at most, so that float32 holds the sum of as many as one row gets."""
+    """Bits of a number that are kept at most, so that float32 holds the sum of all numbers that one row gets."""
     selected = np.concatenate([np.zeros(0, np.int64), *inputs.rows])
     numbers = np.bincount(selected, minlength=1).max() * -(-inputs.case.h_q // 8)
     return 23 - math.ceil(math.log2(max(2, numbers)))
@@ -106,24 +108,27 @@ def terms(inputs: SparseInputs) -> tuple[Array, Array]:
             d_keys = d_scores.T @ np.abs(queries)
             d_keys[:, :512] += weights.T @ np.abs(dout)
             np.add.at(of_dkv, rows, d_keys)
-    # Of a row that is not finite, nothing can be said.
+    # Nothing can be said about a row that is not finite.
     of_dkv = of_dkv.reshape(inputs.kv.shape)
     return tuple(np.nan_to_num(x, nan=0, posinf=0).max(axis=-1, keepdims=True) for x in (of_dq, of_dkv))
 
 
-def reason_against(variant: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> str:
-    """Why the main kernel cannot run there, or not this case; empty if it can."""
+def problem_of(case: SparseCase, **changes: Any) -> SparseBackwardProblem:
+    """What the pipeline is asked for."""
     sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
-    aligned = case.strides != "odd"
-    problem = SparseBackwardProblem(*sizes, case.sink, deterministic, aligned)
-    return str(KERNELS[variant].unsupported(problem, device))
+    return replace(SparseBackwardProblem(*sizes, case.sink, aligned=case.strides != "odd"), **changes)
 
 
-def need(variant: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> None:
+def reason_against(kernel: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> Reason | None:
+    """Why the main kernel cannot run there, or not this case; None if it can."""
+    return BACKWARD_KERNELS[kernel].unsupported(problem_of(case, deterministic=deterministic), device)
+
+
+def need(kernel: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> None:
     """Skip where the main kernel cannot run, or not this case."""
-    reason = reason_against(variant, device, case, deterministic)
+    reason = reason_against(kernel, device, case, deterministic)
     if reason:
-        pytest.skip(f"{variant} {reason}")
+        pytest.skip(f"{kernel} {reason}")
 
 
 def uploaded(inputs: SparseInputs) -> tuple[list[Any], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from mla_cupy import arrays
-from mla_cupy.launchers import SPECS, decode_sequence, sparse_backward_sequence, sparse_forward_sequence, spec
-from mla_cupy.ops import backend, merge
-from mla_cupy.runtime import device, driver
+from mla_cupy.kernels import KERNELS
+from mla_cupy.ops import backend
+from mla_cupy.ops.call import forget
+from mla_cupy.runtime import device, driver, loader
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from tests.support.calls import no_launch
 
-H200 = DeviceInfo(arrays.HOST, "a fake H200", (9, 0), 132, 232448, 50 << 20, 139 << 30)
-B200 = DeviceInfo(arrays.HOST, "a fake B200", (10, 0), 148, 232448, 126 << 20, 178 << 30)
+DEVICE = 0
+H200 = DeviceInfo(DEVICE, "a fake H200", (9, 0), 132, 232448, 50 << 20, 139 << 30)
+B200 = DeviceInfo(DEVICE, "a fake B200", (10, 0), 148, 232448, 126 << 20, 178 << 30)
 
 
 class Launched(NamedTuple):
@@ -30,6 +32,12 @@ class Launched(NamedTuple):
     stream: int
     params: Any
     more: list[bytes]
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Those among the parameters that are not null."""
+        names = [name for name in self.params.dtype.names if self.params.dtype[name] == np.uint64]
+        return {name: int(self.params[name]) for name in names if self.params[name]}
 
 
 class Recorder:
@@ -66,10 +74,13 @@ class Recorder:
     ) -> driver.PreparedLaunch:
         def enqueue(stream: int) -> None:
             record, *more = [bytes(view) for view in args.views]
-            params = np.frombuffer(record, SPECS[kernel.entry.removeprefix("mla_")].params.dtype)[0]
+            params = np.frombuffer(record, KERNELS[kernel.entry.removeprefix("mla_")].params.dtype)[0]
             self.launches.append(Launched(kernel.entry, grid, stream, params, more))
 
         return enqueue
+
+    def in_order(self, launches: Sequence[driver.PreparedLaunch]) -> driver.PreparedLaunch:
+        return driver.one_by_one(launches)
 
     def is_capturing(self, stream: int) -> bool:
         return self.capturing
@@ -78,11 +89,24 @@ class Recorder:
         return contextlib.nullcontext()
 
 
+def address(x: Any) -> int:
+    return int(x.__array_interface__["data"][0])
+
+
+def elements(x: Any, axes: int) -> list[int]:
+    """The strides of its first axes, in elements."""
+    return [stride // x.itemsize for stride in x.strides[:axes]]
+
+
+class Elsewhere(np.ndarray):  # type: ignore[type-arg]
+    """An array on the second fake GPU."""
+
+
 class _FakeCupy:
     """What plans ask of CuPy."""
 
     def current_device(self) -> int:
-        return arrays.HOST
+        return DEVICE
 
     def current_stream(self, device: int) -> int:
         return 0
@@ -96,31 +120,28 @@ class _FakeCupy:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """NumPy arrays count as arrays on a fake GPU, an H200 at first, and launches are written down."""
     fake = Recorder()
-    empty = arrays.NumpyFamily.empty
+    empty, view = arrays.NumpyFamily.empty, arrays.NumpyFamily.view
 
     def counted(self: arrays.NumpyFamily, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
         fake.allocations.append(shape)
         return empty(self, shape, dtype, device, stream)
 
+    def on_device(self: arrays.NumpyFamily, x: Any, argument: str = "an array") -> arrays.View:
+        return view(self, x, argument)._replace(device=1 if isinstance(x, Elsewhere) else DEVICE)
+
     monkeypatch.setattr(arrays.NumpyFamily, "on_gpu", True)
+    monkeypatch.setattr(arrays.NumpyFamily, "view", on_device)
     monkeypatch.setattr(arrays.NumpyFamily, "empty", counted)
     monkeypatch.setattr(arrays, "cupy_family", _FakeCupy)
     monkeypatch.setattr(backend, "use_gpu", lambda: True)
     monkeypatch.setattr(device, "describe", lambda ordinal: fake.gpu)
     built = SimpleNamespace(facts={"threads": 256}, dynamic_smem=0)
-    monkeypatch.setattr(spec.kernels, "obtain", lambda request: built)
-    monkeypatch.setattr(spec.kernels, "loaded", lambda request, device, stream: driver.Kernel(request.entry, device, 1))
-    _forget()
+    monkeypatch.setattr(loader, "obtain", lambda request: built)
+    monkeypatch.setattr(loader, "loaded", lambda request, device, stream: driver.Kernel(request.entry, device, 1))
+    forget()
     with driver.use(fake):  # type: ignore[arg-type]
         yield fake
-    _forget()
-
-
-def _forget() -> None:
-    decode_sequence.sequence.cache_clear()
-    sparse_forward_sequence.sequence.cache_clear()
-    sparse_backward_sequence.sequence.cache_clear()
-    merge._kernel.cache_clear()
+    forget()
 
 
 @pytest.fixture(
@@ -133,11 +154,10 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "numpy":
         monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
 
-        def fail(*inputs: Any, **options: Any) -> Any:
-            raise AssertionError("computed")
+        def fail(operation: str) -> Any:
+            raise AssertionError(f"computed {operation}")
 
-        for name in [name for name in vars(backend) if name.startswith("reference_")]:
-            monkeypatch.setattr(backend, name, fail)
+        monkeypatch.setattr(backend, "oracle", fail)
     elif request.param == "cupy":
         request.getfixturevalue("gpu")
         guard = no_launch()

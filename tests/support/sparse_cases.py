@@ -14,14 +14,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy import formats, reference
+from mla_cupy import dtypes, reference
 from mla_cupy.reference.sparse import selected_rows
 from tests.support.cases import D_V, poisoned, values
 
 Array = npt.NDArray[Any]
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-#: Every so many rows of a sequence, one is never selected.
+#: One in this many rows of a sequence is never selected.
 POISON_EVERY = 7
 
 
@@ -137,8 +137,8 @@ class SparseInputs:
     @cached_property
     def out(self) -> Array:
         """What a forward hands to the backward: the exact `out`, stored as it would be."""
-        stored = poisoned(self.exact[0].shape, formats.numpy_dtype(self.case.dtype), self.case.strides)
-        stored[...] = formats.round_to(self.exact[0], self.case.dtype)
+        stored = poisoned(self.exact[0].shape, dtypes.numpy_dtype(self.case.dtype), self.case.strides)
+        stored[...] = dtypes.round_to(self.exact[0], self.case.dtype)
         return stored
 
     @cached_property
@@ -162,7 +162,7 @@ class SparseInputs:
 def make(case: SparseCase) -> SparseInputs:
     """The inputs of a case."""
     rng = np.random.default_rng([case.seed, 2])
-    dtype = formats.numpy_dtype(case.dtype)
+    dtype = dtypes.numpy_dtype(case.dtype)
     q = poisoned((case.s_q, case.h_q, case.d_qk), dtype, case.strides)
     q[...] = values(rng, q.shape, loud=(0.5, 1.0, 4.0))
     dout = poisoned((case.s_q, case.h_q, D_V), dtype, case.strides)

@@ -9,30 +9,30 @@ import numpy.typing as npt
 import pytest
 
 import mla_cupy
-from mla_cupy.launchers.sparse_forward_problem import SparseForwardProblem
-from mla_cupy.launchers.sparse_forward_sequence import KERNELS
+from mla_cupy.kernels.sparse.problem import SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.gpu import upload
+from tests.support.kernels import FORWARD_KERNELS
 from tests.support.sparse_cases import SparseCase, SparseInputs
 from tests.support.tolerance import check_lse, check_out
 
 Array = npt.NDArray[Any]
 Forward = tuple[Array, Array, Array]
 
-ALL_KERNELS = tuple(KERNELS)
+ALL_KERNELS = tuple(FORWARD_KERNELS)
 
 
-def suited(case: SparseCase, variant: str) -> SparseCase:
-    """The case with more heads, where the kernel is for more."""
-    return replace(case, h_q=case.h_q + getattr(KERNELS[variant], "FEWEST_HEADS", 1) - 1)
+def problem_of(case: SparseCase, **changes: Any) -> SparseForwardProblem:
+    """What the pipeline is asked for."""
+    sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
+    return replace(SparseForwardProblem(*sizes, aligned=case.strides != "odd"), **changes)
 
 
-def need(variant: str, device: DeviceInfo, case: SparseCase) -> None:
+def need(kernel: str, device: DeviceInfo, case: SparseCase) -> None:
     """Skip where the kernel cannot run, or not this case."""
-    problem = SparseForwardProblem(case.h_q, case.d_qk, case.dtype, aligned=case.strides != "odd")
-    reason = KERNELS[variant].unsupported(problem, device)
+    reason = FORWARD_KERNELS[kernel].unsupported(problem_of(case), device)
     if reason:
-        pytest.skip(f"{variant} {reason}")
+        pytest.skip(f"{kernel} {reason}")
 
 
 def uploaded(inputs: SparseInputs) -> tuple[list[Any], dict[str, Any]]:

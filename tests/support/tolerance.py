@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy import formats
+from mla_cupy import dtypes
 
 Array = npt.NDArray[Any]
 
@@ -75,7 +75,7 @@ def error_of(rounded: Array, exact: Array) -> float:
 
 
 def _comparable(name: str, got: Array, exact: Array) -> Array:
-    """`got` in float64, once its shape and its infinities and NaN are known to be right."""
+    """`got` in float64, once its shape, infinities and NaN are known to be correct."""
     got = np.asarray(got).astype(np.float64)
     if got.shape != exact.shape:
         raise AssertionError(f"{name}: shape {got.shape}, expected {exact.shape}")
@@ -136,7 +136,7 @@ def _cosine_distance(got: Array, exact: Array) -> Array:
 
 def _ulp(x: Array, dtype: str) -> Array:
     """The distance from |x| to the next value of the format."""
-    magnitude = np.where(np.isfinite(x), np.abs(x), 0.0).astype(formats.numpy_dtype(dtype))
+    magnitude = np.where(np.isfinite(x), np.abs(x), 0.0).astype(dtypes.numpy_dtype(dtype))
     return np.spacing(magnitude).astype(np.float64)
 
 

@@ -1,43 +1,26 @@
-"""What a benchmark case is, and the decode cases, each with what peers were seen to reach and what we aim at."""
+"""The decode cases, each with what peers reached and what we aim at."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from .costs import D_QK, D_V, Cost, decode_cost
-from .errors import BenchError
+import numpy as np
+import numpy.typing as npt
 
+from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
+from ...core.errors import BenchError
 
-class Case(Protocol):
-    """One shape of one operation."""
-
-    @property
-    def op(self) -> str:
-        """The public function."""
-
-    @property
-    def name(self) -> str:
-        """The canonical name, without spaces."""
-
-    @property
-    def cost(self) -> Cost: ...
-
-    @property
-    def seen(self) -> dict[str, float | None]:
-        """Microseconds for orientation, by whose they are."""
-
-    def shape(self) -> dict[str, Any]:
-        """The sizes as plain data, for the records."""
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>][-dqk512][-mix<N>]"
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One dense paged decode: every sequence has `s_kv` keys.
+    """One dense paged decode: every sequence has `s_kv` keys, or with a `mix` a random number of up to `s_kv`.
 
-    The microseconds are what the peers took on one H200 on one day, and what we aim at there. They are for
-    orientation: a claim is always a ratio of two figures of one run.
+    The microseconds are what the peers took on one H200 on one day, and our target there. They are for orientation:
+    a claim is always a ratio of two figures of one run.
     """
 
     b: int
@@ -46,6 +29,8 @@ class DecodeCase:
     s_kv: int
     h_kv: int = 1
     page_size: int = 64
+    d_qk: int = D_QK
+    mix: int = 0
     flashmla_us: float | None = field(default=None, compare=False)
     fa3_us: float | None = field(default=None, compare=False)
     target_us: float | None = field(default=None, compare=False)
@@ -56,17 +41,31 @@ class DecodeCase:
 
     @property
     def name(self) -> str:
-        """The canonical name, which `parse` takes back; fields at their default are left out."""
+        """The canonical name, which `parse` reads; fields at their default are left out."""
         name = f"b{self.b}-sq{self.s_q}-hq{self.h_q}-skv{self.s_kv}"
         if self.h_kv != 1:
             name += f"-hkv{self.h_kv}"
         if self.page_size != 64:
             name += f"-page{self.page_size}"
+        if self.d_qk != D_QK:
+            name += f"-dqk{self.d_qk}"
+        if self.mix:
+            name += f"-mix{self.mix}"
         return name
 
     @property
     def cost(self) -> Cost:
-        return decode_cost(self)
+        """The cost in the absorbed form.
+
+        Two products per key: d_qk wide for the score, 512 for the value, a multiply and an add each. The causal
+        corner of s_q > 1 counts as full, as in the peers' own benchmarks. Every key and q are read once, out is
+        written once; partial results of splits are internal to a kernel and not counted.
+        """
+        tokens = int(self.lengths().sum())
+        flops = 2 * tokens * self.s_q * self.h_q * (self.d_qk + D_V)
+        cache = tokens * self.h_kv * self.d_qk * ELEMENT_BYTES
+        queries_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V) * ELEMENT_BYTES
+        return Cost(flops, cache + queries_and_out)
 
     @property
     def seen(self) -> dict[str, float | None]:
@@ -74,7 +73,15 @@ class DecodeCase:
 
     @property
     def scale(self) -> float:
-        return float(D_QK**-0.5)
+        return float(self.d_qk**-0.5)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Keys of each sequence, (b,). Odd mixes are uniform, even ones log-uniform: most sequences are short."""
+        if not self.mix:
+            return np.full(self.b, self.s_kv, np.int32)
+        draw = np.random.default_rng(self.mix).random(self.b)
+        lengths = draw * self.s_kv if self.mix % 2 else float(self.s_kv) ** draw
+        return np.clip(np.ceil(lengths), 1, self.s_kv).astype(np.int32)
 
     @property
     def max_pages(self) -> int:
@@ -89,10 +96,11 @@ class DecodeCase:
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
         names = ("b", "s_q", "h_q", "s_kv", "h_kv", "page_size")
-        return {**{name: getattr(self, name) for name in names}, "d_qk": D_QK, "d_v": D_V}
+        shape = {**{name: getattr(self, name) for name in names}, "d_qk": self.d_qk, "d_v": D_V}
+        return {**shape, "mix": self.mix} if self.mix else shape
 
 
-DECODE: tuple[DecodeCase, ...] = (
+CASES: tuple[DecodeCase, ...] = (
     # b, s_q, h_q, s_kv
     DecodeCase(128, 1, 128, 4096, flashmla_us=254, fa3_us=269, target_us=235),
     DecodeCase(128, 2, 128, 4096, flashmla_us=494, fa3_us=502, target_us=460),
@@ -113,7 +121,20 @@ DECODE: tuple[DecodeCase, ...] = (
     DecodeCase(1, 1, 16, 131072, flashmla_us=80.7, fa3_us=60.6, target_us=40),
 )
 
-# Large and compute-bound, long, memory-bound, and a single sequence: one row of each kind.
+# Numbers of heads that no model above has, and keys without RoPE columns.
+HEADS = tuple(DecodeCase(b, 1, h_q, 8192) for h_q in (8, 12, 16, 96) for b in (128, 8))
+NOPE = tuple(DecodeCase(b, 1, h_q, 8192, d_qk=D_V) for h_q in (16, 64, 128) for b in (128, 1))
+
+
+def _mix(number: int) -> DecodeCase:
+    rng = np.random.default_rng([7, number])
+    b, h_q, s_kv = (int(rng.choice(values)) for values in ((8, 32, 64, 128), (16, 32, 64, 128), (2048, 8192, 16384)))
+    return DecodeCase(b, 1, h_q, s_kv, mix=number)
+
+
+MIXES = tuple(_mix(number) for number in range(1, 41))
+
+# One of each kind: large and compute-bound, long, memory-bound, and a single sequence.
 QUICK_NAMES = (
     "b128-sq1-hq128-skv4096",
     "b64-sq1-hq128-skv16384",
@@ -122,25 +143,27 @@ QUICK_NAMES = (
 )
 
 SUITES: dict[str, tuple[DecodeCase, ...]] = {
-    "targets": DECODE,
-    "quick": tuple(case for case in DECODE if case.name in QUICK_NAMES),
+    "targets": CASES,
+    "quick": tuple(case for case in CASES if case.name in QUICK_NAMES),
+    "heads": HEADS,
+    "nope": NOPE,
+    "mixes": MIXES,
+    "table": tuple(dict.fromkeys((*CASES, *HEADS, *NOPE, *MIXES))),
 }
 
-_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-hkv(\d+))?(?:-page(\d+))?")
+_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-hkv(\d+))?(?:-page(\d+))?(?:-dqk(\d+))?(?:-mix(\d+))?")
 
 
 def parse(name: str) -> DecodeCase:
-    """The case of that name: one of `DECODE`, or any other shape written in the same way.
+    """The case of that name: one of `CASES`, or any other shape written in the same form.
 
     >>> parse("b2-sq1-hq16-skv100-page16").max_pages
     7
     """
     match = _PATTERN.fullmatch(name.strip())
     if not match:
-        raise BenchError(
-            f"case {name!r}: expected b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>]; `list` prints the built-in ones"
-        )
-    b, s_q, h_q, s_kv, h_kv, page_size = (int(text) if text else None for text in match.groups())
+        raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
+    b, s_q, h_q, s_kv, h_kv, page_size, d_qk, mix = (int(text) if text else None for text in match.groups())
     sizes: dict[str, Any] = {
         "b": b,
         "s_q": s_q,
@@ -148,8 +171,12 @@ def parse(name: str) -> DecodeCase:
         "s_kv": s_kv,
         "h_kv": h_kv or 1,
         "page_size": page_size or 64,
+        "d_qk": d_qk or D_QK,
+        "mix": mix or 0,
     }
     case = DecodeCase(**sizes)
     if min(case.b, case.s_q, case.h_q, case.s_kv) < 1 or case.h_q % case.h_kv:
         raise BenchError(f"case {name!r}: every size must be at least 1 and h_kv must divide h_q")
-    return next((known for known in DECODE if known == case), case)
+    if case.d_qk not in (D_QK, D_V):
+        raise BenchError(f"case {name!r}: d_qk must be {D_QK} or {D_V}")
+    return next((known for known in CASES if known == case), case)

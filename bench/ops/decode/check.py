@@ -1,9 +1,9 @@
-"""Whether a result is right: a sample of its rows against the float64 oracle.
+"""Whether a decode result is correct: a sample of its rows against the float64 oracle.
 
 The oracle over a whole large case would take minutes, so it computes a few (sequence, head) pairs: the first, the
-middle and the last of each. All other rows are only checked to be finite (the buffers start as NaN). The
-tolerance is that of the project's tests: at most twice the error that the oracle makes with the kernels' own
-roundings, plus one unit in the last place of the largest value.
+middle and the last of each. All other rows are only checked to be finite (the buffers start as NaN). The tolerance is
+that of the project's tests: at most twice the error that the oracle makes with the kernels' own roundings, plus one
+unit in the last place of the largest value.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ import numpy.typing as npt
 
 from mla_cupy import reference
 
+from ...core.device import Device
+from ...core.tolerance import LSE_RELATIVE, distance, epsilon, spaced
 from .cases import DecodeCase
-from .device import Device
 from .inputs import InputSet, Outputs
 
 Array = npt.NDArray[Any]
-EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
-LSE_RELATIVE = 2.0**-13  # of max(1, |lse|): float32 scores and the hardware's exp2 and log2
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The right values of some heads of one sequence."""
+    """The correct values of some heads of one sequence."""
 
     batch: int
     heads: Array
@@ -40,7 +39,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors found, and the tolerances they were held to."""
+    """The errors, and the tolerances they were compared with."""
 
     ok: bool
     reason: str
@@ -49,11 +48,6 @@ class Verdict:
     lse_max: float | None
     lse_tolerance: float
     sampled_rows: int
-
-
-def spaced(count: int, most: int = 3) -> Array:
-    """Up to `most` indices below `count`: the first, the last, and some between."""
-    return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))
 
 
 def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> list[Expected]:
@@ -65,7 +59,7 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
         length = inputs.host_seqlens[batch : batch + 1]
         for kv_head in spaced(case.h_kv).tolist():
             heads = kv_head * group + spaced(group)
-            pages = device.pages(inputs.kv_cache, inputs.host_table[batch], kv_head)
+            pages = device.take(inputs.kv_cache, inputs.host_table[batch])[:, :, kv_head]
             table = np.arange(len(pages), dtype=np.int32)[None]
             arguments = q[:, :, heads], pages, table, length
             out, lse = reference.mla_decode(*arguments, scale=case.scale)
@@ -76,8 +70,8 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
 
 
 def judge(expected: Sequence[Expected], outputs: Outputs, dtype: str, device: Device) -> Verdict:
-    """Compares outputs with what was expected."""
-    unit = EPSILON[dtype]
+    """Compares the outputs with the expected values."""
+    unit = epsilon(dtype)
     out_tolerance = 2 * max(e.out_error for e in expected) + unit * max(float(np.abs(e.out).max()) for e in expected)
     lse_scale = max(1.0, *(float(np.abs(e.lse[np.isfinite(e.lse)]).max(initial=0)) for e in expected))
     lse_tolerance = 2 * max(e.lse_error for e in expected) + LSE_RELATIVE * lse_scale
@@ -97,9 +91,3 @@ def judge(expected: Sequence[Expected], outputs: Outputs, dtype: str, device: De
         reasons.append(f"{not_finite} values of out are not finite or were never written")
     rows = sum(e.out.shape[0] * e.out.shape[1] for e in expected)
     return Verdict(not reasons, "; ".join(reasons), out_max, out_tolerance, lse_max, lse_tolerance, rows)
-
-
-def distance(got: Array, want: Array) -> float:
-    """The largest absolute difference; NaN where there is one. Equal infinities (an empty row's lse) do not differ."""
-    got = got.astype(np.float64)
-    return float(np.abs(np.subtract(got, want, out=np.zeros_like(want), where=got != want)).max())

@@ -1,4 +1,4 @@
-"""The arrays of one case: what every implementation reads."""
+"""The arrays of one decode case, which every implementation reads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...core.cost import D_V
+from ...core.device import Device
 from .cases import DecodeCase
-from .costs import D_QK, D_V
-
-DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class InputSet:
-    """One set of inputs; the arrays are of the device's library, shared by all implementations and never written.
+    """One set of inputs: arrays of the device's library, shared by all implementations and never written.
 
     `host_table` and `host_seqlens` are the same values in NumPy.
     """
 
-    q: Any  # (b, s_q, h_q, 576)
-    kv_cache: Any  # (num_pages, page_size, h_kv, 576)
+    q: Any  # (b, s_q, h_q, d_qk)
+    kv_cache: Any  # (num_pages, page_size, h_kv, d_qk)
     block_table: Any  # (b, max_pages) int32
     seqlens: Any  # (b,) int32
     host_table: npt.NDArray[np.int32]
@@ -31,29 +30,37 @@ class InputSet:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a call wrote: out (b, s_q, h_q, 512), and lse (b, h_q, s_q) in natural log where the caller can have it."""
+    """What a call wrote: out (b, s_q, h_q, 512), and lse (b, h_q, s_q) in natural log where it is returned."""
 
     out: Any
     lse: Any | None
 
 
-def shuffled_table(case: DecodeCase, seed: int) -> npt.NDArray[np.int32]:
-    """Every page of the cache once, in random order: what a serving engine's tables look like after a while."""
-    order = np.random.default_rng(seed).permutation(case.num_pages)
-    return order.astype(np.int32).reshape(case.b, case.max_pages)
+def make_inputs(case: DecodeCase, dtype: str, seed: int, device: Device) -> InputSet:
+    """Random queries and latents; the keys are in shuffled pages."""
+    table = shuffled_table(case, seed)
+    seqlens = case.lengths()
+    return InputSet(
+        q=device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, 2 * seed + 1),
+        kv_cache=device.normal((case.num_pages, case.page_size, case.h_kv, case.d_qk), dtype, 2 * seed + 2),
+        block_table=device.upload(table),
+        seqlens=device.upload(seqlens),
+        host_table=table,
+        host_seqlens=seqlens,
+    )
 
 
-def q_shape(case: DecodeCase) -> tuple[int, ...]:
-    return case.b, case.s_q, case.h_q, D_QK
-
-
-def cache_shape(case: DecodeCase) -> tuple[int, ...]:
-    return case.num_pages, case.page_size, case.h_kv, D_QK
+def make_outputs(case: DecodeCase, dtype: str, device: Device) -> Outputs:
+    """Arrays for the results, full of NaN."""
+    out = device.empty(out_shape(case), dtype)
+    return Outputs(out, device.empty((case.b, case.h_q, case.s_q), "float32"))
 
 
 def out_shape(case: DecodeCase) -> tuple[int, ...]:
     return case.b, case.s_q, case.h_q, D_V
 
 
-def lse_shape(case: DecodeCase) -> tuple[int, ...]:
-    return case.b, case.h_q, case.s_q
+def shuffled_table(case: DecodeCase, seed: int) -> npt.NDArray[np.int32]:
+    """Every page of the cache once, in random order: what a serving engine's tables look like after a while."""
+    order = np.random.default_rng(seed).permutation(case.num_pages)
+    return order.astype(np.int32).reshape(case.b, case.max_pages)

@@ -1,4 +1,4 @@
-"""mla_cupy through its public call: with a plan made before, and results written in place."""
+"""`mla_decode` through its public call, with a plan made before and results written in place."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from functools import partial
 
 import mla_cupy
 
-from ..cases import DecodeCase
-from ..device import Device
-from ..inputs import InputSet, Outputs, lse_shape, out_shape
-from ..recorders import Call
-from . import OWN, Prepared
+from ...core.cost import D_QK
+from ...core.device import Device
+from ...core.implementation import OWN, Prepared, with_kernel
+from ...core.recorders import Call
+from .cases import DecodeCase
+from .inputs import InputSet, make_outputs
+
+LAYERS = (1, 61)
+"""Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
+GENERIC = "decode_generic"  # without tensor cores
 
 
-class Project:
-    """The call that a serving loop makes; the plan's update and the call without a plan are figures of their own."""
+class Decode:
+    """The call of a serving loop; updating the plan and calling without a plan are further figures."""
 
-    name = OWN
-
-    def __init__(self, variant: str | None = None) -> None:
-        self._variant = variant
+    def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
+        self.name, self._kernel = name, kernel
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
         return None
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        plan = mla_cupy.plan_decode(
+        plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
             max_b=case.b,
             s_q=case.s_q,
             h_q=case.h_q,
@@ -34,37 +37,53 @@ class Project:
             max_pages=case.max_pages,
             page_size=case.page_size,
             dtype=dtype,
-            variant=self._variant,
+            **({} if case.d_qk == D_QK else {"d_qk": case.d_qk}),  # older trees know one width
         )
-        plan.update(sets[0].seqlens)  # the lengths of all sets are equal
-        results = [
-            Outputs(device.empty(out_shape(case), dtype), device.empty(lse_shape(case), "float32")) for _ in sets
-        ]
+        plan.update(sets[0].seqlens)  # all sets have the same lengths
+        results = [make_outputs(case, dtype, device) for _ in sets]
+        decode = with_kernel(mla_cupy.mla_decode, self._kernel)
 
         def calls(plan: mla_cupy.DecodePlan | None) -> list[Call]:
             return [
                 partial(
-                    mla_cupy.mla_decode,
-                    inputs.q,
-                    inputs.kv_cache,
-                    inputs.block_table,
-                    inputs.seqlens,
+                    decode,
+                    *(inputs.q, inputs.kv_cache, inputs.block_table, inputs.seqlens),
                     scale=case.scale,
                     plan=plan,
                     out=result.out,
                     lse=result.lse,
-                    variant=self._variant,
                 )
                 for inputs, result in zip(sets, results, strict=True)
             ]
 
+        updates: list[Call] = [partial(plan.update, inputs.seqlens) for inputs in sets]
+        planned = calls(plan)
+        figures = {
+            "no_plan": calls(None),
+            "plan_update": updates,
+            **{f"update_and_{layers}_layers": _steps(updates, planned, layers) for layers in LAYERS},
+        }
         return Prepared(
-            calls=calls(plan),
+            calls=planned,
             outputs=lambda index: results[index],
             recorder=device.recorder(),
-            variant=plan.variant,
-            figures={
-                "no_plan": calls(None),
-                "plan_update": [partial(plan.update, inputs.seqlens) for inputs in sets],
-            },
+            includes="attention and merge; the plan is updated before",
+            kernel=kernel_of(plan),
+            figures=figures if self.name == OWN else {},
         )
+
+
+def _steps(updates: Sequence[Call], planned: Sequence[Call], layers: int) -> list[Call]:
+    """Steps of a serving loop: one update of the plan, then a call per layer; each step begins with another set."""
+
+    def step(first: int) -> None:
+        updates[first]()
+        for layer in range(layers):
+            planned[(first + layer) % len(planned)]()
+
+    return [partial(step, first) for first in range(len(planned))]
+
+
+def kernel_of(plan: mla_cupy.DecodePlan) -> str:
+    """The kernel that a plan chose. `compare-trees` also meets older trees, where the attribute is `variant`."""
+    return str(getattr(plan, "kernel", None) or getattr(plan, "variant", ""))

@@ -1,4 +1,4 @@
-"""The arrays of one sparse case, and the two ways to choose indices."""
+"""The arrays of a sparse case, and the two ways to select rows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import mla_cupy
-
-from .costs import D_V
-from .device import Device
-from .sparse_cases import SparseCase
+from ...core.device import Device
+from .cases import SparseCase
 
 Indices = npt.NDArray[np.int32]
 
-# Of the clustered indices: what the top-k of an indexer tends to look like in a long text.
-SINK_TOKENS = 64  # at the start, chosen by every query
+# The clustered indices resemble the top-k of an indexer in a long text.
+SINK_TOKENS = 64  # at the start, selected by every query
 RECENT_TOKENS = 512  # just before the query, likewise
-BLOCK_TOKENS = 64  # tokens of a block are chosen together
-NEIGHBOURS = 64  # queries in a row that prefer the same blocks
-OWN_TASTE = 0.25  # how much a query deviates from its neighbours, in units of the blocks' own spread
+BLOCK_TOKENS = 64  # tokens of a block are selected together
+NEIGHBOURS = 64  # consecutive queries that prefer the same blocks
+OWN_TASTE = 0.25  # how much a query deviates from its neighbours, relative to the spread between blocks
 
 
 @dataclass(frozen=True)
@@ -35,15 +32,6 @@ class SparseInputs:
 
 
 @dataclass(frozen=True)
-class GradientInputs(SparseInputs):
-    """One set of inputs of the backward."""
-
-    out: Any  # (s_q, h_q, 512)
-    dout: Any  # (s_q, h_q, 512)
-    lse: Any  # (s_q, h_q) float32
-
-
-@dataclass(frozen=True)
 class SparseOutputs:
     """What a forward wrote; lse and max_logits in natural units."""
 
@@ -52,15 +40,7 @@ class SparseOutputs:
     max_logits: Any
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """What a backward wrote."""
-
-    dq: Any
-    dkv: Any
-
-
-def forward_inputs(case: SparseCase, dtype: str, seed: int, device: Device) -> SparseInputs:
+def make_inputs(case: SparseCase, dtype: str, seed: int, device: Device) -> SparseInputs:
     """Random queries and latents with the case's indices."""
     indices = choose_indices(case, seed)
     return SparseInputs(
@@ -71,16 +51,8 @@ def forward_inputs(case: SparseCase, dtype: str, seed: int, device: Device) -> S
     )
 
 
-def backward_inputs(case: SparseCase, dtype: str, seed: int, device: Device) -> GradientInputs:
-    """The same with a random gradient; `out` and `lse` are those of the project's forward."""
-    forward = forward_inputs(case, dtype, seed, device)
-    dout = device.normal((case.s_q, case.h_q, D_V), dtype, 3 * seed + 3)
-    out, lse, _ = mla_cupy.sparse_mla_forward(forward.q, forward.kv, forward.indices, scale=case.scale)
-    return GradientInputs(**vars(forward), out=out, dout=dout, lse=lse)
-
-
 def choose_indices(case: SparseCase, seed: int) -> Indices:
-    """Distinct causal rows in no order, and -1 where fewer than topk are visible: query i sees i + s_kv - s_q + 1."""
+    """Distinct causal rows, unordered, and -1 where fewer than topk are visible: query i sees i + s_kv - s_q + 1."""
     rng = np.random.default_rng(seed)
     choose = _Clusters(case, rng) if case.indices == "clustered" else _Uniform(case, rng)
     indices = np.full((case.s_q, case.topk), -1, np.int32)
@@ -93,7 +65,7 @@ def choose_indices(case: SparseCase, seed: int) -> Indices:
 
 
 class _Uniform:
-    """Every visible row alike: the least that caches can help."""
+    """Uniformly from the visible rows: caches help as little as possible."""
 
     def __init__(self, case: SparseCase, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -103,9 +75,9 @@ class _Uniform:
 
 
 class _Clusters:
-    """The highest of random scores that neighbouring queries and the tokens of a block share; sinks and recent always.
+    """The top-k of random scores shared by neighbouring queries and by the tokens of a block; sinks and recent always.
 
-    The score of a token is that of its block for these neighbours plus a smaller one of this query and token.
+    The score of a token is its block's score for these neighbours plus a smaller one of this query and token.
     """
 
     def __init__(self, case: SparseCase, rng: np.random.Generator) -> None:

@@ -1,33 +1,33 @@
-"""Launcher of `generic/dense_decode.cu`."""
+"""Host side of `decode/generic.cu`, which also serves the sparse forward, as decode over pages of one token."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers import decode_problem
-from mla_cupy.launchers.decode_problem import HEAD_DIM_V, DecodeGeometry, DecodeProblem, HeadDimVariant
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, any_arch
+from typing import Any
+
+from mla_cupy.kernels.decode.problem import KEY_VARIANTS, PARAMS, AttentionKernel, DecodeProblem, key_variant
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 8
-BLOCKS_PER_SM = 2
 
-SPEC = KernelSpec(
-    "dense_decode_generic",
-    "generic/dense_decode.cu",
-    # Keys without RoPE columns are for sparse attention.
-    variants=(*DTYPE_VARIANTS, *(HeadDimVariant(v.dtype, HEAD_DIM_V) for v in DTYPE_VARIANTS)),
+
+def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    return needs_cc(device, "7.5") if device.cc < (7, 5) else None
+
+
+KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_generic",
+    "dense decode and sparse forward on CUDA cores, for any GPU from sm_75 on: the fallback",
+    "decode/generic.cu",
+    PARAMS,
+    variants=KEY_VARIANTS,
     core=DTYPE_VARIANTS,
-    supports_arch=any_arch,
-    params=decode_problem.PARAMS,
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=key_variant,
+    block_rows=BLOCK_M,
+    blocks_per_sm=2,
+    fallback=True,
 )
-
-
-def unsupported(problem: DecodeProblem, device: DeviceInfo) -> str:
-    """Why the kernel cannot take the problem; empty if it can."""
-    if device.cc < (7, 5):
-        return f"needs compute capability 7.5, {device.name} has {device.cc[0]}.{device.cc[1]}"
-    return ""
-
-
-def geometry(problem: DecodeProblem, device: DeviceInfo) -> DecodeGeometry:
-    """A few blocks share an SM."""
-    return decode_problem.cut(problem.rows, BLOCK_M, BLOCKS_PER_SM * device.sm_count, problem.h_kv)

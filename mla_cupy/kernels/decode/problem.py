@@ -1,15 +1,19 @@
-"""What the kernels of dense decode share on the host: the problem's numbers and the parameter record."""
+"""What the kernels of dense decode share on the host: the problem, the options and the parameter record."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from mla_cupy.launchers.spec import Params, Variant
+from mla_cupy.arrays.view import View
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params, ProblemT, Variant
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.shapes import D_QK, D_V
 
-HEAD_DIM_QK = 576
-HEAD_DIM_V = 512
-MAX_PARTS = 256
-"""Of a schedule: the combine kernel gives each part a thread."""
+MAX_SPLITS = 256
+"""Splits of a schedule: the combine kernel gives each of them a thread."""
 
 PARAMS = Params(
     q="u8",
@@ -50,9 +54,12 @@ PARAMS = Params(
     num_pages="i4",
     page_size="i4",
     max_pages="i4",
-    num_parts="i4",
+    num_splits="i4",
     causal="i4",
     out_is_fp32="i4",
+    continued_index="i4",
+    cp_world="i4",
+    cp_rank="i4",
     scale_log2="f4",
     lse_factor="f4",
     empty_lse="f4",
@@ -61,7 +68,7 @@ PARAMS = Params(
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """What decides which kernels run and how: no pointers, no device, no batch.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands.
     """
@@ -71,6 +78,7 @@ class DecodeProblem:
     h_kv: int
     dtype: str
     aligned: bool = True
+    d_qk: int = D_QK
 
     @property
     def rows(self) -> int:
@@ -78,23 +86,67 @@ class DecodeProblem:
         return self.s_q * self.h_q // self.h_kv
 
 
+class DecodeOptions(NamedTuple):
+    """The numbers of a call."""
+
+    scale: float
+    causal: bool
+    lse_base: str
+    empty_lse: float
+    cp_world: int = 1
+    cp_rank: int = 0
+
+
 @dataclass(frozen=True)
-class DecodeGeometry:
-    """How a kernel cuts a problem: `row_blocks` blocks side by side (all KV heads), each in `num_parts` parts."""
+class Splits:
+    """How a kernel divides the work: `row_blocks` blocks side by side (all KV heads), each in `num_splits` splits."""
 
     row_blocks: int
-    num_parts: int
+    num_splits: int
 
 
 @dataclass(frozen=True)
 class HeadDimVariant(Variant):
-    """A kernel that is compiled for each width of the keys, too."""
+    """A kernel that is compiled per dtype and per width of the keys."""
 
     dtype: str
     head_dim_qk: int
 
 
-def cut(rows: int, block_m: int, resident_blocks: int, h_kv: int = 1) -> DecodeGeometry:
-    """As many parts as keep every block of the grid resident at once; `rows` are those of one KV head."""
-    row_blocks = h_kv * -(-rows // block_m)
-    return DecodeGeometry(row_blocks, min(MAX_PARTS, max(1, resident_blocks // row_blocks)))
+def key_variant(problem: Any) -> Variant:
+    """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
+    if problem.d_qk == D_QK:
+        return DtypeVariant(problem.dtype)
+    return HeadDimVariant(problem.dtype, problem.d_qk)
+
+
+KEY_VARIANTS: tuple[Variant, ...] = (*DTYPE_VARIANTS, *(HeadDimVariant(v.dtype, D_V) for v in DTYPE_VARIANTS))
+"""All that `key_variant` may ask for."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel(Kernel[ProblemT]):
+    """An attention kernel over a schedule of splits: those of dense decode and of the sparse forward.
+
+    Attributes
+    ----------
+    variant : callable
+        `variant(problem)`: the build that it takes.
+    block_rows : int
+        Query rows of a block.
+    blocks_per_sm : int
+        Blocks that are resident on an SM at once.
+    kv_map : callable, optional
+        `kv_map(kv_cache)`: the tensor map through which it fetches, if it does.
+    """
+
+    variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
+    block_rows: int = 64
+    blocks_per_sm: int = 1
+    kv_map: Callable[[View], TensorMapSpec] | None = None
+
+    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
+        """As many splits as keep every block of the grid resident at once; `rows` are those of one KV head."""
+        row_blocks = h_kv * -(-rows // self.block_rows)
+        resident = self.blocks_per_sm * device.sm_count
+        return Splits(row_blocks, min(MAX_SPLITS, max(1, resident // row_blocks)))

@@ -1,26 +1,55 @@
-"""Launcher of `generic/decode_schedule.cu`."""
+"""Host side of `decode/schedule.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers.spec import KernelSpec, Launch, Params, Variant, any_arch, argument_block
+from mla_cupy.kernels.decode.problem import MAX_SPLITS
+from mla_cupy.kernels.pipeline import Launch, Record
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
 
-PARAMS = Params(seqlens="u8", schedule="u8", seqlens_stride_elems="i8", most_tokens="i8", b="i4", num_parts="i4")
 POINT_BYTES = 8
+"""Size of one cut of the schedule."""
 
-SPEC = KernelSpec(
+PARAMS = Params(
+    seqlens="u8",
+    schedule="u8",
+    seqlens_stride_elems="i8",
+    max_tokens="i8",
+    b="i4",
+    num_splits="i4",
+    merge_cost="i4",
+    cp_world="i4",
+    cp_rank="i4",
+)
+
+KERNEL: Kernel[object] = Kernel(
     "decode_schedule",
-    "generic/decode_schedule.cu",
-    variants=(Variant(),),
-    core=(Variant(),),
-    supports_arch=any_arch,
-    params=PARAMS,
+    "cuts the tiles of a batch into splits, the longest of which is as short as possible",
+    "decode/schedule.cu",
+    PARAMS,
+    core=PLAIN,
+    facts={"max_splits": MAX_SPLITS},
 )
 
 
+def nbytes(num_splits: int) -> int:
+    """Size of a schedule: the cuts between its splits, and both ends."""
+    return POINT_BYTES * (num_splits + 1)
+
+
+def merge_cost(block_rows: int) -> int:
+    """What storing and merging partial results costs a block of that many rows, in tiles: 2 up to 16 rows, 8 for 64."""
+    return max(2, min(block_rows, 64) // 8)
+
+
 def launch(
-    kernel: Launch, seqlens: int, stride: int, b: int, most_tokens: int, schedule: int, num_parts: int, stream: int
-) -> None:
-    """Write the cuts of the batch to `schedule`, of `num_parts` + 1 points."""
-    args = argument_block(PARAMS.size)
-    PARAMS.pack_into(args.views[0], seqlens, schedule, stride, most_tokens, b, num_parts)
-    kernel((1, 1, 1), args, stream)
+    seqlens: str,
+    stride: int,
+    max_tokens: int,
+    b: int,
+    num_splits: int,
+    merge_cost: int,
+    shard: tuple[int, int] = (1, 0),
+) -> Launch:
+    """Write the cuts of the batch to the workspace's `schedule`; `shard` is (cp_world, cp_rank)."""
+    values = (stride, max_tokens, b, num_splits, merge_cost, *shard)
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), Record(KERNEL, (seqlens, "schedule"), values))

@@ -1,18 +1,23 @@
-"""Launcher of `sm90/dense_decode_seesaw.cu`."""
+"""Host side of `decode/sm90_seesaw.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers import decode_problem
-from mla_cupy.launchers.decode_block_sm90 import geometry, kv_map, unsupported
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, only_sm90a
+from mla_cupy.kernels.decode.problem import KEY_VARIANTS, PARAMS, AttentionKernel, DecodeProblem, key_variant
+from mla_cupy.kernels.decode.sm90 import BLOCK_M, kv_map, unsupported
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER
+from mla_cupy.shapes import TILE_TOKENS
 
-__all__ = ["SPEC", "geometry", "kv_map", "unsupported"]
-
-SPEC = KernelSpec(
-    "dense_decode_sm90_seesaw",
-    "sm90/dense_decode_seesaw.cu",
-    variants=DTYPE_VARIANTS,
+KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_seesaw",
+    "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
+    "decode/sm90_seesaw.cu",
+    PARAMS,
+    HOPPER,
+    KEY_VARIANTS,
     core=DTYPE_VARIANTS,
-    supports_arch=only_sm90a,
-    params=decode_problem.PARAMS,
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=key_variant,
+    block_rows=BLOCK_M,
+    kv_map=kv_map,
 )

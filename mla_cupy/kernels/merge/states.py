@@ -1,10 +1,8 @@
-"""Launcher of `generic/merge_states.cu`."""
+"""Host side of `merge/states.cu`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, Launch, Params, any_arch, argument_block
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, Kernel, Params
 
 ROWS_PER_BLOCK = 4
 
@@ -39,35 +37,12 @@ PARAMS = Params(
     empty_lse="f4",
 )
 
-SPEC = KernelSpec(
+KERNEL: Kernel[object] = Kernel(
     "merge_states",
-    "generic/merge_states.cu",
+    "merges partial results over disjoint sets of keys",
+    "merge/states.cu",
+    PARAMS,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
-    supports_arch=any_arch,
-    params=PARAMS,
+    facts={"rows_per_block": ROWS_PER_BLOCK},
 )
-
-
-class MergePointers(NamedTuple):
-    """Addresses and strides (in elements, without the last one of the outs), in the order of the record."""
-
-    outs: int
-    lses: int
-    out: int
-    lse: int
-    outs_strides: tuple[int, ...]
-    lses_strides: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    lse_strides: tuple[int, ...]
-
-
-def launch(
-    kernel: Launch, pointers: MergePointers, sizes: tuple[int, ...], flags: tuple[float, ...], stream: int
-) -> None:
-    """Merge. `sizes` is (n, b, s_q, h_q, d); `flags` the rest of the record."""
-    args = argument_block(PARAMS.size)
-    strides = (*pointers.outs_strides, *pointers.lses_strides, *pointers.out_strides, *pointers.lse_strides)
-    PARAMS.pack_into(args.views[0], *pointers[:4], *strides, *sizes, *flags)
-    _, b, s_q, h_q, _ = sizes
-    kernel((-(-b * s_q * h_q // ROWS_PER_BLOCK), 1, 1), args, stream)

@@ -1,222 +1,124 @@
-"""The sparse forward as a sequence of kernels: lists of rows, schedule, attention over the parts, merge of the split
-queries.
+"""The sparse forward: lists of rows, schedule, attention over the splits, merge of the queries that were split.
 
-`configure` is pure: it says which kernels run. `lay_out` says how the workspace of a call is laid out. A
-`SparseForwardSequence` is a configuration bound to a device; it takes raw pointers and enqueues. To the attention
-kernels a query is a request of one token with pages of one token: see `attention/decode_params.cuh`.
+To the attention kernels a query is a request of one token with pages of one token: see `attention/decode_params.cuh`.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
-from typing import NamedTuple
+from typing import cast
 
-from mla_cupy.launchers import (
-    choice,
-    decode_schedule,
-    sparse_forward_generic,
-    sparse_forward_sm90,
-    sparse_forward_small_sm90,
-    sparse_rows,
-    split_combine,
-)
-from mla_cupy.launchers.decode_problem import HEAD_DIM_V, PARAMS
-from mla_cupy.launchers.sparse_forward_problem import SparseForwardProblem
-from mla_cupy.launchers.sparse_rows import SparseSelection
-from mla_cupy.launchers.spec import DtypeVariant, Launch, Variant, argument_block
-from mla_cupy.launchers.workspace import offsets
-from mla_cupy.runtime import device as devices
+from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.decode import combine, generic, schedule
+from mla_cupy.kernels.decode.problem import AttentionKernel
+from mla_cupy.kernels.numbers import LOG2_E, from_log2
+from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.sparse import forward_sm90, forward_sm90_small, rows
+from mla_cupy.kernels.sparse.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import D_V
 
-#: The attention kernels, the fastest first.
-KERNELS: dict[str, ModuleType] = {
-    module.SPEC.name: module for module in (sparse_forward_small_sm90, sparse_forward_sm90, sparse_forward_generic)
-}
 ORDERED_FROM = 0.25
-"""From this share of the L2 cache on, kv is walked in order, so that queries that run side by side share its lines."""
+"""From this share of the L2 on, kv is walked in order, so that queries that run side by side share its lines."""
+
+#: Dense decode's, over pages of one token.
+GENERIC = cast("AttentionKernel[SparseForwardProblem]", generic.KERNEL)
 
 
 @dataclass(frozen=True)
 class SparseForwardConfig:
-    """Everything about a forward that does not depend on pointers, or on the numbers of queries, rows and slots.
+    """Everything about a forward that does not depend on pointers or strides.
 
-    `ordered_from` is the size of kv, in bytes, from which on its rows are walked in order.
+    `combine_blocks` is 0 where nothing is split; `ordered` says that the lists of rows are sorted.
     """
 
     problem: SparseForwardProblem
-    kernel: str
+    kernel: AttentionKernel[SparseForwardProblem]
     row_blocks: int
-    num_parts: int
+    num_splits: int
     combine_blocks: int
-    ordered_from: int
+    ordered: bool
 
 
-class Workspace(NamedTuple):
-    """Offsets of the parts of the workspace, in bytes, and its size."""
+class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
+    """The kernels of the sparse forward."""
 
-    rows: int
-    counts: int
-    schedule: int
-    partial_lse: int
-    partial_max: int
-    partial_out: int
-    nbytes: int
+    kernels = (forward_sm90_small.KERNEL, forward_sm90.KERNEL, GENERIC)
 
+    def configure(
+        self, problem: SparseForwardProblem, device: DeviceInfo, kernel: str | None = None
+    ) -> SparseForwardConfig:
+        """See `Pipeline.configure`."""
+        chosen = choice.choose("the sparse forward", self.kernels, problem, device, kernel)
+        splits = chosen.splits(problem.h_q, device)
+        kv_bytes = TABLE[problem.dtype].nbytes * problem.d_qk * problem.s_kv
+        return SparseForwardConfig(
+            problem,
+            chosen,
+            splits.row_blocks,
+            splits.num_splits,
+            combine.blocks(splits.num_splits, device),
+            kv_bytes >= int(ORDERED_FROM * device.l2_bytes),
+        )
 
-class SparseForwardPointers(NamedTuple):
-    """Addresses and strides (in elements, without contiguous last ones) of one call; 0 for what is not given.
+    def workspace(self, config: SparseForwardConfig) -> Layout:
+        """The lists, the schedule, then two partial results per split."""
+        problem = config.problem
+        partial_rows = 2 * config.num_splits * problem.h_q if config.num_splits > 1 else 0
+        return Layout(
+            {
+                **rows.list_sizes(problem.s_q, problem.topk),
+                "schedule": schedule.nbytes(config.num_splits),
+                "partial_lse": 4 * partial_rows,
+                "partial_max": 4 * partial_rows,
+                "partial_out": 4 * D_V * partial_rows,
+            }
+        )
 
-    `attn_sink` and `max_logits` may be 0.
-    """
+    def steps(self, config: SparseForwardConfig, call: Call) -> list[Step]:
+        """Nothing without a query."""
+        problem, options = config.problem, call.options
+        if problem.s_q == 0:
+            return []
+        record = self._record(config, call)
+        list_stride = rows.rows_stride(problem.topk)
+        merge_cost = schedule.merge_cost(min(problem.h_q, config.kernel.block_rows))
+        steps: list[Step] = [
+            rows.launch(call, options.causal, ordered=config.ordered),
+            schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
+            Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), record),
+        ]
+        if config.combine_blocks:
+            blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)
+            steps.append(combine.launch(problem.dtype, blocks, record))
+        return steps
 
-    q: int
-    kv: int
-    attn_sink: int
-    out: int
-    lse: int
-    max_logits: int
-    q_strides: tuple[int, ...]  # query, head
-    kv_stride: int
-    sink_stride: int
-    out_strides: tuple[int, ...]  # query, head
-    lse_strides: tuple[int, ...]  # query, head
-    max_strides: tuple[int, ...]  # query, head
-
-
-class SparseForwardFlags(NamedTuple):
-    """The numbers of one call; `scale_log2` is the scale times log2(e), `lse_factor` leads from base 2 to the caller's
-    base.
-    """
-
-    out_is_fp32: bool
-    scale_log2: float
-    lse_factor: float
-    empty_lse: float
-
-
-def check_variant(variant: str | None) -> None:
-    """Raise ArgumentError unless it names an attention kernel, or None."""
-    choice.check_variant(KERNELS, variant)
-
-
-def configure(problem: SparseForwardProblem, device: DeviceInfo, variant: str | None = None) -> SparseForwardConfig:
-    """Choose the kernel and cut the problem.
-
-    Parameters
-    ----------
-    problem : SparseForwardProblem
-    device : DeviceInfo
-    variant : str, optional
-        The kernel to take; default: the fastest that fits.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no such kernel.
-    UnsupportedDeviceError
-        If it does not fit, or none does: the message has each one's reason.
-    """
-    kernel = choice.choose("the sparse forward", KERNELS, problem, device, variant)
-    geometry = KERNELS[kernel].geometry(problem, device)
-    return SparseForwardConfig(
-        problem,
-        kernel,
-        geometry.row_blocks,
-        geometry.num_parts,
-        split_combine.blocks(device) if geometry.num_parts > 1 else 0,
-        int(ORDERED_FROM * device.l2_bytes),
-    )
-
-
-def lay_out(config: SparseForwardConfig, s_q: int, topk: int) -> Workspace:
-    """The workspace of a call: the lists, the schedule, then two slots for each part's pieces of split queries."""
-    partial_rows = 2 * config.num_parts * config.problem.h_q if config.num_parts > 1 else 0
-    sizes = (
-        4 * s_q * sparse_rows.rows_stride(topk),
-        4 * s_q,
-        decode_schedule.POINT_BYTES * (config.num_parts + 1),
-        4 * partial_rows,
-        4 * partial_rows,
-        4 * HEAD_DIM_V * partial_rows,
-    )
-    return Workspace(*offsets(sizes))
-
-
-class SparseForwardSequence:
-    """The kernels of one configuration on one device."""
-
-    def __init__(self, config: SparseForwardConfig, device: DeviceInfo) -> None:
-        self.config = config
-        module = KERNELS[config.kernel]
-        dtype = DtypeVariant(config.problem.dtype)
-        self._rows = Launch(sparse_rows.SPEC.request(Variant(), device.arch), device.ordinal)
-        self._cut = Launch(decode_schedule.SPEC.request(Variant(), device.arch), device.ordinal)
-        self._attend = Launch(module.SPEC.request(module.variant(config.problem), device.arch), device.ordinal)
-        self._combine = Launch(split_combine.SPEC.request(dtype, device.arch), device.ordinal)
-
-    def bind(self, stream: int) -> None:
-        """Build and load every kernel, so that later calls can be captured."""
-        for launch in (self._rows, self._cut, self._attend, self._combine):
-            launch.bind(stream)
-
-    def workspace_bytes(self, s_q: int, topk: int) -> int:
-        """Size of the workspace of a call, which must be aligned to 256 bytes."""
-        return lay_out(self.config, s_q, topk).nbytes
-
-    def execute(
-        self,
-        pointers: SparseForwardPointers,
-        selection: SparseSelection,
-        flags: SparseForwardFlags,
-        workspace: int,
-        stream: int,
-    ) -> None:
-        """Enqueue everything; not for s_q = 0. Nothing is allocated, nothing is read on the host."""
-        config = self.config
-        space = lay_out(config, selection.s_q, selection.topk)
-        rows, counts, schedule = (workspace + offset for offset in space[:3])
-        list_stride = sparse_rows.rows_stride(selection.topk)
-        ordered = 2 * config.problem.d_qk * selection.s_kv >= config.ordered_from
-        sparse_rows.launch(self._rows, selection, rows, counts, 0, ordered, stream)
-        decode_schedule.launch(self._cut, counts, 1, selection.s_q, list_stride, schedule, config.num_parts, stream)
-
-        q, out, lse, top = pointers.q_strides, pointers.out_strides, pointers.lse_strides, pointers.max_strides
-        args = argument_block(PARAMS.size)
-        PARAMS.pack_into(
-            args.views[0],
-            pointers.q,
-            pointers.kv,
-            rows,
-            counts,
-            schedule,
-            pointers.out,
-            pointers.lse,
-            pointers.attn_sink,
-            pointers.max_logits,
-            workspace + space.partial_out,
-            workspace + space.partial_lse,
-            workspace + space.partial_max,
+    def _record(self, config: SparseForwardConfig, call: Call) -> Record:
+        problem, options = config.problem, cast(SparseForwardOptions, call.options)
+        q, out, lse, maxima = (call.strides(name, 2) for name in ("q", "out", "lse", "max_logits"))
+        list_stride = rows.rows_stride(problem.topk)
+        addresses = (
+            *("q", "kv", "rows", "counts", "schedule", "out", "lse"),
+            *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max"),
+        )
+        values = (
             *(q[0], 0, q[1]),
-            *(pointers.kv_stride, 0, 0),
+            *(call.strides("kv", 1)[0], 0, 0),
             *(list_stride, 1, 1),  # of the lists, and of their lengths
             *(out[0], 0, out[1]),
             *(lse[0], lse[1], 0),
-            *(top[0], top[1], 0),
-            pointers.sink_stride,
-            *(selection.s_q, 1, config.problem.h_q, 1),
-            *(selection.s_kv, 1, list_stride, config.num_parts),
+            *(maxima[0], maxima[1], 0),
+            *call.strides("attn_sink", 1),
+            *(problem.s_q, 1, problem.h_q, 1),
+            *(problem.s_kv, 1, list_stride, config.num_splits),
             False,  # causal: the lists are
-            *flags,
+            call.view("out").dtype == "float32",
+            config.num_splits,  # continued_index
+            *(1, 0),  # every row of kv is here
+            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
         )
-        self._attend((config.row_blocks, config.num_parts, 1), args, stream)
-        if config.combine_blocks:
-            self._combine((config.combine_blocks, 1, 1), args, stream)
+        return Record(config.kernel, addresses, values)
 
 
-@functools.lru_cache(maxsize=256)
-def sequence(problem: SparseForwardProblem, device: int, variant: str | None = None) -> SparseForwardSequence:
-    """The kernels for a problem on a device, kept."""
-    info = devices.describe(device)
-    return SparseForwardSequence(configure(problem, info, variant), info)
+SPARSE_FORWARD = SparseForwardPipeline()

@@ -1,21 +1,36 @@
-"""What the kernels of the sparse forward share on the host: the problem's numbers."""
+"""What the kernels of the sparse forward share on the host: the problem and the options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-HEAD_DIMS_QK = (576, 512)
+from mla_cupy.shapes import D_QK, D_V
+
+HEAD_DIMS_QK = (D_QK, D_V)
+"""Widths of a key: with and without its RoPE part."""
 
 
 @dataclass(frozen=True)
 class SparseForwardProblem:
-    """What decides which kernels run and how: no pointers, no device, and none of the sizes that change from call to
-    call.
+    """What decides which kernels run and how: no pointers, no device.
 
     `aligned` says that q and kv start at, and step by, multiples of 16 bytes.
     """
 
+    s_q: int
+    s_kv: int
     h_q: int
+    topk: int
     d_qk: int
     dtype: str
     aligned: bool = True
+
+
+class SparseForwardOptions(NamedTuple):
+    """The numbers of a call."""
+
+    scale: float
+    causal: bool
+    lse_base: str
+    empty_lse: float

@@ -1,15 +1,15 @@
-"""Launcher of `generic/sparse_rows.cu`."""
+"""Host side of `sparse/rows.cu`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Record
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.shapes import TILE_TOKENS
 
-from mla_cupy.launchers.spec import KernelSpec, Launch, Params, Variant, any_arch, argument_block
-
-ROWS_PER_TILE = 64
+ROWS_PER_TILE = TILE_TOKENS
 """The lists are padded to whole tiles."""
-MOST_BLOCKS = 1 << 16
-"""Blocks take the queries in turn; a grid of so many keeps any GPU busy to the end."""
+MAX_BLOCKS = 1 << 16
+"""Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
 
 PARAMS = Params(
     indices="u8",
@@ -33,32 +33,14 @@ PARAMS = Params(
     ordered="i4",
 )
 
-SPEC = KernelSpec(
+KERNEL: Kernel[object] = Kernel(
     "sparse_rows",
-    "generic/sparse_rows.cu",
-    variants=(Variant(),),
-    core=(Variant(),),
-    supports_arch=any_arch,
-    params=PARAMS,
+    "turns indices into lists of valid rows, sorted where the cache does not fit the L2",
+    "sparse/rows.cu",
+    PARAMS,
+    core=PLAIN,
+    facts={"rows_per_tile": ROWS_PER_TILE},
 )
-
-
-class SparseSelection(NamedTuple):
-    """What says which rows each query attends to: addresses (0 for what is not given), strides in elements, sizes."""
-
-    indices: int
-    topk_length: int
-    cu_seqlens_q: int
-    cu_seqlens_kv: int
-    indices_strides: tuple[int, ...]  # query, slot
-    topk_length_stride: int
-    cu_seqlens_q_stride: int
-    cu_seqlens_kv_stride: int
-    s_q: int
-    s_kv: int
-    topk: int
-    b: int  # sequences
-    causal: bool
 
 
 def rows_stride(topk: int) -> int:
@@ -66,30 +48,29 @@ def rows_stride(topk: int) -> int:
     return max(1, -(-topk // ROWS_PER_TILE)) * ROWS_PER_TILE
 
 
-def launch(
-    kernel: Launch, selection: SparseSelection, rows: int, counts: int, selected: int, ordered: bool, stream: int
-) -> None:
-    """Write the lists to `rows`, (s_q, rows_stride(topk)), aligned to 16 bytes, and their lengths to `counts`, (s_q,).
+def list_sizes(s_q: int, topk: int) -> dict[str, int]:
+    """The parts of a workspace that hold the lists, `rows`, and their lengths, `counts`: name -> bytes."""
+    return {"rows": 4 * s_q * rows_stride(topk), "counts": 4 * s_q}
 
-    `selected`, if not 0, is (s_kv,) and zeroed: how many slots select each row is added to it. `ordered` lists are
-    sorted by the 256th of kv that a row is in; the others keep the order of the slots.
+
+def launch(call: Call, causal: bool, *, ordered: bool, selected: str = NULL) -> Launch:
+    """Write the lists and their lengths to the workspace.
+
+    `selected`, if given, is an array of (s_kv,) zeros: how many entries select each row is added to it. `ordered`
+    lists are sorted by the 256th of kv that a row is in; the others keep the order of the indices.
     """
-    args = argument_block(PARAMS.size)
-    s = selection
-    strides = (*s.indices_strides, s.topk_length_stride, s.cu_seqlens_q_stride, s.cu_seqlens_kv_stride)
-    PARAMS.pack_into(
-        args.views[0],
-        *s[:4],
-        rows,
-        counts,
-        selected,
-        *strides,
-        rows_stride(s.topk),
-        s.s_q,
-        s.s_kv,
-        s.topk,
-        s.b,
-        s.causal,
-        ordered,
+    (s_q, topk), s_kv = call.view("indices").shape, call.view("kv").shape[0]
+    starts = call.views["cu_seqlens_q"]
+    arrays = ("indices", *(call.name(name) for name in ("topk_length", "cu_seqlens_q", "cu_seqlens_kv")))
+    values = (
+        *call.strides("indices", 2),
+        *call.strides("topk_length", 1),
+        *call.strides("cu_seqlens_q", 1),
+        *call.strides("cu_seqlens_kv", 1),
+        rows_stride(topk),
+        *(s_q, s_kv, topk),
+        0 if starts is None else starts.shape[0] - 1,
+        *(causal, ordered),
     )
-    kernel((min(s.s_q, MOST_BLOCKS), 1, 1), args, stream)
+    record = Record(KERNEL, (*arrays, "rows", "counts", selected), values)
+    return Launch(KERNEL, PLAIN[0], (min(s_q, MAX_BLOCKS), 1, 1), record)

@@ -1,27 +1,27 @@
-"""Launcher of `generic/sparse_rounders.cu`."""
+"""Host side of `sparse_backward/bins.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers.spec import KernelSpec, Launch, Params, Variant, any_arch, argument_block
+from mla_cupy.kernels.pipeline import Launch, Record
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
 
 ROWS_PER_BLOCK = 256
-LEVELS = 6
-"""Sums of a deterministic backward for each element of dkv."""
+NUM_BINS = 6
+"""Sums of a deterministic backward per element of dkv."""
 
-PARAMS = Params(selected="u8", largest="u8", rounders="u8", s_kv="i4", additions="i4")
+PARAMS = Params(selected="u8", largest="u8", extractors="u8", s_kv="i4", additions="i4")
 
-SPEC = KernelSpec(
-    "sparse_rounders",
-    "generic/sparse_rounders.cu",
-    variants=(Variant(),),
-    core=(),
-    supports_arch=any_arch,
-    params=PARAMS,
+KERNEL: Kernel[object] = Kernel(
+    "sparse_backward_bins",
+    "for a deterministic backward: the extraction constants of its order-independent (binned) sums",
+    "sparse_backward/bins.cu",
+    PARAMS,
+    facts={"rows_per_block": ROWS_PER_BLOCK, "num_bins": NUM_BINS},
 )
 
 
-def launch(kernel: Launch, selected: int, largest: int, rounders: int, s_kv: int, additions: int, stream: int) -> None:
-    """Write the rounder of each row, and after them their common bound: (s_kv + 1,)."""
-    args = argument_block(PARAMS.size)
-    PARAMS.pack_into(args.views[0], selected, largest, rounders, s_kv, additions)
-    kernel((s_kv // ROWS_PER_BLOCK + 1, 1, 1), args, stream)
+def launch(problem: SparseBackwardProblem, additions: int) -> Launch:
+    """Write the extraction constant of each row, and after them their common bound: (s_kv + 1,)."""
+    record = Record(KERNEL, ("selected", "largest", "extractors"), (problem.s_kv, additions))
+    return Launch(KERNEL, PLAIN[0], (problem.s_kv // ROWS_PER_BLOCK + 1, 1, 1), record, dependent=False)

@@ -1,10 +1,11 @@
-"""Launcher of `generic/sparse_bounds.cu`."""
+"""Host side of `sparse_backward/bounds.cu`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, Launch, Params, any_arch, argument_block
+from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.sparse.rows import rows_stride
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
 
 PARAMS = Params(
     q="u8",
@@ -26,35 +27,18 @@ PARAMS = Params(
     scale="f4",
 )
 
-SPEC = KernelSpec(
-    "sparse_bounds",
-    "generic/sparse_bounds.cu",
+KERNEL: Kernel[object] = Kernel(
+    "sparse_backward_bounds",
+    "for a deterministic backward: an upper bound of what a query adds to dkv",
+    "sparse_backward/bounds.cu",
+    PARAMS,
     variants=DTYPE_VARIANTS,
-    core=(),
-    supports_arch=any_arch,
-    params=PARAMS,
 )
 
 
-class BoundsPointers(NamedTuple):
-    """Addresses and strides (in elements) in the order of the record."""
-
-    q: int
-    dout: int
-    lse2: int
-    delta: int
-    rows: int
-    counts: int
-    norms: int
-    largest: int
-    q_strides: tuple[int, ...]  # of the query and the head
-    dout_strides: tuple[int, ...]
-    rows_stride: int
-
-
-def launch(kernel: Launch, pointers: BoundsPointers, sizes: tuple[int, int, int], scale: float, stream: int) -> None:
-    """Write the largest bound. `sizes` is (s_q, h_q, d_qk)."""
-    args = argument_block(PARAMS.size)
-    strides = (*pointers.q_strides, *pointers.dout_strides, pointers.rows_stride)
-    PARAMS.pack_into(args.views[0], *pointers[:8], *strides, *sizes, scale)
-    kernel((sizes[0], 1, 1), args, stream)
+def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
+    """Write the largest bound to the workspace's `largest`."""
+    addresses = ("q", "dout", "lse2", "delta", "rows", "counts", "norms", "largest")
+    strides = (*call.strides("q", 2), *call.strides("dout", 2), rows_stride(problem.topk))
+    record = Record(KERNEL, addresses, (*strides, problem.s_q, problem.h_q, problem.d_qk, call.options.scale))
+    return Launch(KERNEL, DtypeVariant(problem.dtype), (problem.s_q, 1, 1), record, dependent=False)

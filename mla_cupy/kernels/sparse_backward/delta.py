@@ -1,10 +1,11 @@
-"""Launcher of `generic/sparse_delta.cu`."""
+"""Host side of `sparse_backward/delta.cu`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, Launch, Params, any_arch, argument_block
+from mla_cupy.kernels.numbers import to_log2
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Record
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
 
 UNITS_PER_BLOCK = 8
 SPAN_QUERIES = 8
@@ -32,31 +33,15 @@ PARAMS = Params(
     lse_to_log2="f4",
 )
 
-SPEC = KernelSpec(
-    "sparse_delta",
-    "generic/sparse_delta.cu",
+KERNEL: Kernel[object] = Kernel(
+    "sparse_backward_delta",
+    "the statistics of each query and head: sum(out * dout), and the log-sum-exp with the sink",
+    "sparse_backward/delta.cu",
+    PARAMS,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
-    supports_arch=any_arch,
-    params=PARAMS,
+    facts={"units_per_block": UNITS_PER_BLOCK, "span_queries": SPAN_QUERIES},
 )
-
-
-class DeltaPointers(NamedTuple):
-    """Addresses and strides (in elements) in the order of the record; 0 for what is not there."""
-
-    out: int
-    dout: int
-    lse: int
-    attn_sink: int
-    counts: int
-    delta: int
-    lse2: int
-    sink_sums: int
-    out_strides: tuple[int, ...]  # of the query and the head
-    dout_strides: tuple[int, ...]
-    lse_strides: tuple[int, ...]
-    attn_sink_stride: int
 
 
 def spans(s_q: int) -> int:
@@ -64,9 +49,17 @@ def spans(s_q: int) -> int:
     return -(-s_q // SPAN_QUERIES)
 
 
-def launch(kernel: Launch, pointers: DeltaPointers, s_q: int, h_q: int, flags: tuple[float, ...], stream: int) -> None:
-    """Write delta, lse2 and, with a sink, its partial sums. `flags` is the record from `out_is_fp32` on."""
-    args = argument_block(PARAMS.size)
-    strides = (*pointers.out_strides, *pointers.dout_strides, *pointers.lse_strides, pointers.attn_sink_stride)
-    PARAMS.pack_into(args.views[0], *pointers[:8], *strides, s_q, h_q, *flags)
-    kernel((-(-spans(s_q) * h_q // UNITS_PER_BLOCK), 1, 1), args, stream)
+def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
+    """Write `delta`, `lse2` and, with a sink, its partial sums to the workspace."""
+    sink_sums = "sink_sums" if problem.has_sink else NULL
+    addresses = ("out", "dout", "lse", call.name("attn_sink"), "counts", "delta", "lse2", sink_sums)
+    values = (
+        *call.strides("out", 2),
+        *call.strides("dout", 2),
+        *call.strides("lse", 2),
+        *call.strides("attn_sink", 1),
+        *(problem.s_q, problem.h_q, call.view("out").dtype == "float32", to_log2(call.options.lse_base)),
+    )
+    blocks = -(-spans(problem.s_q) * problem.h_q // UNITS_PER_BLOCK)
+    record = Record(KERNEL, addresses, values)
+    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), record, dependent=False)

@@ -1,8 +1,10 @@
-"""Launcher of `generic/sparse_dkv.cu`."""
+"""Host side of `sparse_backward/dkv.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, Launch, Params, any_arch, argument_block
+from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
 
 ROWS_PER_BLOCK = 8
 
@@ -12,31 +14,26 @@ PARAMS = Params(
     dkv_stride_s_elems="i8",
     s_kv="i4",
     d_qk="i4",
-    levels="i4",
+    num_bins="i4",
     order="i4",
     dkv_is_fp32="i4",
 )
 
-SPEC = KernelSpec(
-    "sparse_dkv",
-    "generic/sparse_dkv.cu",
+KERNEL: Kernel[object] = Kernel(
+    "sparse_backward_dkv",
+    "turns the float32 sums of dkv, in the main kernel's order and bins, into the gradient",
+    "sparse_backward/dkv.cu",
+    PARAMS,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
-    supports_arch=any_arch,
-    params=PARAMS,
+    facts={"rows_per_block": ROWS_PER_BLOCK},
 )
 
 
-def launch(
-    kernel: Launch,
-    sums: int,
-    dkv: int,
-    dkv_stride: int,
-    sizes: tuple[int, int, int],
-    flags: tuple[int, bool],
-    stream: int,
-) -> None:
-    """Write dkv. `sizes` is (s_kv, d_qk, levels), `flags` (order, dkv_is_fp32)."""
-    args = argument_block(PARAMS.size)
-    PARAMS.pack_into(args.views[0], sums, dkv, dkv_stride, *sizes, *flags)
-    kernel((-(-sizes[0] // ROWS_PER_BLOCK), 1, 1), args, stream)
+def launch(problem: SparseBackwardProblem, call: Call, num_bins: int, order: DkvOrder) -> Launch:
+    """Write dkv."""
+    is_fp32 = call.view("dkv").dtype == "float32"
+    values = (call.strides("dkv", 1)[0], problem.s_kv, problem.d_qk, num_bins, order, is_fp32)
+    record = Record(KERNEL, ("sums", "dkv"), values)
+    blocks = -(-problem.s_kv // ROWS_PER_BLOCK)
+    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), record, dependent=False)

@@ -1,25 +1,27 @@
-"""Launcher of `generic/sparse_norms.cu`."""
+"""Host side of `sparse_backward/norms.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers.spec import DTYPE_VARIANTS, KernelSpec, Launch, Params, any_arch, argument_block
+from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
 
 ROWS_PER_BLOCK = 8
 
 PARAMS = Params(kv="u8", selected="u8", norms="u8", kv_stride_s_elems="i8", s_kv="i4")
 
-SPEC = KernelSpec(
-    "sparse_norms",
-    "generic/sparse_norms.cu",
+KERNEL: Kernel[object] = Kernel(
+    "sparse_backward_norms",
+    "for a deterministic backward: L2 norms of the selected rows",
+    "sparse_backward/norms.cu",
+    PARAMS,
     variants=DTYPE_VARIANTS,
-    core=(),
-    supports_arch=any_arch,
-    params=PARAMS,
+    facts={"rows_per_block": ROWS_PER_BLOCK},
 )
 
 
-def launch(kernel: Launch, kv: int, selected: int, norms: int, kv_stride: int, s_kv: int, stream: int) -> None:
-    """Write the length of the value part of each row that is selected."""
-    args = argument_block(PARAMS.size)
-    PARAMS.pack_into(args.views[0], kv, selected, norms, kv_stride, s_kv)
-    kernel((-(-s_kv // ROWS_PER_BLOCK), 1, 1), args, stream)
+def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
+    """Write the norm of the value part of each row that is selected."""
+    record = Record(KERNEL, ("kv", "selected", "norms"), (call.strides("kv", 1)[0], problem.s_kv))
+    blocks = -(-problem.s_kv // ROWS_PER_BLOCK)
+    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), record, dependent=False)

@@ -1,18 +1,29 @@
-"""What the kernels of the sparse backward share on the host: the problem's numbers and the parameter record."""
+"""What the kernels of the sparse backward share on the host: the problem, the options and the parameter record."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
-from mla_cupy.launchers.spec import Params, Variant
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
+from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.shapes import D_QK
 
-HEAD_DIM_V = 512
-HEAD_DIMS_QK = (576, 512)
 
-# The order in which a main kernel keeps the dims of a row of dkv: `attention/sparse_params.cuh`.
-DKV_ORDER_PLAIN = 0
-DKV_ORDER_SM90 = 1
-DKV_ORDER_SM100 = 2
+class DkvOrder(IntEnum):
+    """In which order a main kernel keeps the elements of a row of dkv: `sparse_backward/params.cuh`."""
+
+    PLAIN = 0
+    SM90 = 1
+    SM100 = 2
+
 
 PARAMS = Params(
     q="u8",
@@ -22,7 +33,7 @@ PARAMS = Params(
     counts="u8",
     lse2="u8",
     delta="u8",
-    rounders="u8",
+    extractors="u8",
     dq="u8",
     dkv="u8",
     progress="u8",
@@ -45,7 +56,7 @@ PARAMS = Params(
 
 @dataclass(frozen=True)
 class SparseBackwardVariant(Variant):
-    """Of a main kernel. `deterministic` is 1 for additions whose order does not matter."""
+    """The build of a main kernel. `deterministic` is 1 for order-independent sums."""
 
     dtype: str
     head_dim_qk: int
@@ -54,11 +65,11 @@ class SparseBackwardVariant(Variant):
 
 VARIANTS = tuple(
     SparseBackwardVariant(dtype, head_dim_qk, deterministic)
-    for dtype in ("bfloat16", "float16")
+    for dtype in HALF
     for head_dim_qk in HEAD_DIMS_QK
     for deterministic in (0, 1)
 )
-CORE = (SparseBackwardVariant("bfloat16", 576, 0),)
+CORE = (SparseBackwardVariant("bfloat16", D_QK, 0),)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,42 @@ class SparseBackwardProblem:
     aligned: bool = True
 
 
+class SparseBackwardOptions(NamedTuple):
+    """The numbers of a call."""
+
+    scale: float
+    causal: bool
+    lse_base: str
+
+
 def plain_variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
     """The build of a main kernel that has no other choices."""
     return SparseBackwardVariant(problem.dtype, problem.d_qk, int(problem.deterministic))
+
+
+@dataclass(frozen=True)
+class BackwardKernel(Kernel[SparseBackwardProblem]):
+    """A main kernel: everything between the statistics of the queries and the sums of dkv.
+
+    Attributes
+    ----------
+    grid : callable
+        `grid(problem, device)`.
+    heads_per_addition : int
+        Heads whose contributions to a row of kv are summed before they are added to it.
+    dkv_order : DkvOrder
+    variant : callable
+        `variant(problem)`: the build that it takes.
+    maps : callable, optional
+        `maps(problem, call)`: its tensor maps and the arrays that they are of, if it fetches by TMA.
+    """
+
+    grid: Callable[[SparseBackwardProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
+    heads_per_addition: int = 64
+    dkv_order: DkvOrder = DkvOrder.PLAIN
+    variant: Callable[[SparseBackwardProblem], Variant] = plain_variant
+    maps: Callable[[SparseBackwardProblem, Call], tuple[tuple[str, TensorMapSpec], ...]] | None = None
+
+    def additions(self, problem: SparseBackwardProblem) -> int:
+        """How often it adds to an element of dkv per index that selects its row."""
+        return -(-problem.h_q // self.heads_per_addition)

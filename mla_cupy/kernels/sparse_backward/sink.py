@@ -1,25 +1,27 @@
-"""Launcher of `generic/sparse_sink.cu`."""
+"""Host side of `sparse_backward/sink.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers.spec import KernelSpec, Launch, Params, Variant, any_arch, argument_block
+from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.sparse_backward import delta
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
 
 HEADS_PER_BLOCK = 32
 
 PARAMS = Params(sink_sums="u8", d_sink="u8", spans="i4", h_q="i4")
 
-SPEC = KernelSpec(
-    "sparse_sink",
-    "generic/sparse_sink.cu",
-    variants=(Variant(),),
-    core=(Variant(),),
-    supports_arch=any_arch,
-    params=PARAMS,
+KERNEL: Kernel[object] = Kernel(
+    "sparse_backward_sink",
+    "adds the partial sums up to the gradient of the attention sinks",
+    "sparse_backward/sink.cu",
+    PARAMS,
+    core=PLAIN,
+    facts={"heads_per_block": HEADS_PER_BLOCK},
 )
 
 
-def launch(kernel: Launch, sink_sums: int, d_sink: int, spans: int, h_q: int, stream: int) -> None:
-    """Add the partial sums of `sparse_delta` up to the gradient of the sink, (h_q,)."""
-    args = argument_block(PARAMS.size)
-    PARAMS.pack_into(args.views[0], sink_sums, d_sink, spans, h_q)
-    kernel((-(-h_q // HEADS_PER_BLOCK), 1, 1), args, stream)
+def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
+    """Write d_sink, (h_q,), contiguous."""
+    record = Record(KERNEL, ("sink_sums", "d_sink"), (delta.spans(problem.s_q), problem.h_q))
+    return Launch(KERNEL, PLAIN[0], (-(-problem.h_q // HEADS_PER_BLOCK), 1, 1), record, dependent=False)

@@ -1,30 +1,34 @@
-"""Launcher of `sm100/sparse_backward.cu`, with tiles of 32 keys; what its variations share."""
+"""Host side of `sparse_backward/sm100.cu` with tiles of 32 keys, and what the other Blackwell kernels share with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mla_cupy.launchers import sparse_problem
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem, SparseBackwardVariant
-from mla_cupy.launchers.spec import KernelSpec, only_sm100a
+from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.sparse_backward.problem import (
+    CORE,
+    PARAMS,
+    VARIANTS,
+    BackwardKernel,
+    DkvOrder,
+    SparseBackwardProblem,
+    SparseBackwardVariant,
+)
+from mla_cupy.kernels.spec import BLACKWELL, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
-
-if TYPE_CHECKING:
-    from mla_cupy.launchers.sparse_backward_sequence import BackwardPointers, Strided
+from mla_cupy.shapes import D_V
 
 TILE_KEYS = 32
-HEADS_PER_ADDITION = 64
-"""Heads whose contributions to a row of kv are summed before they are added to it."""
-DKV_ORDER = sparse_problem.DKV_ORDER_SM100
-_SLAB_COLUMNS = 64
+BLOCK_HEADS = 64
+_BOX_COLUMNS = 64
 
 
 @dataclass(frozen=True)
 class TiledVariant(SparseBackwardVariant):
-    """Of a main kernel that can be built for several sizes of a tile of keys."""
+    """The build of a main kernel with several sizes of key tiles."""
 
     tile_keys: int
 
@@ -34,66 +38,71 @@ def tiled_variant(problem: SparseBackwardProblem, tile_keys: int) -> TiledVarian
     return TiledVariant(problem.dtype, problem.d_qk, int(problem.deterministic), tile_keys)
 
 
-SPEC = KernelSpec(
-    "sparse_backward_sm100",
-    "sm100/sparse_backward.cu",
-    variants=tuple(
-        TiledVariant(v.dtype, v.head_dim_qk, v.deterministic, keys)
-        for keys in (TILE_KEYS, 64)
-        for v in sparse_problem.VARIANTS
-    ),
-    core=tuple(TiledVariant(v.dtype, v.head_dim_qk, v.deterministic, TILE_KEYS) for v in sparse_problem.CORE),
-    supports_arch=only_sm100a,
-    params=sparse_problem.PARAMS,
-)
+def tiled(variants: tuple[SparseBackwardVariant, ...], tile_keys: int) -> tuple[TiledVariant, ...]:
+    """The same variants with tiles of `tile_keys` keys."""
+    return tuple(TiledVariant(v.dtype, v.head_dim_qk, v.deterministic, tile_keys) for v in variants)
 
 
-def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> str:
-    """Why the kernel cannot take the problem; empty if it can."""
-    if not only_sm100a(device.arch):
-        return f"needs compute capability 10.0 or 10.3, {device.name} has {device.cc[0]}.{device.cc[1]}"
-    if not problem.aligned:
-        return "needs q, kv, dout and dq that start at, and step by, multiples of 16 bytes"
-    return ""
+def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if device.arch not in BLACKWELL:
+        return needs_cc(device, "10.0", "10.3")
+    return None if problem.aligned else needs_alignment("q, kv, dout and dq")
 
 
-def variant(problem: SparseBackwardProblem) -> TiledVariant:
-    """The build that it takes."""
-    return tiled_variant(problem, TILE_KEYS)
+def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
+    """One block per 64 heads of a query."""
+    return (problem.s_q * -(-problem.h_q // BLOCK_HEADS), 1, 1)
 
 
-def geometry(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
-    """The grid: a block for each 64 heads of a query."""
-    return (problem.s_q * -(-problem.h_q // HEADS_PER_ADDITION), 1, 1)
-
-
-def tensor_maps(problem: SparseBackwardProblem, pointers: BackwardPointers) -> tuple[TensorMapSpec, ...]:
-    """Of kv, whose rows are gathered four at a time, and of q, dout and dq, in boxes of 64 columns x 64 heads."""
+def maps(problem: SparseBackwardProblem, call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
+    """Tensor maps: kv, whose rows are gathered four at a time; q, dout and dq, in boxes of 64 columns x 64 heads."""
     # Without a row nothing is fetched, but a map needs an address.
-    kv = pointers.kv if problem.s_kv > 0 else pointers.dq
-    row_bytes = 2 * kv.strides[0] if problem.s_kv > 1 else 2 * problem.d_qk
+    kv = "kv" if problem.s_kv > 0 else "dq"
+    nbytes = TABLE[problem.dtype].nbytes
+    row_bytes = nbytes * (call.strides("kv", 1)[0] if problem.s_kv > 1 else problem.d_qk)
     rows = TensorMapSpec(
         problem.dtype,
-        kv.ptr,
+        0,
         dims=(problem.d_qk, max(1, problem.s_kv)),
         strides_bytes=(row_bytes,),
-        box=(_SLAB_COLUMNS, 1),
+        box=(_BOX_COLUMNS, 1),
     )
     return (
-        rows,
-        _heads_map(problem, pointers.q, problem.d_qk),
-        _heads_map(problem, pointers.dout, sparse_problem.HEAD_DIM_V),
-        _heads_map(problem, pointers.dq, problem.d_qk),
+        (kv, rows),
+        ("q", _heads_map(problem, call, "q", problem.d_qk)),
+        ("dout", _heads_map(problem, call, "dout", D_V)),
+        ("dq", _heads_map(problem, call, "dq", problem.d_qk)),
     )
 
 
-def _heads_map(problem: SparseBackwardProblem, array: Strided, columns: int) -> TensorMapSpec:
+def _heads_map(problem: SparseBackwardProblem, call: Call, name: str, columns: int) -> TensorMapSpec:
     """(s_q, h_q, columns); strides of axes of size 1 mean nothing, and may be what the driver refuses."""
-    query, head = (2 * stride for stride in array.strides)
+    nbytes = TABLE[problem.dtype].nbytes
+    query, head = (nbytes * stride for stride in call.strides(name, 2))
+    row_bytes = nbytes * columns
     return TensorMapSpec(
         problem.dtype,
-        array.ptr,
+        0,
         dims=(columns, problem.h_q, problem.s_q),
-        strides_bytes=(head if problem.h_q > 1 else 2 * columns, query if problem.s_q > 1 else 2 * columns),
-        box=(_SLAB_COLUMNS, HEADS_PER_ADDITION, 1),
+        strides_bytes=(head if problem.h_q > 1 else row_bytes, query if problem.s_q > 1 else row_bytes),
+        box=(_BOX_COLUMNS, BLOCK_HEADS, 1),
     )
+
+
+KERNEL = BackwardKernel(
+    "sparse_backward_sm100",
+    "gradients of sparse attention with tcgen05, all sums in tensor memory; simulated, not yet run on hardware",
+    "sparse_backward/sm100.cu",
+    PARAMS,
+    BLACKWELL,
+    tiled(VARIANTS, TILE_KEYS),
+    tiled(CORE, TILE_KEYS),
+    facts={"block_heads": BLOCK_HEADS},
+    unsupported=unsupported,
+    grid=grid,
+    heads_per_addition=BLOCK_HEADS,
+    dkv_order=DkvOrder.SM100,
+    variant=lambda problem: tiled_variant(problem, TILE_KEYS),
+    maps=maps,
+)

@@ -1,26 +1,20 @@
-"""Launcher of `sm100/sparse_backward.cu`, with tiles of 64 keys."""
+"""Host side of `sparse_backward/sm100.cu` with tiles of 64 keys."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers.sparse_backward_sm100 import (
-    DKV_ORDER,
-    HEADS_PER_ADDITION,
-    SPEC,
-    TiledVariant,
-    geometry,
-    tensor_maps,
-    tiled_variant,
-    unsupported,
-)
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem
+from dataclasses import replace
 
-__all__ = ["DKV_ORDER", "HEADS_PER_ADDITION", "ON_REQUEST", "SPEC", "geometry", "tensor_maps", "unsupported", "variant"]
+from mla_cupy.kernels.sparse_backward import sm100
+from mla_cupy.kernels.sparse_backward.problem import VARIANTS
 
 TILE_KEYS = 64
-ON_REQUEST = True
-"""To be compared with tiles of 32 keys; see the kernel's page."""
 
-
-def variant(problem: SparseBackwardProblem) -> TiledVariant:
-    """The build that it takes."""
-    return tiled_variant(problem, TILE_KEYS)
+KERNEL = replace(
+    sm100.KERNEL,
+    name="sparse_backward_sm100_keys64",
+    about="the same with tiles of 64 keys, for comparison with those of 32",
+    variants=sm100.tiled(VARIANTS, TILE_KEYS),
+    core=(),
+    on_request=True,
+    variant=lambda problem: sm100.tiled_variant(problem, TILE_KEYS),
+)

@@ -1,42 +1,46 @@
-"""Launcher of `sm90/sparse_backward.cu`."""
+"""Host side of `sparse_backward/sm90.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers import sparse_problem
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem, SparseBackwardVariant
-from mla_cupy.launchers.spec import KernelSpec, only_sm90a
+from mla_cupy.kernels.sparse_backward.problem import (
+    CORE,
+    PARAMS,
+    VARIANTS,
+    BackwardKernel,
+    DkvOrder,
+    SparseBackwardProblem,
+)
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
-HEADS_PER_ADDITION = 64
-"""Heads whose contributions to a row of kv are summed before they are added to it."""
-DKV_ORDER = sparse_problem.DKV_ORDER_SM90
-
-SPEC = KernelSpec(
-    "sparse_backward_sm90",
-    "sm90/sparse_backward.cu",
-    variants=sparse_problem.VARIANTS,
-    core=sparse_problem.CORE,
-    supports_arch=only_sm90a,
-    params=sparse_problem.PARAMS,
-)
+BLOCK_HEADS = 64
 
 
-def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> str:
-    """Why the kernel cannot take the problem; empty if it can."""
-    if device.arch != "sm_90a":
-        return f"needs compute capability 9.0, {device.name} has {device.cc[0]}.{device.cc[1]}"
-    if not problem.aligned:
-        return "needs q, kv, dout and dq that start at, and step by, multiples of 16 bytes"
-    return ""
+def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if device.arch not in HOPPER:
+        return needs_cc(device, "9.0")
+    return None if problem.aligned else needs_alignment("q, kv, dout and dq")
 
 
-def variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
-    """The build that it takes."""
-    return sparse_problem.plain_variant(problem)
-
-
-def geometry(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
-    """The grid: a block on each SM, which takes every so many items of 64 heads of a query."""
-    items = problem.s_q * -(-problem.h_q // HEADS_PER_ADDITION)
+def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
+    """One block per SM; the blocks share the items, each of 64 heads of a query."""
+    items = problem.s_q * -(-problem.h_q // BLOCK_HEADS)
     return (max(1, min(device.sm_count, items)), 1, 1)
+
+
+KERNEL = BackwardKernel(
+    "sparse_backward_sm90",
+    "gradients of sparse attention with WGMMA, 64 heads of a query at a time",
+    "sparse_backward/sm90.cu",
+    PARAMS,
+    HOPPER,
+    VARIANTS,
+    CORE,
+    facts={"block_heads": BLOCK_HEADS},
+    unsupported=unsupported,
+    grid=grid,
+    heads_per_addition=BLOCK_HEADS,
+    dkv_order=DkvOrder.SM90,
+)

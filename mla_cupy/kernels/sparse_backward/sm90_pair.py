@@ -1,48 +1,54 @@
-"""Launcher of `sm90/sparse_backward_pair.cu`."""
+"""Host side of `sparse_backward/sm90_pair.cu`."""
 
 from __future__ import annotations
 
-from mla_cupy.launchers import sparse_backward_sm90, sparse_problem
-from mla_cupy.launchers.sparse_problem import SparseBackwardProblem, SparseBackwardVariant
-from mla_cupy.launchers.spec import KernelSpec, only_sm90a
+from mla_cupy.kernels.sparse_backward import sm90
+from mla_cupy.kernels.sparse_backward.problem import (
+    CORE,
+    PARAMS,
+    VARIANTS,
+    BackwardKernel,
+    DkvOrder,
+    SparseBackwardProblem,
+)
+from mla_cupy.kernels.spec import HOPPER, Reason
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
-HEADS_PER_ADDITION = 128
-"""Heads whose contributions to a row of kv are summed before they are added to it."""
-DKV_ORDER = sparse_problem.DKV_ORDER_SM90
+BLOCK_HEADS = 128
 CLUSTER = 2
 """Blocks that share a query."""
 
-SPEC = KernelSpec(
-    "sparse_backward_sm90_pair",
-    "sm90/sparse_backward_pair.cu",
-    variants=sparse_problem.VARIANTS,
-    core=sparse_problem.CORE,
-    supports_arch=only_sm90a,
-    params=sparse_problem.PARAMS,
-)
 
-
-def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> str:
-    """Why the kernel cannot take the problem; empty if it can."""
-    reason = sparse_backward_sm90.unsupported(problem, device)
-    if reason:
+def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if reason := sm90.unsupported(problem, device):
         return reason
     if device.sm_count < CLUSTER:
-        return f"needs {CLUSTER} SMs, {device.name} has {device.sm_count}"
-    fewest = HEADS_PER_ADDITION // CLUSTER + 1
-    if not fewest <= problem.h_q <= HEADS_PER_ADDITION:
-        return f"is for {fewest} to {HEADS_PER_ADDITION} heads, not {problem.h_q}"
-    return ""
+        return Reason(f"needs {CLUSTER} SMs, {device.name} has {device.sm_count}")
+    min_heads = BLOCK_HEADS // CLUSTER + 1
+    if not min_heads <= problem.h_q <= BLOCK_HEADS:
+        return Reason(f"is for {min_heads} to {BLOCK_HEADS} heads, not {problem.h_q}")
+    return None
 
 
-def variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
-    """The build that it takes."""
-    return sparse_problem.plain_variant(problem)
+def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
+    """One block per SM, in clusters that share the queries."""
+    clusters = max(1, min(device.sm_count // CLUSTER, problem.s_q))
+    return (CLUSTER * clusters, 1, 1)
 
 
-def geometry(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
-    """The grid: a block on each SM, in pairs, each of which takes every so many queries."""
-    pairs = max(1, min(device.sm_count // CLUSTER, problem.s_q))
-    return (CLUSTER * pairs, 1, 1)
+KERNEL = BackwardKernel(
+    "sparse_backward_sm90_pair",
+    "gradients of sparse attention with WGMMA for 65 to 128 heads: a cluster of two blocks shares a query",
+    "sparse_backward/sm90_pair.cu",
+    PARAMS,
+    HOPPER,
+    VARIANTS,
+    CORE,
+    facts={"block_heads": BLOCK_HEADS, "cluster": CLUSTER},
+    unsupported=unsupported,
+    grid=grid,
+    heads_per_addition=BLOCK_HEADS,
+    dkv_order=DkvOrder.SM90,
+)

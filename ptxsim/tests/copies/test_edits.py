@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
+from simtest.single import HEADER
 
 REGS = ".reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .pred %p<9>; .reg .b16 %h<4>;"
 START = (

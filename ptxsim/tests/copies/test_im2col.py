@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_tma import INIT, MAP, MEMORY, WAIT, load, module, store, swizzled
+
+import ptxsim
+from simtest.tma import INIT, MAP, MEMORY, WAIT, load, module, store, swizzled
 
 RNG = np.random.default_rng(6)
 

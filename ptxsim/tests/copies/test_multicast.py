@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
+from simtest.single import HEADER
 
 SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 ROW = 64

@@ -6,9 +6,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_tma import INIT, WAIT, dump, kernel, swizzled
+
+import ptxsim
+from simtest.tma import INIT, WAIT, dump, kernel, swizzled
 
 CASES = [
     (1, [37], [16], [8], "none"),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_tma import INIT, MAP, MEMORY, WAIT, load, module, store
-from ptx_umma import fill, random_codes
+
+import ptxsim
+from simtest.tma import INIT, MAP, MEMORY, WAIT, load, module, store
+from simtest.umma import fill, random_codes
 
 RNG = np.random.default_rng(5)
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import numpy as np
-import ptx_compile
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
+from simtest import nvrtc
+from simtest.single import HEADER
 
 REGS = ".reg .b32 %r<20>; .reg .b64 %rd<9>; .reg .pred %p<4>;"
 
@@ -91,11 +92,11 @@ extern "C" __global__ void check(int *x) { if (x[threadIdx.x] < 0) __assertfail(
 """
 
 
-@pytest.mark.parametrize("major", ptx_compile.available())
+@pytest.mark.parametrize("major", nvrtc.available())
 def test_printf(major: int, capsys: pytest.CaptureFixture) -> None:
     x = np.zeros(4, "i4")
     source = SOURCE.replace("#include <assert.h>\n", "").replace('extern "C" int printf(const char *, ...);\n', "")
-    ptxsim.Module(ptx_compile.compile_ptx(source, "sm_90a", major)).launch("talk", 1, 4, [x])
+    ptxsim.Module(nvrtc.compile_ptx(source, "sm_90a", major)).launch("talk", 1, 4, [x])
     odd = [
         f"lane {t}: {t * 0.5:5.2f} {'big' if t > 2 else 'small'} 0x{0x123456789A + t:x} {chr(97 + t)}%\n"
         for t in (1, 3)
@@ -105,9 +106,9 @@ def test_printf(major: int, capsys: pytest.CaptureFixture) -> None:
     assert x.all()
 
 
-@pytest.mark.parametrize("major", ptx_compile.available())
+@pytest.mark.parametrize("major", nvrtc.available())
 def test_assertion(major: int) -> None:
-    kernel = ptxsim.Module(ptx_compile.compile_ptx(ASSERT, "sm_90a", major))
+    kernel = ptxsim.Module(nvrtc.compile_ptx(ASSERT, "sm_90a", major))
     kernel.launch("check", 1, 32, [np.ones(32, "i4")])
     with pytest.raises(ptxsim.KernelTrap, match=r"lanes \[5\].*\n.*assertion `x >= 0` failed at file.cu:12 in check"):
         kernel.launch("check", 1, 32, [np.where(np.arange(32) == 5, -1, 1).astype("i4")])

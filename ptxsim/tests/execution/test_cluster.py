@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
+from simtest.single import HEADER
 
 REGS = (
     ".reg .b32 %r<40>; .reg .b64 %rd<20>; .reg .pred %p<9>; .shared .align 128 .b8 s[256]; .shared .align 8 .b8 m[8];"

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER, run
+
+import ptxsim
+from simtest.single import HEADER, run
 
 ONES = np.ones(32, "u4")
 
@@ -123,8 +124,16 @@ def test_neighbouring_halves_are_no_race() -> None:
 
 def test_lanes_that_store_different_values_to_one_address() -> None:
     code = ".shared .align 4 .b8 s[16]; mov.u32 %r1, %tid.x; mov.u32 %r2, s; st.shared.u32 [%r2], %r1;"
-    with pytest.raises(ptxsim.RaceError, match="lanes of one store"):
+    with pytest.raises(ptxsim.RaceError, match="of one store write different values"):
         body(code).launch("k", 1, 32, [])
+    with pytest.warns(ptxsim.StrictWarning, match=r"\[lane-store\]"):
+        body(code).launch("k", 1, 32, [], allow={"lane-store"})
+
+
+def test_lanes_that_store_one_nan_to_one_address() -> None:
+    """Bits are compared, not numbers: a NaN is as good a value as any."""
+    code = ".shared .align 4 .b8 s[16]; .reg .f32 %f; mov.f32 %f, 0f7fc00000; mov.u32 %r2, s; st.shared.f32 [%r2], %f;"
+    body(code).launch("k", 1, 32, [])
 
 
 def test_deadlock_reports_barriers() -> None:

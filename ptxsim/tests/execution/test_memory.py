@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptx_compile
-import ptxsim
 import pytest
+
+import ptxsim
+from simtest import nvrtc
 
 SOURCE = r"""
 struct Args { float *x; long long n; const int *index; };
@@ -56,7 +57,7 @@ def test_unmapped_addresses_are_used_again() -> None:
 
 def test_struct_of_addresses_and_shared_memory_between_modules() -> None:
     memory = ptxsim.Memory()
-    ptx = ptx_compile.compile_ptx(SOURCE)
+    ptx = nvrtc.compile_ptx(SOURCE)
     first, second = ptxsim.Module(ptx, memory=memory), ptxsim.Module(ptx, memory=memory)
     x, index, y = np.arange(8, dtype="f4") * 3, np.array([5, 0, 7], "i4"), np.zeros(3, "f4")
     record = np.zeros((), [("x", "u8"), ("n", "i8"), ("index", "u8")])
@@ -74,7 +75,7 @@ def test_struct_of_addresses_and_shared_memory_between_modules() -> None:
 
 def test_registered_arrays_keep_their_host_address() -> None:
     memory = ptxsim.Memory()
-    module = ptxsim.Module(ptx_compile.compile_ptx(SOURCE), memory=memory)
+    module = ptxsim.Module(nvrtc.compile_ptx(SOURCE), memory=memory)
     x, index, y = np.arange(8, dtype="f4") * 3, np.array([5, 0, 7], "i4"), np.zeros(3, "f4")
     for array in (x, index, y):
         assert memory.register(array) == array.ctypes.data
@@ -98,7 +99,7 @@ def test_registered_arrays_keep_their_host_address() -> None:
 
 def test_lanes_in_different_arrays() -> None:
     text = r"""extern "C" __global__ void both(int *const *p, int *out) { out[threadIdx.x] = *p[threadIdx.x]; *p[threadIdx.x] = -1; atomicAdd(p[threadIdx.x], 3); }"""
-    module = ptxsim.Module(ptx_compile.compile_ptx(text))
+    module = ptxsim.Module(nvrtc.compile_ptx(text))
     arrays = [np.array([10 * i], "i4") for i in range(8)]
     addresses = [module.memory.map(a) if i % 2 else module.memory.register(a) for i, a in enumerate(arrays)]
     out = np.zeros(8, "i4")

@@ -4,75 +4,17 @@
 from __future__ import annotations
 
 import numpy as np
-import ptx_compile
-import ptxsim
 import pytest
-from ptx_single import program, run
 
-SOURCE = r"""
-extern "C" __global__ void loops(const int *x, int *y) {
-    int i = threadIdx.x, v = 0;
-    for (int k = 0; k < x[i]; k++) {
-        if (k == 5) continue;
-        if (k > 20) break;
-        for (int j = 0; j < k % 3; j++) v += j * i;
-        v += k;
-    }
-    if (v % 7 == 0) { y[i] = -v; return; }
-    y[i] = v;
-}
-extern "C" __global__ void choose(const int *x, int *y) {
-    int i = threadIdx.x, v = x[i];
-    switch (v) {
-    case 0: v = 17; break; case 1: v = v * 3; break; case 2: v = 99; case 3: v += 5; break; case 4: v = i; break;
-    case 5: v = -1; break; case 7: v = 70; break; case 9: v = 90; break; case 12: v = 1200; break; case 19: v = 5; break;
-    default: v = 1000 + v;
-    }
-    y[i] = v;
-}
-extern "C" __global__ void ping_pong(int *y) {
-    __shared__ volatile int turn;
-    if (threadIdx.x == 0) turn = 0;
-    __syncthreads();
-    if (threadIdx.x < 2)
-        for (int n = 0; n < 10; n++) {
-            while (turn % 2 != threadIdx.x) ;
-            turn = turn + 1;
-        }
-    __syncthreads();
-    y[threadIdx.x] = turn;
-}
-__device__ __noinline__ int power(int b, int n) { int r = 1; for (int i = 0; i < n; i++) r *= b; return r; }
-struct Pair { int a; long long b; };
-__device__ __noinline__ Pair both(Pair p, int k) { p.a += k; p.b *= k; return p; }
-extern "C" __global__ void calls(int *y) {
-    int t = threadIdx.x, table[8];
-    for (int i = 0; i < 8; i++) table[i] = power(i, t % 4);
-    Pair p = both(Pair{t, t + 1}, 3);
-    y[t] = table[t % 8] + p.a + (int)p.b;
-}
-extern "C" __global__ void block_sum(const float *x, float *y) {
-    __shared__ float part[8];
-    int t = threadIdx.x; float v = x[t];
-    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-    if (t % 32 == 0) part[t / 32] = v;
-    __syncthreads();
-    if (t < 8) { float a = part[t]; for (int o = 4; o; o >>= 1) a += __shfl_down_sync(0xff, a, o); if (!t) *y = a; }
-}
-__constant__ int lut[4] = {3, 1, 4, 1};
-__device__ int counter = 5;
-__device__ int *pointer = &counter;
-extern "C" __global__ void symbols(int *y) { y[threadIdx.x] = lut[threadIdx.x & 3] + *pointer; atomicAdd(&counter, 1); }
-extern "C" __global__ void count(int *y) { int n = __syncthreads_count(threadIdx.x % 3 == 0); int o = __syncthreads_or(threadIdx.x == 5);
-    y[threadIdx.x] = n * 2 + (o != 0); }
-extern "C" __global__ void partial(int *y) { unsigned m = __activemask(); if (threadIdx.x & 1) m = __ballot_sync(0xaaaaaaaa, threadIdx.x > 8);
-    y[threadIdx.x] = m; }
-"""
+import ptxsim
+from simtest import nvrtc
+from simtest.branches import SOURCE
+from simtest.single import program, run
 
 
-@pytest.fixture(params=ptx_compile.available(), name="module")
+@pytest.fixture(params=nvrtc.available(), name="module")
 def _module(request: pytest.FixtureRequest) -> ptxsim.Module:
-    return ptxsim.Module(ptx_compile.compile_ptx(SOURCE, "sm_90a", request.param))
+    return ptxsim.Module(nvrtc.compile_ptx(SOURCE, "sm_90a", request.param))
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
@@ -187,7 +129,7 @@ def test_any_lane_may_be_elected_but_always_the_same_one() -> None:
     module, seen = ptxsim.Module(text), set()
     for seed in range(12):
         out = np.zeros(64, "u4")
-        module.launch("k", 1, 32, [out[:32]], mode="random", seed=seed)
+        module.launch("k", 1, 32, [out[:32]], mode="random", seed=seed, elect="random")
         leader = int(out[0]) % 100
         assert out[:32].tolist() == [leader + 100 * (lane == leader) for lane in range(32)]
         seen.add(leader)
@@ -196,10 +138,11 @@ def test_any_lane_may_be_elected_but_always_the_same_one() -> None:
     module = ptxsim.Module(program(partial, [], np.zeros(32, "u4")))
     for seed in range(6):
         out = np.zeros(32, "u4")
-        module.launch("k", 1, 32, [out], mode="random", seed=seed)
+        module.launch("k", 1, 32, [out], mode="random", seed=seed, elect="random")
         assert {int(v) for v in out if v != 99} <= {lane for lane in range(32) if lane & 4}
-    module.launch("k", 1, 32, [out], mode="early")
-    assert out[4] == 4
+    for mode in ("early", "random"):
+        module.launch("k", 1, 32, [out], mode=mode, seed=3)
+        assert out[4] == 4
 
 
 def test_a_shuffle_from_an_absent_lane_is_poison() -> None:
@@ -220,7 +163,7 @@ extern "C" __global__ void atoms(int *n, unsigned *old, float *f, unsigned *c) {
 }"""
     n, old, f = np.zeros(1, "i4"), np.zeros(64, "u4"), np.zeros(8, "f4")
     c = np.array([5, 0, 7], "u4")
-    ptxsim.Module(ptx_compile.compile_ptx(text)).launch("atoms", 1, 64, [n, old, f, c], mode="random", seed=3)
+    ptxsim.Module(nvrtc.compile_ptx(text)).launch("atoms", 1, 64, [n, old, f, c], mode="random", seed=3)
     assert n[0] == 128
     assert sorted(old.tolist()) == list(range(0, 128, 2))
     assert f.tolist() == [32.0, 0, 0, 0, 64.0, 64.0, 64.0, 64.0]
@@ -237,7 +180,7 @@ extern "C" __global__ void relay(volatile int *flag, int *out) {
         else { __threadfence(); flag[0] = 42; }
     }
 }"""
-    module = ptxsim.Module(ptx_compile.compile_ptx(text))
+    module = ptxsim.Module(nvrtc.compile_ptx(text))
     flag, out = np.zeros(1, "i4"), np.zeros(1, "i4")
     with pytest.raises(ptxsim.StepLimitError):
         module.launch("relay", 2, 32, [flag, out], max_steps=5000)

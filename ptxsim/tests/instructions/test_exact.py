@@ -7,12 +7,13 @@ import re
 from fractions import Fraction
 
 import numpy as np
-import ptx_exact as exact
-import ptxsim
 import pytest
-from golden_rows import LANES, RESULTS, TABLES, Row, given, inputs, kernel, rows
-from ptx_exact import NAN, ONE, ZERO, Num
+
+import ptxsim
 from ptxsim import numeric
+from simtest import exact
+from simtest.exact import NAN, ONE, ZERO, Num
+from simtest.golden.rows import LANES, RESULTS, TABLES, Row, given, inputs, kernel, rows
 
 KINDS = {"f": "f32", "g": "f64", "h": "f16", "e": "bf16", "x": "f16", "y": "bf16"}
 INTEGERS = {f"{k}{n}": n for k in "us" for n in (8, 16, 32, 64)}

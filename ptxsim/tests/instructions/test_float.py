@@ -7,7 +7,8 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from ptx_single import EDGES32, FLOATS, run
+
+from simtest.single import EDGES32, FLOATS, run
 
 RNG = np.random.default_rng(3)
 X = FLOATS

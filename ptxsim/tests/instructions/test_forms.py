@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-import ptx_compile
-import ptxsim
 import pytest
-from ptx_forms import DECLARED, Form, forms, kernel
+
+import ptxsim
+from simtest import nvrtc
+from simtest.forms import DECLARED, Form, forms, kernel
 
 FORMS = list(forms())
 
@@ -28,7 +29,7 @@ def test_refused_by_name(form: Form) -> None:
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("major", ptx_compile.available())
+@pytest.mark.parametrize("major", nvrtc.available())
 def test_the_table_is_legal_ptx(major: int, arch: int) -> None:
     """The assembler inside NVRTC takes all forms at once, as inline assembly."""
     codes = [code for form in FORMS if form.arch == arch for code in form.codes]
@@ -49,7 +50,7 @@ def test_the_table_is_legal_ptx(major: int, arch: int) -> None:
         source += (
             f'extern "C" __global__ void {name}() {{ asm volatile("{{ {DECLARED} {body} L0: }}" ::: "memory"); }}\n'
         )
-    lib, program = ptx_compile.library(major), ctypes.c_void_p()
+    lib, program = nvrtc.library(major), ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"forms.cu", 0, None, None)
     status = lib.nvrtcCompileProgram(program, 1, (ctypes.c_char_p * 1)(f"-arch=sm_{arch}a".encode()))
     size = ctypes.c_size_t()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from ptx_single import EDGES32, run
+
+from simtest.single import EDGES32, run
 
 RNG = np.random.default_rng(7)
 A = EDGES32

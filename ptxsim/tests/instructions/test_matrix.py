@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from golden import simulate
-from golden_kernels import MMA, mma, small
-from ptx_single import HEADER, run
+
+import ptxsim
+from simtest.golden.case import simulate
+from simtest.golden.matrices import MMA, mma, small
+from simtest.single import HEADER, run
 
 REGS = ".reg .b32 %r<40>; .reg .b64 %rd<9>; .reg .f32 %f<20>; .shared .align 128 .b8 s[512];"
 

@@ -6,9 +6,10 @@ import itertools
 from fractions import Fraction
 
 import numpy as np
-import ptx_exact as exact
 import pytest
-from ptx_single import FLOATS, run
+
+from simtest import exact
+from simtest.single import FLOATS, run
 
 X, Y, Z = FLOATS, np.roll(FLOATS, 7), np.roll(FLOATS, 13)
 PAIRS = [np.stack([v, np.roll(v, 3)], 1).reshape(-1) for v in (X, Y, Z)]

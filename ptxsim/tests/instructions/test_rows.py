@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-import ptxsim
 import pytest
-from golden_rows import LANES, RESULTS, TABLES, Row, given, inputs, kernel, rows
+
+import ptxsim
+from simtest.golden.rows import LANES, RESULTS, TABLES, Row, given, inputs, kernel, rows
 
 
 def signed(x: int, bits: int) -> int:

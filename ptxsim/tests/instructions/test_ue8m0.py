@@ -12,7 +12,8 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from ptx_single import run
+
+from simtest.single import run
 
 FLOATS = np.array(
     [0.0, -0.0, 1.0, 1.5, -3.0, 2.0**-126, 2.0**-127, -(2.0**-127), 2.0**-128, 2.0**-149, 2.0**-127 + 2.0**-149,

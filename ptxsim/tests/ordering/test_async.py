@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from ptx_async import KERNELS, Bug, Kernel, run
+
+from simtest.async_kernels import KERNELS, Bug, Kernel, run
 
 MODES = [("early", 0), ("late", 0), *(("random", seed) for seed in range(1, 5))]
 BUGS = [(kernel, bug) for kernel in KERNELS for bug in kernel.bugs()]

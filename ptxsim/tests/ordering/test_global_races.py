@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER, run
+
+import ptxsim
+from simtest.single import HEADER, run
 
 REGS = ".reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .pred %p<9>;"
 MODES = ["early", "late", "random"]

@@ -3,23 +3,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
 
-REGS = ".reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .pred %p<9>;"
-MODES = [("early", 0), ("late", 0), ("random", 1), ("random", 2)]
-
-
-def launch(code: str, grid: int, block: int, mode: str = "early", seed: int = 0, **more: object) -> np.ndarray:
-    """Run code on an array of 64 words; ``%rd1`` is its address, %r0 the thread, %r1 the block, %r2 shared ``s``."""
-    out = np.zeros(64, "u4")
-    text = f"{REGS} .shared .align 16 .b8 s[256]; mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; mov.u32 %r2, s; ld.param.u64 %rd1, [a];\n{code}\nret;"
-    module = ptxsim.Module(HEADER + f".visible .entry k(.param .u64 a)\n{{\n{text}\n}}\n")
-    module.launch("k", grid, block, [out], mode=mode, seed=seed, resident=grid, max_steps=100_000, **more)
-    return out
-
+import ptxsim
+from simtest.flags import MODES, launch
 
 #: The writer stores data and raises a flag, the reader spins on the flag and loads the data.
 SHARED = (
@@ -144,7 +131,15 @@ def test_lenient_runs_take_relaxed_flags_for_ordering() -> None:
     code = flag_code(
         SHARED, ("", "st.relaxed.{s}.{m}.u32 [{f}], 1;", "ld.relaxed.{s}.{m}.u32 %r3, [{f}];", ""), "shared", "cta"
     )
-    assert launch(code, 1, 64, strict=False)[0] == 7
+    with pytest.warns(ptxsim.StrictWarning, match="relaxed-order"):
+        assert launch(code, 1, 64, strict=False)[0] == 7
+    with pytest.warns(ptxsim.StrictWarning, match="relaxed-order"):
+        assert launch(code, 1, 64, allow={"relaxed-order"})[0] == 7
+    with pytest.raises(ptxsim.RaceError):
+        launch(code, 1, 64, allow={"scope"})
+    unordered = code.replace("ld.relaxed", "ld.weak").replace(".cta.shared.u32 %r3", ".shared.u32 %r3")
+    with pytest.raises(ptxsim.RaceError):
+        launch(unordered, 1, 64, strict=False)
 
 
 FILL = "mad.lo.u32 %r3, %r0, 4, %r2; st.shared.u32 [%r3], %r0;"
@@ -159,6 +154,8 @@ def test_a_relaxed_cluster_arrival_needs_a_fence() -> None:
     for fence in ("", "fence.acq_rel.cta;"):
         with pytest.raises(ptxsim.RaceError):
             launch(CLUSTER.replace("{fence}", fence), 2, 32, cluster=2)
+        with pytest.warns(ptxsim.StrictWarning, match="relaxed-order"):
+            launch(CLUSTER.replace("{fence}", fence), 2, 32, cluster=2, strict=False)
 
 
 MBARRIER = (

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import ptxsim
 import pytest
-from test_ptxsim_strong import MODES, launch
+
+import ptxsim
+from simtest.flags import MODES, launch
 
 #: Accesses of halves of a word by warp 0, then one of warp 1 without synchronisation, and whether they touch.
 HALVES = [

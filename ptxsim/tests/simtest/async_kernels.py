@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 import ptxsim
-from ptx_single import HEADER
-from ptx_umma import idesc
+from simtest.single import HEADER
+from simtest.umma import idesc
 
 _STEP = re.compile(r"<<([^|>]+)\|([^|]*?)(?:\|([^|>]+)\|([^|]*?))?>>")
 
@@ -278,7 +279,7 @@ def products() -> Iterator[Kernel]:
         start = f"{fill(5)} {descriptors} {FENCE} {READY} @!%group bra U; <<wgmma.fence!SyncError|wgmma.fence.sync.aligned;>> {form}"
         reads = groups.replace("{commit}", "<<commit|wgmma.commit_group.sync.aligned;>>").replace(
             "{wait}",
-            "<<wait|wgmma.wait_group.sync.aligned 0;|one warp does not wait|setp.eq.u32 %p1, %w, 3; @%p1 bra U; wgmma.wait_group.sync.aligned 0;>>",
+            "<<wait|wgmma.wait_group.sync.aligned 0;|one group stays|wgmma.wait_group.sync.aligned 1;>>",
         )
         yield Kernel(name, "reads", f"{start} {reads} {RELEASE} @%user st.shared.u32 [%word+2048], 8;", threads=160)
         writes = groups.replace("{commit}", "<<commit!PoisonError|wgmma.commit_group.sync.aligned;>>").replace(

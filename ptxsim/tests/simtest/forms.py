@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
-"""The forms of PTX ISA 8.8 for sm_90a and sm_100a, written in ``ptx_forms.txt``, one kernel line each.
+"""The forms of PTX ISA 8.8 for sm_90a and sm_100a, written in ``forms.txt``, one kernel line each.
 
 A line is an opcode and its operands: ``h r d q p`` are registers of 16, 32, 64, 128 bits and predicates, ``[g] [s] [m]
 [l] [c] [t]`` addresses of global memory, shared memory, an mbarrier, local, constant and tensor memory, ``[sg] [mg]`` the
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from golden_rows import alternatives
+from simtest.golden.rows import alternatives
 
 _PLACES = {
     "[g]": "[%d90]", "[s]": "[%r90]", "[sg]": "[%d92]", "[mg]": "[%d93]", "[t]": "[%r89]", "[tma]": "[%d94]", "[tm]": "[tm]",
@@ -64,7 +64,7 @@ def _operands(opcode: str, tokens: tuple[str, ...]) -> str:
 
 def forms() -> Iterator[Form]:
     """Yield the lines of the table."""
-    text = Path(__file__).with_name("ptx_forms.txt").read_text()
+    text = Path(__file__).with_name("forms.txt").read_text()
     for line in filter(None, map(str.strip, text.splitlines())):
         if line.startswith("#"):
             continue

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import numpy as np
-from ptx_runners import cell_of
-from ptx_umma import TYPES, Tile, as_cells, descriptor, execute, from_cells, idesc, numbers, random_codes, tensor_a
+
+from simtest.runners import cell_of
+from simtest.umma import TYPES, Tile, as_cells, descriptor, execute, from_cells, idesc, numbers, random_codes, tensor_a
 
 
 class Case:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
+
 import ptxsim
 
 MODES = [("early", 0), ("late", 0), ("random", 1), ("random", 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 import ptxsim
 
 _LOAD = {"u8": "b16", "u16": "b16", "u32": "b32", "u64": "b64"}

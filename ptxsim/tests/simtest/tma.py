@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import numpy as np
+
 import ptxsim
-from ptx_single import HEADER
+from simtest.single import HEADER
 
 REGS = ".reg .b32 %r<30>; .reg .b64 %rd<20>; .reg .pred %p<9>;"
 INIT = (

@@ -2,7 +2,7 @@
 """Runs tcgen05 instructions on given shared- and tensor-memory contents, and lays operands out by the ISA's formulas.
 
 Nothing here uses the simulator's decoders: layouts come from the table of canonical layouts (PTX ISA 9.7.16.3.3, and
-CUTLASS's make_umma_desc for 32-byte atoms), data paths from ``ptx_runners.cell_of``, values from ml_dtypes.
+CUTLASS's make_umma_desc for 32-byte atoms), data paths from ``simtest.runners.cell_of``, values from ml_dtypes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+
 import ptxsim
-from ptx_runners import cell_of
-from ptx_single import HEADER
+from simtest.runners import cell_of
+from simtest.single import HEADER
 
 
 @dataclass(frozen=True)

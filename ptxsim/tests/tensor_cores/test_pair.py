@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
+from simtest.single import HEADER
 
 SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 SETUP = (
@@ -161,3 +162,21 @@ def test_whole_warps_only(code: str) -> None:
 
 def test_base_of_the_first_allocation_is_an_option() -> None:
     assert launch(alloc(32, 0, 1) + KEEP + free(32, "%r5", 1), blocks=1, tmem_base=96)[0, 0] == 96
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("late", 0), ("random", 1), ("random", 2)])
+def test_the_allocation_of_a_pair_orders_both_blocks(mode: str, seed: int) -> None:
+    """One block copies into the columns of both right after its own allocation: the peer's has been made by then."""
+    fill = (
+        ".shared .align 1024 .b8 data[1024]; .shared .align 8 .b8 done[8]; mov.u32 %r10, data; mov.u32 %r11, done; mad.lo.u32 %r12, %r0, 4, %r10;"
+        "mov.u32 %r13, 0; F: st.shared.u32 [%r12], 5; add.u32 %r12, %r12, 128; add.u32 %r13, %r13, 1; setp.lt.u32 %p1, %r13, 8; @%p1 bra F;"
+        "@%first mbarrier.init.shared::cta.b64 [%r11], 1; fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;"
+    )
+    copy = (
+        "ld.shared.u32 %r5, [%r2]; shr.u32 %r14, %r10, 4; cvt.u64.u32 %rd3, %r14; or.b64 %rd3, %rd3, 0x400000080000; @%odd bra W; @!%first bra W;"
+        "tcgen05.cp.cta_group::2.4x256b [%r5], %rd3;"
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r11], %h;"
+        "W: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r11], 0; @!%p1 bra W; tcgen05.fence::after_thread_sync;"
+    )
+    code = ".reg .b16 %h; mov.b16 %h, 3;" + fill + SYNC + alloc(32) + copy + KEEP + SYNC + free(32)
+    assert launch(code, mode, 2, seed)[:, 0].tolist() == [0, 0]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-import ptxsim
 import pytest
-from ptx_mma_case import Case
-from ptx_umma import Tile, descriptor, execute, numbers, program, random_codes
+
+import ptxsim
+from simtest.mma_case import Case
+from simtest.umma import Tile, descriptor, execute, numbers, program, random_codes
 
 RNG = np.random.default_rng(3)
 LANES: dict[str, tuple[int, int, dict[int, list[int]]]] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 
-import ptxsim
 import pytest
+
+import ptxsim
 from ptxsim.operand import SmemLayout
 from ptxsim.tcgen05 import check_layout, decode_instruction_descriptor, decode_smem_descriptor, zero_columns
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
 from ptxsim.tcgen05 import data_path
 from ptxsim.tmem import fragment
+from simtest.single import HEADER
 
 
 def cute(shape: tuple, stride: tuple, index: int) -> int:
@@ -218,3 +219,33 @@ def test_copy_from_shared_memory() -> None:
     # No swizzle, K-major: row r at (r % 8) * 16 + (r // 8) * SBO, with SBO = 128; thread t wrote words 16 t + i at 64 t + 4 i.
     want = [[(r % 8 * 16 + r // 8 * 128) // 4 + i for i in range(4)] for r in range(32)]
     assert out.tolist() == want
+
+
+MOVED = (
+    "mov.u32 %r3, %tid.x; mov.b32 %r4, 0x40400000; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r4}; tcgen05.wait::st.sync.aligned;"
+    "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r10}, [%r2]; {before} {after}"
+    "ld.param.u64 %rd1, [out]; mad.wide.u32 %rd1, %r3, 4, %rd1; st.global.u32 [%rd1], %r11;"
+)
+
+
+@pytest.mark.parametrize("mode", ["early", "late"])
+def test_use_ahead_of_the_wait_is_a_rule(mode: str) -> None:
+    """Compilers move arithmetic ahead of tcgen05.wait::ld, or leave it out; moves alone are no use."""
+    use, move, wait = "shl.b32 %r11, %r10, 1;", "mov.b32 %r12, %r10;", "tcgen05.wait::ld.sync.aligned;"
+    out = np.zeros(32, "u4")
+
+    def run(before: str, after: str, **options: object) -> ptxsim.Report:
+        code = MOVED.replace("{before}", before).replace("{after}", after)
+        out[:] = 0
+        return body(code, params=".param .u64 out").launch("k", 1, 32, [out], mode=mode, **options)
+
+    with pytest.raises(ptxsim.PoisonError):
+        run(use, wait)
+    for after in (wait, ""):
+        with pytest.warns(ptxsim.StrictWarning, match=r"shl.b32 %r11[^$]*tcgen05.ld in line[^$]*\[ld-wait\]"):
+            report = run(use, after, strict=False)
+        assert [each.rule for each in report.findings] == ["ld-wait"]
+        assert set(out) == {2 * 0x40400000 & 0xFFFFFFFF}
+    assert run(move, wait + use.replace("%r10", "%r12"), strict=False).findings == []
+    assert run("", wait + use, strict=False).findings == []
+    assert set(out) == {2 * 0x40400000 & 0xFFFFFFFF}

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
 """tcgen05.mma against A B^T in NumPy: types, shapes, data paths, layouts, A in tensor memory.
 
-Operands are laid out by ``ptx_umma`` (the ISA's canonical layouts), D is read back by ``ptx_runners.cell_of`` (the ISA's
+Operands are laid out by ``simtest.umma`` (the ISA's canonical layouts), D is read back by ``simtest.runners.cell_of`` (the ISA's
 data paths A to G with CUTLASS's lane formulas).
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_mma_case import check
-from ptx_umma import TYPES, numbers
+
+import ptxsim
+from simtest.mma_case import check
+from simtest.umma import TYPES, numbers
 
 SHAPES = {
     "D": {"m": 128, "n": 24},

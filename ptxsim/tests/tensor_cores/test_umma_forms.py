@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import numpy as np
-import ptxsim
 import pytest
-from ptx_mma_case import Case
-from ptx_umma import Tile, as_cells, descriptor, execute, from_cells
+
+import ptxsim
+from simtest.mma_case import Case
+from simtest.umma import Tile, as_cells, descriptor, execute, from_cells
 
 
 def test_negation_and_input_scale() -> None:
@@ -163,7 +164,6 @@ def test_containers_with_padding_bits_are_reported(name: str) -> None:
 @pytest.mark.parametrize(
     ("instruction", "why"),
     [
-        ("tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%x2], %y0, %y1, %x0, [%x3], [%x4], %yes;", "block_scale is not modelled"),
         ("tcgen05.mma.sp.cta_group::1.kind::f16 [%x2], %y0, %y1, [%x3], %x0, %yes;", "mma.sp is not modelled"),
         ("tcgen05.mma.ws.cta_group::1.kind::f16.ashift [%x2], [%x1], %y1, %x0, %yes;", "ashift"),
         ("tcgen05.mma.cta_group::1.kind::f16 [%x2], %y0, %y1, %x0, {%x5, %x6}, %yes;", "disable-output-lane"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-import ptxsim
 import pytest
-from ptx_single import HEADER
+
+import ptxsim
+from simtest.single import HEADER
 
 TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
          "tf32": np.float32, "s8": np.int8}  # fmt: skip

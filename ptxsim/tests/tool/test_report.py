@@ -4,24 +4,29 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
-import ptx_compile
-import ptxsim
 import pytest
-from ptx_runners import bf16
-from ptx_single import HEADER
+
+import ptxsim
 from ptxsim.__main__ import main
+from ptxsim.progress import ProgressLine
+from ptxsim.report import tensor_cycles
+from simtest import nvrtc
+from simtest.runners import bf16
+from simtest.single import HEADER
 
 
 def gemm(timeline: ptxsim.Timeline | None = None, banks: bool = False) -> ptxsim.Report:
     """Run one tile of the Hopper GEMM with K = 128."""
-    module = ptxsim.Module(ptx_compile.kernel_ptx("hopper_gemm.cu"))
+    module = ptxsim.Module(nvrtc.kernel_ptx("hopper_gemm.cu"))
     arrays = [bf16(np.random.default_rng(0), 64, 128) for _ in range(2)] + [bf16(np.random.default_rng(1), 64, 64)]
     maps = [
         ptxsim.encode_tiled(
@@ -49,6 +54,32 @@ def test_counts_flops_and_bytes() -> None:
     assert all(waves == ideal for _, waves, ideal in sites)
 
 
+def test_how_busy_the_tensor_cores_can_be() -> None:
+    report = gemm()
+    tensor, issue = 2 * 64 * 64 * 128 / 4096, report.total / 4
+    assert report.tensor_share == pytest.approx(tensor / max(tensor, issue))
+    assert f"tensor cores: busy at most {report.tensor_share:.0%}" in str(report)
+    assert tensor_cycles({"wgmma e4m3": 8192, "wgmma bf16": 4096}, "sm_90a") == 2
+    assert tensor_cycles({"tcgen05 e2m1x2": 32768}, "sm_100a") == 1
+    assert tensor_cycles({"mma f64": 1}, "sm_90a") is None
+
+
+def test_progress_of_a_long_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ptxsim.Module(HEADER + ".visible .entry k()\n{\nret;\n}\n")
+    seen: list[tuple[int, int, int]] = []
+    module.launch("k", 3, 64, [], progress=lambda *now: seen.append(now))
+    assert seen == sorted(seen)
+    assert {total for _, total, _ in seen} == {3}
+    stream, clock = io.StringIO(), itertools.count()
+    monkeypatch.setattr("ptxsim.progress.time.monotonic", lambda: next(clock))
+    line = ProgressLine(stream)
+    for finished in range(3):
+        line(finished, 3, 100)
+    assert stream.getvalue().startswith("\r1 of 3 clusters, 100 basic blocks, 2 s")
+    line.clear()
+    assert stream.getvalue().endswith("\r")
+
+
 def test_bank_conflicts_are_counted() -> None:
     code = ".reg .b32 %r<9>; .shared .align 4 .b8 s[8192]; mov.u32 %r1, %tid.x; mov.u32 %r2, s; mad.lo.u32 %r3, %r1, {step}, %r2; st.shared.u32 [%r3], %r1; ret;"
     for step, waves in ((4, 1), (8, 2), (128, 32), (132, 1)):
@@ -74,6 +105,22 @@ def test_timeline(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_page_shows_every_span(tmp_path: Path) -> None:
+    timeline = ptxsim.Timeline()
+    gemm(timeline)
+    timeline.save_page(tmp_path / "t.html", "a <kernel>")
+    text = (tmp_path / "t.html").read_text()
+    assert text.count("<rect ") == len(timeline.spans)
+    assert "<h1>a &lt;kernel&gt;</h1>" in text
+    assert text.count("<svg ") == text.count("</svg>") == 2
+    assert "<title>waits for parity 0 of mbarrier at shared byte" in text
+    for track in {span.track for span in timeline.spans}:
+        assert f">{track}</text>" in text
+    drawing = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    for bar in drawing.iter("rect"):
+        assert 0 <= float(bar.get("x", "")) <= float(bar.get("x", "")) + float(bar.get("width", "")) <= 1571
+
+
 def test_two_blocks_in_a_timeline(tmp_path: Path) -> None:
     """Blocks that run after one another have bars of their own."""
     timeline = ptxsim.Timeline()
@@ -92,12 +139,14 @@ def test_command_line_compiles_and_draws(tmp_path: Path, capsys: pytest.CaptureF
         'extern "C" __global__ void __cluster_dims__(2) k(float *x) { __syncthreads(); x[blockIdx.x * 64 + threadIdx.x] = VALUE; }'
     )
     flags = ["--grid", "2", "--block", "64", "--mode", "late", "--banks", "--race-global", "-D", "VALUE=3"]
+    page = ["--html", str(tmp_path / "t.html")]
     drawn = ["--png", str(tmp_path / "t.png")] if importlib.util.find_spec("matplotlib") else []
-    assert main(["run", str(source), "zeros:f4:128", *flags, "--trace", str(trace), *drawn]) == 0
+    assert main(["run", str(source), "zeros:f4:128", *flags, "--trace", str(trace), *page, *drawn]) == 0
     text = capsys.readouterr().out
     assert "kernel k: " in text
     assert "barrier 0" in text
     assert json.loads(trace.read_text())["traceEvents"]
+    assert "<svg" in (tmp_path / "t.html").read_text()
     assert not drawn or (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["run", str(source), "zeros:f4:128", "--block", "64"]) == 1
     assert 'identifier "VALUE" is undefined' in capsys.readouterr().err
@@ -117,7 +166,7 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ptx = tmp_path / "k.ptx"
     ptx.write_text(
-        ptx_compile.compile_ptx(
+        nvrtc.compile_ptx(
             'extern "C" __global__ void twice(float *x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
         )
     )
@@ -131,3 +180,43 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     bad = tmp_path / "bad.ptx"
     bad.write_text(HEADER + ".visible .entry k()\n{\nfoo.b32 %r1;\nret;\n}\n")
     assert main(["check", str(bad)]) == 1
+
+
+STRUCT = """.visible .entry k(.param .align 8 .b8 p[24], .param .u64 out)
+{
+.reg .b32 %r<9>; .reg .b64 %rd<9>;
+ld.param.u64 %rd1, [out]; ld.param.u32 %r1, [p]; ld.param.u64 %rd2, [p+8]; ld.param.u16 %r2, [p+16];
+ld.global.u32 %r3, [%rd2+4]; st.global.u32 [%rd1], %r1; st.global.u32 [%rd1+4], %r3; st.global.u32 [%rd1+8], %r2;
+ret;
+}
+"""
+
+
+def test_struct_arguments(tmp_path: Path) -> None:
+    """A 4-byte number, the address of the first array, a 2-byte number."""
+    ptx, save = tmp_path / "k.ptx", tmp_path / "out.npz"
+    ptx.write_text(HEADER + STRUCT)
+    words = ["data:arange:u4:8", "struct:u4=7,u8=@0,u2=9", "zeros:u4:3", "--block", "1"]
+    assert main(["run", str(ptx), *words, "--save", str(save)]) == 0
+    assert np.load(save)["arr_1"].tolist() == [7, 1, 9]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["zeros:f4"], ["zeros:what:4"], ["many:f4:4"], ["int:x"], ["map:3:64:128B"], ["none.npy"], ["struct:u4"],
+     ["struct:u8=@4", "zeros:u4:3"], ["zeros:u4:3"], []],
+)  # fmt: skip
+def test_bad_arguments_are_named(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ptx = tmp_path / "k.ptx"
+    ptx.write_text(HEADER + STRUCT)
+    assert main(["run", str(ptx), *words]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_bad_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    empty, binary = tmp_path / "empty.ptx", tmp_path / "binary.ptx"
+    empty.write_text(HEADER)
+    binary.write_bytes(bytes(range(128, 256)))
+    for path in (empty, binary, tmp_path / "none.ptx"):
+        assert main(["run", str(path)]) == 1
+        assert capsys.readouterr().err.startswith("error: ")

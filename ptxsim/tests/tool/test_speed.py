@@ -1,20 +1,48 @@
-"""A block of a decode kernel over four tiles runs in a second, with races and poison looked for."""
+"""How much work a warp-instruction takes. Calls are counted, since a busy machine changes times: those are ``perf``."""
 
 from __future__ import annotations
 
+import sys
 import time
 from unittest import mock
 
+import pytest
+
 import ptxsim
+from simtest import nvrtc
+from simtest.runners import RUNNERS
 
-import mla_cupy
-from tests.support.cases import DecodeCase, make
-from tests.support.sim_driver import simulated
+#: Python and NumPy calls for each warp-instruction, with races and poison looked for; they are 11.3 and 12.3 today.
+CALLS = {"hopper_gemm": 13, "cluster_exchange": 14}
 
 
-def test_a_decode_block_takes_at_most_a_second() -> None:
-    """It takes 0.09 s; the best of three, so that a busy machine does not count."""
-    inputs = make(DecodeCase(b=1, seqlens=256, h_q=64))
+@pytest.mark.parametrize("kernel", CALLS)
+def test_calls_for_each_instruction(kernel: str) -> None:
+    ptx = nvrtc.kernel_ptx(f"{kernel}.cu")
+    RUNNERS[kernel](ptx, "late", 0)  # loading, and what is cached by address
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        report = RUNNERS[kernel](ptx, "late", 0)
+    finally:
+        sys.setprofile(before)
+    assert report.total > 1000
+    assert calls / report.total <= CALLS[kernel]
+
+
+@pytest.mark.perf
+def test_a_decode_block_takes_at_most_half_a_second() -> None:
+    """A 384-thread block over four 64-token tiles, 26,000 warp-instructions: the best of three."""
+    mla_cupy = pytest.importorskip("mla_cupy")
+    cases = pytest.importorskip("tests.support.cases", reason="needs a checkout of mla_cupy")
+    driver = pytest.importorskip("tests.support.sim_driver")
+    inputs = cases.make(cases.DecodeCase(b=1, seqlens=256, h_q=64))
     took: list[float] = []
     real = ptxsim.Module.launch
 
@@ -28,7 +56,7 @@ def test_a_decode_block_takes_at_most_a_second() -> None:
 
     with mock.patch.object(ptxsim.Module, "launch", timed):
         for _ in range(3):
-            with simulated(1):
-                mla_cupy.mla_decode(*inputs.arguments, variant="dense_decode_sm90_seesaw")
+            with driver.simulated(1):
+                mla_cupy.mla_decode(*inputs.arguments, variant="decode_sm90_seesaw")
     assert len(took) == 3
-    assert min(took) <= 1
+    assert min(took) <= 0.5

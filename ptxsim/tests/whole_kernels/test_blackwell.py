@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ptx_compile
 import pytest
-from ptx_runners import MODES, blackwell_gemm
+
+from simtest import nvrtc
+from simtest.runners import MODES, blackwell_gemm
 
 SHAPES = [
     # m, n, group, ws, a_mn, b_mn, half
@@ -29,7 +30,7 @@ SHAPES = [
 def build(shape: tuple[int, ...], major: int | None = None) -> str:
     """Compile the kernel for a shape."""
     names = ("M", "N", "GROUP", "WS", "A_MN", "B_MN", "HALF")
-    return ptx_compile.kernel_ptx(
+    return nvrtc.kernel_ptx(
         "blackwell_gemm.cu", "sm_100a", major, tuple(f"{k}={v}" for k, v in zip(names, shape, strict=False))
     )
 

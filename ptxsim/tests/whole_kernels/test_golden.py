@@ -1,14 +1,18 @@
-"""The simulator against outputs recorded on an H200 (see golden.py)."""
+"""The simulator against outputs recorded on an H200 (see simtest/golden)."""
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
 import numpy as np
-import ptxsim
 import pytest
-from golden import FILE, Case, agrees, cases, differences, simulate
+
+import ptxsim
+from simtest.golden.__main__ import compare
+from simtest.golden.case import FILE, Case, agrees, differences, simulate
+from simtest.golden.cases import cases
 
 
 @pytest.fixture(scope="module", name="recorded")
@@ -35,12 +39,25 @@ def test_the_readme_counts_the_recordings(recorded: dict[str, np.ndarray]) -> No
     """The README tells how many cases have an output of the GPU, were refused by it, and are not recorded."""
     names = [case.name for case in cases()]
     outputs, refused = (sum(f"{name} {what}" in recorded for name in names) for what in ("#0", "failed"))
-    text = " ".join((Path(ptxsim.__file__).parent / "README.md").read_text().split())
+    text = " ".join((Path(ptxsim.__file__).parents[1] / "README.md").read_text().split())
     told = re.search(
         r"(\d+) cases: (\d+) with recorded outputs, (\d+) that the GPU refused, (\d+) not recorded yet", text
     )
     assert told
     assert [int(n) for n in told.groups()] == [len(names), outputs, refused, len(names) - outputs - refused]
+
+
+def test_another_gpu_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``python -m simtest.golden compare`` says of outputs that agree, and of one that does not."""
+    some = [case for case in cases() if case.name.startswith("add")][:3]
+    (tmp_path / "cases.pickle").write_bytes(pickle.dumps(some))
+    outputs = {f"{case.name} #{k}": out for case in some for k, out in enumerate(simulate(case))}
+    np.savez(tmp_path / FILE.name, **outputs)
+    assert compare(tmp_path) == 0
+    outputs[f"{some[1].name} #0"] = outputs[f"{some[1].name} #0"] + 1
+    np.savez(tmp_path / FILE.name, **outputs)
+    assert compare(tmp_path) == 1
+    assert f"{some[1].name}: " in capsys.readouterr().out
 
 
 def test_the_comparison_can_fail() -> None:

@@ -1,11 +1,12 @@
-"""Every planted bug is caught by at least one mode; the unmutated kernels pass all of them (see test_ptxsim_hopper)."""
+"""Every planted bug is caught by at least one mode; the unmutated kernels pass all of them (see test_hopper.py)."""
 
 from __future__ import annotations
 
 import pytest
-from ptx_mutants import MUTANTS, Mutant
-from ptx_runners import MODES
-from run_mutants import outcome
+
+from simtest.mutants.run import outcome
+from simtest.mutants.table import MUTANTS, Mutant
+from simtest.runners import MODES
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.kernel}: {m.name}")

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
-from golden import Case, Map
-from golden_kernels import entry
+
+from simtest.branches import SOURCE
+from simtest.golden.case import Case, Map
+from simtest.golden.matrices import entry
 
 SIZE = 16384
 SETUP = (
@@ -375,8 +377,6 @@ def small_copies(rng: np.random.Generator) -> Iterator[Case]:
 
 def divergence() -> Iterator[Case]:
     """Yield the branching kernels of the tests, and atomics that collide."""
-    from test_ptxsim_simt import SOURCE
-
     x = np.random.default_rng(0).integers(0, 40, 64).astype("i4")
     for name in ("loops", "choose"):
         yield Case(

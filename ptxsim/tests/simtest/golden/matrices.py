@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
-from golden import Case
+
+from simtest.golden.case import Case
 
 HEADER = ".version 8.8\n.target sm_90a\n.address_size 64\n"
 REGISTERS = ".reg .b32 %r<60>; .reg .b64 %d<20>; .reg .pred %p<9>; .reg .b16 %h<9>;"

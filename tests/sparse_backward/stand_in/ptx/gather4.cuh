@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/copy.cuh"
 
+namespace mla {
 MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, MBarrier& full, i32 column,
                                              const int4& rows, u64 l2_policy) {
     const i32 numbers[4] = {rows.x, rows.y, rows.z, rows.w};
@@ -13,3 +14,4 @@ MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, 
             : "memory");
     }
 }
+}  // namespace mla

@@ -9,6 +9,7 @@
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
 
+namespace mla {
 struct TmemAddr {
     u32 value;
     MLA_DEVICE TmemAddr lane(u32 lanes) const { return TmemAddr{value + (lanes << 16)}; }
@@ -128,3 +129,4 @@ MLA_DEVICE void tcgen05_ld_32x32b(float (&r)[kCount], TmemAddr from) {
 }
 template <i32 kCount>
 MLA_DEVICE void pin_loaded(float (&)[kCount]) {}
+}  // namespace mla

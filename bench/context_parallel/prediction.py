@@ -1,0 +1,43 @@
+"""From measured times on few GPUs to predicted ones on more: nothing here is a measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LINK_GBS = 372.0
+"""Bytes per nanosecond from one H200 to another of its host, large copies, one direction (measured)."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Time of the exchange and merge on the ranks that were measured.
+
+    Attributes
+    ----------
+    world : int
+        Ranks.
+    us : float
+        Microseconds of the exchange and merge.
+    row_bytes : int
+        What a row of a head's partial result takes.
+    rows : int
+        Rows of all heads: b * s_q * h_q.
+    """
+
+    world: int
+    us: float
+    row_bytes: int
+    rows: int
+
+    def sent_bytes(self, world: int) -> float:
+        """What one rank of `world` sends: all rows but those of its own heads."""
+        return self.rows * (world - 1) / world * self.row_bytes
+
+    def predicted_us(self, world: int) -> float:
+        """On `world` ranks that all reach each other as the measured ones do: more bytes, and as many hops."""
+        return self.us + max(0.0, self.sent_bytes(world) - self.sent_bytes(self.world)) / (LINK_GBS * 1e3)
+
+
+def efficiency(single_us: float, world: int, us: float) -> float:
+    """Time on one GPU over `world` times the time on `world`."""
+    return single_us / (world * us)

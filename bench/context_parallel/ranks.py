@@ -1,0 +1,154 @@
+"""One decode step of every rank, captured in a graph and replayed on all GPUs at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import mla_cupy
+from mla_cupy.parallel import ContextParallel, LocalGroup, NcclTransport, PeerTransport
+
+from ..core.timer import percentile
+
+PAGE = 64
+D_QK, D_V = 576, 512
+STEPS = 8
+"""Steps in a graph, so that launching it is a small part."""
+WARMUP = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """b sequences of s_k tokens each, one query token of 128 heads, or fewer."""
+
+    b: int
+    s_k: int
+    h_q: int = 128
+
+    @property
+    def name(self) -> str:
+        """Such as b1-sk131072-h128."""
+        return f"b{self.b}-sk{self.s_k}-h{self.h_q}"
+
+
+@dataclass
+class Rank:
+    """A rank's inputs on its GPU: `tokens` are its own, random and finite."""
+
+    problem: Problem
+    world: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        import cupy
+
+        b, world = self.problem.b, self.world
+        local = len(range(self.rank, self.problem.s_k, world))
+        pages = -(-local // PAGE)
+        rng = cupy.random.default_rng(self.rank)
+        self.cache = _normal(rng, (b * pages, PAGE, D_QK))
+        self.q = _normal(rng, (b, 1, self.problem.h_q, D_QK))
+        self.table = cupy.arange(b * pages, dtype=cupy.int32).reshape(b, pages)
+        self.seqlens = cupy.full(b, self.problem.s_k, cupy.int32)
+        self.out = cupy.empty((b, 1, self.problem.h_q // world, D_V), self.q.dtype)
+        self.lse = cupy.empty((b, self.problem.h_q // world, 1), cupy.float32)
+        self.plan = mla_cupy.plan_decode(
+            max_b=b,
+            s_q=1,
+            h_q=self.problem.h_q,
+            max_pages=pages,
+            page_size=PAGE,
+            dtype="bfloat16",
+            cp_world=world,
+            cp_rank=self.rank,
+        )
+        self.plan.update(self.seqlens)
+        # Heads outermost, as ContextParallel keeps them: no transport has to copy.
+        self.partial = (
+            cupy.empty((self.problem.h_q, b, 1, D_V), cupy.float32).transpose(1, 2, 0, 3),
+            cupy.empty((self.problem.h_q, b, 1), cupy.float32).transpose(1, 0, 2),
+        )
+
+    def local(self) -> None:
+        """Attend to the rank's own tokens only."""
+        out, lse = self.partial
+        arguments = self.q, self.cache, self.table, self.seqlens
+        mla_cupy.mla_decode(*arguments, plan=self.plan, out=out, lse=lse, cp_world=self.world, cp_rank=self.rank)
+
+    def whole(self, context: ContextParallel) -> None:
+        """The step, exchange included."""
+        arguments = self.q, self.cache, self.table, self.seqlens
+        context.decode(*arguments, plan=self.plan, out=self.out, lse=self.lse)
+
+    def exchange(self, context: ContextParallel) -> None:
+        """The exchange and merge of partial results that are there."""
+        out, lse = self.partial
+        context.merge(out, lse, out=self.out, lse=self.lse)
+
+
+def _normal(rng: Any, shape: tuple[int, ...]) -> Any:
+    """Normal numbers in bfloat16, a page at a time: whole caches in float32 would not fit beside each other."""
+    import cupy
+    import ml_dtypes
+
+    made = cupy.empty(shape, ml_dtypes.bfloat16)
+    step = max(1, (1 << 26) // (made.size // shape[0]))
+    for begin in range(0, shape[0], step):
+        piece = made[begin : begin + step].view(cupy.uint16)
+        piece[...] = rng.standard_normal(piece.shape, dtype=cupy.float32).view(cupy.uint32) >> 16
+    return made
+
+
+def contexts(kind: str, world: int) -> list[ContextParallel]:
+    """One per GPU; `kind` is "peer" or "nccl"."""
+    if kind == "peer":
+        return [ContextParallel(x) for x in PeerTransport.for_devices(range(world))]
+    group = LocalGroup(world)
+    return on_each(world, lambda rank: ContextParallel(NcclTransport(group.member(rank), device=rank)))
+
+
+def on_each(world: int, task: Callable[[int], Any]) -> list[Any]:
+    """`task(rank)` on all ranks at once, each with its GPU as the current one."""
+    import cupy
+
+    def run(rank: int) -> Any:
+        with cupy.cuda.Device(rank):
+            return task(rank)
+
+    with ThreadPoolExecutor(world) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in range(world)]]
+
+
+def time_us(world: int, step: Callable[[int], Callable[[], None]], replays: int) -> float:
+    """Median microseconds of a step on the slowest rank; `step(rank)` makes what one rank calls."""
+    start = threading.Barrier(world)
+
+    def run(rank: int) -> list[float]:
+        import cupy
+
+        call, stream = step(rank), cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            for _ in range(2):
+                call()
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(STEPS):
+                call()
+            graph = stream.end_capture()
+            samples = []
+            for turn in range(WARMUP + replays):
+                start.wait()
+                begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+                begin.record()
+                graph.launch(stream)
+                end.record()
+                end.synchronize()
+                if turn >= WARMUP:
+                    samples.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3 / STEPS)
+        return samples
+
+    by_rank = on_each(world, run)
+    return percentile(sorted(map(max, zip(*by_rank, strict=True))), 0.5)

@@ -1,0 +1,89 @@
+"""What can be timed: the protocol of an implementation, and how one is selected by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from .device import Device
+from .errors import BenchError
+from .recorders import Call, Recorder
+
+Result = TypeVar("Result")
+
+OWN = "mla_cupy"
+EXTERNAL = ("flashmla", "fa3", "cudnn", "tilelang", "deep_gemm")
+BASELINES = ("generic", "cupy")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An implementation ready to run one case."""
+
+    calls: Sequence[Call]  # one per input set
+    outputs: Callable[[int], Any]  # what the last call on that set wrote
+    recorder: Recorder
+    kernel: str = ""  # which kernel runs, where that is worth saying
+    includes: str = ""  # what its time includes, and what was done before, where implementations differ
+    figures: Mapping[str, Sequence[Call]] = field(default_factory=dict)  # further things to time, by name
+    workspace_bytes: Callable[[], int] | None = None  # the peak that a call allocates besides its results
+
+
+class Implementation(Protocol):
+    """One way to compute an operation. Cases, input sets and outputs are those of the operation."""
+
+    name: str
+
+    def unsupported(self, case: Any, dtype: str) -> str | None:
+        """Why it cannot compute the case; None if it can."""
+
+    def prepare(self, case: Any, dtype: str, sets: Sequence[Any], device: Device) -> Prepared:
+        """Makes everything that is not timed: plans, metadata, outputs."""
+
+
+Known = Mapping[str, Callable[[], Implementation]]  # a library is loaded only when its implementation is created
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line says about implementations."""
+
+    peers_dir: Path | None = None
+    kernel: str | None = None
+
+    def directory(self, name: str) -> Path:
+        """The directory of a peer's shared object."""
+        if self.peers_dir is None:
+            raise BenchError(f"peer {name!r} needs --peers-dir: the directory that holds its shared object")
+        return self.peers_dir
+
+
+class NotAvailable:
+    """A known peer that cannot be run; its row gives the reason."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self._reason = name, reason
+
+    def unsupported(self, case: Any, dtype: str) -> str | None:
+        return f"not available: {self._reason}"
+
+    def prepare(self, case: Any, dtype: str, sets: Sequence[Any], device: Device) -> Prepared:
+        raise BenchError(self._reason)
+
+
+def make(names: Sequence[str], known: Known) -> list[Implementation]:
+    """Our own implementation, then the named ones in order, each once."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BenchError(
+            f"unknown peer {unknown[0]!r}: expected some of {', '.join(name for name in known if name != OWN)}"
+        )
+    return [known[name]() for name in dict.fromkeys((OWN, *names))]
+
+
+def with_kernel(function: Callable[..., Result], kernel: str | None) -> Callable[..., Result]:
+    """A public function of mla_cupy that runs the named kernel, or the one it chooses itself if `kernel` is None."""
+    return partial(function, kernel=kernel) if kernel else function

@@ -1,0 +1,82 @@
+"""The table of a case on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .report import OK
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLUMNS = (
+    "implementation",
+    "us",
+    "spread",
+    "TFLOP/s",
+    "TB/s",
+    "of GEMM",
+    "of copy",
+    "roofline",
+    "vs best peer",
+    "host us",
+    "other arrays",
+    "empty launch",
+    "method",
+)
+SPARSE_COLUMNS = ("L2 TB/s", "workspace MB")
+
+
+def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table of one case."""
+    from rich.table import Table
+
+    table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
+    sparse = rows[0]["l2_bytes"] is not None
+    for index, column in enumerate(COLUMNS + SPARSE_COLUMNS if sparse else COLUMNS):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*cells(row), *(sparse_cells(row) if sparse else ()))
+    console.print(table)
+    for row in rows:
+        if row["reason"]:
+            console.print(f"  {row['implementation']}: {row['status']}: {row['reason']}", markup=False)
+        if row["includes"]:
+            console.print(f"  {row['implementation']}: times {row['includes']}", markup=False)
+        for name, us in row["figures_us"].items():
+            host = row["host_us"].get(name)
+            console.print(f"  {row['implementation']}: {name} {us:.2f} us" + (f", host {host:.1f} us" if host else ""))
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row as the texts of the table."""
+    label = row["implementation"] + (f" ({row['kernel']})" if row["kernel"] else "")
+    if row["status"] != OK:
+        return [label, row["status"], *[""] * (len(COLUMNS) - 2)]
+    timing = row["timing"]
+    return [
+        label,
+        f"{timing['us_median']:.2f}",
+        f"{timing['spread']:.1%}",
+        f"{row['tflops']:.1f}",
+        f"{row['tbps']:.2f}",
+        *(_percent(row[key]) for key in ("share_gemm", "share_copy", "share_roofline")),
+        "-" if row["speed_vs_best_peer"] is None else f"{row['speed_vs_best_peer']:.3f}x",
+        *(_microseconds(row["host_us"].get(key)) for key in ("repeated_call", "call", "empty_launch")),
+        timing["method"],
+    ]
+
+
+def sparse_cells(row: Mapping[str, Any]) -> list[str]:
+    """The further columns of a sparse case."""
+    rate, workspace = row["l2_tbps"], row["workspace_bytes"]
+    return ["" if rate is None else f"{rate:.2f}", "" if workspace is None else f"{workspace / 1e6:.1f}"]
+
+
+def _microseconds(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

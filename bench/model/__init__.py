@@ -1,0 +1,1 @@
+"""`bench model`: predicted times of kernels that no GPU has run yet."""

@@ -1,0 +1,48 @@
+"""The record of the dense decode."""
+
+from __future__ import annotations
+
+from ...core.implementation import OWN, Choices, Known
+from ...core.operation import BenchOperation
+from ...peers.cupy_unfused import CupyUnfused
+from ...peers.fa3 import FlashAttention3
+from ...peers.flashmla import FlashMla
+from . import cases, check, inputs
+from .own import GENERIC, Decode
+
+EXAMPLES = """examples:
+  run decode --quick                                   the four main cases, with the built-in baselines
+  run decode --peers-dir peers --json h200.jsonl       all cases, FlashMLA and FlashAttention-3 beside us
+  run decode --case b128-sq1-hq128-skv4096 --peers generic
+  run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
+"""
+
+
+def implementations(choices: Choices) -> Known:
+    """Everything that computes `mla_decode`."""
+    return {
+        OWN: lambda: Decode(choices.kernel),
+        "generic": lambda: Decode(GENERIC, "generic"),
+        "cupy": CupyUnfused,
+        "flashmla": lambda: FlashMla(choices.directory("flashmla")),
+        "fa3": lambda: FlashAttention3(choices.directory("fa3")),
+    }
+
+
+DECODE = BenchOperation(
+    name="decode",
+    title="dense paged decode",
+    examples=EXAMPLES,
+    peers="flashmla, fa3 (they import torch and need --peers-dir), cupy, generic; or none. "
+    "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
+    suites=cases.SUITES,
+    case_form=cases.FORM,
+    parse=cases.parse,
+    inputs=inputs.make_inputs,
+    expect=check.expect,
+    judge=check.judge,
+    results=("out",),
+    implementations=implementations,
+    default_peers=lambda choices: ["generic", "cupy", *(["flashmla", "fa3"] if choices.peers_dir else [])],
+    peers_dir=True,
+)

@@ -1,0 +1,1 @@
+"""What the sparse operations share: cases, indices, sampled checks."""

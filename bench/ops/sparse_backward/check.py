@@ -1,0 +1,78 @@
+"""Whether the gradients are correct: dq of some queries, dkv of some rows summed over every query that selects them.
+
+A row of kv that no query selects must have a gradient of exactly 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy import reference
+
+from ...core.device import Device
+from ...core.errors import BenchError
+from ..sparse.check import Sample, expect_forward, judge, sampled_queries, samples
+from ..sparse.inputs import SparseOutputs
+from .cases import SparseBackwardCase
+from .inputs import GradientInputs
+
+Array = npt.NDArray[Any]
+CHUNK = 256  # queries whose gradients with respect to one row of kv are computed at a time
+
+
+def expect(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:
+    """The oracle's dq of a few queries and dkv of a few rows; before that, whether `out` and `lse` are correct."""
+    forward = expect_forward(case, dtype, inputs, device)
+    verdict = judge(forward, SparseOutputs(inputs.out, inputs.lse, None), dtype, device)
+    if not verdict.ok:
+        raise BenchError(f"the forward that gives the backward its out and lse is wrong: {verdict.reason}")
+    return [*_expect_dq(case, dtype, inputs, device), *_expect_dkv(case, dtype, inputs, device)]
+
+
+def _expect_dq(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:
+    queries = sampled_queries(case)
+    arguments = _arguments(inputs, device.to_host(inputs.kv), queries, inputs.host_indices[queries], device)
+    want, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale)
+    near, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale, rounding=dtype)
+    return samples("dq", queries, want, near, dtype)
+
+
+def _expect_dkv(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:
+    rows = _sampled_rows(case)
+    sums = [_gradient_of_row(case, dtype, inputs, row, device) for row in rows]
+    want, near = (np.stack(values) for values in zip(*sums, strict=True))
+    return samples("dkv", rows, want, near.astype(np.dtype(dtype)).astype(np.float64), dtype)
+
+
+def _gradient_of_row(
+    case: SparseBackwardCase, dtype: str, inputs: GradientInputs, row: int, device: Device
+) -> tuple[Array, Array]:
+    """Without and with the kernels' roundings, as if the row were the only one of kv: lse is given, so it may be."""
+    key = device.take(inputs.kv, np.array([row]))
+    (queries,) = np.nonzero((inputs.host_indices == row).any(axis=1))
+    want, near = np.zeros(case.d_qk), np.zeros(case.d_qk)
+    for start in range(0, len(queries), CHUNK):
+        some = queries[start : start + CHUNK]
+        arguments = _arguments(inputs, key, some, np.zeros((len(some), 1), np.int32), device)
+        _, dkv, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale)
+        _, rounded, *_ = reference.sparse_mla_backward(
+            *arguments, scale=case.scale, rounding=dtype, dkv_dtype="float32"
+        )
+        want += dkv[0]
+        near += rounded[0]
+    return want, near
+
+
+def _sampled_rows(case: SparseBackwardCase) -> list[int]:
+    """The first, one in the middle, one near the end that few queries can see, and the last, which one can see."""
+    return sorted({0, case.s_kv // 2, max(0, case.s_kv - 1 - case.s_q // 16), case.s_kv - 1})
+
+
+def _arguments(
+    inputs: GradientInputs, kv: Array, queries: npt.NDArray[np.int64], indices: Array, device: Device
+) -> tuple[Array, ...]:
+    q, out, dout, lse = (device.take(array, queries) for array in (inputs.q, inputs.out, inputs.dout, inputs.lse))
+    return q, kv, out, dout, lse, indices

@@ -1,0 +1,85 @@
+"""DeepGEMM's logits of the lightning indexer: a Python package that compiles its kernels with nvcc."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.device import Device
+from ..core.errors import BenchError
+from ..core.implementation import Prepared
+from ..core.recorders import Call
+from ..ops.indexer_logits.cases import PAGE_SIZE, LogitsCase
+from ..ops.indexer_logits.inputs import LogitsInputs, outputs_of
+from .torch_ops import recorder_for
+
+HEADS = (32, 64)  # its kernels' head counts
+
+
+class DeepGemm:
+    """Its public calls, with -inf outside the ranges as ours; the metadata of paged calls is made in advance."""
+
+    name = "deep_gemm"
+
+    def __init__(self, directory: Path) -> None:
+        if not (directory / "deep_gemm" / "__init__.py").is_file():
+            raise BenchError(f"--peers-dir: {directory / 'deep_gemm'} is not there; unpack its package there")
+        sys.path.insert(0, str(directory))
+        try:
+            self._torch: Any = importlib.import_module("torch")
+            self._gemm: Any = importlib.import_module("deep_gemm")
+        except ImportError as error:
+            raise BenchError(f"deep_gemm cannot be imported here: {error}") from error
+
+    def unsupported(self, case: LogitsCase, dtype: str) -> str | None:
+        if case.bf16:
+            return "takes e4m3 only"
+        return None if case.h in HEADS else f"takes {HEADS[0]} or {HEADS[1]} heads"
+
+    def prepare(self, case: LogitsCase, dtype: str, sets: Sequence[LogitsInputs], device: Device) -> Prepared:
+        import cupy
+
+        recorder = recorder_for(self._torch, device)
+        latest: list[Any] = [None] * len(sets)
+        with recorder.current():
+            calls = [self._call(case, inputs, latest, index) for index, inputs in enumerate(sets)]
+        shape = (case.b, case.s_q, case.num_keys) if case.b else (case.s_q, case.num_keys)
+        return Prepared(
+            calls=calls,
+            outputs=lambda index: outputs_of(case, cupy.from_dlpack(latest[index])[:, : case.num_keys].reshape(shape)),
+            recorder=recorder,
+        )
+
+    def _call(self, case: LogitsCase, inputs: LogitsInputs, latest: list[Any], index: int) -> Call:
+        tensors = {name: self._torch.from_dlpack(x) for name, x in inputs.arguments.items()}
+        tensors["q"] = tensors["q"].view(self._torch.float8_e4m3fn)
+        run = self._paged(case, tensors) if case.b else self._prefill(tensors)
+
+        def call() -> None:
+            latest[index] = run()
+
+        return call
+
+    def _prefill(self, x: dict[str, Any]) -> Any:
+        keys = x["k"].view(self._torch.float8_e4m3fn), x["k_scale"]
+        return lambda: self._gemm.fp8_mqa_logits(x["q"], keys, x["weights"], x["ks"], x["ke"], clean_logits=True)
+
+    def _paged(self, case: LogitsCase, x: dict[str, Any]) -> Any:
+        weights = x["weights"].reshape(case.b * case.s_q, case.h)
+        failure: Exception | None = None
+        for lengths in self._lengths(case, x["seqlens"]):  # newer versions take those of each token
+            try:
+                metadata = self._gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, self._gemm.get_num_sms())
+                arrays = (x["q"], x["cache"], weights, lengths, x["block_table"], metadata, case.num_keys)
+                self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=True)
+                return lambda: self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=True)
+            except (RuntimeError, TypeError) as error:
+                failure = error
+        raise BenchError(f"deep_gemm takes no lengths: {failure}")
+
+    def _lengths(self, case: LogitsCase, seqlens: Any) -> list[Any]:
+        tokens = self._torch.arange(case.s_q, device=seqlens.device, dtype=seqlens.dtype)
+        return [(seqlens[:, None] - case.s_q + 1 + tokens).contiguous(), seqlens]

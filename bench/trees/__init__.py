@@ -1,0 +1,1 @@
+"""`bench compare-trees`: two source trees timed in turn on one GPU."""

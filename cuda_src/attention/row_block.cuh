@@ -1,0 +1,22 @@
+// The work of a thread block: up to kRows query rows of one KV head, in one split of the schedule.
+#pragma once
+#include "attention/decode_params.cuh"
+
+namespace mla::attention {
+// Grid: x = row blocks of all KV heads, y = splits.
+template <i32 kRows_>
+struct RowBlock {
+    static constexpr i32 kRows = kRows_;
+    const DecodeParams& p;
+    i32 split, kv_head;
+    i32 row0, rows;  // first row of the KV head in this block; rows of the KV head
+    i32 hidden;      // tokens at a sequence's end that the block's first row does not see
+
+    MLA_DEVICE explicit RowBlock(const DecodeParams& p) : p(p), split(blockIdx.y), rows(query_rows(p)) {
+        const i32 row_blocks = ceil_div(rows, kRows);
+        kv_head = blockIdx.x / row_blocks;
+        row0 = blockIdx.x % row_blocks * kRows;
+        hidden = hidden_from(p, row0);
+    }
+};
+}  // namespace mla::attention

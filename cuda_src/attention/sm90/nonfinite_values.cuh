@@ -1,0 +1,58 @@
+// NaN and Inf in values that only some rows of a thread block see.
+//
+// 0 * NaN is not 0: before V is multiplied, it is made finite where not every row of the block sees the token. Tokens
+// past the sequence's end become 0. Of a token that only later queries see, finite elements stay; the others become 0,
+// and fixup_nonfinite adds them to the rows that do see it.
+#pragma once
+#include "attention/decode_output.cuh"
+#include "attention/row_block.cuh"
+#include "ptx/barrier.cuh"
+#include "tile/nonfinite.cuh"
+#include "tile/sw128.cuh"
+
+namespace mla::attention::sm90 {
+// Sanitizes tokens [first, 64) of a tile; those from `end` on are past the sequence's end. By one warpgroup, between
+// two of its barriers; before the second one every thread needs a fence_proxy_async. If there was NaN or Inf,
+// `nonfinite_request` (in shared memory) becomes `request`.
+template <class Element, i32 kSwTiles>
+MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_request, i32 request, i32 thread) {
+    for (i32 i = thread; i < (kTileTokens - first) * kSw128Chunks; i += kWarpgroupThreads) {
+        const i32 row = first + i / kSw128Chunks;
+#pragma unroll
+        for (i32 sw_tile = 0; sw_tile < kSwTiles; ++sw_tile) {
+            uint4& chunk =
+                *reinterpret_cast<uint4*>(sw_tiles + sw_tile * kSw128Bytes + sw128_offset(row, i % kSw128Chunks));
+            uint4 sanitized = make_uint4(0, 0, 0, 0);
+            if (row < end && zero_nonfinite<Element>(sanitized = chunk)) nonfinite_request = request;
+            chunk = sanitized;
+        }
+    }
+}
+
+// Cold path, by one warpgroup: re-adds the non-finite elements that sanitize_rows zeroed in columns [first_column,
+// + kColumns) to the stored results of the rows that see them. The weights do not matter, since any multiple of an
+// infinity is infinite.
+template <class Element, i32 kColumns, i32 kRows>
+MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread) {
+    const DecodeParams& p = block.p;
+    const i32 first = max(item.seen_by_all, item.tile_begin * kTileTokens);
+    const i32 last = min(item.tokens, item.tile_end * kTileTokens);
+#pragma unroll 1
+    for (i32 token = max(first, 0); token < last; ++token) {
+        const u16* values = cached_row(p, item.request, block.kv_head, token);
+        if (values == nullptr) continue;
+#pragma unroll 1
+        for (i32 i = 0; i < kColumns / kWarpgroupThreads; ++i) {
+            const i32 column = first_column + thread + i * kWarpgroupThreads;
+            const float value = Element::to_float(values[column]);
+            if (fabsf(value) <= kMaxFloat) continue;
+#pragma unroll 1
+            for (i32 row = block.row0; row < min(block.row0 + kRows, block.rows); ++row) {
+                if (token < visible_tokens(p, item, row)) {
+                    add_to_output<Element>(p, item, block.kv_head, row, column, value);
+                }
+            }
+        }
+    }
+}
+}  // namespace mla::attention::sm90

@@ -1,0 +1,37 @@
+// Merges the pieces of the requests of a batch-invariant schedule (decode/schedule_pieces.cu).
+//
+// Grid: x: teams of 128 threads, which share the rows of all requests, y: the columns of a row that has as many pieces
+// as there can be; a request with fewer pieces has fewer columns. A row is merged in an order that depends on its
+// number of pieces only. The merge itself is in decode/merge_partials.cuh.
+#include "decode/merge_partials.cuh"
+#include "decode/pieces.cuh"
+#include "ptx/control.cuh"
+
+namespace mla::decode {
+using Element = MLA_DTYPE;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 256;
+constexpr i32 kTeams = kThreads / kTeamThreads;
+
+MLA_DECODE_FACTS();
+MLA_FACT(threads, kThreads);
+MLA_FACT(max_pieces, kMaxPartials);
+
+// Four blocks per SM, as decode_combine.
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    mla_decode_combine_pieces(const __grid_constant__ DecodeParams p) {
+    __shared__ Team teams[kTeams];
+    griddepcontrol_wait();
+    const i32 rows = p.s_q * p.h_q, team = threadIdx.x / kTeamThreads, column = blockIdx.y;
+#pragma unroll 1
+    for (i64 i = blockIdx.x * kTeams + team; i < (i64)p.b * rows; i += gridDim.x * kTeams) {
+        const i32 request = (i32)(i / rows), first = first_splits(p)[request];
+        const i32 num_partials = min(first_splits(p)[request + 1] - first, kMaxPartials);
+        const Groups groups(num_partials);
+        if (num_partials < 2 || column >= groups.count()) continue;
+        merge_unit<Element>(teams[team], PartialRow{p, first, (i32)(i % rows)}, num_partials, groups, column,
+                            [&] { return request; });
+    }
+}
+}  // namespace mla::decode

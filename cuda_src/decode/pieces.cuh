@@ -1,0 +1,9 @@
+// Where a batch-invariant schedule keeps the first split of each request: behind its points.
+#pragma once
+#include "attention/decode_params.cuh"
+
+namespace mla::decode {
+MLA_DEVICE const i32* first_splits(const attention::DecodeParams& p) {  // (b + 1,)
+    return reinterpret_cast<const i32*>(p.schedule + p.num_splits + 1);
+}
+}  // namespace mla::decode

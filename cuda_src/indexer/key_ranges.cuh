@@ -1,0 +1,83 @@
+// Which keys each query token sees, and which tiles of keys a block of tokens therefore needs.
+//
+// The tokens of a block are consecutive: eight in prefill, the next tokens of one sequence in paged decode. Values come
+// from the device and may be anything: a range is clamped to [0, num_keys], and is empty where it does not begin before
+// its end.
+#pragma once
+#include "common/types.cuh"
+
+namespace mla::indexer {
+struct KeyRange {
+    i32 begin, end;
+
+    MLA_DEVICE bool contains(i32 key) const { return begin <= key && key < end; }
+};
+
+struct KeyRanges {
+    const i32* begins;  // or null: 0
+    const i32* ends;    // or null: num_keys
+    i64 begins_stride_elems;
+    i64 ends_stride_block_elems, ends_stride_token_elems;
+    i32 num_tokens, block_tokens;
+    i32 num_keys;
+    i32 end_of_last;  // `ends` are those of the last token of a block: each token before it sees one key less
+
+    MLA_DEVICE i32 num_blocks() const { return ceil_div(num_tokens, block_tokens); }
+    MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
+
+    // Of a token of a block.
+    MLA_DEVICE KeyRange of(i32 block, i32 token) const {
+        i64 begin = 0, end = num_keys;
+        if (begins != nullptr) begin = begins[((i64)block * block_tokens + token) * begins_stride_elems];
+        if (ends != nullptr) end = ends[block * ends_stride_block_elems + token * ends_stride_token_elems];
+        if (end_of_last) end -= block_tokens - 1 - token;
+        const i32 first = (i32)min(max(begin, 0ll), (i64)num_keys), last = (i32)min(max(end, 0ll), (i64)num_keys);
+        return first < last ? KeyRange{first, last} : KeyRange{0, 0};
+    }
+};
+
+// Tiles [begin, end) that hold the ranges of some tokens: none where all ranges are empty.
+struct TileRange {
+    i32 begin, end;
+
+    MLA_DEVICE i32 size() const { return end - begin; }
+};
+
+template <i32 kTileKeys>
+MLA_DEVICE TileRange tiles_of(i32 first_key, i32 last_key) {
+    return first_key < last_key ? TileRange{first_key / kTileKeys, ceil_div(last_key, kTileKeys)} : TileRange{0, 0};
+}
+
+// By one thread.
+template <i32 kTileKeys>
+MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block) {
+    const i32 tokens = ranges.tokens_of(block);
+    i32 first = ranges.num_keys, last = 0;
+#pragma unroll 4
+    for (i32 token = 0; token < tokens; ++token) {
+        const KeyRange range = ranges.of(block, token);
+        if (range.begin == range.end) continue;
+        first = min(first, range.begin);
+        last = max(last, range.end);
+    }
+    return tiles_of<kTileKeys>(first, last);
+}
+
+// By all lanes of a warp, each of which knows the range of one token, or an empty one.
+template <i32 kTileKeys>
+MLA_DEVICE TileRange warp_tiles(KeyRange range) {
+    i32 first = range.begin < range.end ? range.begin : 0x7fffffff, last = range.end;
+#pragma unroll
+    for (i32 step = kWarpThreads / 2; step > 0; step /= 2) {
+        first = min(first, __shfl_xor_sync(kFullWarp, first, step));
+        last = max(last, __shfl_xor_sync(kFullWarp, last, step));
+    }
+    return tiles_of<kTileKeys>(first, last);
+}
+
+// ---- The line of all tiles, cut evenly -------------------------------------------------------------------------
+// The tiles of all blocks lie in one line; thread block i of the grid takes those from cuts[i] up to cuts[i + 1].
+struct TileCut {
+    i32 block, tile;
+};
+}  // namespace mla::indexer

@@ -1,0 +1,284 @@
+// Indexer logits on Hopper for the next tokens of sequences, whose keys lie in pages of 64.
+//
+//   logits[n, i, s] = scale[s] * sum_h weights[n, i, h] * max(q[n, i, h] . key[s], 0)   for s < length(n, i)
+//
+// Bound by the cache for few tokens. The keys are the A operand, a page one m64 tile, and N = 32 or 64 heads of one
+// token the columns, so that no row is wasted on tokens that are not there:
+//
+//   for each token, for each block of heads:   D = K Q^T  (64 x heads),   sum[row] += weight * max(D[row, head], 0)
+//
+// A thread has heads 8j + 2c and 8j + 2c + 1 of every eight, and the four threads of a row add up theirs: the order of
+// additions is that of logits_sm90.cu, and a logit's bits are the same.
+//
+// Grid: one block per SM. The pages of all sequences lie in one line, which logits_schedule.cu has cut into equal
+// shares. Math warpgroups take the pages of a share in turn, also across sequences:
+//
+//   math 0  | page 0: for each token products, sums, stores | page 3 ...
+//   math 1  |     page 1                                      | page 4 ...
+//   math 2  |         page 2                                      | page 5 ...
+//   load    | Q, pages ...                 | Q of the next sequence, pages ...
+//   fill    | -inf behind each sequence
+//
+// Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). What differs: the schedule is even to one page, any
+// number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
+#include "indexer/sm90_logits.cuh"
+#include "ptx/wgmma_fp8.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::indexer {
+using namespace sm90;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = float8_e4m3fn;
+constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;  // columns of a product
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kHeadDim = kSw128RowBytes;
+constexpr i32 kPageKeys = kSw128Rows;
+constexpr u32 kCodeBytes = kSw128Bytes;  // of a page
+constexpr u32 kScaleBytes = kPageKeys * sizeof(float);
+constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // a page as rows of so many bytes: its last one
+constexpr i32 kMmaBytes = 32;                        // of a row, for one wgmma
+constexpr i32 kMmaSteps = kHeadDim / kMmaBytes;
+
+constexpr i32 kMaxHeads = kBlockHeads == 32 ? 32 : 128;
+constexpr i32 kMaxHeadBlocks = kMaxHeads / kBlockHeads;
+constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // a block of heads of one token
+constexpr i32 kMaxQueryTiles = kMaxTokens * kMaxHeadBlocks;
+// Room for the queries of two sequences of one block of heads, or of one of two.
+constexpr i32 kMaxQueryStages = 2;
+constexpr i32 kRoomTiles = kMaxHeadBlocks == 1 ? kMaxQueryStages * kMaxQueryTiles : kMaxQueryTiles;
+constexpr i32 kStageTiles = kRoomTiles / kMaxQueryStages;
+constexpr i32 kStages = 9;
+static_assert(kStages % kMathWarpgroups == 0, "a stage is always the same warpgroup's");
+
+constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// barrier       arrives (count)   carries                     waits   first phase
+// q_full[s]     load (1)          queries                     math    blocked
+// q_empty[s]    math warps (12)   -                           load    free
+// k_full[s]     load (1)          kCodeBytes + kScaleBytes    math    blocked
+// k_empty[s]    math warps (4)    -                           load    free
+struct Storage {
+    alignas(kSwizzleAtomBytes) u8 q[kRoomTiles][kQueryTileBytes];
+    u8 k[kStages][kCodeBytes];
+    float scales[kStages][kPageKeys];
+    float weights[kRoomTiles][kBlockHeads];
+    BlockInfo info[kMaxQueryStages];
+    MBarrier q_full[kMaxQueryStages], q_empty[kMaxQueryStages], k_full[kStages], k_empty[kStages];
+};
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
+
+MLA_LOGITS_FACTS();
+MLA_FACT(threads, kThreads);
+MLA_FACT(smem_bytes, sizeof(Storage));
+MLA_FACT(page_keys, kPageKeys);
+
+MLA_DEVICE void init_storage(Storage& s) {
+    for (i32 stage = 0; stage < kMaxQueryStages; ++stage) {
+        mbarrier_init(s.q_full[stage], 1);
+        mbarrier_init(s.q_empty[stage], kMathWarps);
+    }
+    for (i32 stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(s.k_full[stage], 1);
+        mbarrier_init(s.k_empty[stage], kWarpgroupWarps);
+    }
+    fence_mbarrier_init();
+}
+
+// The queries of a sequence: [token][block of heads]. Where all fit twice, sequences take turns in two stages.
+struct QueryStages {
+    i32 head_blocks, count;
+
+    MLA_DEVICE explicit QueryStages(const LogitsParams& p)
+        : head_blocks(ceil_div(p.heads, kBlockHeads)),
+          count(p.block_tokens * head_blocks <= kStageTiles ? kMaxQueryStages : 1) {}
+    MLA_DEVICE i32 first_tile(i32 stage) const { return stage * kStageTiles; }
+};
+
+// ---- Load role -------------------------------------------------------------------------------------------------
+MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const QueryStages& stages, i32 stage) {
+    const BlockInfo& info = s.info[stage];
+    MBarrier& full = s.q_full[stage];
+    mbarrier_arrive_expect_tx(full, info.tokens * stages.head_blocks * kQueryTileBytes);
+    i32 tile = stages.first_tile(stage);
+    for (i32 token = 0; token < info.tokens; ++token) {
+        for (i32 head_block = 0; head_block < stages.head_blocks; ++head_block, ++tile) {
+            cp_async_bulk_tensor_4d(smem_addr(s.q[tile]), q_map, full, 0, head_block * kBlockHeads, token, info.block,
+                                    kEvictFirst);
+        }
+    }
+}
+
+// A page outside the pool lies outside the tensor for certain: its codes and scales become zeros.
+MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMap& scales_map, i32 stage, i32 page) {
+    MBarrier& full = s.k_full[stage];
+    mbarrier_arrive_expect_tx(full, kCodeBytes + kScaleBytes);
+    cp_async_bulk_tensor_3d(smem_addr(s.k[stage]), codes_map, full, 0, 0, page, kEvictFirst);
+    cp_async_bulk_tensor_3d(smem_addr(s.scales[stage]), scales_map, full, 0, kScaleRow, page, kEvictFirst);
+}
+
+struct CacheMaps {
+    const TensorMap &codes, &scales;
+};
+
+// Lanes look up 32 pages at a time, the next ones while these are fetched.
+MLA_DEVICE void load_pages(const LogitsParams& p, Storage& s, const CacheMaps& maps, StageWalk<kStages>& key, i32 block,
+                           TileRange tiles, i32 lane) {
+    const i32* table = p.block_table + block * p.table_stride_block_elems;
+    const auto pages_from = [&](i32 first) {
+        const i32 page = first + lane < tiles.end ? table[(first + lane) * p.table_stride_page_elems] : -1;
+        return (u32)page < (u32)p.num_pages ? page : -1;
+    };
+    i32 next = pages_from(tiles.begin);
+    for (i32 first = tiles.begin; first < tiles.end; first += kWarpThreads) {
+        const i32 pages = next;
+        next = pages_from(first + kWarpThreads);
+        for (i32 i = 0; i < min(kWarpThreads, tiles.end - first); ++i, key.advance()) {
+            const i32 page = __shfl_sync(kFullWarp, pages, i);
+            mbarrier_wait(s.k_empty[key.stage], key.parity() ^ 1);
+            if (lane == 0) load_page(s, maps.codes, maps.scales, key.stage, page);
+        }
+    }
+}
+
+MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap& q_map, const CacheMaps& maps,
+                              i32 lane) {
+    const KeyRanges ranges = key_ranges(p);
+    const QueryStages stages(p);
+    const i32 heads = stages.head_blocks * kBlockHeads;
+    StageWalk<kMaxQueryStages> query(0);
+    StageWalk<kStages> key(0);
+    BlockWalk<kPageKeys> walk(p, ranges, lane);
+    for (bool found = true; found; query.advance(stages.count)) {
+        found = walk.next();
+        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);
+        BlockInfo& info = s.info[query.stage];
+        write_info(info, walk, found);
+        if (!found) {
+            if (lane == 0) mbarrier_arrive(s.q_full[query.stage]);
+            return;
+        }
+        float* weights = s.weights[stages.first_tile(query.stage)];
+        load_weights(p, info, heads, p.block_tokens, lane,
+                     [&](i32 head, i32 token) -> float& { return weights[token * heads + head]; });
+        __syncwarp();
+        if (lane == 0) load_queries(s, q_map, stages, query.stage);
+        load_pages(p, s, maps, key, walk.block, walk.tiles, lane);
+    }
+}
+
+// ---- Math role -------------------------------------------------------------------------------------------------
+MLA_DEVICE void multiply_step(float (&d)[16], SmemDesc a, SmemDesc b, bool accumulate) {
+    wgmma_m64n32k32(Element{}, d, a, b, accumulate);
+}
+MLA_DEVICE void multiply_step(float (&d)[32], SmemDesc a, SmemDesc b, bool accumulate) {
+    wgmma_m64n64k32(Element{}, d, a, b, accumulate);
+}
+
+// Adds the weighted products of a block of heads to the sums of this thread's rows, g and g + 8.
+MLA_DEVICE void add_heads(Storage& s, SmemDesc k, i32 tile, i32 c, float (&sums)[2]) {
+    float d[kProducts];
+    SmemDesc q = k_major_desc(smem_addr(s.q[tile]));
+    opaque(q.bits);
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kMmaSteps; ++step) {
+        multiply_step(d, advance(k, step * kMmaBytes), advance(q, step * kMmaBytes), step > 0);
+    }
+    wgmma_commit_group();
+    float2 weights[kBlockHeads / 8];
+#pragma unroll
+    for (i32 j = 0; j < kBlockHeads / 8; ++j) {
+        weights[j] = *reinterpret_cast<const float2*>(&s.weights[tile][8 * j + 2 * c]);
+    }
+    wgmma_wait_group<0>();
+    pin(d);
+#pragma unroll
+    for (i32 j = 0; j < kBlockHeads / 8; ++j) {
+#pragma unroll
+        for (i32 row = 0; row < 2; ++row) {
+            sums[row] = fmaf(fmaxf(d[4 * j + 2 * row], 0.f), weights[j].x, sums[row]);
+            sums[row] = fmaf(fmaxf(d[4 * j + 2 * row + 1], 0.f), weights[j].y, sums[row]);
+        }
+    }
+}
+
+// Over the four threads of a row: (0 + 1) + (2 + 3).
+MLA_DEVICE float add_threads(float x) {
+    x += __shfl_xor_sync(kFullWarp, x, 1);
+    return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+MLA_DEVICE void run_page(const LogitsParams& p, Storage& s, const QueryStages& stages, i32 query_stage, i32 tile,
+                         i32 stage, i32 thread) {
+    const BlockInfo& info = s.info[query_stage];
+    const i32 c = thread % 4, row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+    // Of the four threads of a row, the first stores it, and the second the row eight further on.
+    const i32 own_row = row + 8 * (c & 1);
+    SmemDesc k = k_major_desc(smem_addr(s.k[stage]));
+    opaque(k.bits);
+    const float scale = s.scales[stage][own_row];
+    i32 q_tile = stages.first_tile(query_stage);
+#pragma unroll 1
+    for (i32 token = 0; token < info.tokens; ++token) {
+        float sums[2] = {0.f, 0.f};
+#pragma unroll 1
+        for (i32 head_block = 0; head_block < stages.head_blocks; ++head_block) add_heads(s, k, q_tile++, c, sums);
+        if (token + 1 == info.tokens) release(s.k_empty[stage], thread);
+        const float low = add_threads(sums[0]), high = add_threads(sums[1]);
+        if (c < 2) {
+            const LogitsRow logits(p, info.block, token);
+            logits.store(tile * kPageKeys + own_row, (c == 0 ? low : high) * scale, info.ranges[token]);
+        }
+    }
+}
+
+MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, i32 thread) {
+    const QueryStages stages(p);
+    StageWalk<kMaxQueryStages> query(0);
+    StageWalk<kStages, kMathWarpgroups> key(warpgroup);
+    i32 ahead = warpgroup;  // pages of the others before this warpgroup's next one
+    while (true) {
+        mbarrier_wait(s.q_full[query.stage], query.parity());
+        const TileRange tiles = s.info[query.stage].tiles;
+        if (tiles.size() == 0) return;
+#pragma unroll 1
+        for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
+            mbarrier_wait(s.k_full[key.stage], key.parity());
+            run_page(p, s, stages, query.stage, tiles.begin + ahead, key.stage, thread);
+        }
+        ahead -= tiles.size();
+        release(s.q_empty[query.stage], thread);
+        query.advance(stages.count);
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_indexer_logits_sm90_paged(const __grid_constant__ LogitsParams p, const __grid_constant__ TensorMap q_map,
+                                  const __grid_constant__ TensorMap codes_map,
+                                  const __grid_constant__ TensorMap scales_map) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    Storage& s = *reinterpret_cast<Storage*>(smem);
+    if (threadIdx.x == 0) {
+        init_storage(s);
+        prefetch_tensormap(codes_map);
+        prefetch_tensormap(scales_map);
+    }
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < kLoadWarp) {
+        run_math_role(p, s, warp / kWarpgroupWarps, thread);
+    } else if (warp == kLoadWarp) {
+        run_load_role(p, s, q_map, CacheMaps{codes_map, scales_map}, thread % kWarpThreads);
+    } else {
+        run_fill_role<kPageKeys>(p, warp - kLoadWarp - 1, thread % kWarpThreads);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::indexer

@@ -1,0 +1,235 @@
+// Index queries and keys before the logits: RoPE, Hadamard transform, e4m3 codes with one scale per vector.
+//
+//   y = bf16(rope(x))                 on the first 2 * half_rope elements; (i, i + half_rope) or (2i, 2i + 1) turn
+//   z = bf16(H y * d^-0.5)            H: Hadamard, of order d
+//   s = 2^ceil(log2(amax / 448))      or amax / 448, with amax = max(|z|, 1e-4)
+//   code = e4m3(z / s);               of queries, the weight becomes ((w * h^-0.5) * s) * d^-0.5
+//
+// Every step is rounded as the models' own code rounds it, so multiplications and additions are not fused. Both
+// roundings to bf16 can be left out.
+//
+// Grid: x = groups of vectors. Eight lanes share a vector, each with d / 8 neighbouring elements: of the Hadamard
+// transform's levels all but three stay in the lane. A group of lanes takes kVectors vectors in turn, so that cos and
+// sin are loaded once for several heads of a token.
+//
+// Source: the reference implementation of DeepSeek-V3.2-Exp, from its description. What differs: one pass over memory.
+#include "common/facts.cuh"
+#include "common/types.cuh"
+#include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/element.cuh"
+#include "ptx/fp8.cuh"
+
+namespace mla::indexer {
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+constexpr i32 kHeadDim = MLA_HEAD_DIM;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 128;
+constexpr i32 kLanes = 8;                  // of a vector
+constexpr i32 kElems = kHeadDim / kLanes;  // of a lane
+constexpr i32 kVectors = 4;                // of a group of lanes
+constexpr i32 kBlockVectors = kThreads / kLanes * kVectors;
+constexpr float kMinAmax = 1e-4f;
+constexpr float kInverseMaxCode = (float)(1.0 / 448.0);
+static_assert(kElems % 4 == 0, "codes are stored by words");
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct PrepareParams {
+    const u16* x;          // (n, h, d), bfloat16
+    const float* weights;  // (n, h), or null: `scales` are the scales themselves
+    const float* cos;      // (max_position, half_rope)
+    const float* sin;      // (max_position, half_rope)
+    const i32* positions;  // (n,)
+    u8* codes;             // (n, h, d)
+    float* scales;         // (n, h)
+    i64 x_stride_n_elems, x_stride_h_elems, weights_stride_n_elems, weights_stride_h_elems;
+    i64 cos_stride_elems, sin_stride_elems, positions_stride_elems;
+    i64 codes_stride_n_elems, codes_stride_h_elems, scales_stride_n_elems, scales_stride_h_elems;
+    i32 n, h, half_rope, max_position;
+    i32 interleaved, hadamard, power_of_2, rounded;
+    i32 x_aligned;  // to 16 bytes, in every row
+    float h_factor, d_factor;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
+              MLA_OFFSET(PrepareParams, h_factor), (int)sizeof(PrepareParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(block_vectors, kBlockVectors);
+
+// ---- A vector --------------------------------------------------------------------------------------------------
+typedef float Elements[kElems];
+
+// Eight bytes at a time.
+struct alignas(8) FourHalves {
+    u16 x[4];
+};
+struct alignas(4 * (kElems / 4)) Codes {
+    u32 words[kElems / 4];
+};
+
+MLA_DEVICE void load_elements(const PrepareParams& p, const u16* from, Elements& x) {
+#pragma unroll
+    for (i32 i = 0; i < kElems; i += 4) {
+        FourHalves four;
+        if (p.x_aligned) {
+            four = *reinterpret_cast<const FourHalves*>(from + i);
+        } else {
+#pragma unroll
+            for (i32 j = 0; j < 4; ++j) four.x[j] = from[i + j];
+        }
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) x[i + j] = bfloat16::to_float(four.x[j]);
+    }
+}
+
+MLA_DEVICE void round_elements(Elements& x) {
+#pragma unroll
+    for (i32 i = 0; i < kElems; i += 2) {
+        const u32 packed = cvt_x2(bfloat16{}, x[i], x[i + 1]);
+        x[i] = bfloat16::to_float((u16)packed);
+        x[i + 1] = bfloat16::to_float((u16)(packed >> 16));
+    }
+}
+
+// ---- RoPE ------------------------------------------------------------------------------------------------------
+
+// cos and sin of a lane's elements; of pairs, once per pair.
+struct Rotation {
+    Elements cos, sin;
+    i32 lane, partner;  // of the vector; `partner` is the lane whose elements turn with these
+
+    MLA_DEVICE explicit Rotation(const PrepareParams& p) {
+        lane = threadIdx.x % kLanes;
+        const i32 half_lanes = p.half_rope / kElems;
+        partner = lane >= 2 * half_lanes ? lane : lane < half_lanes ? lane + half_lanes : lane - half_lanes;
+    }
+    MLA_DEVICE bool is_first() const { return lane < partner; }
+    MLA_DEVICE void load(const PrepareParams& p, i32 token) {
+        const i32 row = max(0, min(p.positions[token * p.positions_stride_elems], p.max_position - 1));
+        const float* cos_row = p.cos + row * p.cos_stride_elems;
+        const float* sin_row = p.sin + row * p.sin_stride_elems;
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) {
+            const i32 at = p.interleaved ? (lane * kElems + i) / 2 : min(lane, partner) * kElems + i;
+            const bool turns = lane * kElems + i < 2 * p.half_rope;
+            cos[i] = turns ? cos_row[at] : 1.f;
+            sin[i] = turns ? sin_row[at] : 0.f;
+        }
+    }
+};
+
+// Elements that do not turn stay as they are, NaN and infinities, too. Called by whole warps.
+MLA_DEVICE void rotate(const PrepareParams& p, const Rotation& rotation, Elements& x) {
+    const i32 first_lane = (i32)threadIdx.x % kWarpThreads - rotation.lane;
+    Elements others;
+#pragma unroll
+    for (i32 i = 0; i < kElems; ++i) {
+        const float half = __shfl_sync(kFullWarp, x[i], first_lane + rotation.partner);
+        others[i] = p.interleaved ? x[i ^ 1] : half;
+    }
+#pragma unroll
+    for (i32 i = 0; i < kElems; ++i) {
+        if (rotation.lane * kElems + i >= 2 * p.half_rope) continue;
+        const bool first = p.interleaved ? i % 2 == 0 : rotation.is_first();
+        const float other = __fmul_rn(others[i], rotation.sin[i]);
+        x[i] = __fadd_rn(__fmul_rn(x[i], rotation.cos[i]), first ? -other : other);
+    }
+}
+
+// ---- Hadamard transform ----------------------------------------------------------------------------------------
+
+// Neighbours first: the order of the additions is part of the result. Called by whole warps.
+MLA_DEVICE void transform(const PrepareParams& p, Elements& x) {
+#pragma unroll
+    for (i32 step = 1; step < kElems; step *= 2) {
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) {
+            if (i & step) continue;
+            const float a = x[i], b = x[i + step];
+            x[i] = a + b;
+            x[i + step] = a - b;
+        }
+    }
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) {
+        const float sign = threadIdx.x & step ? -1.f : 1.f;
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) x[i] = fmaf(sign, x[i], __shfl_xor_sync(kFullWarp, x[i], step));
+    }
+#pragma unroll
+    for (i32 i = 0; i < kElems; ++i) x[i] = __fmul_rn(x[i], p.d_factor);
+}
+
+// ---- Codes -----------------------------------------------------------------------------------------------------
+
+// The largest magnitude of the vector: NaN does not count, infinity as the largest float. Called by whole warps.
+MLA_DEVICE float find_amax(const Elements& x) {
+    float amax = kMinAmax;
+#pragma unroll
+    for (i32 i = 0; i < kElems; ++i) amax = fmaxf(amax, fabsf(x[i]));
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+    return fminf(amax, kMaxFloat);
+}
+
+MLA_DEVICE float find_scale(const PrepareParams& p, float amax) {
+    const float ratio = __fmul_rn(amax, kInverseMaxCode);
+    if (!p.power_of_2) return ratio;
+    const u32 bits = __float_as_uint(ratio);
+    return __uint_as_float(((bits >> 23) + ((bits & 0x7fffff) != 0)) << 23);
+}
+
+// x / scale, rounded and saturated. The inverse of a power of 2 is exact.
+MLA_DEVICE Codes encode(const PrepareParams& p, const Elements& x, float scale) {
+    const float inverse = __uint_as_float((254u << 23) - __float_as_uint(scale));
+    Codes codes;
+#pragma unroll
+    for (i32 word = 0; word < kElems / 4; ++word) {
+        float ratio[4];
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            ratio[j] = p.power_of_2 ? x[4 * word + j] * inverse : __fdiv_rn(x[4 * word + j], scale);
+        }
+        codes.words[word] = cvt_e4m3_x2(ratio[0], ratio[1]) | cvt_e4m3_x2(ratio[2], ratio[3]) << 16;
+    }
+    return codes;
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(const __grid_constant__ PrepareParams p) {
+    griddepcontrol_wait();
+    const i64 vectors = (i64)p.n * p.h;
+    const i64 begin = ((i64)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes) * kVectors;
+    Rotation rotation(p);
+    i32 loaded = -1;
+    for (i32 i = 0; i < kVectors; ++i) {
+        const i64 vector = min(begin + i, vectors - 1);  // whole warps: the last one again, which is not stored
+        const i32 token = (i32)(vector / p.h), head = (i32)(vector % p.h);
+        if (token != loaded) rotation.load(p, token);
+        loaded = token;
+        Elements x;
+        load_elements(p, p.x + token * p.x_stride_n_elems + head * p.x_stride_h_elems + rotation.lane * kElems, x);
+        rotate(p, rotation, x);
+        if (p.rounded) round_elements(x);
+        if (p.hadamard) {
+            transform(p, x);
+            if (p.rounded) round_elements(x);
+        }
+        const float scale = find_scale(p, find_amax(x));
+        if (begin + i >= vectors) continue;
+        u8* to = p.codes + token * p.codes_stride_n_elems + head * p.codes_stride_h_elems + rotation.lane * kElems;
+        *reinterpret_cast<Codes*>(to) = encode(p, x, scale);
+        if (rotation.lane == 0) {
+            float result = scale;
+            if (p.weights != nullptr) {
+                const float w = p.weights[token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
+                result = __fmul_rn(__fmul_rn(__fmul_rn(w, p.h_factor), scale), p.d_factor);
+            }
+            p.scales[token * p.scales_stride_n_elems + head * p.scales_stride_h_elems] = result;
+        }
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::indexer

@@ -1,0 +1,145 @@
+// What the indexer logits kernels for Hopper share: blocks of tokens in a ring of query stages, tiles of keys in
+// another, three warpgroups that take the tiles in turn.
+#pragma once
+#include "indexer/logits_params.cuh"
+#include "ptx/control.cuh"
+#include "ptx/copy.cuh"
+#include "tile/ring.cuh"
+#include "tile/sw128.cuh"
+
+namespace mla::indexer::sm90 {
+// ---- Roles -----------------------------------------------------------------------------------------------------
+// role       warps    regs   does
+// math w     4w..     152    every third tile of keys
+// load       12        56    queries and weights of each block of tokens, tiles of keys
+// fill       13..15    56    -inf where no tile is computed
+constexpr i32 kMathWarpgroups = 3;
+constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
+constexpr i32 kLoadWarp = kMathWarpgroups * kWarpgroupWarps, kFillWarps = kWarpgroupWarps - 1;
+constexpr i32 kMathWarps = kLoadWarp;
+constexpr i32 kRegsMath = 152, kRegsLoad = 56;
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+
+constexpr i32 kMaxTokens = 8;  // of a block
+constexpr i32 kMaxDynamicSmem = 232448;
+
+// ---- A block of tokens -----------------------------------------------------------------------------------------
+// Beside its queries: the tiles of this thread block, and what each token may see.
+struct BlockInfo {
+    i32 block, tokens;
+    TileRange tiles;  // none: there are no more blocks
+    KeyRange ranges[kMaxTokens];
+};
+
+// This thread block's share of the line of all tiles, by a whole warp. Lane i knows the range of token i.
+template <i32 kTileKeys>
+struct BlockWalk {
+    const KeyRanges& ranges;
+    TileCut from, to;
+    i32 lane;
+    // The block that `next` has found:
+    i32 block;
+    TileRange tiles;
+    KeyRange range;
+
+    MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane)
+        : ranges(ranges), from(p.cuts[blockIdx.x]), to(p.cuts[blockIdx.x + 1]), lane(lane), block(from.block - 1) {}
+
+    MLA_DEVICE bool next() {
+        const i32 last = min(to.block, ranges.num_blocks() - 1);
+        while (++block <= last) {
+            range = KeyRange{0, 0};
+            if (lane < ranges.tokens_of(block)) range = ranges.of(block, lane);
+            tiles = warp_tiles<kTileKeys>(range);
+            if (block == from.block) tiles.begin = max(tiles.begin, from.tile);
+            if (block == to.block) tiles.end = min(tiles.end, to.tile);
+            if (tiles.begin < tiles.end) return true;
+        }
+        return false;
+    }
+};
+
+// ---- Stages ----------------------------------------------------------------------------------------------------
+// A position in a ring of stages of which a role takes every kStep-th.
+template <i32 kStages, i32 kStep = 1>
+struct StageWalk {
+    i32 stage;
+    u32 wraps = 0;  // how often it has begun anew: the phase of the stage's barriers
+
+    MLA_DEVICE explicit StageWalk(i32 first) : stage(first) {}
+    MLA_DEVICE u32 parity() const { return wraps & 1; }
+    MLA_DEVICE void advance(i32 stages = kStages) {
+        stage += kStep;
+        if (stage < stages) return;
+        stage -= stages;
+        ++wraps;
+    }
+};
+
+// The full barriers of a ring whose stages are not always the same consumer's. Tiles may arrive out of order, so that a
+// consumer may come to a stage while the tile before its own is still under way there: the tile before that one has the
+// parity that it waits for. With two barriers, which take turns, that tile cannot be: it had been consumed before
+// anything that this consumer has seen was fetched.
+template <i32 kStages>
+struct TileBarriers {
+    MBarrier barrier[2][kStages];
+
+    template <i32 kStep>
+    MLA_DEVICE MBarrier& of(const StageWalk<kStages, kStep>& walk) {
+        return barrier[walk.wraps & 1][walk.stage];
+    }
+    template <i32 kStep>
+    MLA_DEVICE void wait(const StageWalk<kStages, kStep>& walk) {
+        mbarrier_wait(of(walk), walk.wraps >> 1 & 1);
+    }
+};
+
+// By a warp: the weight of each head and token goes to place(head, token). Those that are not there weigh nothing.
+template <class Place>
+MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane,
+                             Place place) {
+    const i64 row = info.block * p.weights_stride_block_elems;
+    for (i32 i = lane; i < heads * tokens; i += kWarpThreads) {
+        const i32 token = i / heads, head = i % heads;
+        float weight = 0.f;
+        if (token < info.tokens && head < p.heads) {
+            weight = p.weights[row + token * p.weights_stride_token_elems + head * p.weights_stride_head_elems];
+        }
+        place(head, token) = weight;
+    }
+}
+
+// By a warp, for the math warps; the end of all is a block without tiles.
+template <class Walk>
+MLA_DEVICE void write_info(BlockInfo& info, const Walk& walk, bool found) {
+    if (walk.lane < kMaxTokens) info.ranges[walk.lane] = walk.range;
+    if (walk.lane == 0) {
+        info.block = walk.block;
+        info.tokens = found ? walk.ranges.tokens_of(walk.block) : 0;
+        info.tiles = found ? walk.tiles : TileRange{0, 0};
+    }
+    __syncwarp();
+}
+
+// ---- Fill role -------------------------------------------------------------------------------------------------
+// -inf in front of and behind the tiles of each token's block. Tokens go round the warps of the grid.
+template <i32 kTileKeys>
+MLA_DEVICE void run_fill_role(const LogitsParams& p, i32 warp, i32 lane) {
+    if (!p.clean) return;
+    const KeyRanges ranges = key_ranges(p);
+    i32 filled = -1;
+    TileRange tiles{0, 0};
+    for (i32 row = blockIdx.x * kFillWarps + warp; row < p.num_tokens; row += gridDim.x * kFillWarps) {
+        const i32 block = row / p.block_tokens, token = row % p.block_tokens;
+        if (block != filled) {
+            KeyRange range{0, 0};
+            if (lane < ranges.tokens_of(block)) range = ranges.of(block, lane);
+            tiles = warp_tiles<kTileKeys>(range);
+            filled = block;
+        }
+        const LogitsRow logits(p, block, token);
+        logits.fill(0, min(p.num_keys, tiles.begin * kTileKeys), lane);
+        logits.fill(min(p.num_keys, tiles.end * kTileKeys), p.num_keys, lane);
+    }
+}
+}  // namespace mla::indexer::sm90

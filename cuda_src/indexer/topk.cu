@@ -1,0 +1,454 @@
+// Exact top-k of each row of logits, under one total order: larger first, then the lower index.
+//
+//   key(x) = the bits of x, monotone: NaN 1 < -inf < ... < -0 = +0 < ... < +inf < kept keys;  0: not in the range
+//   T = the k-th largest key;  selected = {key > T} and the first of {key = T}, in ascending order
+//
+// Grid: kClusterBlocks blocks per row, the last row first: causal rows grow. A block holds its share of the row in
+// registers, kItems keys per thread, and reads longer shares again in every pass.
+//
+//   histogram of the keys' upper 11 bits | digit of T | of the next 11 | digit | of the last 10 | digit | emit
+//
+// A pass counts only keys whose upper bits are those of T, so nothing is stored that could overflow. The passes end as
+// soon as all keys with the bits found so far are selected. The blocks of a cluster add each other's histograms and
+// find the same digits.
+//
+// Bins: keys that differ in a few bits only would often share a bank of shared memory, which costs up to ten times
+// as much as any other set of digits; `place` folds the upper bits of a digit into its bank.
+//
+// Emission: in ascending order of the index, positions are prefix sums over items, warps and lanes. By value, the
+// selected keys are then sorted in shared memory.
+//
+// Source: radix select, as in Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012. What
+// differs: keys stay in registers, ties go to the lowest index, and there is no list of candidates.
+#include "common/facts.cuh"
+#include "common/types.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/control.cuh"
+#include "ptx/element.cuh"
+
+namespace mla::indexer {
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+constexpr i32 kClusterBlocks = MLA_CLUSTER_BLOCKS;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 1024;
+constexpr i32 kWarps = kThreads / kWarpThreads;
+constexpr i32 kItems = 32;                   // keys of a thread that are in registers at once
+constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
+constexpr i32 kBins = 1 << kDigitBits;
+constexpr i32 kBinsPerThread = kBins / kThreads;
+constexpr i32 kMaxSorted = 8192;
+constexpr u32 kNoKey = 0, kNanKey = 1, kKeptKey = 0xffffffffu;
+static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
+static_assert(kWarps == kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
+static_assert(kItems * kThreads < 1 << 16, "half a word holds a count of keys");
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct TopkParams {
+    const void* logits;      // (s_q, s_kv), float32 or bfloat16
+    const i32* ks;           // (s_q,), or null: 0
+    const i32* ke;           // (s_q,), or null: s_kv
+    const i32* block_table;  // (b, max_pages), or null
+    i32* indices;            // (s_q, k)
+    i32* counts;             // (s_q,)
+    float* values;           // (s_q, k), or null
+    i64 logits_stride_q_elems, ks_stride_elems, ke_stride_elems;
+    i64 table_stride_b_elems, table_stride_page_elems;
+    i64 indices_stride_q_elems, counts_stride_elems, values_stride_q_elems;
+    i32 s_q, s_kv, k;
+    i32 rows_per_table, max_pages, page_size;
+    i32 keep_first, keep_last;
+    i32 by_value, relative, logits_are_bf16;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(TopkParams, logits_stride_q_elems), MLA_OFFSET(TopkParams, s_q),
+              (int)sizeof(TopkParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(cluster, kClusterBlocks);
+MLA_FACT(max_sorted, kMaxSorted);
+MLA_FACT(block_elems, kItems* kThreads);
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+struct Sorted {
+    u32 keys[kMaxSorted];
+    u16 places[kMaxSorted];  // in ascending order of the index
+};
+
+// How many keys that lie before some place are above T, and equal to it.
+struct Before {
+    i32 above, equal;
+};
+
+// What a pass finds: the bits of T so far, how many keys with these bits are selected, and how many there are.
+struct Found {
+    u32 bits;
+    i32 rank, count;
+    i32 equal_before;  // of these, how many earlier blocks of the cluster hold
+};
+
+// Which of 32 neighbouring keys are above T, and equal to it.
+struct alignas(8) Word {
+    u32 above, equal;
+};
+
+struct Storage {
+    union {
+        u32 histogram[kPasses][kBins];
+        Sorted sorted;
+    };
+    Word words[kThreads];
+    Before all;
+    u32 warp_sums[kWarps];
+    Found found;
+};
+MLA_FACT(smem_bytes, sizeof(Storage));
+
+// ---- A row -----------------------------------------------------------------------------------------------------
+struct Row {
+    const TopkParams& p;
+    i32 t, begin, end;
+    i32 first, last;  // of this block's share
+
+    MLA_DEVICE i32 length() const { return end - begin; }
+    MLA_DEVICE bool keeps(i32 s) const { return s - begin < p.keep_first || end - s <= p.keep_last; }
+    MLA_DEVICE i32* indices() const { return p.indices + t * p.indices_stride_q_elems; }
+    MLA_DEVICE float load(i32 s) const {
+        const i64 at = t * p.logits_stride_q_elems + s;
+        return p.logits_are_bf16 ? bfloat16::to_float(static_cast<const u16*>(p.logits)[at])
+                                 : static_cast<const float*>(p.logits)[at];
+    }
+};
+
+// Values from the device are hostile: clamped.
+MLA_DEVICE Row resolve_row(const TopkParams& p, i32 t, i32 rank) {
+    const i32 begin = p.ks == nullptr ? 0 : max(0, min(p.ks[t * p.ks_stride_elems], p.s_kv));
+    const i32 ke = p.ke == nullptr ? p.s_kv : max(0, min(p.ke[t * p.ke_stride_elems], p.s_kv));
+    const i32 end = max(ke, begin);
+    const i64 share = ((i64)end - begin + kClusterBlocks - 1) / kClusterBlocks;
+    const i64 first = begin + rank * share;
+    return Row{p, t, begin, end, (i32)min(first, (i64)end), (i32)min(first + share, (i64)end)};
+}
+
+MLA_DEVICE u32 order_key(float x) {
+    const u32 bits = __float_as_uint(x + 0.f);  // -0 becomes +0
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return kNanKey;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+MLA_DEVICE u32 key_of(const Row& row, i32 s, float x) { return row.keeps(s) ? kKeptKey : order_key(x); }
+
+MLA_DEVICE bool fits(const Row& row) { return row.last - row.first <= kItems * kThreads; }
+
+// kItems keys of each thread, kThreads apart.
+struct Keys {
+    u32 at[kItems];
+
+    // kNoKey past the end of the share.
+    MLA_DEVICE void load(const Row& row, i32 start) {
+#pragma unroll
+        for (i32 i = 0; i < kItems; ++i) {
+            const i32 s = start + i * kThreads + (i32)threadIdx.x;
+            at[i] = s < row.last ? key_of(row, s, row.load(s)) : kNoKey;
+        }
+    }
+};
+
+// ---- The digits of T -------------------------------------------------------------------------------------------
+
+// All threads of all blocks that share a row.
+MLA_DEVICE void sync_row() {
+    if (kClusterBlocks == 1) {
+        __syncthreads();
+    } else {
+        cluster_sync();
+    }
+}
+
+// Where a bin lies: digits that agree in their lower bits are in different banks.
+MLA_DEVICE i32 place(i32 digit) { return digit ^ (digit >> 5 & 31) ^ digit >> 10; }
+
+MLA_DEVICE u32 warp_inclusive_sum(u32 x) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+#pragma unroll
+    for (i32 step = 1; step < kWarpThreads; step *= 2) {
+        const u32 before = __shfl_up_sync(kFullWarp, x, step);
+        if (lane >= step) x += before;
+    }
+    return x;
+}
+
+// The sum of the threads before this one. Called by all threads, not again before another barrier.
+MLA_DEVICE u32 block_exclusive_sum(Storage& storage, u32 x) {
+    const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+    const u32 inclusive = warp_inclusive_sum(x);
+    if (lane == kWarpThreads - 1) storage.warp_sums[warp] = inclusive;
+    __syncthreads();
+    const u32 sums = warp_inclusive_sum(storage.warp_sums[lane]);
+    const u32 before = __shfl_sync(kFullWarp, sums, max(warp - 1, 0));
+    return (warp == 0 ? 0 : before) + inclusive - x;
+}
+
+// The sum of all threads.
+MLA_DEVICE u32 block_sum(Storage& storage, u32 x) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+    const u32 own = warp_inclusive_sum(x);
+    if (lane == kWarpThreads - 1) storage.warp_sums[threadIdx.x / kWarpThreads] = own;
+    __syncthreads();
+    return __shfl_sync(kFullWarp, warp_inclusive_sum(storage.warp_sums[lane]), kWarpThreads - 1);
+}
+
+// How many keys a bin has, in all blocks of the cluster and in those before this one.
+struct BinCount {
+    i32 all, before;
+};
+
+MLA_DEVICE BinCount bin_count(Storage& storage, i32 pass, i32 digit, i32 own_rank) {
+    const u32& bin = storage.histogram[pass][place(digit)];
+    if (kClusterBlocks == 1) return BinCount{(i32)bin, 0};
+    BinCount count{0, 0};
+#pragma unroll
+    for (i32 rank = 0; rank < kClusterBlocks; ++rank) {
+        const i32 theirs = (i32)ld_shared_cluster(map_to_rank(smem_addr(&bin), rank));
+        count.all += theirs;
+        if (rank < own_rank) count.before += theirs;
+    }
+    return count;
+}
+
+// The digit of the key that is the rank-th largest of those counted. `before` grows by what earlier blocks of the
+// cluster have above the digit. Called by all threads.
+MLA_DEVICE Found find_digit(Storage& storage, i32 pass, u32 upper, i32 rank, i32 own_rank, i32& above_before) {
+    const i32 top = kBins - 1 - kBinsPerThread * (i32)threadIdx.x;
+    BinCount counts[kBinsPerThread];
+    i32 sum = 0;
+#pragma unroll
+    for (i32 n = 0; n < kBinsPerThread; ++n) {
+        counts[n] = bin_count(storage, pass, top - n, own_rank);
+        sum += counts[n].all;
+    }
+    i32 above = (i32)block_exclusive_sum(storage, (u32)sum);
+#pragma unroll
+    for (i32 n = 0; n < kBinsPerThread; ++n) {
+        if (above < rank && rank <= above + counts[n].all) {
+            storage.found = Found{upper | (u32)(top - n), rank - above, counts[n].all, counts[n].before};
+        }
+        above += counts[n].all;
+    }
+    __syncthreads();
+    const Found found = storage.found;
+    if (kClusterBlocks > 1) {
+        i32 earlier = 0;
+#pragma unroll
+        for (i32 n = 0; n < kBinsPerThread; ++n)
+            earlier += (upper | (u32)(top - n)) > found.bits ? counts[n].before : 0;
+        above_before += (i32)block_sum(storage, (u32)earlier);
+    }
+    return found;
+}
+
+// T: key >> shift is compared with `bits`; of the equal ones the first `rank` are selected.
+struct Threshold {
+    u32 bits;
+    i32 shift, rank;
+
+    MLA_DEVICE bool above(u32 key) const { return key >> shift > bits; }
+    MLA_DEVICE bool equal(u32 key) const { return key >> shift == bits; }
+};
+
+// `before` is what earlier blocks of the cluster hold.
+MLA_DEVICE Threshold find_threshold(Storage& storage, const Row& row, Keys& keys, i32 own_rank, Before& before) {
+    Found found{0, row.p.k, -1, 0};
+    i32 shift = 0;
+    for (i32 pass = 0; pass < kPasses && found.rank != found.count; ++pass) {
+        shift = max(32 - (pass + 1) * kDigitBits, 0);
+        const i32 bits = pass < kPasses - 1 ? kDigitBits : kDigitBits - 1;
+        const u32 upper = found.bits << bits, max_digit = (1u << bits) - 1;
+        u32* histogram = storage.histogram[pass];
+        for (i32 start = row.first; start < row.last; start += kItems * kThreads) {
+            if (pass == 0 || !fits(row)) keys.load(row, start);
+#pragma unroll
+            for (i32 i = 0; i < kItems; ++i) {
+                if (start + i * kThreads >= row.last) break;
+                const u32 digit = (keys.at[i] >> shift) - upper;  // larger where the upper bits are not those of T
+                if (digit <= max_digit) atomicAdd(&histogram[place((i32)digit)], 1u);
+            }
+        }
+        sync_row();
+        found = find_digit(storage, pass, upper, found.rank, own_rank, before.above);
+    }
+    before.equal = found.equal_before;
+    return Threshold{found.bits, shift, found.rank};
+}
+
+// ---- Emission --------------------------------------------------------------------------------------------------
+
+// The first `count` of the bits that are set.
+MLA_DEVICE u32 first_bits(u32 bits, i32 count) {
+    u32 first = 0;
+    for (; bits != 0 && count > 0; --count) {
+        first |= bits & -bits;
+        bits &= bits - 1;
+    }
+    return first;
+}
+
+// Writes the selected ones of 32 neighbouring keys, of which the first has index s.
+MLA_DEVICE void emit_word(i32* indices, const Threshold& threshold, const Word& word, i32 s, Before before) {
+    u32 selected = word.above | first_bits(word.equal, threshold.rank - before.equal);
+    i32* to = indices + before.above + min(before.equal, threshold.rank);
+    for (; selected != 0; selected &= selected - 1) *to++ = s + __ffs(selected) - 1;
+}
+
+// Writes the selected indices of this block's share. `before` is what earlier blocks hold. A warp's votes on an item
+// are a word; each thread then owns one of the words, which lie in the order of the keys.
+MLA_DEVICE void emit(Storage& storage, const Row& row, Keys& keys, const Threshold& threshold, Before before) {
+    const i32 thread = threadIdx.x, lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+    for (i32 start = row.first; start < row.last; start += kItems * kThreads) {
+        if (!fits(row)) keys.load(row, start);
+#pragma unroll
+        for (i32 i = 0; i < kItems; ++i) {
+            if (start + i * kThreads >= row.last) break;
+            const u32 above = __ballot_sync(kFullWarp, threshold.above(keys.at[i]));
+            const u32 equal = __ballot_sync(kFullWarp, threshold.equal(keys.at[i]));
+            if (lane == 0) storage.words[i * kWarps + warp] = Word{above, equal};
+        }
+        __syncthreads();
+        const i32 s = start + thread * kWarpThreads;
+        const Word word = s < row.last ? storage.words[thread] : Word{0, 0};
+        const u32 own = (u32)__popc(word.above) | (u32)__popc(word.equal) << 16;
+        const u32 sum = block_exclusive_sum(storage, own);
+        const Before mine{before.above + (i32)(sum & 0xffff), before.equal + (i32)(sum >> 16)};
+        emit_word(row.indices(), threshold, word, s, mine);
+        if (thread == kThreads - 1) {
+            storage.all = Before{mine.above + __popc(word.above), mine.equal + __popc(word.equal)};
+        }
+        __syncthreads();
+        before = storage.all;
+    }
+}
+
+// ---- What the caller wants -------------------------------------------------------------------------------------
+
+// Where the results of a row go.
+struct Target {
+    const Row& row;
+    i32* indices;
+    float* values;
+    const i32* table;
+
+    MLA_DEVICE i32 index_of(i32 s) const {
+        const TopkParams& p = row.p;
+        if (p.relative) return s - row.begin;
+        if (table == nullptr) return s;
+        const i32 page = s / p.page_size;
+        return page < p.max_pages ? table[page * p.table_stride_page_elems] * p.page_size + s % p.page_size : -1;
+    }
+    MLA_DEVICE void put(i32 at, i32 s) const {
+        indices[at] = index_of(s);
+        if (values != nullptr) values[at] = row.load(s);
+    }
+};
+
+// Whether the entry at a comes after the one at b.
+MLA_DEVICE bool comes_after(const Sorted& sorted, i32 a, i32 b) {
+    if (sorted.keys[a] != sorted.keys[b]) return sorted.keys[a] < sorted.keys[b];
+    return sorted.places[a] > sorted.places[b];
+}
+
+// Bitonic sort of `padded` entries, a power of 2.
+MLA_DEVICE void sort_entries(Sorted& sorted, i32 padded) {
+    for (i32 run = 2; run <= padded; run *= 2) {
+        for (i32 step = run / 2; step > 0; step /= 2) {
+            for (i32 n = threadIdx.x; n < padded / 2; n += kThreads) {
+                const i32 low = n / step * 2 * step + n % step, high = low + step;
+                const bool ascending = (low & run) == 0;
+                if (comes_after(sorted, low, high) == ascending) {
+                    const u32 key = sorted.keys[low];
+                    const u16 at = sorted.places[low];
+                    sorted.keys[low] = sorted.keys[high];
+                    sorted.places[low] = sorted.places[high];
+                    sorted.keys[high] = key;
+                    sorted.places[high] = at;
+                }
+            }
+            __syncthreads();
+        }
+    }
+}
+
+// Puts the ascending indices of the logits into the order of the keys.
+MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
+    i32 padded = 2;
+    while (padded < count) padded *= 2;
+    for (i32 n = threadIdx.x; n < padded; n += kThreads) {
+        const i32 s = n < count ? to.indices[n] : 0;
+        sorted.keys[n] = n < count ? key_of(to.row, s, to.row.load(s)) : kNoKey;
+        sorted.places[n] = (u16)n;
+    }
+    __syncthreads();
+    sort_entries(sorted, padded);
+    i32 chosen[kMaxSorted / kThreads];
+#pragma unroll
+    for (i32 i = 0; i < kMaxSorted / kThreads; ++i) {
+        const i32 n = i * kThreads + (i32)threadIdx.x;
+        chosen[i] = n < count ? to.indices[sorted.places[n]] : 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (i32 i = 0; i < kMaxSorted / kThreads; ++i) {
+        const i32 n = i * kThreads + (i32)threadIdx.x;
+        if (n < count) to.put(n, chosen[i]);
+    }
+}
+
+// The blocks of a row share this work in steps of their threads.
+MLA_DEVICE void finish(const Target& to, i32 rank, i32 count) {
+    const TopkParams& p = to.row.p;
+    const bool raw = !p.relative && to.table == nullptr && to.values == nullptr;
+    for (i32 n = rank * kThreads + (i32)threadIdx.x; n < p.k; n += kClusterBlocks * kThreads) {
+        if (n >= count) {
+            to.indices[n] = -1;
+            if (to.values != nullptr) to.values[n] = negative_infinity();
+        } else if (!p.by_value && !raw) {
+            to.put(n, to.indices[n]);
+        }
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+
+// Writes the indices of the selected logits in ascending order.
+MLA_DEVICE void select(Storage& storage, const Row& row, i32 rank) {
+    if (row.length() <= row.p.k) {  // all of them: no logit is read
+        for (i32 n = rank * kThreads + (i32)threadIdx.x; n < row.length(); n += kClusterBlocks * kThreads) {
+            row.indices()[n] = row.begin + n;
+        }
+        return;
+    }
+    for (i32 n = threadIdx.x; n < kPasses * kBins; n += kThreads) storage.histogram[0][n] = 0;
+    __syncthreads();
+    Keys keys;
+    Before before{0, 0};
+    const Threshold threshold = find_threshold(storage, row, keys, rank, before);
+    emit(storage, row, keys, threshold, before);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_indexer_topk(const __grid_constant__ TopkParams p) {
+    extern __shared__ __align__(16) u8 smem[];
+    Storage& storage = *reinterpret_cast<Storage*>(smem);
+    griddepcontrol_wait();
+    const i32 rank = (i32)blockIdx.x % kClusterBlocks;
+    const i32 t = p.s_q - 1 - (i32)(blockIdx.x / kClusterBlocks);
+    const Row row = resolve_row(p, t, rank);
+    const i32 count = min(p.k, row.length());
+    select(storage, row, rank);
+    sync_row();  // all is written, and no block reads another's memory any more
+    const Target to{row, row.indices(), p.values == nullptr ? nullptr : p.values + t * p.values_stride_q_elems,
+                    p.block_table == nullptr ? nullptr : p.block_table + t / p.rows_per_table * p.table_stride_b_elems};
+    if (rank == 0 && threadIdx.x == 0) p.counts[t * p.counts_stride_elems] = count;
+    if (p.by_value && rank == 0) put_by_value(storage.sorted, to, count);
+    finish(to, rank, count);
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::indexer

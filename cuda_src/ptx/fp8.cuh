@@ -1,0 +1,48 @@
+// e4m3 numbers: packed conversions, and the same in integer arithmetic for GPUs without the instruction.
+#pragma once
+#include "ptx/element.cuh"
+
+namespace mla {
+constexpr float kMaxE4m3 = 448.f;
+constexpr u32 kE4m3Nan = 0x7f;
+
+// The bits of the nearest e4m3 number, ties to even, saturating; NaN is 0x7f.
+MLA_DEVICE u32 e4m3_bits(float x) {
+    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
+    const float size = fminf(fabsf(x), kMaxE4m3);
+    if (x != x) return kE4m3Nan;
+    if (size < 0.015625f) return sign | (u32)__float2int_rn(size * 512.f);  // below 2^-6 a step is 2^-9
+    const u32 bits = __float_as_uint(size);
+    return sign | ((bits + 0x7ffffu + (bits >> 20 & 1)) >> 20) - (120u << 3);
+}
+
+// The value of e4m3 bits. The exponents of e4m3 and fp32 differ by 120; subnormal numbers come out right as well.
+MLA_DEVICE float e4m3_value(u32 bits) {
+    const float size = __uint_as_float((bits & 0x7f) << 20) * 1.329227995784916e36f;  // 2^120
+    const float value = (bits & 0x7f) == kE4m3Nan ? __uint_as_float(0x7fffffff) : size;
+    return bits & 0x80 ? -value : value;
+}
+
+// Two floats to two e4m3 numbers, `lo` in the low byte.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+MLA_DEVICE u32 cvt_e4m3_x2(float lo, float hi) {
+#if __CUDA_ARCH__ >= 890
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(hi), "f"(lo));
+    return packed;
+#else
+    return e4m3_bits(lo) | e4m3_bits(hi) << 8;
+#endif
+}
+
+// Two e4m3 numbers, in the low half of `codes`, to two floats.
+MLA_DEVICE float2 cvt_f32_x2_e4m3(u32 codes) {
+#if __CUDA_ARCH__ >= 890
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
+    return make_float2(float16::to_float((u16)halves), float16::to_float((u16)(halves >> 16)));
+#else
+    return make_float2(e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff));
+#endif
+}
+}  // namespace mla

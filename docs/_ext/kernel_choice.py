@@ -1,0 +1,66 @@
+"""Typical calls and GPUs, and the kernel that each call gets on each GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_cupy.errors import MlaError
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
+from mla_cupy.kernels.sparse import SPARSE_FORWARD
+from mla_cupy.kernels.sparse.problem import SparseForwardProblem
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.runtime.device import DeviceInfo
+
+
+def _gpu(name: str, cc: tuple[int, int], sm_count: int, smem: int, l2_mib: int) -> DeviceInfo:
+    return DeviceInfo(0, name, cc, sm_count, smem, l2_mib << 20, 0)
+
+
+GPUS = (
+    _gpu("H100, H200", (9, 0), 132, 232448, 50),
+    _gpu("B200, B300", (10, 0), 148, 232448, 126),
+    _gpu("A100", (8, 0), 108, 166912, 40),
+)
+
+
+def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
+    return SparseForwardProblem(s_q=4096, s_kv=8192, h_q=h_q, topk=2048, d_qk=576, dtype="bfloat16", **changes)
+
+
+def _backward(h_q: int, **changes: Any) -> SparseBackwardProblem:
+    return SparseBackwardProblem(s_q=4096, s_kv=8192, h_q=h_q, topk=2048, d_qk=576, dtype="bfloat16", **changes)
+
+
+def _logits(dtype: str, heads: int, **changes: Any) -> LogitsProblem:
+    return LogitsProblem(4096, 32768, heads, 128, dtype, **changes)
+
+
+SITUATIONS = (
+    ("`mla_decode`, 16 heads", DECODE, DecodeProblem(1, 16, 1, "bfloat16")),
+    ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, 1, "bfloat16")),
+    ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
+    ("`sparse_mla_forward`, 16 heads", SPARSE_FORWARD, _forward(16)),
+    ("`sparse_mla_forward`, 32 heads", SPARSE_FORWARD, _forward(32)),
+    ("`sparse_mla_forward`, 64 heads", SPARSE_FORWARD, _forward(64)),
+    ("`sparse_mla_forward`, 128 heads", SPARSE_FORWARD, _forward(128)),
+    ("`sparse_mla_backward`, 64 heads", SPARSE_BACKWARD, _backward(64)),
+    ("`sparse_mla_backward`, 128 heads", SPARSE_BACKWARD, _backward(128)),
+    ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),
+    ("`sparse_mla_backward`, strides not of 16 bytes", SPARSE_BACKWARD, _backward(128, aligned=False)),
+    ("`indexer_logits`, e4m3, 64 heads of 128", LOGITS, _logits("float8_e4m3fn", 64)),
+    ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),
+    ("`indexer_logits_paged`, pages of 64", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=64, num_pages=9)),
+    ("`indexer_logits_paged`, pages of 16", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=16, num_pages=9)),
+)
+
+
+def chosen(pipeline: Any, problem: Any, gpu: DeviceInfo) -> str:
+    """Name of the kernel that a call of this kind gets, or "none"."""
+    try:
+        return f"`{pipeline.configure(problem, gpu).kernel.name}`"
+    except MlaError:
+        return "none"

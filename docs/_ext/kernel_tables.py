@@ -1,0 +1,63 @@
+"""The tables of kernels, made from the records that the calls use."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kernel_choice import GPUS, SITUATIONS, chosen
+from tables import MarkdownDirective, table
+
+from mla_cupy.kernels import KERNELS
+from mla_cupy.ops import OPERATIONS
+
+
+class KernelChoice(MarkdownDirective):
+    """For each kind of call and each GPU, the main kernel that the pipeline chooses."""
+
+    def markdown(self) -> str:
+        """The table."""
+        rows = [[label, *(chosen(pipeline, problem, gpu) for gpu in GPUS)] for label, pipeline, problem in SITUATIONS]
+        return table(["call", *(gpu.name for gpu in GPUS)], rows)
+
+
+class KernelOrder(MarkdownDirective):
+    """For each operation with a choice, its kernels in the order in which they are tried."""
+
+    def markdown(self) -> str:
+        """A numbered list per operation."""
+        lists = []
+        for name, operation in OPERATIONS.items():
+            kernels = operation.pipeline.kernels
+            if len(kernels) > 1:
+                entries = "\n".join(
+                    f"1. `{k.name}`: {k.about}" + (" (only by `kernel=`)" if k.on_request else "") for k in kernels
+                )
+                lists.append(f"**`{name}`**\n\n{entries}\n")
+        return "\n".join(lists)
+
+
+class KernelList(MarkdownDirective):
+    """Every kernel of the package."""
+
+    def markdown(self) -> str:
+        """The table."""
+        rows = [
+            [
+                f"`{kernel.name}`",
+                ", ".join(kernel.archs) or "any",
+                kernel.about,
+                f"{len(kernel.variants)}, {len(kernel.core)}",
+            ]
+            for kernel in KERNELS.values()
+        ]
+        return table(["kernel", "targets", "does", "builds, on import"], rows)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """For Sphinx."""
+    logging.getLogger("mla_cupy").setLevel(logging.ERROR)  # the tables say which kernels are slow
+    app.add_directive("kernel-choice", KernelChoice)
+    app.add_directive("kernel-order", KernelOrder)
+    app.add_directive("kernel-list", KernelList)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

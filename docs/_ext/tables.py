@@ -1,0 +1,34 @@
+"""Directives that compute a Markdown text, in place of tables that a person would have to keep up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+class MarkdownDirective(SphinxDirective):
+    """A directive whose content is computed: `markdown` returns it."""
+
+    has_content = False
+    option_spec: ClassVar[dict[str, object]] = {}
+
+    def markdown(self) -> str:
+        """What stands in place of the directive."""
+        raise NotImplementedError
+
+    def run(self) -> list[nodes.Node]:
+        """For docutils."""
+        node = nodes.Element()
+        lines = StringList(self.markdown().splitlines(), self.get_source_info()[0])
+        self.state.nested_parse(lines, self.content_offset, node)
+        return node.children

@@ -1,0 +1,261 @@
+"""Draws the schedules and maps of the documentation: `python3 docs/drawings/draw.py` writes the SVG files beside it.
+
+Widths are what the kernel pages say: cycles and columns where the note says so, and otherwise only an order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from svg import Arrow, Chart, Region, Span, chart, tensor_memory
+
+FOLDER = Path(__file__).resolve().parent
+
+SEESAW = Chart(
+    "The seesaw schedule of dense decode: a pair of tiles",
+    (
+        (
+            "left",
+            (
+                Span(0, 3, "S0 = Q K0ᵀ", "mma"),
+                Span(3, 5, "max, softmax 0", "softmax"),
+                Span(5, 7, "O_L += P0 V0_L", "mma"),
+                Span(7, 7.7, "wait", "wait"),
+                Span(7.7, 9.7, "O_L += P1 V1_L", "mma"),
+                Span(9.7, 12.7, "S0' = Q K0'ᵀ", "mma"),
+            ),
+        ),
+        (
+            "right",
+            (
+                Span(0, 3.4, "S1 = Q K1ᵀ", "mma"),
+                Span(3.4, 4.6, "wait max", "wait"),
+                Span(4.6, 6.4, "max, softmax 1", "softmax"),
+                Span(6.4, 8.4, "O_R += P0 V0_R", "mma"),
+                Span(8.4, 10.4, "O_R += P1 V1_R", "mma"),
+                Span(10.4, 12.7, "S1' = Q K1'ᵀ", "mma"),
+            ),
+        ),
+        (
+            "load",
+            (
+                Span(0, 7, "waits for a free half of a stage", "wait"),
+                Span(7, 8.4, "kv[0].left|← K0'", "copy"),
+                Span(8.4, 9.7, "kv[0].right|← K0'", "copy"),
+                Span(9.7, 10.4, "kv[1].l|← K1'", "copy"),
+                Span(10.4, 12.7, "kv[1].right|← K1'", "copy"),
+            ),
+        ),
+    ),
+    (
+        Arrow(0, 3.8, 1, 4.6, "MaxReady"),
+        Arrow(0, 5, 1, 6.4, "P0Ready"),
+        Arrow(1, 6.4, 0, 7.7, "P1Ready"),
+        Arrow(1, 8.4, 2, 8.4),
+        Arrow(1, 10.4, 2, 10.4),
+    ),
+    note="Not to scale. Blue: tensor cores; orange: softmax; green: TMA; grey: waiting. Prime: the next pair of tiles.",
+)
+
+SMALL = Chart(
+    "The sparse forward for few heads: a tile, and the next one",
+    (
+        (
+            "left",
+            (
+                Span(0, 2, "S_L = K_L Q_Lᵀ", "mma"),
+                Span(2, 3, "swap|shares", "wait"),
+                Span(3, 4.6, "max, P", "softmax"),
+                Span(4.6, 6.6, "O_Lᵀ += V_Lᵀ Pᵀ", "mma"),
+                Span(6.6, 8.6, "S_L'", "mma"),
+                Span(8.6, 9.6, "swap|shares", "wait"),
+            ),
+        ),
+        (
+            "right",
+            (
+                Span(0, 2, "S_R = K_R Q_Rᵀ", "mma"),
+                Span(2, 3, "swap|shares", "wait"),
+                Span(3, 4.6, "max, P", "softmax"),
+                Span(4.6, 6.6, "O_Rᵀ += V_Rᵀ Pᵀ", "mma"),
+                Span(6.6, 8.6, "S_R'", "mma"),
+                Span(8.6, 9.6, "swap|shares", "wait"),
+            ),
+        ),
+        (
+            "gather",
+            (
+                Span(0, 6.6, "rows of the next tile, into the other stage (cp.async)", "copy"),
+                Span(6.6, 9.6, "the tile after it, into this one, half by half", "copy"),
+            ),
+        ),
+    ),
+    (Arrow(0, 2.2, 1, 2.8), Arrow(1, 2.2, 0, 2.8)),
+    note="Not to scale. Each warpgroup has half of the columns; they meet once per tile, to add their shares of S.",
+)
+
+BACKWARD_SM90 = Chart(
+    "The sparse backward on Hopper, 64 heads: one tile of 64 keys",
+    (
+        (
+            "scores",
+            (
+                Span(0, 0.8, "wait K", "wait"),
+                Span(0.8, 2.8, "S = Q Kᵀ", "mma"),
+                Span(2.8, 3.8, "P", "softmax"),
+                Span(3.8, 5.4, "wait dS", "wait"),
+                Span(5.4, 7.4, "dQ[:, :256] += dS K", "mma"),
+                Span(7.4, 10, "gather the next tile", "copy"),
+            ),
+        ),
+        (
+            "values",
+            (
+                Span(0, 0.8, "wait K", "wait"),
+                Span(0.8, 2.8, "dP = dO Vᵀ", "mma"),
+                Span(2.8, 4, "wait P", "wait"),
+                Span(4, 5.2, "dS", "softmax"),
+                Span(5.4, 7.4, "dQ[:, 256:512] += dS K", "mma"),
+                Span(7.4, 10, "gather the next tile", "copy"),
+            ),
+        ),
+        (
+            "reduce",
+            (
+                Span(0, 3.8, "dKV of the previous tile: 64 dims multiplied, added to memory, 64 more", "add"),
+                Span(3.8, 4.8, "Pᵀ to registers", "softmax"),
+                Span(4.8, 5.4, "wait", "wait"),
+                Span(5.4, 6.6, "dQ[:, 512:]", "mma"),
+                Span(6.6, 10, "dKV of this tile: 64 dims multiplied, added, 64 more", "add"),
+            ),
+        ),
+    ),
+    (Arrow(0, 3.6, 1, 4), Arrow(1, 5.2, 2, 5.4), Arrow(1, 5.2, 0, 5.4)),
+    note="Not to scale. dS overwrites P in shared memory once the reduce role has Pᵀ in registers.",
+)
+
+
+def _products(first: float) -> list[Span]:
+    """The products of the sm100 kernel from dV of tile j to dQ of tile j + 1, with their cycles."""
+    order = (
+        ("dV j", 640),
+        ("dQ j", 448),
+        ("dK j", 640),
+        ("", 96),
+        ("S j+1", 864),
+        ("dP j+1", 768),
+        ("dV j+1", 640),
+        ("dQ j+1", 448),
+    )
+    spans, start = [], first
+    for label, cycles in order:
+        spans.append(Span(start, start + cycles, label, "mma"))
+        start += cycles
+    return spans
+
+
+PRODUCTS = _products(0)
+BACKWARD_SM100 = Chart(
+    "The sparse backward on Blackwell: products of a tile of 32 keys, in cycles",
+    (
+        (
+            "gather",
+            (
+                Span(0, 640, "K j+1", "copy"),
+                Span(
+                    640,
+                    4544,
+                    "K j+2, into j's buffer, 128 columns at a time, each freed by the last product that reads it",
+                    "copy",
+                ),
+            ),
+        ),
+        ("mma", PRODUCTS),
+        (
+            "softmax",
+            (
+                Span(0, 560, "dS j", "softmax"),
+                Span(2688, 3400, "P j+1", "softmax"),
+                Span(3456, 4050, "dS j+1", "softmax"),
+            ),
+        ),
+        ("epilogue", (Span(1250, 3300, "dKV j: 128 dims at a time, once their dK is done; added by red.v4", "add"),)),
+    ),
+    (Arrow(1, 2688, 2, 2700), Arrow(1, 3456, 2, 3470), Arrow(2, 3400, 1, 3456), Arrow(2, 4050, 1, 4096)),
+    tuple((span.start, f"{span.start:.0f}") for span in PRODUCTS if span.label),
+    "Products to scale, in predicted cycles; other lanes show order only. Unlabelled: the RoPE dims of dKV, 96 cycles.",
+)
+
+TENSOR_MEMORY = (
+    (
+        "sparse_backward_sm100, 32 keys per tile",
+        480,
+        (
+            Region(0, 32, "lower", "S", "mma"),
+            Region(0, 32, "upper", "dP", "mma"),
+            *(Region(64 + 32 * t, 96 + 32 * t, "all", f"dKV|{t}", "add") for t in range(4)),
+            *(Region(192 + 64 * t, 256 + 64 * t, "all", f"dQ {t}", "softmax") for t in range(4)),
+            Region(448, 512, "lower", "dQ RoPE", "softmax"),
+            Region(448, 480, "upper", "dKV RoPE", "add"),
+        ),
+    ),
+    (
+        "sparse_backward_sm100_ws, weight-stationary",
+        464,
+        (
+            Region(0, 16, "all", "P", "mma"),
+            Region(16, 32, "all", "dP", "mma"),
+            *(Region(32 + 64 * t, 96 + 64 * t, "all", f"dKV {t}", "add") for t in range(2)),
+            Region(160, 176, "all", "dKV|RoPE", "add"),
+            *(Region(176 + 128 * t, 304 + 128 * t, "all", f"dQ {t}", "softmax") for t in range(2)),
+            Region(432, 464, "all", "dQ|RoPE", "softmax"),
+        ),
+    ),
+)
+
+CALL = Chart(
+    "The way of a call, from the public function to the driver",
+    (
+        (
+            "first call",
+            (
+                Span(0, 2, "ops/decode.py|options", "free"),
+                Span(2, 4, "ops/call.py, schema|every check", "softmax"),
+                Span(4, 6, "Pipeline.configure|choose a kernel", "mma"),
+                Span(6, 8, "Pipeline.steps|launches as data", "mma"),
+                Span(8, 10, "runtime/loader|build and load", "copy"),
+                Span(10, 12, "Prepared.enqueue|pack addresses", "add"),
+                Span(12, 14, "runtime/cuda_driver|launch", "add"),
+            ),
+        ),
+        (
+            "later calls",
+            (
+                Span(0, 2, "ops/decode.py|options", "free"),
+                Span(2, 4, "ops/call.py|look up", "softmax"),
+                Span(4, 10, "checks, configuration, kernels, parameter blocks: as they were", "wait"),
+                Span(10, 12, "Prepared.enqueue|pack addresses", "add"),
+                Span(12, 14, "runtime/cuda_driver|launch", "add"),
+            ),
+        ),
+    ),
+)
+
+DRAWINGS = {
+    "seesaw": chart(SEESAW),
+    "sparse-forward-small": chart(SMALL),
+    "sparse-backward-sm90": chart(BACKWARD_SM90),
+    "sparse-backward-sm100": chart(BACKWARD_SM100),
+    "tensor-memory": tensor_memory("Tensor memory of the Blackwell kernels", TENSOR_MEMORY),
+    "call": chart(CALL),
+}
+
+
+def main() -> None:
+    """Write every drawing."""
+    for name, svg in DRAWINGS.items():
+        (FOLDER / f"{name}.svg").write_text(svg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Continuous batching over `PagedKVCache`: requests arrive, share prompts, fork into samples, and leave.
+
+Every step decodes one token of each running sequence: extend, append, attend. Prompts begin with one of a few system
+prompts, whose pages are found by their hash; a request asks for one to three samples, which share its prompt's pages.
+The attention is one layer with random weights: what it shows is who has which page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.live import Live
+from rich.table import Table
+
+import mla_cupy
+from mla_cupy import CacheFullError, PagedKVCache
+
+D_LATENT, D_ROPE = 512, 64
+
+
+@dataclass
+class Loop:
+    """The requests that run, and the counts that the table shows."""
+
+    cache: PagedKVCache
+    heads: int
+    rng: random.Random
+    arrays: Any  # NumPy or CuPy
+    running: dict[int, int] = field(default_factory=dict)  # sequence -> tokens to go
+    step: int = 0
+    arrived: int = 0
+    finished: int = 0
+    waited: int = 0
+    generated: int = 0
+    cached: int = 0
+
+    def numbers(self, *shape: int) -> Any:
+        """What a model would have computed."""
+        made = np.random.default_rng(self.step).standard_normal(shape, np.float32).astype(np.float16)
+        return self.arrays.asarray(made)
+
+    def arrive(self, system_prompts: list[list[int]]) -> None:
+        """A request: its prompt is written, but for what is cached, and forked into samples."""
+        prompt = [
+            *self.rng.choice(system_prompts),
+            *(self.rng.randrange(1 << 16) for _ in range(self.rng.randint(1, 30))),
+        ]
+        sequence = None
+        try:
+            sequence, cached = self.cache.allocate(prompt)
+            self._write([sequence], len(prompt) - cached)
+            self.cache.commit(sequence, prompt)
+            samples = [sequence, *self.cache.fork(sequence, self.rng.randint(0, 2))]
+        except CacheFullError:  # it would wait in a queue
+            self.waited += 1
+            if sequence is not None:
+                self.cache.free([sequence])
+            return
+        self.arrived, self.cached = self.arrived + 1, self.cached + cached
+        self.running.update({sample: self.rng.randint(5, 40) for sample in samples})
+
+    def decode(self) -> None:
+        """One token of every sequence. Where pages are short, the youngest sequence makes room."""
+        while self.running:
+            try:
+                step = self._write(list(self.running), 1)
+                break
+            except CacheFullError:
+                youngest = list(self.running)[-1]
+                self.cache.free([youngest])
+                del self.running[youngest]
+                self.waited += 1
+        else:
+            return
+        q = self.numbers(len(self.running), 1, self.heads, D_LATENT + D_ROPE)
+        mla_cupy.mla_decode(q, self.cache.layer(0), step.block_table, step.seqlens)
+        self.generated += len(self.running)
+        self.running = {sequence: left - 1 for sequence, left in self.running.items()}
+        done = [sequence for sequence, left in self.running.items() if left == 0]
+        self.cache.free(done)
+        self.finished += len(done)
+        for sequence in done:
+            del self.running[sequence]
+
+    def _write(self, sequences: list[int], count: int) -> Any:
+        step = self.cache.extend(sequences, count)
+        n = len(step.slots)
+        self.cache.append(step, 0, self.numbers(n, D_LATENT), self.numbers(n, D_ROPE))
+        return step
+
+    def table(self, seconds: float) -> Table:
+        """What happens, for the terminal."""
+        stats = self.cache.stats()
+        made = Table("what", "now", title=f"step {self.step}")
+        for what, value in (
+            ("running, finished, put off", f"{len(self.running)}, {self.finished}, {self.waited}"),
+            ("pages used, cached, free", f"{stats.pages_used}, {stats.pages_cached}, {stats.pages_free}"),
+            ("pages shared", f"{stats.pages_shared}"),
+            ("pages copied on a write, evicted", f"{stats.copies}, {stats.evictions}"),
+            ("prompt tokens found in the cache", f"{self.cached}"),
+            ("tokens per second", f"{self.generated / max(seconds, 1e-9):.0f}"),
+        ):
+            made.add_row(what, value)
+        return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--pages", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--arrivals", type=float, default=0.5, help="requests per step, on average")
+    parser.add_argument("--device", default=None, help='"cpu", or none for the current GPU, if there is one')
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    rng = random.Random(options.seed)
+    cache = PagedKVCache(
+        "fp16", num_pages=options.pages, page_size=options.page_size, max_seqs=64, max_pages=32, device=options.device
+    )
+    arrays: Any = np
+    if not isinstance(cache.seqlens, np.ndarray):
+        import cupy
+
+        arrays = cupy
+    loop = Loop(cache, options.heads, rng, arrays)
+    system_prompts = [[rng.randrange(1 << 16) for _ in range(length)] for length in (40, 70, 100)]
+    begin = time.perf_counter()
+    with Live(loop.table(0), refresh_per_second=4) as live:
+        for loop.step in range(1, options.steps + 1):
+            if rng.random() < options.arrivals:
+                loop.arrive(system_prompts)
+            loop.decode()
+            live.update(loop.table(time.perf_counter() - begin))
+    cache.verify()
+    copies = cache.stats().copies
+    cache.free(list(loop.running))
+    requests = f"{loop.arrived} requests, {loop.generated} tokens"
+    print(f"\n{requests}; {copies} pages copied, {loop.cached} tokens reused")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""CuPy arrays, and the memory of our own that comes from CuPy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from mla_cupy.arrays.numpy import DTYPES, name_of
+from mla_cupy.arrays.view import ALIGNMENT, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.errors import UnsupportedDeviceError, explain
+
+
+class CupyFamily(NativeFamily):
+    """CuPy arrays. Temporaries come from CuPy's pool, which keeps an arena for each stream."""
+
+    name, on_gpu = "cupy", True
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self.kind = cupy.ndarray
+        self._current = cupy.cuda.get_current_stream
+        self._current_device = cupy.cuda.runtime.getDevice
+        self._alloc = cupy.cuda.alloc
+
+    @property
+    def native(self) -> Native:
+        return self
+
+    def view(self, x: Any, argument: str = "an array") -> View:
+        dtype, data = x.dtype, x.data
+        return view_of(argument, data.ptr, x.shape, x.strides, dtype.itemsize, name_of(dtype), data.device_id)
+
+    def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
+        # Most of what a repeated call does in Python: no function is called per array.
+        kind = self.kind
+        addresses: list[int] = [0]
+        key: list[Any] = []
+        for x in arrays:
+            if x is None:
+                addresses.append(0)
+                key.append(None)
+            elif type(x) is kind:
+                data = x.data
+                address = data.ptr
+                addresses.append(address)
+                # Strides that follow from the shape need not be fetched, which takes longer than to ask.
+                key += (x.shape, x._c_contiguous or x.strides, x.dtype, data.device_id, address % ALIGNMENT)
+            else:
+                return None
+        return addresses, tuple(key)
+
+    def address(self, x: Any) -> int:
+        return int(x.data.ptr)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
+        if self._current_device() == device and self._current().ptr == stream:
+            return self._cupy.empty(shape, DTYPES[dtype])
+        with self._device(device), self._stream(stream):
+            return self._cupy.empty(shape, DTYPES[dtype])
+
+    def transposed(self, x: Any, axes: tuple[int, ...]) -> Any:
+        return x.transpose(axes)
+
+    def contiguous(self, x: Any, stream: int) -> Any:
+        with self._device(x.device.id), self._stream(stream):
+            return self._cupy.ascontiguousarray(x)
+
+    def scratch(self, nbytes: int, device: int, stream: int) -> tuple[object, int]:
+        if self._current_device() == device and self._current().ptr == stream:
+            memory = self._alloc(nbytes)
+        else:
+            with self._device(device), self._stream(stream):
+                memory = self._alloc(nbytes)
+        return memory, memory.ptr
+
+    def current_stream(self, device: int) -> int:
+        return int(self._current(device).ptr)
+
+    def to_numpy(self, x: Any, stream: int) -> np.ndarray[Any, Any]:
+        with self._device(x.device.id), self._stream(stream):
+            copy: np.ndarray[Any, Any] = self._cupy.asnumpy(x)
+            return copy
+
+    def current_device(self) -> int:
+        """The CUDA ordinal that is current in this thread."""
+        return int(self._current_device())
+
+    def own_memory(self, nbytes: int, device: int) -> Any:
+        """Memory outside every pool, `.ptr` its address: nothing can hand it out again while work is in flight."""
+        with self._device(device):
+            return self._cupy.cuda.Memory(nbytes)
+
+    def from_numpy(self, x: np.ndarray[Any, Any], device: int, stream: int) -> Any:
+        """A copy on the GPU, made on `stream`."""
+        with self._device(device), self._stream(stream):
+            return self._cupy.asarray(x)
+
+    def open_peers(self, device: int, others: Iterable[int]) -> None:
+        """Let kernels on `device` reach the memory of other devices.
+
+        Raises
+        ------
+        UnsupportedDeviceError
+            If they cannot.
+        """
+        runtime = self._cupy.cuda.runtime
+        with self._device(device):
+            for other in sorted(set(others) - {device}):
+                if not runtime.deviceCanAccessPeer(device, other):
+                    expected = "GPUs of one host with NVLink or peer-to-peer PCIe"
+                    raise UnsupportedDeviceError(explain("devices", f"{device} and {other}", expected))
+                try:
+                    runtime.deviceEnablePeerAccess(other)
+                except runtime.CUDARuntimeError as error:
+                    if "AlreadyEnabled" not in str(error):
+                        raise
+
+    def share(self, memory: Any) -> bytes:
+        """A handle with which another process of this host can `open_shared` memory from `own_memory`."""
+        return bytes(self._cupy.cuda.runtime.ipcGetMemHandle(memory.ptr))
+
+    def open_shared(self, handle: bytes, device: int) -> int:
+        """The address on `device` of another process's memory; it is mapped until this process ends."""
+        with self._device(device):
+            return int(self._cupy.cuda.runtime.ipcOpenMemHandle(handle))
+
+    def host_memory(self, nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
+        """Zeroed bytes of the host that kernels reach too, and their address."""
+        memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+        made = np.frombuffer(memory, np.uint8, nbytes)
+        made[:] = 0
+        return made, memory.ptr
+
+    def write(self, address: int, data: np.ndarray[Any, Any], device: int) -> None:
+        """Copy contiguous numbers to an address on the GPU, and wait for it."""
+        with self._device(device):
+            self._cupy.cuda.runtime.memcpy(address, data.ctypes.data, data.nbytes, 1)  # host to device
+
+    def nccl(self) -> Any:
+        """CuPy's binding of NCCL; None where it has none."""
+        try:
+            from cupy.cuda import nccl
+        except ImportError:
+            return None
+        return nccl if getattr(nccl, "available", False) else None
+
+    def on_device(self, device: int) -> AbstractContextManager[object]:
+        """Within a with statement, `device` is the current one."""
+        return self._device(device)
+
+    def view_as(self, x: Any, shape: tuple[int, ...], dtype: str, strides_bytes: tuple[int, ...]) -> Any:
+        """The memory of an array, from its first element on, as another array."""
+        return self._cupy.ndarray(shape, DTYPES[dtype], x.data, strides_bytes)
+
+    def from_dlpack(self, x: Any) -> Any:
+        """The same memory as a CuPy array, ordered with CuPy's current stream."""
+        return self._cupy.from_dlpack(x)
+
+    def _device(self, device: int) -> AbstractContextManager[object]:
+        if self._current_device() == device:
+            return nullcontext()
+        guard: AbstractContextManager[object] = self._cupy.cuda.Device(device)
+        return guard
+
+    def _stream(self, stream: int) -> AbstractContextManager[object]:
+        if self._current().ptr == stream:
+            return nullcontext()
+        external: AbstractContextManager[object] = self._cupy.cuda.Stream.from_external(_RawStream(stream))
+        return external
+
+
+class _RawStream:
+    """A stream handle in the form of the CUDA stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)
+
+
+cupy_family = functools.cache(CupyFamily)

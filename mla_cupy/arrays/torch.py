@@ -1,0 +1,183 @@
+"""PyTorch tensors, on a GPU and on the CPU. PyTorch is never imported: a caller with a tensor has imported it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mla_cupy.arrays.numpy import NUMPY
+from mla_cupy.arrays.view import ALIGNMENT, Family, Matcher, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.dtypes import TABLE
+from mla_cupy.errors import DTypeError, explain
+
+
+class TorchFamily(NativeFamily):
+    """PyTorch tensors on a GPU. Temporaries come from PyTorch's allocator."""
+
+    name, on_gpu = "torch", True
+
+    def __init__(self) -> None:
+        torch = self._torch = sys.modules["torch"]
+        self._kind = torch.Tensor
+        self._dtypes = {name: getattr(torch, name) for name in TABLE if hasattr(torch, name)}
+        self._names = {dtype: name for name, dtype in self._dtypes.items()}
+        self._uint8 = torch.uint8
+        # The handle alone is much cheaper than a Stream object; the function is private, so it may be missing.
+        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._guards = _tensor_guards(torch)
+
+    @property
+    def native(self) -> Native:
+        return self
+
+    def view(self, x: Any, argument: str = "an array") -> View:
+        _refuse_gradients(self._torch, x)
+        dtype, itemsize = x.dtype, x.element_size()
+        strides = [stride * itemsize for stride in x.stride()]
+        name = self._names.get(dtype) or str(dtype)
+        return view_of(argument, x.data_ptr(), tuple(x.shape), strides, itemsize, name, x.get_device())
+
+    def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
+        kind, recording = self._kind, self._torch.is_grad_enabled()
+        addresses: list[int] = [0]
+        key: list[Any] = []
+        for x in arrays:
+            if x is None:
+                addresses.append(0)
+                key.append(None)
+            elif type(x) is kind and not (recording and x.requires_grad):
+                address = x.data_ptr()
+                addresses.append(address)
+                # Strides that follow from the shape need not be fetched, which takes longer than to ask.
+                key += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
+            else:
+                return None
+        return addresses, tuple(key)
+
+    def matcher(self, arrays: Sequence[Any]) -> Matcher | None:
+        """One comparison in C++ of everything about all tensors."""
+        absent = [index for index, x in enumerate(arrays) if x is None]
+        present = [index for index, x in enumerate(arrays) if x is not None]
+        if self._guards is None or len(present) < 2:  # of one, itemgetter makes no tuple
+            return None
+        pick = operator.itemgetter(*present)
+        tensors = pick(arrays)
+        if any(x.requires_grad or x.data_ptr() % ALIGNMENT for x in tensors):
+            return None
+        try:
+            alike = self._guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            if not alike(*tensors):
+                return None
+        except (TypeError, RuntimeError):  # of a version that differs
+            return None
+
+        def match(others: Sequence[Any]) -> list[int] | None:
+            if not alike(*pick(others)):
+                return None
+            for index in absent:
+                if others[index] is not None:
+                    return None
+            addresses, bits = [0], 0
+            for x in others:
+                address = 0 if x is None else x.data_ptr()
+                addresses.append(address)
+                bits |= address
+            return None if bits % ALIGNMENT else addresses
+
+        return match
+
+    def address(self, x: Any) -> int:
+        return int(x.data_ptr())
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
+        return self._empty(shape, self._dtypes[dtype], device, stream)
+
+    def transposed(self, x: Any, axes: tuple[int, ...]) -> Any:
+        return x.permute(axes)
+
+    def contiguous(self, x: Any, stream: int) -> Any:
+        torch = self._torch
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=x.device)):
+            return x.contiguous()
+
+    def scratch(self, nbytes: int, device: int, stream: int) -> tuple[object, int]:
+        memory = self._empty((nbytes,), self._uint8, device, stream)
+        return memory, memory.data_ptr()
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any, device: int, stream: int) -> Any:
+        torch = self._torch
+        if stream == self.current_stream(device):
+            return torch.empty(shape, dtype=dtype, device=device)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def current_stream(self, device: int) -> int:
+        if self._raw_stream is not None:
+            return int(self._raw_stream(device))
+        return int(self._torch.cuda.current_stream(device).cuda_stream)
+
+    def to_numpy(self, x: Any, stream: int) -> np.ndarray[Any, Any]:
+        torch = self._torch
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=x.device)):
+            return _to_numpy(torch, x.cpu())
+
+
+#: Dtypes that NumPy does not have, and the integers of their size.
+_UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
+
+
+class TorchCpuFamily:
+    """PyTorch tensors on the CPU: the same memory as NumPy arrays."""
+
+    name, on_gpu, mutable, takes_stream = "torch", False, True, True
+
+    @property
+    def native(self) -> Native:
+        return NUMPY
+
+    def adopt(self, x: Any) -> Any:
+        torch = sys.modules["torch"]
+        _refuse_gradients(torch, x)
+        return _to_numpy(torch, x.detach())
+
+    def release(self, x: Any) -> Any:
+        torch: Any = sys.modules["torch"]
+        kind = x.dtype.name
+        if kind in _UNKNOWN:
+            return torch.from_numpy(x.view(_UNKNOWN[kind])).view(getattr(torch, kind))
+        return torch.from_numpy(x)
+
+
+def _tensor_guards(torch: Any) -> Any:
+    """The class with which torch.compile compares tensors in C++; None where it is not: it is private."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, "TensorGuards", None)
+
+
+def _refuse_gradients(torch: Any, x: Any) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise DTypeError(
+            explain(
+                "a tensor",
+                "one that requires grad, in grad mode",
+                "no gradient to be recorded",
+                "call it under torch.no_grad(), or detach its inputs; gradients of sparse attention are in "
+                "mla_cupy.torch, see examples/torch_sparse_attention.py",
+            )
+        )
+
+
+def _to_numpy(torch: Any, x: Any) -> np.ndarray[Any, Any]:
+    kind = str(x.dtype).removeprefix("torch.")
+    if kind in _UNKNOWN:
+        return np.asarray(x.view(getattr(torch, _UNKNOWN[kind])).numpy()).view(TABLE[kind].numpy)
+    return np.asarray(x.numpy())
+
+
+torch_family = functools.cache(TorchFamily)
+TORCH_CPU: Family = TorchCpuFamily()

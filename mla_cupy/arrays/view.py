@@ -1,0 +1,148 @@
+"""What the package asks of an array library: borrowed views, memory, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mla_cupy.errors import ShapeError, explain
+
+HOST = -1
+"""The `device` of a view in the host's memory."""
+ALIGNMENT = 16
+"""Signatures tell addresses apart modulo this number of bytes, which is what TMA demands of them."""
+
+Signature = tuple[Any, ...]
+"""Everything about some arrays but their addresses, in a form that can be hashed and compared quickly."""
+
+Matcher = Callable[[Sequence[Any]], "list[int] | None"]
+"""Tells whether arrays have one certain signature: their addresses, as `Native.signature` gives them, or None."""
+
+
+class View(NamedTuple):
+    """An array seen from outside. `strides` are in elements; `device` is a CUDA ordinal, or HOST."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+
+    def span(self, itemsize: int) -> tuple[int, int]:
+        """The first and the last byte (exclusive) of its elements, relative to `ptr`; (0, 0) without elements."""
+        if 0 in self.shape:
+            return 0, 0
+        reach = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        return itemsize * sum(min(0, x) for x in reach), itemsize * (sum(max(0, x) for x in reach) + 1)
+
+
+def view_of(
+    argument: str,
+    ptr: int,
+    shape: tuple[int, ...],
+    strides_bytes: Sequence[int],
+    itemsize: int,
+    dtype: str,
+    device: int,
+) -> View:
+    """A view of an array whose strides are in bytes.
+
+    Raises
+    ------
+    ShapeError
+        If the array does not start at, or does not step by, whole elements: kernels count in elements.
+    """
+    if ptr % itemsize:
+        remedy = f"copy {argument}"
+        raise ShapeError(explain(f"{argument}'s address", hex(ptr), f"a multiple of its {itemsize}-byte items", remedy))
+    for size, stride in zip(shape, strides_bytes, strict=True):
+        if size > 1 and stride % itemsize:
+            got = f"{tuple(strides_bytes)} bytes"
+            remedy = f"copy {argument}"
+            raise ShapeError(explain(f"{argument}.strides", got, f"multiples of its {itemsize}-byte items", remedy))
+    return View(ptr, tuple(shape), tuple([stride // itemsize for stride in strides_bytes]), dtype, device)
+
+
+class Native(Protocol):
+    """A library whose arrays can be viewed and allocated directly."""
+
+    def view(self, x: Any, argument: str = "an array") -> View:
+        """The array from outside; `argument` is its name in errors."""
+
+    def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
+        """The addresses (a leading 0, then one per array, 0 for None) and all else; None for other libraries' arrays.
+
+        Arrays of equal signatures pass the same checks: shapes, strides, dtypes, devices and the addresses modulo
+        ALIGNMENT are equal.
+        """
+
+    def matcher(self, arrays: Sequence[Any]) -> Matcher | None:
+        """A test for arrays of the same signature that is faster than `signature`, and may miss some; None without."""
+
+    def address(self, x: Any) -> int:
+        """The address of its first element."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
+        """An array that is used on `stream`."""
+
+    def transposed(self, x: Any, axes: tuple[int, ...]) -> Any:
+        """The same memory with its axes in another order."""
+
+    def contiguous(self, x: Any, stream: int) -> Any:
+        """The array itself, or a copy made on `stream`."""
+
+    def scratch(self, nbytes: int, device: int, stream: int) -> tuple[object, int]:
+        """Memory that is used on `stream`, 256-byte aligned: what keeps it alive, and its address."""
+
+    def current_stream(self, device: int) -> int:
+        """The raw handle of the caller's current stream."""
+
+    def to_numpy(self, x: Any, stream: int) -> np.ndarray[Any, Any]:
+        """A copy on the host, after what `stream` holds."""
+
+
+class Family(Protocol):
+    """A library and a place."""
+
+    @property
+    def name(self) -> str:
+        """Name of the library."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its arrays are in a GPU's memory."""
+
+    @property
+    def mutable(self) -> bool:
+        """Whether results can be written to its arrays."""
+
+    @property
+    def takes_stream(self) -> bool:
+        """Whether a call may name a stream; else its arrays are ordered by CuPy's current one, through DLPack."""
+
+    @property
+    def native(self) -> Native:
+        """What its arrays become when they are lent."""
+
+    def adopt(self, x: Any) -> Any:
+        """The same memory as an array of `native`."""
+
+    def release(self, x: Any) -> Any:
+        """A result of `native` as an array of this family."""
+
+
+class NativeFamily:
+    """A family that is native itself: nothing to lend."""
+
+    mutable = takes_stream = True
+
+    def matcher(self, arrays: Sequence[Any]) -> Matcher | None:
+        return None
+
+    def adopt(self, x: Any) -> Any:
+        return x
+
+    def release(self, x: Any) -> Any:
+        return x

@@ -1,0 +1,5 @@
+"""The paged cache as an object: who has which page, on the host, and the arrays that the calls take."""
+
+from mla_cupy.cache.paged import CacheStats, CacheStep, PagedKVCache
+
+__all__ = ["CacheStats", "CacheStep", "PagedKVCache"]

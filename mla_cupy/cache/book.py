@@ -1,0 +1,347 @@
+"""Who has which page: the bookkeeping of `PagedKVCache`, on the host, in NumPy.
+
+Everything that can fail is found out by a `plan_*` before anything changes. A sequence may write to a page if nobody
+else has it and it cannot be found by its hash; else the page is copied, or its hash forgotten, first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.cache.prefixes import Digest, Prefixes
+from mla_cupy.errors import ArgumentError, CacheFullError, explain
+
+Array = npt.NDArray[Any]
+NO_PAGE = -1
+
+
+@dataclass
+class Extension:
+    """What an extension of sequences will change, and what undoes it.
+
+    Attributes
+    ----------
+    rows : array, (b,)
+    before, after : array, (b,)
+        Lengths.
+    owned : array, (b,)
+        Pages before.
+    missing : array, (b,)
+        Pages to take.
+    copies : list of (row, column)
+        Pages to copy, since others have them, too.
+    copied : list of (int, int)
+        (source, destination), once it is done.
+    """
+
+    rows: Array
+    before: Array
+    after: Array
+    owned: Array
+    missing: Array
+    copies: list[tuple[int, int]]
+    copied: list[tuple[int, int]]
+
+
+class Book:
+    """Pages, their owners, and the block table.
+
+    Attributes
+    ----------
+    table : array, (max_seqs, max_pages), int32
+    length, owned, synced : array, (max_seqs,)
+        Tokens of each sequence; pages that it has, those reserved included; leading pages that the device knows.
+    dirty : array, (max_seqs,), bool
+        Rows whose length or pages the device does not know.
+    refs : array, (num_pages,), int32
+        How many sequences have a page.
+    copies, evictions : int
+        Since the beginning.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, max_seqs: int, max_pages: int) -> None:
+        self.num_pages, self.page_size, self.max_seqs, self.max_pages = num_pages, page_size, max_seqs, max_pages
+        self.table = np.full((max_seqs, max_pages), NO_PAGE, np.int32)
+        self.length, self.owned, self.synced, self.generation = np.zeros((4, max_seqs), np.int64)
+        self.active, self.dirty = np.zeros((2, max_seqs), bool)
+        self.refs = np.zeros(num_pages, np.int32)
+        self.prefixes = Prefixes(num_pages, page_size)
+        self.chains: list[list[Digest]] = [[] for _ in range(max_seqs)]
+        self.keys: list[bytes] = [b""] * max_seqs
+        self.copies = self.evictions = 0
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack
+        self._num_free = num_pages
+        self._unused: dict[int, None] = {}  # pages of no sequence that can be found by their hash, the oldest first
+        self._rows = list(range(max_seqs))[::-1]
+        self._place = np.zeros(max_seqs, np.int64)
+
+    # ---- Sequences --------------------------------------------------------------------------------------------
+
+    def rows_of(self, handles: Any) -> Array:
+        """The rows of sequences.
+
+        Raises
+        ------
+        ArgumentError
+            If one is not alive, or there twice.
+        """
+        given = _whole_numbers(handles)
+        if given is None:
+            raise ArgumentError(explain("sequences", repr(handles), "a list of those that `allocate` or `fork` gave"))
+        rows = given % self.max_seqs
+        bad = (given < 0) | (given // self.max_seqs != self.generation[rows]) | ~self.active[rows]
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            raise ArgumentError(explain(f"sequences[{at}]", int(given[at]), "one that is alive", "it has been freed"))
+        order = np.arange(len(rows))
+        self._place[rows] = order
+        if (self._place[rows] != order).any():
+            raise ArgumentError(explain("sequences", "one of them twice", "each once"))
+        return rows
+
+    def handle(self, row: int) -> int:
+        """What the caller knows a sequence by: old ones of the same row are told apart."""
+        return int(self.generation[row]) * self.max_seqs + row
+
+    def check_rows(self, count: int) -> None:
+        """Raise CacheFullError if there is no room for as many sequences."""
+        if count > len(self._rows):
+            remedy = "free sequences, or make the cache with a larger max_seqs"
+            raise CacheFullError(explain("sequences", f"{count} more", f"at most {len(self._rows)}", remedy))
+
+    def open(self, pages: Sequence[int], length: int, chain: list[Digest], key: bytes) -> int:
+        """A new sequence that shares pages; returns its row."""
+        row = self._rows.pop()
+        self._take_shared(np.asarray(pages, np.int32))
+        self.table[row, : len(pages)] = pages
+        self.length[row], self.owned[row], self.synced[row] = length, len(pages), 0
+        self.active[row] = self.dirty[row] = True
+        self.chains[row], self.keys[row] = chain, key
+        return row
+
+    def close(self, row: int) -> None:
+        """Free a sequence."""
+        self._drop(row, 0)
+        self.length[row] = 0
+        self.active[row], self.dirty[row] = False, True
+        self.generation[row] += 1
+        self.chains[row] = []
+        self._rows.append(row)
+
+    def fork(self, row: int) -> int:
+        """A sequence with the same tokens; pages that are only reserved stay with the original."""
+        pages = self.table[row, : self.pages_for(int(self.length[row]))]
+        return self.open(pages.tolist(), int(self.length[row]), list(self.chains[row]), self.keys[row])
+
+    def truncate(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens, and no reserved page."""
+        self._drop(row, self.pages_for(length))
+        self.length[row] = length
+        self.dirty[row] = True
+        del self.chains[row][length // self.page_size :]
+
+    def commit(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Make the full pages of a sequence findable."""
+        chain = self.chains[row]
+        for digest in list(self.prefixes.chain(tokens, self.keys[row], chain)):
+            self.prefixes.register(int(self.table[row, len(chain)]), digest)
+            chain.append(digest)
+
+    # ---- Extension --------------------------------------------------------------------------------------------
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold as many tokens."""
+        return -(-tokens // self.page_size)
+
+    def plan_extend(self, rows: Array, counts: Array) -> Extension:
+        """What it takes for each sequence to get `counts` more tokens.
+
+        Raises
+        ------
+        CacheFullError
+            If there are not enough pages.
+        ArgumentError
+            If a sequence would be longer than a row of the table.
+        """
+        before, owned = self.length[rows], self.owned[rows]
+        after = before + counts
+        needed = (after + self.page_size - 1) // self.page_size
+        if len(rows) and needed.max() > self.max_pages:
+            at = int(needed.argmax())
+            most = self.max_pages * self.page_size
+            raise ArgumentError(explain(f"counts[{at}]", f"{after[at]} tokens in all", f"at most {most} of a sequence"))
+        missing = np.maximum(needed - owned, 0)
+        copies = self._shared_tails(rows, before, counts)
+        self._check_pages(int(missing.sum()) + len(copies))
+        return Extension(rows, before, after, owned, missing, copies, [])
+
+    def extend(self, plan: Extension) -> None:
+        """Take the pages and set the lengths."""
+        rows, (growing,) = plan.rows, np.nonzero(plan.missing)
+        taken = self._take(int(plan.missing.sum()) + len(plan.copies))
+        for (row, column), page in zip(plan.copies, taken.tolist(), strict=False):
+            source = int(self.table[row, column])
+            self.refs[source] -= 1
+            self.table[row, column] = page
+            self.synced[row] = min(self.synced[row], column)
+            plan.copied.append((source, page))
+        self.copies += len(plan.copies)
+        if len(growing):
+            at, columns = _spread(plan.owned[growing], plan.owned[growing] + plan.missing[growing])
+            self.table[rows[growing][at], columns] = taken[len(plan.copies) :]
+            self.owned[rows] += plan.missing
+        self._forget_tails(plan)
+        self.length[rows] = plan.after
+
+    def undo(self, plan: Extension) -> None:
+        """The state before, but for hashes of pages that were taken; the device is told everything anew."""
+        for (row, column), (source, page) in zip(plan.copies, plan.copied, strict=True):
+            self.table[row, column] = source
+            self.refs[source] += 1
+            self.refs[page] = 0
+            self._put_back(np.array([page], np.int32))
+        for row, length, owned in zip(plan.rows.tolist(), plan.before, plan.owned, strict=True):
+            self._drop(row, int(owned))
+            self.length[row] = length
+        self.copies -= len(plan.copies)
+        self.synced[:] = 0
+        self.dirty |= self.active
+
+    def plan_reserve(self, row: int, tokens: int) -> int:
+        """Pages that a sequence lacks for `tokens` more; errors as for `plan_extend`."""
+        needed = self.pages_for(int(self.length[row]) + tokens)
+        if needed > self.max_pages:
+            most = self.max_pages * self.page_size
+            raise ArgumentError(explain("tokens", tokens, f"at most {most} in all of a sequence"))
+        missing = max(0, needed - int(self.owned[row]))
+        self._check_pages(missing)
+        return missing
+
+    def reserve(self, row: int, pages: int) -> None:
+        """Take pages ahead."""
+        owned = int(self.owned[row])
+        self.table[row, owned : owned + pages] = self._take(pages)
+        self.owned[row] += pages
+
+    def _shared_tails(self, rows: Array, before: Array, counts: Array) -> list[tuple[int, int]]:
+        """Partly filled pages that are written while others have them. The last of several writers keeps the page."""
+        writing = (counts > 0) & (before % self.page_size != 0)
+        columns = before // self.page_size
+        tails = self.table[rows, np.minimum(columns, self.max_pages - 1)]
+        shared = np.flatnonzero(writing & (self.refs[tails] > 1))
+        left = {int(tails[at]): int(self.refs[tails[at]]) for at in shared}
+        copies = []
+        for at in shared:
+            page = int(tails[at])
+            if left[page] > 1:
+                left[page] -= 1
+                copies.append((int(rows[at]), int(columns[at])))
+        return copies
+
+    def _forget_tails(self, plan: Extension) -> None:
+        """Pages that are written can no longer be found by what they held."""
+        if not self.prefixes.hashed.any():
+            return
+        written = plan.after > plan.before
+        tails = self.table[plan.rows, np.minimum(plan.before // self.page_size, self.max_pages - 1)]
+        for page in tails[written & (plan.before % self.page_size != 0)]:
+            self.prefixes.forget(int(page))
+
+    # ---- Pages ------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> tuple[int, int]:
+        """Pages that hold nothing, and pages that only the hashes know."""
+        return self._num_free, len(self._unused)
+
+    def _check_pages(self, needed: int) -> None:
+        free, cached = self.available
+        if needed > free + cached:
+            remedy = "free or truncate sequences, and try again"
+            raise CacheFullError(explain("pages", f"{needed} more", f"at most {free} free and {cached} cached", remedy))
+
+    def _take(self, count: int) -> Array:
+        """Pages for one owner each; the oldest cached ones are given up where there is no free one."""
+        while self._num_free < count:
+            page = next(iter(self._unused))
+            del self._unused[page]
+            self.prefixes.forget(page)
+            self.evictions += 1
+            self._put_back(np.array([page], np.int32))
+        self._num_free -= count
+        pages: Array = self._free[self._num_free : self._num_free + count][::-1].copy()
+        self.refs[pages] = 1
+        return pages
+
+    def _take_shared(self, pages: Array) -> None:
+        for page in pages[self.refs[pages] == 0].tolist():
+            del self._unused[page]
+        self.refs[pages] += 1
+
+    def _drop(self, row: int, keep: int) -> None:
+        """Give up the pages from column `keep` on, the last one first."""
+        owned = int(self.owned[row])
+        if owned > keep:
+            pages = self.table[row, keep:owned][::-1].copy()
+            self.refs[pages] -= 1
+            self._put_back(pages[self.refs[pages] == 0])
+            self.owned[row] = keep
+        self.synced[row] = min(self.synced[row], keep)
+
+    def _put_back(self, pages: Array) -> None:
+        """Pages that no sequence has any more."""
+        hashed = self.prefixes.hashed[pages]
+        self._unused.update(dict.fromkeys(pages[hashed].tolist()))
+        empty = pages[~hashed]
+        self._free[self._num_free : self._num_free + len(empty)] = empty
+        self._num_free += len(empty)
+
+    # ---- Checks -----------------------------------------------------------------------------------------------
+
+    def verify(self) -> list[str]:
+        """What is wrong with the state: nothing, unless there is a bug."""
+        wrong = self.prefixes.verify()
+        counted = np.zeros(self.num_pages, np.int32)
+        for row in np.flatnonzero(self.active):
+            pages = self.table[row, : self.owned[row]]
+            if len(set(pages.tolist())) != len(pages) or ((pages < 0) | (pages >= self.num_pages)).any():
+                wrong.append(f"row {row} has a page twice, or one that is none")
+            np.add.at(counted, pages, 1)
+            if not self.pages_for(int(self.length[row])) <= self.owned[row] <= self.max_pages:
+                wrong.append(f"row {row} has {self.owned[row]} pages for {self.length[row]} tokens")
+        if (counted != self.refs).any():
+            wrong.append("counts of owners")
+        free, unused = set(self._free[: self._num_free].tolist()), set(self._unused)
+        used = set(np.flatnonzero(self.refs).tolist())
+        if len(free) != self._num_free or free & unused or (free | unused) & used:
+            wrong.append("a page is in two lists")
+        if len(free) + len(unused) + len(used) != self.num_pages:
+            wrong.append("a page is in no list")
+        if not self.prefixes.hashed[sorted(unused)].all() or self.prefixes.hashed[sorted(free)].any():
+            wrong.append("a cached page has no hash, or a free one has")
+        return wrong
+
+
+def _spread(begin: Array, end: Array) -> tuple[Array, Array]:
+    """All numbers from begin[i] to end[i], and i for each."""
+    counts = end - begin
+    at = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return at, np.arange(len(at)) - first[at] + begin[at]
+
+
+def _whole_numbers(given: Any) -> Array | None:
+    """A list of integers as an array; None if it is none."""
+    if isinstance(given, np.ndarray):
+        good = given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
+        return given.astype(np.int64) if good else None
+    try:
+        return np.array(array("q", given), np.int64)  # several times as fast as from the list
+    except (TypeError, ValueError, OverflowError):
+        return None

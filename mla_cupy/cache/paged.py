@@ -1,0 +1,505 @@
+"""A paged latent cache that sequences share pages of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy import ops
+from mla_cupy.arrays import cupy_family
+from mla_cupy.cache.book import Book
+from mla_cupy.cache.memory import DeviceMemory, HostMemory, Memory, page_stride
+from mla_cupy.cache.upload import Words, mark_uploaded, pack
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.ops import backend
+from mla_cupy.records import RECORDS, Record
+from mla_cupy.runtime import device as devices
+
+Array = npt.NDArray[Any]
+_MAX_SLOTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """What the calls of one step take. Its arrays are those of the cache: the next step overwrites them.
+
+    Attributes
+    ----------
+    slots : array, (n,), int32
+        Where the step's tokens go, sequence after sequence: for `cache_append`.
+    positions : array, (n,), int32
+        Their positions in their sequences: for RoPE.
+    block_table : array, (b, max_pages), int32
+    seqlens : array, (b,), int32
+        For `mla_decode`, in the order of the sequences. Lengths include the step's tokens. A model may lower them on
+        the device for its own calls; the cache learns of rejected tokens by `truncate`.
+    copies : int
+        Pages that were copied because sequences shared them.
+    """
+
+    slots: Any
+    positions: Any
+    block_table: Any
+    seqlens: Any
+    copies: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """How the pages of a cache are used.
+
+    Attributes
+    ----------
+    sequences, tokens : int
+        Alive, and held by them; a shared token counts for each.
+    pages_used, pages_cached, pages_free : int
+        Pages of sequences; pages that only their hashes know, which are given up when pages are needed; empty ones.
+    pages_shared, pages_reserved : int
+        Of those used: by several sequences; beyond the tokens.
+    tokens_wasted : int
+        Places in used pages that hold no token.
+    copies, evictions : int
+        Pages copied on a write, and cached pages given up, so far.
+    prefix_hits, prefix_lookups : int
+        Pages found, and pages looked for, by hash, so far.
+    """
+
+    sequences: int
+    tokens: int
+    pages_used: int
+    pages_cached: int
+    pages_free: int
+    pages_shared: int
+    pages_reserved: int
+    tokens_wasted: int
+    copies: int
+    evictions: int
+    prefix_hits: int
+    prefix_lookups: int
+
+
+class PagedKVCache:
+    """Pages for the tokens of many sequences, in all layers, on a GPU or in the host's memory.
+
+    Several pools, of latent records and of indexer keys, say, lie under one block table: whatever is done to a
+    sequence is done in all of them. Sequences may share pages, by `fork` or because they begin with the same tokens. A
+    page that others have, too, is copied when one of them writes to it, in all layers of a pool by one launch.
+
+    Parameters
+    ----------
+    pools : str, Record or mapping
+        The record of the pool "kv", or the record of each pool by name; `mla-cupy formats` lists the records.
+    num_pages, page_size : int
+        Pages of each layer, and tokens of a page.
+    num_layers : int
+    max_seqs : int
+        Sequences at a time.
+    max_pages : int
+        Pages of a sequence.
+    max_tokens : int, optional
+        Tokens that one `extend` can add, all sequences together. Default: 8192, or max_seqs if that is more.
+    device : int, "cpu" or None
+        CUDA ordinal, or "cpu" for NumPy arrays, which the NumPy backend changes. Default: the current GPU, else "cpu".
+
+    Attributes
+    ----------
+    block_table : array, (max_seqs, max_pages), int32
+    seqlens : array, (max_seqs,), int32
+        Of all sequences, by `row`, as of the latest step: for graphs of a fixed size. Rows without a sequence have
+        length 0.
+
+    Raises
+    ------
+    ArgumentError
+        If a size does not fit.
+
+    Notes
+    -----
+    All methods may be called from several threads. Work on a GPU is enqueued on the caller's current stream, or on
+    `stream`: steps and the calls that use them belong on one stream. Sequences are numbers; those of sequences that
+    have been freed are refused. Host memory: 4 bytes per entry of the block table, some 20 per page.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> cache = mla_cupy.PagedKVCache("bf16", num_pages=8, page_size=4, max_seqs=4, max_pages=4, device="cpu")
+    >>> sequence, cached = cache.allocate()
+    >>> step = cache.extend([sequence], 6)
+    >>> step.slots.tolist(), step.seqlens.tolist()
+    ([0, 1, 2, 3, 4, 5], [6])
+    >>> copy = cache.fork(sequence)[0]
+    >>> cache.extend([sequence, copy], 1).copies
+    1
+    >>> cache.stats().pages_used
+    3
+    """
+
+    def __init__(
+        self,
+        pools: str | Record | Mapping[str, str | Record],
+        *,
+        num_pages: int,
+        page_size: int,
+        num_layers: int = 1,
+        max_seqs: int,
+        max_pages: int,
+        max_tokens: int | None = None,
+        device: int | str | None = None,
+        memory: type[HostMemory] = HostMemory,
+    ) -> None:
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
+        sizes |= {"max_seqs": max_seqs, "max_pages": max_pages}
+        max_tokens = max(8192, max_seqs) if max_tokens is None else max_tokens
+        _check_sizes({**sizes, "max_tokens": max_tokens})
+        named = pools if isinstance(pools, Mapping) else {"kv": pools}
+        self.records = {name: _record(name, record) for name, record in named.items()}
+        self.page_size, self.num_layers, self._max_tokens = page_size, num_layers, max_tokens
+        self._words = Words.of(max_seqs, max_pages, max_tokens)
+        shapes = {
+            name: (num_layers, num_pages, page_stride(record, page_size)) for name, record in self.records.items()
+        }
+        self._book = Book(num_pages, page_size, max_seqs, max_pages)
+        self._memory: Memory = _memory(device, memory, self._words, shapes, (max_seqs, max_pages), page_size)
+        self._lock = threading.RLock()
+
+    @property
+    def block_table(self) -> Any:
+        """Of all sequences, by row."""
+        return self._memory.table
+
+    @property
+    def seqlens(self) -> Any:
+        """Of all sequences, by row."""
+        return self._memory.seqlens
+
+    def layer(self, index: int, pool: str = "kv") -> Any:
+        """The pages of a layer.
+
+        Parameters
+        ----------
+        index : int
+        pool : str
+
+        Returns
+        -------
+        array, (num_pages, page_size, width)
+            A view, of uint8 or of the record's 16-bit dtype: what `mla_decode` and `cache_append` take.
+        """
+        record = self._pool(pool)
+        _check_number("index", index, 0, self.num_layers - 1)
+        return self._memory.view(self._memory.pools[pool], record, index, self.page_size)
+
+    def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
+        """Begin a sequence, with the pages of a prefix that is cached.
+
+        Parameters
+        ----------
+        tokens : array of int, optional
+            All tokens of the prompt. Pages are found by what `commit` was told of earlier sequences.
+        key : bytes
+            Whatever else the numbers depend on, such as a LoRA adapter: only sequences of equal keys share.
+
+        Returns
+        -------
+        sequence : int
+            For all other calls.
+        cached : int
+            How many tokens are in the cache already: whole pages, and never all tokens. `extend` it by the rest.
+
+        Raises
+        ------
+        CacheFullError
+            If there are max_seqs sequences.
+        """
+        given = _tokens(tokens)
+        with self._lock:
+            book = self._book
+            book.check_rows(1)
+            pages, digests = book.prefixes.match(given[: self._book.max_pages * self.page_size], key)
+            row = book.open(pages, len(pages) * self.page_size, digests, key)
+            return book.handle(row), int(book.length[row])
+
+    def extend(self, sequences: Sequence[int] | Array, counts: Any = 1, *, stream: Any = None) -> CacheStep:
+        """Make room for more tokens, all or nothing, and bring the arrays on the device up to date.
+
+        Parameters
+        ----------
+        sequences : sequence of int
+            Each once.
+        counts : int or array, (b,)
+            Tokens that each sequence gets; 0 is fine, and gives the arrays for a call without new tokens.
+        stream : int or stream object, optional
+            Where to enqueue. Default: CuPy's current stream.
+
+        Returns
+        -------
+        CacheStep
+
+        Raises
+        ------
+        CacheFullError
+            If there are not enough pages; nothing has changed.
+        ArgumentError
+            If a sequence is not alive or would be too long, or the step has too many tokens; nothing has changed.
+        """
+        with self._lock:
+            rows = self._book.rows_of(sequences)
+            added = self._counts(counts, len(rows))
+            plan = self._book.plan_extend(rows, added)
+            words = self._memory.staging()
+            self._book.extend(plan)
+            try:
+                part = pack(words, self._words, self._book, rows, added, plan.copied)
+                self._memory.submit(part, len(plan.copied), stream)
+            except BaseException:
+                self._book.undo(plan)
+                raise
+            mark_uploaded(self._book)
+            return self._step(len(rows), int(added.sum()), len(plan.copied))
+
+    def append(
+        self, step: CacheStep, layer: int, latent: Any, rope: Any = None, *, pool: str = "kv", **options: Any
+    ) -> None:
+        """Write the tokens of a step to a layer: `cache_append` to the slots of the step.
+
+        Parameters
+        ----------
+        step : CacheStep
+            The latest one.
+        layer : int
+        latent, rope : array
+            In the order of the step's slots.
+        pool : str
+        **options
+            Of `cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+        """
+        if "cos" in options:
+            options.setdefault("positions", step.positions)
+        ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
+
+    def fork(self, sequence: int, count: int = 1) -> list[int]:
+        """Sequences with the same tokens so far, which share all pages.
+
+        Parameters
+        ----------
+        sequence : int
+        count : int
+
+        Returns
+        -------
+        list of int
+
+        Raises
+        ------
+        CacheFullError
+            If there are not as many places for sequences; nothing has changed.
+        """
+        _check_number("count", count, 0, _MAX_SLOTS)
+        with self._lock:
+            (row,) = self._book.rows_of([sequence])
+            self._book.check_rows(count)
+            return [self._book.handle(self._book.fork(int(row))) for _ in range(count)]
+
+    def truncate(self, sequences: Sequence[int] | Array, lengths: Any) -> None:
+        """Drop tokens from the ends of sequences, as after speculative decoding, and pages that are only reserved.
+
+        Parameters
+        ----------
+        sequences : sequence of int
+        lengths : int or array, (b,)
+            At most the present ones.
+
+        Raises
+        ------
+        ArgumentError
+            If a length is above the present one; nothing has changed.
+        """
+        with self._lock:
+            rows = self._book.rows_of(sequences)
+            wanted = _vector("lengths", lengths, len(rows))
+            bad = np.flatnonzero((wanted < 0) | (wanted > self._book.length[rows]))
+            if len(bad):
+                most = self._book.length[rows[bad[0]]]
+                raise ArgumentError(explain(f"lengths[{bad[0]}]", wanted[bad[0]], f"0 to {most}"))
+            for row, length in zip(rows.tolist(), wanted.tolist(), strict=True):
+                self._book.truncate(row, length)
+
+    def free(self, sequences: Sequence[int] | Array) -> None:
+        """End sequences. Pages that can be found by their hash stay, until their room is needed.
+
+        Parameters
+        ----------
+        sequences : sequence of int
+        """
+        with self._lock:
+            for row in self._book.rows_of(sequences).tolist():
+                self._book.close(row)
+
+    def commit(self, sequence: int, tokens: Any) -> None:
+        """Make the full pages of a sequence findable for later ones.
+
+        Parameters
+        ----------
+        sequence : int
+        tokens : array of int
+            All its tokens from the first one on, as far as they have been written.
+
+        Raises
+        ------
+        ArgumentError
+            If there are more tokens than the sequence has.
+        """
+        given = _tokens(tokens)
+        with self._lock:
+            (row,) = self._book.rows_of([sequence]).tolist()
+            if len(given) > self._book.length[row]:
+                raise ArgumentError(explain("tokens", len(given), f"at most {self._book.length[row]}, its length"))
+            self._book.commit(row, given)
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Take pages ahead, so that extending the sequence by as many tokens does not lack any.
+
+        Parameters
+        ----------
+        sequence : int
+        tokens : int
+
+        Raises
+        ------
+        CacheFullError
+            If there are not enough pages; nothing has changed.
+
+        Notes
+        -----
+        A page that has to be copied, because its last, partly filled page is shared, is not included.
+        """
+        _check_number("tokens", tokens, 0, _MAX_SLOTS)
+        with self._lock:
+            (row,) = self._book.rows_of([sequence]).tolist()
+            self._book.reserve(row, self._book.plan_reserve(row, tokens))
+
+    def row(self, sequence: int) -> int:
+        """The sequence's row in `block_table` and `seqlens`; it does not change."""
+        with self._lock:
+            return int(self._book.rows_of([sequence])[0])
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return int(self._book.length[self.row(sequence)])
+
+    def pages(self, sequence: int) -> Array:
+        """The pages of a sequence, in order, without those that are only reserved."""
+        with self._lock:
+            row = self.row(sequence)
+            held: Array = self._book.table[row, : self._book.pages_for(int(self._book.length[row]))].copy()
+            return held
+
+    def stats(self) -> CacheStats:
+        """How the pages are used."""
+        with self._lock:
+            book = self._book
+            free, cached = book.available
+            needed = -(-book.length // self.page_size)
+            used = book.num_pages - free - cached
+            tails = np.flatnonzero(book.active)
+            held = {int(book.table[r, needed[r] - 1]): int(book.length[r]) for r in tails if needed[r]}
+            reserved = int((book.owned - needed).sum())
+            wasted = sum(-length % self.page_size for length in held.values()) + reserved * self.page_size
+            return CacheStats(
+                *(len(tails), int(book.length.sum()), used, cached, free),
+                *(int((book.refs > 1).sum()), reserved, wasted, book.copies, book.evictions),
+                *(book.prefixes.hits, book.prefixes.lookups),
+            )
+
+    def verify(self) -> None:
+        """Check the bookkeeping against itself; slow, for tests.
+
+        Raises
+        ------
+        AssertionError
+            That says what is wrong: a bug of the package.
+        """
+        with self._lock:
+            if wrong := self._book.verify():
+                raise AssertionError("; ".join(wrong))
+
+    def _step(self, b: int, tokens: int, copies: int) -> CacheStep:
+        slots, positions = self._words.tokens(tokens)
+        words = self._memory.words
+        step_table, step_seqlens = self._memory.step_table[:b], self._memory.step_seqlens[:b]
+        return CacheStep(words[slots], words[positions], step_table, step_seqlens, copies)
+
+    def _pool(self, name: str) -> Record:
+        if name not in self.records:
+            raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.records)}"))
+        return self.records[name]
+
+    def _counts(self, counts: Any, b: int) -> Array:
+        added = _vector("counts", counts, b)
+        total = int(added.sum())
+        if (added < 0).any() or total > self._max_tokens:
+            got = f"{total} in all" if (added >= 0).all() else "one below 0"
+            expected = f"at most max_tokens={self._max_tokens}"
+            raise ArgumentError(explain("counts", got, expected, "extend in several steps"))
+        return added
+
+
+# ---- Checks -----------------------------------------------------------------------------------------------------
+
+
+def _check_number(argument: str, value: Any, least: int, most: int) -> None:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not (whole and least <= value <= most):
+        raise ArgumentError(explain(argument, repr(value), f"a whole number from {least} to {most}"))
+
+
+def _check_sizes(sizes: Mapping[str, Any]) -> None:
+    for argument, value in sizes.items():
+        _check_number(argument, value, 1, _MAX_SLOTS)
+    if sizes["num_pages"] * sizes["page_size"] > _MAX_SLOTS:
+        got = sizes["num_pages"] * sizes["page_size"]
+        raise ArgumentError(explain("num_pages * page_size", got, f"at most {_MAX_SLOTS}", "slots are int32"))
+
+
+def _record(pool: str, record: Any) -> Record:
+    found = RECORDS.get(record) if isinstance(record, str) else record
+    if not isinstance(found, Record):
+        raise ArgumentError(explain(f"pools[{pool!r}]", repr(record), f"a record: {', '.join(RECORDS)}"))
+    return found
+
+
+def _vector(argument: str, given: Any, b: int) -> Array:
+    values = np.asarray(given)
+    if values.ndim == 0 and values.dtype.kind in "iu":
+        return np.full(b, int(values), np.int64)
+    if values.shape != (b,) or (values.dtype.kind not in "iu" and b):
+        raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", f"an integer, or {b} of them"))
+    return values.astype(np.int64)
+
+
+def _tokens(tokens: Iterable[int] | None) -> npt.NDArray[np.int32]:
+    given = np.asarray([] if tokens is None else tokens)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        raise ArgumentError(explain("tokens", f"{given.dtype} {given.shape}", "a list of integers"))
+    return given.astype(np.int32)
+
+
+def _memory(
+    device: Any,
+    host: type[HostMemory],
+    words: Words,
+    pools: Mapping[str, tuple[int, int, int]],
+    shape: tuple[int, int],
+    page_size: int,
+) -> Memory:
+    if device is None:
+        device = cupy_family().current_device() if backend.use_gpu() else "cpu"
+    if isinstance(device, str) and device == "cpu":
+        return host(words, pools, shape, page_size)
+    _check_number("device", device, 0, max(0, devices.gpu_count() - 1))
+    return DeviceMemory(words, pools, shape, page_size, int(device))

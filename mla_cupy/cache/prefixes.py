@@ -1,0 +1,71 @@
+"""Which full pages hold which tokens: a chain of hashes, each page's made of the one before and its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+Digest = bytes
+_DIGEST_BYTES = 16
+
+
+class Prefixes:
+    """Full pages by the hash of all tokens up to their end.
+
+    Attributes
+    ----------
+    hashed : array, (num_pages,), bool
+        Whether a page can be found by its hash.
+    hits, lookups : int
+        Pages found, and pages looked for.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.hashed = np.zeros(num_pages, bool)
+        self.hits = self.lookups = 0
+        self._page_size = page_size
+        self._page_of: dict[Digest, int] = {}
+        self._digest_of: dict[int, Digest] = {}
+
+    def chain(self, tokens: npt.NDArray[np.int32], key: bytes, known: list[Digest]) -> Iterator[Digest]:
+        """The digests of the full pages of `tokens` after those that are known."""
+        last = known[-1] if known else blake2b(key, digest_size=_DIGEST_BYTES).digest()
+        for page in range(len(known), len(tokens) // self._page_size):
+            part = tokens[page * self._page_size : (page + 1) * self._page_size]
+            last = blake2b(last + part.tobytes(), digest_size=_DIGEST_BYTES).digest()
+            yield last
+
+    def match(self, tokens: npt.NDArray[np.int32], key: bytes) -> tuple[list[int], list[Digest]]:
+        """The longest run of known pages from the start; at least one token is left over, which has to be computed."""
+        pages: list[int] = []
+        digests: list[Digest] = []
+        for digest in self.chain(tokens[: len(tokens) - 1], key, []):
+            self.lookups += 1
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+            digests.append(digest)
+        self.hits += len(pages)
+        return pages, digests
+
+    def register(self, page: int, digest: Digest) -> None:
+        """Make a page findable, unless another one holds the same or it has a hash already."""
+        if digest not in self._page_of and page not in self._digest_of:
+            self._page_of[digest], self._digest_of[page] = page, digest
+            self.hashed[page] = True
+
+    def forget(self, page: int) -> None:
+        """A page is about to be overwritten."""
+        if self.hashed[page]:
+            del self._page_of[self._digest_of.pop(page)]
+            self.hashed[page] = False
+
+    def verify(self) -> list[str]:
+        """What is wrong with the maps."""
+        pages = set(np.flatnonzero(self.hashed).tolist())
+        same = {page: digest for digest, page in self._page_of.items()} == self._digest_of
+        return [] if same and pages == set(self._digest_of) else ["the maps of hashes differ"]

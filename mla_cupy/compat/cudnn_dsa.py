@@ -1,0 +1,75 @@
+"""The sparse backward as cudnn-frontend's `DSA` namespace has it::
+
+    from mla_cupy.compat.cudnn_dsa import sparse_attention_backward_wrapper
+
+Where the caller works around limits of cuDNN it may stop to: any number of heads and any `topk` is taken, a query may
+select nothing, unused slots may be -1 anywhere, and nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_cupy.ops import sparse_mla_backward
+
+
+def sparse_attention_backward_wrapper(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    topk_idxs: torch.Tensor,
+    softmax_scale: float | None = None,
+    topk_length: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None,
+    dkv: torch.Tensor | None = None,
+    block_tile: int = 64,
+    stream: Any = None,
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of sparse attention: `mla_cupy.sparse_mla_backward`.
+
+    Parameters
+    ----------
+    q : tensor, (s_q, h_q, d_qk), bfloat16 or float16
+        d_qk is 576 or 512.
+    kv : tensor, (s_kv, d_qk), dtype of q
+    out : tensor, (s_q, h_q, 512), dtype of q
+    dout : tensor, (s_q, h_q, 512), dtype of q
+    lse : tensor, (s_q, h_q), float32
+        Natural, without the sink; an infinity for a query that selects nothing.
+    attn_sink : tensor, (h_q,), float32, or None
+        None is -inf: no sink.
+    topk_idxs : tensor, (s_q, topk), int32
+        Rows of kv, of the whole batch; -1 for an unused slot.
+    softmax_scale : float, optional
+        Default: d_qk**-0.5.
+    topk_length : tensor, (s_q,), int32, optional
+        Only so many slots of each query count.
+    dq, dkv : tensor, optional
+        Where the gradients go.
+    block_tile : int
+        Not used: a choice of cuDNN's kernels.
+    stream : optional
+        A CUstream. Default: PyTorch's current stream.
+
+    Returns
+    -------
+    dict
+        "dq", shape and dtype of q; "dkv", shape and dtype of kv, or the dtype of `dkv`; "d_sink", (h_q,), float32, or
+        None without a sink.
+    """
+    with torch.no_grad():
+        dq, dkv, d_sink = sparse_mla_backward(
+            *(q, kv, out, dout.contiguous(), lse, topk_idxs),
+            scale=softmax_scale,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            dq=dq,
+            dkv=dkv,
+            stream=None if stream is None else int(stream),
+        )
+    return {"dq": dq, "dkv": dkv, "d_sink": d_sink}

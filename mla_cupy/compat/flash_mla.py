@@ -1,0 +1,296 @@
+"""The interface of FlashMLA for 16-bit caches, with arrays of any library that `mla_cupy` takes::
+
+    from mla_cupy.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+More is taken than FlashMLA takes: any number of heads, any page size, any `topk`, float16 everywhere, and sparse decode
+from a 16-bit cache. `strict=True` refuses what FlashMLA refuses on Hopper, for engines that probe what a call can do.
+FP8 caches and a second cache are not supported yet, and are refused with an error.
+
+The LSE is natural. A query that sees nothing has `out` 0 and the LSE +inf, as in FlashMLA; `mla_cupy` itself has -inf.
+
+This is FlashMLA's interface of April 2026. FlashMLA's own tests have not run against this module on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mla_cupy import dtypes
+from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, Form, form_of, view_of
+from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
+from mla_cupy.ops import mla_decode, sparse_mla_forward
+from mla_cupy.shapes import D_V
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+EMPTY_LSE = math.inf
+_PAGE_SIZE, _HEADS, _TOPK = 64, (64, 128), 128
+"""FlashMLA's own limits on Hopper: `topk` is a multiple of the last."""
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """A schedule for `flash_mla_with_kvcache`, to be made by its first call.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Not used; older versions of FlashMLA took the lengths here.
+
+    Returns
+    -------
+    FlashMLASchedMeta
+    None
+        Where older versions returned `num_splits`.
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+    *,
+    strict: bool = False,
+) -> tuple[Any, Any]:
+    """Decode from a paged cache: densely, or the tokens that `indices` select.
+
+    Parameters
+    ----------
+    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+        d_qk is 576 or 512.
+    k_cache : array, (num_blocks, page_size, h_kv, d_qk), dtype of q
+        With `indices`, h_kv is 1 and the pages follow one another without gaps.
+    block_table : array, (b, max_pages), int32, or None with `indices`
+    cache_seqlens : array, (b,), int32, or None with `indices`
+    head_dim_v : int
+        512.
+    tile_scheduler_metadata : FlashMLASchedMeta
+        From `get_mla_metadata`.
+    num_splits : None
+    softmax_scale : float, optional
+        Default: d_qk**-0.5.
+    causal : bool
+        Query i sees token j iff j <= i + seqlen - s_q. Without `indices`.
+    is_fp8_kvcache : bool
+        True is not supported yet.
+    indices : array, (b, s_q, topk), int32, optional
+        Tokens of each query: page * page_size + place in the page. Values outside the cache, such as -1, are skipped.
+    attn_sink : array, (h_q,), float32, optional
+        With `indices`: see `mla_cupy.sparse_mla_forward`.
+    topk_length : array, (b,), int32, optional
+        With `indices`: only so many of each query's count.
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length : None
+        Not supported yet.
+    strict : bool
+        Refuse what FlashMLA refuses on Hopper: other pages than of 64 tokens, an empty batch, and `indices` without an
+        FP8 cache.
+
+    Returns
+    -------
+    out : array, (b, s_q, h_q, 512), dtype of q
+    lse : array, (b, h_q, s_q), float32
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError, PlanError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    As `mla_cupy.mla_decode` and `mla_cupy.sparse_mla_forward`. In a CUDA graph, see `FlashMLASchedMeta.update`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mla_cupy.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    >>> q, cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 1, 576), np.float16)
+    >>> table, seqlens = np.array([[2, 0], [1, 3]], np.int32), np.array([100, 0], np.int32)
+    >>> schedule, _ = get_mla_metadata()
+    >>> out, lse = flash_mla_with_kvcache(q, cache, table, seqlens, 512, schedule)
+    >>> out.shape, round(float(lse[0, 0, 0]), 3), float(lse[1, 0, 0])
+    ((2, 1, 16, 512), 28.605, inf)
+    """
+    _check_decode(tile_scheduler_metadata, num_splits, is_fp8_kvcache, head_dim_v)
+    if not (extra_k_cache is extra_indices_in_kvcache is extra_topk_length is None):
+        _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    form = form_of(q, k_cache, block_table, causal, indices)
+    if strict:
+        _check_strict_decode(form)
+    tile_scheduler_metadata.check(form)
+    if indices is not None:
+        if causal:
+            raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
+        results = _sparse_decode(form, q, k_cache, indices, softmax_scale, attn_sink, topk_length)
+        tile_scheduler_metadata.keep(form, None)
+        return results
+    if not (attn_sink is topk_length is None):
+        name = "topk_length" if attn_sink is None else "attn_sink"
+        raise ArgumentError(explain(name, "an array, without indices", "None"))
+    if block_table is None or cache_seqlens is None:
+        missing = "block_table" if block_table is None else "cache_seqlens"
+        raise ArgumentError(explain(missing, None, "an array, since there are no indices"))
+    plan = tile_scheduler_metadata.plan(form, q, k_cache, cache_seqlens)
+    results = mla_decode(
+        *(q, k_cache, block_table, cache_seqlens), scale=softmax_scale, causal=causal, plan=plan, empty_lse=EMPTY_LSE
+    )
+    tile_scheduler_metadata.keep(form, plan)
+    return results
+
+
+def flash_mla_sparse_fwd(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+    indexer_topk: int = 0,
+    *,
+    strict: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Attend from each query to the rows of `kv` that its indices select.
+
+    Parameters
+    ----------
+    q : array, (s_q, h_q, d_qk), bfloat16 or float16
+        d_qk is 576 or 512.
+    kv : array, (s_kv, 1, d_qk), dtype of q
+    indices : array, (s_q, 1, topk), int32
+        Values outside [0, s_kv), such as -1, are skipped.
+    sm_scale : float
+    d_v : int
+        512.
+    attn_sink : array, (h_q,), float32, optional
+    topk_length : array, (s_q,), int32, optional
+        Only so many of each query's indices count.
+    indexer_topk : int
+        0; other values are not supported.
+    strict : bool
+        Refuse what FlashMLA refuses on Hopper: float16, other heads than 64 or 128, a `topk` that is no multiple of
+        128, and arrays without their axis of one head.
+
+    Returns
+    -------
+    out : array, (s_q, h_q, 512), dtype of q
+    max_logits : array, (s_q, h_q), float32
+        -inf for a query that selects nothing.
+    lse : array, (s_q, h_q), float32
+        Without the sink.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    As `mla_cupy.sparse_mla_forward`. It records no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mla_cupy.compat.flash_mla import flash_mla_sparse_fwd
+    >>> q, kv = np.ones((2, 16, 576), np.float16), np.ones((100, 1, 576), np.float16)
+    >>> indices = np.array([[[3, 70, -1]], [[-1, -1, -1]]], np.int32)
+    >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)
+    >>> out.shape, round(float(lse[0, 0]), 3), float(lse[1, 0]), float(max_logits[1, 0])
+    ((2, 16, 512), 24.693, inf, -inf)
+    """
+    if indexer_topk != 0:
+        raise ArgumentError(explain("indexer_topk", indexer_topk, "0", "nothing else is supported"))
+    if strict:
+        _check_strict_sparse(q, kv, indices)
+    out, lse, max_logits = sparse_mla_forward(
+        *(q, kv, indices),
+        d_v=d_v,
+        scale=sm_scale,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        empty_lse=EMPTY_LSE,
+    )
+    return out, max_logits, lse
+
+
+def _sparse_decode(
+    form: Form, q: Any, k_cache: Any, indices: Any, scale: float | None, attn_sink: Any, topk_length: Any
+) -> tuple[Any, Any]:
+    """Each query is a row of one sparse call; the cache is its flat list of tokens."""
+    b, s_q, h_q = form.b, form.s_q, form.h_q
+    if tuple(indices.shape[:2]) != (b, s_q):
+        raise ShapeError(explain("indices.shape", tuple(indices.shape), f"({b}, {s_q}, topk), as q has b and s_q"))
+    if form.h_kv != 1:
+        raise ShapeError(explain("k_cache.shape[2]", form.h_kv, "1 head, with indices"))
+    pages, page_stride, row_stride = k_cache.shape[0], *view_of(k_cache, "k_cache").strides[:2]
+    if pages > 1 and page_stride != form.page_size * row_stride:
+        expected = f"{form.page_size * row_stride}, page_size rows"
+        remedy = "with indices, pages may have no gaps between them"
+        raise ShapeError(explain("k_cache's stride of pages", page_stride, expected, remedy))
+    lengths = topk_length
+    if lengths is not None and s_q != 1 and form.topk:
+        # A length for each query of a sequence, in whatever library: 0 times anything spreads it.
+        lengths = (indices[:, :, 0] * 0 + lengths.reshape(b, 1)).reshape(b * s_q)
+    out, lse, _ = sparse_mla_forward(
+        q.reshape(b * s_q, h_q, form.d_qk),
+        k_cache.reshape(pages * form.page_size, form.d_qk),
+        indices.reshape(b * s_q, form.topk),
+        scale=scale,
+        topk_length=lengths if form.topk else None,
+        attn_sink=attn_sink,
+        empty_lse=EMPTY_LSE,
+    )
+    return out.reshape(b, s_q, h_q, D_V), lse.reshape(b, s_q, h_q).swapaxes(1, 2)
+
+
+def _check_decode(schedule: Any, num_splits: Any, is_fp8_kvcache: bool, head_dim_v: int) -> None:
+    if not isinstance(schedule, FlashMLASchedMeta):
+        remedy = "pass get_mla_metadata()[0] of this module"
+        raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
+    if num_splits is not None:
+        raise ArgumentError(explain("num_splits", "an array", "None", "the schedule holds all"))
+    if is_fp8_kvcache:
+        raise ArgumentError(explain("is_fp8_kvcache", True, "False", "FP8 caches are not supported yet"))
+    if head_dim_v != D_V:
+        raise ArgumentError(explain("head_dim_v", head_dim_v, str(D_V)))
+
+
+def _refuse_second_cache(cache: Any, indices: Any, length: Any) -> None:
+    names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+    for name, x in zip(names, (cache, indices, length), strict=True):
+        if x is not None:
+            raise ArgumentError(explain(name, "an array", "None", "a second cache is not supported yet"))
+
+
+def _check_strict_decode(form: Form) -> None:
+    if form.topk is not None:
+        raise ArgumentError(explain("is_fp8_kvcache", False, "True, with indices", "or strict=False"))
+    if form.page_size != _PAGE_SIZE:
+        raise ShapeError(explain("k_cache.shape[1]", form.page_size, f"{_PAGE_SIZE}", "or strict=False"))
+    if form.b < 1:
+        raise ShapeError(explain("q.shape[0]", form.b, "at least 1", "or strict=False"))
+
+
+def _check_strict_sparse(q: Any, kv: Any, indices: Any) -> None:
+    for name, x in (("q", q), ("kv", kv), ("indices", indices)):
+        if len(x.shape) != 3:
+            raise ShapeError(explain(f"{name}.shape", tuple(x.shape), "3 axes", "or strict=False"))
+    if (dtype := dtypes.name_of(q.dtype)) != "bfloat16":
+        raise DTypeError(explain("q.dtype", dtype, "bfloat16", "or strict=False"))
+    if q.shape[1] not in _HEADS:
+        raise ShapeError(explain("q.shape[1]", q.shape[1], "64 or 128 heads", "or strict=False"))
+    if indices.shape[2] % _TOPK:
+        raise ShapeError(explain("indices.shape[2]", indices.shape[2], f"a multiple of {_TOPK}", "or strict=False"))

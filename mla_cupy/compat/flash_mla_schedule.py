@@ -1,0 +1,144 @@
+"""The schedule object of `mla_cupy.compat.flash_mla`: a plan, and the form of the calls that it serves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy import arrays
+from mla_cupy.arrays import Family, View
+from mla_cupy.errors import PlanError, ShapeError, explain
+from mla_cupy.ops import DecodePlan, plan_decode
+from mla_cupy.ops.schema import steps_by_16_bytes
+
+_ALIGNMENT = 256
+"""What `plan_decode` asks of a workspace's address."""
+
+
+class Form(NamedTuple):
+    """What all calls with one schedule have in common. `max_pages` is 0 with indices, `topk` is None without."""
+
+    b: int
+    s_q: int
+    h_q: int
+    page_size: int
+    h_kv: int
+    d_qk: int
+    max_pages: int
+    causal: bool
+    topk: int | None
+
+
+def form_of(q: Any, k_cache: Any, block_table: Any, causal: bool, indices: Any) -> Form:
+    """The form of a call.
+
+    Raises
+    ------
+    ShapeError
+        If an array has another number of axes.
+    """
+    try:
+        b, s_q, h_q, d_qk = q.shape
+        _, page_size, h_kv, _ = k_cache.shape
+        if indices is not None:
+            _, _, topk = indices.shape
+            return Form(b, s_q, h_q, page_size, h_kv, d_qk, 0, bool(causal), topk)
+        _, max_pages = (b, 0) if block_table is None else block_table.shape
+    except (AttributeError, TypeError, ValueError):
+        _check_axes(q=q, k_cache=k_cache, block_table=block_table, indices=indices)
+        raise
+    return Form(b, s_q, h_q, page_size, h_kv, d_qk, max_pages, bool(causal), None)
+
+
+_AXES = {
+    "q": "(b, s_q, h_q, d_qk)",
+    "k_cache": "(num_blocks, page_size, h_kv, d_qk)",
+    "block_table": "(b, max_pages)",
+    "indices": "(b, s_q, topk)",
+}
+
+
+def _check_axes(**given: Any) -> None:
+    for name, x in given.items():
+        shape, absent = tuple(getattr(x, "shape", ())), x is None and name in ("block_table", "indices")
+        if not absent and len(shape) != _AXES[name].count(",") + 1:
+            raise ShapeError(explain(f"{name}.shape", shape, _AXES[name]))
+
+
+def view_of(x: Any, argument: str) -> View:
+    """An array of any library, seen from outside."""
+    family = arrays.family_of(x, argument)
+    return family.native.view(family.adopt(x), argument)
+
+
+class FlashMLASchedMeta:
+    """The schedule of a decode step, made by the first call that it is passed to.
+
+    It serves calls of equal shapes with equal values of `cache_seqlens`: the layers of one step. For the lengths of the
+    next step call `update`, or start from a new object.
+
+    Attributes
+    ----------
+    have_initialized : bool
+        Whether a call has made the schedule.
+    """
+
+    def __init__(self) -> None:
+        self.have_initialized = False
+        self._form: Form | None = None
+        self._plan: DecodePlan | None = None
+
+    def update(self, cache_seqlens: Any) -> None:
+        """Enqueue the schedule for other lengths in the same memory: no synchronisation, can be captured.
+
+        FlashMLA has no counterpart. A CUDA graph that holds decode calls follows the lengths of each step if this runs
+        before its replay, or is captured in it.
+
+        Parameters
+        ----------
+        cache_seqlens : array, (b,), int32
+
+        Raises
+        ------
+        PlanError
+            If no dense call has made the schedule.
+        """
+        if self._plan is None:
+            raise PlanError(explain("tile_scheduler_metadata", "no schedule", "one that a dense call has made"))
+        self._plan.update(cache_seqlens)
+
+    def check(self, form: Form) -> None:
+        """Raise PlanError if earlier calls had another form."""
+        if self._form not in (None, form):
+            remedy = "pass a new get_mla_metadata()[0]"
+            raise PlanError(explain("tile_scheduler_metadata", f"one for {self._form}", f"one for {form}", remedy))
+
+    def keep(self, form: Form, plan: DecodePlan | None) -> None:
+        """Remember the form and the plan of a call that succeeded, for the calls that follow."""
+        self._form, self._plan, self.have_initialized = form, plan, True
+
+    def plan(self, form: Form, q: Any, k_cache: Any, cache_seqlens: Any) -> DecodePlan | None:
+        """The plan of earlier calls, or a new one for these lengths; None where a plan does not serve the call."""
+        if self._plan is not None:
+            return self._plan
+        view = view_of(q, "q")
+        aligned = steps_by_16_bytes(view) and steps_by_16_bytes(view_of(k_cache, "k_cache"))
+        if not (aligned and form.b and form.max_pages):
+            return None
+        plan = _make_plan(form, arrays.family_of(q, "q"), view)
+        plan.update(cache_seqlens)
+        return plan
+
+
+def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
+    """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
+    sizes = {name: getattr(form, name) for name in ("s_q", "h_q", "h_kv", "d_qk", "max_pages", "page_size")}
+    if not family.on_gpu:
+        return plan_decode(max_b=form.b, **sizes, dtype=view.dtype)
+    stream = family.native.current_stream(view.device)
+
+    def allocate(nbytes: int) -> Any:
+        memory = family.native.empty((nbytes + _ALIGNMENT,), "uint8", view.device, stream)
+        first = -family.native.address(memory) % _ALIGNMENT
+        return memory[first : first + nbytes]
+
+    return plan_decode(max_b=form.b, **sizes, dtype=view.dtype, device=view.device, workspace=allocate)

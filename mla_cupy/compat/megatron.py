@@ -1,0 +1,90 @@
+"""A kernel backend for Megatron-LM's sparse attention (DSA).
+
+Call `register()` before the model runs, and set `dsa_kernel_backend` of its TransformerConfig to "mla_cupy". Megatron
+then asks this module for its fused hooks: attention over given indices is here, the indexer's stay Megatron's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from mla_cupy.errors import UnsupportedDeviceError
+from mla_cupy.shapes import D_V
+from mla_cupy.torch import sparse_mla_forward
+
+BACKEND = "mla_cupy"
+_DISPATCHERS = (
+    "megatron.core.ops.attention.dsa.dsa_kernels",
+    "megatron.core.transformer.experimental_attention_variant.dsa_kernels",
+)
+_TABLE = "_BACKEND_MODULE_NAME_BY_BACKEND"
+_WIDTHS = (512, 576)
+
+
+def register() -> None:
+    """Enter this module in Megatron's table of backends.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If Megatron is not installed, or has no such table.
+    """
+    for name in _DISPATCHERS:
+        try:
+            table: Any = getattr(importlib.import_module(name), _TABLE, None)
+        except ImportError:
+            continue
+        if isinstance(table, dict):
+            table[BACKEND] = __name__
+            return
+    raise UnsupportedDeviceError(f"none of {', '.join(_DISPATCHERS)} has a {_TABLE}: this Megatron is not known")
+
+
+def run_fused_absorbed_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    topk_indices: torch.Tensor,
+    softmax_scale: float,
+    v_channels: int,
+    topk_length: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Megatron's hook: sparse attention over given indices, with gradients.
+
+    Parameters
+    ----------
+    query : tensor, (s_q, b, h_q, d_qk), bfloat16 or float16
+    key : tensor, (s_kv, b, 1, d_qk), dtype of query
+    topk_indices : tensor, (b, s_q, topk), int32 or int64
+        Rows of the sequence's own keys; -1 for an unused slot.
+    softmax_scale : float
+    v_channels : int
+    topk_length : tensor, (b, s_q), optional
+        Only so many slots of each query count.
+
+    Returns
+    -------
+    tensor, (s_q, b, h_q, 512), or None
+        None where Megatron must fall back to its own operations.
+    """
+    if query.ndim != 4 or key.ndim != 4 or topk_indices.ndim != 3:
+        return None
+    s_q, b, _, width = query.shape
+    fits = key.shape[1:] == (b, 1, width) and topk_indices.shape[:2] == (b, s_q) and v_channels == D_V
+    if not fits or width not in _WIDTHS or query.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    indices = topk_indices.to(torch.int32)
+    lengths = None if topk_length is None else topk_length.to(torch.int32)
+    per_sequence = [
+        sparse_mla_forward(
+            query[:, i],
+            key[:, i],
+            indices[i],
+            scale=softmax_scale,
+            topk_length=None if lengths is None else lengths[i],
+        )[0]
+        for i in range(b)
+    ]
+    return per_sequence[0].unsqueeze(1) if b == 1 else torch.stack(per_sequence, dim=1)

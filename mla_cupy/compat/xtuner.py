@@ -1,0 +1,58 @@
+"""A backend for xtuner's sparse MLA: a function of its `SparseMLAProtocol`.
+
+`xtuner.v1.ops.sparse_mla.get_sparse_mla` would return it, for a backend called "mla_cupy".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.shapes import D_V
+from mla_cupy.torch import sparse_mla_forward
+
+
+class SparseMLAOutputs(NamedTuple):
+    """The fields of xtuner's class of this name.
+
+    Attributes
+    ----------
+    raw_output : tensor, (s_q, h_q, 512), dtype of q
+    softmax_lse : tensor, (s_q, h_q), float32
+        Natural; -inf for a query that selects nothing.
+    """
+
+    raw_output: torch.Tensor
+    softmax_lse: torch.Tensor
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    scaling: float | None,
+    value_dim: int | None = None,
+) -> SparseMLAOutputs:
+    """Sparse attention, differentiable by `raw_output` with respect to `q` and `kv`.
+
+    Parameters
+    ----------
+    q : tensor, (s_q, h_q, 576), bfloat16 or float16
+    kv : tensor, (s_kv, 1, 576), dtype of q
+    indices : tensor, (s_q, 1, topk), int32 or int64
+        Rows of kv; -1 for an unused slot.
+    scaling : float or None
+        Default: 576**-0.5.
+    value_dim : int, optional
+        512.
+
+    Returns
+    -------
+    SparseMLAOutputs
+    """
+    if value_dim not in (None, D_V):
+        raise ArgumentError(explain("value_dim", value_dim, f"{D_V} or None"))
+    out, lse, _ = sparse_mla_forward(q, kv, indices.to(torch.int32), scale=scaling)
+    return SparseMLAOutputs(out, lse)

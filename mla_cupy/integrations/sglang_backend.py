@@ -1,0 +1,171 @@
+"""An MLA backend of SGLang: its own prefill and cache, our decode and verification of drafts.
+
+bfloat16 or float16 caches, pages of any size, chains of draft tokens, full CUDA graphs, the LSE for context
+parallelism. Imported when SGLang makes the backend. Not run with SGLang itself yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+
+from mla_cupy.integrations.plans import Plans
+from mla_cupy.shapes import D_QK, D_V
+from mla_cupy.torch import TorchDecodePlan, mla_decode
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Step(NamedTuple):
+    """What all layers of a step share."""
+
+    block_table: torch.Tensor
+    seqlens: torch.Tensor
+    plan: TorchDecodePlan
+
+
+class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
+    """Everything but decode and the verification of drafts is left to SGLang's FlashMLA backend.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+    skip_prefill, kv_indptr_buf, kv_last_page_len_buf
+        Of the base class.
+
+    Raises
+    ------
+    NotImplementedError
+        If the cache or the drafts are of a kind that there is no kernel for.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        skip_prefill: bool = False,
+        kv_indptr_buf: torch.Tensor | None = None,
+        kv_last_page_len_buf: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
+        self._refuse_what_has_no_kernel(model_runner)
+        self._page_size = model_runner.page_size
+        # The columns of a request's tokens where its pages begin.
+        width, place = self.req_to_token.shape[1], self.req_to_token.device
+        self._page_starts = torch.arange(0, width, self._page_size, device=place)
+        self._max_b = model_runner.req_to_token_pool.size
+        self._plans = Plans(
+            h_q=self.num_q_heads,
+            d_qk=self.kv_cache_dim,
+            page_size=self._page_size,
+            dtype=self.data_type,
+            device=place,
+        )
+        self._of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._step: Step | None = None
+
+    def _refuse_what_has_no_kernel(self, model_runner: Any) -> None:
+        if self.data_type not in _HALF:
+            raise NotImplementedError(f"mla_cupy decodes 16-bit caches, not {self.data_type}")
+        if self.kv_lora_rank != D_V or self.kv_cache_dim not in (D_V, D_QK):
+            sizes = f"{self.kv_lora_rank} + {self.kv_cache_dim - self.kv_lora_rank}"
+            raise NotImplementedError(f"mla_cupy decodes keys of {D_V} + 64 or {D_V} + 0 elements, not {sizes}")
+        if (getattr(model_runner.server_args, "speculative_eagle_topk", None) or 1) > 1:
+            raise NotImplementedError("mla_cupy verifies chains of draft tokens, not trees")
+        if self.dcp_world_size > 1 and self.num_draft_tokens:
+            raise NotImplementedError("mla_cupy verifies no draft tokens under decode context parallelism")
+
+    def init_cuda_graph_state(
+        self, max_bs: int, max_num_tokens: int, block_kv_indices: torch.Tensor | None = None
+    ) -> None:
+        """Memory that all captured steps read, and every replay's preparation writes."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens, block_kv_indices)
+        place = self.req_to_token.device
+        table = torch.zeros((max_bs, len(self._page_starts)), dtype=torch.int32, device=place)
+        self._of_graphs = table, torch.zeros(max_bs, dtype=torch.int32, device=place)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a step that runs eagerly."""
+        if not _is_ours(forward_batch.forward_mode):
+            super().init_forward_metadata(forward_batch)
+            return
+        table, seqlens = self._pages(forward_batch), self._lengths(forward_batch)
+        self._step = self._schedule(forward_batch, table, seqlens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step that is about to be captured or replayed. Runs outside of the graph; nothing waits."""
+        if not _is_ours(forward_batch.forward_mode):
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
+        assert self._of_graphs is not None, "init_cuda_graph_state comes first"
+        table, seqlens = (memory[: forward_batch.batch_size] for memory in self._of_graphs)
+        table.copy_(self._pages(forward_batch))
+        seqlens.copy_(self._lengths(forward_batch))
+        self._step = self._schedule(forward_batch, table, seqlens)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Decode one token per request.
+
+        Parameters
+        ----------
+        q : tensor, (tokens, heads * d_qk), or of that many elements
+        k, v : tensor or None
+            What the base class's pool takes as the tokens' rows.
+
+        Returns
+        -------
+        out : tensor, (tokens, heads * 512)
+        lse : tensor, (b, heads, tokens per request), float32
+            Natural, -inf for a request without tokens. Only under context parallelism.
+        """
+        if k is not None and save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        step = self._step
+        assert step is not None, "init_forward_metadata comes first"
+        heads = layer.tp_q_head_num
+        cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        out, lse = mla_decode(
+            q.view(forward_batch.batch_size, -1, heads, layer.head_dim),
+            cache.view(-1, self._page_size, layer.head_dim),
+            step.block_table,
+            step.seqlens,
+            plan=step.plan if heads == self.num_q_heads else None,
+            scale=layer.scaling,
+        )
+        flat = out.view(-1, heads * D_V)
+        return (flat, lse) if self.dcp_world_size > 1 else flat
+
+    def forward_extend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Any:
+        """Verify draft tokens, which is decode with several tokens per request; the rest is the base class's."""
+        if forward_batch.forward_mode.is_target_verify():
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _tokens_per_request(self, forward_batch: Any) -> int:
+        return int(self.num_draft_tokens) if forward_batch.forward_mode.is_target_verify() else 1
+
+    def _lengths(self, forward_batch: Any) -> torch.Tensor:
+        """(b,) int32: tokens in the cache. Those of drafts are not counted in the batch yet."""
+        drafts = self.num_draft_tokens if forward_batch.forward_mode.is_target_verify() else 0
+        return (forward_batch.seq_lens + drafts).to(torch.int32)
+
+    def _pages(self, forward_batch: Any) -> torch.Tensor:
+        """(b, max_pages) int32. Past a request's end there are pages of others, which are never read."""
+        rows = forward_batch.req_pool_indices[:, None]
+        first_slots = self.req_to_token[rows, self._page_starts]
+        return torch.div(first_slots, self._page_size, rounding_mode="floor").to(torch.int32)
+
+    def _schedule(self, forward_batch: Any, table: torch.Tensor, seqlens: torch.Tensor) -> Step:
+        max_b = max(self._max_b, len(seqlens))
+        plan = self._plans.get(max_b, self._tokens_per_request(forward_batch), table.shape[1])
+        plan.update(seqlens)
+        return Step(table, seqlens, plan)
+
+
+def _is_ours(mode: Any) -> bool:
+    return bool(mode.is_decode_or_idle() or mode.is_target_verify())

@@ -1,0 +1,74 @@
+"""Sparse MLA (DSA) for vLLM: its FlashMLA backend, with our attention in place of the 16-bit kernel.
+
+The indexer, the cache, the metadata and the translation of indices are vLLM's. What changes: heads are not padded to
+a multiple of 64. Imported by vLLM when it is chosen. Not run with vLLM itself yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
+
+from mla_cupy.torch import sparse_mla_forward
+
+
+class MlaCupySparseBackend(FlashMLASparseBackend):  # type: ignore[misc]
+    """What vLLM asks before it chooses."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """The one name that vLLM has for backends from outside."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[MlaCupySparseImpl]:
+        """The class of the layers' attention."""
+        return MlaCupySparseImpl
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Hopper: elsewhere the kernels are not fast yet."""
+        return bool(capability.major == 9)
+
+
+class MlaCupySparseImpl(FlashMLASparseImpl):  # type: ignore[misc]
+    """One layer's attention."""
+
+    def _bf16_flash_mla_kernel(
+        self,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        topk_length: torch.Tensor | None = None,
+        actual_num_heads: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the selected rows.
+
+        Parameters
+        ----------
+        q : tensor, (tokens, heads, d_qk), bfloat16
+            With `actual_num_heads`, the heads from there on are padding.
+        kv_c_and_k_pe_cache : tensor, (..., d_qk), bfloat16
+            Rows of the cache.
+        topk_indices : tensor, (tokens, topk), int32
+            Rows; -1 is none.
+        topk_length : tensor, (tokens,), int32, optional
+
+        Returns
+        -------
+        out : tensor, (tokens, actual_num_heads, 512)
+        lse : tensor, (tokens, actual_num_heads), float32
+            Natural; -inf, which counts for nothing when ranks are merged, for a query without rows.
+        """
+        out, lse, _ = sparse_mla_forward(
+            q[:, :actual_num_heads],
+            kv_c_and_k_pe_cache.view(-1, kv_c_and_k_pe_cache.shape[-1]),
+            topk_indices.view(q.shape[0], -1),
+            scale=self.softmax_scale,
+            topk_length=topk_length,
+        )
+        return out, lse

@@ -1,0 +1,32 @@
+"""Where the buffers that XLA hands to a callback are.
+
+Through DLPack: `__cuda_array_interface__` has no bfloat16. The capsule is only read, and gives its memory back itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+_NAME = b"dltensor_versioned"
+_VERSION = (1, 1)
+#: Offsets in a DLManagedTensorVersioned.
+_DATA, _ORDINAL, _OFFSET = 32, 44, 72
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def locate(buffers: Sequence[Any]) -> tuple[int, list[int]]:
+    """The ordinal of the device that buffers are on, and their addresses; at least one buffer."""
+    addresses = []
+    ordinal = 0
+    for buffer in buffers:
+        capsule = buffer.__dlpack__(max_version=_VERSION)
+        base = _pointer_of(capsule, _NAME)
+        data = ctypes.c_uint64.from_address(base + _DATA).value
+        addresses.append(data + ctypes.c_uint64.from_address(base + _OFFSET).value)
+        ordinal = ctypes.c_int32.from_address(base + _ORDINAL).value
+    return ordinal, addresses

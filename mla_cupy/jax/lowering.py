@@ -1,0 +1,145 @@
+"""From a traced call to a custom call of XLA: a callback on device buffers, or the handler of `mla_cupy.jax.ffi`.
+
+Both get a workspace as one more result, which XLA owns, and enqueue on XLA's stream. The callback is what JAX offers
+for this; the handler serves `jax.export`, which cannot serialise callbacks, and JAX before 0.6.1, which has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.errors import DTypeError, explain
+from mla_cupy.jax import ffi
+from mla_cupy.jax.buffers import locate
+from mla_cupy.jax.devices import gpu_ordinals, launcher
+from mla_cupy.ops.bind import Launcher, Signature, options_of
+from mla_cupy.ops.operation import Operation
+
+try:
+    from jax.experimental.buffer_callback import buffer_callback
+except ImportError:  # JAX before 0.6.1
+    buffer_callback = None
+
+_Branch = Callable[..., Sequence[jax.Array]]
+
+
+def call(
+    operation: Operation, given: Mapping[str, Any], options: Mapping[str, Any], exportable: bool
+) -> tuple[Any, ...]:
+    """Run, or trace, an operation.
+
+    Parameters
+    ----------
+    operation : Operation
+    given : mapping
+        Its arrays by name. Outputs among them give their memory to the results.
+    options : mapping
+        The caller's other arguments.
+    exportable : bool
+        Whether `jax.export` must be able to serialise it.
+
+    Returns
+    -------
+    tuple
+        The results in the order of the record; None where there is no such result.
+    """
+    arrays = [given.get(name) for name in operation.names]
+    shaped = tuple(_shaped(name, x) for name, x in zip(operation.names, arrays, strict=True))
+    signature = Signature(operation.name, shaped, options_of(operation, options))
+    operands = [x for x in arrays if x is not None]
+    made = iter(_by_platform(signature, exportable or buffer_callback is None, operands))
+    return tuple(None if result is None else next(made) for result in signature.results)
+
+
+def _shaped(name: str, x: Any) -> tuple[tuple[int, ...], str] | None:
+    if x is None:
+        return None
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise DTypeError(explain(name, f"a {type(x).__name__}", "an array"))
+    return tuple(x.shape), str(x.dtype)
+
+
+def _by_platform(signature: Signature, by_handler: bool, operands: list[Any]) -> Sequence[Any]:
+    """Arrays that are there say where; of a traced call XLA lowers the branch of the platform that it compiles for."""
+    through = _through_handler if by_handler else _through_callback
+    signature.request  # noqa: B018 (raises what does not fit, before anything is traced)
+    ordinals = gpu_ordinals()
+    place = _place_of(operands)
+    if not ordinals or place == "cpu":
+        return through(signature, None)(*operands)
+    on_gpu = through(signature, launcher(signature, ordinals))
+    if place is not None:
+        return on_gpu(*operands)
+    results: Sequence[Any] = jax.lax.platform_dependent(*operands, cpu=through(signature, None), cuda=on_gpu)
+    return results
+
+
+def _place_of(operands: list[Any]) -> str | None:
+    """The platform of arrays; None while JAX traces."""
+    if any(isinstance(x, jax.core.Tracer) for x in operands):
+        return None
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    place: str = next(iter(arrays[0].devices())).platform if arrays else jax.default_backend()
+    return place
+
+
+def _result_types(signature: Signature, nbytes: int) -> list[jax.ShapeDtypeStruct]:
+    """The results that there are, then the workspace if one is needed."""
+    types = [jax.ShapeDtypeStruct(shaped[0], numpy_dtype(shaped[1])) for shaped in signature.results if shaped]
+    return [*types, jax.ShapeDtypeStruct((nbytes,), jnp.uint8)] if nbytes else types
+
+
+def _through_callback(signature: Signature, ready: Launcher | None) -> _Branch:
+    """On the GPUs of `ready`, or on the CPU."""
+    nbytes = ready.nbytes if ready else 0
+    count = len(_result_types(signature, 0))
+    callback = functools.partial(_on_cpu, signature) if ready is None else functools.partial(_on_gpu, ready)
+
+    def branch(*operands: Any) -> Sequence[Any]:
+        results = buffer_callback(
+            callback,
+            _result_types(signature, nbytes),
+            vmap_method="sequential",
+            input_output_aliases=dict(signature.targets),
+            command_buffer_compatible=True,
+        )(*operands)
+        kept: Sequence[Any] = results[:count]
+        return kept
+
+    return branch
+
+
+def _on_cpu(signature: Signature, context: Any, results: Sequence[Any], *operands: Any) -> None:
+    signature.on_host([np.asarray(x) for x in operands], [np.asarray(x) for x in results])
+
+
+def _on_gpu(ready: Launcher, context: Any, results: Sequence[Any], *operands: Any) -> None:
+    """Runs once per capture if XLA makes a CUDA graph of it, else once per execution."""
+    ordinal, addresses = locate((*operands, *results))
+    ready.enqueue(ordinal, addresses, context.stream)
+
+
+def _through_handler(signature: Signature, ready: Launcher | None) -> _Branch:
+    """The same with a call that describes itself: another process can run it."""
+    ffi.register()
+    nbytes = ready.nbytes if ready else 0
+    count = len(_result_types(signature, 0))
+
+    def branch(*operands: Any) -> Sequence[Any]:
+        results = jax.ffi.ffi_call(
+            ffi.TARGET,
+            _result_types(signature, nbytes),
+            vmap_method="sequential",
+            input_output_aliases=dict(signature.targets),
+        )(*operands, call=signature.to_text())
+        kept: Sequence[Any] = results[:count]
+        return kept
+
+    return branch

@@ -1,0 +1,64 @@
+"""The sparse forward with its gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mla_cupy.jax.lowering import call
+from mla_cupy.ops import OPERATIONS
+from mla_cupy.ops.bind import options_of
+
+_FORWARD, _BACKWARD = OPERATIONS["sparse_mla_forward"], OPERATIONS["sparse_mla_backward"]
+_INPUTS = tuple(array.name for array in _FORWARD.inputs)
+_SHARED = ("d_v", "scale", "causal", "lse_base")
+"""The options that the backward takes as the forward does."""
+
+
+class _Static(NamedTuple):
+    """All that is no array; it can be hashed."""
+
+    options: Any
+    deterministic: bool
+    exportable: bool
+
+
+def differentiable(
+    arrays: Sequence[jax.Array | None], options: Mapping[str, Any], deterministic: bool, exportable: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sparse forward, with a gradient through its first result; `arrays` in the order of the record."""
+    static = _Static(options_of(_FORWARD, options), deterministic, exportable)
+    out, lse, max_logits = _sparse(static, *arrays)
+    return out, jax.lax.stop_gradient(lse), jax.lax.stop_gradient(max_logits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sparse(static: _Static, *arrays: Any) -> tuple[Any, ...]:
+    given = dict(zip(_INPUTS, arrays, strict=True))
+    return call(_FORWARD, given, static.options._asdict(), static.exportable)
+
+
+def _save(static: _Static, *arrays: Any) -> tuple[tuple[Any, ...], Any]:
+    out, lse, max_logits = _sparse(static, *arrays)
+    return (out, lse, max_logits), (arrays, out, lse)
+
+
+def _pull_back(static: _Static, saved: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    arrays, out, lse = saved
+    given = dict(zip(_INPUTS, arrays, strict=True))
+    dout = gradients[0].astype(given["q"].dtype)
+    options = {name: getattr(static.options, name) for name in _SHARED}
+    dq, dkv, d_sink = call(
+        _BACKWARD,
+        {**given, "out": out, "dout": dout, "lse": lse},
+        {**options, "deterministic": static.deterministic},
+        static.exportable,
+    )
+    found = {"q": dq, "kv": dkv, "attn_sink": d_sink}
+    return tuple(found.get(name) for name in _INPUTS)  # None: integers have no gradient
+
+
+_sparse.defvjp(_save, _pull_back)

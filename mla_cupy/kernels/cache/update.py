@@ -1,0 +1,27 @@
+"""Host side of `cache/update.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.spec import Kernel, Params
+from mla_cupy.records import HEADER_WORDS
+
+KERNEL: Kernel[object] = Kernel(
+    "cache_update",
+    "brings a block table up to date and gathers the rows of a step",
+    "cache/update.cu",
+    Params(
+        packed="u8",
+        table="u8",
+        seqlens="u8",
+        step_table="u8",
+        step_seqlens="u8",
+        table_stride_elems="i8",
+        step_table_stride_elems="i8",
+        max_rows="i4",
+        max_pages="i4",
+        page_size="i4",
+        changes_at="i4",
+        max_changes="i4",
+    ),
+    facts={"header_words": HEADER_WORDS},
+)

@@ -1,0 +1,37 @@
+"""Host side of `decode/combine_pieces.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.decode.combine import UNITS_PER_BLOCK
+from mla_cupy.kernels.decode.problem import PARAMS
+from mla_cupy.kernels.pipeline import Launch, Record
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel
+from mla_cupy.shapes import TILE_TOKENS
+
+MAX_PIECES = 256
+"""Pieces of a request."""
+_PIECES_PER_COLUMN = 8
+
+KERNEL: Kernel[object] = Kernel(
+    "decode_combine_pieces",
+    "merges the pieces of the requests of a batch-invariant schedule",
+    "decode/combine_pieces.cu",
+    PARAMS,
+    variants=DTYPE_VARIANTS,
+    core=DTYPE_VARIANTS,
+    facts={"max_pieces": MAX_PIECES, "tile_tokens": TILE_TOKENS},
+)
+
+
+def columns(max_pieces: int) -> int:
+    """Units of work per row: the least power of two with at most 8 pieces each."""
+    units = 1
+    while max_pieces > _PIECES_PER_COLUMN * units:
+        units *= 2
+    return units
+
+
+def launch(dtype: str, resident: int, rows: int, max_pieces: int, record: Record) -> Launch:
+    """Merge `rows` rows, those of all requests, with at most `resident` blocks per column."""
+    blocks = min(resident, -(-rows // UNITS_PER_BLOCK))
+    return Launch(KERNEL, DtypeVariant(dtype), (blocks, columns(max_pieces), 1), record)

@@ -1,0 +1,50 @@
+"""Host side of `decode/schedule_pieces.cu`: the batch-invariant schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_cupy.kernels.decode.schedule import POINT_BYTES
+from mla_cupy.kernels.pipeline import Launch, Record
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+
+PARAMS = Params(
+    seqlens="u8",
+    schedule="u8",
+    seqlens_stride_elems="i8",
+    max_tokens="i8",
+    b="i4",
+    num_splits="i4",
+    piece_tiles="i4",
+    cp_world="i4",
+    cp_rank="i4",
+)
+
+KERNEL: Kernel[object] = Kernel(
+    "decode_schedule_pieces",
+    "cuts every request of a batch alone, for results that do not depend on the batch",
+    "decode/schedule_pieces.cu",
+    PARAMS,
+    variants=PLAIN,
+    core=PLAIN,
+)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a batch-invariant plan cuts up to `max_b` requests: pieces of `tiles`, at most `max_pieces` per request."""
+
+    tiles: int
+    max_pieces: int
+    max_b: int
+
+
+def nbytes(pieces: Pieces) -> int:
+    """Size of a schedule, and of the first split of each request behind it."""
+    return POINT_BYTES * (pieces.max_b * pieces.max_pieces + 1) + 4 * (pieces.max_b + 1)
+
+
+def launch(seqlens: str, stride: int, max_tokens: int, b: int, pieces: Pieces, shard: tuple[int, int]) -> Launch:
+    """Write the schedule of the batch to the workspace's `schedule`; `shard` is (cp_world, cp_rank)."""
+    values = (stride, max_tokens, b, b * pieces.max_pieces, pieces.tiles, *shard)
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), Record(KERNEL, (seqlens, "schedule"), values))

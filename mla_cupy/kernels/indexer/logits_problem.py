@@ -1,0 +1,124 @@
+"""What the kernels of the logits share on the host: the problem, the options, the parameter record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.spec import DtypeVariant, Kernel, Params, Reason, Variant
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+CODES = ("float8_e4m3fn", "uint8")
+"""The dtypes of e4m3: not every library has one."""
+DTYPES = ("float8_e4m3fn", "bfloat16")
+"""Of the kernels."""
+HEAD_DIMS = (128, 64, 32)
+MAX_HEADS = 128
+BLOCK_TOKENS = 8
+"""Query tokens that share the tiles of keys; more are not next tokens of one sequence."""
+
+
+@dataclass(frozen=True)
+class LogitsProblem:
+    """What decides which kernels run and how: no pointers, no device.
+
+    `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 where
+    keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes.
+    """
+
+    num_tokens: int
+    num_keys: int
+    heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int = BLOCK_TOKENS
+    page_size: int = 0
+    num_pages: int = 0
+    aligned: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of tokens."""
+        return -(-self.num_tokens // self.block_tokens)
+
+    def countable(self, tile_keys: int) -> Reason | None:
+        """The schedule numbers the tiles of all blocks in int32."""
+        tiles = self.num_blocks * -(-self.num_keys // tile_keys)
+        return Reason(f"counts at most 2^31 - 1 tiles, not {tiles}") if tiles >= 2**31 else None
+
+
+class LogitsOptions(NamedTuple):
+    """The numbers of a call."""
+
+    clean: bool
+
+
+def no_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
+    """Of kernels that do not fetch by TMA."""
+    return ()
+
+
+@dataclass(frozen=True)
+class LogitsKernel(Kernel[LogitsProblem]):
+    """A kernel that computes logits.
+
+    Attributes
+    ----------
+    variant : callable
+        `variant(problem)`: the build that it takes.
+    grid : callable
+        `grid(problem, device)`.
+    tile_keys : int
+        Keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0: it needs none.
+    maps : callable
+        `maps(call)`: its tensor maps, by the names of the arrays.
+    """
+
+    variant: Callable[[LogitsProblem], Variant] = lambda problem: DtypeVariant(problem.dtype)
+    grid: Callable[[LogitsProblem, DeviceInfo], Dim3] = lambda problem, device: (device.sm_count, 1, 1)
+    tile_keys: int = 0
+    maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = no_maps
+
+
+PARAMS = Params(
+    q="u8",
+    k="u8",
+    weights="u8",
+    k_scale="u8",
+    begins="u8",
+    ends="u8",
+    block_table="u8",
+    cuts="u8",
+    logits="u8",
+    q_stride_block_elems="i8",
+    q_stride_token_elems="i8",
+    q_stride_head_elems="i8",
+    k_stride_elems="i8",
+    weights_stride_block_elems="i8",
+    weights_stride_token_elems="i8",
+    weights_stride_head_elems="i8",
+    k_scale_stride_elems="i8",
+    begins_stride_elems="i8",
+    ends_stride_block_elems="i8",
+    ends_stride_token_elems="i8",
+    table_stride_block_elems="i8",
+    table_stride_page_elems="i8",
+    page_stride_bytes="i8",
+    logits_stride_block_elems="i8",
+    logits_stride_token_elems="i8",
+    num_tokens="i4",
+    block_tokens="i4",
+    num_keys="i4",
+    end_of_last="i4",
+    heads="i4",
+    head_dim="i4",
+    page_size="i4",
+    num_pages="i4",
+    clean="i4",
+    bf16_out="i4",
+    wide_rows="i4",
+)

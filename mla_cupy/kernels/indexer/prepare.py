@@ -1,0 +1,79 @@
+"""Host side of `indexer/prepare.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mla_cupy.kernels.spec import Kernel, Params, Variant
+
+LANES = 8
+"""Of a vector: RoPE turns elements of whole lanes."""
+BLOCK_VECTORS = 64
+HEAD_DIMS = (32, 64, 128)
+
+PARAMS = Params(
+    x="u8",
+    weights="u8",
+    cos="u8",
+    sin="u8",
+    positions="u8",
+    codes="u8",
+    scales="u8",
+    x_stride_n_elems="i8",
+    x_stride_h_elems="i8",
+    weights_stride_n_elems="i8",
+    weights_stride_h_elems="i8",
+    cos_stride_elems="i8",
+    sin_stride_elems="i8",
+    positions_stride_elems="i8",
+    codes_stride_n_elems="i8",
+    codes_stride_h_elems="i8",
+    scales_stride_n_elems="i8",
+    scales_stride_h_elems="i8",
+    n="i4",
+    h="i4",
+    half_rope="i4",
+    max_position="i4",
+    interleaved="i4",
+    hadamard="i4",
+    power_of_2="i4",
+    rounded="i4",
+    x_aligned="i4",
+    h_factor="f4",
+    d_factor="f4",
+)
+
+
+@dataclass(frozen=True)
+class PrepareVariant(Variant):
+    """A build for one width of vectors."""
+
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class PrepareProblem:
+    """The width, and whether vectors start at, and step by, multiples of 16 bytes."""
+
+    head_dim: int
+    aligned: bool
+
+
+class PrepareOptions(NamedTuple):
+    """The numbers of a call."""
+
+    interleaved: bool
+    hadamard: bool
+    scales: str
+    reference_rounding: bool
+
+
+KERNEL: Kernel[PrepareProblem] = Kernel(
+    "indexer_prepare",
+    "RoPE, Hadamard transform and e4m3 codes of index queries and keys",
+    "indexer/prepare.cu",
+    PARAMS,
+    variants=tuple(PrepareVariant(d) for d in HEAD_DIMS),
+    facts={"block_vectors": BLOCK_VECTORS},
+)

@@ -1,0 +1,69 @@
+"""The top-k: one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.indexer import topk, topk_cluster
+from mla_cupy.kernels.indexer.problem import TopkOptions, TopkProblem
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.spec import Kernel
+from mla_cupy.runtime.device import DeviceInfo
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    """The kernel."""
+
+    kernel: Kernel[Any]
+
+
+class TopkPipeline(Pipeline[TopkConfig]):
+    """The kernels of `indexer_topk`."""
+
+    kernels = (topk_cluster.KERNEL, topk.KERNEL)
+
+    def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
+        """See `Pipeline.configure`."""
+        return TopkConfig(choice.choose("indexer_topk", self.kernels, problem, device, kernel))
+
+    def workspace(self, config: TopkConfig) -> Layout:
+        """None is needed."""
+        return Layout({})
+
+    def steps(self, config: TopkConfig, call: Call) -> list[Step]:
+        """One launch, unless there is no row."""
+        logits, options = call.view("logits"), call.options
+        s_q, s_kv = logits.shape
+        if s_q == 0:
+            return []
+        record = _record(config.kernel, call, options, s_q, s_kv)
+        (variant,) = config.kernel.variants
+        return [Launch(config.kernel, variant, (s_q * config.kernel.facts["cluster"], 1, 1), record)]
+
+
+def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
+    table = call.views["block_table"]
+    names = ("logits", "ks", "ke", "block_table", "indices", "counts", "values")
+    tables, max_pages = (1, 0) if table is None else table.shape
+    values = (
+        *call.strides("logits", 1),
+        *call.strides("ks", 1),
+        *call.strides("ke", 1),
+        *call.strides("block_table", 2),
+        *call.strides("indices", 1),
+        *call.strides("counts", 1),
+        *call.strides("values", 1),
+        *(s_q, s_kv, options.k),
+        *(s_q // tables, max_pages, options.page_size),
+        *(options.keep_first, options.keep_last),
+        *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16"),
+    )
+    addresses = tuple(call.name(name) for name in names)
+    assert NULL not in (addresses[0], addresses[4])
+    return Record(kernel, addresses, values)
+
+
+TOPK = TopkPipeline()

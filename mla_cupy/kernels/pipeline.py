@@ -1,0 +1,302 @@
+"""How an operation runs: launches that share one workspace, configured once, prepared once, enqueued many times.
+
+A pipeline is pure up to `prepare`: `configure` chooses the kernel, `workspace` lays out the memory, `steps` lists the
+launches with their grids and parameters. Arrays appear in the steps by name. `Prepared` binds the names to addresses,
+which is all that differs between calls of equal shapes, strides and dtypes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import itemgetter
+from struct import Struct
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from mla_cupy.arrays.view import View
+from mla_cupy.kernels.spec import Kernel, Variant
+from mla_cupy.runtime import driver, loader
+from mla_cupy.runtime.build import BuildRequest
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.driver import ArgumentBlock, Dim3
+from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
+
+ALIGNMENT = 256
+"""Alignment of the workspace and of each of its parts, in bytes."""
+NULL = ""
+"""The name of a null pointer among the addresses of a record."""
+_MAPS_KEPT = 4096
+
+ConfigT = TypeVar("ConfigT")
+
+
+class Layout:
+    """The offsets of the parts of a workspace.
+
+    Attributes
+    ----------
+    offsets : dict
+        Part -> offset in bytes, a multiple of ALIGNMENT.
+    nbytes : int
+        Size of the whole.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
+        ends = list(accumulate(padded, initial=0))
+        self.offsets = dict(zip(sizes, ends, strict=False))
+        self.nbytes = ends[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The parameters of one or more launches.
+
+    Attributes
+    ----------
+    params : Params
+    addresses : tuple of str
+        The leading addresses: names of arrays or of parts of the workspace, or NULL.
+    values : tuple of numbers
+        The other members, in order.
+    maps : tuple of (str, TensorMapSpec)
+        Further parameters: tensor maps over arrays, by name. The `base` of each is that array's address.
+    """
+
+    kernel: Kernel[Any]
+    addresses: tuple[str, ...]
+    values: tuple[float, ...]
+    maps: tuple[tuple[str, TensorMapSpec], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch. With `dependent` it may start before its predecessor has ended, where the GPU knows that."""
+
+    kernel: Kernel[Any]
+    variant: Variant
+    grid: Dim3
+    record: Record
+    dependent: bool = True
+
+
+@dataclass(frozen=True)
+class ZeroFill:
+    """Fills the workspace with zeros, from one of its parts to the end."""
+
+    first: str
+
+
+Step = Launch | ZeroFill
+
+
+class Call(NamedTuple):
+    """What a pipeline is told about a call, beside its configuration.
+
+    Attributes
+    ----------
+    views : mapping
+        The arrays by name, outputs included; None where one was not given. Addresses mean nothing.
+    options : named tuple
+        The operation's own.
+    planned : bool
+        Whether a plan has scheduled the work already.
+    """
+
+    views: Mapping[str, View | None]
+    options: Any
+    planned: bool = False
+
+    def view(self, name: str) -> View:
+        """The view of an array that was given."""
+        found = self.views[name]
+        assert found is not None
+        return found
+
+    def name(self, name: str) -> str:
+        """`name`, or NULL for an array that is not given."""
+        return NULL if self.views.get(name) is None else name
+
+    def strides(self, name: str, axes: int) -> tuple[int, ...]:
+        """The strides of its first axes; zeros for an array that is not given."""
+        view = self.views.get(name)
+        return (0,) * axes if view is None else view.strides[:axes]
+
+
+class Pipeline(ABC, Generic[ConfigT]):
+    """The kernels of an operation. `configure`, `workspace` and `steps` are pure: no device is touched.
+
+    Attributes
+    ----------
+    kernels : tuple of Kernel
+        Those that `kernel=` chooses from, the fastest first.
+    """
+
+    kernels: ClassVar[tuple[Kernel[Any], ...]]
+
+    @abstractmethod
+    def configure(self, problem: Any, device: DeviceInfo, kernel: str | None = None) -> ConfigT:
+        """Choose the kernel, and how it divides the problem.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such kernel.
+        UnsupportedDeviceError
+            If it does not fit, or none does: the message has each one's reason.
+        """
+
+    @abstractmethod
+    def workspace(self, config: ConfigT) -> Layout:
+        """The layout of the memory that a call needs."""
+
+    @abstractmethod
+    def steps(self, config: ConfigT, call: Call) -> list[Step]:
+        """What a call enqueues, in order."""
+
+    def prepare(self, config: ConfigT, call: Call, names: Sequence[str], device: DeviceInfo, stream: int) -> Prepared:
+        """Build and load every kernel, and pack everything but addresses; not while `stream` is being captured."""
+        return Prepared(self.steps(config, call), names, self.workspace(config), device, stream)
+
+
+class Prepared:
+    """The launches of a call, ready to be enqueued with any addresses.
+
+    It owns its parameter blocks: one thread at a time may use it. `driver` is what it was prepared for.
+    """
+
+    __slots__ = ("_base", "_blocks", "_fills", "_launches", "_offsets", "_parts", "driver")
+
+    def __init__(
+        self, steps: Sequence[Step], names: Sequence[str], layout: Layout, device: DeviceInfo, stream: int
+    ) -> None:
+        self.driver = driver.current()
+        self._offsets = tuple(layout.offsets.values())
+        self._base = -1
+        self._parts: tuple[int, ...] = ()
+        index = {name: at for at, name in enumerate((NULL, *names, *layout.offsets))}
+        records = {id(step.record): step.record for step in steps if isinstance(step, Launch)}
+        blocks = {key: _Block(record, index) for key, record in records.items()}
+        self._blocks = [block.write for block in blocks.values()]
+        self._launches = [
+            self._fill(run[0], layout, device.ordinal)
+            if isinstance(run[0], ZeroFill)
+            else self.driver.in_order([_bound(step, device, stream, blocks[id(step.record)].args) for step in run])
+            for run in _runs(steps)
+        ]
+
+    def enqueue(self, addresses: list[int], workspace: int, stream: int) -> None:
+        """Enqueue everything.
+
+        Parameters
+        ----------
+        addresses : list of int
+            0, then the arrays' in the order of the names; 0 for an array that is not given. It is written to.
+        workspace : int
+            Address of the workspace.
+        stream : int
+        """
+        if workspace != self._base:
+            self._base, self._parts = workspace, tuple([workspace + offset for offset in self._offsets])
+        addresses += self._parts
+        for write in self._blocks:
+            write(addresses)
+        for launch in self._launches:
+            launch(stream)
+
+    def _fill(self, step: ZeroFill, layout: Layout, device: int) -> driver.PreparedLaunch:
+        target, offset = self.driver, layout.offsets[step.first]
+        nbytes = layout.nbytes - offset
+
+        def enqueue(stream: int) -> None:
+            with target.device_guard(device):
+                target.memset(self._base + offset, 0, nbytes, stream)
+
+        return enqueue
+
+
+class _Block:
+    """The parameter block of a record."""
+
+    def __init__(self, record: Record, index: Mapping[str, int]) -> None:
+        params = record.kernel.params
+        self.args = ArgumentBlock((params.size, *[MAP_BYTES] * len(record.maps)))
+        self._view = self.args.views[0]
+        params.pack_into(self._view, *[0] * params.num_addresses, *record.values)
+        assert len(record.addresses) == params.num_addresses
+        self._pick = itemgetter(*(index[name] for name in record.addresses))
+        self._pack = Struct(f"<{params.num_addresses}Q").pack_into
+        self._maps = [
+            _Map(index[name], spec, view) for (name, spec), view in zip(record.maps, self.args.views[1:], strict=True)
+        ]
+
+    def write(self, places: list[int]) -> None:
+        """Put the addresses in."""
+        self._pack(self._view, 0, *self._pick(places))
+        for tensor_map in self._maps:
+            if places[tensor_map.index] != tensor_map.base:
+                tensor_map.encode(places[tensor_map.index])
+
+
+class _Map:
+    """A tensor map in a parameter block, and the address that it is for."""
+
+    __slots__ = ("_kept", "_spec", "_view", "base", "index")
+
+    def __init__(self, index: int, spec: TensorMapSpec, view: memoryview) -> None:
+        self.index, self.base = index, -1
+        self._spec, self._view = spec, view
+        self._kept: dict[int, bytes] = {}  # a model calls with the same few caches, one per layer
+
+    def encode(self, base: int) -> None:
+        encoded = self._kept.get(base)
+        if encoded is None:
+            if len(self._kept) >= _MAPS_KEPT:
+                self._kept.clear()
+            encoded = self._kept[base] = driver.current().encode_tiled(replace(self._spec, base=base))
+        self._view[:] = encoded
+        self.base = base
+
+
+def _runs(steps: Sequence[Step]) -> list[list[Any]]:
+    """Neighbouring launches together, and each fill alone."""
+    found: list[list[Any]] = []
+    for step in steps:
+        if isinstance(step, Launch) and found and isinstance(found[-1][0], Launch):
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
+
+
+def _bound(launch: Launch, device: DeviceInfo, stream: int, args: ArgumentBlock) -> driver.PreparedLaunch:
+    request = launch.kernel.request(launch.variant, device.arch)
+    return bind(request, device.ordinal, launch.grid, args, stream, dependent=launch.dependent)
+
+
+def bind(
+    request: BuildRequest, device: int, grid: Dim3, args: ArgumentBlock, stream: int, *, dependent: bool
+) -> driver.PreparedLaunch:
+    """A launch of a kernel, which is built and loaded first; `stream` is only asked whether it is being captured.
+
+    Threads, blocks per cluster and shared memory are the kernel's own facts. Every kernel waits for its predecessor
+    before it reads, so all of them can be programmatic dependents.
+    """
+    kernel = loader.loaded(request, device, stream)
+    build = loader.obtain(request)
+    block, cluster = (int(build.facts["threads"]), 1, 1), (int(build.facts.get("cluster", 1)), 1, 1)
+    pdl = dependent and has_programmatic_launch(request.arch)
+    return driver.current().prepare(kernel, grid, block, cluster, build.dynamic_smem, args, pdl)
+
+
+def load(builds: Iterable[tuple[Kernel[Any], Variant]], device: DeviceInfo, stream: int) -> None:
+    """Build and load kernels, so that later calls can be captured; not while `stream` is being captured."""
+    for kernel, variant in builds:
+        loader.loaded(kernel.request(variant, device.arch), device.ordinal, stream)
+
+
+def has_programmatic_launch(arch: str) -> bool:
+    """Whether kernels for `arch` can be programmatic dependents: from compute capability 9.0 on."""
+    return int(arch.removeprefix("sm_").rstrip("af")) >= 90

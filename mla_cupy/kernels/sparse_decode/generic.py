@@ -1,0 +1,25 @@
+"""Host side of `sparse_decode/generic.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.decode.generic import unsupported
+from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
+from mla_cupy.kernels.sparse_decode.problem import RecordVariant, SparseDecodeProblem
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCK_M = 8
+RECORDS = ("v32", "v4")
+
+KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+    "sparse_decode_generic",
+    "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
+    "sparse_decode/generic.cu",
+    PARAMS,
+    variants=tuple(RecordVariant(dtype, record) for dtype in HALF for record in RECORDS),
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=lambda problem: RecordVariant(problem.dtype, problem.record),
+    block_rows=BLOCK_M,
+    blocks_per_sm=2,
+)

@@ -1,0 +1,226 @@
+"""Calls that are known before their arrays have memory: what the bindings to compiled programs are made of.
+
+A `Signature` is a call without addresses; it tells its results, and travels as text. A `Launcher` is such a call made
+ready on the process's GPUs: enqueueing it loads, allocates and waits for nothing, so that it can be captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mla_cupy import ops
+from mla_cupy.arrays import ALIGNMENT as ARRAY_ALIGNMENT
+from mla_cupy.arrays import HOST
+from mla_cupy.errors import DeviceError, ShapeError, explain
+from mla_cupy.kernels.pipeline import ALIGNMENT, Call, Launch, Prepared
+from mla_cupy.ops.call import Request, examine
+from mla_cupy.ops.checks import check_dtype
+from mla_cupy.ops.operation import Operation
+from mla_cupy.ops.schema import contiguous_view
+from mla_cupy.runtime import device as devices
+
+_NOT_OPTIONS = ("workspace", "plan", "check", "stream")
+"""What a caller of the public functions says beside arrays and options: a compiled program has other means for it."""
+
+Shaped = tuple[tuple[int, ...], str]
+"""Shape and dtype of an array."""
+
+
+def function(operation: Operation) -> Callable[..., Any]:
+    """The public function."""
+    found: Callable[..., Any] = getattr(ops, operation.name)
+    return found
+
+
+@functools.cache
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a public function that a binding has, too: the inputs and the options, in its order."""
+    operation = ops.OPERATIONS[name]
+    outputs = [output.name for output in operation.outputs]
+    whole = inspect.signature(function(operation)).parameters
+    return {key: value for key, value in whole.items() if key not in (*outputs, *_NOT_OPTIONS)}
+
+
+def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:
+    """The options of a call as the named tuple that `Operation.examine` takes; dtypes by their names.
+
+    Raises
+    ------
+    TypeError
+        If there is no such option.
+    """
+    dtypes = {output.dtype_option for output in operation.outputs} - {""}
+    chosen = {name: parameters(operation.name)[name].default for name in operation.options._fields}
+    chosen |= {name: check_dtype(name, value) if name in dtypes else value for name, value in given.items()}
+    return operation.options(**chosen)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A call whose arrays are contiguous and have no addresses yet.
+
+    Attributes
+    ----------
+    operation : str
+        Its name.
+    arrays : tuple of ((int, ...), str) or None
+        Shape and dtype of each array of the record, inputs first; None for those that are not given.
+    options : named tuple
+        From `options_of`.
+    """
+
+    operation: str
+    arrays: tuple[Shaped | None, ...]
+    options: Any
+
+    def to_text(self) -> str:
+        """As JSON."""
+        return json.dumps([self.operation, self.arrays, self.options], default=lambda number: number.item())
+
+    @staticmethod
+    def from_text(text: str) -> Signature:
+        """The inverse of `to_text`."""
+        name, arrays, options = json.loads(text)
+        shaped = tuple(None if array is None else (tuple(array[0]), array[1]) for array in arrays)
+        return Signature(name, shaped, ops.OPERATIONS[name].options(*options))
+
+    @property
+    def record(self) -> Operation:
+        """The operation's."""
+        return ops.OPERATIONS[self.operation]
+
+    @functools.cached_property
+    def request(self) -> Request:
+        """The call, checked.
+
+        Raises
+        ------
+        ShapeError, DTypeError, ArgumentError
+            As the public function would.
+        """
+        views = {
+            name: None if array is None else contiguous_view(*array, HOST)
+            for name, array in zip(self.record.names, self.arrays, strict=True)
+        }
+        return examine(self.record, views, self.options)
+
+    @property
+    def results(self) -> tuple[Shaped | None, ...]:
+        """What it returns; None where there is no such result."""
+        views = [self.request.views[output.name] for output in self.record.outputs]
+        return tuple(None if view is None else (view.shape, view.dtype) for view in views)
+
+    @property
+    def targets(self) -> tuple[tuple[int, int], ...]:
+        """The arrays that results take over: index among the given arrays, index among the results that there are."""
+        given = [name for name, array in zip(self.record.names, self.arrays, strict=True) if array is not None]
+        made = [o.name for o, result in zip(self.record.outputs, self.results, strict=True) if result is not None]
+        return tuple((given.index(name), index) for index, name in enumerate(made) if name in given)
+
+    def on_host(self, inputs: Sequence[Any], results: Sequence[Any]) -> None:
+        """Run it on NumPy arrays: by the public function, hence on a GPU if there is one, else by the oracle.
+
+        Parameters
+        ----------
+        inputs : sequence of array
+            The given arrays. Of the outputs among them only the results are used.
+        results : sequence of array
+            Where the results go.
+        """
+        names = self.record.names
+        begin = len(self.record.inputs)
+        given = iter(inputs)
+        named = {name: next(given) for name, array in zip(names, self.arrays, strict=True) if array is not None}
+        kept = {name: named[name] for name in names[:begin] if name in named}
+        made = iter(results)
+        targets = {
+            name: None if shaped is None else next(made)
+            for name, shaped in zip(names[begin:], self.results, strict=True)
+        }
+        function(self.record)(**kept, **targets, **self.options._asdict())
+
+
+class Launcher:
+    """A call of one signature, ready on some GPUs: every kernel is built and loaded when it is made.
+
+    Several threads may enqueue at once.
+
+    Parameters
+    ----------
+    signature : Signature
+    ordinals : sequence of int
+        The CUDA ordinals of the GPUs.
+
+    Attributes
+    ----------
+    nbytes : int
+        Size of the workspace: the largest of what the GPUs need.
+    """
+
+    def __init__(self, signature: Signature, ordinals: Sequence[int]) -> None:
+        operation, request = signature.record, signature.request
+        pipeline, examined = operation.pipeline, request.examined
+        self._operation, self._call = operation, Call(request.views, examined.options)
+        self._configs = {
+            ordinal: pipeline.configure(examined.problem, devices.describe(ordinal), examined.kernel)
+            for ordinal in ordinals
+        }
+        self.nbytes = max(pipeline.workspace(config).nbytes for config in self._configs.values())
+        # Those that no thread is using. A list's pop and append are atomic.
+        self._idle = {ordinal: [self._prepare(ordinal)] for ordinal in ordinals}
+        given = [name for name, array in zip(operation.names, signature.arrays, strict=True) if array is not None]
+        begin = len(operation.inputs)
+        made = [name for name, x in zip(operation.names[begin:], signature.results, strict=True) if x is not None]
+        places = {name: index for index, name in enumerate((*given, *made))}  # a result's own place is the later one
+        self._places = [places.get(name, -1) for name in operation.names]
+        self._count = len(given) + len(made)
+
+    def enqueue(self, ordinal: int, addresses: Sequence[int], stream: int) -> None:
+        """Enqueue everything; nothing is allocated or loaded on the GPU, and nothing waits.
+
+        Parameters
+        ----------
+        ordinal : int
+            Of the GPU.
+        addresses : sequence of int
+            Of the given arrays, of all results, and of the workspace unless `nbytes` is 0.
+        stream : int
+            Its raw handle.
+
+        Raises
+        ------
+        DeviceError, ShapeError
+            If the GPU is not one of those that it was made for, or if an address is not aligned.
+        """
+        idle = self._idle.get(ordinal)
+        if idle is None:
+            expected = f"one of {sorted(self._idle)}, which the kernels are loaded on"
+            raise DeviceError(explain("device", ordinal, expected))
+        arrays, workspace = addresses[: self._count], sum(addresses[self._count : self._count + 1])
+        if functools.reduce(int.__or__, arrays, 0) % ARRAY_ALIGNMENT or workspace % ALIGNMENT:
+            got = f"arrays at {[hex(address) for address in arrays]}, a workspace at {workspace:#x}"
+            expected = f"multiples of {ARRAY_ALIGNMENT}, and of {ALIGNMENT} for the workspace"
+            raise ShapeError(explain("addresses", got, expected))
+        try:
+            prepared = idle.pop()
+        except IndexError:  # all are in use by other threads
+            prepared = self._prepare(ordinal)
+        try:
+            prepared.enqueue([0, *(0 if at < 0 else arrays[at] for at in self._places)], workspace, stream)
+        finally:
+            idle.append(prepared)
+
+    def _prepare(self, ordinal: int) -> Prepared:
+        """Programmatic dependents are left out: not every library can capture them into its graphs."""
+        pipeline, config = self._operation.pipeline, self._configs[ordinal]
+        steps = [
+            replace(step, dependent=False) if isinstance(step, Launch) else step
+            for step in pipeline.steps(config, self._call)
+        ]
+        info = devices.describe(ordinal)
+        return Prepared(steps, self._operation.names, pipeline.workspace(config), info, stream=0)

@@ -1,0 +1,257 @@
+"""Writing tokens to a paged cache, and reading them back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import FLOATS, HALF
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.cache import APPEND, GATHER
+from mla_cupy.kernels.cache.layout import page_and_token_bytes
+from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_factor, check_flag
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.records import BYTE_DTYPES, Record, record_of
+
+_CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
+_INDEX_DTYPES = ("int32", "int64")
+_ALIGNMENT = 16
+
+
+def cache_append(
+    latent: Any,
+    rope: Any,
+    cache: Any,
+    slots: Any,
+    *,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    record: str | None = None,
+    scales: str | None = None,
+    kv_scale: float = 1.0,
+    interleaved: bool = True,
+    stream: Any = None,
+) -> None:
+    """Write tokens to a paged cache, in place: quantise, apply RoPE if asked to, scatter by slot.
+
+    Parameters
+    ----------
+    latent : array, (n, d_latent), bfloat16, float16 or float32
+        d_latent is 512, or 448 for the record "v4". The last axis is contiguous.
+    rope : array, (n, 64), dtype of latent, or None
+        None for records without RoPE. The last axis is contiguous.
+    cache : array, (num_pages, page_size, width) or (num_pages, page_size, 1, width), uint8 or a 16-bit float type
+        Pages of a record: `mla-cupy formats` lists them. Pages may be any distance apart; caches of bytes start at, and
+        step by, multiples of 16 bytes. It is changed in place.
+    slots : array, (n,), int32 or int64
+        Token i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
+        the usual mark, is skipped. Which of several tokens with one slot wins is not defined.
+    cos, sin : array, (max_position, 32), float32, optional
+        Apply RoPE to `rope` first. The last axis is contiguous.
+    positions : array, (n,), int32 or int64, optional
+        Rows of cos and sin; clamped to them. Given with these, or not at all.
+    record : str, optional
+        Name of the record. Default: the one of this dtype and width.
+    scales : str, optional
+        Of the record "v32": "power_of_2", the default, gives the bytes of FlashMLA's quantiser; "plain" those of vLLM.
+    kv_scale : float
+        Of the record "fp8": what the stored numbers are multiplied by when they are read.
+    interleaved : bool
+        Whether RoPE turns elements (2i, 2i + 1), as in DeepSeek's models, or (i, i + 32).
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and the cache is untouched.
+
+    Notes
+    -----
+    Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`. A NaN or an infinity
+    makes its whole group of 128 (64 for "v4") read as NaN. NumPy arrays are changed by a GPU if there is one, which
+    copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be written.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> cache = np.zeros((8, 64, 656), np.uint8)
+    >>> latent, rope = np.ones((3, 512), np.float16), np.ones((3, 64), np.float16)
+    >>> mla_cupy.cache_append(latent, rope, cache, np.array([70, -1, 71]))
+    >>> mla_cupy.cache_gather(cache, np.array([70, 72]))[:, 0].tolist()
+    [1.0, 0.0]
+    """
+    options = (record, scales, kv_scale, interleaved)
+    call(APPEND_OPERATION, (latent, rope, cache, slots, cos, sin, positions, None), options, None, False, stream)
+
+
+def cache_gather(
+    cache: Any,
+    slots: Any,
+    *,
+    record: str | None = None,
+    kv_scale: float = 1.0,
+    out: Any = None,
+    out_dtype: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Read tokens of a paged cache as rows of numbers, dequantised.
+
+    Parameters
+    ----------
+    cache, record, kv_scale
+        As for `cache_append`.
+    slots : array, (n,), int32 or int64
+        A slot outside of the cache, such as -1, gives a row of zeros.
+    out : array, (n, d_qk), optional
+        Where the rows go; the last axis is contiguous.
+    out_dtype : str or dtype, optional
+        "bfloat16", "float16" or "float32". Default: the dtype of `out`, or of a 16-bit cache, or bfloat16.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    array, (n, d_qk)
+        Latent, then RoPE: of an e4m3 element its value times its scale, rounded to float32 and then to `out_dtype`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    Exact: the numbers do not depend on the GPU.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> mla_cupy.cache_gather(np.zeros((2, 64, 584), np.uint8), np.array([5])).shape
+    (1, 512)
+    """
+    (rows,) = call(GATHER_OPERATION, (cache, slots, out, None), (record, kv_scale, out_dtype), None, False, stream)
+    return rows
+
+
+# ---- Checks -----------------------------------------------------------------------------------------------------
+
+
+def check_layout(record: Record, cache: View, argument: str = "cache") -> None:
+    """Check what the kernels rely on beside the width of the last axis."""
+    if 0 in cache.shape or record.dtype != "uint8":
+        return
+    page, token = page_and_token_bytes(record, cache)
+    _, page_size, _ = cache.shape
+    if len(record.planes) > 1 and page_size > 1 and cache.strides[1] != record.token_bytes:
+        expected = f"{record.token_bytes} bytes per token: the pages of {record.name} are planes"
+        remedy = "only pages may be further apart"
+        raise ShapeError(explain(f"{argument}.strides[1]", cache.strides[1], expected, remedy))
+    if cache.ptr % _ALIGNMENT or (cache.shape[0] > 1 and page % _ALIGNMENT) or (page_size > 1 and token % _ALIGNMENT):
+        got = f"{cache.strides} at {cache.ptr:#x}"
+        remedy = f"allocate pages of a multiple of {_ALIGNMENT} bytes, such as {record.page_bytes(page_size)}"
+        expected = f"a start and steps that are multiples of {_ALIGNMENT} bytes"
+        raise ShapeError(explain(f"{argument}.strides", got, expected, remedy))
+
+
+def _record(views: Views, name: Any, kv_scale: Any) -> tuple[Record, float]:
+    cache = views["cache"]
+    assert cache is not None
+    record = record_of(cache.dtype, cache.shape[2], name=name)
+    check_layout(record, cache)
+    scale = check_factor("kv_scale", kv_scale)
+    if scale != 1 and "tensor" not in record.scales:
+        raise ArgumentError(explain("kv_scale", kv_scale, f"1 for {record.name}: its scales are in the record"))
+    return record, scale
+
+
+class _AppendOptions(NamedTuple):
+    record: Any
+    scales: Any
+    kv_scale: Any
+    interleaved: Any
+
+
+def _examine_append(views: Views, given: _AppendOptions) -> Examined:
+    record, kv_scale = _record(views, given.record, given.kv_scale)
+    latent, rope = views["latent"], views["rope"]
+    assert latent is not None
+    if latent.shape[1] != record.d_latent:
+        raise ShapeError(explain("latent.shape[-1]", latent.shape[1], f"{record.d_latent} for {record.name}"))
+    if (0 if rope is None else rope.shape[1]) != record.d_rope:
+        got = "None" if rope is None else f"an array of width {rope.shape[1]}"
+        expected = f"an array of width {record.d_rope}" if record.d_rope else "None"
+        raise ShapeError(explain("rope", got, f"{expected} for {record.name}"))
+    _check_rotation(views, record)
+    if given.scales is not None and given.scales not in [name for name in record.scales if name != "none"]:
+        raise ArgumentError(explain("scales", repr(given.scales), f"None, or one of {', '.join(record.scales)}"))
+    interleaved = check_flag("interleaved", given.interleaved)
+    scales = record.scales[0] if given.scales is None else given.scales
+    return Examined(None, AppendOptions(record.name, scales, kv_scale, interleaved))
+
+
+def _check_rotation(views: Views, record: Record) -> None:
+    """Check that RoPE is asked for with everything that it needs, or not at all."""
+    names = ("cos", "sin", "positions")
+    missing = [name for name in names if views[name] is None]
+    if len(missing) not in (0, len(names)):
+        raise ArgumentError(explain(missing[0], None, "an array", f"give all of {', '.join(names)}, or none"))
+    if missing:
+        return
+    cos = views["cos"]
+    assert cos is not None
+    if not record.d_rope:
+        raise ArgumentError(explain("cos", "an array", f"None: {record.name} has no RoPE part"))
+    if cos.shape[1] != record.d_rope // 2:
+        raise ShapeError(explain("cos.shape[-1]", cos.shape[1], f"{record.d_rope // 2} pairs"))
+
+
+class _GatherOptions(NamedTuple):
+    record: Any
+    kv_scale: Any
+    out_dtype: Any
+
+
+def _examine_gather(views: Views, given: _GatherOptions) -> Examined:
+    record, kv_scale = _record(views, given.record, given.kv_scale)
+    return Examined(None, GatherOptions(record.name, kv_scale), sizes={"d_qk": record.d_qk})
+
+
+def _row_dtypes(first: str) -> tuple[str, ...]:
+    """That of a 16-bit cache first, else bfloat16."""
+    return (first, *(dtype for dtype in FLOATS if dtype != first)) if first in HALF else FLOATS
+
+
+_CACHE = "num_pages page_size 1? width"
+
+APPEND_OPERATION = Operation(
+    "cache_append",
+    inputs=(
+        Input("latent", "n d_latent", FLOATS, contiguous=True),
+        Input("rope", "n d_rope", ("=latent",), optional=True, contiguous=True),
+        Input("cache", _CACHE, _CACHE_DTYPES, contiguous=True, written=True),
+        Input("slots", "n", _INDEX_DTYPES),
+        Input("cos", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("sin", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("positions", "n", _INDEX_DTYPES, optional=True),
+    ),
+    outputs=(),
+    min_sizes={"max_position": 1},
+    options=_AppendOptions,
+    examine=_examine_append,
+    reference_options=("record", "scales", "kv_scale", "interleaved"),
+    pipeline=APPEND,
+)
+
+GATHER_OPERATION = Operation(
+    "cache_gather",
+    inputs=(Input("cache", _CACHE, _CACHE_DTYPES, contiguous=True), Input("slots", "n", _INDEX_DTYPES)),
+    outputs=(Output("out", "n d_qk", _row_dtypes, "out_dtype", "rows"),),
+    options=_GatherOptions,
+    examine=_examine_gather,
+    reference_options=("record", "kv_scale"),
+    pipeline=GATHER,
+)

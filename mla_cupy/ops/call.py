@@ -1,0 +1,480 @@
+"""How every operation is called: from the caller's arrays to launches, or to the oracle.
+
+The first call of its kind in a thread checks everything, configures the kernels and packs their parameters. A call
+whose arrays and options are like those of an earlier one, in all but addresses, re-uses all of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from mla_cupy import arrays as families
+from mla_cupy.arrays import Family, Matcher, Native, Signature, View
+from mla_cupy.errors import ArgumentError, DeviceError, ShapeError, explain
+from mla_cupy.kernels.choice import check_kernel
+from mla_cupy.kernels.pipeline import ALIGNMENT, Call, Prepared
+from mla_cupy.ops import backend, overlap, schema
+from mla_cupy.ops.operation import Examined, Operation
+from mla_cupy.runtime import device as devices
+from mla_cupy.runtime import driver
+
+MAX_ENTRIES = 256
+"""Kinds of calls that a thread remembers."""
+
+
+class Plan(Protocol):
+    """A configuration and a workspace, made before the calls that use them."""
+
+    @property
+    def address(self) -> int:
+        """Of the workspace."""
+
+    @property
+    def device(self) -> int:
+        """Where it is, or HOST."""
+
+    @property
+    def state(self) -> Hashable:
+        """Changes whenever calls that the plan served may no longer be served."""
+
+    def configuration(self, request: Request) -> Any:
+        """For the pipeline; raises PlanError unless the plan serves such a call."""
+
+
+class Request(NamedTuple):
+    """A call that has passed all checks.
+
+    Attributes
+    ----------
+    views : dict
+        All arrays, with the axes of the record; outputs that were not given are contiguous and at address 0.
+    sizes : dict
+        Of the axes, by name.
+    missing : dict
+        The outputs to allocate: name -> (shape, dtype).
+    device : int
+    examined : Examined
+    """
+
+    views: dict[str, View | None]
+    sizes: dict[str, int]
+    missing: dict[str, tuple[tuple[int, ...], str]]
+    device: int
+    examined: Examined
+
+
+class _Last(NamedTuple):
+    """The latest call of an operation in a thread."""
+
+    options: tuple[Any, ...]
+    state: Hashable
+    entry: _Entry
+
+
+class _Recent(threading.local):
+    """What a thread's earlier calls have left. Launches are packed per thread."""
+
+    def __init__(self) -> None:
+        self.natives: dict[type, Native] = {}
+        self.entries: dict[Hashable, _Entry] = {}
+        self.last: dict[str, _Last] = {}  # of each operation
+        self.measured: list[int] | None = None
+
+
+_recent = _Recent()
+
+
+def call(
+    operation: Operation,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    plan: Plan | None,
+    check: bool,
+    stream: Any,
+) -> tuple[Any, ...]:
+    """Run an operation.
+
+    Parameters
+    ----------
+    operation : Operation
+    arrays : tuple
+        The inputs and the outputs in the order of the record, then the workspace; None for those that are not given.
+    options : tuple
+        The caller's other arguments, in the order of `operation.options`.
+    plan : Plan or None
+        Has scheduled the work, and owns the workspace.
+    check : bool
+        Look at values on the device first.
+    stream : int, stream object or None
+
+    Returns
+    -------
+    tuple
+        The outputs, of the caller's library.
+    """
+    native = _recent.natives.get(type(arrays[0]))
+    if native is not None and check is False:
+        results = _repeat(operation, native, arrays, options, plan, stream)
+        if results is not None:
+            return results
+    return _first(operation, arrays[:-1], options, arrays[-1], plan, check, stream)
+
+
+def _repeat(
+    operation: Operation, native: Native, arrays: tuple[Any, ...], options: Any, plan: Plan | None, stream: Any
+) -> tuple[Any, ...] | None:
+    """Run a call like an earlier one of this thread; None if there was none. The last of `arrays` is the workspace."""
+    recent = _recent
+    if recent.measured is not None:
+        return None
+    state = plan.state if plan else None
+    last = recent.last.get(operation.name)
+    try:
+        similar = last is not None and last.state == state and last.options == options
+        if last is None or not similar or (addresses := last.entry.match(arrays)) is None:
+            signed = native.signature(arrays)
+            if signed is None:
+                return None
+            addresses, signature = signed
+            last = recent.last[operation.name] = _Last(
+                options, state, recent.entries[operation.name, signature, options, state]
+            )
+    except (KeyError, TypeError, ValueError):  # new, or with an option that is no number or name: the checks see to it
+        return None
+    entry = last.entry
+    return entry.run(arrays, addresses, stream, plan) if entry.prepared.driver is driver.active else None
+
+
+def _matcher(native: Native, signature: Signature) -> Matcher:
+    def match(arrays: Sequence[Any]) -> list[int] | None:
+        signed = native.signature(arrays)
+        return signed[0] if signed is not None and signed[1] == signature else None
+
+    return match
+
+
+def forget() -> None:
+    """Drop what this thread's calls have left, as after a change of the driver."""
+    _recent.natives.clear()
+    _recent.entries.clear()
+    _recent.last.clear()
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[list[int]]:
+    """Within a with statement, this thread's calls only report the bytes of workspace that they would need."""
+    found: list[int] = []
+    _recent.measured = found
+    try:
+        yield found
+    finally:
+        _recent.measured = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a kind of calls writes: the outputs' place among the arrays, (index, shape, dtype) of those to make, and the
+    indices of inputs that are changed in place.
+    """
+
+    begin: int
+    end: int
+    missing: tuple[tuple[int, tuple[int, ...], str], ...]
+    changed: tuple[int, ...] = ()
+
+
+class _Entry:
+    """A kind of calls: everything that they have in common."""
+
+    __slots__ = ("_apart", "_device", "_native", "_nbytes", "_outputs", "_reach", "_written", "match", "prepared")
+
+    match: Matcher
+
+    def __init__(
+        self, native: Native, request: Request, prepared: Prepared, nbytes: tuple[int, int], outputs: _Outputs
+    ) -> None:
+        """`nbytes` are the sizes of the workspace that is needed, and of the one that is given."""
+        needed, lent = nbytes
+        self.prepared = prepared
+        self._native, self._device, self._nbytes, self._outputs = native, request.device, needed, outputs
+        made = {index for index, _, _ in outputs.missing}
+        reach = [None if at in made else span for at, span in enumerate(overlap.spans(tuple(request.views.values())))]
+        self._reach = (None, *reach, (0, lent) if lent else None)
+        changed = (index + 1 for index in outputs.changed)
+        written = (*changed, *range(outputs.begin + 1, outputs.end + 1), outputs.end + 1)
+        self._written = tuple(index for index in written if self._reach[index] is not None)
+        self._apart: list[int] | None = None
+
+    def trust(self, addresses: list[int]) -> None:
+        """Arrays at these addresses have been found not to overlap."""
+        self._apart = addresses.copy()
+
+    def run(
+        self, arrays: tuple[Any, ...], addresses: list[int], stream: Any, plan: Plan | None
+    ) -> tuple[Any, ...] | None:
+        """Run a call of this kind; None if its arrays may overlap or its workspace is not aligned."""
+        if addresses != self._apart:
+            if addresses[-1] % ALIGNMENT or not overlap.clearly_apart(addresses, self._reach, self._written):
+                return None
+            self._apart = addresses.copy()
+        native, device, outputs = self._native, self._device, self._outputs
+        handle = native.current_stream(device) if stream is None else families.stream_handle(stream)
+        results = arrays[outputs.begin : outputs.end]
+        if outputs.missing:
+            results = self._complete(results, addresses, handle)
+        memory = addresses.pop()
+        scratch = None
+        if plan is not None:
+            memory = plan.address
+        elif not memory and self._nbytes:
+            scratch, memory = native.scratch(self._nbytes, device, handle)
+        self.prepared.enqueue(addresses, memory, handle)
+        del scratch  # held until everything is enqueued: the stream orders whoever gets it next
+        return results
+
+    def _complete(self, results: tuple[Any, ...], addresses: list[int], stream: int) -> tuple[Any, ...]:
+        """Allocate the outputs that were not given, and write down their addresses."""
+        native, completed = self._native, list(results)
+        for index, shape, dtype in self._outputs.missing:
+            made = completed[index - self._outputs.begin] = native.empty(shape, dtype, self._device, stream)
+            addresses[index + 1] = native.address(made)
+        return tuple(completed)
+
+
+def _first(
+    operation: Operation,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    workspace: Any,
+    plan: Plan | None,
+    check: bool,
+    stream: Any,
+) -> tuple[Any, ...]:
+    """Check everything, run, and remember."""
+    named = dict(zip(operation.names, arrays, strict=True))
+    family = families.common_family({**named, "workspace": workspace}, (*operation.optional, "workspace"))
+    given = {output.name: named[output.name] for output in operation.outputs}
+    families.check_writable(family, {**{name: named[name] for name in operation.written}, "workspace": workspace})
+    families.check_stream(family, stream)
+    if not isinstance(check, bool):
+        raise ArgumentError(explain("check", repr(check), "True or False"))
+    lent = {name: None if x is None else family.adopt(x) for name, x in named.items()}
+    if family.on_gpu:
+        lent_workspace = None if workspace is None else family.adopt(workspace)
+        made = _on_gpu(operation, family.native, lent, options, lent_workspace, plan, check, stream)
+    else:
+        made = _on_host(operation, family, lent, options, workspace, plan, check, stream)
+    return tuple(
+        kept if kept is not None else None if x is None else family.release(x)
+        for kept, x in zip(given.values(), made, strict=True)
+    )
+
+
+def examine(operation: Operation, given: Mapping[str, View | None], given_options: tuple[Any, ...]) -> Request:
+    """Every check that needs neither a device nor true addresses."""
+    options = operation.options(*given_options)
+    inputs, sizes = schema.check_inputs(operation, given)
+    examined = operation.examine(inputs, options)
+    check_kernel(operation.pipeline.kernels, examined.kernel)
+    sizes |= examined.sizes
+    outputs, missing = schema.check_outputs(operation, given, sizes, options)
+    first = inputs[operation.inputs[0].name]
+    assert first is not None
+    return Request({**inputs, **outputs}, sizes, missing, first.device, examined)
+
+
+def _examine(operation: Operation, native: Native, lent: Mapping[str, Any], options: Any) -> Request:
+    """Every check that needs no device."""
+    given = {name: None if x is None else native.view(x, name) for name, x in lent.items()}
+    request = examine(operation, given, options)
+    present = {name: view for name, view in given.items() if view is not None}
+    overlap.check_apart(present, operation.written)
+    return request
+
+
+def _on_gpu(
+    operation: Operation,
+    native: Native,
+    lent: Mapping[str, Any],
+    options: Any,
+    workspace: Any,
+    plan: Plan | None,
+    check: bool,
+    stream: Any,
+) -> tuple[Any, ...]:
+    """Check, prepare, allocate what is missing, enqueue. What can fail does so before anything is allocated."""
+    arrays = (*lent.values(), workspace)
+    if not check and (results := _repeat(operation, native, arrays, options, plan, stream)) is not None:
+        return results
+    request = _examine(operation, native, lent, options)
+    pipeline, examined, info = operation.pipeline, request.examined, devices.describe(request.device)
+    config = (
+        pipeline.configure(examined.problem, info, examined.kernel) if plan is None else plan.configuration(request)
+    )
+    nbytes = pipeline.workspace(config).nbytes
+    begin, names = len(operation.inputs), operation.names
+    if _recent.measured is not None:
+        _recent.measured.append(nbytes)
+        return arrays[begin:-1]
+    if workspace is not None:
+        _check_workspace(native, lent, request, workspace, plan, nbytes)
+    handle = native.current_stream(request.device) if stream is None else families.stream_handle(stream)
+    if check:
+        _check_values(operation, {name: _copy(native, lent[name], handle) for name in _inputs(operation)}, examined)
+    call = Call(request.views, examined.options, planned=plan is not None)
+    prepared = pipeline.prepare(config, call, names, info, handle)
+    missing = tuple((names.index(name), shape, dtype) for name, (shape, dtype) in request.missing.items())
+    lent_bytes = 0 if workspace is None else native.view(workspace).shape[0]
+    changed = tuple(names.index(array.name) for array in operation.inputs if array.written)
+    entry = _Entry(native, request, prepared, (nbytes, lent_bytes), _Outputs(begin, len(names), missing, changed))
+    signed = native.signature(arrays)
+    if signed is None:  # of a subclass, say: it is as good as any, but not remembered
+        addresses = [0, *(0 if x is None else native.address(x) for x in arrays)]
+    else:
+        addresses, signature = signed
+        entry.match = native.matcher(arrays) or _matcher(native, signature)
+        _remember(operation, native, type(arrays[0]), signature, _Last(options, plan.state if plan else None, entry))
+    entry.trust(addresses)
+    results = entry.run(arrays, addresses, handle, plan)
+    assert results is not None
+    return results
+
+
+def _remember(operation: Operation, native: Native, kind: type, signature: Signature, last: _Last) -> None:
+    recent = _recent
+    while len(recent.entries) >= MAX_ENTRIES:
+        del recent.entries[next(iter(recent.entries))]
+    recent.entries[operation.name, signature, last.options, last.state] = last.entry
+    recent.last[operation.name] = last
+    recent.natives[kind] = native
+
+
+def _on_host(
+    operation: Operation,
+    family: Family,
+    lent: Mapping[str, Any],
+    options: Any,
+    workspace: Any,
+    plan: Plan | None,
+    check: bool,
+    stream: Any,
+) -> tuple[Any, ...]:
+    """Arrays in the host's memory: on the GPU and back, or by the oracle."""
+    if workspace is not None:
+        raise DeviceError(explain("workspace", f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
+    request = _examine(operation, family.native, lent, options)
+    inputs = {name: lent[name] for name in _inputs(operation)}
+    targets = [lent[output.name] for output in operation.outputs]
+    if _recent.measured is not None:
+        _recent.measured.append(0)
+        return tuple(targets)
+    kinds = [view.dtype if (view := request.views[output.name]) else "" for output in operation.outputs]
+    if backend.use_gpu():
+        on_gpu = backend.sent(inputs, plan.device if plan else None, stream)
+        chosen = {o.dtype_option: kind for o, kind in zip(operation.outputs, kinds, strict=True) if o.dtype_option}
+        outputs = dict.fromkeys(output.name for output in operation.outputs)
+        cupy = families.cupy_family()
+        made = _on_gpu(
+            operation, cupy, {**on_gpu, **outputs}, _with(operation, options, chosen), None, plan, check, stream
+        )
+        changed = [array.name for array in operation.inputs if array.written]
+        fetched = backend.fetched([on_gpu[name] for name in changed], stream)
+        backend.deliver(fetched, [lent[name] for name in changed])
+        return backend.deliver(backend.fetched(made, stream), targets)
+    if plan is not None:
+        plan.configuration(request)
+    if check:
+        _check_values(operation, inputs, request.examined)
+    numbers = {name: getattr(request.examined.options, name) for name in operation.reference_options}
+    answer = backend.oracle(operation.name)(**inputs, **numbers)
+    return backend.deliver(backend.rounded(answer, kinds), targets)
+
+
+def _with(operation: Operation, options: tuple[Any, ...], changes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The options with other values for some of them."""
+    return tuple({**operation.options(*options)._asdict(), **changes}.values())
+
+
+def _inputs(operation: Operation) -> list[str]:
+    return [array.name for array in operation.inputs]
+
+
+def _copy(native: Native, x: Any, stream: int) -> Any:
+    return None if x is None else native.to_numpy(x, stream)
+
+
+def _check_values(operation: Operation, arrays: Mapping[str, Any], examined: Examined) -> None:
+    operation.check_values(arrays, examined.options)
+
+
+def _check_workspace(
+    native: Native,
+    lent: Mapping[str, Any],
+    request: Request,
+    workspace: Any,
+    plan: Plan | None,
+    nbytes: int,
+) -> None:
+    if plan is not None:
+        raise ArgumentError(explain("workspace", "an array, with a plan", "None: the plan has its own"))
+    view = native.view(workspace, "workspace")
+    check_memory(view, nbytes, request.device)
+    present = {name: native.view(x, name) for name, x in lent.items() if x is not None}
+    overlap.check_apart({"workspace": view, **present}, ["workspace"])
+
+
+def check_memory(view: View, nbytes: int, device: int) -> None:
+    """Check a workspace: a contiguous, aligned vector of at least `nbytes` bytes on `device`.
+
+    Raises
+    ------
+    ShapeError, DeviceError, ArgumentError
+    """
+    if view.device != device:
+        raise DeviceError(explain("workspace's device", view.device, str(device), "move it"))
+    if view.dtype != "uint8" or len(view.shape) != 1 or (view.strides != (1,) and view.shape[0] > 1):
+        raise ShapeError(explain("workspace", f"{view.dtype} {view.shape}", "a contiguous vector of uint8"))
+    if view.shape[0] < nbytes:
+        remedy = "`mla_cupy.workspace_bytes` tells how many"
+        raise ShapeError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes", remedy))
+    if view.ptr % ALIGNMENT:
+        raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {ALIGNMENT}"))
+
+
+def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Size of the workspace that a call would need. Nothing is allocated or launched.
+
+    Parameters
+    ----------
+    operation : function
+        `mla_cupy.mla_decode`, `mla_cupy.sparse_mla_forward`, or another operation with `workspace=`.
+    *args, **kwargs
+        The call's own arguments.
+
+    Returns
+    -------
+    int
+        Bytes; 0 for arrays in the host's memory.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no operation, or as the call itself would raise.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> outs, lses = np.ones((2, 1, 1, 1, 8), np.float32), np.zeros((2, 1, 1, 1), np.float32)
+    >>> mla_cupy.workspace_bytes(mla_cupy.merge_states, outs, lses)
+    0
+    """
+    with measuring() as found:
+        if callable(operation):
+            operation(*args, **kwargs)
+    if len(found) != 1:
+        raise ArgumentError(explain("operation", repr(operation), "an operation of mla_cupy that takes arrays"))
+    return found[0]

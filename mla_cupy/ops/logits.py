@@ -1,0 +1,131 @@
+"""Scores of the lightning indexer, for queries and keys that lie side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_cupy.kernels.indexer import LOGITS
+from mla_cupy.kernels.indexer.logits_problem import CODES, LogitsProblem
+from mla_cupy.ops.call import call
+from mla_cupy.ops.logits_inputs import (
+    MIN_SIZES,
+    SIZES,
+    GivenOptions,
+    check_sizes,
+    kernel_dtype,
+    out_dtypes,
+    present,
+    resolve,
+)
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.schema import steps_by_16_bytes
+
+
+def indexer_logits(
+    q: Any,
+    k: Any,
+    weights: Any,
+    ks: Any = None,
+    ke: Any = None,
+    *,
+    k_scale: Any = None,
+    clean: bool = True,
+    logits: Any = None,
+    workspace: Any = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Score each key in a query's range (the lightning indexer of DeepSeek sparse attention).
+
+    logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0) for ks[t] <= s < ke[t]
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), float8_e4m3fn, uint8 or bfloat16
+        Indexer queries of 1 to 128 heads, d 32, 64 or 128. uint8 holds e4m3 codes, for libraries without that dtype.
+        The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
+    k : array, (s_kv, d), dtype of q
+        Index keys. Strides as for q.
+    weights : array, (s_q, h), float32
+        Weights of the heads, of any sign. The scales of q's codes and any other factors belong in here.
+    ks, ke : array, (s_q,), int32, optional
+        Query t sees the keys from ks[t] up to ke[t], both clamped to [0, s_kv]. Default: from the first, to the last.
+    k_scale : array, (s_kv,), float32, optional
+        Scales of the keys' codes. Default: 1.
+    clean : bool
+        Write -inf where a query does not see a key. Otherwise these logits keep what the memory held.
+    logits : array, (s_q, s_kv), float32 or bfloat16, optional
+        Where the result goes; the last axis is contiguous (rows that start at multiples of 4 elements are fastest).
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_logits, ...)` bytes.
+    out_dtype : str or dtype, optional
+        "float32" or "bfloat16". Default: the dtype of `logits`, or float32.
+    kernel : str, optional
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    array, (s_q, s_kv)
+        Of the caller's library.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and `logits` is untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    A product that is NaN counts as 0, as max(NaN, 0) does in hardware; NaN in `weights` or `k_scale` reaches the
+    logits. Keys that a query does not see never reach its logits, whatever they hold. NumPy arrays are computed on the
+    GPU if there is one, else by the NumPy oracle (which writes -inf with `clean=False`, too). Deterministic; with the
+    kernels for Hopper a logit's bits do not depend on where its query and key lie, and those of
+    `indexer_logits_paged` are the same.
+
+    Source: DeepSeek-V3.2-Exp's report and DeepGEMM's fp8_mqa_logits.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, mla_cupy
+    >>> q, k = np.ones((2, 4, 32), ml_dtypes.bfloat16), np.ones((3, 32), ml_dtypes.bfloat16)
+    >>> mla_cupy.indexer_logits(q, k, np.ones((2, 4), np.float32), ke=np.array([2, 3], np.int32))
+    array([[128., 128., -inf],
+           [128., 128., 128.]], dtype=float32)
+    """
+    arrays = (q, k, weights, ks, ke, k_scale, logits, workspace)
+    (logits,) = call(OPERATION, arrays, (clean, out_dtype, kernel), None, False, stream)
+    return logits
+
+
+def _examine(views: Views, given: GivenOptions) -> Examined:
+    q, k = present(views, "q"), present(views, "k")
+    s_q, heads, d = q.shape
+    s_kv = k.shape[0]
+    check_sizes(heads=heads, s_q=s_q, s_kv=s_kv)
+    aligned = steps_by_16_bytes(q) and steps_by_16_bytes(k)
+    problem = LogitsProblem(s_q, s_kv, heads, d, kernel_dtype(q.dtype), aligned=aligned)
+    return Examined(problem, resolve(given), given.kernel)
+
+
+OPERATION = Operation(
+    "indexer_logits",
+    inputs=(
+        Input("q", "s_q h d", (CODES[0], "bfloat16", CODES[1]), contiguous=True),
+        Input("k", "s_kv d", ("=q",), contiguous=True),
+        Input("weights", "s_q h", ("float32",)),
+        Input("ks", "s_q", ("int32",), optional=True),
+        Input("ke", "s_q", ("int32",), optional=True),
+        Input("k_scale", "s_kv", ("float32",), optional=True),
+    ),
+    outputs=(Output("logits", "s_q s_kv", out_dtypes, "out_dtype", "rows"),),
+    sizes=SIZES,
+    min_sizes=MIN_SIZES,
+    options=GivenOptions,
+    examine=_examine,
+    reference_options=(),
+    pipeline=LOGITS,
+)

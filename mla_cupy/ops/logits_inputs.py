@@ -1,0 +1,61 @@
+"""What the two forms of the indexer's logits have in common: dtypes, sizes, checks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.arrays.view import View
+from mla_cupy.errors import ShapeError, explain
+from mla_cupy.kernels.indexer.logits_problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions
+from mla_cupy.ops.checks import check_flag
+from mla_cupy.ops.operation import Views
+
+MIN_SIZES = {"h": 1}
+_MAX_INT32 = 2**31 - 1
+
+
+class GivenOptions(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    clean: Any
+    out_dtype: Any
+    kernel: Any
+
+
+def out_dtypes(first: str) -> tuple[str, ...]:
+    """Logits are float32, or rounded to bfloat16."""
+    return ("float32", "bfloat16")
+
+
+def kernel_dtype(name: str) -> str:
+    """The kernels' name of a dtype: bytes are e4m3 codes."""
+    return CODES[0] if name in CODES else name
+
+
+def present(views: Views, name: str) -> View:
+    """The view of a required array."""
+    view = views[name]
+    assert view is not None
+    return view
+
+
+def resolve(given: GivenOptions) -> LogitsOptions:
+    """Check the options."""
+    return LogitsOptions(check_flag("clean", given.clean))
+
+
+def check_sizes(*, heads: int, **counts: int) -> None:
+    """Check the number of heads, and numbers that the kernels count in int32.
+
+    Raises
+    ------
+    ShapeError
+    """
+    if heads > MAX_HEADS:
+        raise ShapeError(explain("q.shape[-2]", f"{heads} heads", f"at most {MAX_HEADS}"))
+    for name, count in counts.items():
+        if count > _MAX_INT32:
+            raise ShapeError(explain(name, count, f"at most {_MAX_INT32}", "the kernels count in int32"))
+
+
+SIZES = {"d": HEAD_DIMS}

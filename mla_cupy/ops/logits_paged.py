@@ -1,0 +1,159 @@
+"""Scores of the lightning indexer for the next tokens of sequences, whose index keys lie in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_cupy.arrays.view import View
+from mla_cupy.errors import ShapeError, explain
+from mla_cupy.kernels.indexer import LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits_problem import CODES, HEAD_DIMS, LogitsProblem
+from mla_cupy.ops.call import call
+from mla_cupy.ops.logits_inputs import (
+    MIN_SIZES,
+    SIZES,
+    GivenOptions,
+    check_sizes,
+    kernel_dtype,
+    out_dtypes,
+    present,
+    resolve,
+)
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.schema import steps_by_16_bytes
+
+_SCALE_BYTES = 4
+_PAGE_ALIGNMENT = 16
+
+
+def indexer_logits_paged(
+    q: Any,
+    cache: Any,
+    weights: Any,
+    seqlens: Any,
+    block_table: Any,
+    *,
+    clean: bool = True,
+    logits: Any = None,
+    workspace: Any = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Score the cached index keys of each sequence for its next tokens.
+
+    logits[n, i, s] = scale[s] * sum_h weights[n, i, h] * max(q[n, i, h] . key[s], 0) for s < length(n, i)
+
+    Parameters
+    ----------
+    q : array, (b, s_q, h, d), float8_e4m3fn or uint8
+        e4m3 codes of 1 to 128 heads, d 32, 64 or 128, of up to 8 next tokens (more: the slow kernel). Strides as for
+        `indexer_logits`.
+    cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
+        Pages of records: in each page, the codes of all its keys, then their float32 scales. A page is contiguous;
+        pages lie multiples of 16 bytes apart. Pages of 64 keys of d = 128 are fast.
+    weights : array, (b, s_q, h), float32
+        As for `indexer_logits`.
+    seqlens : array, (b,) or (b, s_q), int32
+        How many keys each token sees, clamped to [0, max_pages * page_size]. From one number n per sequence, token i
+        sees n - s_q + 1 + i.
+    block_table : array, (b, max_pages), int32
+        The pages of each sequence. Entries that no token needs are not read; a page that does not exist has logits
+        of 0.
+    clean : bool
+        Write -inf for keys that a token does not see. Otherwise these logits keep what the memory held.
+    logits : array, (b, s_q, max_pages * page_size), float32 or bfloat16, optional
+        Where the result goes; the last axis is contiguous.
+    workspace, out_dtype, kernel, stream : optional
+        As for `indexer_logits`.
+
+    Returns
+    -------
+    array, (b, s_q, max_pages * page_size)
+        Of the caller's library.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and `logits` is untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    NaN, determinism and the NumPy backend: as for `indexer_logits`. Source: DeepGEMM's fp8_paged_mqa_logits; the record
+    is that of DeepSeek-V3.2-Exp and vLLM.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> one = 0x38  # 1.0 in e4m3
+    >>> page = np.concatenate([np.full(2 * 32, one, np.uint8), np.full(2, 0.5, np.float32).view(np.uint8)])
+    >>> q, weights = np.full((1, 1, 1, 32), one, np.uint8), np.ones((1, 1, 1), np.float32)
+    >>> seqlens, table = np.array([3], np.int32), np.zeros((1, 2), np.int32)
+    >>> mla_cupy.indexer_logits_paged(q, page.reshape(1, 2, 36), weights, seqlens, table)
+    array([[[ 16.,  16.,  16., -inf]]], dtype=float32)
+    """
+    arrays = (q, cache, weights, seqlens, block_table, logits, workspace)
+    (logits,) = call(OPERATION, arrays, (clean, out_dtype, kernel), None, False, stream)
+    return logits
+
+
+def _examine(views: Views, given: GivenOptions) -> Examined:
+    q, cache, table = (present(views, name) for name in ("q", "cache", "block_table"))
+    b, s_q, heads, d = q.shape
+    page_size, keys = cache.shape[1], table.shape[1] * cache.shape[1]
+    check_sizes(heads=heads, num_pages=cache.shape[0], keys_per_sequence=keys, tokens=b * s_q)
+    _check_pages(cache, d)
+    _check_lengths(present(views, "seqlens"), s_q)
+    problem = LogitsProblem(
+        b * s_q,
+        keys,
+        heads,
+        d,
+        kernel_dtype(q.dtype),
+        block_tokens=max(1, s_q),
+        page_size=page_size,
+        num_pages=cache.shape[0],
+        aligned=steps_by_16_bytes(q),
+    )
+    return Examined(problem, resolve(given), given.kernel)
+
+
+def _check_pages(cache: View, d: int) -> None:
+    record = d + _SCALE_BYTES
+    if cache.shape[2] != record:
+        raise ShapeError(explain("cache.shape[-1]", cache.shape[2], f"{record} bytes: d = {d} codes and a float32"))
+    num_pages, page_size = cache.shape[:2]
+    if 0 in cache.shape:
+        return
+    if cache.strides[2] != 1 or (page_size > 1 and cache.strides[1] != record):
+        remedy = "only whole pages may lie apart"
+        raise ShapeError(explain("cache.strides", cache.strides, f"contiguous pages: (any, {record}, 1)", remedy))
+    if cache.ptr % _PAGE_ALIGNMENT or (num_pages > 1 and (cache.strides[0] % _PAGE_ALIGNMENT or cache.strides[0] < 0)):
+        got = f"{cache.strides} from {cache.ptr:#x}"
+        raise ShapeError(explain("cache.strides", got, f"pages at multiples of {_PAGE_ALIGNMENT} bytes"))
+
+
+def _check_lengths(seqlens: View, s_q: int) -> None:
+    if seqlens.shape[1] not in (1, s_q):
+        raise ShapeError(explain("seqlens.shape[-1]", seqlens.shape[1], f"s_q={s_q}, as in q, or one per sequence"))
+
+
+OPERATION = Operation(
+    "indexer_logits_paged",
+    inputs=(
+        Input("q", "b s_q h d", CODES, contiguous=True),
+        Input("cache", "num_pages page_size 1? d+4", ("uint8",), contiguous=True),
+        Input("weights", "b s_q h", ("float32",)),
+        Input("seqlens", "b lengths?", ("int32",)),
+        Input("block_table", "b max_pages", ("int32",)),
+    ),
+    outputs=(Output("logits", "b s_q max_pages*page_size", out_dtypes, "out_dtype", "rows"),),
+    sizes={**SIZES, "d+4": tuple(d + _SCALE_BYTES for d in HEAD_DIMS)},
+    min_sizes={**MIN_SIZES, "page_size": 1},
+    options=GivenOptions,
+    examine=_examine,
+    reference_options=(),
+    pipeline=LOGITS_PAGED,
+)

@@ -1,0 +1,167 @@
+"""What an operation is: its arrays by the names of their axes, its own checks, its oracle and its pipeline.
+
+The record drives the public call, the tests of bad input, `mla-cupy list` and the bindings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from mla_cupy.arrays.view import View
+from mla_cupy.kernels.pipeline import Pipeline
+
+Views = Mapping[str, View | None]
+Arrays = Mapping[str, np.ndarray[Any, Any] | None]
+
+
+@dataclass(frozen=True)
+class Input:
+    """An array that an operation reads, or changes in place.
+
+    Attributes
+    ----------
+    name : str
+    axes : str
+        Their names, with spaces between: equal names are equal sizes. One that ends in "?" may be missing, and is then
+        of size 1; "1?" may be there, and is left out of the view.
+    dtypes : tuple of str
+        The dtypes that it may have; "=q" means the dtype of q.
+    optional : bool
+        Whether it may be None.
+    contiguous : bool
+        Whether its last axis must be.
+    written : bool
+        Whether the operation writes to parts of it, as to a cache. The oracle then writes to the array that it gets.
+    """
+
+    name: str
+    axes: str
+    dtypes: tuple[str, ...]
+    optional: bool = False
+    contiguous: bool = False
+    written: bool = False
+
+
+def like_first_or_float32(first: str) -> tuple[str, ...]:
+    """The dtypes of most results: that of the first input, or float32."""
+    return (first, "float32") if first != "float32" else (first,)
+
+
+def only_float32(first: str) -> tuple[str, ...]:
+    """The dtype of logarithms and of other numbers that are not stored at length."""
+    return ("float32",)
+
+
+@dataclass(frozen=True)
+class Output:
+    """An array that an operation writes. The caller may give it; else it is allocated.
+
+    Attributes
+    ----------
+    name : str
+    axes : str
+        As of an input; the sizes are those of the inputs. "x*y" is the product of two of them.
+    dtypes : callable
+        `dtypes(first)`: what it may be, the default first, if the first input is of dtype `first`.
+    dtype_option : str
+        The option that chooses the dtype, if there is one.
+    layout : str
+        "wide" starts at, and steps by, multiples of 16 bytes; "rows" has a contiguous last axis; "any" is free.
+    like : str
+        An input whose shape, with the axes that may be missing, it has.
+    needs : str
+        An optional input without which there is no such result.
+    even : bool
+        Whether the first two axes step evenly, so that they can be taken as one.
+    when : str
+        An option that must be true, or there is no such result.
+    """
+
+    name: str
+    axes: str
+    dtypes: Callable[[str], tuple[str, ...]] = only_float32
+    dtype_option: str = ""
+    layout: Literal["wide", "rows", "any"] = "any"
+    like: str = ""
+    needs: str = ""
+    even: bool = False
+    when: str = ""
+
+
+class Examined(NamedTuple):
+    """What an operation's own checks find out.
+
+    Attributes
+    ----------
+    problem : hashable
+        For the pipeline's `configure`.
+    options : named tuple
+        For the pipeline's `steps`: every default is resolved.
+    kernel : str or None
+        The caller's choice.
+    sizes : mapping
+        Of axes that only outputs have, by name.
+    """
+
+    problem: Any
+    options: Any
+    kernel: str | None = None
+    sizes: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One public operation.
+
+    Attributes
+    ----------
+    name : str
+        Of the public function, and of the oracle's.
+    inputs, outputs : tuple
+    sizes : mapping
+        The sizes that an axis may have, where not any.
+    min_sizes : mapping
+        The smallest size of an axis, where not 0.
+    options : named tuple class
+        The names of the public function's other arguments, in its order.
+    examine : callable
+        `examine(views, options)`: checks everything that axes and dtypes do not say, on the caller's options.
+    reference_options : tuple of str
+        The options that the oracle takes.
+    pipeline : Pipeline
+    check_values : callable
+        `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    options: type[Any]
+    examine: Callable[[Views, Any], Examined]
+    pipeline: Pipeline[Any]
+    reference_options: tuple[str, ...]
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    min_sizes: Mapping[str, int] = field(default_factory=dict)
+    check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all arrays, the inputs first."""
+        return (*(array.name for array in self.inputs), *(array.name for array in self.outputs))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The arrays that are changed: the outputs, then inputs that are changed in place."""
+        inputs = (array.name for array in self.inputs if array.written)
+        return (*(array.name for array in self.outputs), *inputs)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The arrays that may be None."""
+        inputs = (array.name for array in self.inputs if array.optional)
+        return (*inputs, *(array.name for array in self.outputs))

@@ -1,0 +1,99 @@
+"""Arrays that share memory: what is written must overlap neither itself nor anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import TABLE
+from mla_cupy.errors import ShapeError, explain
+
+_MAX_WORK = 10_000
+"""Work limit of NumPy's exact solver; arrays that it cannot tell apart within it count as overlapping."""
+
+Span = tuple[int, int]
+
+
+def check_apart(views: Mapping[str, View], written: Collection[str]) -> None:
+    """Check that the `written` arrays overlap neither themselves nor each other nor any array.
+
+    Raises
+    ------
+    ShapeError
+        That names the two.
+    """
+    for name in written:
+        if name in views and _overlaps_itself(views[name]):
+            remedy = "pass an array of its own for each result"
+            got = f"{views[name].strides} for {views[name].shape}"
+            raise ShapeError(explain(f"{name}.strides", got, "elements that do not overlap each other", remedy))
+    for (name, view), (other, theirs) in combinations(views.items(), 2):
+        if (name in written or other in written) and _share(view, theirs):
+            result, array = (name, other) if name in written else (other, name)
+            remedy = "pass memory of its own for each result"
+            raise ShapeError(explain(result, f"memory that overlaps {array}", "memory of its own", remedy))
+
+
+def spans(views: Sequence[View | None]) -> tuple[Span | None, ...]:
+    """The bytes that arrays reach, relative to their addresses; None for those that are not there or empty."""
+    found = [None if view is None else view.span(TABLE[view.dtype].nbytes) for view in views]
+    return tuple(None if span is None or span[0] == span[1] else span for span in found)
+
+
+def clearly_apart(addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int]) -> bool:
+    """Whether no array of `written` (indices) comes near another one; quick, and never wrong when it says so."""
+    for index in written:
+        span = reach[index]
+        if span is None:
+            continue
+        begin, end = addresses[index] + span[0], addresses[index] + span[1]
+        for other, theirs in enumerate(reach):
+            if theirs is None or other == index:
+                continue
+            if addresses[other] + theirs[0] < end and begin < addresses[other] + theirs[1]:
+                return False
+    return True
+
+
+def _overlaps_itself(view: View) -> bool:
+    """Whether elements may share memory: each stride must reach past all that the smaller ones cover."""
+    if 0 in view.shape:
+        return False
+    axes = sorted((abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1)
+    covered = 0
+    for stride, size in axes:
+        if stride <= covered:
+            return True
+        covered += stride * (size - 1)
+    return False
+
+
+def _share(view: View, other: View) -> bool:
+    (low, high), (their_low, their_high) = (x.span(TABLE[x.dtype].nbytes) for x in (view, other))
+    if low == high or their_low == their_high:
+        return False
+    if other.ptr + their_low >= view.ptr + high or view.ptr + low >= other.ptr + their_high:
+        return False
+    try:
+        return bool(np.shares_memory(_shadow(view), _shadow(other), max_work=_MAX_WORK))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _shadow(view: View) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    """An array with the same addresses, never to be read: they may be a GPU's."""
+    itemsize = TABLE[view.dtype].nbytes
+
+    class Interface:
+        __array_interface__ = {  # noqa: RUF012
+            "data": (view.ptr, True),
+            "shape": view.shape,
+            "strides": tuple(itemsize * stride for stride in view.strides),
+            "typestr": f"|V{itemsize}",
+            "version": 3,
+        }
+
+    return np.asarray(Interface())

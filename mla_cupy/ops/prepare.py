@@ -1,0 +1,228 @@
+"""Preparation of index queries and keys: RoPE, Hadamard transform, e4m3."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.indexer import PREPARE_K, PREPARE_Q
+from mla_cupy.kernels.indexer.logits_problem import CODES
+from mla_cupy.kernels.indexer.prepare import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_flag
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.schema import steps_by_16_bytes
+
+SCALES = ("power_of_2", "plain")
+_MAX_VECTORS = 2**31 - 1
+
+
+def indexer_prepare_q(
+    q: Any,
+    weights: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    *,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
+    codes: Any = None,
+    folded: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Rotate and quantise index queries, and fold their scales into the weights of the heads.
+
+    codes = e4m3(z / s) with z = H rope(q) * d**-0.5, and folded = weights * h**-0.5 * s * d**-0.5: what
+    `indexer_logits` takes.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), bfloat16
+        Before RoPE. d is 32, 64 or 128; the last axis is contiguous.
+    weights : array, (s_q, h), float32
+    cos, sin : array, (max_position, rope_pairs), float32
+        RoPE turns the first 2 * rope_pairs elements; rope_pairs is a multiple of d / 8. The last axis is contiguous.
+    positions : array, (s_q,), int32
+        Rows of cos and sin; clamped to them.
+    interleaved : bool
+        Whether elements (2i, 2i + 1) turn together, or (i, i + rope_pairs), as in DeepSeek-V3.2.
+    hadamard : bool
+        Whether to apply the Hadamard transform, which spreads outliers and leaves exact scores alone.
+    scales : str
+        "power_of_2": s = 2**ceil(log2(amax / 448)), "plain": amax / 448; amax is at least 1e-4.
+    reference_rounding : bool
+        Round to bfloat16 after RoPE and after the transform, as the models' own code does.
+    codes : array, (s_q, h, d), uint8 or float8_e4m3fn, optional
+        Where the codes go; it starts at, and steps by, multiples of 16 bytes.
+    folded : array, (s_q, h), float32, optional
+        Where the weights go.
+    workspace : array, (n,), uint8, optional
+        As for the other operations; 0 bytes are needed.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    codes : array, (s_q, h, d), uint8
+        Bits of e4m3.
+    folded : array, (s_q, h), float32
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    Equal to the oracle byte by byte. NaN becomes the code 0x7f and does not count for the scale; infinities saturate.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mla_cupy
+    >>> q, weights = np.ones((2, 4, 32), ml_dtypes.bfloat16), np.ones((2, 4), np.float32)
+    >>> cos, sin = np.ones((8, 16), np.float32), np.zeros((8, 16), np.float32)
+    >>> codes, folded = mla_cupy.indexer_prepare_q(q, weights, cos, sin, np.zeros(2, np.int32), hadamard=False)
+    >>> float(codes.view(ml_dtypes.float8_e4m3fn)[0, 0, 0]), round(float(folded[0, 0]), 6)
+    (256.0, 0.000345)
+    """
+    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (q, weights, cos, sin, positions, codes, folded, workspace)
+    codes, folded = call(OPERATION_Q, arrays, options, None, False, stream)
+    return codes, folded
+
+
+def indexer_prepare_k(
+    k: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    *,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
+    codes: Any = None,
+    k_scale: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Rotate and quantise index keys.
+
+    Parameters
+    ----------
+    k : array, (s_kv, d), bfloat16
+        After its LayerNorm, before RoPE. The last axis is contiguous.
+    cos, sin, positions, interleaved, hadamard, scales, reference_rounding, workspace, stream
+        As for `indexer_prepare_q`.
+    codes : array, (s_kv, d), uint8 or float8_e4m3fn, optional
+        Where the codes go; it starts at, and steps by, multiples of 16 bytes.
+    k_scale : array, (s_kv,), float32, optional
+        Where the scales go.
+
+    Returns
+    -------
+    codes : array, (s_kv, d), uint8
+        Bits of e4m3.
+    k_scale : array, (s_kv,), float32
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    Equal to the oracle byte by byte.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mla_cupy
+    >>> k = np.full((3, 64), 448, ml_dtypes.bfloat16)
+    >>> cos, sin = np.ones((8, 32), np.float32), np.zeros((8, 32), np.float32)
+    >>> codes, k_scale = mla_cupy.indexer_prepare_k(k, cos, sin, np.arange(3, dtype=np.int32), hadamard=False)
+    >>> float(codes.view(ml_dtypes.float8_e4m3fn)[0, 0]), float(k_scale[0])
+    (448.0, 1.0)
+    """
+    options = (interleaved, hadamard, scales, reference_rounding)
+    codes, k_scale = call(
+        OPERATION_K, (k, cos, sin, positions, codes, k_scale, workspace), options, None, False, stream
+    )
+    return codes, k_scale
+
+
+class _Options(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    interleaved: Any
+    hadamard: Any
+    scales: Any
+    reference_rounding: Any
+
+
+def _examine(views: Views, given: _Options) -> Examined:
+    x, cos = views["q"] if "q" in views else views["k"], views["cos"]
+    assert x is not None
+    assert cos is not None
+    d, pairs, vectors = x.shape[-1], cos.shape[1], x.shape[0] * (x.shape[1] if len(x.shape) == 3 else 1)
+    if pairs % (d // LANES) or 2 * pairs > d:
+        expected = f"a multiple of d / {LANES} = {d // LANES}, at most d / 2"
+        raise ShapeError(explain("cos.shape[-1]", pairs, expected))
+    if vectors > _MAX_VECTORS:
+        raise ShapeError(explain("vectors", vectors, f"at most {_MAX_VECTORS}", "split the call"))
+    if not (isinstance(given.scales, str) and given.scales in SCALES):
+        raise ArgumentError(explain("scales", repr(given.scales), '"power_of_2" or "plain"'))
+    options = PrepareOptions(
+        check_flag("interleaved", given.interleaved),
+        check_flag("hadamard", given.hadamard),
+        given.scales,
+        check_flag("reference_rounding", given.reference_rounding),
+    )
+    return Examined(PrepareProblem(d, steps_by_16_bytes(x)), options)
+
+
+def _codes(first: str) -> tuple[str, ...]:
+    """Bytes: not every library has e4m3."""
+    return CODES[::-1]
+
+
+_ROTATION = (
+    Input("cos", "max_position rope_pairs", ("float32",), contiguous=True),
+    Input("sin", "max_position rope_pairs", ("float32",), contiguous=True),
+)
+_REFERENCE_OPTIONS = _Options._fields
+
+OPERATION_Q = Operation(
+    "indexer_prepare_q",
+    inputs=(
+        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
+        Input("weights", "s_q h", ("float32",)),
+        *_ROTATION,
+        Input("positions", "s_q", ("int32",)),
+    ),
+    outputs=(Output("codes", "s_q h d", _codes, layout="wide"), Output("folded", "s_q h")),
+    sizes={"d": HEAD_DIMS},
+    min_sizes={"h": 1, "max_position": 1},
+    options=_Options,
+    examine=_examine,
+    reference_options=_REFERENCE_OPTIONS,
+    pipeline=PREPARE_Q,
+)
+
+OPERATION_K = Operation(
+    "indexer_prepare_k",
+    inputs=(
+        Input("k", "s_kv d", ("bfloat16",), contiguous=True),
+        *_ROTATION,
+        Input("positions", "s_kv", ("int32",)),
+    ),
+    outputs=(Output("codes", "s_kv d", _codes, layout="wide"), Output("k_scale", "s_kv")),
+    sizes={"d": HEAD_DIMS},
+    min_sizes={"max_position": 1},
+    options=_Options,
+    examine=_examine,
+    reference_options=_REFERENCE_OPTIONS,
+    pipeline=PREPARE_K,
+)

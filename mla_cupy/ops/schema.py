@@ -1,0 +1,251 @@
+"""The checks that follow from an operation's record: ranks, axes, dtypes, strides and devices of its arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import TABLE
+from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.ops.checks import check_dtype
+from mla_cupy.ops.operation import Input, Operation, Output, Views
+
+_WIDE_BYTES = 16
+
+
+def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | None], dict[str, int]]:
+    """Check the inputs against the record.
+
+    Returns
+    -------
+    views : dict
+        The inputs with exactly the axes of the record, but for "1?".
+    sizes : dict
+        The sizes of the axes, by name.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+    """
+    present = [(array, view) for array in operation.inputs if (view := given[array.name]) is not None]
+    for array, view in present:
+        _check_rank(operation, array, view)
+    first = present[0][1]
+    for array, view in present:
+        _check_dtype(array, view, given)
+    views: dict[str, View | None] = dict.fromkeys(array.name for array in operation.inputs)
+    sizes: dict[str, int] = {}
+    owners: dict[str, str] = {}
+    for array, view in present:
+        views[array.name] = _bind(operation, array, view, sizes, owners)
+        if array.contiguous and not contiguous_along_last(view):
+            remedy = f"make {array.name} contiguous along it"
+            raise ShapeError(explain(f"{array.name}.strides[-1]", view.strides[-1], "1 element", remedy))
+    for array, view in present:
+        if view.device != first.device:
+            like = operation.inputs[0].name
+            raise DeviceError(explain(f"{array.name}'s device", view.device, f"{first.device}, like {like}", "move it"))
+    return views, sizes
+
+
+def check_outputs(
+    operation: Operation, given: Views, sizes: Mapping[str, int], options: Any
+) -> tuple[dict[str, View | None], dict[str, tuple[tuple[int, ...], str]]]:
+    """Check the arrays for results against the record and the inputs' sizes.
+
+    Returns
+    -------
+    views : dict
+        The outputs; those that were not given as contiguous arrays at address 0; None where there is no such result.
+    missing : dict
+        Name -> (shape, dtype) of those that have to be allocated.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+    """
+    first = given[operation.inputs[0].name]
+    assert first is not None
+    views: dict[str, View | None] = {}
+    missing: dict[str, tuple[tuple[int, ...], str]] = {}
+    for output in operation.outputs:
+        view = given[output.name]
+        if lacking := _lacking(output, given, options):
+            if view is not None:
+                raise ArgumentError(explain(output.name, "an array", f"None: {lacking}"))
+            views[output.name] = None
+            continue
+        shape = _shape(operation, output, given, sizes)
+        dtype = _output_dtype(operation, output, view, first, getattr(options, output.dtype_option or "_", None))
+        if view is None:
+            missing[output.name] = shape, dtype
+            view = contiguous_view(shape, dtype, first.device)
+        else:
+            _check_output(operation, output, view, shape, first)
+        views[output.name] = view
+    return views, missing
+
+
+def _lacking(output: Output, given: Views, options: Any) -> str:
+    """Why there is no such result; "" if there is."""
+    if output.needs and given[output.needs] is None:
+        return f"there is no {output.needs}"
+    return f"{output.when} is not set" if output.when and not getattr(options, output.when) else ""
+
+
+def contiguous_along_last(view: View) -> bool:
+    """Whether the last axis steps by 1 element. The strides of an array without elements mean nothing."""
+    return view.strides[-1] == 1 or view.shape[-1] == 1 or 0 in view.shape
+
+
+def steps_by_16_bytes(view: View) -> bool:
+    """Whether the array starts at, and every axis but the last steps by, a multiple of 16 bytes; forwards."""
+    if 0 in view.shape:
+        return True
+    elements = _WIDE_BYTES // TABLE[view.dtype].nbytes
+    if view.ptr % _WIDE_BYTES:
+        return False
+    return not any(
+        size > 1 and (stride % elements or stride <= 0)
+        for size, stride in zip(view.shape[:-1], view.strides, strict=False)
+    )
+
+
+def check_even(argument: str, view: View) -> None:
+    """Check that the first two axes can be taken as one."""
+    if 0 in view.shape or 1 in view.shape[:2]:
+        return
+    if view.strides[0] != view.shape[1] * view.strides[1]:
+        remedy = f"make {argument} contiguous along its first two axes"
+        expected = f"{view.shape[1]} times strides[1]"
+        raise ShapeError(explain(f"{argument}.strides[0]", view.strides[0], expected, remedy))
+
+
+def form(operation: Operation, array: Input | Output) -> str:
+    """The shape as a reader would write it: "(b, s_q, h_q, 576)"."""
+    names = array.axes.split()
+    kept = [_size_text(operation, name.removesuffix("?")) for name in names if name != "1?"]
+    text = f"({', '.join(kept)}{',' if len(kept) == 1 else ''})"
+    if "1?" in names:
+        return f"{text}, or with a head axis of size 1: {_with_head_axis(names)}"
+    absent = [name.removesuffix("?") for name in names if name.endswith("?")]
+    return f"{text}, or without {absent[0]}" if absent else text
+
+
+def _with_head_axis(names: list[str]) -> str:
+    return "(" + ", ".join("1" if name == "1?" else "..." for name in names) + ")"
+
+
+def _size_text(operation: Operation, name: str) -> str:
+    return " or ".join(map(str, operation.sizes[name])) if name in operation.sizes else name
+
+
+def _check_rank(operation: Operation, array: Input, view: View) -> None:
+    names = array.axes.split()
+    fewest = sum(not name.endswith("?") for name in names)
+    if not fewest <= len(view.shape) <= len(names):
+        raise ShapeError(explain(f"{array.name}.shape", view.shape, form(operation, array)))
+
+
+def _check_dtype(array: Input, view: View, given: Views) -> None:
+    wanted = []
+    for name in array.dtypes:
+        like = given[name[1:]] if name.startswith("=") else None
+        wanted.append((like.dtype, f"{like.dtype}, like {name[1:]}") if like else (name, name))
+    if view.dtype not in [dtype for dtype, _ in wanted]:
+        remedy = "view 16-bit words as ml_dtypes.bfloat16" if view.dtype == "uint16" else f"convert {array.name}"
+        expected = " or ".join(text for _, text in wanted)
+        raise DTypeError(explain(f"{array.name}.dtype", view.dtype, expected, remedy))
+
+
+def _bind(operation: Operation, array: Input, view: View, sizes: dict[str, int], owners: dict[str, str]) -> View:
+    """Compare the axes with those of the arrays before; returns the view with the axes of the record."""
+    names = array.axes.split()
+    shape, strides = list(view.shape), list(view.strides)
+    absent = len(view.shape) < len(names)
+    for axis, name in enumerate(names):
+        if name.endswith("?") and absent:
+            shape.insert(axis, 1)
+            strides.insert(axis, strides[axis - 1])
+    for axis, name in enumerate(names):
+        where = f"{array.name}.shape[{-1 if axis == len(names) - 1 and axis else axis}]"
+        if name == "1?":
+            if shape[axis] != 1:
+                remedy = "all query heads share the rows, and what selects them"
+                raise ShapeError(explain(where, shape[axis], "1 head", remedy))
+            continue
+        _bind_axis(operation, where, name.removesuffix("?"), shape[axis], sizes, owners, array.name)
+    kept = [axis for axis, name in enumerate(names) if name != "1?"]
+    return view._replace(shape=tuple(shape[axis] for axis in kept), strides=tuple(strides[axis] for axis in kept))
+
+
+def _bind_axis(
+    operation: Operation, where: str, name: str, size: int, sizes: dict[str, int], owners: dict[str, str], owner: str
+) -> None:
+    if name not in sizes:
+        allowed = operation.sizes.get(name)
+        if allowed is not None and size not in allowed:
+            remedy = f"{name} = {_size_text(operation, name)} is what is built"
+            raise ShapeError(explain(where, size, _size_text(operation, name), remedy))
+        least = operation.min_sizes.get(name, 0)
+        if size < least:
+            raise ShapeError(explain(where, f"{name}={size}", f"at least {least}"))
+        sizes[name], owners[name] = size, owner
+    elif size != sizes[name]:
+        raise ShapeError(explain(where, size, f"{name}={sizes[name]}, as in {owners[name]}"))
+
+
+def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    like = given[output.like] if output.like else None
+    if like is not None:
+        return like.shape
+    return tuple(_size(operation, name, sizes) for name in output.axes.split())
+
+
+def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:
+    """Of an output's axis, which may be the product of two."""
+    if "*" in name:
+        return math.prod(_size(operation, factor, sizes) for factor in name.split("*"))
+    return sizes[name] if name in sizes else operation.sizes[name][0]
+
+
+def _output_dtype(operation: Operation, output: Output, view: View | None, first: View, chosen: Any) -> str:
+    allowed = output.dtypes(first.dtype)
+    like = operation.inputs[0].name
+    expected = " or ".join(f"{dtype}, like {like}" if dtype == first.dtype else dtype for dtype in allowed)
+    chosen = check_dtype(output.dtype_option, chosen)
+    if chosen is not None and chosen not in allowed:
+        raise DTypeError(explain(output.dtype_option, chosen, expected))
+    if view is None:
+        return chosen or allowed[0]
+    if view.dtype not in ((chosen,) if chosen else allowed):
+        raise DTypeError(explain(f"{output.name}.dtype", view.dtype, chosen or expected))
+    return view.dtype
+
+
+def _check_output(operation: Operation, output: Output, view: View, shape: tuple[int, ...], first: View) -> None:
+    if view.shape != shape:
+        raise ShapeError(explain(f"{output.name}.shape", view.shape, str(shape)))
+    if view.device != first.device:
+        like = operation.inputs[0].name
+        raise DeviceError(explain(f"{output.name}'s device", view.device, f"{first.device}, like {like}", "move it"))
+    if output.layout == "wide" and not (contiguous_along_last(view) and steps_by_16_bytes(view)):
+        expected = "a contiguous last axis, and a start and further strides that are multiples of 16 bytes"
+        raise ShapeError(explain(f"{output.name}.strides", view.strides, expected, "pass a contiguous array"))
+    if output.even:
+        check_even(output.name, view)
+    if output.layout == "rows" and not contiguous_along_last(view):
+        remedy = f"make {output.name} contiguous along it"
+        raise ShapeError(explain(f"{output.name}.strides[-1]", view.strides[-1], "1 element", remedy))
+
+
+def contiguous_view(shape: tuple[int, ...], dtype: str, device: int) -> View:
+    """An array without memory, in C order."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return View(0, shape, tuple(reversed(strides)), dtype, device)

@@ -1,0 +1,183 @@
+"""Sparse decode straight from the FP8 records of a paged cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
+from mla_cupy.kernels.sparse_decode.generic import RECORDS
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
+from mla_cupy.ops.cache import check_layout
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_empty_lse, check_lse_base, resolve_scale
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.schema import check_even
+from mla_cupy.records import BYTE_DTYPES, record_of
+from mla_cupy.shapes import D_V, MAX_TOKENS
+
+
+def sparse_mla_decode(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    topk_length: Any = None,
+    attn_sink: Any = None,
+    extra_kv_cache: Any = None,
+    extra_indices: Any = None,
+    extra_topk_length: Any = None,
+    scale: float | None = None,
+    lse_base: str = "e",
+    empty_lse: float = -math.inf,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Attend from each query to the tokens of a paged FP8 cache that its indices select (absorbed MLA).
+
+    Parameters
+    ----------
+    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4". The last axis is contiguous, and the first two
+        step evenly.
+    kv_cache : array, (num_pages, page_size, 656 or 584) or with a head axis of size 1, uint8
+        Pages of "v32" or "v4": see `cache_append`. The values are the first 512 elements of the keys; with "v4" these
+        include its RoPE part.
+    indices : array, (b, s_q, topk), int32
+        Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
+        -1 being the usual mark; duplicates are counted as often as they occur.
+    topk_length : array, (b,), int32, optional
+        Only the first topk_length[i] entries of the lists of sequence i are read; clamped to [0, topk].
+    attn_sink : array, (h_q,), float32, optional
+        Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
+    extra_kv_cache, extra_indices, extra_topk_length : array, optional
+        A second cache of the same record, with pages of any size, and lists of more keys in it under the same softmax.
+        Cache and indices are given together.
+    scale : float, optional
+        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    lse_base : str
+        "e" or "2": base of the logarithm in `lse`.
+    empty_lse : float
+        `lse` of a query without a token; its `out` is 0.
+    out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
+        Where the result goes; the first two axes step evenly.
+    lse : array, (b, s_q, h_q), float32, optional
+        Where it goes; the first two axes step evenly.
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(sparse_mla_decode, ...)` bytes.
+    out_dtype : str or dtype, optional
+        "float32" for results to be merged; default: the dtype of `out`, or of q.
+    kernel : str, optional
+        Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    out : array, (b, s_q, h_q, 512)
+    lse : array, (b, s_q, h_q), float32
+        log(sum_j exp(scale * q . k[j])), in base `lse_base`, without the sink.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    Any number of heads. Keys are used as they are dequantised, in float32, whatever their scales. Tokens that a query
+    does not select never reach its result. The result does not change from run to run. Workspace: 16 bytes per entry of
+    the lists, and the pieces of split queries. One kernel so far, on CUDA cores: it is correct everywhere and fast
+    nowhere.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> cache = np.zeros((4, 64, 656), np.uint8)
+    >>> latent, rope = np.ones((2, 512), np.float16), np.zeros((2, 64), np.float16)
+    >>> mla_cupy.cache_append(latent, rope, cache, np.array([70, 5]))
+    >>> q, indices = np.ones((1, 1, 8, 576), np.float16), np.array([[[5, -1, 70]]], np.int32)
+    >>> out, lse = mla_cupy.sparse_mla_decode(q, cache, indices)
+    >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
+    ((1, 1, 8, 512), 1.0, 22.026)
+    """
+    options = (scale, lse_base, empty_lse, out_dtype, kernel)
+    selection = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length)
+    out, lse = call(OPERATION, (*selection, out, lse, workspace), options, None, False, stream)
+    return out, lse
+
+
+class _Options(NamedTuple):
+    scale: Any
+    lse_base: Any
+    empty_lse: Any
+    out_dtype: Any
+    kernel: Any
+
+
+def _check_extra(views: Views, record: str) -> None:
+    cache, indices = views["extra_kv_cache"], views["extra_indices"]
+    if (cache is None) != (indices is None):
+        missing = "extra_kv_cache" if cache is None else "extra_indices"
+        raise ArgumentError(explain(missing, None, "an array", "give both, or none"))
+    if views["extra_topk_length"] is not None and indices is None:
+        raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
+    if cache is not None:
+        check_layout(record_of(cache.dtype, cache.shape[2], "extra_kv_cache", record), cache, "extra_kv_cache")
+
+
+def _examine(views: Views, given: _Options) -> Examined:
+    q, cache, indices, extra = (views[name] for name in ("q", "kv_cache", "indices", "extra_indices"))
+    assert q is not None
+    assert cache is not None
+    assert indices is not None
+    record = record_of(cache.dtype, cache.shape[2], "kv_cache")
+    if record.name not in RECORDS:
+        remedy = "read 16-bit rows with sparse_mla_forward"
+        raise ShapeError(explain("kv_cache", f"pages of {record.name}", " or ".join(RECORDS), remedy))
+    check_layout(record, cache, "kv_cache")
+    _check_extra(views, record.name)
+    b, s_q, h_q, d_qk = q.shape
+    if d_qk != record.d_qk:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
+    check_even("q", q)
+    topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
+    if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:
+        raise ShapeError(explain("indices.shape", indices.shape, f"at most {MAX_TOKENS} queries, and keys of each"))
+    options = SparseDecodeOptions(
+        resolve_scale(given.scale, d_qk), check_lse_base(given.lse_base), check_empty_lse(given.empty_lse)
+    )
+    return Examined(SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name), options, given.kernel)
+
+
+OPERATION = Operation(
+    "sparse_mla_decode",
+    inputs=(
+        Input("q", "b s_q h_q d_qk", HALF, contiguous=True),
+        Input("kv_cache", "num_pages page_size 1? width", BYTE_DTYPES, contiguous=True),
+        Input("indices", "b s_q topk", ("int32",)),
+        Input("topk_length", "b", ("int32",), optional=True),
+        Input("attn_sink", "h_q", ("float32",), optional=True),
+        Input("extra_kv_cache", "extra_pages extra_page_size 1? width", BYTE_DTYPES, optional=True, contiguous=True),
+        Input("extra_indices", "b s_q extra_topk", ("int32",), optional=True),
+        Input("extra_topk_length", "b", ("int32",), optional=True),
+    ),
+    outputs=(
+        Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide", even=True),
+        Output("lse", "b s_q h_q", even=True),
+    ),
+    sizes={"d_v": (D_V,)},
+    min_sizes={"h_q": 1},
+    options=_Options,
+    examine=_examine,
+    reference_options=("scale", "lse_base", "empty_lse"),
+    pipeline=SPARSE_DECODE,
+)

@@ -1,0 +1,123 @@
+"""The inputs that the sparse operations share, and the mistakes in them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import HALF
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
+from mla_cupy.ops.operation import Arrays, Input, Views
+from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.shapes import D_V, MAX_TOKENS
+
+Array = np.ndarray[Any, Any]
+
+Q_KV = (
+    Input("q", "s_q h_q d_qk", HALF, contiguous=True),
+    Input("kv", "s_kv 1? d_qk", ("=q",), contiguous=True),
+)
+INDICES = Input("indices", "s_q 1? topk", ("int32",))
+OPTIONAL_INPUTS = (
+    Input("topk_length", "s_q", ("int32",), optional=True),
+    Input("attn_sink", "h_q", ("float32",), optional=True),
+    Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
+    Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+)
+SIZES = {"d_qk": HEAD_DIMS_QK, "d_v": (D_V,)}
+MIN_SIZES = {"h_q": 1, "b+1": 1}
+
+_MAX_INT32 = 2**31 - 1
+
+
+class SparseSizes(NamedTuple):
+    """The sizes of a problem, in its order."""
+
+    s_q: int
+    s_kv: int
+    h_q: int
+    topk: int
+    d_qk: int
+    dtype: str
+
+
+def check_selection(views: Views) -> SparseSizes:
+    """Check what the axes and dtypes of the inputs do not say.
+
+    Raises
+    ------
+    ShapeError, ArgumentError
+    """
+    q, kv, indices = (_present(views, name) for name in ("q", "kv", "indices"))
+    s_q, h_q, d_qk = q.shape
+    s_kv, topk = kv.shape[0], indices.shape[1]
+    for argument, size, limit in (
+        ("q.shape[0]", s_q, _MAX_INT32),
+        ("kv.shape[0]", s_kv, _MAX_INT32),
+        ("topk", topk, MAX_TOKENS),
+    ):
+        if size > limit:
+            raise ShapeError(explain(argument, size, f"at most {limit}", "the kernels count in int32"))
+    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
+    if len(missing) == 1:
+        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    return SparseSizes(s_q, s_kv, h_q, topk, d_qk, q.dtype)
+
+
+def aligned(views: Views, *names: str) -> bool:
+    """Whether these arrays start at, and step by, multiples of 16 bytes."""
+    return all(steps_by_16_bytes(_present(views, name)) for name in names)
+
+
+def _present(views: Views, name: str) -> View:
+    view = views[name]
+    assert view is not None
+    return view
+
+
+def check_sparse_values(arrays: Arrays, options: Any) -> None:
+    """Check the values of the index arrays: an index is -1, or a row that its query may see.
+
+    Raises
+    ------
+    ArgumentError
+        That names the first bad one.
+    """
+    names = ("kv", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
+    kv, indices, lengths, starts_q, starts_kv = (arrays[name] for name in names)
+    assert kv is not None
+    assert indices is not None
+    s_kv = kv.shape[0]
+    indices = indices.reshape(indices.shape[0], indices.shape[-1])
+    s_q, topk = indices.shape
+    if lengths is None:
+        lengths = np.full(s_q, topk)
+    _name_first("topk_length", lengths, (lengths < 0) | (lengths > topk), f"0 to topk = {topk}")
+    if starts_q is None or starts_kv is None:
+        starts_q, starts_kv = np.array([0, s_q]), np.array([0, s_kv])
+    for argument, starts, end in (("cu_seqlens_q", starts_q, s_q), ("cu_seqlens_kv", starts_kv, s_kv)):
+        bad = (starts < 0) | (starts > end) | (np.diff(starts, prepend=starts[:1]) < 0)
+        _name_first(argument, starts, bad, f"ascending starts of 0 to {end}")
+
+    queries = np.arange(s_q)
+    sequence = np.searchsorted(starts_q, queries, side="right") - 1
+    outside = (sequence < 0) | (sequence >= len(starts_q) - 1)
+    after = np.where(outside, 0, sequence) + 1
+    limits = np.where(outside, 0, np.append(starts_kv, 0)[after] - starts_kv[after - 1])
+    if options.causal:
+        limits = limits - (np.append(starts_q, 0)[after] - 1 - queries)
+    slots = np.arange(topk) < lengths[:, None]
+    bad = slots & ((indices < -1) | (indices >= np.maximum(limits, 0)[:, None]))
+    if bad.any():
+        i, slot = np.argwhere(bad)[0]
+        expected = f"-1, or a row of 0 to {limits[i] - 1}" if limits[i] > 0 else "-1: the query sees no row"
+        raise ArgumentError(explain(f"indices[{i}, {slot}]", int(indices[i, slot]), expected))
+
+
+def _name_first(argument: str, values: Array, bad: Array, expected: str) -> None:
+    if bad.any():
+        at = int(np.flatnonzero(bad)[0])
+        raise ArgumentError(explain(f"{argument}[{at}]", int(values[at]), expected))

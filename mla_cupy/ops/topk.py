@@ -1,0 +1,182 @@
+"""Exact top-k of the indexer's logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.indexer import TOPK
+from mla_cupy.kernels.indexer.problem import MAX_TOPK, TopkOptions, TopkProblem
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_count, check_flag
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+
+_MAX_INT32 = 2**31 - 1
+ORDERS = ("index", "value")
+
+
+def indexer_topk(
+    logits: Any,
+    k: int = 2048,
+    *,
+    ks: Any = None,
+    ke: Any = None,
+    block_table: Any = None,
+    order: str = "index",
+    relative: bool = False,
+    page_size: int = 64,
+    keep_first: int = 0,
+    keep_last: int = 0,
+    return_values: bool = True,
+    indices: Any = None,
+    counts: Any = None,
+    values: Any = None,
+    workspace: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Select the k largest logits of each row, exactly.
+
+    Larger logits come first; of equal ones the lower index does. -0 equals +0, and NaN comes last, after -inf.
+
+    Parameters
+    ----------
+    logits : array, (s_q, s_kv), float32 or bfloat16
+        Scores of every key for every query. The last axis is contiguous.
+    k : int
+        How many to select: 1 to 8192.
+    ks, ke : array, (s_q,), int32, optional
+        Row t selects among the keys ks[t] <= s < ke[t]; both are clamped to [0, s_kv]. Default: all. Logits outside
+        are not read.
+    block_table : array, (b, max_pages), int32, optional
+        Return places in a paged cache: key s of a row becomes block_table[., s // page_size] * page_size + s %
+        page_size, or -1 past the table's end. b divides s_q; each sequence has s_q / b rows in a line.
+    order : str
+        "index": ascending, as sparse attention reads its rows fastest; "value": the largest logit first.
+    relative : bool
+        Count indices from ks[t], as `sparse_mla_forward` does with `cu_seqlens_kv`. Not with `block_table`.
+    page_size : int
+        Tokens per page of `block_table`.
+    keep_first, keep_last : int
+        As many keys at the beginning and at the end of each range are selected before all others.
+    return_values : bool
+        Whether to return the logits at the indices, too.
+    indices : array, (s_q, k), int32, optional
+        Where the result goes; the last axis is contiguous.
+    counts : array, (s_q,), int32, optional
+        Where the numbers of selected keys go.
+    values : array, (s_q, k), float32, optional
+        Where the logits go; the last axis is contiguous.
+    workspace : array, (n,), uint8, optional
+        As for the other operations; `workspace_bytes(indexer_topk, ...)` is 0.
+    kernel : str, optional
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    indices : array, (s_q, k), int32
+        -1 from counts[t] on.
+    counts : array, (s_q,), int32
+        min(k, keys in the range): what `sparse_mla_forward` calls `topk_length`.
+    values : array, (s_q, k), float32, or None
+        -inf from counts[t] on. None without `return_values`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    The result is a function of the logits, bit by bit: it depends neither on the run nor on the kernel. Rows of at
+    most k keys are not read at all, unless values are wanted or the order is theirs.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> logits = np.array([[0.5, 2.0, -1.0, 2.0, 0.0]], np.float32)
+    >>> indices, counts, values = mla_cupy.indexer_topk(logits, 3)
+    >>> indices.tolist(), counts.tolist(), values.tolist()
+    ([[0, 1, 3]], [3], [[0.5, 2.0, 2.0]])
+    >>> mla_cupy.indexer_topk(logits, 3, order="value", ke=np.array([2], np.int32))[0].tolist()
+    [[1, 0, -1]]
+    """
+    options = (k, order, relative, page_size, keep_first, keep_last, return_values, kernel)
+    arrays = (logits, ks, ke, block_table, indices, counts, values, workspace)
+    indices, counts, values = call(OPERATION, arrays, options, None, False, stream)
+    return indices, counts, values
+
+
+class TopkArguments(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    k: Any
+    order: Any
+    relative: Any
+    page_size: Any
+    keep_first: Any
+    keep_last: Any
+    return_values: Any
+    kernel: Any
+
+
+def check_topk_options(given: TopkArguments) -> TopkOptions:
+    """Check the numbers and flags of a selection.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if not (isinstance(given.order, str) and given.order in ORDERS):
+        raise ArgumentError(explain("order", repr(given.order), '"index" or "value"'))
+    return TopkOptions(
+        check_count("k", given.k, 1, MAX_TOPK),
+        given.order,
+        check_flag("relative", given.relative),
+        check_count("page_size", given.page_size, 1, _MAX_INT32),
+        check_count("keep_first", given.keep_first, 0, _MAX_INT32),
+        check_count("keep_last", given.keep_last, 0, _MAX_INT32),
+        check_flag("return_values", given.return_values),
+    )
+
+
+def _examine(views: Views, given: TopkArguments) -> Examined:
+    options = check_topk_options(given)
+    logits, table = views["logits"], views["block_table"]
+    assert logits is not None
+    s_q, s_kv = logits.shape
+    for argument, size in (("logits.shape[0]", s_q), ("logits.shape[1]", s_kv)):
+        if size > _MAX_INT32 // 8:
+            raise ShapeError(explain(argument, size, f"at most {_MAX_INT32 // 8}", "split the call"))
+    if table is not None and s_q % table.shape[0]:
+        raise ShapeError(explain("logits.shape[0]", s_q, f"a multiple of {table.shape[0]}, the rows of block_table"))
+    if table is not None and options.relative:
+        raise ArgumentError(explain("relative", "True, with a block_table", "False: pages count from the beginning"))
+    return Examined(TopkProblem(s_q, s_kv, options.k), options, given.kernel, {"k": options.k})
+
+
+def _int32(first: str) -> tuple[str, ...]:
+    return ("int32",)
+
+
+OPERATION = Operation(
+    "indexer_topk",
+    inputs=(
+        Input("logits", "s_q s_kv", ("float32", "bfloat16"), contiguous=True),
+        Input("ks", "s_q", ("int32",), optional=True),
+        Input("ke", "s_q", ("int32",), optional=True),
+        Input("block_table", "tables max_pages", ("int32",), optional=True),
+    ),
+    outputs=(
+        Output("indices", "s_q k", _int32, layout="rows"),
+        Output("counts", "s_q", _int32),
+        Output("values", "s_q k", layout="rows", when="return_values"),
+    ),
+    min_sizes={"tables": 1},
+    options=TopkArguments,
+    examine=_examine,
+    reference_options=("k", "order", "relative", "page_size", "keep_first", "keep_last", "return_values"),
+    pipeline=TOPK,
+)

@@ -1,0 +1,30 @@
+"""Context-parallel decode: one sequence's tokens over several GPUs, by one process per GPU or by one for all.
+
+Token t is in the cache of rank t % world. Every rank decodes all heads over its own tokens, then the ranks exchange
+their partial results, and each merges those of its own heads. `ContextParallel` does that over a transport:
+
+- `PeerTransport`: GPUs of one host that reach each other's memory; one launch exchanges and merges;
+- `NcclTransport`: any GPUs that NCCL connects, on one host or on many;
+- `HostTransport`: arrays on the host, through the rendezvous: for tests, and to see it work without a GPU.
+
+The processes meet at a `Rendezvous`; `LocalGroup` is the same for threads of one process.
+"""
+
+from mla_cupy.parallel.context import ContextParallel
+from mla_cupy.parallel.group import Group, LocalGroup
+from mla_cupy.parallel.host import HostTransport
+from mla_cupy.parallel.nccl import NcclTransport
+from mla_cupy.parallel.peer import PeerTransport
+from mla_cupy.parallel.rendezvous import Rendezvous
+from mla_cupy.parallel.transport import Transport
+
+__all__ = [
+    "ContextParallel",
+    "Group",
+    "HostTransport",
+    "LocalGroup",
+    "NcclTransport",
+    "PeerTransport",
+    "Rendezvous",
+    "Transport",
+]

@@ -1,0 +1,204 @@
+"""Decode whose tokens are shared out over the ranks of a group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mla_cupy import arrays
+from mla_cupy.dtypes import FLOATS, name_of
+from mla_cupy.errors import DTypeError, explain
+from mla_cupy.ops.decode import mla_decode
+from mla_cupy.parallel.transport import Result, Transport, heads_per_rank
+
+
+class ContextParallel:
+    """Decode over the tokens of all ranks of a transport.
+
+    Parameters
+    ----------
+    transport : Transport
+        `PeerTransport`, `NcclTransport` or `HostTransport`.
+    partial_dtype : str, optional
+        "float32", or the dtype of the queries: what travels. Default "float32", which rounds once, at the end; 16 bits
+        halve the bytes, and round once more.
+
+    Notes
+    -----
+    One thread, and one stream, at a time may use it. It keeps room for the partial results of every shape of `q` that
+    it has seen, since CUDA graphs may go on using it: b * s_q * h_q * 2 KB in float32. Every rank must make the same
+    calls in the same order.
+
+    Examples
+    --------
+    Two ranks, as threads, on the host:
+
+    >>> import numpy as np, mla_cupy
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from mla_cupy.parallel import ContextParallel, HostTransport, LocalGroup
+    >>> q, cache = np.ones((1, 1, 4, 576), np.float16), np.ones((2, 64, 576), np.float16)
+    >>> table, seqlens = np.array([[1, 0]], np.int32), np.array([150], np.int32)  # 75 tokens on each rank
+    >>> group = LocalGroup(2)
+    >>> def rank(r):
+    ...     return ContextParallel(HostTransport(group.member(r))).decode(q, cache, table, seqlens)
+    >>> with ThreadPoolExecutor(2) as threads:
+    ...     (out, lse), _ = threads.map(rank, range(2))
+    >>> out.shape, round(float(lse[0, 0, 0]), 3)
+    ((1, 1, 2, 512), 29.011)
+    """
+
+    def __init__(self, transport: Transport, *, partial_dtype: Any = "float32") -> None:
+        self.transport = transport
+        self.world, self.rank = transport.world, transport.rank
+        self._partial_dtype = name_of(partial_dtype)
+        if self._partial_dtype not in FLOATS:
+            raise DTypeError(explain("partial_dtype", repr(partial_dtype), " or ".join(FLOATS)))
+        self._buffers: dict[Any, tuple[Any, Any]] = {}
+
+    def decode(
+        self,
+        q: Any,
+        kv_cache: Any,
+        block_table: Any,
+        seqlens: Any,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        plan: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        out_dtype: Any = None,
+        lse_base: str = "e",
+        empty_lse: float = -math.inf,
+        kernel: str | None = None,
+        check: bool = False,
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
+        """Attend to the tokens of all ranks; the result is that of this rank's heads.
+
+        Parameters
+        ----------
+        q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+            The queries of all heads, the same on every rank.
+        kv_cache : array, (num_pages, page_size, d_qk)
+            This rank's tokens: its token j is token j * world + rank of the sequence.
+        block_table : array, (b, max_pages), int32
+            Of this rank's cache.
+        seqlens : array, (b,), int32
+            Tokens of the whole sequences, the same on every rank.
+        scale, causal, kernel, check
+            As for `mla_decode`.
+        plan : DecodePlan, optional
+            From `plan_decode` with this world and rank, updated for these `seqlens`.
+        out : array, (b, s_q, h_q / world, 512), optional
+            Where the result goes.
+        lse : array, (b, h_q / world, s_q), float32, optional
+            Where its log-sum-exp goes.
+        out_dtype, lse_base, empty_lse
+            As for `mla_decode`; `out_dtype` is the dtype of `q` by default.
+        stream : int or stream object, optional
+            Where to run. Default: the caller's library's current stream.
+
+        Returns
+        -------
+        out : array, (b, s_q, h_q / world, 512)
+            Heads rank * h_q / world and following.
+        lse : array, (b, h_q / world, s_q), float32
+
+        Raises
+        ------
+        ShapeError, DTypeError, DeviceError, ArgumentError, PlanError
+            If an argument does not fit; nothing has been launched.
+        ParallelError
+            If another rank is gone or has made another call. On a GPU the failure of an exchange shows in the next
+            call, or in `transport.check()`; the results of the call that failed are NaN.
+
+        Notes
+        -----
+        Deterministic for a given world: partial results are added in the order of the ranks.
+        """
+        self.transport.check()
+        family = arrays.family_of(q, "q")
+        shape = tuple(q.shape)
+        if len(shape) == 4:  # else mla_decode says what is wrong
+            heads_per_rank(shape, (shape[0], shape[2], shape[1]), self.world)
+        kept_out, kept_lse = self._partials(family, q, stream)
+        partial_out, partial_lse = mla_decode(
+            q,
+            kv_cache,
+            block_table,
+            seqlens,
+            scale=scale,
+            causal=causal,
+            cp_world=self.world,
+            cp_rank=self.rank,
+            plan=plan,
+            out=kept_out,
+            lse=kept_lse,
+            out_dtype=None if kept_out is not None else self._partial_dtype,
+            lse_base=lse_base,
+            kernel=kernel,
+            check=check,
+            stream=stream,
+        )
+        if out is None and out_dtype is None:
+            out_dtype = q.dtype
+        result = Result(out, lse, out_dtype, lse_base, empty_lse, stream)
+        return self.transport.merge(partial_out, partial_lse, result)
+
+    def merge(
+        self,
+        outs: Any,
+        lses: Any,
+        *,
+        out: Any = None,
+        lse: Any = None,
+        out_dtype: Any = None,
+        lse_base: str = "e",
+        empty_lse: float = -math.inf,
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
+        """Exchange and merge partial results of the caller's, such as ones that are projected already.
+
+        The projection of values, 512 to 128 per head, is linear: applied before the exchange it makes a quarter of
+        the bytes.
+
+        Parameters
+        ----------
+        outs : array, (b, s_q, h_q, d), bfloat16, float16 or float32
+            Partial outputs of all heads over this rank's tokens.
+        lses : array, (b, h_q, s_q), float32
+            Their log-sum-exps in base `lse_base`; either infinity means that the row saw no token.
+        out, lse, out_dtype, lse_base, empty_lse, stream
+            As for `decode`; `out_dtype` is that of `outs` by default.
+
+        Returns
+        -------
+        out : array, (b, s_q, h_q / world, d)
+        lse : array, (b, h_q / world, s_q), float32
+
+        Raises
+        ------
+        ShapeError, DTypeError, DeviceError, ArgumentError, ParallelError
+            See `decode`.
+        """
+        self.transport.check()
+        return self.transport.merge(outs, lses, Result(out, lse, out_dtype, lse_base, empty_lse, stream))
+
+    def _partials(self, family: arrays.Family, q: Any, stream: Any) -> tuple[Any, Any]:
+        """Arrays for the partial results of such queries, heads outermost; None where a library's cannot be written."""
+        if not (family.on_gpu and family.mutable) or len(q.shape) != 4:
+            return None, None
+        b, s_q, h_q, _ = q.shape
+        key = family.name, b, s_q, h_q, self._device_of(family, q)
+        if key not in self._buffers:
+            native, device = family.native, key[-1]
+            handle = native.current_stream(device) if stream is None else arrays.stream_handle(stream)
+            outs = native.empty((h_q, b, s_q, 512), self._partial_dtype, device, handle)
+            lses = native.empty((h_q, b, s_q), "float32", device, handle)
+            self._buffers[key] = native.transposed(outs, (1, 2, 0, 3)), native.transposed(lses, (1, 0, 2))
+        return self._buffers[key]
+
+    @staticmethod
+    def _device_of(family: arrays.Family, q: Any) -> int:
+        return family.native.view(family.adopt(q), "q").device

@@ -1,0 +1,108 @@
+"""The members of a group, whether they are processes or threads: what transports ask of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from mla_cupy.errors import ArgumentError, ParallelError, explain
+from mla_cupy.ops.checks import is_integer
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds that a member waits for the others."""
+
+
+class Group(Protocol):
+    """One member's view of its group."""
+
+    @property
+    def world(self) -> int:
+        """How many members there are."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number, from 0 on."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What every member has given, in the order of the ranks; all of them must call it.
+
+        Raises
+        ------
+        ParallelError
+            If one does not within the time, or is gone.
+        """
+
+    def check(self) -> None:
+        """Raise ParallelError if a member is gone."""
+
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, from another thread, as soon as a member is gone."""
+
+
+def check_world(world: int, rank: int) -> None:
+    """Raise ArgumentError unless `rank` is one of `world` ranks."""
+    if not is_integer(world) or world < 1:
+        raise ArgumentError(explain("world", repr(world), "an integer of at least 1"))
+    if not is_integer(rank) or not 0 <= rank < world:
+        raise ArgumentError(explain("rank", repr(rank), f"an integer of 0 to world - 1 = {world - 1}"))
+
+
+class LocalGroup:
+    """A group of threads of one process.
+
+    Parameters
+    ----------
+    world : int
+    timeout : float
+        Seconds that a member waits for the others.
+
+    Examples
+    --------
+    >>> from mla_cupy.parallel import LocalGroup
+    >>> LocalGroup(1).member(0).gather(b"alone")
+    [b'alone']
+    """
+
+    def __init__(self, world: int, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        check_world(world, 0)
+        self.world = world
+        self._barrier = threading.Barrier(world, timeout=timeout)
+        self._payloads = [b""] * world
+
+    def member(self, rank: int) -> Group:
+        """The view of one thread."""
+        check_world(self.world, rank)
+        return _Thread(self, rank)
+
+    def exchange(self, rank: int, payload: bytes) -> list[bytes]:
+        """See `Group.gather`."""
+        try:
+            self._payloads[rank] = payload
+            self._barrier.wait()
+            gathered = list(self._payloads)
+            self._barrier.wait()  # nobody writes the next payload before all have read this one
+        except threading.BrokenBarrierError:
+            remedy = "every member must make the same calls"
+            raise ParallelError(explain("the group", "no word from all members", "one in time", remedy)) from None
+        return gathered
+
+    def check(self) -> None:
+        """Raise ParallelError if a member has given up."""
+        if self._barrier.broken:
+            raise ParallelError(explain("the group", "a member that gave up waiting", "all of them", "start anew"))
+
+
+class _Thread:
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self.world, self.rank = group.world, rank
+        self._group = group
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return self._group.exchange(self.rank, payload)
+
+    def check(self) -> None:
+        self._group.check()
+
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """A thread is gone only with the whole process."""

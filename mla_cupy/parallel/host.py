@@ -1,0 +1,68 @@
+"""Partial results through the rendezvous: slow, without a GPU, and right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from mla_cupy import arrays
+from mla_cupy.dtypes import TABLE
+from mla_cupy.errors import DeviceError, ParallelError, explain
+from mla_cupy.ops.merge import merge_states
+from mla_cupy.parallel.group import Group
+from mla_cupy.parallel.transport import Result, heads_per_rank
+
+
+class HostTransport:
+    """Arrays on the host, NumPy's or PyTorch's; every rank sees the partial results of all.
+
+    Parameters
+    ----------
+    group : Group
+        A `Rendezvous`, or a member of a `LocalGroup`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._group.world
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._group.rank
+
+    def check(self) -> None:
+        """Raise ParallelError if another rank is gone."""
+        self._group.check()
+
+    def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
+        """See `Transport.merge`."""
+        family = arrays.common_family({"out": outs, "lse": lses})
+        if family.on_gpu:
+            raise DeviceError(explain("out", f"an array of {family.name} on the GPU", "one on the host"))
+        out, lse = np.asarray(family.adopt(outs)), np.asarray(family.adopt(lses))
+        heads = heads_per_rank(out.shape, lse.shape, self.world)
+        mine = slice(self.rank * heads, (self.rank + 1) * heads)
+        name = arrays.NUMPY.view(out).dtype
+        kind = json.dumps([out.shape, name, lse.shape, result.lse_base]).encode()
+        gathered = self._group.gather(kind + b"\n" + out.tobytes() + lse.astype(np.float32).tobytes())
+        all_outs, all_lses = [], []
+        for rank, payload in enumerate(gathered):
+            theirs, _, data = payload.partition(b"\n")
+            if theirs != kind:
+                what = f"rank {rank} merges {theirs.decode(errors='replace')}"
+                raise ParallelError(explain("the group", what, f"{kind.decode()}, as rank {self.rank}"))
+            numbers = np.frombuffer(data, TABLE[name].numpy, out.size).reshape(out.shape)
+            all_outs.append(numbers[:, :, mine])
+            all_lses.append(np.frombuffer(data, np.float32, lse.size, numbers.nbytes).reshape(lse.shape)[:, mine])
+        merged = merge_states(
+            *(family.release(np.stack(parts)) for parts in (all_outs, all_lses)),
+            **{name: value for name, value in result._asdict().items() if name != "stream"},
+        )
+        return merged[0], merged[1]

@@ -1,0 +1,110 @@
+"""Partial results through NCCL: one all-to-all, then `merge_states`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mla_cupy import arrays
+from mla_cupy.dtypes import TABLE
+from mla_cupy.errors import DeviceError, ParallelError, explain
+from mla_cupy.ops.merge import merge_states
+from mla_cupy.parallel.group import Group
+from mla_cupy.parallel.transport import Result, heads_per_rank
+
+_BY_HEAD = {4: (2, 0, 1, 3), 3: (1, 0, 2)}
+"""The axes of outs and of lses, heads first: then what goes to one rank is in one piece."""
+_STATES = {5: (0, 2, 3, 1, 4), 4: (0, 2, 1, 3)}
+"""And back, behind the axis of the ranks."""
+
+
+class NcclTransport:
+    """GPUs that NCCL connects, on one host or several; one process, or one thread, per GPU.
+
+    Needs CuPy with NCCL. The exchange waits for nobody on the host, and can be captured in a CUDA graph. Calls must be
+    the same, in the same order, on every rank: NCCL does not notice if they are not. One thread, and one stream, at a
+    time may use it; it keeps what it receives of every shape.
+
+    Parameters
+    ----------
+    group : Group
+        A `Rendezvous`, or a member of a `LocalGroup`; it carries NCCL's own address once.
+    device : int, optional
+        CUDA ordinal. Default: CuPy's current device.
+    """
+
+    def __init__(self, group: Group, *, device: int | None = None) -> None:
+        self._nccl = arrays.cupy_family().nccl()
+        if self._nccl is None:
+            remedy = "install NCCL for CuPy (the wheel nvidia-nccl-cu12 or nvidia-nccl-cu13), or use PeerTransport"
+            raise ParallelError(explain("CuPy", "one without NCCL", "one with cupy.cuda.nccl", remedy))
+        self._group = group
+        self._device = arrays.cupy_family().current_device() if device is None else device
+        uid = self._nccl.get_unique_id() if group.rank == 0 else ()
+        # The numbers may be negative: bytes as signed characters.
+        shared = group.gather(bytes(x & 0xFF for x in uid))[0]
+        with arrays.cupy_family().on_device(self._device):
+            signed = tuple(x - 256 if x > 127 else x for x in shared)
+            self._communicator = self._nccl.NcclCommunicator(group.world, signed, group.rank)
+        group.on_loss(self._abort)
+        self._aborted = False
+        self._received: dict[Any, Any] = {}  # kept: CUDA graphs may go on using them
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._group.world
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._group.rank
+
+    def check(self) -> None:
+        """Raise ParallelError if another rank is gone."""
+        self._group.check()
+        if self._aborted:
+            raise ParallelError(explain("the transport", "aborted", "all ranks at work", "start all of them anew"))
+
+    def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
+        """See `Transport.merge`."""
+        self.check()
+        family = arrays.common_family({"out": outs, "lse": lses})
+        if not family.on_gpu:
+            raise DeviceError(explain("out", f"an array of {family.name} on the CPU", "one on the GPU"))
+        native = family.native
+        outs, lses = family.adopt(outs), family.adopt(lses)
+        view = native.view(outs)
+        handle = native.current_stream(view.device) if result.stream is None else arrays.stream_handle(result.stream)
+        heads_per_rank(view.shape, native.view(lses).shape, self.world)
+        received = self._all_to_all(native, (outs, lses), view.device, handle)
+        states = [native.transposed(x, _STATES[len(native.view(x).shape)]) for x in received]
+        out, lse = merge_states(*states, **{**result._asdict(), "stream": handle})
+        return family.release(out), family.release(lse)
+
+    def _all_to_all(self, native: arrays.Native, given: tuple[Any, Any], device: int, stream: int) -> list[Any]:
+        """Every rank's numbers of this rank's heads: (world, heads, ...)."""
+        nccl, world = self._nccl, self.world
+        received, pieces = [], []
+        for x in given:
+            send = native.contiguous(native.transposed(x, _BY_HEAD[len(native.view(x).shape)]), stream)
+            view = native.view(send)
+            shape = (world, view.shape[0] // world, *view.shape[1:])
+            key = type(send), shape, view.dtype
+            if key not in self._received:
+                self._received[key] = native.empty(shape, view.dtype, device, stream)
+            made = self._received[key]
+            nbytes = TABLE[view.dtype].nbytes * math.prod(shape[1:])
+            received.append(made)
+            pieces.append((send, view.ptr, native.address(made), nbytes))
+        nccl.groupStart()
+        for _, source, target, nbytes in pieces:
+            for other in range(world):
+                self._communicator.send(source + other * nbytes, nbytes, nccl.NCCL_UINT8, other, stream)
+                self._communicator.recv(target + other * nbytes, nbytes, nccl.NCCL_UINT8, other, stream)
+        nccl.groupEnd()
+        return received
+
+    def _abort(self) -> None:
+        self._aborted = True
+        self._communicator.abort()

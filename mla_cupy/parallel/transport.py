@@ -1,0 +1,66 @@
+"""What a transport does: it turns partial results of all heads into merged results of one rank's heads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from mla_cupy.errors import ShapeError, explain
+
+
+class Result(NamedTuple):
+    """How the caller wants a merged result, see `ContextParallel.merge`."""
+
+    out: Any = None
+    lse: Any = None
+    out_dtype: Any = None
+    lse_base: str = "e"
+    empty_lse: float = float("-inf")
+    stream: Any = None
+
+
+class Transport(Protocol):
+    """The way between the ranks of a group."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
+        """Exchange partial results, and merge those of this rank's heads.
+
+        Parameters
+        ----------
+        outs : array, (b, s_q, h_q, d)
+        lses : array, (b, h_q, s_q), float32
+        result : Result
+
+        Returns
+        -------
+        out : array, (b, s_q, h_q / world, d)
+        lse : array, (b, h_q / world, s_q), float32
+        """
+
+    def check(self) -> None:
+        """Raise ParallelError if another rank is gone, or an earlier exchange has failed."""
+
+
+def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> int:
+    """The query heads that one rank gets of partial results with these shapes.
+
+    Raises
+    ------
+    ShapeError
+        If the shapes are not those of partial results, or the heads cannot be shared evenly.
+    """
+    if len(outs) != 4:
+        raise ShapeError(explain("out.shape", outs, "(b, s_q, h_q, d)"))
+    b, s_q, h_q, _ = outs
+    if lses != (b, h_q, s_q):
+        raise ShapeError(explain("lse.shape", lses, f"(b, h_q, s_q) = {(b, h_q, s_q)}"))
+    if h_q % world:
+        raise ShapeError(explain("h_q", h_q, f"a multiple of world={world}", "every rank gets as many heads"))
+    return h_q // world

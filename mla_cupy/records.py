@@ -1,0 +1,219 @@
+"""The records in which a paged cache keeps its tokens, described once, byte by byte.
+
+The oracle, the checks, the documentation and `mla-cupy formats` read these descriptions. `attention/records.cuh` holds
+the same for the device; `tests/budgets` compares the facts of the cubins with these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.shapes import D_QK, D_ROPE, D_V
+
+Kind = Literal["float8_e4m3fn", "bfloat16", "float16", "float32", "float8_e8m0fnu", "padding"]
+Scales = Literal["power_of_2", "plain", "tensor", "none"]
+
+_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}  # of an element; all others have one
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a token.
+
+    Attributes
+    ----------
+    name : str
+        "latent", "rope", "scales", "key" or "padding".
+    kind : str
+        Element type.
+    count : int
+        Number of elements.
+    offset : int
+        First byte within the token's share of the plane.
+    plane : int
+        Which plane of the page holds it.
+    """
+
+    name: str
+    kind: Kind
+    count: int
+    offset: int
+    plane: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.count * _BYTES.get(self.kind, 1)
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one token lies in a page.
+
+    A page holds one plane after the other, and a plane one token after the other. Most records have one plane.
+
+    Attributes
+    ----------
+    name : str
+    about : str
+        Who uses it.
+    planes : tuple of int
+        Bytes per token of each plane.
+    fields : tuple of Field
+    scales : tuple of str
+        The rules by which a quantiser may choose scales, the default first.
+    group : int
+        Elements that share a scale; 0 where there are no scales in the record.
+    d_qk, d_v : int
+        Widths of the key and of the value, whose elements are the key's first. 0 for records that attention does not
+        read.
+    page_multiple : int
+        Page strides are multiples of this many bytes by convention. Kernels take any page stride that is large enough.
+    """
+
+    name: str
+    about: str
+    planes: tuple[int, ...]
+    fields: tuple[Field, ...]
+    scales: tuple[Scales, ...] = ("none",)
+    group: int = 0
+    d_qk: int = D_QK
+    d_v: int = D_V
+    page_multiple: int = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token: the last axis of a cache of bytes."""
+        return sum(self.planes)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the arrays that hold it: the 16-bit dtype of plain rows, else "uint8"."""
+        kinds = {field.kind for field in self.fields}
+        return kinds.pop() if len(kinds) == 1 and kinds <= {"bfloat16", "float16"} else "uint8"
+
+    @property
+    def width(self) -> int:
+        """Size of the last axis of an array of `dtype`."""
+        return self.token_bytes // _BYTES.get(self.dtype, 1)
+
+    @property
+    def d_latent(self) -> int:
+        """Elements of the latent part."""
+        return sum(field.count for field in self.fields if field.name == "latent")
+
+    @property
+    def d_rope(self) -> int:
+        """Elements of the RoPE part."""
+        return sum(field.count for field in self.fields if field.name == "rope")
+
+    def field(self, name: str) -> Field:
+        """The field of a name."""
+        return next(field for field in self.fields if field.name == name)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Smallest page stride by the record's convention, in bytes."""
+        return -(-self.token_bytes * page_size // self.page_multiple) * self.page_multiple
+
+    def offset(self, field: Field, page_size: int, token: int) -> int:
+        """First byte of a token's field within its page."""
+        before = sum(self.planes[: field.plane]) * page_size
+        return before + token * self.planes[field.plane] + field.offset
+
+
+def _rows(kind: Kind, latent: int, rope: int, name: str, about: str) -> Record:
+    size = _BYTES[kind]
+    fields = (Field("latent", kind, latent, 0), Field("rope", kind, rope, latent * size))
+    return Record(
+        name, about, ((latent + rope) * size,), fields[: 2 if rope else 1], d_qk=latent + rope, page_multiple=1
+    )
+
+
+V32 = Record(
+    "v32",
+    "DeepSeek-V3.2 (fp8_ds_mla): FlashMLA, vLLM, SGLang",
+    (656,),
+    (
+        Field("latent", "float8_e4m3fn", D_V, 0),
+        Field("scales", "float32", D_V // 128, 512),
+        Field("rope", "bfloat16", D_ROPE, 528),
+    ),
+    scales=("power_of_2", "plain"),
+    group=128,
+)
+V4 = Record(
+    "v4",
+    "DeepSeek-V4: FlashMLA's MODEL1, SGLang",
+    (576, 8),
+    (
+        Field("latent", "float8_e4m3fn", 448, 0),
+        Field("rope", "bfloat16", D_ROPE, 448),
+        Field("scales", "float8_e8m0fnu", 7, 0, plane=1),
+        Field("padding", "padding", 1, 7, plane=1),
+    ),
+    scales=("power_of_2",),
+    group=64,
+    d_qk=512,
+    page_multiple=576,
+)
+FP8 = Record(
+    "fp8",
+    "one scale per tensor: vLLM's dense MLA backends with kv_cache_dtype=fp8",
+    (576,),
+    (Field("latent", "float8_e4m3fn", D_V, 0), Field("rope", "float8_e4m3fn", D_ROPE, D_V)),
+    scales=("tensor",),
+)
+BF16 = _rows("bfloat16", D_V, D_ROPE, "bf16", "plain rows")
+FP16 = _rows("float16", D_V, D_ROPE, "fp16", "plain rows")
+BF16_NOPE = _rows("bfloat16", D_V, 0, "bf16-nope", "plain rows without RoPE")
+FP16_NOPE = _rows("float16", D_V, 0, "fp16-nope", "plain rows without RoPE")
+INDEXER = Record(
+    "indexer",
+    "keys of the lightning indexer: DeepGEMM's paged layout",
+    (128, 4),
+    (Field("key", "float8_e4m3fn", 128, 0), Field("scales", "float32", 1, 0, plane=1)),
+    scales=("power_of_2", "plain"),
+    group=128,
+    d_qk=0,
+    d_v=0,
+)
+
+#: Every record by its name.
+RECORDS: dict[str, Record] = {
+    record.name: record for record in (V32, V4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE, INDEXER)
+}
+#: Those that hold a latent and, mostly, a RoPE part: what `cache_append` writes and `cache_gather` reads.
+LATENT_RECORDS: tuple[Record, ...] = tuple(record for record in RECORDS.values() if record is not INDEXER)
+#: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
+BYTE_DTYPES = ("uint8", "float8_e4m3fn")
+
+#: Words before the lists of a step's upload, see `cache/update.cu`.
+HEADER_WORDS = 8
+
+#: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, whose power of two is 2^-13.
+MAX_E4M3 = 448.0
+MIN_RATIO = 1e-4
+
+
+def record_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> Record:
+    """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no record called `name`.
+    ShapeError
+        If the array cannot hold the record, or none.
+    """
+    kind = "uint8" if dtype in BYTE_DTYPES else dtype
+    names = [record.name for record in LATENT_RECORDS]
+    if name is not None and name not in names:
+        raise ArgumentError(explain("record", repr(name), f"None, or one of {', '.join(names)}"))
+    candidates = [record for record in LATENT_RECORDS if name in (None, record.name)]
+    for record in candidates:
+        if (record.dtype, record.width) == (kind, width):
+            return record
+    expected = ", ".join(f"{record.width} of {record.dtype} ({record.name})" for record in candidates)
+    raise ShapeError(explain(f"{argument}.shape[-1]", f"{width} of {dtype}", expected, "`mla-cupy formats` lists them"))

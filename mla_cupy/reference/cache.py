@@ -1,0 +1,296 @@
+"""The paged cache: records of tokens, written, read and copied, exact byte by byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.records import HEADER_WORDS, MAX_E4M3, MIN_RATIO, Field, Record, record_of
+
+Array = npt.NDArray[Any]
+
+_E4M3_NAN = 0x7F
+_E8M0_NAN, _E8M0_BIAS = 0xFF, 127
+_MIN_SCALE = np.finfo(np.float32).tiny
+
+
+# ---- Numbers ----------------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def quantize(x: npt.ArrayLike, group: int, scales: str = "power_of_2") -> tuple[Array, Array]:
+    """Round groups of numbers to e4m3 with a scale for each group.
+
+    Parameters
+    ----------
+    x : array, (n, d)
+        Of a 16-bit float type or float32; d is a multiple of `group`.
+    group : int
+        Consecutive elements that share a scale.
+    scales : str
+        "power_of_2": the least power of two that is not below max(amax / 448, 1e-4), as FlashMLA's quantiser chooses.
+        "plain": max(amax / 448, smallest normal float32), as vLLM chooses. A group with a NaN or an infinity gets a
+        scale of NaN or infinity, so that all of it reads as NaN.
+
+    Returns
+    -------
+    codes : array, (n, d), uint8
+        The bits of e4m3(clamp(x / scale, -448, 448)), rounded to nearest even.
+    scales : array, (n, d / group), float32
+    """
+    groups = np.asarray(x).astype(np.float32).reshape(len(np.asarray(x)), -1, group)
+    ratio = np.abs(groups).max(axis=-1, initial=0) / np.float32(MAX_E4M3)
+    if scales == "power_of_2":
+        ratio = np.maximum(ratio, np.float32(MIN_RATIO))
+        mantissa, exponent = np.frexp(ratio)  # mantissa in [0.5, 1): 0.5 only for powers of two
+        scale = np.where(np.isfinite(ratio), np.ldexp(np.float32(1), exponent - (mantissa == 0.5)), ratio)
+    else:
+        scale = np.maximum(ratio, _MIN_SCALE)
+    scale = scale.astype(np.float32)
+    codes = to_e4m3(groups / scale[..., None])
+    return codes.reshape(len(groups), -1), scale
+
+
+@np.errstate(all="ignore")
+def to_e4m3(x: Array) -> Array:
+    """The bits of the nearest e4m3 numbers, ties to even, saturating; NaN is 0x7F."""
+    clamped = np.clip(x, -MAX_E4M3, MAX_E4M3).astype(np.float32)
+    bits = clamped.astype(numpy_dtype("float8_e4m3fn")).view(np.uint8)
+    return np.where(np.isnan(x), np.uint8(_E4M3_NAN), bits)
+
+
+def from_e4m3(codes: Array) -> Array:
+    """The values of e4m3 bits, float32."""
+    return codes.view(numpy_dtype("float8_e4m3fn")).astype(np.float32)
+
+
+def to_e8m0(scales: Array) -> Array:
+    """The exponent bytes of powers of two; NaN and infinity are 0xFF."""
+    _, exponent = np.frexp(scales)
+    return np.where(np.isfinite(scales), exponent - 1 + _E8M0_BIAS, _E8M0_NAN).astype(np.uint8)
+
+
+def from_e8m0(codes: Array) -> Array:
+    """The powers of two of exponent bytes, float32; 0xFF is NaN."""
+    values = np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - _E8M0_BIAS)
+    scales: Array = np.where(codes == _E8M0_NAN, np.float32(np.nan), values)
+    return scales
+
+
+@np.errstate(all="ignore")
+def rotate(
+    rope: npt.ArrayLike, cos: npt.ArrayLike, sin: npt.ArrayLike, positions: npt.ArrayLike, interleaved: bool = True
+) -> Array:
+    """Rotary position embedding, in float32 with a rounding after each operation.
+
+    Parameters
+    ----------
+    rope : array, (n, d)
+    cos, sin : array, (max_position, d / 2), float32
+    positions : array, (n,), integers
+        Rows of cos and sin; clamped to them.
+    interleaved : bool
+        Whether RoPE turns elements (2i, 2i + 1), or (i, i + d / 2).
+
+    Returns
+    -------
+    array, (n, d), float32
+    """
+    x = np.asarray(rope).astype(np.float32)
+    rows = np.clip(np.asarray(positions), 0, len(np.asarray(cos)) - 1)
+    c, s = np.asarray(cos, np.float32)[rows], np.asarray(sin, np.float32)[rows]
+    half = x.shape[1] // 2
+    first, second = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
+    turned = first * c - second * s, second * c + first * s
+    return np.stack(turned, axis=2).reshape(x.shape) if interleaved else np.concatenate(turned, axis=1)
+
+
+# ---- Fields of pages --------------------------------------------------------------------------------------------
+
+
+def field_view(cache: Array, record: Record, field: Field) -> Array:
+    """The bytes of one field of all tokens: a view, (num_pages, page_size, bytes)."""
+    pages, page_size = cache.shape[:2]
+    whole = cache.reshape(pages, page_size, cache.shape[-1]) if cache.ndim == 4 else cache
+    octets = whole.view(np.uint8)
+    if octets.size == 0:
+        return np.zeros((pages, page_size, field.nbytes), np.uint8)
+    step = octets.strides[1] if len(record.planes) == 1 else record.planes[field.plane]
+    start = sum(record.planes[: field.plane]) * page_size + field.offset
+    reach = start + (page_size - 1) * step + field.nbytes
+    page = np.lib.stride_tricks.as_strided(octets, (pages, reach), (octets.strides[0], 1))
+    shape, strides = (pages, page_size, field.nbytes), (octets.strides[0], step, 1)
+    return np.lib.stride_tricks.as_strided(page[:, start:], shape, strides)
+
+
+def _encode(x: Array, field: Field, record: Record, scales: str, kv_scale: float) -> dict[str, Array]:
+    """The bytes of a field, and of its scales where it has any."""
+    if field.kind != "float8_e4m3fn":
+        wanted = numpy_dtype(field.kind)
+        with np.errstate(over="ignore"):
+            kept = np.ascontiguousarray(x) if x.dtype == wanted else x.astype(np.float32).astype(wanted)
+        return {field.name: kept.view(np.uint8)}
+    if not record.group:
+        with np.errstate(all="ignore"):
+            return {field.name: to_e4m3(x.astype(np.float32) / np.float32(kv_scale))}
+    codes, chosen = quantize(x, record.group, scales)
+    kind = record.field("scales").kind
+    stored = chosen.view(np.uint8) if kind == "float32" else to_e8m0(chosen)
+    return {field.name: codes, "scales": stored}
+
+
+def _decode(tokens: Array, field: Field, scale: Array | float) -> Array:
+    """The values of a field of n tokens, float32; `scale` is repeated per element."""
+    if field.kind == "float8_e4m3fn":
+        with np.errstate(all="ignore"):
+            values: Array = from_e4m3(np.ascontiguousarray(tokens)) * np.asarray(scale, np.float32)
+            return values
+    return np.ascontiguousarray(tokens).view(numpy_dtype(field.kind)).astype(np.float32)
+
+
+def _scales_of(cache: Array, record: Record, pages: Array, tokens: Array, kv_scale: float) -> Array | float:
+    if not record.group:
+        return kv_scale
+    field = record.field("scales")
+    stored = np.ascontiguousarray(field_view(cache, record, field)[pages, tokens])
+    values = stored.view(np.float32) if field.kind == "float32" else from_e8m0(stored)
+    return np.repeat(values, record.group, axis=1)
+
+
+# ---- Operations -------------------------------------------------------------------------------------------------
+
+
+def cache_append(
+    latent: npt.ArrayLike,
+    rope: npt.ArrayLike | None,
+    cache: Array,
+    slots: npt.ArrayLike,
+    *,
+    cos: npt.ArrayLike | None = None,
+    sin: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+    record: str | None = None,
+    scales: str | None = None,
+    kv_scale: float = 1.0,
+    interleaved: bool = True,
+) -> tuple[()]:
+    """Write tokens to a paged cache, in place.
+
+    Parameters
+    ----------
+    latent : array, (n, d_latent)
+    rope : array, (n, d_rope), or None for records without it
+    cache : array, (num_pages, page_size, width) or (num_pages, page_size, 1, width)
+        Of the record's dtype. Pages may be any distance apart.
+    slots : array, (n,), integers
+        Token i goes to page slots[i] // page_size, place slots[i] % page_size. Slots outside of the cache, such as -1,
+        are skipped. Of equal slots one token wins.
+    cos, sin, positions : array, optional
+        Apply RoPE first: see `rotate`.
+    record : str, optional
+        Name of the record. Default: the one that the cache's dtype and width belong to.
+    scales : str, optional
+        See `quantize`. Default: the record's first rule.
+    kv_scale : float
+        Scale of the record "fp8".
+    interleaved : bool
+        See `rotate`.
+    """
+    chosen = record_of(str(cache.dtype), cache.shape[-1], name=record)
+    num_pages, page_size = cache.shape[:2]
+    where = np.asarray(slots).astype(np.int64)
+    (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))
+    pages, tokens = np.divmod(where[live], max(1, page_size))
+    parts = {"latent": np.asarray(latent)[live]}
+    if chosen.d_rope:
+        turned = np.asarray(rope)
+        if cos is not None and sin is not None and positions is not None:
+            turned = rotate(turned, cos, sin, positions, interleaved)
+        parts["rope"] = turned[live]
+    for name, x in parts.items():
+        encoded = _encode(x, chosen.field(name), chosen, scales or chosen.scales[0], kv_scale)
+        for field_name, octets in encoded.items():
+            field_view(cache, chosen, chosen.field(field_name))[pages, tokens] = octets
+    if any(field.name == "padding" for field in chosen.fields):
+        field_view(cache, chosen, chosen.field("padding"))[pages, tokens] = 0
+    return ()
+
+
+def cache_gather(
+    cache: Array, slots: npt.ArrayLike, *, record: str | None = None, kv_scale: float = 1.0
+) -> tuple[Array]:
+    """Read tokens of a paged cache as rows of numbers.
+
+    Parameters
+    ----------
+    cache : array
+        As for `cache_append`.
+    slots : array, (n,), integers
+        A slot outside of the cache, such as -1, gives a row of zeros.
+    record, kv_scale
+        As for `cache_append`.
+
+    Returns
+    -------
+    rows : array, (n, d_qk), float32
+        Latent, then RoPE. A quantised element is its e4m3 value times its scale, rounded to float32.
+    """
+    chosen = record_of(str(cache.dtype), cache.shape[-1], name=record)
+    num_pages, page_size = cache.shape[:2]
+    where = np.asarray(slots).astype(np.int64)
+    (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))
+    pages, tokens = np.divmod(where[live], max(1, page_size))
+    rows = np.zeros((len(where), chosen.d_qk), np.float32)
+    scale = _scales_of(cache, chosen, pages, tokens, kv_scale)
+    at = 0
+    for name in ("latent", "rope")[: 2 if chosen.d_rope else 1]:
+        field = chosen.field(name)
+        rows[live, at : at + field.count] = _decode(field_view(cache, chosen, field)[pages, tokens], field, scale)
+        at += field.count
+    return (rows,)
+
+
+def cache_copy_pages(pool: Array, pairs: npt.ArrayLike) -> tuple[()]:
+    """Copy pages within each layer of a pool, in place.
+
+    Parameters
+    ----------
+    pool : array, (num_layers, num_pages, page_bytes), uint8
+    pairs : array, (n, 2), integers
+        (source, destination). Pairs with a page outside of the pool are skipped. No page may be both a destination
+        and anything else.
+    """
+    sources, destinations = np.asarray(pairs).reshape(-1, 2).T
+    num_pages = pool.shape[1]
+    live = (sources >= 0) & (sources < num_pages) & (destinations >= 0) & (destinations < num_pages)
+    pool[:, destinations[live]] = pool[:, sources[live]]
+    return ()
+
+
+def cache_update(
+    packed: npt.ArrayLike, table: Array, seqlens: Array, step_table: Array, step_seqlens: Array, *, page_size: int
+) -> tuple[()]:
+    """Bring a block table up to date, and gather the rows of a step: see `mla_cupy.ops.cache_update`."""
+    words = np.asarray(packed)
+    max_rows, max_pages = table.shape
+    in_step, everything = (min(int(words[at]), max_rows) for at in (0, 1))
+    rows, lengths, first = (words[HEADER_WORDS + at * max_rows :] for at in range(3))
+    rest = words[HEADER_WORDS + 3 * max_rows + 1 :]
+    changes = rest[: len(rest) // 2 * 2].reshape(-1, 2)
+    for i in range(everything):
+        row, length = int(rows[i]), int(lengths[i])
+        if not 0 <= row < max_rows:
+            continue
+        mine = changes[max(0, int(first[i])) : max(0, int(first[i + 1]))]
+        mine = mine[(mine[:, 0] >= 0) & (mine[:, 0] < max_pages)]
+        table[row, mine[:, 0]] = mine[:, 1]
+        seqlens[row] = length
+        if i < in_step:
+            columns = min(max_pages, -(-max(0, length) // page_size))
+            step_table[i, :columns] = table[row, :columns]
+            step_table[i, mine[:, 0]] = mine[:, 1]
+            step_seqlens[i] = length
+    return ()

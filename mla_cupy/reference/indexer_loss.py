@@ -1,0 +1,204 @@
+"""The losses that train the indexer, and their gradients: their specification, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.reference.sparse import selected_rows
+
+Array = npt.NDArray[Any]
+
+
+class IndexerLoss(NamedTuple):
+    """A loss per row, what its rows are normalised by, and the gradients of the sum of row_weights * kl.
+
+    Attributes
+    ----------
+    kl : array, (s_q,) or, per head, (s_q, h)
+        KL(p || softmax(I)) over the keys that the row sees; 0 for a row without a target.
+    mass : array, shape of kl
+        What the target was divided by. Per head: its log-sum-exp.
+    lse : array, shape of kl
+        log(sum(exp(I))); -inf for a row that sees no key.
+    d_index_q, d_index_k, d_weights : array
+        Of the shapes of index_q, index_k, weights.
+    """
+
+    kl: Array
+    mass: Array
+    lse: Array
+    d_index_q: Array
+    d_index_k: Array
+    d_weights: Array
+
+
+def indexer_warmup_loss(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    index_q: npt.ArrayLike,
+    index_k: npt.ArrayLike,
+    weights: npt.ArrayLike,
+    *,
+    lse: npt.ArrayLike | None = None,
+    row_weights: npt.ArrayLike | None = None,
+    target: str = "head_sum",
+    scale: float | None = None,
+    target_scale: float = 1.0,
+    causal: bool = True,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_kv: npt.ArrayLike | None = None,
+) -> IndexerLoss:
+    """KL divergence from the main attention to the indexer's softmax, over all keys that a row sees.
+
+    "head_sum": p = sum_h A_h / ||sum_h A_h||_1 with A_h = exp(scale * q_h . k - lse_h), and I[t, s] = sum_j W[t, j] *
+    max(index_q[t, j] . index_k[s], 0) with W = weights * h_i**-0.5 * d_i**-0.5; one loss per row.
+
+    "per_head": of as many indexer heads as attention heads, p_h = softmax(target_scale * q_h . k) and I_h =
+    weights[t, h] * max(index_q[t, h] . index_k[s], 0); one loss per row and head.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d)
+    k : array, (s_kv, d)
+    index_q : array, (s_q, h_i, d_i)
+    index_k : array, (s_kv, d_i)
+    weights : array, (s_q, h_i)
+    lse : array, (s_q, h), optional
+        The attention's log-sum-exps, natural, for "head_sum". They may count keys that are not among k: the target is
+        normalised again. A head with an infinite one has no part in the target. Default: over the keys that are seen.
+    row_weights : array, (s_q,), optional
+        Factors of the losses in the gradients. Default: 1.
+    target : str
+    scale : float, optional
+        Default: d**-0.5.
+    target_scale : float
+    causal : bool
+        Whether a query is blind to the rows after its own position, the queries being the last of their sequence.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
+
+    Returns
+    -------
+    IndexerLoss
+
+    Notes
+    -----
+    With G = row_weights * (softmax(I) - p) and m = [index_q . index_k > 0]: d_index_q[t, j] = W sum_s G m index_k[s],
+    d_index_k[s] = sum_tj G W m index_q[t, j], and dW[t, j] = sum_s G m index_q[t, j] . index_k[s]. Nothing flows to q
+    and k.
+    """
+    s_q, s_kv = len(np.asarray(q)), len(np.asarray(k))
+    every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv))
+    rows_of = selected_rows(every, s_kv, None, causal, cu_seqlens_q, cu_seqlens_kv)
+    arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
+    return _loss(target, rows_of, arrays, lse, row_weights, scale, target_scale)
+
+
+def indexer_sparse_loss(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    index_q: npt.ArrayLike,
+    index_k: npt.ArrayLike,
+    weights: npt.ArrayLike,
+    indices: npt.ArrayLike,
+    *,
+    lse: npt.ArrayLike | None = None,
+    topk_length: npt.ArrayLike | None = None,
+    row_weights: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_kv: npt.ArrayLike | None = None,
+) -> IndexerLoss:
+    """The loss of `indexer_warmup_loss` with "head_sum", over the keys that `indices` select.
+
+    Parameters
+    ----------
+    indices, topk_length, causal, cu_seqlens_q, cu_seqlens_kv
+        As for `sparse_mla_forward`: which slots count. A key that is selected twice counts twice.
+    q, k, index_q, index_k, weights, lse, row_weights, scale
+        As for `indexer_warmup_loss`; by default, `lse` is over the selected keys.
+
+    Returns
+    -------
+    IndexerLoss
+    """
+    s_kv = len(np.asarray(k))
+    rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
+    arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
+    return _loss("head_sum", rows_of, arrays, lse, row_weights, scale, 1.0)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def _loss(
+    target: str,
+    rows_of: Iterator[Array],
+    arrays: tuple[Array, ...],
+    lse: npt.ArrayLike | None,
+    row_weights: npt.ArrayLike | None,
+    scale: float | None,
+    target_scale: float,
+) -> IndexerLoss:
+    q, k, index_q, index_k, weights = arrays
+    (s_q, h, d), (_, h_i, d_i) = q.shape, index_q.shape
+    summed = target == "head_sum"
+    unit = (h_i * d_i) ** -0.5 if summed else 1.0
+    factors = np.ones(s_q) if row_weights is None else _double(row_weights)
+    scale = d**-0.5 if scale is None else scale
+    kl, mass, own = (np.zeros((s_q, 1 if summed else h)) for _ in range(3))
+    d_index_q, d_index_k, d_weights = (np.zeros_like(x) for x in (index_q, index_k, weights))
+    for t, rows in enumerate(rows_of):
+        products = index_q[t] @ index_k[rows].T
+        scores = unit * weights[t][:, None] * np.maximum(products, 0)
+        given = None if lse is None else _double(lse)[t]
+        if summed:
+            scores, target_rows = scores.sum(axis=0)[None], _head_sum(scale * (q[t] @ k[rows].T), given)
+            mass[t] = target_rows.sum()
+        else:
+            mass[t], target_rows = _softmax(target_scale * (q[t] @ k[rows].T))
+        kl[t], own[t], d_scores = _divergence(target_rows, scores)
+        d_scores = factors[t] * d_scores * (products > 0)  # (h_i, rows); one row of d_scores serves all heads
+        d_products = unit * weights[t][:, None] * d_scores
+        d_index_q[t] = d_products @ index_k[rows]
+        np.add.at(d_index_k, rows, d_products.T @ index_q[t])
+        d_weights[t] = unit * (d_scores * products).sum(axis=1)
+    if summed:
+        kl, mass, own = kl[:, 0], mass[:, 0], own[:, 0]
+    return IndexerLoss(kl, mass, own, d_index_q, d_index_k, d_weights)
+
+
+def _head_sum(logits: Array, lse: Array | None) -> Array:
+    """sum_h exp(logits - lse), (1, n), not normalised."""
+    lse = _softmax(logits)[0] if lse is None else lse
+    live = np.isfinite(lse)
+    parts: Array = np.exp(logits[live] - lse[live][:, None]).sum(axis=0)[None]
+    return parts
+
+
+def _softmax(logits: Array) -> tuple[Array, Array]:
+    """The log-sum-exp of each row, -inf where there is nothing, and its softmax."""
+    top = logits.max(axis=1, initial=-np.inf)
+    shifted = np.exp(logits - np.where(np.isinf(top), 0, top)[:, None])
+    total = shifted.sum(axis=1)
+    return np.where(total > 0, top + np.log(total), -np.inf), shifted / total[:, None]
+
+
+def _divergence(target: Array, scores: Array) -> tuple[Array, Array, Array]:
+    """KL(target / its sum || softmax(scores)) of each row, the scores' log-sum-exp, and the gradient by the scores.
+
+    A row without mass has neither a divergence nor a gradient. p log p is 0 where p is.
+    """
+    lse, softmax = _softmax(scores)
+    total = target.sum(axis=1, keepdims=True)
+    p = np.where(total > 0, target / total, 0.0)
+    there = (total[:, 0] > 0) & np.isfinite(lse)
+    terms = np.where(p > 0, p * (np.log(p) - scores), 0.0).sum(axis=1)
+    kl = np.where(there, terms + lse, 0.0)
+    return kl, lse, np.where(there[:, None], softmax - p, 0.0)
+
+
+def _double(x: npt.ArrayLike) -> Array:
+    return np.asarray(x).astype(np.float64)

@@ -1,0 +1,188 @@
+"""Indexer queries and keys before the logits, and the paged cache of index keys: RoPE, Hadamard, e4m3, records.
+
+The arithmetic is float32 in the order of the kernels, so that codes and scales are equal byte by byte.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.dtypes import numpy_dtype, round_to
+
+Array = npt.NDArray[Any]
+
+MAX_CODE = 448.0
+"""The largest finite e4m3."""
+MIN_AMAX = 1e-4
+"""A vector's largest magnitude counts as at least this, so that zeros have a scale."""
+SCALE_BYTES = 4
+"""Of a record: after the codes of a page come its scales, float32."""
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def indexer_prepare_q(
+    q: npt.ArrayLike,
+    weights: npt.ArrayLike,
+    cos: npt.ArrayLike,
+    sin: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    *,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
+) -> tuple[Array, Array]:
+    """Rotate and quantise indexer queries, and fold their scales into the weights.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d)
+        Before RoPE. d is a power of 2.
+    weights : array, (s_q, h)
+        Weights of the heads.
+    cos, sin : array, (max_position, d_rope / 2), float32
+        RoPE acts on the first d_rope elements of a vector.
+    positions : array, (s_q,), integers
+        Rows of cos and sin; clamped to them.
+    interleaved : bool
+        Whether RoPE turns elements (2i, 2i + 1), or (i, i + d_rope / 2), the default.
+    hadamard : bool
+        Whether to multiply by the Hadamard matrix of order d, times d**-0.5.
+    scales : str
+        "power_of_2": 2**ceil(log2(amax / 448)); "plain": amax / 448.
+    reference_rounding : bool
+        Round to bfloat16 after RoPE and after the Hadamard transform, as the model's own code does.
+
+    Returns
+    -------
+    codes : array, (s_q, h, d), float64
+        Values of e4m3: vector / scale, rounded.
+    folded : array, (s_q, h), float64
+        weights * h**-0.5 * scale * d**-0.5, float32 at every step.
+    """
+    x, weights = np.asarray(q), np.asarray(weights).astype(np.float32)
+    turned = rotate(x, cos, sin, np.asarray(positions)[:, None], interleaved, reference_rounding)
+    codes, factors = quantise(_transformed(turned, hadamard, reference_rounding), scales)
+    _, heads, d = x.shape
+    folded = weights * np.float32(heads**-0.5) * factors * np.float32(d**-0.5)
+    return codes.astype(np.float64), folded.astype(np.float64)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def indexer_prepare_k(
+    k: npt.ArrayLike,
+    cos: npt.ArrayLike,
+    sin: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    *,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
+) -> tuple[Array, Array]:
+    """Rotate and quantise index keys: as `indexer_prepare_q`, for one vector per token.
+
+    Parameters
+    ----------
+    k : array, (s_kv, d)
+        After its LayerNorm, before RoPE.
+    cos, sin, positions, interleaved, hadamard, scales, reference_rounding
+        As for `indexer_prepare_q`.
+
+    Returns
+    -------
+    codes : array, (s_kv, d), float64
+    k_scale : array, (s_kv,), float64
+    """
+    turned = rotate(np.asarray(k), cos, sin, np.asarray(positions), interleaved, reference_rounding)
+    codes, factors = quantise(_transformed(turned, hadamard, reference_rounding), scales)
+    return codes.astype(np.float64), factors.astype(np.float64)
+
+
+def rotate(
+    x: Array, cos: npt.ArrayLike, sin: npt.ArrayLike, positions: Array, interleaved: bool, rounded: bool
+) -> Array:
+    """RoPE on the first elements of x (..., d), float32; `positions` has, or broadcasts to, the axes before d."""
+    tables = [np.asarray(table).astype(np.float32) for table in (cos, sin)]
+    c, s = (table[np.clip(positions, 0, len(table) - 1)] for table in tables)
+    half = c.shape[-1]
+    x = x.astype(np.float32)
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
+    a, b = x[..., first], x[..., second]
+    turned = x.copy()
+    turned[..., first] = a * c - b * s
+    turned[..., second] = a * s + b * c
+    return round_to(turned, "bfloat16") if rounded else turned
+
+
+def hadamard_transform(x: Array) -> Array:
+    """H x * d**-0.5 along the last axis, whose length d is a power of 2: a butterfly in float32, neighbours first."""
+    d = x.shape[-1]
+    step = 1
+    while step < d:
+        pairs = x.reshape(*x.shape[:-1], d // (2 * step), 2, step)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
+        step *= 2
+    scaled: Array = x * np.float32(d**-0.5)
+    return scaled
+
+
+def _transformed(x: Array, wanted: bool, rounded: bool) -> Array:
+    if not wanted:
+        return x
+    y = hadamard_transform(x)
+    return round_to(y, "bfloat16") if rounded else y
+
+
+def quantise(x: Array, scale: str) -> tuple[Array, Array]:
+    """Codes of e4m3 and one float32 scale per vector (..., d).
+
+    The scale comes from the largest magnitude that is a number, infinities counted as the largest float; codes
+    saturate, and NaN stays NaN.
+    """
+    magnitudes = np.where(np.isnan(x), 0, np.minimum(np.abs(x), np.finfo(np.float32).max)).astype(np.float32)
+    amax = np.maximum(magnitudes.max(axis=-1), np.float32(MIN_AMAX))
+    scales = _power_of_2(amax) if scale == "power_of_2" else amax * np.float32(1 / MAX_CODE)
+    ratio = x / scales[..., None]
+    return round_to(np.clip(ratio, -MAX_CODE, MAX_CODE), "float8_e4m3fn"), scales
+
+
+def _power_of_2(amax: Array) -> Array:
+    """2**ceil(log2(amax / 448)), from the bits: the exponent, and one more if the mantissa is not 0."""
+    bits = (amax * np.float32(1 / MAX_CODE)).view(np.uint32)
+    exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    scales: Array = (exponents << 23).astype(np.uint32).view(np.float32)
+    return scales
+
+
+# ---- The paged cache ---------------------------------------------------------------------------------------------
+
+
+def page_parts(cache: Array) -> tuple[Array, Array]:
+    """The codes (num_pages, page_size, d) and the scales (num_pages, page_size) of a cache, as views of its memory.
+
+    A page of the cache (num_pages, page_size, d + 4), uint8, holds the codes of all its tokens, then their scales:
+    its last two axes are contiguous, and say how many bytes it has, not where they are.
+    """
+    num_pages, page_size, width = cache.shape
+    d = width - SCALE_BYTES
+    pages = cache.reshape(num_pages, page_size * width)
+    codes = pages[:, : page_size * d].reshape(num_pages, page_size, d).view(numpy_dtype("float8_e4m3fn"))
+    return codes, pages[:, page_size * d :].view(np.float32)
+
+
+def append_records(cache: Array, codes: npt.ArrayLike, scales: npt.ArrayLike, slots: npt.ArrayLike) -> None:
+    """Write keys to slots of a cache, in place: slot = page * page_size + token; any other number is skipped."""
+    parts, page_scales = page_parts(cache)
+    page_size = cache.shape[1]
+    values, slots = np.asarray(codes).astype(parts.dtype), np.asarray(slots).astype(np.int64)
+    for value, scale, slot in zip(values, np.asarray(scales), slots, strict=True):
+        if 0 <= slot < cache.shape[0] * page_size:
+            parts[slot // page_size, slot % page_size] = value
+            page_scales[slot // page_size, slot % page_size] = scale

@@ -1,0 +1,79 @@
+"""Sparse decode from the records of a paged cache: the specification of `mla_cupy.sparse_mla_decode`, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.reference.attend import attend
+from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.lse import log_of_base
+
+Array = npt.NDArray[Any]
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def sparse_mla_decode(
+    q: npt.ArrayLike,
+    kv_cache: Array,
+    indices: npt.ArrayLike,
+    *,
+    topk_length: npt.ArrayLike | None = None,
+    attn_sink: npt.ArrayLike | None = None,
+    extra_kv_cache: Array | None = None,
+    extra_indices: npt.ArrayLike | None = None,
+    extra_topk_length: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    lse_base: str = "e",
+    empty_lse: float = -np.inf,
+) -> tuple[Array, Array]:
+    """Attend from each query to the tokens of a paged cache that its indices select.
+
+    Parameters
+    ----------
+    q : array, (b, s_q, h_q, d_qk)
+    kv_cache : array
+        Pages of "v32" or "v4": see `cache_append`.
+    indices : array, (b, s_q, topk), integers
+        Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
+        occur.
+    topk_length : array, (b,), integers, optional
+        How many entries of each list are read; clamped to [0, topk].
+    attn_sink : array, (h_q,), optional
+        Logits of a key without a value.
+    extra_kv_cache, extra_indices, extra_topk_length : array, optional
+        A second cache of the same record, and more keys from it under the same softmax.
+    scale, lse_base, empty_lse
+        As for `mla_decode`.
+
+    Returns
+    -------
+    out : array, (b, s_q, h_q, 512), float64
+    lse : array, (b, s_q, h_q), float64
+        Without the sink.
+    """
+    q = np.asarray(q).astype(np.float64)
+    b, s_q, h_q, d_qk = q.shape
+    scale = d_qk**-0.5 if scale is None else scale
+    sources = [(kv_cache, indices, topk_length)]
+    if extra_kv_cache is not None and extra_indices is not None:
+        sources.append((extra_kv_cache, extra_indices, extra_topk_length))
+    out, lse = np.zeros((b, s_q, h_q, 512)), np.full((b, s_q, h_q), -np.inf)
+    for i, s in np.ndindex(b, s_q):
+        keys = np.concatenate([_selected(*source, i, s) for source in sources]).astype(np.float64)
+        out[i, s], lse[i, s], _ = attend(q[i, s], keys, 512, scale, None)
+    if attn_sink is not None:
+        sink = np.asarray(attn_sink, np.float64)
+        out *= np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))[..., None]
+    return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+
+
+def _selected(cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int) -> Array:
+    """The keys that a list names."""
+    entries = np.asarray(indices)[i, s]
+    length = len(entries) if lengths is None else int(np.clip(np.asarray(lengths)[i], 0, len(entries)))
+    slots = entries[:length]
+    slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
+    return cache_gather(cache, slots)[0]

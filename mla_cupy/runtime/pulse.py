@@ -1,0 +1,60 @@
+"""Whether another process gets on with its work, by what the kernel of the operating system says of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PATIENCE_SECONDS = 5.0
+"""How long a process may do nothing at all. One that runs on a busy machine does something within a second."""
+
+_USER_TICKS, _SYSTEM_TICKS, _NICENESS = 11, 12, 16  # in /proc/PID/stat, behind the name
+
+
+class Pulse:
+    """Signs of life of the process `pid`: stopped, frozen and deadlocked ones show none."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._before: tuple[str, ...] = ()
+        self._still = 0.0
+
+    def is_still(self, waited: float) -> bool:
+        """Whether it has done nothing for `PATIENCE_SECONDS`, of which we have just `waited` some.
+
+        It is our own waiting that is added up, and not the time of a clock: where both of us were stopped it goes on.
+        A process of which nothing is known counts as one at work.
+        """
+        now = self._sign()
+        if now != self._before or not now:
+            self._before, self._still = now, 0.0
+        else:
+            self._still += waited
+        return self._still >= PATIENCE_SECONDS
+
+    def yields_to_us(self) -> bool:
+        """Whether it has a lower priority than we have, so that on a busy machine we would be faster."""
+        fields = _fields(self.pid)
+        return bool(fields) and int(fields[_NICENESS]) > os.nice(0)
+
+    def _sign(self) -> tuple[str, ...]:
+        """What changes whenever the process runs: its time, and how often it has slept or been put to sleep."""
+        fields = _fields(self.pid)
+        if not fields:
+            return ()
+        return fields[_USER_TICKS], fields[_SYSTEM_TICKS], *_switches(self.pid)
+
+
+def _fields(pid: int) -> list[str]:
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _switches(pid: int) -> list[str]:
+    return [line for line in _read(pid, "status").splitlines() if "ctxt_switches" in line]
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""

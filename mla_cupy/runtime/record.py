@@ -1,0 +1,59 @@
+"""What the record of a compiled kernel must hold. It is read from a disk, so nothing about it is taken for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mla_cupy.runtime import elf
+from mla_cupy.runtime.build import facts
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _are_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
+
+
+def _are_defines(value: object) -> bool:
+    return isinstance(value, list) and all(_are_texts(define) and len(define) == 2 for define in value)
+
+
+_FIELDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("name", "entry", "source", "arch", "label", "source_digest", "nvrtc", "image_key"), _is_text),
+    **dict.fromkeys(("registers", "spill_stores", "spill_loads", "stack", "static_smem", "barriers"), _is_count),
+    **dict.fromkeys(("options", "notes"), _are_texts),
+    "defines": _are_defines,
+    "seconds": _are_seconds,
+}
+
+
+def problem(record: dict[str, Any], cubin: bytes) -> str:
+    """Why `record` is not that of `cubin`, or "".
+
+    A field is missing or of another type than `build` writes, or it says something else than the cubin itself does:
+    a kernel that is launched with wrong facts computes wrong numbers.
+    """
+    for name, is_right in _FIELDS.items():
+        if name not in record:
+            return f"its record has no {name}"
+        if not is_right(record[name]):
+            return f"its record has a wrong {name}"
+    try:
+        entries = [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]
+        known = facts(cubin)
+    except ValueError as error:
+        return f"its cubin is {error}"
+    if entries != [record["entry"]]:
+        return "its cubin has other entries than its record"
+    return "" if record.get("facts") == known else "its cubin has other facts than its record"

@@ -1,0 +1,16 @@
+"""What to install, in the words of error messages.
+
+The wheels by name: this package is not published, so no message may tell anyone to install it by its name.
+"""
+
+_CHECKOUT = 'or, in a checkout, pip install -e ".[cu12]"'
+
+INSTALL_NVRTC = f'pip install "nvidia-cuda-nvrtc-cu12>=12.9" (CUDA 13: "nvidia-cuda-nvrtc>=13"), {_CHECKOUT}'
+"""The compiler."""
+
+INSTALL_CUPY = (
+    'pip install "cupy-cuda12x>=14" "cuda-bindings>=12.9,<13" "cuda-toolkit[nvrtc,cudart]==12.9.*" '
+    '(CUDA 13: "cupy-cuda13x>=14" "cuda-bindings>=13,<14" "cuda-toolkit[nvrtc,cudart]==13.*"), '
+    f"{_CHECKOUT}"
+)
+"""All that a GPU needs beside its driver: the extras cu12 and cu13 of setup.cfg."""

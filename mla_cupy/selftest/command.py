@@ -1,0 +1,67 @@
+"""`mla-cupy selftest`: its options, and what it shows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from mla_cupy.runtime import loader, nvrtc
+from mla_cupy.terminal import progress, show, table
+
+_EPILOG = """\
+Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
+kernel of the sparse backward, then the kernels, each compared with NumPy. What needs a probe that failed is skipped. On
+a GPU probes run in child processes, so that one that hangs or kills its context is reported, and the next one runs. The
+exit status is 0 if nothing went wrong, else 1. Paste the report into an issue, whatever it says.
+
+examples:
+  mla-cupy selftest                           on this machine's GPU, or for sm_100a in the simulator
+  mla-cupy selftest --arch sm_90a --simulate  Hopper's instructions and kernels, in the simulator
+  mla-cupy selftest --probes 'mma/*-rope-*'   some of them
+  mla-cupy selftest --list                    their names, and what each tries
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `mla-cupy selftest`."""
+    command.epilog = _EPILOG
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument(
+        "--arch", metavar="ARCH", help="sm_90a, sm_100a or sm_103a (default: this machine's GPU, or sm_100a)"
+    )
+    command.add_argument("--probes", default="*", metavar="GLOB", help="only probes with such names, as 'mma/*'")
+    command.add_argument("--list", action="store_true", help="show the probes, run none")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE, as JSON")
+    command.add_argument("--simulate", action="store_true", help="in the simulator even if there is such a GPU")
+    command.add_argument("--keep-going", action="store_true", help="run also what needs a probe that has failed")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the probes that the options ask for; returns 0, or 1 if something went wrong."""
+    from mla_cupy.selftest import catalog, place, runner, summary
+
+    arch = options.arch or place.default_arch()
+    probes = catalog.probes(arch, options.probes)
+    if options.list:
+        show(table(f"probes for {arch}", ("name", "tries"), ((probe.name, probe.about) for probe in probes)))
+        return 0
+    nvrtc.load(nvrtc.find_nvrtc())  # without it every probe would fail, for this one cause
+    here = place.find(arch, options.simulate)
+    if here.simulated:
+        print(f"Not on a GPU but in the simulator: {here.reason}.", file=sys.stderr)
+    requests = list(dict.fromkeys(request for probe in probes for request in probe.requests(arch)))
+    with progress("compiling", len(requests)) as advance:  # what does not compile says so when it runs
+        jobs = os.cpu_count() or 1
+        loader.build_all(requests, jobs, lambda request, outcome: advance(request.name, outcome is not None))
+    with progress("running", len(probes)) as advance:
+        results = runner.run(probes, here, options.keep_going, lambda name, result: advance(name, result is not None))
+    known = summary.facts(here, options.keep_going)
+    if options.json:
+        options.json.write_text(json.dumps(summary.as_json(known, probes, results), indent=1) + "\n")
+    heads = ("stage", "passed", "failed", "skipped", "n/a", "seconds")
+    show(table(f"self-test for {arch}", heads, summary.stages(results)))
+    print(f"\nThe report, for an issue:\n\n```\n{summary.text(known, probes, results)}\n```")
+    return 0 if summary.succeeded(results) else 1

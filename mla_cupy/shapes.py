@@ -1,0 +1,17 @@
+"""The sizes that are fixed in the kernels: those of DeepSeek's MLA, and the tile that schedules count in.
+
+`attention/shapes.cuh` holds the same for the device; `tests/budgets` compares the facts of the cubins with these.
+"""
+
+from __future__ import annotations
+
+D_V = 512
+"""Width of the latent: the values are the first 512 elements of the keys."""
+D_ROPE = 64
+"""Width of the RoPE part of a key."""
+D_QK = D_V + D_ROPE
+"""Width of a key with its RoPE part."""
+TILE_TOKENS = 64
+"""Tokens of one step of a kernel, and the unit of the split-KV schedule."""
+MAX_TOKENS = 2**31 - TILE_TOKENS
+"""Longest list of tokens: kernels count them in int32, in tiles."""

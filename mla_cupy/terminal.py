@@ -1,0 +1,58 @@
+"""Tables and progress on a terminal. Every text is shown as it is: nothing in it is markup."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def plain(text: object) -> str:
+    """`text` with what a terminal would act on, or cannot show, as escape sequences."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in str(text)
+    )
+
+
+def table(title: str, heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+    """A table for `show`."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for index, head in enumerate(heads):
+        made.add_column(head, overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        made.add_row(*map(plain, row))
+    return made
+
+
+def show(*tables: Table) -> None:
+    """Print tables, with an empty line between two."""
+    console = _console()
+    if not console.is_terminal:  # a file or a pipe has no width: do not fold for one
+        console.width = 160
+    for index, each in enumerate(tables):
+        console.print(*([""] if index else []), each)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, bool], None]]:
+    """A bar on standard error; the function says what is at work, and whether it is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_console(stderr=True), transient=True, disable=quiet) as shown:
+        bar = shown.add_task(plain(what), total=total)
+        yield lambda name, done: shown.update(bar, description=plain(name), advance=1 if done else 0)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)

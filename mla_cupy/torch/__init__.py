@@ -1,0 +1,460 @@
+"""The operations as operators of PyTorch: under autograd, `torch.compile` and CUDA graphs.
+
+The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
+
+- `sparse_mla_forward` is differentiable.
+- `torch.compile` sees one operator instead of Python, with `fullgraph=True` and with dynamic batch sizes, too; what an
+  operator writes is declared.
+- There is no `check` or `stream`: the work goes to PyTorch's current stream. Options that are dtypes are PyTorch's.
+- Of the arrays for results, all are given or none. Plans come from `mla_cupy.torch.plan_decode`.
+
+This package needs PyTorch 2.4 or newer. `import mla_cupy` does not import it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_cupy import ops
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.shapes import D_QK
+from mla_cupy.torch.library import bind, is_plain_call
+from mla_cupy.torch.plan import TorchDecodePlan, make_plan, run_planned
+from mla_cupy.torch.sparse import make_differentiable
+
+__all__ = [
+    "TorchDecodePlan",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "indexer_prepare_k",
+    "indexer_prepare_q",
+    "indexer_topk",
+    "merge_states",
+    "mla_decode",
+    "plan_decode",
+    "sparse_mla_backward",
+    "sparse_mla_forward",
+]
+
+_OPERATORS = {name: bind(operation) for name, operation in ops.OPERATIONS.items()}
+make_differentiable(_OPERATORS["sparse_mla_backward"][0])
+
+
+def plan_decode(
+    *,
+    max_b: int,
+    s_q: int,
+    h_q: int,
+    h_kv: int = 1,
+    d_qk: int = D_QK,
+    max_pages: int,
+    page_size: int,
+    dtype: Any,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
+    device: torch.device | str | None = None,
+    kernel: str | None = None,
+) -> TorchDecodePlan:
+    """Prepare decode steps of one shape: see `mla_cupy.plan_decode`.
+
+    Parameters
+    ----------
+    max_b, s_q, h_q, h_kv, d_qk, max_pages, page_size, dtype, cp_world, cp_rank, batch_invariant, split_tokens, kernel
+        As there.
+    device : torch.device or str, optional
+        PyTorch's. Default: the current GPU, if there is one, else the CPU.
+
+    Returns
+    -------
+    TorchDecodePlan
+    """
+    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "d_qk": d_qk, "max_pages": max_pages}
+    shard = {"cp_world": cp_world, "cp_rank": cp_rank}
+    cuts = {"batch_invariant": batch_invariant, "split_tokens": split_tokens}
+    return make_plan(device, **sizes, page_size=page_size, dtype=dtype, **shard, **cuts, kernel=kernel)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    plan: TorchDecodePlan | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense decode over a paged latent cache: see `mla_cupy.mla_decode`.
+
+    Parameters
+    ----------
+    q, kv_cache, block_table, seqlens : tensor
+    plan : TorchDecodePlan, optional
+        Updated for these `seqlens`.
+    out, lse : tensor, optional
+        Where the results go: both or none.
+    workspace : tensor, uint8, optional
+        With `out` and `lse`, without a plan.
+    **options
+        d_v, scale, causal, cp_world, cp_rank, out_dtype, lse_base, empty_lse, kernel.
+
+    Returns
+    -------
+    out, lse : tensor
+
+    Notes
+    -----
+    It has no gradient: decode serves inference.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mla_cupy.torch as mla
+    >>> q, cache = torch.ones(1, 1, 16, 576).bfloat16(), torch.ones(4, 64, 576).bfloat16()
+    >>> table, seqlens = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
+    >>> out, lse = mla.mla_decode(q, cache, table, seqlens)
+    >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
+    ((1, 1, 16, 512), 1.0, 28.605)
+    """
+    given = _targets(out=out, lse=lse)
+    if is_plain_call(q):
+        held = None if plan is None else plan.plan
+        return ops.mla_decode(q, kv_cache, block_table, seqlens, **options, **given, plan=held, workspace=workspace)
+    inputs = (q, kv_cache, block_table, seqlens)
+    if plan is not None:
+        if workspace is not None:
+            raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
+        return run_planned(plan, inputs, options, given)
+    return _run("mla_decode", inputs, options, given, workspace)
+
+
+def sparse_mla_forward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sparse attention over a flat latent cache: see `mla_cupy.sparse_mla_forward`.
+
+    Differentiable by `out` with respect to `q`, `kv` and `attn_sink`; `lse` and `max_logits` count as constants. The
+    gradients are deterministic under `torch.use_deterministic_algorithms(True)`.
+
+    Parameters
+    ----------
+    q, kv, indices : tensor
+    out, lse, max_logits : tensor, optional
+        Where the results go: all or none. Without gradients.
+    workspace : tensor, uint8, optional
+        With these.
+    **options
+        d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base, empty_lse, out_dtype,
+        kernel.
+
+    Returns
+    -------
+    out, lse, max_logits : tensor
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mla_cupy.torch as mla
+    >>> q, kv = torch.ones(2, 16, 576).bfloat16(), torch.ones(100, 576).bfloat16().requires_grad_()
+    >>> indices = torch.tensor([[3, 70, -1], [5, -1, -1]], dtype=torch.int32)
+    >>> out, lse, max_logits = mla.sparse_mla_forward(q, kv, indices)
+    >>> out.sum().backward()
+    >>> float(kv.grad[3, 0]), float(kv.grad[5, 0]), float(kv.grad[4, 0])
+    (8.0, 16.0, 0.0)
+    """
+    given = _targets(out=out, lse=lse, max_logits=max_logits)
+    if is_plain_call(q) and not torch.is_grad_enabled():
+        return ops.sparse_mla_forward(q, kv, indices, **options, **given, workspace=workspace)
+    return _run("sparse_mla_forward", (q, kv, indices), options, given, workspace)
+
+
+def sparse_mla_backward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    attn_sink: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None,
+    dkv: torch.Tensor | None = None,
+    d_sink: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of `sparse_mla_forward`: see `mla_cupy.sparse_mla_backward`.
+
+    Autograd calls it; call it yourself for options that autograd has no place for.
+
+    Parameters
+    ----------
+    q, kv, out, dout, lse, indices, attn_sink : tensor
+    dq, dkv, d_sink : tensor, optional
+        Where the results go: all, `d_sink` only if there is an `attn_sink`, or none.
+    workspace : tensor, uint8, optional
+        With these.
+    **options
+        d_v, scale, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, lse_base, deterministic, dkv_dtype, kernel.
+
+    Returns
+    -------
+    dq, dkv : tensor
+    d_sink : tensor or None
+        None without `attn_sink`.
+    """
+    inputs = (q, kv, out, dout, lse, indices)
+    given = _targets(dq=dq, dkv=dkv) if attn_sink is None else _targets(dq=dq, dkv=dkv, d_sink=d_sink)
+    options = {**options, "attn_sink": attn_sink}
+    dq, dkv, *more = _run("sparse_mla_backward", inputs, options, given, workspace)
+    return dq, dkv, more[0] if attn_sink is not None else None
+
+
+def merge_states(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial results over disjoint sets of keys: see `mla_cupy.merge_states`.
+
+    Parameters
+    ----------
+    outs, lses : tensor
+    out, lse : tensor, optional
+        Where the results go: both or none.
+    **options
+        lse_base, empty_lse, out_dtype.
+
+    Returns
+    -------
+    out, lse : tensor
+    """
+    given = _targets(out=out, lse=lse)
+    if is_plain_call(outs):
+        return ops.merge_states(outs, lses, **options, **given)
+    return _run("merge_states", (outs, lses), options, given, None)
+
+
+def indexer_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    ks: torch.Tensor | None = None,
+    ke: torch.Tensor | None = None,
+    *,
+    k_scale: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Scores of the lightning indexer: see `mla_cupy.indexer_logits`.
+
+    Parameters
+    ----------
+    q, k, weights : tensor
+    ks, ke, k_scale : tensor, optional
+    logits : tensor, optional
+        Where the result goes.
+    workspace : tensor, uint8, optional
+        With `logits`.
+    **options
+        clean, out_dtype, kernel.
+
+    Returns
+    -------
+    tensor
+    """
+    given = _targets(logits=logits)
+    if is_plain_call(q):
+        return ops.indexer_logits(q, k, weights, ks, ke, k_scale=k_scale, **options, **given, workspace=workspace)
+    optional = {"ks": ks, "ke": ke, "k_scale": k_scale}
+    return _single(_run("indexer_logits", (q, k, weights), {**optional, **options}, given, workspace))
+
+
+def indexer_logits_paged(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    logits: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Scores of cached index keys: see `mla_cupy.indexer_logits_paged`.
+
+    Parameters
+    ----------
+    q, cache, weights, seqlens, block_table : tensor
+    logits : tensor, optional
+        Where the result goes.
+    workspace : tensor, uint8, optional
+        With `logits`.
+    **options
+        clean, out_dtype, kernel.
+
+    Returns
+    -------
+    tensor
+    """
+    inputs, given = (q, cache, weights, seqlens, block_table), _targets(logits=logits)
+    if is_plain_call(q):
+        return ops.indexer_logits_paged(
+            q, cache, weights, seqlens, block_table, **options, **given, workspace=workspace
+        )
+    return _single(_run("indexer_logits_paged", inputs, options, given, workspace))
+
+
+def _single(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """An operator of one result returns it bare where it makes it, and as a tuple where it is given."""
+    return results[0] if isinstance(results, tuple) else results
+
+
+def indexer_prepare_q(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    codes: torch.Tensor | None = None,
+    folded: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and folded weights of index queries: see `mla_cupy.indexer_prepare_q`.
+
+    Parameters
+    ----------
+    q, weights, cos, sin, positions : tensor
+    codes, folded : tensor, optional
+        Where the results go: both or none.
+    **options
+        interleaved, hadamard, scales, reference_rounding.
+
+    Returns
+    -------
+    codes, folded : tensor
+    """
+    inputs, given = (q, weights, cos, sin, positions), _targets(codes=codes, folded=folded)
+    if is_plain_call(q):
+        return ops.indexer_prepare_q(q, weights, cos, sin, positions, **options, **given)
+    return _run("indexer_prepare_q", inputs, options, given, None)
+
+
+def indexer_prepare_k(
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    codes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of index keys: see `mla_cupy.indexer_prepare_k`.
+
+    Parameters
+    ----------
+    k, cos, sin, positions : tensor
+    codes, k_scale : tensor, optional
+        Where the results go: both or none.
+    **options
+        interleaved, hadamard, scales, reference_rounding.
+
+    Returns
+    -------
+    codes, k_scale : tensor
+    """
+    inputs, given = (k, cos, sin, positions), _targets(codes=codes, k_scale=k_scale)
+    if is_plain_call(k):
+        return ops.indexer_prepare_k(k, cos, sin, positions, **options, **given)
+    return _run("indexer_prepare_k", inputs, options, given, None)
+
+
+def indexer_topk(
+    logits: torch.Tensor,
+    k: int = 2048,
+    *,
+    ks: torch.Tensor | None = None,
+    ke: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    return_values: bool = True,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Exact top-k of the indexer's logits: see `mla_cupy.indexer_topk`.
+
+    Parameters
+    ----------
+    logits : tensor
+    k : int
+    ks, ke, block_table : tensor, optional
+    indices, counts, values : tensor, optional
+        Where the results go: all or none.
+    return_values : bool
+    **options
+        order, relative, page_size, keep_first, keep_last, kernel.
+
+    Returns
+    -------
+    indices, counts : tensor
+    values : tensor or None
+        None without `return_values`.
+
+    Notes
+    -----
+    It has no gradient.
+    """
+    chosen = {"return_values": return_values, **options}
+    given = _targets(indices=indices, counts=counts, **({"values": values} if return_values else {}))
+    if is_plain_call(logits):
+        found = ops.indexer_topk(logits, k, ks=ks, ke=ke, block_table=block_table, **chosen, **given)
+    else:
+        found = _run("indexer_topk", (logits, k, ks, ke, block_table), chosen, given, None)
+    return found[0], found[1], found[2] if return_values else None
+
+
+def _targets(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The tensors for results: all of them, or none."""
+    there = {name: x for name, x in given.items() if x is not None}
+    if 0 < len(there) < len(given):
+        missing = next(name for name in given if name not in there)
+        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
+    return there
+
+
+def _run(
+    name: str,
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+    given: dict[str, torch.Tensor],
+    workspace: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Call an operator: the one that returns results, or the one that writes to `given`."""
+    make, write = _OPERATORS[name]
+    if given:
+        write(*inputs, **options, **given, workspace=workspace)
+        return tuple(given.values())
+    if workspace is not None:
+        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
+    return make(*inputs, **options)  # type: ignore[no-any-return]

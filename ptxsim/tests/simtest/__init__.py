@@ -1,0 +1,6 @@
+"""What the tests of ptxsim share: programs, compilers, references, golden cases and mutants."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

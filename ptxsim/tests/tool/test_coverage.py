@@ -1,0 +1,9 @@
+"""The page of instructions is current."""
+
+from __future__ import annotations
+
+from simtest.coverage import PAGE, page
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run python -m simtest.coverage in ptxsim/tests"

@@ -1,0 +1,130 @@
+"""One call of every operation, with dense arrays: what the tests of all bindings run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ops
+from tests.indexer import prepare_cases
+from tests.support import cases, indexer_cases, sparse_cases
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A call with the arrays by name, optional ones among them, and options."""
+
+    id: str
+    operation: str
+    arrays: dict[str, Array] = field(repr=False)
+    options: dict[str, Any]
+
+    def eager(self) -> tuple[Any, ...]:
+        """What the public function returns for these arrays."""
+        return as_tuple(getattr(mla_cupy, self.operation)(**self.arrays, **self.options))
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """A single result is returned bare."""
+    return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _dense(**arrays: Array | None) -> dict[str, Array]:
+    return {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
+
+
+def decode(h_q: int = 4, **options: Any) -> BoundCall:
+    inputs = cases.make(cases.DecodeCase(b=3, s_q=2, h_q=h_q, seqlens="ragged-90", dtype="bfloat16"))
+    names = ("q", "kv_cache", "block_table", "seqlens")
+    arrays = _dense(**dict(zip(names, inputs.arguments, strict=True)))
+    return BoundCall(_id("decode", options), "mla_decode", arrays, options)
+
+
+def sparse_inputs(**changes: Any) -> sparse_cases.SparseInputs:
+    sizes = {"s_q": 5, "s_kv": 40, "h_q": 4, "topk": 12, "strides": "dense"}
+    return sparse_cases.make(sparse_cases.SparseCase(**{**sizes, **changes}))
+
+
+def forward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
+    inputs = sparse_inputs(**(changes or {}))
+    arrays = _dense(q=inputs.q, kv=inputs.kv, indices=inputs.indices, **inputs.optional)
+    options = {"causal": inputs.case.causal, **options}
+    return BoundCall(_id("forward", {**(changes or {}), **options}), "sparse_mla_forward", arrays, options)
+
+
+def backward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
+    inputs = sparse_inputs(**(changes or {}))
+    names = ("q", "kv", "out", "dout", "lse", "indices")
+    arrays = _dense(**dict(zip(names, inputs.backward_arguments, strict=True)), **inputs.optional)
+    options = {"causal": inputs.case.causal, **options}
+    return BoundCall(_id("backward", {**(changes or {}), **options}), "sparse_mla_backward", arrays, options)
+
+
+def merge(**options: Any) -> BoundCall:
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((3, 2, 1, 4, 8), np.float32)
+    lses = rng.standard_normal((3, 2, 4, 1), np.float32)
+    return BoundCall(_id("merge", options), "merge_states", {"outs": outs, "lses": lses}, options)
+
+
+def logits(case: indexer_cases.LogitsCase, **options: Any) -> BoundCall:
+    return BoundCall(_id("logits", options), "indexer_logits", indexer_cases.logits_inputs(case), options)
+
+
+def logits_paged(**options: Any) -> BoundCall:
+    inputs = indexer_cases.paged_inputs(indexer_cases.PagedCase(s_q=2, d=32, page_size=16, seqlens=(40, 20)))
+    return BoundCall(_id("paged", options), "indexer_logits_paged", _dense(**inputs), options)
+
+
+def topk(**options: Any) -> BoundCall:
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-9, 10, (4, 40)).astype(np.float32)
+    arrays = {"logits": logits, "ke": np.array([40, 3, 0, 20], np.int32)}
+    return BoundCall(_id("topk", options), "indexer_topk", arrays, {"k": 7, **options})
+
+
+def prepare(name: str, **options: Any) -> BoundCall:
+    arrays = prepare_cases.arrays(name, d=64)
+    x = arrays[name[-1]]
+    x[np.abs(x.astype(np.float32)) < 1e-30] = 0  # XLA's threads on the CPU flush what is denormal, to zeros of one sign
+    return BoundCall(_id(name, options), f"indexer_{name}", _dense(**arrays), options)
+
+
+def _id(name: str, options: dict[str, Any]) -> str:
+    return "-".join([name, *(f"{key}={value}" for key, value in options.items() if value)]).replace(" ", "")
+
+
+ALL = {"lengths": True, "sink": True, "sequences": ((2, 15), (3, 20))}
+CALLS = [
+    decode(),
+    decode(out_dtype="float32", lse_base="2", empty_lse=-7.0, causal=False, scale=0.02),
+    decode(cp_world=3, cp_rank=1),
+    forward(),
+    forward({**ALL, "causal": True}, out_dtype="float32", lse_base="2"),
+    forward({"dtype": "float16", "head_axis": True, "d_qk": 512}),
+    backward(),
+    backward({**ALL, "causal": True}, deterministic=True, dkv_dtype="float32"),
+    backward({"sink": True, "head_axis": True}),
+    merge(),
+    merge(out_dtype="bfloat16", lse_base="2", empty_lse=0.0),
+    logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32, dtype="bfloat16", scales=False)),
+    logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32), out_dtype="bfloat16"),
+    logits_paged(),
+    prepare("prepare_q"),
+    prepare("prepare_k", interleaved=True, scales="plain"),
+    topk(),
+    topk(order="value", return_values=False),
+]
+
+
+def test_every_operation_has_a_call() -> None:
+    assert {call.operation for call in CALLS} == set(ops.OPERATIONS)
+
+
+every_call = pytest.mark.parametrize("call", CALLS, ids=[call.id for call in CALLS])

@@ -1,0 +1,44 @@
+"""The examples in the docstrings of the bindings, and what importing the package imports."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODULES = {"torch": ["mla_cupy.torch"], "jax": ["mla_cupy.jax", "mla_cupy.jax.ffi"]}
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+@pytest.mark.parametrize("library", MODULES)
+def test_docstrings(library: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(library)
+    if library == "jax":
+        pytest.importorskip("flatbuffers")  # jax.export wants it
+    for name in MODULES[library]:
+        result = doctest.testmod(importlib.import_module(name), raise_on_error=False)
+        assert result.attempted > 0
+        assert result.failed == 0
+
+
+@pytest.mark.parametrize("library", MODULES)
+def test_public_functions_have_docstrings(library: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(library)
+    module: Any = importlib.import_module(f"mla_cupy.{library}")
+    operations = importlib.import_module("mla_cupy.ops").OPERATIONS
+    assert set(operations) <= set(module.__all__), "an operation has no binding"
+    for name in operations:
+        assert f"mla_cupy.{name}" in getattr(module, name).__doc__
+
+
+def test_the_package_imports_no_framework() -> None:
+    code = "import sys, mla_cupy, mla_cupy.ops, mla_cupy.ops.bind; print({'jax', 'torch', 'cupy'} & set(sys.modules))"
+    environment = {"PYTHONPATH": str(REPOSITORY), "MLA_CUPY_JIT": "lazy", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,298 @@
+"""`mla_cupy.compat.flash_mla` against the oracle, in FlashMLA's conventions, with arrays of several libraries."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, reference
+from mla_cupy.compat import flash_mla
+from mla_cupy.compat.flash_mla import (
+    FlashMLASchedMeta,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
+from tests.bindings.test_doctests import REPOSITORY
+from tests.interop.test_jax import put
+from tests.interop.test_torch import array, tensor
+from tests.support import cases
+from tests.support.recorder import Recorder
+from tests.support.tolerance import check
+
+pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+PAGES, PAGE, B, S_Q, HEADS, TOPK = 5, 16, 3, 2, 4, 9
+SCALE = 192**-0.5
+
+
+@pytest.fixture(params=["numpy", "jax", "torch"])
+def library(request: pytest.FixtureRequest) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How to make arrays of a library of NumPy's, and back."""
+    if request.param == "numpy":
+        return lambda x: x, np.asarray
+    module = request.getfixturevalue(request.param)
+    if request.param == "jax":
+        return lambda x: put(module, [x], "cpu")[0], np.asarray
+    return lambda x: tensor(module, x), lambda x: array(module, x)
+
+
+def decode_inputs(**changes: Any) -> cases.DecodeInputs:
+    sizes = {"b": B, "s_q": S_Q, "h_q": HEADS, "page_size": PAGE, "seqlens": "ragged-70", "strides": "dense"}
+    return cases.make(cases.DecodeCase(**{**sizes, **changes}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_decode(library: Any, causal: bool) -> None:
+    """Two layers of one step; the middle sequence is empty."""
+    make, back = library
+    inputs = decode_inputs(causal=causal, h_kv=2)
+    arguments = [make(x) for x in inputs.arguments]
+    schedule, nothing = get_mla_metadata(arguments[3], S_Q * HEADS, 1)
+    assert nothing is None
+    for _ in range(2):
+        out, lse = flash_mla_with_kvcache(*arguments, 512, schedule, causal=causal)
+        out, lse = back(out), back(lse)
+        unseen = np.isneginf(inputs.exact[1])
+        assert unseen.any()
+        assert (lse[unseen] == np.inf).all()
+        check((out, np.where(unseen, -np.inf, lse)), inputs.exact, inputs.rounded, "bfloat16")
+    assert schedule.have_initialized
+
+
+def test_the_schedule_follows_other_lengths(library: Any) -> None:
+    make, back = library
+    inputs = decode_inputs()
+    q, cache, table, seqlens = (make(x) for x in inputs.arguments)
+    schedule = FlashMLASchedMeta()
+    with pytest.raises(PlanError, match="got no schedule"):
+        schedule.update(seqlens)
+    flash_mla_with_kvcache(q, cache, table, seqlens, 512, schedule, causal=True)
+    shorter = np.minimum(inputs.seqlens, 20).astype(np.int32)
+    schedule.update(make(shorter))
+    out, _ = flash_mla_with_kvcache(q, cache, table, make(shorter), 512, schedule, causal=True)
+    exact = reference.mla_decode(*inputs.arguments[:3], shorter)
+    rounded = reference.mla_decode(*inputs.arguments[:3], shorter, rounding="bfloat16")
+    check((back(out), exact[1]), exact, rounded, "bfloat16")
+
+
+def test_a_step_is_scheduled_once(recorder: Recorder) -> None:
+    """In memory of the arrays' library, for all layers; `update` schedules again."""
+    inputs = decode_inputs(page_size=64, d_qk=512)
+    schedule = FlashMLASchedMeta()
+    for _ in range(3):
+        flash_mla_with_kvcache(*inputs.arguments, 512, schedule, causal=True)
+    assert recorder.entries.count("decode_schedule") == 1
+    assert recorder.entries.count("decode_combine") == 3
+    assert sum(len(shape) == 1 for shape in recorder.allocations) == 1, "one workspace, and results"
+    schedule.update(inputs.seqlens)
+    assert recorder.entries[-1] == "decode_schedule"
+
+
+def test_no_sequence_and_rows_off_the_grid() -> None:
+    """Calls that no plan serves."""
+    inputs = decode_inputs(strides="odd")
+    out, lse = flash_mla_with_kvcache(*inputs.arguments, 512, FlashMLASchedMeta(), causal=True)
+    check((out, np.where(np.isposinf(lse), -np.inf, lse)), inputs.exact, inputs.rounded, "bfloat16")
+    none = (x[:0] if at != 1 else x for at, x in enumerate(inputs.arguments))
+    out, lse = flash_mla_with_kvcache(*none, 512, FlashMLASchedMeta())
+    assert (out.shape, lse.shape) == ((0, S_Q, HEADS, 512), (0, HEADS, S_Q))
+
+
+def sparse_decode_inputs(topk: int = TOPK) -> dict[str, Any]:
+    """Tokens of the whole cache, -1 and one past the end among them; one query selects nothing."""
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((B, S_Q, HEADS, 576)).astype(ml_dtypes.bfloat16)
+    cache = rng.standard_normal((PAGES, PAGE, 1, 576)).astype(ml_dtypes.bfloat16)
+    indices = rng.integers(-1, PAGES * PAGE + 1, (B, S_Q, topk)).astype(np.int32)
+    indices[1, 0] = -1
+    return {"q": q, "k_cache": cache, "indices": indices}
+
+
+@pytest.mark.parametrize("with_options", [False, True], ids=["plain", "lengths and a sink"])
+def test_sparse_decode(library: Any, with_options: bool) -> None:
+    make, back = library
+    given = sparse_decode_inputs()
+    more: dict[str, Any] = {}
+    if with_options:
+        more = {"topk_length": np.array([TOPK, 4, 0], np.int32), "attn_sink": np.linspace(-1, 2, HEADS, dtype="f4")}
+    out, lse = flash_mla_with_kvcache(
+        *(make(given["q"]), make(given["k_cache"]), None, None, 512, FlashMLASchedMeta()),
+        softmax_scale=SCALE,
+        indices=make(given["indices"]),
+        **{name: make(x) for name, x in more.items()},
+    )
+    flat = {"q": given["q"].reshape(-1, HEADS, 576), "indices": given["indices"].reshape(-1, TOPK)}
+    if with_options:
+        more["topk_length"] = np.repeat(more["topk_length"], S_Q)
+    exact, rounded = (
+        reference.sparse_mla_forward(
+            *(flat["q"], given["k_cache"].reshape(-1, 576), flat["indices"]), scale=SCALE, rounding=rounding, **more
+        )
+        for rounding in (None, "bfloat16")
+    )
+    assert out.shape == (B, S_Q, HEADS, 512)
+    assert lse.shape == (B, HEADS, S_Q)
+    found = back(lse).swapaxes(1, 2).reshape(-1, HEADS)
+    unseen = np.isneginf(exact[1])
+    assert (found[unseen] == np.inf).all()
+    results = back(out).reshape(-1, HEADS, 512), np.where(unseen, -np.inf, found)
+    check(results, exact[:2], rounded[:2], "bfloat16")
+
+
+def test_sparse_decode_of_no_tokens() -> None:
+    given = sparse_decode_inputs(topk=0)
+    lengths = np.zeros(B, np.int32)
+    q, cache, indices = given.values()
+    out, lse = flash_mla_with_kvcache(
+        q, cache, None, None, 512, FlashMLASchedMeta(), indices=indices, topk_length=lengths
+    )
+    assert (out == 0).all()
+    assert (lse == np.inf).all()
+
+
+def test_sparse_forward(library: Any) -> None:
+    """The order of the results, and the marks of a query without rows."""
+    make, back = library
+    given = sparse_decode_inputs()
+    q, kv = given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576)
+    indices = given["indices"].reshape(-1, 1, TOPK)
+    more = {"attn_sink": np.linspace(-1, 2, HEADS, dtype="f4"), "topk_length": np.full(B * S_Q, 5, np.int32)}
+    wanted = reference.sparse_mla_forward(q, kv, indices, scale=SCALE, **more)
+    rounded = reference.sparse_mla_forward(q, kv, indices, scale=SCALE, rounding="bfloat16", **more)
+    arguments = [make(x) for x in (q, kv, indices)]
+    out, max_logits, lse = flash_mla_sparse_fwd(
+        *arguments, SCALE, 512, make(more["attn_sink"]), make(more["topk_length"]), indexer_topk=0
+    )
+    unseen = np.isneginf(wanted[1])
+    assert unseen.any()
+    assert (back(lse)[unseen] == np.inf).all()
+    assert (back(max_logits)[unseen] == -np.inf).all()
+    results = back(out), np.where(unseen, -np.inf, back(lse)), back(max_logits)
+    check(results, wanted, rounded, "bfloat16")
+
+
+# ---- refused -----------------------------------------------------------------------------------------------------
+
+DENSE_MISTAKES = [
+    ({"is_fp8_kvcache": True}, ArgumentError, "is_fp8_kvcache: got True, expected False; FP8 caches"),
+    ({"tile_scheduler_metadata": np.zeros(3)}, PlanError, "tile_scheduler_metadata: got ndarray"),
+    ({"num_splits": np.zeros(4)}, ArgumentError, "num_splits: got an array, expected None"),
+    ({"head_dim_v": 128}, ArgumentError, "head_dim_v: got 128, expected 512"),
+    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; a second cache"),
+    ({"extra_topk_length": np.zeros(3)}, ArgumentError, "extra_topk_length"),
+    ({"attn_sink": np.zeros(HEADS, "f4")}, ArgumentError, "attn_sink: got an array, without indices"),
+    ({"topk_length": np.zeros(B, "i4")}, ArgumentError, "topk_length: got an array, without indices"),
+    ({"block_table": None}, ArgumentError, "block_table: got None"),
+    ({"cache_seqlens": None}, ArgumentError, "cache_seqlens: got None"),
+    ({"block_table": np.zeros((B, 1, 1), "i4")}, ShapeError, "block_table.shape"),
+    ({"q": np.zeros((B, HEADS, 576), ml_dtypes.bfloat16)}, ShapeError, r"q.shape: got \(3, 4, 576\)"),
+    ({"k_cache": None}, ShapeError, r"k_cache.shape: got \(\)"),
+    ({"q": [1.0]}, ShapeError, r"q.shape: got \(\)"),
+    ({"softmax_scale": 0.0}, ArgumentError, "scale: got 0.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), DENSE_MISTAKES, ids=lambda x: str(x)[:40])
+def test_mistakes_of_decode(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    """A refused call leaves the schedule as it was."""
+    names = ("q", "k_cache", "block_table", "cache_seqlens")
+    given: dict[str, Any] = dict(zip(names, decode_inputs().arguments, strict=True))
+    given.update(head_dim_v=512, tile_scheduler_metadata=FlashMLASchedMeta())
+    schedule = given["tile_scheduler_metadata"]
+    with pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**{**given, **change})
+    assert not schedule.have_initialized
+    flash_mla_with_kvcache(**given)
+
+
+def test_a_schedule_for_another_form() -> None:
+    q, cache, table, seqlens = decode_inputs().arguments
+    schedule = FlashMLASchedMeta()
+    flash_mla_with_kvcache(q, cache, table, seqlens, 512, schedule)
+    for other in ({"q": q[:, :1]}, {"causal": True}, {"block_table": table[:, :3]}):
+        given = {"q": q, "block_table": table, **other}
+        with pytest.raises(PlanError, match="pass a new get_mla_metadata"):
+            flash_mla_with_kvcache(
+                k_cache=cache, cache_seqlens=seqlens, head_dim_v=512, tile_scheduler_metadata=schedule, **given
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"causal": True}, ArgumentError, "causal: got True"),
+        ({"indices": np.zeros((B, S_Q + 1, TOPK), "i4")}, ShapeError, "indices.shape"),
+        ({"indices": np.zeros((B * S_Q, TOPK), "i4")}, ShapeError, "indices.shape"),
+        ({"k_cache": np.zeros((PAGES, PAGE, 2, 576), ml_dtypes.bfloat16)}, ShapeError, r"k_cache.shape\[2\]: got 2"),
+        (
+            {"k_cache": np.zeros((PAGES, PAGE + 1, 1, 576), ml_dtypes.bfloat16)[:, :PAGE]},
+            ShapeError,
+            "no gaps between them",
+        ),
+        ({"strict": True}, ArgumentError, "is_fp8_kvcache: got False, expected True, with indices"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_mistakes_of_sparse_decode(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = sparse_decode_inputs()
+    schedule = FlashMLASchedMeta()
+    call = {"block_table": None, "cache_seqlens": None, "head_dim_v": 512, "tile_scheduler_metadata": schedule}
+    with pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**{**given, **call, **change})
+    assert not schedule.have_initialized
+
+
+def test_strict_decode() -> None:
+    inputs = decode_inputs()
+    with pytest.raises(ShapeError, match="got 16, expected 64; or strict=False"):
+        flash_mla_with_kvcache(*inputs.arguments, 512, FlashMLASchedMeta(), strict=True)
+    inputs = decode_inputs(page_size=64)
+    flash_mla_with_kvcache(*inputs.arguments, 512, FlashMLASchedMeta(), strict=True)
+    none = (x[:0] if at != 1 else x for at, x in enumerate(inputs.arguments))
+    with pytest.raises(ShapeError, match=r"q.shape\[0\]: got 0"):
+        flash_mla_with_kvcache(*none, 512, FlashMLASchedMeta(), strict=True)
+
+
+def test_strict_sparse_forward() -> None:
+    def call(h_q: int = 64, topk: int = 128, dtype: Any = ml_dtypes.bfloat16, axis: bool = True) -> Any:
+        kv, indices = np.zeros((10, 1, 576), dtype), np.full((1, 1, topk), -1, np.int32)
+        q = np.zeros((1, h_q, 576), dtype)
+        return flash_mla_sparse_fwd(q, kv if axis else kv[:, 0], indices, SCALE, strict=True)
+
+    call()
+    for change, error, message in (
+        ({"h_q": 16}, ShapeError, "64 or 128 heads"),
+        ({"topk": 64}, ShapeError, "a multiple of 128"),
+        ({"dtype": np.float16}, DTypeError, "q.dtype: got float16"),
+        ({"axis": False}, ShapeError, "kv.shape: got"),
+    ):
+        with pytest.raises(error, match=message):
+            call(**change)
+
+
+def test_sparse_forward_without_what_is_unknown() -> None:
+    given = sparse_decode_inputs()
+    arguments = (given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576))
+    with pytest.raises(ArgumentError, match="indexer_topk: got 512, expected 0"):
+        flash_mla_sparse_fwd(*arguments, given["indices"].reshape(-1, 1, TOPK), SCALE, indexer_topk=512)
+
+
+def test_docstrings() -> None:
+    result = doctest.testmod(flash_mla, raise_on_error=False)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_it_needs_no_framework() -> None:
+    code = "import sys, mla_cupy.compat.flash_mla; print({'jax', 'torch', 'cupy'} & set(sys.modules))"
+    environment = {"PYTHONPATH": str(REPOSITORY), "MLA_CUPY_JIT": "lazy", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

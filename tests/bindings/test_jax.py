@@ -1,0 +1,299 @@
+"""`mla_cupy.jax` on the CPU, by both roads: JAX's callback and our own handler."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError
+from tests.bindings.cases import Array, BoundCall, as_tuple, backward, decode, every_call, forward, merge
+from tests.support.calls import assert_same
+
+pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+both_roads = pytest.mark.parametrize("exportable", [False, True], ids=["callback", "handler"])
+
+
+def on_cpu(jax: Any, call: BoundCall) -> dict[str, Any]:
+    return {name: jax.device_put(x, jax.devices("cpu")[0]) for name, x in call.arrays.items()}
+
+
+def jitted(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> Any:
+    function = getattr(of_jax, call.operation)
+    return jax.jit(lambda arrays: function(**arrays, **call.options, exportable=exportable))
+
+
+def check(got: Any, wanted: tuple[Array | None, ...]) -> None:
+    got = as_tuple(got)
+    assert len(got) == len(wanted)
+    for x, expected in zip(got, wanted, strict=True):
+        if expected is None:
+            assert x is None
+        else:
+            assert_same(np.asarray(x), expected)
+
+
+@every_call
+@both_roads
+def test_under_jit(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> None:
+    check(jitted(jax, of_jax, call, exportable)(on_cpu(jax, call)), call.eager())
+
+
+@every_call
+def test_outside_jit(jax: Any, of_jax: Any, call: BoundCall) -> None:
+    check(getattr(of_jax, call.operation)(**on_cpu(jax, call), **call.options), call.eager())
+
+
+@both_roads
+def test_two_shapes_in_one_program(jax: Any, of_jax: Any, exportable: bool) -> None:
+    small, large = decode(h_q=2), decode(h_q=6)
+    both = jax.jit(
+        lambda first, second: [of_jax.mla_decode(**x, exportable=exportable) for x in (first, second, first)]
+    )
+    for got, call in zip(both(on_cpu(jax, small), on_cpu(jax, large)), (small, large, small), strict=True):
+        check(got, call.eager())
+
+
+@both_roads
+def test_an_empty_batch(jax: Any, of_jax: Any, exportable: bool) -> None:
+    arrays = {name: x[:0] if name != "kv_cache" else x for name, x in decode().arrays.items()}
+    call = BoundCall("empty", "mla_decode", arrays, {})
+    check(jitted(jax, of_jax, call, exportable)(on_cpu(jax, call)), call.eager())
+
+
+# ---- Gradients ---------------------------------------------------------------------------------------------------
+
+
+def loss(jax: Any, of_jax: Any, call: BoundCall, weights: Array, exportable: bool, **options: Any) -> Any:
+    """A function of the differentiable arrays: the sum of out, weighted, and of what has no gradient."""
+    rest = {name: x for name, x in on_cpu(jax, call).items() if name not in ("q", "kv", "attn_sink")}
+    jnp = jax.numpy
+
+    def value(leaves: dict[str, Any]) -> Any:
+        results = of_jax.sparse_mla_forward(**leaves, **rest, **call.options, **options, exportable=exportable)
+        out, lse, max_logits = results
+        constant = jnp.where(jnp.isfinite(lse), lse, 0).sum() + jnp.where(jnp.isfinite(max_logits), max_logits, 0).sum()
+        return (out.astype(jnp.float32) * weights).sum() + constant
+
+    return value
+
+
+@pytest.mark.parametrize("changes", [{}, {"sink": True, "lengths": True, "causal": True}, {"head_axis": True}], ids=str)
+@both_roads
+def test_gradients(jax: Any, of_jax: Any, changes: dict[str, Any], exportable: bool) -> None:
+    """They are the public backward's; lse and max_logits have none."""
+    call, whole = forward(changes), backward(changes)
+    weights = whole.arrays["dout"].astype(np.float32)
+    leaves = {name: x for name, x in on_cpu(jax, call).items() if name in ("q", "kv", "attn_sink")}
+    got = jax.jit(jax.grad(loss(jax, of_jax, call, weights, exportable)))(leaves)
+    out, lse, _ = call.eager()
+    arrays = {**call.arrays, "out": out, "lse": lse, "dout": whole.arrays["dout"]}
+    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**arrays, **call.options)
+    wanted = {"q": dq, "kv": dkv, "attn_sink": d_sink}
+    for name, gradient in got.items():
+        assert_same(np.asarray(gradient), wanted[name])
+
+
+def test_a_gradient_can_be_deterministic(jax: Any, of_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    sparse = importlib.import_module("mla_cupy.jax.sparse")
+
+    def call(operation: Any, given: Any, options: Any, exportable: bool) -> Any:
+        seen.append((operation.name, dict(options)))
+        return original(operation, given, options, exportable)
+
+    original = sparse.call
+    monkeypatch.setattr(sparse, "call", call)
+    case = forward()
+    leaves = {name: x for name, x in on_cpu(jax, case).items() if name in ("q", "kv")}
+    jax.grad(loss(jax, of_jax, case, np.float32(1), False, deterministic=True))(leaves)
+    assert [name for name, _ in seen] == ["sparse_mla_forward", "sparse_mla_backward"]
+    assert seen[1][1]["deterministic"] is True
+
+
+def test_float32_results_have_gradients_too(jax: Any, of_jax: Any) -> None:
+    call = forward(out_dtype="float32")
+    leaves = {name: x for name, x in on_cpu(jax, call).items() if name in ("q", "kv")}
+    got = jax.grad(loss(jax, of_jax, call, np.float32(1), False))(leaves)
+    assert got["q"].dtype == leaves["q"].dtype
+    assert float(abs(got["kv"].astype("float32")).max()) > 0
+
+
+@both_roads
+def test_decode_says_that_it_has_no_gradient(jax: Any, of_jax: Any, exportable: bool) -> None:
+    arrays = on_cpu(jax, decode())
+    with pytest.raises((ValueError, TypeError), match=r"do not support JVP|cannot be differentiated"):
+        jax.grad(lambda q: of_jax.mla_decode(**{**arrays, "q": q}, exportable=exportable)[1].sum())(arrays["q"])
+
+
+# ---- Transformations ---------------------------------------------------------------------------------------------
+
+
+@both_roads
+def test_vmap(jax: Any, of_jax: Any, exportable: bool) -> None:
+    calls = [merge(), merge()]
+    calls[1].arrays["outs"][...] = calls[1].arrays["outs"] * 2 + 1
+    stacked = {name: np.stack([call.arrays[name] for call in calls]) for name in calls[0].arrays}
+    got = jax.jit(jax.vmap(lambda x: of_jax.merge_states(**x, exportable=exportable)))(stacked)
+    wanted = [call.eager() for call in calls]
+    for x, *each in zip(got, *wanted, strict=True):
+        assert_same(np.asarray(x), np.stack(each))
+
+
+@both_roads
+def test_vmap_of_gradients(jax: Any, of_jax: Any, exportable: bool) -> None:
+    """Over the queries alone: kv is not batched, and gets one gradient per element of the batch."""
+    call = forward({"sink": True})
+    leaves = {name: x for name, x in on_cpu(jax, call).items() if name in ("q", "kv", "attn_sink")}
+    gradient = jax.grad(loss(jax, of_jax, call, np.float32(0.5), exportable))
+    q = jax.numpy.stack([leaves["q"], -leaves["q"]])
+    got = jax.jit(jax.vmap(lambda q: gradient({**leaves, "q": q})))(q)
+    for i in range(2):
+        alone = gradient({**leaves, "q": q[i]})
+        for name, x in got.items():
+            assert_same(np.asarray(x[i]), np.asarray(alone[name]))
+
+
+@both_roads
+def test_shard_map(jax: Any, of_jax: Any, exportable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads over two devices; the gradient of kv is the sum over both."""
+    devices = jax.devices("cpu")
+    if len(devices) < 2:
+        pytest.skip("JAX has been started with one CPU device")
+    shard_map = getattr(jax, "shard_map", None)
+    if shard_map is None:
+        from jax.experimental.shard_map import shard_map
+    spec, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh(np.array(devices[:2]), ("heads",))
+    call = forward()
+    seen: list[tuple[int, ...]] = []
+    forwarded = mla_cupy.reference.sparse_mla_forward
+
+    def count(q: Array, *rest: Any, **options: Any) -> Any:
+        seen.append(q.shape)
+        return forwarded(q, *rest, **options)
+
+    monkeypatch.setattr(mla_cupy.reference, "sparse_mla_forward", count)
+    heads = spec(None, "heads")
+    sharded = shard_map(
+        lambda q, kv, indices: of_jax.sparse_mla_forward(q, kv, indices, exportable=exportable),
+        mesh=mesh,
+        in_specs=(heads, spec(), spec()),
+        out_specs=(heads, heads, heads),
+    )
+    got = jax.block_until_ready(jax.jit(sharded)(call.arrays["q"], call.arrays["kv"], call.arrays["indices"]))
+    s_q, h_q, d_qk = call.arrays["q"].shape
+    assert seen == [(s_q, h_q // 2, d_qk)] * 2
+    check(got, call.eager())
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------------
+
+
+@both_roads
+def test_results_take_over_donated_memory(jax: Any, of_jax: Any, exportable: bool) -> None:
+    call = decode(out_dtype="float32")
+    arrays = on_cpu(jax, call)
+    wanted = call.eager()
+    step = jax.jit(
+        lambda arrays, out, lse: of_jax.mla_decode(**arrays, **call.options, out=out, lse=lse, exportable=exportable),
+        donate_argnums=(1, 2),
+    )
+    out, lse = (jax.numpy.full(x.shape, 7, x.dtype) for x in wanted)
+    places = out.unsafe_buffer_pointer(), lse.unsafe_buffer_pointer()
+    got = step(arrays, out, lse)
+    assert out.is_deleted()
+    assert lse.is_deleted()
+    assert (got[0].unsafe_buffer_pointer(), got[1].unsafe_buffer_pointer()) == places
+    check(got, wanted)
+
+
+@both_roads
+def test_memory_that_is_still_needed_is_copied(jax: Any, of_jax: Any, exportable: bool) -> None:
+    call = merge()
+    kept = jax.numpy.full(call.arrays["outs"].shape[1:], 7.0)
+
+    def step(arrays: Any, kept: Any) -> Any:
+        out, _ = of_jax.merge_states(**arrays, out=kept, exportable=exportable)
+        return out, kept + 1
+
+    out, more = jax.jit(step)(on_cpu(jax, call), kept)
+    assert_same(np.asarray(out), call.eager()[0])
+    assert (np.asarray(more) == 8).all()
+    assert (np.asarray(kept) == 7).all()
+
+
+@both_roads
+def test_a_donated_cache_is_written_in_place(jax: Any, of_jax: Any, exportable: bool) -> None:
+    """A decode step: append a token to the cache, attend to all; the cache stays where it is."""
+    call = decode()
+    arrays = on_cpu(jax, call)
+    token = np.asarray(arrays["kv_cache"])[0, 0] * 0 + 1
+    page = int(call.arrays["block_table"][0, 0])
+
+    def step(cache: Any, q: Any, block_table: Any, seqlens: Any) -> Any:
+        cache = cache.at[page, 0].set(token)
+        return cache, of_jax.mla_decode(q, cache, block_table, seqlens, exportable=exportable)
+
+    cache = jax.numpy.copy(arrays.pop("kv_cache"))
+    place = cache.unsafe_buffer_pointer()
+    cache, got = jax.jit(step, donate_argnums=0)(cache, *(arrays[name] for name in ("q", "block_table", "seqlens")))
+    assert cache.unsafe_buffer_pointer() == place
+    written = call.arrays["kv_cache"].copy()
+    written[page, 0] = token
+    changed = BoundCall("changed", "mla_decode", {**call.arrays, "kv_cache": written}, {})
+    check(got, changed.eager())
+
+
+# ---- Errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"q": np.zeros((3, 2, 4, 500), ml_dtypes.bfloat16)}, ShapeError, r"q.shape\[-1\]: got 500, expected 576"),
+        ({"seqlens": np.zeros(3, np.float32)}, DTypeError, "seqlens.dtype: got float32, expected int32"),
+        ({"out": np.zeros((3, 2, 4, 100), np.float32)}, ShapeError, "out.shape: got"),
+        ({"lse": [1, 2, 3]}, DTypeError, "lse: got a list, expected an array"),
+        ({"scale": -1.0}, ArgumentError, "scale: got -1.0"),
+        ({"no_such_option": 1}, TypeError, "no_such_option"),
+    ],
+    ids=["width", "dtype", "out", "list", "scale", "option"],
+)
+def test_what_does_not_fit_is_said_while_tracing(
+    jax: Any, of_jax: Any, change: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        jax.jit(lambda q: of_jax.mla_decode(**{**on_cpu(jax, decode()), "q": q, **change}))(on_cpu(jax, decode())["q"])
+
+
+@both_roads
+def test_errors_while_running_keep_their_text(
+    jax: Any, of_jax: Any, exportable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = merge()
+    run = jitted(jax, of_jax, call, exportable)
+    check(run(on_cpu(jax, call)), call.eager())
+
+    def fail(*inputs: Any, **options: Any) -> Any:
+        raise MlaError("outs: got bad luck, expected good luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mla_cupy.reference, "merge_states", fail)
+        # JAX's own quick path for repeated calls turns them into a ValueError in some versions.
+        kinds = (jax.errors.JaxRuntimeError, ValueError)
+        with pytest.raises(kinds, match="MlaError: outs: got bad luck, expected good luck"):
+            jax.block_until_ready(run(on_cpu(jax, call)))
+    check(run(on_cpu(jax, call)), call.eager())
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+def test_public_calls_point_to_the_binding(jax: Any, transform: str) -> None:
+    outs, lses = jax.numpy.ones((2, 1, 1, 1, 8)), jax.numpy.zeros((2, 1, 1, 1))
+    wrapped = getattr(jax, transform)(lambda x: mla_cupy.merge_states(x, lses)[0].sum())
+    with pytest.raises(DTypeError, match=r"outs: got a \w*Tracer.*call the function of that name of mla_cupy\.jax"):
+        wrapped(outs)

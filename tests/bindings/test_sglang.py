@@ -1,0 +1,227 @@
+"""The plugin of SGLang against a stand-in of its interface; SGLang itself has not run it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mla_cupy import UnsupportedDeviceError, reference
+from mla_cupy.integrations import sglang as plugin
+from tests.bindings import stand_in_sglang
+from tests.interop.test_torch import array, tensor
+from tests.support.tolerance import check
+
+pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+HEADS, CONTEXT, PAGES, SCALE = 4, 200, 9, 192**-0.5
+
+
+def runner(
+    torch: Any, page_size: int = 64, drafts: int | None = None, device: str = "cpu", **changes: Any
+) -> SimpleNamespace:
+    """A model: three requests of the pool have pages, those of two of them mixed."""
+    rng = np.random.default_rng(4)
+    more = 64 // page_size
+    rows = rng.standard_normal(((PAGES + more) * page_size, 1, 576)).astype(ml_dtypes.bfloat16)
+    slots = np.full((4, CONTEXT), len(rows) - 1, np.int32)
+    for request, pages in ((2, range(1, PAGES, 2)), (0, range(0, PAGES, 2)), (1, range(PAGES, PAGES + more))):
+        held = (np.array(pages)[:, None] * page_size + np.arange(page_size)).ravel()[:CONTEXT]
+        slots[request, : len(held)] = held
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(num_attention_heads=HEADS, kv_lora_rank=512, qk_rope_head_dim=64),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(slots).to(device), size=4),
+        token_to_kv_pool=stand_in_sglang.Pool(tensor(torch, rows, device)),
+        kv_cache_dtype=torch.bfloat16,
+        server_args=SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=drafts and 1),
+        page_size=page_size,
+        dcp_world_size=1,
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.fixture
+def make(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    stand_in_sglang.install(monkeypatch)
+    return lambda **changes: plugin.create(runner(torch, **changes))
+
+
+def batch(torch: Any, lengths: Any, mode: str = "decode", device: str = "cpu") -> SimpleNamespace:
+    """Requests 2, 0 and 1, whose lengths SGLang keeps as int64."""
+    return SimpleNamespace(
+        forward_mode=stand_in_sglang.Mode(mode),
+        batch_size=len(lengths),
+        seq_lens=torch.tensor(lengths, dtype=torch.int64, device=device),
+        req_pool_indices=torch.tensor([2, 0, 1][: len(lengths)], device=device),
+        out_cache_loc=torch.tensor([5, 70, 9][: len(lengths)], device=device),
+    )
+
+
+def layer_of(heads: int = HEADS) -> SimpleNamespace:
+    return SimpleNamespace(layer_id=0, tp_q_head_num=heads, head_dim=576, v_head_dim=512, scaling=SCALE)
+
+
+def oracle(torch: Any, backend: Any, q: Any, lengths: Any, rounding: str | None) -> Any:
+    """From the slots of each request, one by one."""
+    rows = array(torch, backend.token_to_kv_pool.rows)
+    slots = backend.req_to_token.cpu().numpy()[[2, 0, 1][: len(lengths)]]
+    b = len(lengths)
+    q = q.reshape(b, -1, HEADS, 576)
+    width = slots.shape[1]
+    return reference.mla_decode(
+        q,
+        rows,
+        np.where(np.arange(width) < np.array(lengths)[:, None], slots, 0),
+        lengths,
+        scale=SCALE,
+        rounding=rounding,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_step(torch: Any, make: Any, page_size: int, s_q: int, graph: bool) -> None:
+    """Two layers of two steps of several lengths; one request has no tokens."""
+    backend = make(page_size=page_size, drafts=3)
+    backend.init_cuda_graph_state(3, 9)
+    held = backend._of_graphs
+    mode = "decode" if s_q == 1 else "verify"
+    longest = 4 if page_size == 1 else 130
+    for step, lengths in enumerate(([longest, 1, 0], [3, 2, 1])):
+        forward = batch(torch, lengths, mode)
+        if graph:
+            backend.init_forward_metadata_out_graph(forward, in_capture=step == 0)
+            assert backend._step.block_table.data_ptr() == held[0].data_ptr()
+            assert backend._step.seqlens.data_ptr() == held[1].data_ptr()
+        else:
+            backend.init_forward_metadata(forward)
+        shown = np.array(lengths, np.int32) + (0 if s_q == 1 else 3)
+        q = np.random.default_rng(step).standard_normal((3 * s_q, HEADS, 576)).astype(ml_dtypes.bfloat16)
+        run = backend.forward_decode if s_q == 1 else backend.forward_extend
+        for _ in range(2):
+            out = run(tensor(torch, q).flatten(1), None, None, layer_of(), forward)
+            assert out.shape == (3 * s_q, HEADS * 512)
+            exact, rounded = (oracle(torch, backend, q, shown, rounding) for rounding in (None, "bfloat16"))
+            got = array(torch, out).reshape(3, s_q, HEADS, 512), exact[1]
+            check(got, exact, rounded, "bfloat16")
+    assert len(backend._plans) == 1
+    assert backend.left == ["init_cuda_graph_state"]
+
+
+def test_new_tokens_are_kept_first(torch: Any, make: Any) -> None:
+    backend = make()
+    rows = backend.token_to_kv_pool.rows
+    forward, new = batch(torch, [70, 20]), torch.ones(2, 1, 576).bfloat16()
+    backend.init_forward_metadata(forward)
+    q = torch.zeros(2, HEADS * 576).bfloat16()
+    before = rows.clone()
+    backend.forward_decode(q, new, new[..., :512], layer_of(), forward, save_kv_cache=False)
+    assert torch.equal(rows, before)
+    backend.forward_decode(q, new, new[..., :512], layer_of(), forward)
+    assert torch.equal(rows[forward.out_cache_loc], new)
+
+
+def test_context_parallelism_gets_the_lse(torch: Any, make: Any) -> None:
+    """Of gathered heads, for which there is no plan; a rank without a request's tokens counts for nothing."""
+    backend = make(dcp_world_size=2)
+    forward = batch(torch, [70, 20, 0])
+    backend.init_forward_metadata(forward)
+    q = np.random.default_rng(1).standard_normal((3, HEADS, 576)).astype(ml_dtypes.bfloat16)
+    doubled = np.concatenate([q, q], axis=1)
+    out, lse = backend.forward_decode(tensor(torch, doubled).flatten(1), None, None, layer_of(2 * HEADS), forward)
+    exact, rounded = (oracle(torch, backend, q, [70, 20, 0], rounding) for rounding in (None, "bfloat16"))
+    assert (out.shape, lse.shape) == ((3, 2 * HEADS * 512), (3, 2 * HEADS, 1))
+    for half in (slice(HEADS), slice(HEADS, None)):
+        got = array(torch, out.view(3, 1, 2 * HEADS, 512))[:, :, half], array(torch, lse)[:, half]
+        check(got, exact, rounded, "bfloat16")
+    assert (lse[2] == -torch.inf).all()
+
+
+def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
+    backend = make()
+    forward = batch(torch, [9], "extend")
+    backend.init_forward_metadata(forward)
+    backend.init_forward_metadata_out_graph(forward, in_capture=True)
+    backend.forward_extend(None, None, None, layer_of(), forward)
+    assert backend.left == ["init_forward_metadata", "init_forward_metadata_out_graph True", "forward_extend"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "float8_e4m3fn"}, "16-bit caches"),
+        (
+            {"model_config": SimpleNamespace(num_attention_heads=4, kv_lora_rank=256, qk_rope_head_dim=64)},
+            "not 256 \\+ 64",
+        ),
+        (
+            {"server_args": SimpleNamespace(speculative_num_draft_tokens=4, speculative_eagle_topk=2)},
+            "chains of draft tokens",
+        ),
+        ({"dcp_world_size": 2, "drafts": 3}, "no draft tokens under decode context parallelism"),
+    ],
+)
+def test_what_it_cannot_do(torch: Any, make: Any, changes: dict[str, Any], message: str) -> None:
+    if isinstance(changes.get("kv_cache_dtype"), str):
+        changes = {"kv_cache_dtype": getattr(torch, changes["kv_cache_dtype"])}
+    with pytest.raises(NotImplementedError, match=message):
+        make(**changes)
+
+
+def test_registration(torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, however often SGLang loads the plugin."""
+    found = stand_in_sglang.install(monkeypatch)
+    with caplog.at_level(logging.WARNING, "mla_cupy"):
+        plugin.register()
+        plugin.register()
+        backend = found.backends["mla_cupy"](runner(torch))
+    assert found.choices == ["flashmla", "mla_cupy"]
+    assert caplog.records == []
+    assert isinstance(backend, importlib.import_module("mla_cupy.integrations.sglang_backend").MlaCupyBackend)
+
+
+@pytest.mark.parametrize("what", ["choices", "registry", "absent"])
+def test_another_registry_is_declined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """With one line in the log, and nothing registered."""
+    found = stand_in_sglang.install(monkeypatch)
+    if what == "choices":
+        monkeypatch.setattr(sys.modules[plugin._ARGUMENTS], "add_attention_backend_choices", lambda *names: None)
+    elif what == "registry":
+        monkeypatch.delattr(sys.modules[plugin._REGISTRY], "register_attention_backend")
+    else:
+        monkeypatch.setitem(sys.modules, plugin._ARGUMENTS, None)
+    with caplog.at_level(logging.WARNING, "mla_cupy"):
+        plugin.register()
+    assert (found.choices, found.backends) == (["flashmla"], {})
+    (record,) = caplog.records
+    assert "mla_cupy is no attention backend for this SGLang" in record.getMessage()
+
+
+@pytest.mark.parametrize("what", ["parameters", "method", "absent"])
+def test_another_backend_interface_is_declined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """When a model is loaded: one line in the log, and an error with the remedy."""
+    stand_in_sglang.install(monkeypatch)
+    name = "init_forward_metadata_out_graph"
+    if what == "parameters":
+        monkeypatch.setattr(stand_in_sglang.FlashMLABackend, name, lambda self, batch: None)
+    elif what == "method":
+        monkeypatch.delattr(stand_in_sglang.FlashMLABackend, name)
+    else:
+        monkeypatch.setitem(sys.modules, plugin._BASE, None)
+    with caplog.at_level(logging.WARNING, "mla_cupy"), pytest.raises(UnsupportedDeviceError, match="choose another"):
+        plugin.create(None)
+    (record,) = caplog.records
+    assert "mla_cupy is no attention backend for this SGLang" in record.getMessage()

@@ -1,0 +1,201 @@
+"""`mla_cupy.torch` on the CPU: operators, fakes, autograd, compilation."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, DTypeError, ShapeError
+from tests.bindings.cases import Array, BoundCall, as_tuple, backward, decode, every_call, forward, merge
+from tests.interop.test_torch import array, tensor
+from tests.support.calls import assert_same
+
+pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+
+def tensors(torch: Any, call: BoundCall) -> dict[str, Any]:
+    return {name: tensor(torch, x) for name, x in call.arrays.items()}
+
+
+def options(torch: Any, call: BoundCall) -> dict[str, Any]:
+    """Dtypes as PyTorch's."""
+    return {name: getattr(torch, x) if name.endswith("dtype") else x for name, x in call.options.items()}
+
+
+def operator(torch: Any, call: BoundCall, suffix: str = "") -> Any:
+    return getattr(torch.ops.mla_cupy, call.operation + suffix).default
+
+
+def check(torch: Any, got: Any, wanted: tuple[Array | None, ...]) -> None:
+    got = as_tuple(got)
+    assert len(got) == len(wanted)
+    for x, expected in zip(got, wanted, strict=True):
+        if expected is None:
+            assert x is None or x.numel() == 0
+        else:
+            assert_same(array(torch, x), expected)
+
+
+@every_call
+def test_functions(torch: Any, of_torch: Any, call: BoundCall) -> None:
+    got = getattr(of_torch, call.operation)(**tensors(torch, call), **options(torch, call))
+    check(torch, got, call.eager())
+
+
+@every_call
+def test_operators(torch: Any, of_torch: Any, call: BoundCall) -> None:
+    got = operator(torch, call)(**tensors(torch, call), **options(torch, call))
+    check(torch, got, call.eager())
+
+
+@every_call
+def test_operators_that_write(torch: Any, of_torch: Any, call: BoundCall) -> None:
+    wanted = call.eager()
+    names = [output.name for output in mla_cupy.ops.OPERATIONS[call.operation].outputs]
+    targets = {
+        name: torch.full_like(tensor(torch, x), 7) for name, x in zip(names, wanted, strict=True) if x is not None
+    }
+    given = {**tensors(torch, call), **options(torch, call)}
+    assert operator(torch, call, "_out")(**given, **targets) is None
+    check(torch, [targets.get(name) for name in names], wanted)
+
+
+def test_functions_that_write(torch: Any, of_torch: Any) -> None:
+    call = backward({"sink": True})
+    given, wanted = tensors(torch, call), call.eager()
+    dq, dkv, d_sink = (torch.full_like(tensor(torch, x), 7) for x in wanted if x is not None)
+    got = of_torch.sparse_mla_backward(**given, dq=dq, dkv=dkv, d_sink=d_sink)
+    assert [x is y for x, y in zip(got, (dq, dkv, d_sink), strict=True)] == [True] * 3
+    check(torch, got, wanted)
+    with pytest.raises(ArgumentError, match="dkv: got None, expected a tensor, like dq; give all results or none"):
+        of_torch.sparse_mla_backward(**given, dq=dq)
+    for name, results in (("merge_states", ("out", "lse")), ("mla_decode", ("out", "lse"))):
+        call = merge() if name == "merge_states" else decode()
+        targets = dict(zip(results, (torch.full_like(tensor(torch, x), 7) for x in call.eager()), strict=True))
+        got = getattr(of_torch, name)(**tensors(torch, call), **targets)
+        assert [x is y for x, y in zip(got, targets.values(), strict=True)] == [True] * 2
+        check(torch, got, call.eager())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"scale": -1.0}, ArgumentError, "scale: got -1.0"),
+        ({"kernel": "no_such_kernel"}, ArgumentError, "kernel: got 'no_such_kernel'"),
+        ({"seqlens": np.zeros(3, np.int64)}, DTypeError, "seqlens.dtype: got int64, expected int32"),
+        ({"seqlens": np.zeros(4, np.int32)}, ShapeError, r"seqlens.shape\[0\]: got 4, expected b=3"),
+    ],
+    ids=["scale", "kernel", "dtype", "shape"],
+)
+def test_errors_come_through(
+    torch: Any, of_torch: Any, change: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    """From the operator, and from its fake."""
+    given = {**tensors(torch, decode()), **change}
+    given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    with pytest.raises(kind, match=text):
+        torch.ops.mla_cupy.mla_decode(**given)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        with pytest.raises(kind, match=text):
+            torch.ops.mla_cupy.mla_decode(**fakes)
+
+
+# ---- What PyTorch itself says ------------------------------------------------------------------------------------
+
+
+CHECKED = [decode(), forward({"sink": True}), backward({"sink": True}), merge()]
+
+
+@pytest.mark.parametrize("call", CHECKED, ids=[call.id for call in CHECKED])
+def test_opcheck(torch: Any, of_torch: Any, call: BoundCall) -> None:
+    """Schema, fake, autograd and tracing with symbolic sizes."""
+    given = tensors(torch, call)
+    if call.operation == "sparse_mla_forward":
+        for name in ("q", "kv", "attn_sink"):
+            given[name].requires_grad_()
+    torch.library.opcheck(operator(torch, call), (), {**given, **options(torch, call)})
+
+
+@pytest.mark.parametrize("call", [decode(), backward()], ids=["decode", "backward"])
+def test_opcheck_of_what_writes(torch: Any, of_torch: Any, call: BoundCall) -> None:
+    names = [output.name for output in mla_cupy.ops.OPERATIONS[call.operation].outputs]
+    targets = {
+        name: torch.zeros_like(tensor(torch, x)) for name, x in zip(names, call.eager(), strict=True) if x is not None
+    }
+    torch.library.opcheck(operator(torch, call, "_out"), (), {**tensors(torch, call), **targets})
+
+
+# ---- Gradients ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"sink": True, "lengths": True, "causal": True}, {"head_axis": True}], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients(torch: Any, of_torch: Any, changes: dict[str, Any], compiled: bool) -> None:
+    """They are the public backward's; lse and max_logits have none."""
+    call, whole = forward(changes), backward(changes)
+    given = tensors(torch, call)
+    leaves = {name: given[name].requires_grad_() for name in ("q", "kv", "attn_sink") if name in given}
+
+    def run(given: dict[str, Any]) -> Any:
+        return of_torch.sparse_mla_forward(**given, **call.options)
+
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    out, lse, max_logits = run(given)
+    assert (out.requires_grad, lse.requires_grad, max_logits.requires_grad) == (True, False, False)
+    out.backward(tensor(torch, whole.arrays["dout"]))
+    eager_out, eager_lse, _ = call.eager()
+    arrays = {**call.arrays, "out": eager_out, "lse": eager_lse, "dout": whole.arrays["dout"]}
+    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**arrays, **call.options)
+    wanted = {"q": dq, "kv": dkv, "attn_sink": d_sink}
+    for name, leaf in leaves.items():
+        assert_same(array(torch, leaf.grad), wanted[name])
+
+
+def test_an_expanded_gradient(torch: Any, of_torch: Any) -> None:
+    call = forward()
+    given = tensors(torch, call)
+    given["q"].requires_grad_()
+    of_torch.sparse_mla_forward(**given)[0].sum().backward()
+    out, lse, _ = call.eager()
+    dq, _, _ = mla_cupy.sparse_mla_backward(**call.arrays, out=out, lse=lse, dout=np.ones_like(out))
+    assert_same(array(torch, given["q"].grad), dq)
+
+
+def test_gradients_are_deterministic_where_pytorch_is(
+    torch: Any, of_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = importlib.import_module("mla_cupy.torch.library")
+    seen: list[bool] = []
+    original = library.call
+
+    def call(operation: Any, arrays: Any, chosen: Any, *rest: Any) -> Any:
+        if operation.name == "sparse_mla_backward":
+            seen.append(chosen.deterministic)
+        return original(operation, arrays, chosen, *rest)
+
+    monkeypatch.setattr(library, "call", call)
+    for wanted in (False, True):
+        given = tensors(torch, forward())
+        given["kv"].requires_grad_()
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            of_torch.sparse_mla_forward(**given)[0].sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+def test_the_public_call_points_to_the_binding(torch: Any) -> None:
+    given = tensors(torch, forward())
+    given["q"].requires_grad_()
+    with pytest.raises(DTypeError, match=r"requires grad.*gradients of sparse attention are in mla_cupy\.torch"):
+        mla_cupy.sparse_mla_forward(**given)

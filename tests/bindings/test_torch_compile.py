@@ -1,0 +1,165 @@
+"""`mla_cupy.torch` under torch.compile, and its plans."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+import mla_cupy
+from mla_cupy import PlanError
+from tests.bindings.cases import CALLS, decode, forward, merge
+from tests.bindings.test_torch import check, tensors
+from tests.interop.test_torch import tensor
+
+pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+
+def repeated(torch: Any, given: dict[str, Any], b: int) -> dict[str, Any]:
+    """The first sequence of a decode call, b times."""
+    return {name: x if name == "kv_cache" else x[:1].repeat(b, *[1] * (x.dim() - 1)) for name, x in given.items()}
+
+
+def test_compiled_decode_with_a_dynamic_batch(torch: Any, of_torch: Any) -> None:
+    """One graph for all batch sizes, with a plan that is updated inside of it."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = decode()
+    given = tensors(torch, call)
+    b, s_q, h_q, _ = given["q"].shape
+    pages, page_size = given["block_table"].shape[1], given["kv_cache"].shape[1]
+    sizes = {"s_q": s_q, "h_q": h_q, "max_pages": pages, "page_size": page_size}
+    plan = of_torch.plan_decode(max_b=16, dtype=torch.bfloat16, device="cpu", **sizes)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def step(q: Any, kv_cache: Any, block_table: Any, seqlens: Any) -> Any:
+        plan.update(seqlens)
+        out, lse = of_torch.mla_decode(q * 1, kv_cache, block_table, seqlens, plan=plan)
+        return out * 2, lse
+
+    for b in (7, 3, 11, 16):  # the first is no other size: PyTorch takes equal sizes for one
+        case = repeated(torch, given, b)
+        out, lse = step(**case)
+        wanted = of_torch.mla_decode(**case)
+        assert torch.equal(out, wanted[0] * 2)
+        assert torch.equal(lse, wanted[1])
+    assert counter.frame_count == 1
+
+
+def test_compiled_sparse_attention_with_a_dynamic_length(torch: Any, of_torch: Any) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    given = tensors(torch, forward({"sink": True}))
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def attend(q: Any, kv: Any, indices: Any, attn_sink: Any) -> Any:
+        return of_torch.sparse_mla_forward(q, kv, indices, attn_sink=attn_sink)[0]
+
+    for s_q in (2, 3, 5):
+        case = {**given, "q": given["q"][:s_q], "indices": given["indices"][:s_q]}
+        assert torch.equal(attend(**case), of_torch.sparse_mla_forward(**case)[0])
+    assert counter.frame_count == 1
+
+
+def test_what_is_written_survives_compilation(torch: Any, of_torch: Any) -> None:
+    """Nothing reads the results of the call, so that only the declared mutation keeps it."""
+    torch._dynamo.reset()
+    call = merge()
+    given, wanted = tensors(torch, call), call.eager()
+    out, lse = (torch.full_like(tensor(torch, x), 7) for x in wanted)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def write(outs: Any, lses: Any, out: Any, lse: Any) -> Any:
+        of_torch.merge_states(outs, lses, out=out, lse=lse)
+        return out + 1
+
+    more = write(**given, out=out, lse=lse)
+    check(torch, (out, lse), wanted)
+    assert torch.equal(more, out + 1)
+
+
+def test_vmap_goes_through_the_operator(torch: Any, of_torch: Any) -> None:
+    given = tensors(torch, merge())
+    stacked = [torch.stack([x, x * 2]) for x in given.values()]
+    out, lse = torch.func.vmap(of_torch.merge_states)(*stacked)
+    for i in range(2):
+        wanted = of_torch.merge_states(*(x[i] for x in stacked))
+        assert torch.equal(out[i], wanted[0])
+        assert torch.equal(lse[i], wanted[1])
+
+
+# ---- Plans -------------------------------------------------------------------------------------------------------
+
+
+def plan_for(torch: Any, of_torch: Any, given: dict[str, Any]) -> Any:
+    b, s_q, h_q, _ = given["q"].shape
+    return of_torch.plan_decode(
+        max_b=b,
+        s_q=s_q,
+        h_q=h_q,
+        max_pages=given["block_table"].shape[1],
+        page_size=given["kv_cache"].shape[1],
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["returned", "given"])
+@pytest.mark.parametrize("by_operator", [False, True], ids=["function", "operator"])
+def test_plans(torch: Any, of_torch: Any, write: bool, by_operator: bool) -> None:
+    call = decode()
+    given, wanted = tensors(torch, call), call.eager()
+    plan = plan_for(torch, of_torch, given)
+    with pytest.raises(PlanError, match="no update yet"):
+        of_torch.mla_decode(**given, plan=plan)
+    plan.update(given["seqlens"])
+    targets = dict(zip(("out", "lse"), (torch.zeros_like(tensor(torch, x)) for x in wanted), strict=True))
+    chosen = targets if write else {}
+    if by_operator:
+        name = "mla_decode_planned_out" if write else "mla_decode_planned"
+        held = {"workspace": plan.workspace, "plan": plan.number}
+        got = getattr(torch.ops.mla_cupy, name)(**held, **given, **chosen)
+        check(torch, tuple(targets.values()) if write else got, wanted)
+    else:
+        check(torch, of_torch.mla_decode(**given, plan=plan, **chosen), wanted)
+
+
+def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
+    given = tensors(torch, decode())
+    plan = plan_for(torch, of_torch, given)
+    plan.update(given["seqlens"])
+    held = {"workspace": plan.workspace, "plan": plan.number}
+    torch.library.opcheck(torch.ops.mla_cupy.decode_plan_update.default, (), {**held, "seqlens": given["seqlens"]})
+    torch.library.opcheck(torch.ops.mla_cupy.mla_decode_planned.default, (), {**held, **given})
+
+
+def test_a_plan_must_live(torch: Any, of_torch: Any) -> None:
+    given = tensors(torch, decode())
+    plan = plan_for(torch, of_torch, given)
+    number, workspace = plan.number, plan.workspace
+    del plan
+    gc.collect()
+    with pytest.raises(PlanError, match="keep the plan alive"):
+        torch.ops.mla_cupy.mla_decode_planned(workspace, number, **given)
+
+
+def test_mutations_are_declared(torch: Any, of_torch: Any) -> None:
+    """Each operator's schema says what it writes, and nothing else."""
+    for operation in {call.operation for call in CALLS}:
+        schema = getattr(torch.ops.mla_cupy, operation).default._schema
+        assert not schema.is_mutable
+        written = getattr(torch.ops.mla_cupy, f"{operation}_out").default._schema
+        names = {output.name for output in mla_cupy.ops.OPERATIONS[operation].outputs}
+        assert {x.name for x in written.arguments if x.is_write} == {*names, "workspace"}
+    for name, wanted in (
+        ("decode_plan_update", {"workspace"}),
+        ("mla_decode_planned", {"workspace"}),
+        ("mla_decode_planned_out", {"workspace", "out", "lse"}),
+    ):
+        schema = getattr(torch.ops.mla_cupy, name).default._schema
+        assert {x.name for x in schema.arguments if x.is_write} == wanted

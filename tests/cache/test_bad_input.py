@@ -1,0 +1,176 @@
+"""Every mistake in a call of the cache operations: argument, got and expected, before anything has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError, ops
+from mla_cupy.ops import POOL_OPERATIONS
+from mla_cupy.ops.operation import Operation
+from mla_cupy.records import V4, V32
+from tests.cache.inputs import Array, empty_cache, tokens
+from tests.cache.runs import copy_case, update_case
+from tests.support.mistakes import Bad, Call, option, raises, swap
+from tests.support.operations import mistakes
+from tests.support.recorder import Recorder
+
+
+def good_append() -> Call:
+    latent, rope = tokens(V32, 3)
+    angles = np.random.default_rng(0).random((7, 32), np.float32)
+    return {
+        "latent": latent,
+        "rope": rope,
+        "cache": empty_cache(V32, 4, 8),
+        "slots": np.array([3, -1, 9]),
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+        "positions": np.array([0, 5, 6]),
+    }
+
+
+def pages_apart(width: int, page: int, token: int = 0) -> Array:
+    """Four pages of eight tokens."""
+    memory = np.zeros(4 * page + 64, np.uint8)
+    return np.lib.stride_tricks.as_strided(memory[-memory.ctypes.data % 16 :], (4, 8, width), (page, token or width, 1))
+
+
+def good_gather() -> Call:
+    return {"cache": empty_cache(V32, 4, 8), "slots": np.array([3, -1, 9]), "out": np.full((3, 576), 7, np.float32)}
+
+
+def good_copy() -> Call:
+    pool, pairs = copy_case(2, 6, 64, 0)
+    return {"pool": pool, "pairs": pairs[:3]}
+
+
+def good_update() -> Call:
+    packed, arrays = update_case(6, 5, 3)
+    names = ("table", "seqlens", "step_table", "step_seqlens")
+    return {"packed": packed, **dict(zip(names, arrays, strict=True)), "page_size": 3}
+
+
+GOOD: dict[str, Callable[[], Call]] = {
+    "cache_append": good_append,
+    "cache_gather": good_gather,
+    "cache_copy_pages": good_copy,
+    "cache_update": good_update,
+}
+
+
+def function_of(name: str) -> Any:
+    return getattr(ops, name)
+
+
+#: No mistakes here: int64 is good for slots, and bytes lie anywhere.
+EXEMPT = ("slots int64", "positions int64", "pool between items", "pool odd strides")
+
+
+def from_records(operation: Operation) -> list[Bad]:
+    return [bad for bad in mistakes(operation) if not bad.id.startswith(EXEMPT)]
+
+
+RECORDED = [
+    pytest.param(name, bad, id=f"{name}-{bad.id}".replace(" ", "_"))
+    for name, operation in POOL_OPERATIONS.items()
+    if name in GOOD
+    for bad in from_records(operation)
+]
+
+
+@pytest.mark.parametrize(("name", "bad"), RECORDED)
+def test_refuses_arrays(name: str, bad: Bad, recorder: Recorder) -> None:
+    call = GOOD[name]()
+    bad.change(call)
+    with pytest.raises(bad.error):
+        function_of(name)(**call)
+    assert recorder.launches == []
+
+
+APPEND = [
+    Bad("latent of v4", swap("latent", lambda x: x[:, :448].copy()), ShapeError,
+        ("latent.shape[-1]", "448", "512 for v32")),
+    Bad("no rope", lambda c: c.update(rope=None), ShapeError, ("rope", "None", "an array of width 64 for v32")),
+    Bad("narrow rope", swap("rope", lambda x: x[:, :32].copy()), ShapeError, ("rope", "width 32", "width 64")),
+    Bad("no sin", lambda c: c.pop("sin"), ArgumentError, ("sin", "None", "cos, sin, positions, or none")),
+    Bad("16 pairs", lambda c: c.update(cos=c["cos"][:, :16].copy(), sin=c["sin"][:, :16].copy()), ShapeError,
+        ("cos.shape[-1]", "16", "32 pairs")),
+    Bad("unknown width", swap("cache", lambda x: np.zeros((4, 8, 640), np.uint8)), ShapeError,
+        ("cache.shape[-1]", "640 of uint8", "656 of uint8 (v32)")),
+    Bad("another record", option("record", "v4"), ShapeError, ("cache.shape[-1]", "656", "584 of uint8")),
+    Bad("no record", option("record", "v5"), ArgumentError, ("record", "'v5'", "v32, v4")),
+    Bad("rule of scales", option("scales", "ue8m0"), ArgumentError, ("scales", "'ue8m0'", "power_of_2, plain")),
+    Bad("kv_scale", option("kv_scale", 0.0), ArgumentError, ("kv_scale", "0.0", "above 0")),
+    Bad("kv_scale of v32", option("kv_scale", 0.5), ArgumentError, ("kv_scale", "0.5", "1 for v32")),
+    Bad("interleaved", option("interleaved", "yes"), ArgumentError, ("interleaved", "'yes'", "True or False")),
+    Bad("odd pages", swap("cache", lambda x: pages_apart(656, 8 * 656 + 8)), ShapeError,
+        ("cache.strides", "multiples of 16 bytes", "5248")),
+    Bad("planes apart", swap("cache", lambda x: pages_apart(584, 8 * 592, 592)), ShapeError,
+        ("cache.strides[1]", "592", "584 bytes per token")),
+    Bad("cache overlaps latent", lambda c: c.update(
+        latent=c["cache"].reshape(-1)[: 3 * 512 * 2].view(np.float16).reshape(3, 512),
+        rope=c["rope"].astype(np.float16), cache=c["cache"]), ShapeError, ("cache", "memory that overlaps latent")),
+]  # fmt: skip
+GATHER = [
+    Bad("out of another width", swap("out", lambda x: x[:, :512].copy()), ShapeError,
+        ("out.shape", "(3, 512)", "(3, 576)")),
+    Bad("out_dtype", option("out_dtype", "float64"), DTypeError, ("out_dtype", "float64")),
+    Bad("kv_scale", option("kv_scale", -1), ArgumentError, ("kv_scale", "-1")),
+]  # fmt: skip
+UPDATE = [
+    Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "from 1 on")),
+    Bad("short", swap("packed", lambda x: x[:20].copy()), ShapeError, ("packed.shape[0]", "20", "at least 27")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        pytest.param(name, bad, id=f"{name}-{bad.id}".replace(" ", "_"))
+        for name, table in (("cache_append", APPEND), ("cache_gather", GATHER), ("cache_update", UPDATE))
+        for bad in table
+    ],
+)
+def test_refuses(name: str, bad: Bad, place: str) -> None:
+    call = GOOD[name]()
+    if name == "cache_gather" and bad.id == "out_dtype":
+        del call["out"]
+    raises(bad, function_of(name), call, place)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_the_calls_that_the_mistakes_are_made_in_are_good(name: str, recorder: Recorder) -> None:
+    """And repeated calls are launched as the first."""
+    for launches in (1, 2, 3):
+        function_of(name)(**GOOD[name]())
+        assert recorder.entries == [name] * launches
+
+
+def test_read_only_caches_are_refused(recorder: Recorder) -> None:
+    call = good_append()
+    call["cache"].flags.writeable = False
+    with pytest.raises(MlaError, match="cache: got a read-only array"):
+        mla_cupy.cache_append(**call)
+
+
+def test_numpy_caches_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    call = good_append()
+    before = call["cache"].copy()
+    assert mla_cupy.cache_append(**call) is None  # type: ignore[func-returns-value]
+    changed = (call["cache"] != before).any(axis=2)
+    assert sorted(np.flatnonzero(changed)) == [3, 9]
+
+
+def test_planar_records_of_one_token_per_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token's own stride then means nothing."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    cache = np.lib.stride_tricks.as_strided(np.zeros(5000, np.uint8), (4, 1, 584), (1152, 7, 1))
+    latent, rope = tokens(V4, 1)
+    mla_cupy.cache_append(latent, rope, cache, np.array([2]))
+    assert mla_cupy.cache_gather(cache, np.array([2, 1])).astype(np.float32).any(axis=1).tolist() == [True, False]

@@ -1,0 +1,106 @@
+"""The kernels of the cache on a GPU: every byte, offsets beyond 4 GiB, graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import reference
+from mla_cupy.records import RECORDS
+from tests.cache.inputs import Array, tokens
+from tests.cache.runs import CASES, COPIES, CacheCase, check_append_and_gather, check_copy, check_update
+from tests.support.gpu import upload
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_append_and_gather(case: CacheCase, gpu: object) -> None:
+    check_append_and_gather(case, upload, _whole)
+
+
+def _whole(x: Any) -> Array:
+    import cupy
+
+    return cupy.asnumpy(x) if x.flags.c_contiguous else _strided(x)
+
+
+def _strided(x: Any) -> Array:
+    """The array and its gaps."""
+    import cupy
+
+    reach = x.strides[0] * (x.shape[0] - 1) + x.strides[1] * (x.shape[1] - 1) + x.shape[2] * x.itemsize
+    raw = cupy.ndarray((reach,), cupy.uint8, x.data)
+    return np.ndarray(x.shape, x.dtype, cupy.asnumpy(raw), 0, x.strides)
+
+
+@pytest.mark.parametrize("shape", COPIES, ids=str)
+def test_copy(shape: tuple[int, int, int, int], gpu: object) -> None:
+    import cupy
+
+    check_copy(shape, upload, cupy.asnumpy)
+
+
+@pytest.mark.parametrize("sizes", [(6, 5, 3), (256, 512, 64)], ids=str)
+def test_update(sizes: tuple[int, int, int], gpu: object) -> None:
+    import cupy
+
+    check_update(upload, cupy.asnumpy, sizes)
+
+
+@pytest.mark.parametrize("name", ["v32", "v4", "bf16"])
+def test_pools_beyond_4_gib(name: str, gpu: object) -> None:
+    """The last page of a pool of 5 GiB."""
+    import cupy
+
+    record, page_size = RECORDS[name], 64
+    num_pages = (5 << 30) // record.page_bytes(page_size)
+    if cupy.cuda.runtime.memGetInfo()[0] < 6 << 30:
+        pytest.skip("needs 6 GiB")
+    memory = cupy.zeros((num_pages, record.page_bytes(page_size)), cupy.uint8)
+    strides = (record.page_bytes(page_size), record.token_bytes, 1)
+    dtype = np.dtype("uint8") if record.dtype == "uint8" else memory.view(_numpy(record.dtype)).dtype
+    cache = cupy.ndarray((num_pages, page_size, record.width), dtype, memory.data, (*strides[:2], dtype.itemsize))
+    latent, rope = tokens(record, 64)
+    slots = np.arange(num_pages * page_size - 64, num_pages * page_size)
+    mla_cupy.cache_append(upload(latent), upload(rope), cache, upload(slots))
+    small = np.zeros((1, record.page_bytes(page_size)), np.uint8)
+    last = np.ndarray((1, page_size, record.width), dtype, small, 0, (*strides[:2], dtype.itemsize))
+    reference.cache_append(latent, rope, last, np.arange(64))
+    np.testing.assert_array_equal(cupy.asnumpy(memory[-1]), small[0])
+    assert not bool(memory[:-1].any())
+    pairs = cupy.asarray([[num_pages - 1, num_pages - 3]], cupy.int32)
+    mla_cupy.cache_copy_pages(memory[None], pairs)
+    np.testing.assert_array_equal(cupy.asnumpy(memory[-3]), small[0])
+    rows = mla_cupy.cache_gather(cache, upload(slots - 128), out_dtype="float32")
+    np.testing.assert_array_equal(cupy.asnumpy(rows), reference.cache_gather(last, np.arange(64))[0])
+
+
+def _numpy(name: str) -> Any:
+    from mla_cupy.dtypes import numpy_dtype
+
+    return numpy_dtype(name)
+
+
+def test_a_captured_append_follows_its_slots(gpu: object) -> None:
+    import cupy
+
+    record = RECORDS["v32"]
+    latent, rope = (upload(x) for x in tokens(record, 8))
+    cache, slots = cupy.zeros((4, 4, 656), cupy.uint8), cupy.full((8,), -1, cupy.int64)
+    mla_cupy.cache_append(latent, rope, cache, slots)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        mla_cupy.cache_append(latent, rope, cache, slots)
+        graph = stream.end_capture()
+    slots[:] = cupy.arange(8)[::-1]
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    expected = np.zeros((4, 4, 656), np.uint8)
+    reference.cache_append(*tokens(record, 8), expected, np.arange(8)[::-1])
+    np.testing.assert_array_equal(cupy.asnumpy(cache), expected)

@@ -1,0 +1,51 @@
+"""The kernels of the cache in the simulator, which also reports every access outside of an array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from tests.cache.runs import CASES, COPIES, CacheCase, check_append_and_gather, check_copy, check_update, make
+from tests.support.sim_driver import simulated
+
+SIZES = ((6, 5, 3), (3, 200, 64))
+
+
+def same(x: object) -> object:
+    return x
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_append_and_gather(case: CacheCase) -> None:
+    with simulated(2):
+        check_append_and_gather(case, same, np.asarray)
+
+
+@pytest.mark.parametrize("name", ["v32", "v4"])
+def test_without_instructions_for_e4m3(name: str) -> None:
+    """Ampere and Turing convert by integer arithmetic."""
+    with simulated(2, (8, 0)):
+        check_append_and_gather(CacheCase(name, dtype="float32", special=True, n=13), same, np.asarray)
+
+
+@pytest.mark.parametrize("shape", COPIES, ids=str)
+def test_copy(shape: tuple[int, int, int, int]) -> None:
+    with simulated(2):
+        check_copy(shape, same, np.asarray)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_update(sizes: tuple[int, int, int]) -> None:
+    with simulated(2):
+        check_update(same, np.asarray, sizes)
+
+
+def test_nothing_to_do_is_no_launch() -> None:
+    inputs = make(CacheCase("v32"))
+    with simulated(2) as target:
+        mla_cupy.cache_append(inputs.latent[:0], inputs.rope[:0], inputs.cache, inputs.slots[:0])  # type: ignore[index]
+        mla_cupy.cache_append(inputs.latent, inputs.rope, inputs.cache[:0], inputs.slots)
+        assert mla_cupy.cache_gather(inputs.cache, inputs.slots[:0]).shape == (0, 576)
+        mla_cupy.cache_copy_pages(np.zeros((2, 3, 16), np.uint8), np.zeros((0, 2), np.int32))
+        assert target.launched == []

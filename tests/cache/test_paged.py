@@ -1,0 +1,331 @@
+"""`PagedKVCache` by example: what each call returns, what it refuses, threads, attention over its arrays."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, CacheFullError, PagedKVCache, ops, reference
+from mla_cupy.cache.memory import HostMemory
+from mla_cupy.cache.upload import Words
+from tests.cache.inputs import Array, tokens
+from tests.support.sim_driver import simulated
+
+SIZES: dict[str, Any] = {"num_pages": 10, "page_size": 4, "max_seqs": 4, "max_pages": 5, "device": "cpu"}
+
+
+def cache(record: Any = "bf16-nope", **changes: Any) -> PagedKVCache:
+    return PagedKVCache(record, **{**SIZES, **changes})
+
+
+# ---- Sharing ----------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_whole_pages_and_never_everything() -> None:
+    made, prompt = cache(), list(range(9))
+    first, cached = made.allocate(prompt)
+    assert cached == 0
+    made.extend([first], 9)
+    made.commit(first, prompt)
+    assert made.allocate(prompt)[1] == 8
+    assert made.allocate(prompt[:8])[1] == 4  # the last token has to be computed
+    assert made.allocate([*prompt[:7], 99])[1] == 4
+    stats = made.stats()
+    assert (stats.prefix_hits, stats.prefix_lookups) == (4, 5)
+    assert stats.pages_shared == 2
+
+
+def test_keys_keep_prefixes_apart() -> None:
+    made, prompt = cache(), list(range(9))
+    first, _ = made.allocate(prompt, key=b"adapter")
+    made.extend([first], 9)
+    made.commit(first, prompt)
+    assert made.allocate(prompt)[1] == 0
+    assert made.allocate(prompt, key=b"adapter")[1] == 8
+
+
+def test_cached_pages_outlive_their_sequence_until_they_are_needed() -> None:
+    made, prompt = cache(), list(range(9))
+    first, _ = made.allocate(prompt)
+    made.extend([first], 9)
+    made.commit(first, prompt)
+    made.free([first])
+    assert made.stats().pages_cached == 2
+    assert made.allocate(prompt)[1] == 8
+    others = [made.allocate()[0] for _ in range(2)]
+    made.extend(others, 16)  # 2 + 8 pages: everything is in use
+    assert (made.stats().pages_free, made.stats().pages_cached) == (0, 0)
+    made.free(others)
+    assert made.allocate(prompt)[1] == 8
+
+
+def test_the_end_of_a_chain_is_given_up_first() -> None:
+    made, prompt = cache(), list(range(17))
+    first, _ = made.allocate(prompt)
+    made.extend([first], 17)
+    made.commit(first, prompt)
+    made.free([first])
+    other, _ = made.allocate()
+    made.extend([other], 20)
+    another, _ = made.allocate()
+    made.extend([another], 12)  # two of the four cached pages
+    assert made.stats().evictions == 2
+    assert made.allocate(prompt)[1] == 8
+
+
+def test_writers_of_a_shared_page_copy_it_but_for_the_last() -> None:
+    made = cache()
+    first, _ = made.allocate()
+    made.extend([first], 5)
+    second, third = made.fork(first, 2)
+    assert made.stats().pages_used == 2
+    assert made.extend([first, second, third], 1).copies == 2
+    assert made.stats().pages_used == 4
+    assert made.extend([first, second, third], 1).copies == 0
+
+
+def test_a_page_that_is_written_is_no_longer_found() -> None:
+    made, prompt = cache(), list(range(9))
+    first, _ = made.allocate(prompt)
+    made.extend([first], 9)
+    made.commit(first, prompt)
+    made.truncate([first], 6)
+    made.extend([first], 1)
+    assert made.allocate(prompt)[1] == 4
+
+
+# ---- Room -------------------------------------------------------------------------------------------------------
+
+
+def test_reserved_pages_are_there() -> None:
+    made = cache()
+    first, second = made.allocate()[0], made.allocate()[0]
+    made.extend([first], 3)
+    made.reserve(first, 14)  # 17 tokens, 5 pages
+    assert made.stats().pages_reserved == 4
+    made.extend([second], 20)
+    (third,) = made.fork(second)
+    made.truncate([third], 17)
+    with pytest.raises(CacheFullError, match="1 more, expected at most 0 free and 0 cached"):
+        made.extend([third], 1)
+    made.extend([first], 14)
+    assert made.stats().pages_reserved == 0
+    made.truncate([first], 1)
+    assert made.stats().pages_free == 4
+
+
+def test_what_is_full() -> None:
+    made = cache()
+    held = [made.allocate()[0] for _ in range(4)]
+    with pytest.raises(CacheFullError, match="sequences: got 1 more, expected at most 0; free sequences"):
+        made.allocate()
+    with pytest.raises(CacheFullError, match="sequences: got 2 more"):
+        made.fork(held[0], 2)
+    made.extend(held[:2], 20)
+    with pytest.raises(CacheFullError, match="pages: got 1 more, expected at most 0 free and 0 cached"):
+        made.extend(held[2:3], 1)
+    with pytest.raises(ArgumentError, match=r"counts\[0\]: got 21 tokens in all, expected at most 20 of a sequence"):
+        made.extend(held[:1], 1)
+    assert made.stats().tokens == 40
+
+
+MISTAKES: tuple[tuple[str, Any], ...] = (
+    ("sequences", lambda c, s: c.extend([s, s])),
+    (r"sequences\[0\]: got \d+, expected one that is alive", lambda c, s: (c.free([s]), c.extend([s]))),
+    (r"sequences\[0\]: got -1", lambda c, s: c.free([-1])),
+    ("sequences", lambda c, s: c.free([1.5])),
+    ("sequences", lambda c, s: c.free(s)),
+    ("counts: got one below 0", lambda c, s: c.extend([s], -1)),
+    ("counts: got 9000 in all", lambda c, s: c.extend([s], 9000)),
+    ("counts", lambda c, s: c.extend([s], [1, 2])),
+    ("counts", lambda c, s: c.extend([s], 1.5)),
+    (r"lengths\[0\]: got 4, expected 0 to 3", lambda c, s: c.truncate([s], 4)),
+    ("tokens: got 4, expected at most 3", lambda c, s: c.commit(s, [1, 2, 3, 4])),
+    ("tokens", lambda c, s: c.allocate([[1, 2]])),
+    ("tokens", lambda c, s: c.reserve(s, -1)),
+    ("tokens: got 100", lambda c, s: c.reserve(s, 100)),
+    ("count", lambda c, s: c.fork(s, -1)),
+    ("index: got 1, expected a whole number from 0 to 0", lambda c, s: c.layer(1)),
+    ("pool: got 'x', expected one of kv", lambda c, s: c.layer(0, "x")),
+    ("num_pages", lambda c, s: cache(num_pages=0)),
+    ("max_seqs", lambda c, s: cache(max_seqs=True)),
+    (r"num_pages \* page_size", lambda c, s: cache(num_pages=2**25, page_size=64)),
+    ("pools", lambda c, s: cache("v5")),
+    ("device", lambda c, s: cache(device="cuda")),
+)
+
+
+@pytest.mark.parametrize(("message", "mistake"), MISTAKES, ids=[message[:24] for message, _ in MISTAKES])
+def test_refuses(message: str, mistake: Any) -> None:
+    made = cache()
+    sequence, _ = made.allocate()
+    made.extend([sequence], 3)
+    with pytest.raises(ArgumentError, match=message):
+        mistake(made, sequence)
+    made.verify()
+
+
+def test_an_empty_step() -> None:
+    made = cache()
+    step = made.extend([])
+    assert (step.slots.shape, step.block_table.shape, step.seqlens.shape) == ((0,), (0, 5), (0,))
+
+
+# ---- Use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+
+def attend(made: PagedKVCache, step: Any, q: Array) -> Array:
+    out, _ = mla_cupy.mla_decode(q, made.layer(1), step.block_table, step.seqlens, out_dtype="float32")
+    return np.asarray(out)
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_attention_over_forks_and_prefixes() -> None:
+    """Two continuations of one prompt, and a sequence that begins alike, each as if it had a cache of its own."""
+    made = PagedKVCache("bf16", num_layers=2, **SIZES)
+    latent, rope = tokens(made.records["kv"], 12)
+    assert rope is not None
+    first, _ = made.allocate(range(7))
+    made.append(made.extend([first], 7), 1, latent[:7], rope[:7])
+    made.commit(first, range(7))
+    (second,) = made.fork(first)
+    step = made.extend([second, first], [2, 1])
+    made.append(step, 1, latent[7:10], rope[7:10])
+    third, cached = made.allocate(range(6))
+    assert cached == 4
+    made.append(made.extend([third], 2), 1, latent[10:12], rope[10:12])
+    step = made.extend([first, second, third], 0)
+    q = np.random.default_rng(1).standard_normal((3, 1, 2, 576), np.float32).astype(latent.dtype)
+    histories = ([*range(7), 9], [*range(7), 7, 8], [*range(4), 10, 11])
+    got = attend(made, step, q)
+    for i, history in enumerate(histories):
+        rows = np.concatenate([latent, rope], axis=1)[history][None]
+        alone, _ = reference.mla_decode(q[i : i + 1], rows, np.zeros((1, 1), int), np.array([len(history)]))
+        np.testing.assert_allclose(got[i], alone[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_rope_takes_the_positions_of_the_step() -> None:
+    made = PagedKVCache("bf16", **SIZES)
+    sequence, _ = made.allocate()
+    latent, rope = tokens(made.records["kv"], 6)
+    angles = np.random.default_rng(0).random((30, 32), np.float32)
+    tables = {"cos": np.cos(angles), "sin": np.sin(angles)}
+    made.append(made.extend([sequence], 4), 0, latent[:4], rope[:4], **tables)  # type: ignore[index]
+    step = made.extend([sequence], 2)
+    made.append(step, 0, latent[4:], rope[4:], **tables)  # type: ignore[index]
+    rows = mla_cupy.cache_gather(made.layer(0), step.slots, out_dtype="float32")
+    turned = reference.cache.rotate(rope[4:], tables["cos"], tables["sin"], [4, 5])  # type: ignore[index]
+    np.testing.assert_array_equal(rows[:, 512:], turned.astype(latent.dtype).astype(np.float32))
+
+
+def test_pools_of_records_and_of_index_keys() -> None:
+    made = cache({"kv": "v32", "indexer": "indexer"}, num_layers=3, page_size=64)
+    assert made.layer(2).shape == (10, 64, 656)
+    assert made.layer(2).strides == (41984, 656, 1)
+    assert made.layer(0, "indexer").shape == (10, 64, 132)
+    assert made.layer(0, "indexer").strides[0] == 8448
+    assert not np.shares_memory(made.layer(0), made.layer(1))
+
+
+class OperationsMemory(HostMemory):
+    """Changed by the operations, so that the kernels of the simulator run."""
+
+    def __init__(self, *arguments: Any, run: ModuleType = ops) -> None:
+        super().__init__(*arguments, run=run)
+
+
+def test_on_the_kernels_in_the_simulator() -> None:
+    from tests.cache.model import Pair
+
+    with simulated(2) as target:
+        pair = Pair(max_seqs=3, memory=OperationsMemory)
+        first = pair.allocate([])
+        pair.extend({first: pair.new_ids(5)})
+        (second,) = pair.fork(first, 1)
+        pair.extend({second: pair.new_ids(2), first: pair.new_ids(1)})
+        pair.truncate(second, 2)
+        pair.extend({second: pair.new_ids(4)})
+        pair.free(first)
+        pair.extend({second: pair.new_ids(1)})
+        pair.check()
+        assert "mla_cache_update" in target.launched
+        assert "mla_cache_copy_pages" in target.launched
+
+
+def test_threads() -> None:
+    """Each changes its own sequences; all share pages of one prompt."""
+    made = cache(num_pages=64, max_seqs=16, max_pages=8)
+    root, _ = made.allocate()
+    made.extend([root], 6)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng, mine = random.Random(seed), made.fork(root, 2)
+        try:
+            for _ in range(150):
+                operation = rng.randrange(4)
+                if operation == 0:
+                    made.truncate([mine[0]], rng.randint(0, made.length(mine[0])))
+                elif operation == 1:
+                    made.free([mine.pop()])
+                    mine += made.fork(root)
+                else:
+                    made.extend(mine, [min(1, 32 - made.length(s)) for s in mine])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    made.verify()
+    assert made.length(root) == 6
+
+
+# ---- Host time --------------------------------------------------------------------------------------------------
+
+
+class NoWork(HostMemory):
+    """The host's share of a step alone."""
+
+    def submit(self, part: slice, copies: int, stream: Any) -> None:
+        pass
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize(("growing", "limit_us"), [(4, 50), (256, 100)])
+def test_host_time_of_a_step_of_256(growing: int, limit_us: float) -> None:
+    """Bookkeeping and packing, without the upload and the launch: the fastest of many steps, on an idle machine."""
+    made = cache("v32", num_pages=24000, page_size=64, max_seqs=256, max_pages=256, memory=NoWork, max_tokens=1 << 15)
+    held = [made.allocate()[0] for _ in range(256)]
+    times = []
+    for _ in range(200):
+        made.truncate(held, 0)
+        made.extend(held, np.arange(256) // 4 + 1 if growing == 4 else 64)
+        begin = time.perf_counter()
+        made.extend(held, 1)
+        times.append(1e6 * (time.perf_counter() - begin))
+    assert min(times) <= limit_us
+
+
+def test_words_end_where_the_pairs_begin() -> None:
+    words = Words.of(max_seqs=5, max_pages=3, max_tokens=10)
+    slots, positions = words.tokens(7)
+    assert (slots.stop, positions.stop) == (positions.start, words.pairs)
+    assert slots.stop - slots.start == 7
+    assert words.total - words.changes == 2 * 5 * 3

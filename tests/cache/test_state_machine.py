@@ -1,0 +1,205 @@
+"""`PagedKVCache` against its model, under operations in any order, with every token's bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mla_cupy.cache.memory import HostMemory
+from mla_cupy.errors import CacheFullError
+from tests.cache.model import Pair
+
+INJECTED = RuntimeError("injected")
+
+
+class FailingMemory(HostMemory):
+    """Refuses a step when it is told to, before or after the tables have changed."""
+
+    failing = ""
+
+    def submit(self, part: slice, copies: int, stream: Any) -> None:
+        if self.failing == "before":
+            raise INJECTED
+        super().submit(part, copies, stream)
+        if self.failing == "after":
+            raise INJECTED
+
+
+class Machine(RuleBasedStateMachine):
+    """Rules draw numbers, and use them modulo what there is."""
+
+    @initialize(
+        num_pages=st.integers(1, 14),
+        page_size=st.integers(1, 4),
+        max_seqs=st.integers(1, 5),
+        max_pages=st.integers(1, 6),
+    )
+    def begin(self, num_pages: int, page_size: int, max_seqs: int, max_pages: int) -> None:
+        self.pair = Pair(num_pages, page_size, max_seqs, max_pages, memory=FailingMemory)
+        self.prompts: list[list[int]] = [[]]
+
+    def pick(self, number: int) -> int:
+        return list(self.pair.tokens)[number % len(self.pair.tokens)]
+
+    def room(self, sequence: int) -> int:
+        return self.pair.max_tokens - len(self.pair.tokens[sequence])
+
+    @rule(prompt=st.integers(0, 20), tail=st.integers(0, 3), key=st.sampled_from([b"", b"lora"]))
+    def allocate(self, prompt: int, tail: int, key: bytes) -> None:
+        """With the tokens of an earlier sequence and new ones; what is not cached is written."""
+        whole = [*self.prompts[prompt % len(self.prompts)], *self.pair.new_ids(tail)][: self.pair.max_tokens]
+        if len(self.pair.tokens) == self.pair.cache._book.max_seqs:
+            with pytest.raises(CacheFullError, match="sequences"):
+                self.pair.allocate(whole, key)
+            return
+        sequence = self.pair.allocate(whole, key)
+        self._extend({sequence: whole[len(self.pair.tokens[sequence]) :]})
+
+    def _extend(self, added: dict[int, list[int]]) -> None:
+        with contextlib.suppress(CacheFullError):
+            self.pair.extend(added)
+
+    @precondition(lambda self: self.pair.tokens)
+    @rule(
+        numbers=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=5),
+        fail=st.sampled_from(["", "before", "after"]),
+    )
+    def extend(self, numbers: list[tuple[int, int]], fail: str) -> None:
+        """Several sequences by different numbers of tokens; a failure changes nothing, and the next call succeeds."""
+        added = {}
+        for number, count in numbers:
+            sequence = self.pick(number)
+            added[sequence] = self.pair.new_ids(min(count, self.room(sequence)))
+        if fail:
+            before = self.pair.state()
+            self.pair.cache._memory.failing = fail  # type: ignore[attr-defined]
+            with pytest.raises((RuntimeError, CacheFullError)):
+                self.pair.extend(added)
+            self.pair.cache._memory.failing = ""  # type: ignore[attr-defined]
+            assert self.pair.state() == before
+            self.pair.check()
+        self._extend(added)
+
+    @precondition(lambda self: self.pair.tokens)
+    @rule(number=st.integers(0, 9), count=st.integers(0, 3))
+    def fork(self, number: int, count: int) -> None:
+        sequence = self.pick(number)
+        if len(self.pair.tokens) + count > self.pair.cache._book.max_seqs:
+            before = self.pair.state()
+            with pytest.raises(CacheFullError, match="sequences"):
+                self.pair.cache.fork(sequence, count)
+            assert self.pair.state() == before
+        else:
+            self.pair.fork(sequence, count)
+
+    @precondition(lambda self: self.pair.tokens)
+    @rule(number=st.integers(0, 9), length=st.integers(0, 24))
+    def truncate(self, number: int, length: int) -> None:
+        sequence = self.pick(number)
+        self.pair.truncate(sequence, length % (len(self.pair.tokens[sequence]) + 1))
+
+    @precondition(lambda self: self.pair.tokens)
+    @rule(number=st.integers(0, 9))
+    def free(self, number: int) -> None:
+        self.pair.free(self.pick(number))
+
+    @precondition(lambda self: self.pair.tokens)
+    @rule(number=st.integers(0, 9), length=st.integers(0, 24))
+    def commit(self, number: int, length: int) -> None:
+        sequence = self.pick(number)
+        tokens = self.pair.tokens[sequence]
+        self.pair.cache.commit(sequence, tokens[: length % (len(tokens) + 1)])
+        self.prompts.append(list(tokens))
+
+    @precondition(lambda self: self.pair.tokens)
+    @rule(number=st.integers(0, 9), count=st.integers(0, 12))
+    def reserve(self, number: int, count: int) -> None:
+        """Then as many tokens fit, unless the last page is shared."""
+        sequence = self.pick(number)
+        count = min(count, self.room(sequence))
+        before = self.pair.state()
+        try:
+            self.pair.cache.reserve(sequence, count)
+        except CacheFullError:
+            assert self.pair.state() == before
+            return
+        row, book = self.pair.cache.row(sequence), self.pair.cache._book
+        tail = len(self.pair.tokens[sequence])
+        if tail % self.pair.page_size == 0 or book.refs[book.table[row, tail // self.pair.page_size]] == 1:
+            self.pair.extend({sequence: self.pair.new_ids(count)})
+
+    @invariant()
+    def equal(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.check()
+
+
+QUICK = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+TestQuick = Machine.TestCase
+TestQuick.settings = QUICK
+
+
+@pytest.mark.slow
+def test_many_examples() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Machine, settings=settings(QUICK, max_examples=1500, stateful_step_count=60, derandomize=False)
+    )
+
+
+def walk(seed: int, steps: int, compare_every: int) -> Pair:
+    """Random operations from a seed."""
+    rng = random.Random(seed)
+    pair = Pair(rng.randint(4, 40), rng.randint(1, 8), rng.randint(2, 12), rng.randint(2, 8))
+    prompts: list[list[int]] = [[]]
+    for step in range(steps):
+        pair.thorough = step % compare_every == 0
+        operation = rng.choices(("allocate", "extend", "fork", "truncate", "free", "commit"), (3, 10, 2, 2, 3, 2))[0]
+        sequence = rng.choice(list(pair.tokens)) if pair.tokens else None
+        try:
+            if operation == "allocate" or sequence is None:
+                whole = [*rng.choice(prompts), *pair.new_ids(rng.randint(0, 5))][: pair.max_tokens]
+                made = pair.allocate(whole)
+                pair.extend({made: whole[len(pair.tokens[made]) :]})
+            elif operation == "extend":
+                chosen = rng.sample(list(pair.tokens), rng.randint(1, len(pair.tokens)))
+                pair.extend(
+                    {s: pair.new_ids(min(rng.randint(0, 2), pair.max_tokens - len(pair.tokens[s]))) for s in chosen}
+                )
+            elif operation == "fork":
+                pair.fork(sequence, 1)
+            elif operation == "truncate":
+                pair.truncate(sequence, rng.randint(0, len(pair.tokens[sequence])))
+            elif operation == "free":
+                pair.free(sequence)
+            else:
+                pair.cache.commit(sequence, pair.tokens[sequence])
+                prompts = [*prompts[-20:], pair.tokens[sequence]]
+        except CacheFullError:
+            pass
+        if pair.thorough:
+            pair.check()
+    pair.check()
+    return pair
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_walks(seed: int) -> None:
+    stats = walk(seed, 600, 5).cache.stats()
+    assert stats.copies > 0
+    assert stats.prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_million_operations(seed: int) -> None:
+    walk(100 + seed, 50_000, 50)

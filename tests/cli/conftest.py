@@ -1,0 +1,39 @@
+"""A registry of one tiny kernel and one that does not compile, for the tests of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mla_cupy import kernels
+from mla_cupy.kernels.spec import HOPPER, Kernel, Params, Variant
+from mla_cupy.runtime import cache, loader
+
+SOURCE = """extern "C" __constant__ const int mla_fact_smem_bytes = 1024;
+extern "C" __global__ void mla_copy(float* x) { x[0] = x[1]; }
+"""
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two kernels: `copy` for every target, `wrong` for sm_90a only."""
+    root = tmp_path / "cuda_src"
+    root.mkdir()
+    (root / "copy.cu").write_text(SOURCE)
+    (root / "wrong.cu").write_text("nonsense\n")
+    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
+    monkeypatch.setenv("MLA_CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK"):
+        monkeypatch.delenv(f"MLA_CUPY_{name}", raising=False)
+    plain = (Variant(),)
+    specs = {
+        "copy": Kernel("copy", "copies a number", "copy.cu", Params(x="u8"), core=plain),
+        "wrong": Kernel("wrong", "does not compile", "wrong.cu", Params(x="u8"), HOPPER),
+    }
+    monkeypatch.setattr(kernels, "KERNELS", specs)
+    cache._warned.clear()
+    loader.forget()
+    yield tmp_path
+    loader.forget()

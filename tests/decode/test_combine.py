@@ -1,0 +1,154 @@
+"""The merge of partial results alone, on made-up ones, in the simulator: every number of pieces takes another way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mla_cupy.arrays import View
+from mla_cupy.kernels.decode import DECODE, combine
+from mla_cupy.kernels.decode.pipeline import DecodeConfig
+from mla_cupy.kernels.decode.problem import MAX_SPLITS, DecodeOptions, DecodeProblem
+from mla_cupy.kernels.pipeline import Call, Prepared
+from mla_cupy.shapes import D_V
+from tests.decode.schedule_model import Point, split_requests
+from tests.support.recorder import H200
+from tests.support.sim_driver import fake_gpu, simulated
+
+H_Q, H_KV, S_Q = 2, 2, 1
+
+
+def cuts_of(pieces: list[int], num_splits: int) -> list[Point]:
+    """A schedule in which request i has so many pieces of one tile; the splits after them are empty."""
+    cuts = [(request, tile) for request, count in enumerate(pieces) for tile in range(count)]
+    return [*cuts, *[(len(pieces), 0)] * (num_splits + 1 - len(cuts))]
+
+
+def contiguous(shape: tuple[int, ...], dtype: str) -> View:
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return View(0, shape, strides, dtype, 0)
+
+
+def merged(cuts: list[Point], b: int, lse: np.ndarray, out: np.ndarray, dtype: str, blocks: int) -> tuple[Any, Any]:
+    """What the kernel makes of partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
+    num_splits, rows = len(cuts) - 1, H_Q * S_Q
+    problem = DecodeProblem(S_Q, H_Q, H_KV, "bfloat16")
+    config = DecodeConfig(problem, DECODE.kernels[-1], H_KV, num_splits, blocks)
+    shapes = {
+        "q": ((b, S_Q, H_Q, 576), "bfloat16"),
+        "kv_cache": ((1, 64, H_KV, 576), "bfloat16"),
+        "block_table": ((b, 1), "int32"),
+        "seqlens": ((b,), "int32"),
+        "out": ((b, S_Q, H_Q, D_V), dtype),
+        "lse": ((b, H_Q, S_Q), "float32"),
+    }
+    call = Call({name: contiguous(*form) for name, form in shapes.items()}, DecodeOptions(1.0, True, "2", 7.0), True)
+    step = DECODE.steps(config, call)[-1]
+    assert step.kernel is combine.KERNEL
+    layout = DECODE.workspace(config)
+    workspace = np.full(layout.nbytes + 256, 0xFF, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 256 :][: layout.nbytes]
+    values = {
+        "schedule": np.array(cuts, np.int32),
+        "partial_lse": lse.astype(np.float32),
+        "partial_out": out.astype(np.float32),
+    }
+    for name, value in values.items():
+        part = value.reshape(-1).view(np.uint8)
+        workspace[layout.offsets[name] :][: part.size] = part
+    result = np.full((b, S_Q, H_Q, D_V), 9, "f4" if dtype == "float32" else "u2")
+    result_lse = np.full((b, H_Q, S_Q), np.nan, np.float32)
+    with simulated(2) as target:
+        address = target.memory.map
+        prepared = Prepared([step], tuple(shapes), layout, fake_gpu(2), 0)
+        prepared.enqueue([0, 0, 0, 0, 0, address(result), address(result_lse)], address(workspace), 0)
+    assert rows == lse.shape[1]
+    return result, result_lse
+
+
+def expected(lse: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The merge of pieces (n, rows), (n, rows, 512) in float64."""
+    top = np.where(np.isinf(lse.max(0)), 0, lse.max(0))
+    weights = np.exp2(lse - top)
+    total = weights.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.where(total[:, None] > 0, (weights[..., None] * out).sum(0) / total[:, None], 0)
+        return mean, np.where(total > 0, top + np.log2(total), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "num_splits"),
+    [
+        ([2, 1, 3, 4], 10),
+        ([5, 1, 2], 9),
+        ([8, 16], 25),
+        ([17, 3], 20),
+        ([33], 40),
+        ([64, 65], 132),
+        ([129, 2, 1], 132),
+        ([MAX_SPLITS], MAX_SPLITS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> None:
+    rng = np.random.default_rng(num_splits)
+    cuts = cuts_of(pieces, num_splits)
+    lse = rng.normal(0, 4, (2 * num_splits, H_Q))
+    out = rng.standard_normal((2 * num_splits, H_Q, D_V)).astype(np.float32).astype(float)
+    lse[num_splits, 0] = -np.inf  # the first piece of the first request sees nothing, its last head nothing at all
+    out[num_splits, 0] = 0
+    splits = split_requests(cuts)
+    for index in splits[0]:
+        lse[index, -1], out[index, -1] = -np.inf, 0
+    result, result_lse = merged(cuts, len(pieces), lse, out, dtype, blocks=3)
+    for request, count in enumerate(pieces):
+        if count == 1:
+            assert np.isnan(result_lse[request]).all()  # not the merge's business
+            continue
+        mean, total = expected(lse[splits[request]], out[splits[request]])
+        found = result[request, 0]
+        if dtype == "bfloat16":
+            found = (found.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_allclose(found, mean, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-5)
+        np.testing.assert_allclose(result_lse[request, :, 0], total, rtol=1e-5, atol=1e-5)
+
+
+def test_a_merge_does_not_depend_on_other_requests() -> None:
+    """Same pieces, same bits, wherever they are in the batch."""
+    rng = np.random.default_rng(0)
+    count = 20
+    lse, out = rng.normal(0, 4, (count, H_Q)), rng.standard_normal((count, H_Q, D_V))
+    found = []
+    for pieces in ([count], [3, 1, count, 18], [count, 6]):
+        num_splits, request = sum(pieces) + 2, pieces.index(count)
+        cuts = cuts_of(pieces, num_splits)
+        all_lse, all_out = rng.normal(0, 4, (2 * num_splits, H_Q)), rng.standard_normal((2 * num_splits, H_Q, D_V))
+        indices = split_requests(cuts)[request]
+        all_lse[indices], all_out[indices] = lse, out
+        result, result_lse = merged(cuts, len(pieces), all_lse, all_out, "float32", blocks=len(pieces))
+        found.append((result[request].tobytes(), result_lse[request].tobytes()))
+    assert found[0] == found[1] == found[2]
+
+
+def units(pieces: int) -> int:
+    """Of a row: a thread reads at most 8 pieces."""
+    return 1 << max(0, math.ceil(math.log2(pieces / 8)))
+
+
+@pytest.mark.parametrize(
+    ("b", "rows", "num_splits"), [(1, 16, 132), (1, 128, 66), (4, 128, 66), (128, 128, 66), (1, 1, 2)]
+)
+def test_blocks_for_all_units_of_work_that_there_may_be(b: int, rows: int, num_splits: int) -> None:
+    blocks = combine.needed_blocks(10**9, b, rows, num_splits)
+    for count in range(1, min(b, num_splits // 2) + 1):
+        each = max(2, num_splits // count)
+        assert 2 * blocks >= rows * count * units(each)
+    assert combine.needed_blocks(5, b, rows, num_splits) == min(5, blocks)
+
+
+def test_one_split_needs_no_merge() -> None:
+    assert combine.blocks(1, H200) == 0

@@ -1,0 +1,102 @@
+"""The site's own code: included pages, drawings, tables. The site itself is built by `.ci/run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCS = REPOSITORY / "docs"
+
+
+def load(path: str) -> ModuleType:
+    """A module of the site, which is no package: it imports what lies beside it."""
+    spec = importlib.util.spec_from_file_location(f"docs_{Path(path).stem}", DOCS / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str((DOCS / path).parent))
+        spec.loader.exec_module(module)
+    return module
+
+
+repository_pages = load("_ext/repository_pages.py")
+kernel_choice = load("_ext/kernel_choice.py")
+draw = load("drawings/draw.py")
+
+
+def test_every_page_beside_sources_is_on_the_site() -> None:
+    pages = set((REPOSITORY / "cuda_src").rglob("*.md"))
+    assert pages - set(repository_pages.included()) == set()
+
+
+def test_every_page_is_in_a_toctree() -> None:
+    """Sphinx says so, too, but not in a test run."""
+    listed = {"index"}
+    for page in DOCS.rglob("*.md"):
+        for body in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            for name in re.findall(r"^(?:.*<)?(\w[\w/-]*)>?$", body, re.MULTILINE):
+                listed.add((page.parent / name).relative_to(DOCS).as_posix())
+    found = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
+    assert found == listed
+
+
+def test_links_of_included_pages(tmp_path: Path) -> None:
+    for name, text in {
+        "src/a.md": (
+            "# A\n[b](deep/b.md#x) [c](c.cu) [d](deep) [web](https://example.org) [own](#a)\n```\n[b](deep/b.md)\n```\n"
+        ),
+        "src/deep/b.md": "# B\n",
+        "src/c.cu": "",
+        "docs/one/a.md": "```{include} ../../src/a.md\n```\n",
+        "docs/b.md": "```{include} ../src/deep/b.md\n```\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    pages = repository_pages.included(tmp_path / "docs")
+    text = repository_pages.text_of(tmp_path / "src/a.md", tmp_path / "docs/one/a.md", pages)
+    assert "[b](../b.md#x) [c](../../src/c.cu) d [web](https://example.org) [own](#a)\n" in text
+    assert "```\n[b](deep/b.md)\n```" in text
+
+
+@pytest.mark.parametrize("name", sorted(draw.DRAWINGS))
+def test_drawings_are_up_to_date(name: str) -> None:
+    """`python3 docs/drawings/draw.py` writes them."""
+    text = (DOCS / "drawings" / f"{name}.svg").read_text()
+    ElementTree.fromstring(text)
+    assert text == draw.DRAWINGS[name]
+
+
+def test_no_other_drawings() -> None:
+    assert {path.stem for path in (DOCS / "drawings").glob("*.svg")} == set(draw.DRAWINGS)
+
+
+def test_the_drawn_regions_of_tensor_memory_are_disjoint() -> None:
+    for name, used, regions in draw.TENSOR_MEMORY:
+        cells = [
+            (column, half)
+            for region in regions
+            for column in range(region.start, region.end)
+            for half in (("lower", "upper") if region.half == "all" else (region.half,))
+        ]
+        assert len(cells) == len(set(cells)), name
+        columns = {column for column, _ in cells}
+        assert len(columns) == used, name
+
+
+def test_the_choice_of_kernels() -> None:
+    hopper, blackwell, ampere = kernel_choice.GPUS
+    table = {label: (pipeline, problem) for label, pipeline, problem in kernel_choice.SITUATIONS}
+    assert "sm90" in kernel_choice.chosen(*table["`mla_decode`, 128 heads"], hopper)
+    assert "sm100" in kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], blackwell)
+    turing = replace(ampere, cc=(7, 5), smem_optin=65536)
+    for call in table.values():
+        assert kernel_choice.chosen(*call, ampere) == kernel_choice.chosen(*call, turing)
+        assert "generic" in kernel_choice.chosen(*call, turing)

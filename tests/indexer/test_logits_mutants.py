@@ -1,0 +1,88 @@
+"""Bugs planted in the logits kernels for Hopper: each must show, the kernels as they are must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mla_cupy
+import ptxsim
+from mla_cupy import reference
+from mla_cupy.errors import KernelCompileError
+from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.mutants import Mutant, planted
+from tests.support.sim_driver import simulated
+
+PREFILL, PAGED = "indexer/logits_sm90.cu", "indexer/logits_sm90_paged.cu"
+SHARED, RANGES = "indexer/sm90_logits.cuh", "indexer/key_ranges.cuh"
+MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
+#: Two blocks of tokens; more tiles than the ring has stages.
+CASE = LogitsCase(s_q=9, s_kv=700, h=4, ranges="none")
+RANGED = LogitsCase(s_q=9, s_kv=300, h=3, d=32, seed=1)
+MANY = LogitsCase(s_q=17, s_kv=900, h=4, ranges="none")
+NINE = LogitsCase(s_q=3, s_kv=100, h=9, d=32)
+PAGES = PagedCase(b=1, s_q=2, h=9, seqlens=(800,))
+READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
+
+ONE_BARRIER = (
+    """return barrier[walk.wraps & 1][walk.stage];
+    }
+    template <i32 kStep>
+    MLA_DEVICE void wait(const StageWalk<kStages, kStep>& walk) {
+        mbarrier_wait(of(walk), walk.wraps >> 1 & 1);""",
+    """return barrier[0][walk.stage];
+    }
+    template <i32 kStep>
+    MLA_DEVICE void wait(const StageWalk<kStages, kStep>& walk) {
+        mbarrier_wait(of(walk), walk.wraps & 1);""",
+)
+
+MUTANTS = [
+    (Mutant("a stage has one full barrier", SHARED, *ONE_BARRIER), MANY),
+    (Mutant("the next tile is fetched over sums without a fence", PREFILL, "    fence_proxy_async();", ""), CASE),
+    (Mutant("sums are read before all are there", PREFILL, READY, ""), CASE),
+    (Mutant("the last heads are left out", PREFILL, "ceil_div(p.heads, kTileHeads)", "max(1, p.heads / 8)"), NINE),
+    (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
+    (Mutant("a share ends a tile early", SHARED, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
+    (
+        Mutant("a page is released with tokens to come", PAGED, "if (token + 1 == info.tokens)", "if (token == 0)"),
+        PAGES,
+    ),
+    (
+        Mutant(
+            "half of a row's threads are left out", PAGED, "return x + __shfl_xor_sync(kFullWarp, x, 2)", "return x"
+        ),
+        PAGES,
+    ),
+]
+
+
+def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> str:
+    """What a run shows; empty if nothing."""
+    if isinstance(case, PagedCase):
+        name, inputs = "indexer_logits_paged", paged_inputs(case)
+    else:
+        name, inputs = "indexer_logits", logits_inputs(case)
+    try:
+        with simulated(3 if case == RANGED else 1, (9, 0), *mode):
+            got = getattr(mla_cupy, name)(**inputs)
+        check_logits(got, inputs, getattr(reference, name)(**inputs))
+    except (ptxsim.SimError, KernelCompileError) as error:
+        return type(error).__name__
+    except AssertionError:
+        return "wrong result"
+    return ""
+
+
+@pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda x: x.id)
+def test_is_caught(
+    mutant: Mutant, case: LogitsCase | PagedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("case", [CASE, RANGED, PAGES], ids=lambda case: case.id)
+def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
+    assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]

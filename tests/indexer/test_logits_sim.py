@@ -1,0 +1,245 @@
+"""The kernels of the logits in the simulator, through the public calls, against the oracle.
+
+Keys that no query sees are NaN, and so is everything in the pool that is no sequence's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import dtypes, reference
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
+from mla_cupy.reference.indexer_records import page_parts
+from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.kernels import by_name
+from tests.support.sim_driver import fake_gpu, simulated
+
+GENERIC = "indexer_logits_generic"
+HOPPER, PAGED_HOPPER = "indexer_logits_sm90", "indexer_logits_sm90_paged"
+#: (mode of completion, seed)
+MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+SM_COUNTS = (1, 3, 2)
+
+CASES = [
+    LogitsCase(s_q=8, s_kv=128, h=64, ranges="none"),  # one tile
+    LogitsCase(s_q=1, s_kv=1, h=1, ranges="none", scales=False),
+    LogitsCase(s_q=11, s_kv=300, h=9, dtype="uint8"),  # two blocks of tokens, three tiles
+    LogitsCase(s_q=19, s_kv=390, h=12, ranges="causal"),
+    LogitsCase(s_q=9, s_kv=129, h=24, d=64),
+    LogitsCase(s_q=7, s_kv=127, h=3, d=32),
+    LogitsCase(s_q=10, s_kv=260, h=72),  # one stage of queries
+    LogitsCase(s_q=9, s_kv=257, h=128, ranges="causal"),
+    LogitsCase(s_q=12, s_kv=200, h=5, dtype="bfloat16", scales=False),  # keys of two pieces
+    LogitsCase(s_q=9, s_kv=150, h=40, d=64, dtype="bfloat16"),
+    LogitsCase(s_q=17, s_kv=900, h=4, ranges="none"),  # every stage of keys, several times
+]
+
+
+def run(case: LogitsCase, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+    inputs = logits_inputs(case)
+    with simulated(sm_count, (9, 0), *mode) as target:
+        got = mla_cupy.indexer_logits(**inputs, kernel=kernel, **options)
+    assert target.launched[-1] == f"mla_{kernel}"
+    check_logits(got, inputs, reference.indexer_logits(**inputs))
+    return got
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "sm_count"),
+    [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(CASES)],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_hopper(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
+    run(case, HOPPER, sm_count, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm_count", SM_COUNTS)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_hopper_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
+    run(case, HOPPER, sm_count, mode)
+
+
+@pytest.mark.parametrize(
+    "case", [LogitsCase(s_q=2, s_kv=140, h=17, d=64), LogitsCase(s_q=3, s_kv=20, h=2, d=32, dtype="bfloat16")],
+    ids=lambda case: case.id,
+)  # fmt: skip
+def test_generic(case: LogitsCase) -> None:
+    with simulated(1, (7, 5)):
+        inputs = logits_inputs(case)
+        check_logits(mla_cupy.indexer_logits(**inputs), inputs, reference.indexer_logits(**inputs))
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
+def test_bfloat16_results(kernel: str) -> None:
+    """They are the float32 ones, rounded."""
+    case = LogitsCase(s_q=3, s_kv=70, h=3, d=32)
+    wide, narrow = (run(case, kernel, 1, ("early", 0), out_dtype=name) for name in ("float32", "bfloat16"))
+    np.testing.assert_array_equal(narrow, wide.astype(narrow.dtype))
+
+
+@pytest.mark.parametrize("s_kv", [260, 263])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clean", [True, False])
+def test_nothing_is_written_outside(clean: bool, dtype: str, s_kv: int) -> None:
+    """Neither between the rows of the result nor, unless it is to be clean, outside the ranges."""
+    case = LogitsCase(s_q=9, s_kv=s_kv, h=2, d=32)
+    inputs = logits_inputs(case)
+    exact = reference.indexer_logits(**inputs)
+    memory = np.full((case.s_q, s_kv + 5), 7, dtypes.numpy_dtype(dtype))
+    with simulated(2, (9, 0), "random", 3):
+        got = mla_cupy.indexer_logits(**inputs, clean=clean, logits=memory[:, :s_kv])
+    assert (memory[:, s_kv:].astype(np.float32) == 7).all()
+    check_logits(np.where(np.isfinite(exact), got.astype(np.float32), -np.inf).astype(got.dtype), inputs, exact)
+    outside = got[~np.isfinite(exact)].astype(np.float32)
+    assert (outside == (-np.inf if clean else 7)).all()
+
+
+def test_every_range_is_empty() -> None:
+    inputs = logits_inputs(LogitsCase(s_q=10, s_kv=200, h=2, d=32))
+    inputs["ks"][:], inputs["ke"][:] = 150, 150
+    with simulated(3):
+        assert (mla_cupy.indexer_logits(**inputs) == -np.inf).all()
+
+
+def test_ranges_without_a_common_tile() -> None:
+    """Of neighbours in one block, in any order."""
+    inputs = logits_inputs(LogitsCase(s_q=8, s_kv=640, h=2, d=32, ranges="none"))
+    inputs["ks"] = np.array([600, 0, 300, 130, 639, 0, 256, 5], np.int32)
+    inputs["ke"] = np.array([640, 1, 310, 128, 640, 0, 257, 4], np.int32)
+    with simulated(2, (9, 0), "random", 1):
+        got = mla_cupy.indexer_logits(**inputs)
+    check_logits(got, inputs, reference.indexer_logits(**inputs))
+
+
+def test_nan_and_infinity() -> None:
+    """A product that is NaN counts as 0; a NaN weight or scale reaches its logits and no others."""
+    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=140, h=3, d=32, ranges="none"))
+    inputs["q"][1, 1, 3] = inputs["k"][130, 7] = np.nan
+    inputs["weights"][2, 2], inputs["k_scale"][5] = np.nan, np.inf
+    exact = reference.indexer_logits(**inputs)
+    for kernel in (HOPPER, GENERIC):
+        with simulated(1):
+            got = mla_cupy.indexer_logits(**inputs, kernel=kernel)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(exact))
+        assert np.isinf(got[:, 5]).any()
+        assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
+
+
+@pytest.mark.parametrize("sm_count", [1, 5])
+def test_bits_do_not_depend_on_the_place(sm_count: int) -> None:
+    """The same queries and keys elsewhere, with other neighbours, more heads of weight 0, or cut otherwise."""
+    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8"))
+    with simulated(2):
+        here = mla_cupy.indexer_logits(**inputs, kernel=HOPPER)
+    other = {name: np.concatenate([x[-5:], x, x[:3]]) for name, x in inputs.items()}
+    for name in ("q", "weights"):
+        other[name] = np.concatenate([other[name], other[name][:, ::-1]], axis=1)
+    other["weights"][:, 11:] = 0
+    with simulated(sm_count):
+        there = mla_cupy.indexer_logits(**other, kernel=HOPPER)
+    np.testing.assert_array_equal(there[5:14, 5:155].view(np.uint32), here.view(np.uint32))
+
+
+# ---- Paged -------------------------------------------------------------------------------------------------------
+
+PAGED_KERNELS = by_name(LOGITS_PAGED)
+PAGED_CASES = [
+    PagedCase(),
+    PagedCase(b=3, s_q=2, h=33, seqlens=(64, 0, 129), dtype="float8_e4m3fn"),
+    PagedCase(b=2, s_q=3, h=64, seqlens=(2, 200), per_token=True, missing_page=True),
+    PagedCase(b=1, s_q=8, h=32, seqlens=(300,)),
+    PagedCase(b=1, s_q=2, h=70, seqlens=(130,)),
+    PagedCase(b=2, s_q=2, h=3, d=32, page_size=16, seqlens=(40, 70)),
+]
+
+
+def run_paged(case: PagedCase, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+    inputs = paged_inputs(case)
+    with simulated(sm_count, (9, 0), *mode):
+        got = mla_cupy.indexer_logits_paged(**inputs, kernel=kernel, **options)
+    check_logits(got, inputs, reference.indexer_logits_paged(**inputs))
+    return got
+
+
+def takes(kernel: str, case: PagedCase) -> bool:
+    problem = LogitsProblem(1, 1, case.h, case.d, "float8_e4m3fn", case.s_q, case.page_size, 1)
+    return not PAGED_KERNELS[kernel].unsupported(problem, fake_gpu(1))
+
+
+PAGED = [
+    (case, kernel)
+    for case, kernel in itertools.product(PAGED_CASES, PAGED_KERNELS)
+    if takes(kernel, case) and (kernel != GENERIC or case.d == 32)
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "mode", "sm_count"),
+    [(*pair, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, pair in enumerate(PAGED)],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_paged(case: PagedCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
+    run_paged(case, kernel, sm_count, mode)
+
+
+@pytest.mark.parametrize("kernel", PAGED_KERNELS)
+@pytest.mark.parametrize("clean", [True, False])
+def test_paged_results_beside_others(kernel: str, clean: bool) -> None:
+    """Rows of a wider array, in bfloat16; nothing outside is written."""
+    case = PagedCase(b=2, s_q=2, seqlens=(30, 70), h=2)
+    inputs = paged_inputs(case)
+    exact = reference.indexer_logits_paged(**inputs)
+    memory = np.full((*exact.shape[:2], exact.shape[2] + 3), 7, dtypes.numpy_dtype("bfloat16"))
+    with simulated(2, (9, 0), "random", 3):
+        target = memory[..., : exact.shape[2]]
+        got = mla_cupy.indexer_logits_paged(**inputs, clean=clean, logits=target, kernel=kernel)
+    assert (memory[..., exact.shape[2] :].astype(np.float32) == 7).all()
+    seen = np.isfinite(exact)
+    check_logits(np.where(seen, got.astype(np.float32), -np.inf).astype(got.dtype), inputs, exact)
+    assert (got[~seen].astype(np.float32) == (-np.inf if clean else 7)).all()
+
+
+def test_hostile_lengths() -> None:
+    """Clamped: negative ones see nothing, large ones the whole table, whose garbage are pages that are not there."""
+    case = PagedCase(b=2, s_q=2, h=2, seqlens=(70, 60))
+    inputs = paged_inputs(case)
+    inputs["seqlens"] = np.array([[2**31 - 1, -5], [-(2**31), 3]], np.int32)
+    for kernel in PAGED_KERNELS:
+        with simulated(1):
+            got = mla_cupy.indexer_logits_paged(**inputs, kernel=kernel)
+        exact = reference.indexer_logits_paged(**inputs)
+        np.testing.assert_array_equal(np.isfinite(got) | np.isnan(got), ~np.isneginf(exact))
+        assert (got[0, 0, 128:] == 0).all()
+
+
+def test_no_kernel_is_forgotten() -> None:
+    assert set(by_name(LOGITS)) == {GENERIC, HOPPER}
+    assert set(PAGED_KERNELS) == {GENERIC, PAGED_HOPPER}
+
+
+def test_paged_and_prefill_have_the_same_bits() -> None:
+    """The same keys in pages and side by side, for several numbers of heads; 70 heads take two blocks of columns."""
+    for h in (5, 33, 70):
+        case = PagedCase(b=1, s_q=2, h=h, seqlens=(100,), per_token=True)
+        inputs = paged_inputs(case)
+        codes, scales = page_parts(inputs["cache"][:, :, 0])
+        pages = inputs["block_table"][0, :2]
+        with simulated(2):
+            paged = mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED_HOPPER)
+            prefill = mla_cupy.indexer_logits(
+                inputs["q"][0],
+                codes[pages].reshape(128, 128).view(np.uint8),
+                inputs["weights"][0],
+                ke=inputs["seqlens"][0],
+                k_scale=scales[pages].reshape(128).copy(),
+                kernel=HOPPER,
+            )
+        np.testing.assert_array_equal(paged[0, :, :128].view(np.uint32), prefill.view(np.uint32))

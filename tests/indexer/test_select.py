@@ -1,0 +1,71 @@
+"""The selection in chunks is the top-k of the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, ShapeError
+from tests.support.indexer_cases import LogitsCase, logits_inputs
+from tests.support.recorder import Recorder
+from tests.support.sim_driver import simulated
+from tests.support.workspace import aligned_bytes
+
+INPUTS = logits_inputs(LogitsCase(s_q=5, s_kv=60, h=3, d=32, dtype="uint8"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
+def test_chunks_do_not_matter(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    indices, counts = mla_cupy.indexer_select(**INPUTS, topk=9, buffer_bytes=rows * 4 * 60, keep_last=2)
+    logits = mla_cupy.indexer_logits(**INPUTS)
+    bounds = {name: INPUTS.get(name) for name in ("ks", "ke")}
+    wanted = mla_cupy.indexer_topk(logits, 9, **bounds, keep_last=2)
+    np.testing.assert_array_equal(indices, wanted[0])
+    np.testing.assert_array_equal(counts, wanted[1])
+
+
+def test_simulated() -> None:
+    bounds = {name: INPUTS.get(name) for name in ("ks", "ke")}
+    with simulated(2, (8, 0)):
+        logits = mla_cupy.indexer_logits(**INPUTS)
+        wanted = mla_cupy.indexer_topk(logits, 9, **bounds)
+        indices, counts = mla_cupy.indexer_select(**INPUTS, topk=9, buffer_bytes=3 * 4 * 60)
+    np.testing.assert_array_equal(indices, wanted[0])
+    np.testing.assert_array_equal(counts, wanted[1])
+
+
+def test_memory_of_long_keys(recorder: Recorder) -> None:
+    """131,072 keys: 64 MB of logits, whatever the number of queries; nothing is allocated if all is given."""
+    s_q, s_kv = 300, 131_072
+    q, k = np.zeros((s_q, 1, 32), np.uint8), np.zeros((s_kv, 32), np.uint8)
+    weights = np.zeros((s_q, 1), np.float32)
+    indices, counts = mla_cupy.indexer_select(q, k, weights)
+    assert recorder.allocations[:3] == [(128, s_kv), (s_q, 2048), (s_q,)]
+    assert all(np.prod(shape) < 10_000 for shape in recorder.allocations[3:])  # bytes of the schedules
+    assert 4 * 128 * s_kv == 64 << 20
+    assert sum("topk" in entry for entry in recorder.entries) == 3
+    recorder.allocations.clear()
+    buffer = np.zeros((150, s_kv), np.float32)
+    given = {"logits": buffer, "indices": indices, "counts": counts, "workspace": aligned_bytes(10_000)}
+    mla_cupy.indexer_select(q, k, weights, **given)
+    assert recorder.allocations == []
+
+
+def test_mistakes_are_found_before_a_launch(recorder: Recorder) -> None:
+    mistakes: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"topk": 0}, ArgumentError),
+        ({"order": "size"}, ArgumentError),
+        ({"buffer_bytes": 0}, ArgumentError),
+        ({"indices": np.zeros((5, 8), np.int32)}, ShapeError),
+        ({"counts": np.zeros(6, np.int32)}, ShapeError),
+        ({"logits": np.zeros((0, 60), np.float32)}, ShapeError),
+        ({"logits": np.zeros((2, 61), np.float32)}, ShapeError),
+    ]
+    for changed, error in mistakes:
+        with pytest.raises(error):
+            mla_cupy.indexer_select(**INPUTS, **{"topk": 9, **changed})
+    assert recorder.launches == []

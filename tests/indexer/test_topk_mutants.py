@@ -1,0 +1,60 @@
+"""Bugs planted in the top-k: the simulator's findings, or a comparison with the oracle, show each.
+
+Each needs a compilation: the ordinary run takes a few.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ptxsim
+from tests.indexer.test_topk_sim import BLOCK, CLUSTER, WIDTHS, select
+from tests.indexer.topk_cases import assert_selected, expected, hard_rows
+from tests.support.mutants import Mutant, planted
+
+
+def mutant(kernel: str, name: str, old: str, new: str, quick: bool = False) -> object:
+    marks = () if quick else (pytest.mark.slow,)
+    return pytest.param(kernel, Mutant(name, "indexer/topk.cu", old, new), id=name.replace(" ", "_"), marks=marks)
+
+
+MUTANTS = [
+    mutant(BLOCK, "ties are all taken", "first_bits(word.equal, threshold.rank - before.equal)", "word.equal"),
+    mutant(BLOCK, "minus zero is below zero", "__float_as_uint(x + 0.f)", "__float_as_uint(x)"),
+    mutant(BLOCK, "NaN is first", "return kNanKey;", "return kKeptKey;"),
+    mutant(BLOCK, "two digits share a bin", "digit ^ (digit >> 5 & 31)", "digit & ~31 ^ (digit >> 5 & 31)"),
+    mutant(BLOCK, "passes end a digit early", "pass < kPasses && found", "pass < kPasses - 1 && found"),
+    mutant(
+        BLOCK,
+        "words are read before they are written",
+        "        __syncthreads();\n        const i32 s = start",
+        "        const i32 s = start",
+        quick=True,
+    ),
+    mutant(
+        BLOCK,
+        "bins are counted before all are zero",
+        "    __syncthreads();\n    Keys keys;",
+        "    Keys keys;",
+    ),
+    mutant(
+        CLUSTER,
+        "blocks do not wait for the others",
+        "        sync_row();\n        found =",
+        "        __syncthreads();\n        found =",
+        quick=True,
+    ),
+    mutant(CLUSTER, "blocks write where the first one does", "above_before += (i32)block_sum", "(void)block_sum"),
+    mutant(CLUSTER, "every block takes the ties", "before.equal = found.equal_before;", "before.equal = 0;"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "planted_bug"), MUTANTS)
+def test_is_caught(kernel: str, planted_bug: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = hard_rows(WIDTHS[kernel])
+    logits = rows[[2, 5, 7]] if kernel == BLOCK else np.where(np.arange(rows.shape[1]) % 3, rows[2:3], rows[:1])
+    with planted(planted_bug, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, ptxsim.SimError)):
+        assert_selected(select(kernel, logits, k=300), expected(logits, k=300))

@@ -1,0 +1,120 @@
+"""The top-k in the simulator against the oracle, index by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.kernels.indexer import TOPK
+from mla_cupy.kernels.indexer.problem import TopkProblem
+from mla_cupy.simulation import fake_gpu
+from tests.indexer.topk_cases import assert_selected, expected, hard_rows
+from tests.support.sim_driver import simulated
+
+Array = np.ndarray[Any, Any]
+BLOCK, CLUSTER = "indexer_topk", "indexer_topk_cluster"
+#: Widths that the kernels are chosen for, and a GPU that has them.
+WIDTHS = {BLOCK: 1500, CLUSTER: 4100}
+PLACES = {BLOCK: (8, 0), CLUSTER: (9, 0)}
+
+
+def select(kernel: str, logits: Array, **options: Any) -> Any:
+    with simulated(4, PLACES[kernel]) as target:
+        got = mla_cupy.indexer_topk(logits, **options)
+        assert target.launched == ["mla_indexer_topk"]
+    return got
+
+
+def test_the_kernels_are_chosen_by_width() -> None:
+    gpu = fake_gpu(4, PLACES[CLUSTER])
+    for kernel, width in WIDTHS.items():
+        assert TOPK.configure(TopkProblem(1, width, 2048), gpu).kernel.name == kernel
+
+
+@pytest.mark.parametrize(("order", "k"), [("index", 700), ("value", 333), ("index", 1)])
+def test_hard_rows(order: str, k: int) -> None:
+    logits = hard_rows(WIDTHS[BLOCK])
+    logits = logits[2:8] if k == 1 else logits
+    assert_selected(select(BLOCK, logits, k=k, order=order), expected(logits, k=k, order=order))
+
+
+@pytest.mark.parametrize("at", [2, 7])
+def test_hard_rows_of_a_cluster(at: int) -> None:
+    logits = hard_rows(WIDTHS[CLUSTER])[at : at + 1]
+    options = {"k": 900, "order": ("index", "value")[at % 2]}
+    assert_selected(select(CLUSTER, logits, **options), expected(logits, **options))
+
+
+def test_rows_that_do_not_fit_the_registers() -> None:
+    """Read again in every pass; ties on both sides of where a new load begins."""
+    width = 32768 + 1100
+    logits = np.where(np.arange(width) % 9 == 0, np.float32(2), np.float32(1))[None]
+    assert_selected(select(BLOCK, logits, k=5000), expected(logits, k=5000))
+    logits[:, 32700:32800] = 3
+    assert_selected(select(BLOCK, logits, k=70), expected(logits, k=70))
+
+
+@pytest.mark.parametrize("kernel", [BLOCK, CLUSTER])
+def test_ranges(kernel: str) -> None:
+    """Empty, of one key, of k - 1, k and k + 1 keys, at any alignment; hostile bounds. Others are not read."""
+    width, k = WIDTHS[kernel], 40
+    whole = np.full((8, width + 5), np.nan, np.float32)
+    logits = whole[:, 3 : 3 + width]
+    ks = np.array([5, 17, 100, 99, 98, -(2**31), 1, 33], np.int32)
+    ke = np.array([5, 18, 139, 139, 139, 2**31 - 1, width - 1, 3], np.int32)
+    picks = range(8) if kernel == BLOCK else (6,)
+    logits, ks, ke = (np.ascontiguousarray(x[list(picks)]) for x in (logits, ks, ke))
+    rng = np.random.default_rng(1)
+    for t, (a, b) in enumerate(zip(np.clip(ks, 0, width), np.clip(ke, 0, width), strict=True)):
+        logits[t, a:b] = rng.integers(-3, 4, max(0, b - a)) if a < b else 0
+    options: dict[str, Any] = {"ks": ks, "ke": ke, "k": k}
+    assert_selected(select(kernel, logits, **options), expected(logits, **options))
+    if kernel == BLOCK:
+        assert_selected(select(kernel, logits, **options, relative=True), expected(logits, **options, relative=True))
+
+
+@pytest.mark.parametrize(
+    "keep", [{"keep_first": 3}, {"keep_last": 5}, {"keep_first": 30, "keep_last": 2**31 - 1}], ids=str
+)
+@pytest.mark.parametrize("order", ["index", "value"])
+def test_kept_keys(keep: dict[str, int], order: str) -> None:
+    logits = np.random.default_rng(2).standard_normal((2, 300)).astype(np.float32)
+    options: dict[str, Any] = {"ks": np.array([7, 0], np.int32), "k": 20, "order": order, **keep}
+    assert_selected(select(BLOCK, logits, **options), expected(logits, **options))
+
+
+def test_pages() -> None:
+    """Places past the table's end are -1; the table of a sequence serves all of its rows."""
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((4, 300)).astype(np.float32)
+    table = rng.integers(-9, 1000, (2, 2 * 9), np.int32)[:, ::2]
+    options: dict[str, Any] = {"block_table": table, "page_size": 24, "k": 60}
+    got = select(BLOCK, logits, **options)
+    assert_selected(got, expected(logits, **options))
+    assert (got[0] == -1).any()
+
+
+def test_bfloat16_and_strides() -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((3, 1000)).astype(ml_dtypes.bfloat16)[:, 1:902]
+    indices, counts = np.full((3, 130), 7, np.int32)[:, :120], np.full(6, 7, np.int32)[::2]
+    got = select(BLOCK, logits, k=120, indices=indices, counts=counts, return_values=False)
+    wanted = expected(logits, k=120)
+    assert got[0] is indices
+    assert got[2] is None
+    np.testing.assert_array_equal(indices, wanted[0])
+    np.testing.assert_array_equal(counts, wanted[1])
+    assert (indices.base[:, 120:] == 7).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(len(hard_rows(8))))
+@pytest.mark.parametrize("k", [1, 2047, 8192])
+def test_hard_rows_of_long_clusters(at: int, k: int) -> None:
+    logits = hard_rows(40_000)[at : at + 1]
+    for order in ("index", "value"):
+        assert_selected(select(CLUSTER, logits, k=k, order=order), expected(logits, k=k, order=order))

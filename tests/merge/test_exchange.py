@@ -1,0 +1,188 @@
+"""The kernel that exchanges and merges the partial results of context-parallel ranks, all on one (simulated) GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ptxsim
+from mla_cupy.kernels.merge.exchange import MAX_BLOCKS, Exchange
+from mla_cupy.kernels.merge.pipeline import MergeOptions
+from tests.merge.exchanges import Ranks
+from tests.support.mutants import Mutant, planted
+from tests.support.sim_driver import SimDriver, fake_gpu, simulated
+
+CASES = (
+    Ranks(Exchange(2, 1, 1, 4, 512, "float32", "e"), "bfloat16"),
+    Ranks(Exchange(2, 3, 2, 3, 64, "bfloat16", "2"), "bfloat16", MergeOptions("e", 0.0)),
+    Ranks(Exchange(3, 1, 2, 5, 128, "float16", "e"), "float32", MergeOptions("2", float("inf"))),
+    Ranks(Exchange(5, 2, 1, 1, 8, "float32", "2"), "float32"),
+)
+
+
+@contextmanager
+def machine(ranks: Ranks, mode: str = "early", seed: int = 0) -> Iterator[SimDriver]:
+    """One GPU for all ranks."""
+    with simulated(mode=mode, seed=seed) as target:
+        target.resident, target.race_global = ranks.call.blocks * ranks.call.world, True
+        ranks.mailboxes["slabs"] = [target.memory.map(x) for x in ranks.slabs]
+        ranks.mailboxes["flags"] = [target.memory.map(x) for x in ranks.flags]
+        yield target
+
+
+def run(target: SimDriver, ranks: Ranks, rank: int = 0, count: int | None = None) -> None:
+    addresses = [0, *(target.memory.map(x) for x in ranks.arrays)]
+    ranks.prepared(fake_gpu(2), 0, rank, count).enqueue(addresses, 0, 0)
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
+@pytest.mark.parametrize("ranks", CASES, ids=lambda ranks: f"world{ranks.call.world}-{ranks.call.partial_dtype}")
+def test_calls_in_a_row(ranks: Ranks, mode: str, seed: int) -> None:
+    ranks.__post_init__()
+    with machine(ranks, mode, seed) as target:
+        for call in range(3):  # both halves of the slabs, and the first once more
+            ranks.fill(call)
+            run(target, ranks)
+            ranks.check()
+    assert ranks.states["epoch"].tolist() == [3] * ranks.call.world
+    assert not ranks.states["tickets"].any()
+    assert not ranks.reports.view(np.uint8).any()
+
+
+# ---- What goes wrong -------------------------------------------------------------------------------------------
+
+TIMEOUT, MISMATCH, ABORTED = 1, 2, 3
+
+
+def alone() -> Ranks:
+    """Rank 1 of 3, whose peers never come; 40 rows of heads, so that several blocks wait."""
+    ranks = Ranks(Exchange(3, 1, 2, 5, 64, "float32", "e"), timeout_ns=2000)  # steps, in the simulator
+    ranks.fill(0)
+    return ranks
+
+
+def failure(ranks: Ranks) -> tuple[int, int, int]:
+    """The report of the rank that ran: what failed, the peer that it waited for, and in which call."""
+    word = int(ranks.reports["failure"][0])
+    return word & 0xFF, word >> 8 & 0xFF, word >> 32
+
+
+def assert_stopped(ranks: Ranks) -> None:
+    assert np.isnan(ranks.out[0]).all()
+    assert np.isnan(ranks.lse[0]).all()
+    assert ranks.states["failed"].tolist() == [1, 0, 0]
+    assert ranks.states["tickets"][0] == 0
+
+
+def test_a_wait_ends_by_time_and_the_rank_stops_for_good() -> None:
+    ranks = alone()
+    with machine(ranks) as target:
+        run(target, ranks, rank=1, count=1)
+        assert_stopped(ranks)
+        what, peer, epoch = failure(ranks)
+        assert (what, epoch) == (TIMEOUT, 1)
+        assert peer in (0, 2)
+        sent = ranks.slabs.copy(), ranks.flags.copy()
+        ranks.timeout_ns = 1 << 60  # it would hang
+        ranks.fill(1)
+        run(target, ranks, rank=1, count=1)
+    assert_stopped(ranks)
+    assert ranks.states["epoch"][0] == 2
+    np.testing.assert_array_equal(sent[0], ranks.slabs, "a rank that has failed pushes nothing")
+    np.testing.assert_array_equal(sent[1], ranks.flags)
+
+
+def test_calls_that_differ_are_noticed_at_once() -> None:
+    ranks = alone()
+    ranks.timeout_ns = 1 << 60
+    other = Exchange(3, 1, 2, 5, 64, "float32", "2")
+    assert other.digest != ranks.call.digest
+    by_call_and_source = ranks.flags.reshape(3, 2, 3, MAX_BLOCKS)
+    by_call_and_source[1, 1, 0] = ranks.call.digest << 32 | 1
+    by_call_and_source[1, 1, 2] = other.digest << 32 | 1
+    with machine(ranks) as target:
+        run(target, ranks, rank=1, count=1)
+    assert_stopped(ranks)
+    assert failure(ranks) == (MISMATCH, 2, 1)
+
+
+def test_the_host_ends_a_wait() -> None:
+    ranks = alone()
+    ranks.timeout_ns = 1 << 60
+    ranks.reports["abort"][0] = 1
+    with machine(ranks) as target:
+        run(target, ranks, rank=1, count=1)
+    assert_stopped(ranks)
+    assert failure(ranks)[0] == ABORTED
+
+
+def test_what_is_pushed_goes_nowhere_else() -> None:
+    ranks = alone()
+    with machine(ranks) as target:
+        run(target, ranks, rank=1, count=1)
+    slabs = ranks.slabs.reshape(3, 2, 3, ranks.slab)  # owner, half, source
+    for owner in range(3):
+        written = (slabs[owner] != 0xFF).any(axis=-1)
+        assert written.tolist() == [[False] * 3, [False, owner != 1, False]]
+    flags = ranks.flags.reshape(3, 2, 3, MAX_BLOCKS)
+    expected = np.zeros_like(flags)
+    expected[[0, 2], 1, 1, : ranks.call.blocks] = ranks.call.digest << 32 | 1
+    np.testing.assert_array_equal(flags, expected)
+
+
+# ---- Mutants ---------------------------------------------------------------------------------------------------
+
+FILE = "merge/exchange.cu"
+PUSH = "for (i32 row = first; row < rows; row += step) push_row(p, m, row, lane);"
+MUTANTS = [
+    Mutant("signal without the block's barrier", FILE, "__syncthreads();  // the block's rows", "// the block's rows"),
+    Mutant("signal without a release", FILE, "store_release_system(flag", "store_relaxed_system(flag"),
+    Mutant("signal before the rows", FILE, PUSH, f"complete = exchange(p, m); {PUSH}"),
+    Mutant("no wait", FILE, "speaks ? wait_for(p, m, other) : kNone", "kNone"),
+    Mutant("a flag of any call", FILE, "if ((u32)seen == m.epoch)", "if (true)"),
+    Mutant("waits for the other half", FILE, "flag(p, m.half, m.rank, source)", "flag(p, m.half ^ 1, m.rank, source)"),
+    Mutant("one slab for all ranks", FILE, "(half * p.world + source) * p.slab_bytes", "half * p.slab_bytes"),
+    Mutant("tickets never return to 0", FILE, "m.state->tickets = 0;", ""),
+    Mutant("the epoch ends with the first block", FILE, "!= gridDim.x - 1) return;", "!= 0) return;"),
+    Mutant("empty states are read", FILE, "if (lse == negative_infinity()) continue;", ""),
+    Mutant(
+        "log-sum-exps of one's own heads are pushed",
+        FILE,
+        "local_lse(p, m, at, owner);",
+        "local_lse(p, m, at, m.rank);",
+    ),
+]
+
+
+def verdict(mode: str, seed: int) -> str:
+    """What three calls in a row show; empty if nothing."""
+    ranks = Ranks(Exchange(3, 1, 2, 6, 64, "float32", "e"), timeout_ns=20000)
+    try:
+        with machine(ranks, mode, seed) as target:
+            for call in range(3):
+                ranks.fill(call)
+                run(target, ranks)
+                ranks.check()
+    except ptxsim.SimError as error:
+        return type(error).__name__
+    except AssertionError:
+        return "wrong result"
+    return ""
+
+
+MODES = (("early", 0), ("random", 1), ("random", 2))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert any(verdict(*mode) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
+    assert verdict(*mode) == ""

@@ -1,0 +1,34 @@
+"""What a call of `merge_states` asks of the driver."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from tests.support.recorder import Recorder, address, elements
+
+
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "float16"), ("float16", "float32"), ("float16", None)])
+def test_merge(recorder: Recorder, lse_base: str, dtype: str, out_dtype: str | None) -> None:
+    outs = np.zeros((5, 2, 3, 8, 70), dtype)[:, :, :, ::2, :64]
+    lses = np.zeros((5, 2, 4, 6), np.float32)[..., ::2]
+    out, lse = mla_cupy.merge_states(outs, lses, lse_base=lse_base, out_dtype=out_dtype, empty_lse=2.0, stream=3)
+    (launch,) = recorder.launches
+    p = launch.params
+    assert out.dtype.name == (out_dtype or dtype)
+    assert (out.shape, lse.shape) == ((2, 3, 4, 64), (2, 4, 3))
+    assert [p[name] for name in ("outs", "lses", "out", "lse")] == [address(x) for x in (outs, lses, out, lse)]
+    assert [p[f"outs_stride_{axis}_elems"] for axis in "nbsh"] == elements(outs, 4)
+    assert [p[f"lses_stride_{axis}_elems"] for axis in "nbhs"] == elements(lses, 4)
+    assert [p[f"out_stride_{axis}_elems"] for axis in "bsh"] == elements(out, 3)
+    assert [p[f"lse_stride_{axis}_elems"] for axis in "bhs"] == elements(lse, 3)
+    assert [p[name] for name in ("n", "b", "s_q", "h_q", "d")] == [5, 2, 3, 4, 64]
+    assert (p["outs_are_fp32"], p["out_is_fp32"]) == (dtype == "float32", out.dtype == np.float32)
+    assert p["to_log2"] == pytest.approx(1 / math.log(2) if lse_base == "e" else 1)
+    assert p["lse_factor"] * p["to_log2"] == pytest.approx(1)
+    assert (p["empty_lse"], launch.stream) == (2.0, 3)
+    assert launch.grid[0] * 4 >= 2 * 3 * 4

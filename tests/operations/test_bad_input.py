@@ -1,0 +1,175 @@
+"""The mistakes that follow from the operations' records, for every operation; what says more stands with its family."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, DeviceError, DTypeError, MlaError, ShapeError
+from mla_cupy.ops.operation import Operation
+from tests.support.calls import no_launch
+from tests.support.gpu import upload
+from tests.support.mistakes import Bad, Call, raises, refuses_what_it_cannot_write
+from tests.support.operations import at, each, function_of, good_call, mistakes, output_names
+from tests.support.recorder import Elsewhere, Recorder
+from tests.support.workspace import aligned_bytes
+
+MISTAKES = [
+    pytest.param(operation, bad, id=f"{operation.name}-{bad.id.replace(' ', '_')}")
+    for operation in each()
+    for bad in mistakes(operation)
+]
+#: Uploading would undo them.
+OF_THE_HOST = ("between_items", "odd_strides", "repeated", "scalar", "masked", "reversed", "backwards")
+operations = pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)
+
+
+@pytest.mark.parametrize(("operation", "bad"), MISTAKES)
+def test_refuses(operation: Operation, bad: Bad, place: str) -> None:
+    if place == "cupy" and bad.id.replace(" ", "_").endswith(OF_THE_HOST):
+        pytest.skip("uploading undoes it")
+    raises(bad, function_of(operation), good_call(operation), place)
+
+
+@operations
+def test_the_call_is_good(operation: Operation, recorder: Recorder) -> None:
+    results = function_of(operation)(**good_call(operation))
+    assert len(results) == len(operation.outputs)
+    assert recorder.launches
+
+
+@operations
+def test_the_call_is_good_for_the_numpy_backend(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    call = good_call(operation)
+    results = function_of(operation)(**call)
+    for name, result in zip(output_names(operation), results, strict=True):
+        assert result is call[name]
+        assert (result.astype(np.float32) != 7).any()
+
+
+@operations
+def test_outputs_that_overlap_another_array(operation: Operation, place: str) -> None:
+    """All pairs of an output and another array, from one address on or in their last 16 bytes; both are named."""
+    if place == "cupy":
+        pytest.skip("uploading would separate them")
+    written = output_names(operation)
+    for first, second in combinations(good_call(operation), 2):
+        if first not in written and second not in written:
+            continue
+        for shift in (0, -16):
+            call = good_call(operation)
+            one, other = call[first], call[second]
+            begin = 0 if shift == 0 else -(-one.nbytes // 16) * 16 - 16
+            memory = aligned_bytes(begin + one.nbytes + other.nbytes)
+            call[first], call[second] = at(one, memory, 0), at(other, memory, begin)
+            with pytest.raises(ShapeError, match="memory that overlaps") as caught:
+                function_of(operation)(**call)
+            assert {first, second} <= set(str(caught.value).replace(":", " ").replace(",", " ").split())
+
+
+@operations
+def test_outputs_between_the_rows_of_another_array_are_fine(operation: Operation, recorder: Recorder) -> None:
+    """Interleaved, without a common byte: the check is exact where the intervals alone would say no."""
+    call = good_call(operation)
+    name = next((name for name in output_names(operation) if call[name].ndim > 1), "")
+    if not name:
+        pytest.skip("has no rows")
+    x = call[name]
+    both = np.full((x.shape[0], 2, *x.shape[1:]), 7, x.dtype)
+    call[name] = both[:, 0]
+    same = [other for other in call if other != name and call[other].shape == x.shape and call[other].dtype == x.dtype]
+    if same:
+        both[:, 1] = call[same[0]]
+        call[same[0]] = both[:, 1]
+    function_of(operation)(**call)
+    function_of(operation)(**call)
+    assert recorder.launches
+
+
+@operations
+def test_arrays_on_another_device(operation: Operation, recorder: Recorder) -> None:
+    for name in list(good_call(operation))[1:]:
+        call = good_call(operation)
+        call[name] = call[name].view(Elsewhere)
+        with pytest.raises(DeviceError, match=rf"{name}'s device: got 1, expected 0, like {operation.inputs[0].name}"):
+            function_of(operation)(**call)
+    assert recorder.launches == []
+
+
+@operations
+def test_read_only_results_are_refused(operation: Operation, place: str) -> None:
+    if place == "cupy":
+        pytest.skip("CuPy's arrays can all be written")
+    for name in output_names(operation):
+        call = good_call(operation)
+        call[name].flags.writeable = False
+        with pytest.raises(ArgumentError, match=rf"{name}: got a read-only array, expected a writable one"):
+            function_of(operation)(**call)
+
+
+@operations
+def test_results_that_cannot_be_written_are_refused(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses_what_it_cannot_write(function_of(operation), good_call(operation), output_names(operation), monkeypatch)
+
+
+@operations
+@pytest.mark.parametrize("stream", ["mine", 1.5, True, object()], ids=lambda x: type(x).__name__)
+def test_stream_of_an_unknown_kind(operation: Operation, stream: Any, recorder: Recorder) -> None:
+    """Also after a good call, which a repeated one need not check again."""
+    call = good_call(operation)
+    for launches in (0, 1):
+        recorder.launches.clear()
+        if launches:
+            function_of(operation)(**call)
+            recorder.launches.clear()
+        with pytest.raises(ArgumentError, match=r"stream: got .*, expected a raw handle"):
+            function_of(operation)(**call, stream=stream)
+        assert recorder.launches == []
+
+
+@operations
+def test_an_output_without_its_input(operation: Operation, place: str) -> None:
+    if place == "cupy":
+        pytest.skip("has no more to say")
+    for output in operation.outputs:
+        if output.needs:
+            call = good_call(operation)
+            del call[output.needs]
+            with pytest.raises(ArgumentError, match=f"{output.name}: got an array, expected None: there is no"):
+                function_of(operation)(**call)
+
+
+@operations
+def test_mistakes_after_a_good_call_are_found(operation: Operation, recorder: Recorder) -> None:
+    """A call that looks like an earlier one is not checked again: every other one is."""
+    for bad in mistakes(operation):
+        good = good_call(operation)
+        function_of(operation)(**good)
+        recorder.launches.clear()
+        call: Call = dict(good)
+        bad.change(call)
+        with pytest.raises(bad.error) as caught:
+            function_of(operation)(**call)
+        assert isinstance(caught.value, MlaError)
+        assert recorder.launches == [], bad.id
+
+
+@pytest.mark.gpu
+@operations
+def test_numpy_and_cupy_do_not_mix(operation: Operation, gpu: object) -> None:
+    for name in good_call(operation):
+        call = good_call(operation)
+        call[name] = upload(call[name])
+        with no_launch(), pytest.raises(DeviceError, match=r"got an array of (cupy on the GPU|numpy on the CPU)"):
+            function_of(operation)(**call)
+
+
+def test_workspace_bytes_of_what_is_no_operation() -> None:
+    for function in (len, 3, None, "mla_decode"):
+        with pytest.raises((ArgumentError, DTypeError), match="operation"):
+            mla_cupy.workspace_bytes(function, np.zeros(3))  # type: ignore[arg-type]

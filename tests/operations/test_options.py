@@ -1,0 +1,113 @@
+"""Options of the wrong kind, which once ended in other libraries' exceptions, and dtypes in every form."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, DTypeError
+from mla_cupy.ops.operation import Operation
+from tests.support.mistakes import Bad, option, raises
+from tests.support.operations import each, function_of, good_call, output_names
+
+#: For flags; 0 and 1, and NumPy's truth values, are fine.
+NO_FLAGS = ("True", "False", "", 2, -1, 0.0, None, [], [True], np.ones(2), np.array([True]), object())
+NO_NUMBERS = ("0.5", True, [], [1.0], np.ones(2), np.array([1.0]), 1j, object(), float)
+NO_KERNELS = ("fastest", "", 3, True, [], ["decode_generic"], {}, np.zeros(3), np.array("decode_generic"), object())
+NO_DTYPES = ("float", "fp32", "", 3, True, [], ["float32"], {}, np.zeros(3, np.float32), object(), Ellipsis)
+NO_BASES = ("10", "E", "", 2, 2.718281828, None, [], ["e"], np.array("e"), np.zeros(2), object())
+NO_COUNTS = ("3", "", 1.0, -1, 2**31, None, [], True, 1j, np.ones(2), object(), int)
+WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
+    "causal": (NO_FLAGS, ArgumentError),
+    "clean": (NO_FLAGS, ArgumentError),
+    "deterministic": (NO_FLAGS, ArgumentError),
+    "check": ((*NO_FLAGS, 0, 1), ArgumentError),
+    "scale": (NO_NUMBERS, ArgumentError),
+    "empty_lse": ((*NO_NUMBERS, None), ArgumentError),
+    "kernel": (NO_KERNELS, ArgumentError),
+    "out_dtype": (NO_DTYPES, DTypeError),
+    "dkv_dtype": (NO_DTYPES, DTypeError),
+    "lse_base": (NO_BASES, ArgumentError),
+    "cp_world": ((None, 0, -1, "2", 2.0, True, [], 1 << 17), ArgumentError),
+    "cp_rank": ((None, 1, -1, "0", 0.0, False, []), ArgumentError),
+    "k": ((*NO_COUNTS, 0, 8193), ArgumentError),
+    "order": (("", "values", 2, None, [], True, np.array("index"), object()), ArgumentError),
+    "relative": (NO_FLAGS, ArgumentError),
+    "interleaved": (NO_FLAGS, ArgumentError),
+    "hadamard": (NO_FLAGS, ArgumentError),
+    "reference_rounding": (NO_FLAGS, ArgumentError),
+    "scales": (("", "power_of_two", 2, None, [], True, np.array("plain"), object()), ArgumentError),
+    "page_size": ((*NO_COUNTS, 0), ArgumentError),
+    "keep_first": (NO_COUNTS, ArgumentError),
+    "keep_last": (NO_COUNTS, ArgumentError),
+    "return_values": (NO_FLAGS, ArgumentError),
+    "d_v": ((None, 256, "512", 512.0, True, [], [512], np.array([512]), np.zeros(3)), ArgumentError),
+}
+
+
+def output_of(operation: Operation, option: str) -> str:
+    """The output whose dtype the option chooses; "" if it chooses none."""
+    return next((output.name for output in operation.outputs if output.dtype_option == option), "")
+
+
+def options_of(operation: Operation) -> set[str]:
+    taken = inspect.signature(getattr(mla_cupy, operation.name)).parameters
+    return {*operation.options._fields, *({"check"} & taken.keys())}
+
+
+CASES = [
+    pytest.param(operation, name, at, id=f"{operation.name}-{name}-{at}")
+    for operation in each()
+    for name in sorted(options_of(operation))
+    for at in range(len(WRONG[name][0]))
+]
+
+
+@pytest.mark.parametrize(("operation", "name", "at"), CASES)
+def test_wrong_options(operation: Operation, name: str, at: int, place: str) -> None:
+    values, error = WRONG[name]
+    bad = Bad("", option(name, values[at]), error, (name,))
+    call = good_call(operation)
+    if place == "cupy" and isinstance(values[at], np.ndarray):
+        pytest.skip("uploading makes another kind of it")
+    call.pop(output_of(operation, name), None)
+    raises(bad, function_of(operation), call, place)
+
+
+@pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)
+@pytest.mark.parametrize(
+    "dtype", ["float32", np.float32, np.dtype("float32"), np.dtype("float32").newbyteorder("=")], ids=repr
+)
+def test_dtypes_in_every_form(operation: Operation, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    for output in operation.outputs:
+        if output.dtype_option:
+            call = good_call(operation)
+            del call[output.name]
+            results = function_of(operation)(**call, **{output.dtype_option: dtype})
+            assert results[output_names(operation).index(output.name)].dtype == np.float32
+
+
+def test_bfloat16_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    operation = next(operation for operation in each() if operation.name == "mla_decode")
+    for dtype in ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        call = good_call(operation)
+        del call["out"]
+        assert function_of(operation)(**call, out_dtype=dtype)[0].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("flag", [True, False, 1, 0, np.True_, np.False_, np.int64(1)], ids=repr)
+def test_flags_in_every_form(flag: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    for operation in each():
+        for name in {"causal", "clean", "deterministic"} & set(operation.options._fields):
+            call = good_call(operation)
+            got = function_of(operation)(**call, **{name: flag})
+            wanted = function_of(operation)(**good_call(operation), **{name: bool(flag)})
+            assert all(x.tobytes() == y.tobytes() for x, y in zip(got, wanted, strict=True))

@@ -1,0 +1,98 @@
+"""How many files of the package a repeated call goes through, from the public function to the driver.
+
+The recorder stands in for the driver, which is a file of the package itself on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import mla_cupy
+from mla_cupy.ops.operation import Operation
+from tests.support.operations import each, function_of, good_call
+from tests.support.recorder import Recorder
+from tests.support.workspace import aligned_bytes
+
+PACKAGE = Path(mla_cupy.__file__).parent
+LAST = "kernels/pipeline.py"
+#: Part of the recorder here: what a driver without means of its own is made of.
+STAND_IN = PACKAGE / "runtime" / "driver.py"
+MAX_FILES = 6
+MAX_CHANGES = {"planned": 5, "plain": 25}
+
+
+def way_of(call: Callable[[], object]) -> list[str]:
+    """The file of each function that is called, in order, where it is another one than that before."""
+    found: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(PACKAGE) or path == STAND_IN:
+            return
+        name = path.relative_to(PACKAGE).as_posix()
+        if not found or found[-1] != name:
+            found.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_a_plain_call(recorder: Recorder) -> None:
+    for operation in each():
+        call = good_call(operation)
+        nbytes = mla_cupy.workspace_bytes(function_of(operation), **call)
+        for given in (call, {**call, "workspace": aligned_bytes(nbytes)}, inputs_of(operation, call)):
+            function_of(operation)(**given)
+            way = way_of(lambda given=given, operation=operation: function_of(operation)(**given))  # type: ignore[misc]
+            assert way[-1] == LAST
+            assert len(set(way)) <= MAX_FILES, way
+            assert len(way) - 1 <= MAX_CHANGES["plain"], way
+
+
+def inputs_of(operation: Operation, call: dict[str, Any]) -> dict[str, Any]:
+    names = [array.name for array in operation.inputs]
+    return {name: call[name] for name in names}
+
+
+def test_a_planned_call(recorder: Recorder) -> None:
+    call = good_call(next(operation for operation in each() if operation.name == "mla_decode"))
+    plan = mla_cupy.plan_decode(max_b=2, s_q=3, h_q=4, h_kv=2, max_pages=4, page_size=16, dtype="bfloat16")
+    plan.update(call["seqlens"])
+    mla_cupy.mla_decode(**call, plan=plan)
+    way = way_of(lambda: mla_cupy.mla_decode(**call, plan=plan))
+    assert way[-1] == LAST
+    assert len(set(way)) <= MAX_FILES, way
+    assert len(way) - 1 <= MAX_CHANGES["planned"], way
+
+
+def test_the_first_call_is_longer(recorder: Recorder) -> None:
+    """The measure can fail."""
+    call = good_call(next(iter(each())))
+    way = way_of(lambda: function_of(next(iter(each())))(**call))
+    assert len(set(way)) > MAX_FILES
+    assert len(way) - 1 > MAX_CHANGES["plain"]
+
+
+@pytest.mark.gpu
+def test_calls_on_a_gpu(gpu: object) -> None:
+    """With CuPy's arrays, and to the driver's own file."""
+    from tests.support.gpu import upload
+
+    for operation in each():
+        call = {name: upload(x) for name, x in good_call(operation).items()}
+        function_of(operation)(**call)
+        way = way_of(lambda call=call, operation=operation: function_of(operation)(**call))  # type: ignore[misc]
+        assert way[-1] == "runtime/cuda_driver.py"
+        assert len(set(way)) <= MAX_FILES, way
+        assert len(way) - 1 <= MAX_CHANGES["plain"], way

@@ -1,0 +1,56 @@
+"""A batch of sequences whose tokens are shared out over ranks, and the results that the ranks must reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mla_cupy import reference
+
+Array = np.ndarray[Any, Any]
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of random tokens, of the given lengths."""
+
+    seqlens: tuple[int, ...]
+    s_q: int = 1
+    h_q: int = 8
+    d_qk: int = 576
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def tokens(self) -> tuple[Array, list[Array]]:
+        """The queries, and the keys of each sequence."""
+        rng = np.random.default_rng(self.seed)
+        kind = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.float16
+        q = rng.standard_normal((len(self.seqlens), self.s_q, self.h_q, self.d_qk)).astype(kind)
+        return q, [rng.standard_normal((length, self.d_qk)).astype(kind) for length in self.seqlens]
+
+    def shard(self, world: int, rank: int) -> tuple[Array, Array, Array, Array]:
+        """The arguments of a decode on one rank; what no token fills is NaN, and pages are in random order."""
+        q, keys = self.tokens()
+        mine = [sequence[rank::world] for sequence in keys]
+        max_pages = max(1, *(-(-len(x) // PAGE) for x in mine))
+        order = np.random.default_rng(rank).permutation(len(mine) * max_pages)
+        table = order.reshape(len(mine), max_pages).astype(np.int32)
+        cache = np.full((order.size, PAGE, self.d_qk), np.nan, q.dtype)
+        for request, sequence in enumerate(mine):
+            for page in range(-(-len(sequence) // PAGE)):
+                piece = sequence[page * PAGE : (page + 1) * PAGE]
+                cache[table[request, page], : len(piece)] = piece
+        return q, cache, table, np.array(self.seqlens, np.int32)
+
+    def expected(self, causal: bool = True, rounding: str | None = None) -> tuple[Array, Array]:
+        """What one rank with all tokens finds; with `rounding`, as kernels round."""
+        return reference.mla_decode(*self.shard(1, 0), causal=causal, rounding=rounding)
+
+
+def heads_of(x: Array, axis: int, world: int, rank: int) -> Array:
+    """A rank's share of the heads."""
+    return np.split(x, world, axis)[rank]

@@ -1,0 +1,223 @@
+"""Context-parallel decode on GPUs: the exchange of ranks that share one GPU, and two GPUs of one host."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ParallelError
+from mla_cupy.kernels.merge.exchange import ADDRESSES, Exchange
+from mla_cupy.kernels.merge.pipeline import MergeOptions
+from mla_cupy.kernels.pipeline import Layout, Prepared
+from mla_cupy.parallel import ContextParallel, LocalGroup, NcclTransport, PeerTransport
+from mla_cupy.runtime.device import DeviceInfo
+from tests.merge.exchanges import Ranks
+from tests.parallel.shards import Batch, heads_of
+from tests.support.tolerance import check
+
+pytestmark = pytest.mark.gpu
+WORLD = 2
+
+
+# ---- Ranks that share a GPU ------------------------------------------------------------------------------------
+
+
+def on_gpu(ranks: Ranks) -> tuple[list[Any], list[Any]]:
+    """Its slabs and flags, and the arrays in the order of the kernel's addresses, on the GPU."""
+    import cupy
+
+    shared = [cupy.asarray(ranks.slabs), cupy.asarray(ranks.flags)]
+    for name, memory in zip(("slabs", "flags"), shared, strict=True):
+        ranks.mailboxes[name] = [memory[rank].data.ptr for rank in range(ranks.call.world)]
+    return shared, [cupy.asarray(x if x.dtype.isbuiltin else x.view(np.uint8)) for x in ranks.arrays]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        Ranks(Exchange(2, 1, 1, 64, 512, "float32", "e"), "float32"),
+        Ranks(Exchange(2, 4, 2, 64, 512, "float32", "2"), "float16"),
+        Ranks(Exchange(4, 3, 1, 7, 128, "float16", "e"), "float32", MergeOptions("2", 0.0)),
+        Ranks(Exchange(8, 1, 4, 2, 64, "float32", "e"), "float16"),
+    ],
+    ids=lambda ranks: f"world{ranks.call.world}-rows{ranks.call.rows}",
+)
+def test_ranks_of_one_gpu(gpu: DeviceInfo, ranks: Ranks) -> None:
+    """All blocks of all ranks are resident, so they can wait for each other; a hundred calls, then the results."""
+    import cupy
+
+    if ranks.call.blocks * ranks.call.world > gpu.sm_count:
+        pytest.skip("more blocks than multiprocessors")
+    ranks.__post_init__()
+    ranks.fill(0)
+    shared, placed = on_gpu(ranks)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        step: Prepared = ranks.prepared(gpu, stream.ptr)
+        for _ in range(100):
+            step.enqueue([0, *(x.data.ptr for x in placed)], 0, stream.ptr)
+    stream.synchronize()
+    for mine, theirs in zip(ranks.arrays, placed, strict=True):
+        mine.reshape(-1).view(np.uint8)[:] = cupy.asnumpy(theirs).reshape(-1).view(np.uint8)
+    ranks.check()
+    assert ranks.states["epoch"].tolist() == [100] * ranks.call.world
+    assert not ranks.reports["failure"].any()
+    del shared
+
+
+def test_a_rank_without_peers_gives_up(gpu: DeviceInfo) -> None:
+    import cupy
+
+    ranks = Ranks(Exchange(2, 1, 1, 64, 512, "float32", "e"), timeout_ns=50_000_000)
+    ranks.fill(0)
+    shared, placed = on_gpu(ranks)
+    stream = cupy.cuda.get_current_stream()
+    step = ranks.prepared(gpu, stream.ptr, rank=1, ranks=1)
+    begin = time.monotonic()
+    step.enqueue([0, *(x.data.ptr for x in placed)], 0, stream.ptr)
+    stream.synchronize()
+    assert 0.04 < time.monotonic() - begin < 5
+    assert np.isnan(cupy.asnumpy(placed[2])[0]).all()
+    assert ADDRESSES[2] == "out"
+    assert cupy.asnumpy(placed[-1]).view(np.uint64)[0] & 0xFF == 1
+    assert Layout({}).nbytes == 0
+    del shared
+
+
+# ---- Two GPUs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(gpu: DeviceInfo) -> None:
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs")
+
+
+def transports(kind: str, **options: Any) -> list[Any]:
+    if kind == "peer":
+        return list(PeerTransport.for_devices(range(WORLD), **options))
+    group = LocalGroup(WORLD)
+    try:
+        return each(lambda rank: NcclTransport(group.member(rank), device=rank))
+    except ParallelError as error:
+        pytest.skip(str(error))
+
+
+def each(task: Callable[[int], Any]) -> list[Any]:
+    """`task(rank)` on every rank at once, with its GPU as the current one."""
+    import cupy
+
+    def run(rank: int) -> Any:
+        with cupy.cuda.Device(rank):
+            return task(rank)
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in range(WORLD)]]
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("kind", ["peer", "nccl"])
+@pytest.mark.parametrize("partial_dtype", ["float32", "bfloat16"])
+def test_random_batches(kind: str, partial_dtype: str) -> None:
+    import cupy
+
+    contexts = [ContextParallel(x, partial_dtype=partial_dtype) for x in transports(kind)]
+    rng = np.random.default_rng(7)
+    for seed in range(12):
+        s_q = int(rng.choice([1, 1, 2, 4]))
+        lengths = tuple(int(x) for x in rng.integers(0, rng.choice([3, 200, 3000]), int(rng.integers(1, 7))))
+        batch = Batch(lengths, s_q, int(rng.choice([8, 16, 128])), int(rng.choice([576, 512])), seed=seed)
+        causal = bool(rng.integers(2))
+        exact, rounded = batch.expected(causal), batch.expected(causal, rounding="bfloat16")
+
+        def decode(rank: int, batch: Batch = batch, causal: bool = causal) -> tuple[Any, Any]:
+            shard = [cupy.asarray(x) for x in batch.shard(WORLD, rank)]
+            return tuple(map(cupy.asnumpy, contexts[rank].decode(*shard, causal=causal)))
+
+        for rank, (out, lse) in enumerate(each(decode)):
+            mine = [(heads_of(o, 2, WORLD, rank), heads_of(x, 1, WORLD, rank)) for o, x in (exact, rounded)]
+            check((out, lse), mine[0], mine[1], batch.dtype)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("kind", ["peer", "nccl"])
+@pytest.mark.parametrize("replays", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_replays_of_graphs(kind: str, replays: int) -> None:
+    """An odd number of exchanges in the graph, lengths that grow on the device, the same bits from every replay."""
+    import cupy
+
+    contexts = [ContextParallel(x) for x in transports(kind)]
+    batch = Batch((900, 450, 33), h_q=128)
+
+    def decode(rank: int) -> tuple[list[bytes], tuple[Any, Any]]:
+        q, cache, table, seqlens = (cupy.asarray(x) for x in batch.shard(WORLD, rank))
+        plan = mla_cupy.plan_decode(
+            max_b=3, s_q=1, h_q=128, max_pages=table.shape[1], page_size=16, dtype="bfloat16",
+            cp_world=WORLD, cp_rank=rank,
+        )  # fmt: skip
+        out = cupy.empty((3, 1, 64, 512), cupy.float32)
+        lse = cupy.empty((3, 64, 1), cupy.float32)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            for _ in range(2):  # builds, connects and keeps what the capture must find
+                plan.update(seqlens)
+                contexts[rank].decode(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(3):
+                plan.update(seqlens)
+                contexts[rank].decode(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
+            graph = stream.end_capture()
+            seen = set()
+            for turn in range(replays):
+                graph.launch(stream)
+                if turn % 50 == 0:
+                    stream.synchronize()
+                    seen.add(out.tobytes() + lse.tobytes())
+            stream.synchronize()
+        contexts[rank].transport.check()
+        return list(seen), (cupy.asnumpy(out), cupy.asnumpy(lse))
+
+    exact, rounded = batch.expected(), batch.expected(rounding="bfloat16")
+    for rank, (seen, found) in enumerate(each(decode)):
+        assert len(seen) == 1
+        mine = [(heads_of(o, 2, WORLD, rank), heads_of(x, 1, WORLD, rank)) for o, x in (exact, rounded)]
+        check(found, mine[0], mine[1], "float32")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_one_thread_makes_the_calls_of_all_ranks() -> None:
+    import cupy
+
+    contexts = [ContextParallel(x) for x in transports("peer")]
+    batch, found = Batch((300, 5), h_q=16), []
+    for rank, context in enumerate(contexts):
+        with cupy.cuda.Device(rank):
+            found.append(context.decode(*(cupy.asarray(x) for x in batch.shard(WORLD, rank))))
+    exact, rounded = batch.expected(), batch.expected(rounding="bfloat16")
+    for rank, got in enumerate(found):
+        with cupy.cuda.Device(rank):
+            mine = [(heads_of(o, 2, WORLD, rank), heads_of(x, 1, WORLD, rank)) for o, x in (exact, rounded)]
+            check(tuple(map(cupy.asnumpy, got)), mine[0], mine[1], batch.dtype)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_rank_that_stays_away() -> None:
+    import cupy
+
+    context, _ = (ContextParallel(x) for x in transports("peer", timeout=0.2))
+    shard = [cupy.asarray(x) for x in Batch((30,), h_q=8).shard(WORLD, 0)]
+    out, lse = context.decode(*shard)
+    assert math.isnan(float(out[0, 0, 0, 0]))
+    assert math.isnan(float(lse[0, 0, 0]))
+    with pytest.raises(ParallelError, match="exchange 1: got rank 1 has not sent its part in time"):
+        context.decode(*shard)

@@ -1,0 +1,111 @@
+"""The transport through peers' memory, alone on a simulated GPU: set-up, arguments, failures. With peers: test_gpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError, reference
+from mla_cupy.parallel import ContextParallel, LocalGroup, PeerTransport
+from tests.support.sim_driver import SimDriver, simulated
+
+
+@pytest.fixture
+def gpu_alone() -> Iterator[SimDriver]:
+    with simulated() as target:
+        yield target
+
+
+def partials(h_q: int = 6, d: int = 64, dtype: str = "float32") -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((2, 3, h_q, d)).astype(dtype)
+    lses = rng.standard_normal((2, h_q, 3)).astype(np.float32)
+    lses[0, 1] = -np.inf
+    outs[0, :, 1] = np.nan
+    return outs, lses
+
+
+def transport(**options: Any) -> PeerTransport:
+    return PeerTransport(LocalGroup(1).member(0), max_rows=40, max_d=64, **options)
+
+
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+@pytest.mark.parametrize("given", [False, True])
+def test_alone(gpu_alone: SimDriver, lse_base: str, given: bool) -> None:
+    context = ContextParallel(transport())
+    outs, lses = partials()
+    out, lse = reference.merge_states(outs[None], lses[None], lse_base=lse_base, empty_lse=7.0)
+    targets = {"out": np.empty_like(outs), "lse": np.empty_like(lses)} if given else {}
+    for _ in range(3):
+        found = context.merge(outs, lses, lse_base=lse_base, empty_lse=7.0, **targets)
+        np.testing.assert_allclose(found[0], out, rtol=1e-6)
+        np.testing.assert_allclose(found[1], lse, rtol=1e-6)
+    assert gpu_alone.launched == ["mla_merge_exchange"] * 3
+    assert (found[0] is targets["out"]) if given else True
+
+
+def test_results_may_be_narrow(gpu_alone: SimDriver) -> None:
+    outs, lses = partials()
+    out, _ = ContextParallel(transport()).merge(outs, lses, out_dtype="float16")
+    assert out.dtype == np.float16
+
+
+def test_no_rows(gpu_alone: SimDriver) -> None:
+    out, lse = ContextParallel(transport()).merge(np.zeros((0, 3, 6, 64), np.float32), np.zeros((0, 6, 3), np.float32))
+    assert (out.shape, lse.shape) == ((0, 3, 6, 64), (0, 6, 3))
+    assert gpu_alone.launched == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"outs": np.zeros((2, 3, 6), np.float32)}, ShapeError, r"out.shape.*\(b, s_q, h_q, d\)"),
+        ({"lses": np.zeros((2, 6, 4), np.float32)}, ShapeError, r"lse.shape.*\(2, 6, 3\)"),
+        ({"lses": np.zeros((2, 6, 3))}, DTypeError, "lse.dtype.*float64"),
+        ({"outs": np.zeros((2, 3, 6, 64))}, DTypeError, "out.dtype.*float64"),
+        ({"outs": np.zeros((2, 3, 6, 66), np.float32)}, ShapeError, "16 bytes"),
+        ({"outs": np.zeros((2, 3, 6, 128), np.float32)[..., ::2]}, ShapeError, "16 bytes"),
+        (
+            {"outs": np.zeros((20, 3, 6, 64), np.float32), "lses": np.zeros((20, 6, 3), np.float32)},
+            ShapeError,
+            "max_rows",
+        ),
+        ({"lse_base": "10"}, ArgumentError, "lse_base"),
+        ({"out": np.zeros((2, 3, 5, 64), np.float32)}, ShapeError, r"out: got \(2, 3, 5, 64\)"),
+        ({"out": np.zeros((2, 3, 6, 64))}, DTypeError, "out.dtype"),
+        ({"out": np.zeros((2, 3, 6, 128), np.float32)[..., ::2]}, ShapeError, "contiguous last axis"),
+    ],
+)
+def test_bad_calls(gpu_alone: SimDriver, change: dict[str, Any], error: type[Exception], text: str) -> None:
+    outs, lses = partials()
+    arguments = {"outs": outs, "lses": lses, **change}
+    with pytest.raises(error, match=text):
+        ContextParallel(transport()).merge(arguments.pop("outs"), arguments.pop("lses"), **arguments)
+    assert gpu_alone.launched == []
+
+
+def test_results_over_inputs_are_refused(gpu_alone: SimDriver) -> None:
+    outs, lses = partials()
+    with pytest.raises(ArgumentError, match=r"out.*outs|outs.*out"):
+        ContextParallel(transport()).merge(outs, lses, out=outs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_rows": 0}, {"max_rows": 1.5}, {"max_d": -1}, {"timeout": 0}, {"timeout": float("nan")}]
+)
+def test_bad_sizes(gpu_alone: SimDriver, options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        PeerTransport(LocalGroup(1).member(0), **options)
+
+
+def test_a_failed_exchange_shows_in_the_next_call(gpu_alone: SimDriver) -> None:
+    failing = transport()
+    failing._report["failure"] = 5 << 32 | 3 << 8 | 1
+    with pytest.raises(ParallelError, match="exchange 5: got rank 3 has not sent its part in time"):
+        ContextParallel(failing).merge(*partials())
+    with pytest.raises(ParallelError, match="exchange 5"):
+        failing.check()
+    assert gpu_alone.launched == []

@@ -1,0 +1,113 @@
+"""Calls of `sparse_mla_decode` on caches of which all but the selected tokens is poison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import mla_cupy
+from mla_cupy import reference
+from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.records import RECORDS
+from tests.cache.inputs import empty_cache, tokens
+
+Array = npt.NDArray[Any]
+_NAN = 0x7F  # of e4m3; as the bytes of a scale or of RoPE it is finite, and large
+
+
+@dataclass(frozen=True)
+class SparseDecodeCase:
+    """One call. `extra` is the size of the second list, 0 for none."""
+
+    record: str = "v32"
+    dtype: str = "bfloat16"
+    scales: str | None = None
+    b: int = 2
+    s_q: int = 1
+    h_q: int = 3
+    topk: int = 37
+    extra: int = 0
+    lengths: bool = False
+    sink: bool = False
+    empty: bool = False
+    page_size: int = 5
+    sm_count: int = 2
+    lse_base: str = "e"
+
+    def __str__(self) -> str:
+        """Id of the test: what differs from the defaults."""
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(SparseDecodeCase(), k)]
+        return "-".join(changed) or "default"
+
+
+CASES = (
+    SparseDecodeCase(),
+    SparseDecodeCase(record="v4", dtype="float16", s_q=2),
+    SparseDecodeCase(record="v4", topk=20, extra=33, lengths=True, sink=True, h_q=9),
+    SparseDecodeCase(scales="plain", topk=140, b=1, h_q=2, lse_base="2"),
+    SparseDecodeCase(extra=1, empty=True, sink=True, s_q=2, topk=1),
+    SparseDecodeCase(topk=70, sm_count=1, b=3, lengths=True, h_q=1),
+    SparseDecodeCase(b=1, topk=0),
+)
+
+
+def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int) -> tuple[Array, Array]:
+    """A cache of NaN, and the slots of the few tokens that it holds."""
+    record, rng = RECORDS[case.record], np.random.default_rng(seed)
+    cache = empty_cache(record, num_pages, page_size, gap=1)
+    cache[...] = _NAN
+    room = num_pages * page_size
+    held = rng.permutation(room)[: room // 2]
+    latent, rope = tokens(record, len(held), "bfloat16", seed)
+    latent = (latent.astype(np.float32) / 100).astype(latent.dtype)
+    reference.cache_append(latent, rope, cache, held, scales=case.scales)
+    return cache, held
+
+
+def make(case: SparseDecodeCase) -> dict[str, Any]:
+    """The arguments of a call."""
+    rng = np.random.default_rng(5)
+    record = RECORDS[case.record]
+    shape = (case.b, case.s_q, case.h_q, record.d_qk)
+    call: dict[str, Any] = {"q": rng.standard_normal(shape, np.float32).astype(numpy_dtype(case.dtype))}
+    call["kv_cache"], held = filled(case, 9, case.page_size, 1)
+    call["indices"] = indices(rng, held, 9 * case.page_size, (case.b, case.s_q, case.topk))
+    if case.extra:
+        call["extra_kv_cache"], held = filled(case, 4, 3, 2)
+        call["extra_indices"] = indices(rng, held, 12, (case.b, case.s_q, case.extra))
+    if case.lengths:
+        call["topk_length"] = np.resize(np.array([case.topk - 3, 2**30, 2], np.int32), case.b)
+    if case.lengths and case.extra:
+        call["extra_topk_length"] = np.resize(np.array([-4, case.extra - 1], np.int32), case.b)
+    if case.sink:
+        call["attn_sink"] = np.resize(np.array([0.5, -np.inf, 3.0], np.float32), case.h_q)
+    if case.empty:
+        for name in ("indices", "extra_indices"):
+            call[name][0, 0] = -1
+    return call
+
+
+def indices(rng: np.random.Generator, held: Array, room: int, shape: tuple[int, ...]) -> Array:
+    """Held slots, some twice, and some that are none; strided."""
+    whole = np.full((*shape[:-1], 2 * shape[-1] + 1), 2**31 - 1, np.int32)
+    chosen = whole[..., 1::2]
+    chosen[...] = rng.choice(held, shape)
+    wild = rng.random(shape) < 0.2
+    chosen[wild] = rng.choice(np.array([-1, -(2**31), room, 2**31 - 1]), int(wild.sum()))
+    return chosen
+
+
+def check(case: SparseDecodeCase, to: Callable[[Any], Any], back: Callable[[Any], Array]) -> None:
+    """float32 results within float32 rounding, and those of the dtype within its own."""
+    call = make(case)
+    options = {"lse_base": case.lse_base, "empty_lse": 7.0}
+    exact_out, exact_lse = reference.sparse_mla_decode(**call, **options)
+    given = {name: to(x) for name, x in call.items()}
+    out, lse = mla_cupy.sparse_mla_decode(**given, **options, out_dtype="float32")
+    np.testing.assert_allclose(back(out), exact_out, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(back(lse), exact_lse, rtol=1e-5, atol=1e-5)
+    assert np.isfinite(exact_out).all()

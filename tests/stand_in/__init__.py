@@ -1,1 +1,0 @@
-"""Blackwell's kernels on a Hopper GPU, with stand-ins for what only Blackwell has."""

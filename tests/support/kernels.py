@@ -1,0 +1,46 @@
+"""The kernels that each operation chooses from, by name, the fastest first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeProblem
+from mla_cupy.kernels.pipeline import Pipeline
+from mla_cupy.kernels.sparse import SPARSE_FORWARD
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward.problem import BackwardKernel
+from mla_cupy.simulation import fake_gpu
+from tests.support.cases import DecodeCase
+
+
+def by_name(pipeline: Pipeline[Any]) -> dict[str, Any]:
+    """The kernels of a pipeline."""
+    return {kernel.name: kernel for kernel in pipeline.kernels}
+
+
+def on_hopper(kernels: dict[str, Any]) -> tuple[str, ...]:
+    """Those with WGMMA."""
+    return tuple(name for name in kernels if "sm90" in name)
+
+
+DECODE_KERNELS: dict[str, AttentionKernel[Any]] = by_name(DECODE)
+FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = by_name(SPARSE_FORWARD)
+BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
+#: Those with tcgen05; there are none of other operations.
+BLACKWELL = tuple(name for name in BACKWARD_KERNELS if "sm100" in name)
+
+
+def takes(kernel: str, case: DecodeCase) -> bool:
+    """Whether a decode kernel takes the case, on a Hopper."""
+    problem = DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype, d_qk=case.d_qk)
+    return not DECODE_KERNELS[kernel].unsupported(problem, fake_gpu(1))
+
+
+def fitting(case: DecodeCase, kernel: str) -> DecodeCase:
+    """The case, with fewer heads where the kernel takes no more."""
+    while not takes(kernel, case):
+        case = replace(case, h_q=case.h_q // 2 // case.h_kv * case.h_kv)
+        assert case.h_q > 0, f"{kernel} takes no number of heads"
+    return case

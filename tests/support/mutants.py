@@ -1,0 +1,43 @@
+"""Bugs planted in the kernels' sources: each must show somewhere."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mla_cupy.runtime import loader, sources
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is replaced in which source."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    @property
+    def id(self) -> str:
+        """Of the test."""
+        return self.name.replace(" ", "_")
+
+
+@contextmanager
+def planted(mutant: Mutant, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While it lasts, kernels are built from a copy of the sources, at `root`, with the bug in it."""
+    shutil.copytree(sources.source_root(), root)
+    text = (root / mutant.file).read_text()
+    assert text.count(mutant.old) >= 1, f"the text of {mutant.name!r} is no longer in {mutant.file}"
+    (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
+    loader.forget()
+    try:
+        yield
+    finally:
+        loader.forget()
