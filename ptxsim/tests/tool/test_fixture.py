@@ -31,7 +31,8 @@ def test_runs_in_every_mode(tmp_path: Path) -> None:
     ptx = program("add.u32 %d, %a, %a;", [np.zeros(32, "u4")], np.zeros(32, "u4"))
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["ptxsim.testing"]\n')
     (tmp_path / "test_it.py").write_text(TEST.format(ptx=ptx))
-    environment = {**os.environ, "PYTHONPATH": str(Path(ptxsim.__file__).parents[1])}
+    # The caller's own options (a base directory, a plugin) are not this run's.
+    environment = {**os.environ, "PYTHONPATH": str(Path(ptxsim.__file__).parents[1]), "PYTEST_ADDOPTS": ""}
     command = [
         sys.executable,
         "-m",
@@ -44,7 +45,7 @@ def test_runs_in_every_mode(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-    assert "3 passed" in run.stdout, run.stdout
+    assert "3 passed" in run.stdout, run.stdout + run.stderr
     assert "1 failed" in run.stdout
     assert "test_doubles[late]" in run.stdout
 
