@@ -213,7 +213,7 @@ def test_the_memory_of_calls_is_bounded(
 
 @operations
 def test_equal_options_of_another_type_are_checked(operation: Operation, recorder: Recorder) -> None:
-    """True == 1 == 1.0, but a scale of True is refused, and so is a count of 1.0, whatever an earlier call was given."""
+    """True == 1 == 1.0, but a scale of True is refused, and so is a count of 1.0, whatever earlier calls were given."""
     twins = {
         "scale": (1, True),
         "causal": (True, 1.0),
