@@ -24,6 +24,8 @@ MODULES = sorted(
 )
 #: Public calls whose docstring must have an example.
 PUBLIC = (
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",

@@ -4,6 +4,7 @@ from mla_cupy.ops import (
     cache,
     cache_pages,
     decode,
+    index_cache,
     logits,
     logits_paged,
     merge,
@@ -18,6 +19,7 @@ from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
 from mla_cupy.ops.call import workspace_bytes
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.index_cache import indexer_cache_append, indexer_cache_gather
 from mla_cupy.ops.logits import indexer_logits
 from mla_cupy.ops.logits_paged import indexer_logits_paged
 from mla_cupy.ops.merge import merge_states
@@ -37,6 +39,8 @@ __all__ = [
     "cache_copy_pages",
     "cache_gather",
     "cache_update",
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",
@@ -75,6 +79,8 @@ POOL_OPERATIONS: dict[str, Operation] = {
         cache.GATHER_OPERATION,
         cache_pages.COPY_PAGES_OPERATION,
         cache_pages.UPDATE_OPERATION,
+        index_cache.APPEND_OPERATION,
+        index_cache.GATHER_OPERATION,
         sparse_decode.OPERATION,
     )
 }
