@@ -29,6 +29,7 @@ PUBLIC = (
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",
+    "indexer_select_paged",
     "indexer_topk",
     "merge_states",
     "mla_decode",

@@ -26,6 +26,7 @@ from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.ops.select import indexer_select
+from mla_cupy.ops.select_paged import indexer_select_paged
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
@@ -46,6 +47,7 @@ __all__ = [
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",
+    "indexer_select_paged",
     "indexer_topk",
     "merge_states",
     "mla_decode",
