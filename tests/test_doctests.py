@@ -31,6 +31,7 @@ PUBLIC = (
     "indexer_select",
     "indexer_select_paged",
     "indexer_topk",
+    "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
     "plan_decode",
