@@ -2,6 +2,7 @@
 // and how a lane's bytes of a row become 16-bit elements of SW128 tiles.
 #pragma once
 #include "attention/sm90/tile.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/load.cuh"
 #include "sparse_decode/token_record.cuh"
 #include "tile/sw128.cuh"
@@ -32,7 +33,7 @@ template <class Record>
 struct RecordTile : KeyTile<kKeyColumns<Record>> {
     static constexpr i32 kLatentSwTiles = Record::kLatentChunks / kPieceLanes;
     static constexpr i32 kRopeSwTile = kLatentSwTiles;
-    static constexpr i32 kPieces = kLatentSwTiles + kRopePieces;
+    static constexpr i32 kRowPieces = kLatentSwTiles + kRopePieces;
     static_assert(kRopeSwTile + 1 == RecordTile::kSwTilesQk, "latent, then RoPE");
 
     // The SW128 tile that a piece goes to.

@@ -40,7 +40,9 @@ struct Tile : RecordTile<TokenRecord> {
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
     // The pieces of a group: [first_piece(group), first_piece(group + 1)).
-    MLA_DEVICE static constexpr i32 first_piece(i32 group) { return group < kGroups ? group * kGroupSwTiles : kPieces; }
+    MLA_DEVICE static constexpr i32 first_piece(i32 group) {
+        return group < kGroups ? group * kGroupSwTiles : kRowPieces;
+    }
 };
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ struct ListedTile {
 
 // A tile on its way: a lane's bytes of its row.
 struct FetchedTile {
-    uint4 piece[Tile::kPieces];
+    uint4 piece[Tile::kRowPieces];
     LaneScales<TokenRecord> scales;
 };
 
@@ -203,7 +205,7 @@ MLA_DEVICE void run_dequant_role(Block& block, i32 warp, i32 lane) {
     FetchedTile tile;
     tile.scales = LaneScales<TokenRecord>::load(current.token, lane);
 #pragma unroll
-    for (i32 piece = 0; piece < Tile::kPieces; ++piece) {
+    for (i32 piece = 0; piece < Tile::kRowPieces; ++piece) {
         tile.piece[piece] = load_piece<TokenRecord>(current.token, piece, lane);
     }
 #pragma unroll 1
@@ -245,13 +247,14 @@ MLA_DEVICE void score(Storage& s, Math& math, i32 thread) {
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(math.scores);
-    if (kSameFormat<Element, Latent>) return;
-    HeadValues<kBlockRows> factors;
+    if constexpr (!kSameFormat<Element, Latent>) {
+        HeadValues<kBlockRows> factors;
 #pragma unroll
-    for (i32 k = 0; k < kHeadsOfThread<kBlockRows>; ++k) {
-        factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)];
+        for (i32 k = 0; k < kHeadsOfThread<kBlockRows>; ++k) {
+            factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)];
+        }
+        factors.multiply(math.scores);
     }
-    factors.multiply(math.scores);
 }
 
 // O^T += V^T P^T; each group of the stage is released as soon as it has been multiplied.
