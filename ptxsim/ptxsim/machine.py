@@ -202,7 +202,7 @@ class Launch:
         self.random = self.mode == "random"
         self.registers: int = registers_of(program.function.directives, int(np.prod(self.block)))
         self.steps = self.stale = 0
-        self.counts = np.zeros(len(program.blocks), np.int64)
+        self.counts = [0] * len(program.blocks)
         self.traffic = [0] * 8
         self.counters: Counter = Counter()
         self.waits: dict[str, list[int]] = {}
