@@ -356,12 +356,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mutants.planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in MODES)
+        modes = MODES[:1] if mutant.low_scores else MODES
+        shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in modes)
     assert shown, f"nothing shows that {mutant.name}"
 
 
+# Low scores are about numbers, which are the same in every mode.
 @pytest.mark.parametrize("kernel", ["sparse_backward_sm100", KEYS64, WS])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("low_scores", [False, True])
+@pytest.mark.parametrize(("mode", "low_scores"), [*((mode, False) for mode in MODES), (MODES[0], True)], ids=str)
 def test_kernels_as_they_are(kernel: str, mode: tuple[str, int], low_scores: bool) -> None:
     assert verdict(kernel, mode, low_scores) == ""
