@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .ir import Instr
@@ -9,8 +11,6 @@ from .numeric import constant
 from .strong import Order
 
 _TWO = constant(2, "u4")
-_STEPS = {size: np.arange(size // 4) for size in (8, 16, 32)}
-"""The words of an access, by its bytes."""
 
 
 class Accesses:
@@ -133,6 +133,12 @@ class Where:
         return bad & ~same
 
 
+@functools.cache
+def _steps(size: int) -> np.ndarray:
+    """The words of an access of some bytes, from its first on."""
+    return np.arange(size // 4)
+
+
 def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, object]]:
     """Return (word indices, byte mask) for an access of ``size`` bytes per lane."""
     words = (offset >> _TWO).astype(np.intp)
@@ -141,4 +147,4 @@ def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, object]]:
         return [(words, mask)]
     if size == 4:
         return [(words, 15)]
-    return [((words[:, None] + _STEPS[size]).reshape(-1), 15)]
+    return [((words[:, None] + _steps(size)).reshape(-1), 15)]
