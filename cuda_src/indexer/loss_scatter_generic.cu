@@ -1,4 +1,5 @@
-// The gradient of the sparse-stage loss by index keys, on any GPU, in fp32: what each token adds to the keys of its list.
+// The gradient of the sparse stage's loss by index keys, on any GPU, in fp32: what each token adds to the keys of its
+// list.
 //
 //   sums[row(s)] += sum_j G[t, s] W[t, j] [iq_tj . ik_row(s) > 0] iq_tj
 //

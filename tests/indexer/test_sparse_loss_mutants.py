@@ -10,6 +10,7 @@ from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
+from tests.indexer.test_sparse_loss_sim import check_order
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
@@ -24,8 +25,8 @@ MUTANTS = [
     Mutant("lists of the first token", PARAMS, "p.rows[token * p.rows_stride_elems + at]", "p.rows[at]"),
     Mutant("lists are as long as all keys", RANGES, "KeyRange{0, p.counts[token]}", "KeyRange{0, p.s_kv}"),
     Mutant("all numbers in one bin", SCATTER, "bins.index(fabsf(value))", "0"),
-    Mutant("bounds without weights", BOUNDS, "finite_or_0(index_weight(p, token, head))", "1e-6f"),
 ]  # fmt: skip
+LOW_BOUND = Mutant("bounds without weights", BOUNDS, "finite_or_0(index_weight(p, token, head))", "1e-6f")
 
 
 def run() -> None:
@@ -54,3 +55,9 @@ def test_without_a_bug() -> None:
 def test_shows(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(mutant, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, SimError)):
         run()
+
+
+@pytest.mark.slow
+def test_the_order_shows_bounds_that_are_too_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(LOW_BOUND, tmp_path / "cuda_src", monkeypatch), pytest.raises(AssertionError):
+        check_order()
