@@ -41,6 +41,8 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
         ("decode", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
         ("indexer-logits", ["--peers-dir"]),
+        ("indexer-topk", []),
+        ("indexer-prepare", []),
         ("sparse-backward", ["--deterministic", "--indices"]),
     ],
 )
@@ -75,6 +77,8 @@ def test_options():
         "sparse-forward": "graph",
         "sparse-backward": "events",
         "indexer-logits": "graph",
+        "indexer-topk": "graph",
+        "indexer-prepare": "graph",
     }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 
