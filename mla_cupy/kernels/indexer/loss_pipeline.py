@@ -8,7 +8,7 @@ their square. Gradients by keys are carried from chunk to chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.arrays.view import View
@@ -20,6 +20,7 @@ from mla_cupy.kernels.indexer import (
     loss_ranges,
     loss_rows,
     loss_scores_generic,
+    loss_scores_sm90,
 )
 from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
@@ -53,7 +54,7 @@ class LossConfig:
 class LossPipeline(Pipeline[LossConfig]):
     """The kernels of the warm-up loss."""
 
-    kernels = (loss_scores_generic.KERNEL,)
+    kernels = (loss_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
@@ -88,7 +89,9 @@ class LossPipeline(Pipeline[LossConfig]):
             tokens = min(config.chunk, problem.s_q - first)
             record = _record(config, call, first, tokens)
             for kernel in _kernels(config):
-                steps += _launch(kernel, problem, tokens, record)
+                maps = kernel.maps(call)
+                mapped = replace(record, maps=maps) if maps else record
+                steps += _launch(kernel, problem, tokens, mapped)
         return steps
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import PLAIN, Kernel, Params, Variant
 from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
 
 TARGETS = ("head_sum", "per_head")
 MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
@@ -69,10 +71,13 @@ class LossKernel(Kernel[LossProblem]):
         `grid(problem, tokens)`: for that many tokens.
     variant : callable
         `variant(problem)`: the build that it takes.
+    maps : callable
+        `maps(call)`: its tensor maps, by the names of the arrays.
     """
 
     grid: Callable[[LossProblem, int], Dim3] = lambda problem, tokens: (1, 1, 1)
     variant: Callable[[LossProblem], Variant] = lambda problem: PLAIN[0]
+    maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = lambda call: ()
 
 
 PARAMS = Params(
