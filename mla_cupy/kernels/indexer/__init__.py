@@ -5,8 +5,12 @@ from typing import Any
 from mla_cupy.kernels.indexer import (
     logits_schedule,
     loss_attention_generic,
+    loss_finite_keys,
     loss_keys_generic,
+    loss_keys_sm90,
+    loss_keys_sum,
     loss_queries_generic,
+    loss_queries_sm90,
     loss_ranges,
     loss_rows,
 )
@@ -29,4 +33,8 @@ KERNELS: tuple[Kernel[Any], ...] = (
     loss_rows.KERNEL,
     loss_queries_generic.KERNEL,
     loss_keys_generic.KERNEL,
+    loss_finite_keys.KERNEL,
+    loss_queries_sm90.KERNEL,
+    loss_keys_sm90.KERNEL,
+    loss_keys_sum.KERNEL,
 )

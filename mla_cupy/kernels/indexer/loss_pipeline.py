@@ -15,18 +15,25 @@ from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
     loss_attention_generic,
+    loss_finite_keys,
     loss_keys_generic,
+    loss_keys_sm90,
+    loss_keys_sum,
     loss_queries_generic,
+    loss_queries_sm90,
     loss_ranges,
     loss_rows,
     loss_scores_generic,
     loss_scores_sm90,
 )
 from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss_scores_sm90 import TILE_TOKENS
+from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS, key_splits
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 _FLOAT = 4
+_HALF = 2
 _RANGE_BYTES = 8
 _ADDRESSES = tuple(PARAMS.dtype.names or ())[: PARAMS.num_addresses]
 _NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
@@ -46,9 +53,19 @@ class LossConfig:
         return max(1, -(-self.problem.s_q // self.chunk))
 
     @property
+    def on_tensor_cores(self) -> bool:
+        """Whether gradients are made by the kernels for Hopper, which have them in bf16."""
+        return self.problem.gradients and self.kernel is loss_scores_sm90.KERNEL
+
+    @property
+    def key_splits(self) -> int:
+        """How many sums there are of each key's gradient."""
+        return key_splits(self.problem) if self.on_tensor_cores else 1
+
+    @property
     def carries_sums(self) -> bool:
-        """Whether gradients by keys are carried from chunk to chunk."""
-        return self.problem.gradients and self.num_chunks > 1
+        """Whether gradients by keys are carried from chunk to chunk, or from one kernel to the next."""
+        return self.problem.gradients and (self.num_chunks > 1 or self.on_tensor_cores)
 
 
 class LossPipeline(Pipeline[LossConfig]):
@@ -59,13 +76,15 @@ class LossPipeline(Pipeline[LossConfig]):
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
-        fitting = problem.buffer_bytes // (_bytes_per_key() * problem.rows_per_token * problem.row_stride)
-        return LossConfig(problem, chosen, max(1, min(fitting, problem.s_q)))
+        fitting = problem.buffer_bytes // (_bytes_per_key(chosen) * problem.rows_per_token * problem.row_stride)
+        chunk = fitting if fitting < TILE_TOKENS else fitting // TILE_TOKENS * TILE_TOKENS
+        return LossConfig(problem, chosen, max(1, min(chunk, problem.s_q)))
 
     def workspace(self, config: LossConfig) -> Layout:
         """The tokens' keys, the attention's log-sum-exps if nobody else has them, the rows of a chunk, the sums."""
         problem = config.problem
         rows = config.chunk * problem.rows_per_token * problem.row_stride
+        keys = problem.s_kv * problem.index_dim
         own_lse = problem.needs_lse and not problem.value_dim
         return Layout(
             {
@@ -73,7 +92,9 @@ class LossPipeline(Pipeline[LossConfig]):
                 "own_lse": _FLOAT * problem.s_q * problem.heads if own_lse else 0,
                 "target_rows": _FLOAT * rows,
                 "score_rows": _FLOAT * rows,
-                "key_sums": _FLOAT * problem.s_kv * problem.index_dim if config.carries_sums else 0,
+                "gradient_rows": _HALF * rows if config.on_tensor_cores else 0,
+                FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
+                "key_sums": _FLOAT * config.key_splits * keys if config.carries_sums else 0,
             }
         )
 
@@ -82,22 +103,24 @@ class LossPipeline(Pipeline[LossConfig]):
         problem = config.problem
         steps: list[Step] = []
         whole = _record(config, call, 0, problem.s_q)
-        steps += _launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
+        steps += _launch(loss_ranges.KERNEL, call, problem, problem.s_q, whole)
         if problem.needs_lse or problem.value_dim:
-            steps += _launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
+            steps += _launch(loss_attention_generic.KERNEL, call, problem, problem.s_q, whole)
+        if config.on_tensor_cores:
+            steps += _launch(loss_finite_keys.KERNEL, call, problem, problem.s_q, whole)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             record = _record(config, call, first, tokens)
             for kernel in _kernels(config):
-                maps = kernel.maps(call)
-                mapped = replace(record, maps=maps) if maps else record
-                steps += _launch(kernel, problem, tokens, mapped)
+                steps += _launch(kernel, call, problem, tokens, record)
+        if config.on_tensor_cores:
+            steps += _launch(loss_keys_sum.KERNEL, call, problem, problem.s_q, whole)
         return steps
 
 
-def _bytes_per_key() -> int:
-    """Of a row: a target and a score."""
-    return 2 * _FLOAT
+def _bytes_per_key(kernel: LossKernel) -> int:
+    """Of a row: a target, a score, and on tensor cores a gradient."""
+    return 2 * _FLOAT + (_HALF if kernel is loss_scores_sm90.KERNEL else 0)
 
 
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
@@ -105,14 +128,17 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
     yield config.kernel
     yield loss_rows.KERNEL
     if config.problem.gradients:
-        yield loss_queries_generic.KERNEL
-        yield loss_keys_generic.KERNEL
+        yield loss_queries_sm90.KERNEL if config.on_tensor_cores else loss_queries_generic.KERNEL
+        yield loss_keys_sm90.KERNEL if config.on_tensor_cores else loss_keys_generic.KERNEL
 
 
-def _launch(kernel: LossKernel, problem: LossProblem, tokens: int, record: Record) -> list[Step]:
+def _launch(kernel: LossKernel, call: Call, problem: LossProblem, tokens: int, record: Record) -> list[Step]:
     """One, or none if there is nothing to do."""
     grid = kernel.grid(problem, tokens)
-    return [Launch(kernel, kernel.variant(problem), grid, record)] if 0 not in grid else []
+    if 0 in grid:
+        return []
+    maps = kernel.maps(call)
+    return [Launch(kernel, kernel.variant(problem), grid, replace(record, maps=maps) if maps else record)]
 
 
 def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
@@ -136,6 +162,8 @@ def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
         "last_chunk": first + tokens >= problem.s_q,
         "d_index_q_fp32": _is_float32(call.views["d_index_q"]),
         "d_index_k_fp32": _is_float32(call.views["d_index_k"]),
+        "key_splits": config.key_splits,
+        "split_tokens": -(-tokens // config.key_splits),
         "scale": options.scale,
         "target_scale": options.target_scale,
         "score_unit": 1.0 if problem.per_head else (problem.index_heads * problem.index_dim) ** -0.5,
@@ -158,7 +186,8 @@ def _parts(config: LossConfig, call: Call) -> dict[str, str]:
         "ranges": "ranges",
         "target": "target_rows",
         "scores": "score_rows",
-        "gradient": NULL,
+        "gradient": "gradient_rows" if config.on_tensor_cores else NULL,
+        FINITE_KEYS: FINITE_KEYS if config.on_tensor_cores else NULL,
         "key_sums": "key_sums" if config.carries_sums else NULL,
         "lse": lse,
         "attention_lse": own,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -16,6 +17,9 @@ PIECE_COLUMNS = 64
 TILE_KEYS = 128
 MANY_PIECES, FEW_PIECES = 9, 2
 INDEX_PIECES = (2, 1)
+FINITE_KEYS = "finite_keys"
+"""The part of the workspace that the gradients take the index keys from."""
+_ENOUGH_BLOCKS, _MAX_SPLITS, _MAX_SUM_BYTES = 1056, 16, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,20 @@ class ScoresVariant(IndexVariant):
 def pieces(width: int) -> int:
     """Of a row."""
     return -(-width // PIECE_COLUMNS)
+
+
+def index_variant(problem: LossProblem) -> IndexVariant:
+    """The build that the kernels of the gradients take."""
+    return IndexVariant(pieces(problem.index_dim))
+
+
+def key_splits(problem: LossProblem) -> int:
+    """Into how many parts the tokens of a chunk are divided for the gradient by keys: enough to fill a GPU with blocks,
+    while the sums of all parts stay small. By shapes alone, so that bits do not depend on the GPU.
+    """
+    filling = _ENOUGH_BLOCKS // max(1, -(-problem.s_kv // TILE_KEYS))
+    fitting = _MAX_SUM_BYTES // max(1, 4 * problem.s_kv * problem.index_dim)
+    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q))
 
 
 def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
@@ -58,6 +76,12 @@ def query_map(q: View, box: tuple[int, int]) -> TensorMapSpec:
         strides_bytes=(token if tokens > 1 else row, head if heads > 1 else row),
         box=(PIECE_COLUMNS, *box),
     )
+
+
+def finite_key_map(call: Call) -> TensorMapSpec:
+    """The contiguous copy of the index keys."""
+    keys = call.view("index_k")
+    return key_map(keys._replace(ptr=0, strides=(keys.shape[1], 1)))
 
 
 def key_map(k: View) -> TensorMapSpec:
