@@ -59,6 +59,8 @@ def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernels cannot take the problem; None if they can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
+    if 0 in (problem.s_q, problem.s_kv):
+        return Reason("takes one token and one key at least")
     if problem.per_head:
         return Reason("takes targets that are summed over heads")
     return None if problem.aligned else needs_alignment("queries and keys, of both kinds,")
