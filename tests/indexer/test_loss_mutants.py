@@ -35,7 +35,7 @@ SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss_{name}_sm90.cu" for name 
 TILES = LossCase(s_q=12, s_kv=140, h=7, h_i=5, d=128, d_i=64, lse=True, sequences=((6, 100), (6, 38)))
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 M_COLUMNS = "gradients[2 * step + i / 2]"
-FILLED = "    if (lane == 0) {\n        mbarrier_arrive_expect_tx(s.q_full"
+FREE = "    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
 HOPPER_MUTANTS = [
     Mutant("a piece is released before it is read", SCORES_SM90, "            wgmma_wait_group<1>();\n", ""),
@@ -47,7 +47,7 @@ HOPPER_MUTANTS = [
     Mutant("inactive heads have a part", QUERIES_SM90, "low > 0.f ?", "true ?"),
     Mutant("edges of tiles are not cleared", ROWS, "    clear_edges(p, row);\n", ""),
     Mutant("keys are copied as they are", "indexer/loss_finite_keys.cu", "finite ? x : (u16)0", "x"),
-    Mutant("a stage is full without its weights", KEYS_SM90, "    __syncwarp();\n" + FILLED, FILLED),
+    Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
     Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
     Mutant("a split forgets a token", KEYS_SM90, "min(begin + p.split_tokens,", "min(begin + p.split_tokens - 1,"),
     Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),

@@ -19,7 +19,7 @@ MANY_PIECES, FEW_PIECES = 9, 2
 INDEX_PIECES = (2, 1)
 FINITE_KEYS = "finite_keys"
 """The part of the workspace that the gradients take the index keys from."""
-_ENOUGH_BLOCKS, _MAX_SPLITS, _MAX_SUM_BYTES = 1056, 16, 64 << 20
+_ENOUGH_BLOCKS, _MAX_SPLITS, _MIN_SPLIT_TOKENS, _MAX_SUM_BYTES = 1056, 16, 32, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def key_splits(problem: LossProblem) -> int:
     """
     filling = _ENOUGH_BLOCKS // max(1, -(-problem.s_kv // TILE_KEYS))
     fitting = _MAX_SUM_BYTES // max(1, 4 * problem.s_kv * problem.index_dim)
-    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q))
+    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q // _MIN_SPLIT_TOKENS))
 
 
 def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
