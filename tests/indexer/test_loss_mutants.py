@@ -49,7 +49,7 @@ HOPPER_MUTANTS = [
     Mutant("keys are copied as they are", "indexer/loss_finite_keys.cu", "finite ? x : (u16)0", "x"),
     Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
     Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
-    Mutant("a split forgets a token", KEYS_SM90, "min(begin + p.split_tokens,", "min(begin + p.split_tokens - 1,"),
+    Mutant("a split forgets tokens", KEYS_SM90, "min(begin + p.split_tokens,", "min(begin + p.split_tokens - 2,"),
     Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
 ]  # fmt: skip
 
