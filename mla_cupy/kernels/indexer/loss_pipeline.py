@@ -7,7 +7,7 @@ their square. Gradients by keys are carried from chunk to chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -30,11 +30,12 @@ from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOption
 from mla_cupy.kernels.indexer.loss_scores_sm90 import TILE_TOKENS
 from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS, key_splits
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.sparse import rows
 from mla_cupy.runtime.device import DeviceInfo
 
-_FLOAT = 4
+FLOAT = 4
+RANGE_BYTES = 8
 _HALF = 2
-_RANGE_BYTES = 8
 _ADDRESSES = tuple(PARAMS.dtype.names or ())[: PARAMS.num_addresses]
 _NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
 
@@ -76,25 +77,25 @@ class LossPipeline(Pipeline[LossConfig]):
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
-        fitting = problem.buffer_bytes // (_bytes_per_key(chosen) * problem.rows_per_token * problem.row_stride)
-        chunk = fitting if fitting < TILE_TOKENS else fitting // TILE_TOKENS * TILE_TOKENS
-        return LossConfig(problem, chosen, max(1, min(chunk, problem.s_q)))
+        on_hopper = chosen is loss_scores_sm90.KERNEL
+        bytes_per_key = 2 * FLOAT + (_HALF if on_hopper else 0)
+        return LossConfig(problem, chosen, chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1))
 
     def workspace(self, config: LossConfig) -> Layout:
         """The tokens' keys, the attention's log-sum-exps if nobody else has them, the rows of a chunk, the sums."""
         problem = config.problem
-        rows = config.chunk * problem.rows_per_token * problem.row_stride
+        elements = config.chunk * problem.rows_per_token * problem.row_stride
         keys = problem.s_kv * problem.index_dim
         own_lse = problem.needs_lse and not problem.value_dim
         return Layout(
             {
-                "ranges": _RANGE_BYTES * problem.s_q,
-                "own_lse": _FLOAT * problem.s_q * problem.heads if own_lse else 0,
-                "target_rows": _FLOAT * rows,
-                "score_rows": _FLOAT * rows,
-                "gradient_rows": _HALF * rows if config.on_tensor_cores else 0,
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if own_lse else 0,
+                "target_rows": FLOAT * elements,
+                "score_rows": FLOAT * elements,
+                "gradient_rows": _HALF * elements if config.on_tensor_cores else 0,
                 FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
-                "key_sums": _FLOAT * config.key_splits * keys if config.carries_sums else 0,
+                "key_sums": FLOAT * config.key_splits * keys if config.carries_sums else 0,
             }
         )
 
@@ -102,25 +103,29 @@ class LossPipeline(Pipeline[LossConfig]):
         """Nothing is launched for no token, no key, or no result."""
         problem = config.problem
         steps: list[Step] = []
-        whole = _record(config, call, 0, problem.s_q)
-        steps += _launch(loss_ranges.KERNEL, call, problem, problem.s_q, whole)
+        whole = loss_record(config, call, 0, problem.s_q)
+        steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole, call)
         if problem.needs_lse or problem.value_dim:
-            steps += _launch(loss_attention_generic.KERNEL, call, problem, problem.s_q, whole)
+            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole, call)
         if config.on_tensor_cores:
-            steps += _launch(loss_finite_keys.KERNEL, call, problem, problem.s_q, whole)
+            steps += loss_launch(loss_finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = _record(config, call, first, tokens)
+            record = loss_record(config, call, first, tokens)
             for kernel in _kernels(config):
-                steps += _launch(kernel, call, problem, tokens, record)
+                steps += loss_launch(kernel, problem, tokens, record, call)
         if config.on_tensor_cores:
-            steps += _launch(loss_keys_sum.KERNEL, call, problem, problem.s_q, whole)
+            steps += loss_launch(loss_keys_sum.KERNEL, problem, problem.s_q, whole, call)
         return steps
 
 
-def _bytes_per_key(kernel: LossKernel) -> int:
-    """Of a row: a target, a score, and on tensor cores a gradient."""
-    return 2 * _FLOAT + (_HALF if kernel is loss_scores_sm90.KERNEL else 0)
+def chunk_tokens(problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1) -> int:
+    """As many as have their rows within the limit, targets, scores and what else there is; one at least. More than
+    `unit` tokens are a multiple of it.
+    """
+    fitting = problem.buffer_bytes // (bytes_per_key * problem.rows_per_token * problem.row_stride)
+    whole = fitting if fitting < unit else fitting // unit * unit
+    return max(1, min(whole, problem.s_q))
 
 
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
@@ -132,20 +137,26 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
         yield loss_keys_sm90.KERNEL if config.on_tensor_cores else loss_keys_generic.KERNEL
 
 
-def _launch(kernel: LossKernel, call: Call, problem: LossProblem, tokens: int, record: Record) -> list[Step]:
-    """One, or none if there is nothing to do."""
+def loss_launch(
+    kernel: LossKernel, problem: LossProblem, tokens: int, record: Record, call: Call | None = None
+) -> list[Step]:
+    """One, or none if there is nothing to do. Kernels with tensor maps need the call."""
     grid = kernel.grid(problem, tokens)
     if 0 in grid:
         return []
-    maps = kernel.maps(call)
+    maps = () if call is None else kernel.maps(call)
     return [Launch(kernel, kernel.variant(problem), grid, replace(record, maps=maps) if maps else record)]
 
 
-def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
+def loss_record(
+    config: LossConfig, call: Call, first: int, tokens: int, parts: Mapping[str, str] | None = None
+) -> Record:
+    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member."""
     problem, options = config.problem, cast(LossOptions, call.options)
     numbers = {
         **_strides(config, call),
         "row_stride_elems": problem.row_stride,
+        "rows_stride_elems": 0 if problem.topk is None else rows.rows_stride(problem.topk),
         "s_q": problem.s_q,
         "s_kv": problem.s_kv,
         "b": 0 if (starts := call.views["cu_seqlens_q"]) is None else starts.shape[0] - 1,
@@ -168,7 +179,7 @@ def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
         "target_scale": options.target_scale,
         "score_unit": 1.0 if problem.per_head else (problem.index_heads * problem.index_dim) ** -0.5,
     }
-    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call)}
+    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
     return Record(
         config.kernel,
         tuple(addresses[name] for name in _ADDRESSES),
@@ -200,7 +211,7 @@ def _strides(config: LossConfig, call: Call) -> dict[str, int]:
     found: dict[str, int] = {}
     for member in _NUMBERS:
         name, separator, axis = member.partition("_stride_")
-        if not separator or name == "row":
+        if not separator or name in ("row", "rows"):
             continue
         strides = (*call.strides(name, 2), 0)
         if name == "lse" and problem.needs_lse:
