@@ -142,9 +142,9 @@ class DecodePlan:
             b, stride = key
             max_tokens = self._limits.max_pages * self._limits.page_size
             shard = self._limits.cp_world, self._limits.cp_rank
-            step = DECODE.schedule(config, stride, max_tokens, b, shard)
+            steps = DECODE.schedule(config, stride, max_tokens, b, shard)
             info, layout = devices.describe(self.device), DECODE.workspace(config)
-            prepared = self._updates.prepared[key] = Prepared([step], ("seqlens",), layout, info, handle)
+            prepared = self._updates.prepared[key] = Prepared(steps, ("seqlens",), layout, info, handle)
         prepared.enqueue([0, lengths.ptr], address, handle)
 
     def configuration(self, request: Request) -> DecodeConfig | None:

@@ -1,0 +1,45 @@
+"""Host side of `decode/sm90_small_cluster8.cu` and `decode/sm90_small_cluster4.cu`: one launch for small batches."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.decode import sm90, sm90_small
+from mla_cupy.kernels.decode.clusters import MAX_CLUSTERS, MIN_TILES_PER_BLOCK, ClusterKernel
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.sm90_small import NarrowVariant
+from mla_cupy.shapes import D_QK, D_V
+
+BLOCK_ROWS = (16, 32)
+
+
+def variant(problem: DecodeProblem) -> NarrowVariant:
+    """The build that it takes: more rows than one block has are divided among several."""
+    rows = next((rows for rows in BLOCK_ROWS if problem.rows <= rows), BLOCK_ROWS[-1])
+    return NarrowVariant(problem.dtype, rows, problem.d_qk)
+
+
+def _kernel(blocks: int) -> ClusterKernel:
+    name = f"decode_sm90_small_cluster{blocks}"
+    return ClusterKernel(
+        name,
+        f"dense decode of small batches in one launch: clusters of {blocks} blocks share a request and merge",
+        f"decode/sm90_small_cluster{blocks}.cu",
+        sm90_small.KERNEL.params,
+        sm90_small.KERNEL.archs,
+        tuple(NarrowVariant(dtype, rows, d_qk) for d_qk in (D_QK, D_V) for dtype in HALF for rows in BLOCK_ROWS),
+        facts={
+            **sm90_small.KERNEL.facts,
+            "cluster": blocks,
+            "max_clusters": MAX_CLUSTERS,
+            "min_tiles_per_block": MIN_TILES_PER_BLOCK,
+        },
+        unsupported=sm90.unsupported,
+        on_request=True,
+        variant=variant,
+        block_rows=BLOCK_ROWS[-1],
+        kv_map=sm90_small.KERNEL.kv_map,
+        cluster_blocks=blocks,
+    )
+
+
+CLUSTER8, CLUSTER4 = _kernel(8), _kernel(4)
