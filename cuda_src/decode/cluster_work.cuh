@@ -53,11 +53,10 @@ MLA_DEVICE i32 least_limit(i32 units, bool request, i32 b, i32 clusters) {
     return low;
 }
 
-// The share of cluster blockIdx.y of gridDim.y, for clusters of `kBlocks`, by a whole warp; false if there is none. A
-// unit is a tile for each block.
+// The share of a cluster of `kBlocks`, by a whole warp; false if there is none. A unit is a tile for each block.
 template <i32 kBlocks>
-MLA_DEVICE bool find_share(const DecodeParams& p, ClusterShare& share) {
-    const i32 cluster = blockIdx.y, lane = threadIdx.x % kWarpThreads;
+MLA_DEVICE bool find_share(const DecodeParams& p, i32 cluster, ClusterShare& share) {
+    const i32 lane = threadIdx.x % kWarpThreads;
     share = ClusterShare{cluster, 0, 1, cluster};
     if (p.b >= p.num_splits) return cluster < p.b;
     const bool request = lane < p.b;

@@ -4,8 +4,8 @@
 //   block j of a cluster: its tiles as in decode/sm90_small.cuh -> O_j, maxima m_j, sums l_j of its rows
 //   M = max_j m_j,  l = sum_j l_j exp2(m_j - M),  out = sum_j O_j exp2(m_j - M) / l,  lse = ln 2 (M + log2 l)
 //
-// Grid: x = the blocks of a cluster, for each row block of all KV heads; y = clusters, which divide the batch
-// (decode/cluster_work.cuh). Block d of a cluster of C finishes columns [d, d + 1) * 512 / C of all rows:
+// Grid: x = clusters, which divide the batch (decode/cluster_work.cuh), and their blocks; y = row blocks of all KV heads.
+// Block d of a cluster of C finishes columns [d, d + 1) * 512 / C of all rows:
 //
 //   math    | tiles | O, m, l to own shared memory | cluster barrier | slice d of O_0 .. O_(C-1) | sum | store
 //   load    | tiles |------------------------------| cluster barrier |
@@ -75,17 +75,19 @@ struct SingleItem {
 
 template <class C>
 struct ClusterBlock : Block<C> {
+    i32 cluster;  // number in the launch
     ClusterShare share;
     WorkItem item;
 
-    MLA_DEVICE ClusterBlock(const DecodeParams& p, Storage<C>& s) : Block<C>(p, blockIdx.x / C::kClusterBlocks, s) {}
+    MLA_DEVICE ClusterBlock(const DecodeParams& p, Storage<C>& s)
+        : Block<C>(p, blockIdx.y, s), cluster(blockIdx.x / C::kClusterBlocks) {}
     MLA_DEVICE SingleItem items() const { return SingleItem{item, false}; }
 };
 
 // By whole warps: what the block has to do; false if its cluster has no share.
 template <class C>
 MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
-    if (!find_share<C::kClusterBlocks>(block.p, block.share)) return false;
+    if (!find_share<C::kClusterBlocks>(block.p, block.cluster, block.share)) return false;
     const ClusterShare& share = block.share;
     const RequestLength length = request_length(block.p, share.request);
     const TileRange all{0, ceil_div(length.tokens, kTileTokens)};
@@ -294,6 +296,12 @@ MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge,
 }
 
 // ---- Merge of the clusters of a request ----------------------------------------------------------------------------
+// Where the workspace has what belongs to a cluster, this row block, and a rank.
+template <class C>
+MLA_DEVICE i64 slice_index(i32 cluster, i32 rank) {
+    return ((i64)cluster * gridDim.y + blockIdx.y) * C::kClusterBlocks + rank;
+}
+
 // The slice of one block of a cluster in the workspace, in the order of the threads, and its log-sum-exps. Every block
 // has its own copy of these, since a ticket speaks of the blocks of one rank only.
 template <class C>
@@ -302,7 +310,7 @@ struct PartialSlice {
     float* lse2;
 
     MLA_DEVICE PartialSlice(const DecodeParams& p, i32 cluster, i32 rank) {
-        const i64 index = (i64)cluster * gridDim.x + blockIdx.x / C::kClusterBlocks * C::kClusterBlocks + rank;
+        const i64 index = slice_index<C>(cluster, rank);
         vectors = reinterpret_cast<float4*>(p.partial_out) + index * (C::kSliceVectors * kWarpgroupThreads);
         lse2 = p.partial_lse + index * C::kBlockRows;
     }
@@ -328,11 +336,9 @@ template <class C>
 MLA_DEVICE bool take_ticket(const ClusterBlock<C>& block, Merge<C>& merge, i32 rank, i32 thread) {
     bar_sync(MathOnly, kWarpgroupThreads);  // the slice has been stored
     if (thread == 0) {
-        const i32 row_block = blockIdx.x / C::kClusterBlocks;
-        u32* const tickets = block.p.tickets + ((i64)block.share.first * gridDim.x +
-                                                row_block * C::kClusterBlocks + rank);
-        merge.is_last = atom_add_acq_rel(tickets, 1) == block.share.count - 1;
-        if (merge.is_last) *tickets = 0;
+        u32* const taken = block.p.tickets + slice_index<C>(block.share.first, rank);
+        merge.is_last = atom_add_acq_rel(taken, 1) == block.share.count - 1;
+        if (merge.is_last) *taken = 0;
     }
     bar_sync(MathOnly, kWarpgroupThreads);
     return merge.is_last;
@@ -408,7 +414,7 @@ MLA_DEVICE void finish_slice(const ClusterBlock<C>& block, i32 rank, i32 thread)
     for (i32 j = 0; j < C::kClusterBlocks; ++j) total.add(slices[j], merge.weights[j], thread);
     cluster_arrive();  // all has been read from the other blocks
     if (block.share.count > 1) {
-        store_partial(PartialSlice<C>(block.p, blockIdx.y, rank), merge, total, thread);
+        store_partial(PartialSlice<C>(block.p, block.cluster, rank), merge, total, thread);
         if (!take_ticket(block, merge, rank, thread)) return;
         merge_clusters(block, merge, total, rank, thread);
     }

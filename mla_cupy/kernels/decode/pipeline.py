@@ -98,10 +98,11 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             return []
         max_tokens = call.view("block_table").shape[1] * call.view("kv_cache").shape[1]
         splits = config.splits(b)
+        grid = (config.row_blocks, splits, 1)
         if config.in_clusters:
             splits = clusters.clusters(config.kernel, config.num_splits, b, max_tokens)
+            grid = (splits * config.kernel.cluster_blocks, config.row_blocks, 1)
         record = self._record(config, call, splits)
-        grid = (config.row_blocks * config.kernel.cluster_blocks, splits, 1)
         attend = Launch(config.kernel, config.kernel.variant(config.problem), grid, record)
         steps: list[Step] = [attend]
         if not call.planned:

@@ -13,6 +13,8 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 BLOCK_ROWS = (8, 16, 24, 32)
+NARROW_BLOCK_ROWS = (16, 32)
+"""Of builds for narrower keys, and of others that are seldom asked for: each build takes seconds to compile."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,13 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 def variant(problem: DecodeProblem) -> SmallVariant:
     """The build that it takes."""
-    rows = next(rows for rows in BLOCK_ROWS if problem.rows <= rows)
-    if problem.d_qk == D_QK:
-        return SmallVariant(problem.dtype, rows)
-    return NarrowVariant(problem.dtype, rows, problem.d_qk)
+    wide = problem.d_qk == D_QK
+    rows = next(rows for rows in (BLOCK_ROWS if wide else NARROW_BLOCK_ROWS) if problem.rows <= rows)
+    return SmallVariant(problem.dtype, rows) if wide else NarrowVariant(problem.dtype, rows, problem.d_qk)
 
 
 WIDE = tuple(SmallVariant(dtype, rows) for dtype in HALF for rows in BLOCK_ROWS)
-VARIANTS = (*WIDE, *(NarrowVariant(wide.dtype, wide.block_rows, D_V) for wide in WIDE))
+NARROW = tuple(NarrowVariant(dtype, rows, D_V) for dtype in HALF for rows in NARROW_BLOCK_ROWS)
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
@@ -54,7 +55,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_small.cu",
     PARAMS,
     HOPPER,
-    VARIANTS,
+    (*WIDE, *NARROW),
     core=tuple(variant for variant in WIDE if variant.block_rows == 16),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,

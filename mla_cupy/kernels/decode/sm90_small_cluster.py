@@ -9,13 +9,14 @@ from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90_small import NarrowVariant
 from mla_cupy.shapes import D_QK, D_V
 
-BLOCK_ROWS = (16, 32)
+BLOCK_ROWS = 32
+_BUILDS = ((D_QK, 16), (D_QK, 32), (D_V, 32))
 
 
 def variant(problem: DecodeProblem) -> NarrowVariant:
-    """The build that it takes: more rows than one block has are divided among several."""
-    rows = next((rows for rows in BLOCK_ROWS if problem.rows <= rows), BLOCK_ROWS[-1])
-    return NarrowVariant(problem.dtype, rows, problem.d_qk)
+    """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
+    fitting = [rows for d_qk, rows in _BUILDS if d_qk == problem.d_qk and problem.rows <= rows]
+    return NarrowVariant(problem.dtype, min(fitting, default=BLOCK_ROWS), problem.d_qk)
 
 
 def _kernel(blocks: int) -> ClusterKernel:
@@ -26,7 +27,7 @@ def _kernel(blocks: int) -> ClusterKernel:
         f"decode/sm90_small_cluster{blocks}.cu",
         sm90_small.KERNEL.params,
         sm90_small.KERNEL.archs,
-        tuple(NarrowVariant(dtype, rows, d_qk) for d_qk in (D_QK, D_V) for dtype in HALF for rows in BLOCK_ROWS),
+        tuple(NarrowVariant(dtype, rows, d_qk) for dtype in HALF for d_qk, rows in _BUILDS),
         facts={
             **sm90_small.KERNEL.facts,
             "cluster": blocks,
@@ -36,7 +37,7 @@ def _kernel(blocks: int) -> ClusterKernel:
         unsupported=sm90.unsupported,
         on_request=True,
         variant=variant,
-        block_rows=BLOCK_ROWS[-1],
+        block_rows=BLOCK_ROWS,
         kv_map=sm90_small.KERNEL.kv_map,
         cluster_blocks=blocks,
     )
