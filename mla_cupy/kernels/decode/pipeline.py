@@ -15,7 +15,8 @@ from mla_cupy.kernels.decode import (
     schedule_pieces,
     sm90_seesaw,
     sm90_small,
-    sm90_small_cluster,
+    sm90_small_cluster4,
+    sm90_small_cluster8,
 )
 from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeOptions, DecodeProblem, Splits
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
@@ -65,8 +66,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     kernels = (
         sm90_small.KERNEL,
-        sm90_small_cluster.CLUSTER8,
-        sm90_small_cluster.CLUSTER4,
+        sm90_small_cluster8.KERNEL,
+        sm90_small_cluster4.KERNEL,
         sm90_seesaw.KERNEL,
         generic.KERNEL,
     )

@@ -1,4 +1,4 @@
-"""Host side of `decode/sm90_small_cluster8.cu` and `decode/sm90_small_cluster4.cu`: one launch for small batches."""
+"""What the kernels of `decode/sm90_small_cluster.cuh` share on the host: one launch for small batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def variant(problem: DecodeProblem) -> NarrowVariant:
     return NarrowVariant(problem.dtype, min(fitting, default=BLOCK_ROWS), problem.d_qk)
 
 
-def _kernel(blocks: int) -> ClusterKernel:
+def kernel(blocks: int) -> ClusterKernel:
+    """The kernel with clusters of that many blocks."""
     name = f"decode_sm90_small_cluster{blocks}"
     return ClusterKernel(
         name,
@@ -41,6 +42,3 @@ def _kernel(blocks: int) -> ClusterKernel:
         kv_map=sm90_small.KERNEL.kv_map,
         cluster_blocks=blocks,
     )
-
-
-CLUSTER8, CLUSTER4 = _kernel(8), _kernel(4)
