@@ -103,7 +103,7 @@ struct GroupLoader {
         for (i32 group = 0; group < C::kGroups; ++group) {
             const i32 first = group * C::kGroupSwTiles;
             boxes.load<C>(smem_addr(s.kv[stage]), kv_map, s.kv_full[stage][group], block.kv_head, first,
-                             first + C::kGroupSwTiles);
+                          first + C::kGroupSwTiles);
         }
         ring.advance(stage);
         stage ^= 1;
@@ -162,8 +162,9 @@ template <class C>
 MLA_DEVICE void sanitize_v(const Block<C>& block, const Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     const i32 seen_by_all = item.seen_by_all - tile * kTileTokens;
     if (seen_by_all >= kTileTokens) return;
-    sanitize_rows<typename C::Element, kSwTilesV>(block.s.kv[math.stage], max(seen_by_all, 0), item.tokens - tile * kTileTokens,
-                                      block.s.nonfinite_request, item.request, thread);
+    sanitize_rows<typename C::Element, kSwTilesV>(block.s.kv[math.stage], max(seen_by_all, 0),
+                                                  item.tokens - tile * kTileTokens, block.s.nonfinite_request,
+                                                  item.request, thread);
 }
 
 template <class C>

@@ -1,11 +1,11 @@
-// Dense decode for small batches, in one launch: the blocks of a cluster share the tokens of one request and merge their
-// results through distributed shared memory.
+// Dense decode for small batches, in one launch: the blocks of a cluster share the tokens of one request and merge
+// their results through distributed shared memory.
 //
 //   block j of a cluster: its tiles as in decode/sm90_small.cuh -> O_j, maxima m_j, sums l_j of its rows
 //   M = max_j m_j,  l = sum_j l_j exp2(m_j - M),  out = sum_j O_j exp2(m_j - M) / l,  lse = ln 2 (M + log2 l)
 //
-// Grid: x = clusters, which divide the batch (decode/cluster_work.cuh), and their blocks; y = row blocks of all KV heads.
-// Block d of a cluster of C finishes columns [d, d + 1) * 512 / C of all rows:
+// Grid: x = clusters, which divide the batch (decode/cluster_work.cuh), and their blocks; y = row blocks of all KV
+// heads. Block d of a cluster of C finishes columns [d, d + 1) * 512 / C of all rows:
 //
 //   math    | tiles | O, m, l to own shared memory | cluster barrier | slice d of O_0 .. O_(C-1) | sum | store
 //   load    | tiles |------------------------------| cluster barrier |
@@ -13,13 +13,13 @@
 //
 // The second half of another cluster barrier keeps every block's shared memory until all have read it.
 //
-// A request that is too long for one cluster has several. Each writes its slices to the workspace and takes a ticket per
-// slice; the block with the last ticket merges the slices of all clusters, in their order, so that results do not
+// A request that is too long for one cluster has several. Each writes its slices to the workspace and takes a ticket
+// per slice; the block with the last ticket merges the slices of all clusters, in their order, so that results do not
 // depend on who comes last. Nobody waits for a block that may not have started.
 //
-// Source: clusters that merge through distributed shared memory are ClusterFusion's idea (2025), the last arriver's merge
-// that of stream-K and split-K products. What differs: columns are divided over the blocks of the cluster, so that every
-// step of the merge runs on all of them, and no block waits for another cluster.
+// Source: clusters that merge through distributed shared memory are ClusterFusion's idea (2025), the last arriver's
+// merge that of stream-K and split-K products. What differs: columns are divided over the blocks of the cluster, so
+// that every step of the merge runs on all of them, and no block waits for another cluster.
 #pragma once
 #include "decode/cluster_work.cuh"
 #include "decode/sm90_small.cuh"
@@ -93,8 +93,8 @@ MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
     const TileRange all{0, ceil_div(length.tokens, kTileTokens)};
     const TileRange mine = all.piece(share.index, share.count).piece(rank, C::kClusterBlocks);
     const i32 seen_by_all = length.tokens - hidden_here(block.p, block.hidden, length.behind_last);
-    block.item = WorkItem{share.request, length.tokens, length.behind_last, seen_by_all,
-                          mine.begin,    mine.end,      kNotSplit};
+    block.item =
+        WorkItem{share.request, length.tokens, length.behind_last, seen_by_all, mine.begin, mine.end, kNotSplit};
     return true;
 }
 
@@ -138,10 +138,9 @@ MLA_DEVICE void keep_result(ClusterBlock<C>& block, Math<C>& math, i32 thread) {
     if (s.nonfinite_request != block.item.request) return;
     bar_sync(MathOnly, kWarpgroupThreads);
     float* const out = &merge.out[0][0][0].x;
-    for_each_nonfinite<typename C::Element, kHeadDimV>(block, block.item, 0, thread,
-                                                       [&](i32 row, i32 column, float value) {
-                                                           out[merge_element<C>(row - block.row0, column)] += value;
-                                                       });
+    for_each_nonfinite<typename C::Element, kHeadDimV>(
+        block, block.item, 0, thread,
+        [&](i32 row, i32 column, float value) { out[merge_element<C>(row - block.row0, column)] += value; });
 }
 
 template <class C>
@@ -274,8 +273,8 @@ MLA_DEVICE void store_slice_fp32(const ClusterBlock<C>& block, const Slice<C>& s
     }
 }
 
-// The final results: columns of the slice and, by block 0 of a cluster, the log-sum-exps. Lane i computes where the i-th
-// head begins.
+// The final results: columns of the slice and, by block 0 of a cluster, the log-sum-exps. Lane i computes where the
+// i-th head begins.
 template <class C>
 MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge, const Slice<C>& slice, i32 rank,
                             i32 thread) {

@@ -58,9 +58,8 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows>& block, const WorkItem&
 // The same, added to the stored results.
 template <class Element, i32 kColumns, i32 kRows>
 MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread) {
-    for_each_nonfinite<Element, kColumns>(
-        block, item, first_column, thread, [&](i32 row, i32 column, float value) {
-            add_to_output<Element>(block.p, item, block.kv_head, row, column, value);
-        });
+    for_each_nonfinite<Element, kColumns>(block, item, first_column, thread, [&](i32 row, i32 column, float value) {
+        add_to_output<Element>(block.p, item, block.kv_head, row, column, value);
+    });
 }
 }  // namespace mla::attention::sm90
