@@ -36,7 +36,7 @@ FOUR, EIGHT = "decode_sm90_small_cluster4", "decode_sm90_small_cluster8"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
 
 #: One cluster for each request: blocks with two tiles, with one, and without any.
-WITHIN = DecodeCase(b=2, seqlens=(0, 330), s_q=2, h_q=6, page_size=16, missing_pages=1)
+WITHIN = DecodeCase(b=2, seqlens=(0, 330), s_q=2, h_q=3, page_size=16, missing_pages=1)
 #: Clusters of four for each of two requests, two of them for the long one, and one without work.
 SHARED = DecodeCase(b=2, seqlens=(30, 600), s_q=2, h_q=5)
 SMS_OF_SHARED = 18
@@ -76,7 +76,9 @@ def _twice(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, in
             plan.update(inputs.seqlens)
             got = mla_cupy.mla_decode(*inputs.arguments, **call)
             if first is not None:
-                assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, got, strict=True)), "not the same"
+                assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, got, strict=True)), (
+                    "not the same"
+                )
             first = got
         assert target.launched == [f"mla_{kernel}"] * 2
     return first
@@ -99,7 +101,7 @@ def test_against_the_oracle(kernel: str, case: DecodeCase, sm_count: int, pytest
 
 def test_inputs_have_different_maxima_in_each_tile() -> None:
     """Otherwise a merge could leave the weights of the blocks out."""
-    for case, request in ((SHARED, 1), (DecodeCase(b=1, seqlens=330, s_q=2, h_q=6, page_size=16), 0)):
+    for case, request in ((SHARED, 1), (DecodeCase(b=1, seqlens=330, s_q=2, h_q=3, page_size=16), 0)):
         maxima = maxima_of_tiles(uneven(case), request)
         assert (maxima.max(0) - maxima.min(0) > 1.5).all()
 
@@ -117,7 +119,8 @@ def test_results_in_float32_and_another_base(kernel: str) -> None:
 MERGE = "decode/sm90_small_cluster.cuh"
 WORK = "decode/cluster_work.cuh"
 
-#: Of the merge within a cluster; the first ones run each time.
+#: Of the merge within a cluster; the first one runs each time. (That a block stays until all have read its shared memory
+#: has none: in the simulator all blocks go on alike after a barrier, so the bug would not show.)
 WITHIN_MUTANTS = [
     Mutant(
         "values not scaled by the weight of the block",
@@ -138,12 +141,9 @@ WITHIN_MUTANTS = [
         "sum += merge.sums[j][head];",
     ),
     Mutant(
-        "other blocks not waited for", MERGE, "    cluster_sync();  // every block's results are in its shared memory\n", ""
-    ),
-    Mutant(
-        "a block ends while others read from it",
+        "other blocks not waited for",
         MERGE,
-        "    cluster_wait();  // no other block still reads this one's shared memory\n",
+        "    cluster_sync();  // every block's results are in its shared memory\n",
         "",
     ),
     Mutant(
@@ -158,7 +158,12 @@ WITHIN_MUTANTS = [
         "    weigh_blocks(block, merge, thread);\n    bar_sync(MathOnly, kWarpgroupThreads);\n",
         "    weigh_blocks(block, merge, thread);\n",
     ),
-    Mutant("the slice of another rank", MERGE, "merge.out[rank * C::kSliceSwTiles", "merge.out[(rank ^ 1) * C::kSliceSwTiles"),
+    Mutant(
+        "the slice of another rank",
+        MERGE,
+        "merge.out[rank * C::kSliceSwTiles",
+        "merge.out[(rank ^ 1) * C::kSliceSwTiles",
+    ),
     Mutant("the weights of other heads", MERGE, "weights[8 * v + fragment_column(thread)];", "weights[8 * v];"),
     Mutant("NaN in another column", MERGE, "in_tile % 16 / 8 * 2 + head % 2", "head % 2"),
     Mutant("NaN not given back", MERGE, "if (s.nonfinite_request != block.item.request) return;", "return;"),
@@ -187,7 +192,10 @@ SHARED_MUTANTS = [
     Mutant("another cluster's partial result", MERGE, "share.first + min(first + i,", "share.first + min(first,"),
     Mutant("every request begins at cluster 0", WORK, "share.request) - share.count;", "share.request) * 0;"),
     Mutant(
-        "no cluster for a short request", WORK, "request ? ceil_div(max(units, 1), limit) : 0", "request ? units / limit : 0"
+        "no cluster for a short request",
+        WORK,
+        "request ? ceil_div(max(units, 1), limit) : 0",
+        "request ? units / limit : 0",
     ),
 ]
 
@@ -220,9 +228,7 @@ def _pytest_mutants() -> list[Any]:
         (mutant, SHARED, SMS_OF_SHARED) for mutant in SHARED_MUTANTS
     ]
     quick = (WITHIN_MUTANTS[0], SHARED_MUTANTS[0])
-    return [
-        pytest.param(*pair, id=pair[0].id, marks=() if pair[0] in quick else pytest.mark.slow) for pair in pairs
-    ]
+    return [pytest.param(*pair, id=pair[0].id, marks=() if pair[0] in quick else pytest.mark.slow) for pair in pairs]
 
 
 @pytest.mark.parametrize(("mutant", "case", "sm_count"), _pytest_mutants())
@@ -326,5 +332,5 @@ def test_updates_of_a_plan_are_free(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
-    with pytest.raises(ArgumentError, match="kernel: got .*expected a kernel that takes a schedule"):
+    with pytest.raises(ArgumentError, match=r"kernel: got .*expected a kernel that takes a schedule"):
         plan_of(make(WITHIN), device=0, kernel=kernel, batch_invariant=True)

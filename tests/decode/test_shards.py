@@ -25,7 +25,9 @@ KERNELS = (*on_hopper(SCHEDULED_KERNELS), GENERIC)
 #: The causal edge on both sides of the end of a rank's tile, in a rank's first token, and ranks without any token.
 WHOLE = DecodeCase(b=5, seqlens=(131, 2, 0, 4, 67), s_q=3, h_q=3, page_size=16)
 #: The kernels for Hopper, one after the other, in every run; everything under -m slow.
-QUICK = {(kernel, world) for kernel, world in zip(itertools.cycle(on_hopper(SCHEDULED_KERNELS)), (2, 3, 4), strict=False)}
+QUICK = {
+    (kernel, world) for kernel, world in zip(itertools.cycle(on_hopper(SCHEDULED_KERNELS)), (2, 3, 4), strict=False)
+}
 MODES = ("early", "late", "random")
 
 
