@@ -28,6 +28,7 @@ PUBLIC = (
     "indexer_prepare_q",
     "indexer_select",
     "indexer_topk",
+    "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
     "plan_decode",

@@ -17,6 +17,20 @@ MLA_DEVICE float lg2_approx(float x) {
     return y;
 }
 
+// Two products at once, each rounded to nearest even (of bf16: sm_90 and later).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-mul
+MLA_DEVICE u32 mul_x2(float16, u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+MLA_DEVICE u32 mul_x2(bfloat16, u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 // Two floats to two 16-bit values in one word, round to nearest even. PTX takes the high half first.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 MLA_DEVICE u32 cvt_x2(bfloat16, float lo, float hi) {

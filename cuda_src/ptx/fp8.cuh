@@ -35,11 +35,18 @@ MLA_DEVICE u32 cvt_e4m3_x2(float lo, float hi) {
 #endif
 }
 
+// Two e4m3 numbers, in the low half of `codes`, to two f16 numbers, which hold them exactly (sm_89 and later).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+MLA_DEVICE u32 cvt_f16_x2_e4m3(u32 codes) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
+    return halves;
+}
+
 // Two e4m3 numbers, in the low half of `codes`, to two floats.
 MLA_DEVICE float2 cvt_f32_x2_e4m3(u32 codes) {
 #if __CUDA_ARCH__ >= 890
-    u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
+    const u32 halves = cvt_f16_x2_e4m3(codes);
     return make_float2(float16::to_float((u16)halves), float16::to_float((u16)(halves >> 16)));
 #else
     return make_float2(e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff));

@@ -12,8 +12,8 @@
 //
 // Keys are fp32 in shared memory: a scale that is no power of two costs nothing in precision.
 #include "attention/generic_rows.cuh"
-#include "attention/record.cuh"
 #include "ptx/control.cuh"
+#include "sparse_decode/token_record.cuh"
 
 namespace mla::sparse_decode {
 using namespace attention;
@@ -21,15 +21,6 @@ using namespace attention;
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 
-// The members of a layout that say how to read a token whose bytes are found.
-struct v32 {
-    static constexpr i32 kLatentChunks = 32, kGroupChunks = 8, kRopeOffset = 528;
-    static constexpr ScaleKind kScale = kScaleFloat32;
-};
-struct v4 {
-    static constexpr i32 kLatentChunks = 28, kGroupChunks = 4, kRopeOffset = 448;
-    static constexpr ScaleKind kScale = kScaleE8m0;
-};
 using TokenRecord = MLA_RECORD;
 constexpr i32 kChunks = TokenRecord::kLatentChunks + kRopeChunks;
 constexpr i32 kHeadDimQk = kChunks * kRecordChunk;
@@ -57,8 +48,7 @@ static_assert(sizeof(Storage) <= 48 * 1024, "static shared memory");
 MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(block_m, kBlockM);
-MLA_FACT_LIST(record, kHeadDimQk, TokenRecord::kLatentChunks* kRecordChunk, TokenRecord::kGroupChunks* kRecordChunk,
-              TokenRecord::kRopeOffset);
+MLA_RECORD_FACT(TokenRecord);
 
 struct Block {
     const DecodeParams& p;

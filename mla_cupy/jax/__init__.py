@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from mla_cupy.jax.ffi import disabled_checks
+from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import call
 from mla_cupy.jax.sparse import differentiable
 from mla_cupy.ops import OPERATIONS
@@ -34,6 +35,8 @@ __all__ = [
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_topk",
+    "indexer_warmup_loss",
+    "indexer_warmup_objective",
     "merge_states",
     "mla_decode",
     "sparse_mla_backward",
@@ -382,3 +385,84 @@ def indexer_prepare_k(
     given = {"k": k, "cos": cos, "sin": sin, "positions": positions, "codes": codes, "k_scale": k_scale}
     codes, k_scale = call(OPERATIONS["indexer_prepare_k"], given, options, exportable)
     return codes, k_scale
+
+
+def indexer_warmup_loss(
+    q: jax.Array,
+    k: jax.Array,
+    index_q: jax.Array,
+    index_k: jax.Array,
+    weights: jax.Array,
+    *,
+    v: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    exportable: bool = False,
+    **options: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The indexer's warm-up loss and its gradients: see `mla_cupy.indexer_warmup_loss`.
+
+    `jax.grad` does not go through it: `indexer_warmup_objective` is differentiable.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, v, lse, row_weights, cu_seqlens_q, cu_seqlens_kv : array
+    exportable : bool
+        For `jax.export`.
+    **options
+        target, scale, target_scale, causal, gradients, buffer_bytes, kernel; and arrays whose memory results take over.
+
+    Returns
+    -------
+    kl, mass, index_lse : array
+    d_index_q, d_index_k, d_weights : array or None
+        None without `gradients`.
+    out, attention_lse : array or None
+        None without `v`.
+    """
+    operation = OPERATIONS["indexer_warmup_loss"]
+    given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "v": v, "lse": lse}
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    targets = {output.name: options.pop(output.name, None) for output in operation.outputs}
+    return call(operation, {**given, "row_weights": row_weights, **sequences, **targets}, options, exportable)
+
+
+def indexer_warmup_objective(
+    q: jax.Array,
+    k: jax.Array,
+    index_q: jax.Array,
+    index_k: jax.Array,
+    weights: jax.Array,
+    *,
+    lse: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    exportable: bool = False,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """sum(row_weights * kl) of the indexer's warm-up loss, differentiable by index_q, index_k and weights.
+
+    The gradients are made with the loss: its larger part, the scores of the main attention, is not repeated. The
+    pull-back multiplies them by the cotangent.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, lse, cu_seqlens_q, cu_seqlens_kv : array
+    row_weights : array, (s_q,), float32, optional
+        For a mean, 1 / s_q. They count as constants.
+    exportable : bool
+        For `jax.export`.
+    **options
+        target, scale, target_scale, causal, buffer_bytes, kernel.
+
+    Returns
+    -------
+    objective : array, (), float32
+    kl : array
+        Without a gradient.
+    """
+    arrays = (q, k, index_q, index_k, weights, lse, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    return objective("indexer_warmup_loss", arrays, options, exportable)

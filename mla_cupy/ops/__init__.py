@@ -12,6 +12,7 @@ from mla_cupy.ops import (
     sparse_decode,
     sparse_forward,
     topk,
+    warmup_loss,
 )
 from mla_cupy.ops.cache import cache_append, cache_gather
 from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
@@ -28,6 +29,7 @@ from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
 from mla_cupy.ops.topk import indexer_topk
+from mla_cupy.ops.warmup_loss import indexer_warmup_loss
 
 __all__ = [
     "OPERATIONS",
@@ -43,6 +45,7 @@ __all__ = [
     "indexer_prepare_q",
     "indexer_select",
     "indexer_topk",
+    "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
     "plan_decode",
@@ -65,6 +68,7 @@ OPERATIONS: dict[str, Operation] = {
         logits.OPERATION,
         logits_paged.OPERATION,
         topk.OPERATION,
+        warmup_loss.OPERATION,
     )
 }
 #: The operations on paged caches of records: those of no binding to a compiled program yet.

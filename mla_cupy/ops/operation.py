@@ -65,7 +65,8 @@ class Output:
     ----------
     name : str
     axes : str
-        As of an input; the sizes are those of the inputs. "x*y" is the product of two of them.
+        As of an input; the sizes are those of the inputs. "x*y" is the product of two of them. One that ends in "?" is
+        left out if its size is 0.
     dtypes : callable
         `dtypes(first)`: what it may be, the default first, if the first input is of dtype `first`.
     dtype_option : str

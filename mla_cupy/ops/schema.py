@@ -201,7 +201,8 @@ def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[st
     like = given[output.like] if output.like else None
     if like is not None:
         return like.shape
-    return tuple(_size(operation, name, sizes) for name in output.axes.split())
+    found = ((name, _size(operation, name.removesuffix("?"), sizes)) for name in output.axes.split())
+    return tuple(size for name, size in found if size or not name.endswith("?"))
 
 
 def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
-from mla_cupy.kernels.sparse_decode.generic import RECORDS
-from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
+from mla_cupy.kernels.sparse_decode.problem import RECORDS, SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base, resolve_scale
@@ -93,10 +92,12 @@ def sparse_mla_decode(
 
     Notes
     -----
-    Any number of heads. Keys are used as they are dequantised, in float32, whatever their scales. Tokens that a query
-    does not select never reach its result. The result does not change from run to run. Workspace: 16 bytes per entry of
-    the lists, and the pieces of split queries. One kernel so far, on CUDA cores: it is correct everywhere and fast
-    nowhere.
+    Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
+    to run. Workspace: 16 bytes per entry of the lists, and the pieces of split queries.
+
+    On Hopper keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4" to the
+    dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond 65504
+    overflow there. The kernel for other GPUs computes in float32.
 
     Examples
     --------

@@ -7,7 +7,7 @@ there is no GPU. `layer` holds the textbook MLA layer around the attention.
 from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_update
 from mla_cupy.reference.dense_decode import mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
-from mla_cupy.reference.indexer_loss import IndexerLoss, indexer_sparse_loss, indexer_warmup_loss
+from mla_cupy.reference.indexer_loss import IndexerLoss, WarmupLoss, indexer_sparse_loss, indexer_warmup_loss
 from mla_cupy.reference.indexer_records import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.reference.indexer_topk import indexer_topk
 from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_weights
@@ -19,6 +19,7 @@ __all__ = [
     "IndexerLoss",
     "MlaConfig",
     "MlaWeights",
+    "WarmupLoss",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",

@@ -36,6 +36,29 @@ class IndexerLoss(NamedTuple):
     d_weights: Array
 
 
+class WarmupLoss(NamedTuple):
+    """An `IndexerLoss`, and the attention that it was made of.
+
+    Attributes
+    ----------
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights : array
+        As of an `IndexerLoss`. The gradients may be None.
+    out : array, (s_q, h, d_v), or None
+        softmax(scale * q_h . k) v; 0 for a row that sees no key.
+    attention_lse : array, (s_q, h), or None
+        log(sum(exp(scale * q_h . k))); -inf for a row that sees no key.
+    """
+
+    kl: Array
+    mass: Array
+    index_lse: Array
+    d_index_q: Array | None
+    d_index_k: Array | None
+    d_weights: Array | None
+    out: Array | None
+    attention_lse: Array | None
+
+
 def indexer_warmup_loss(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -43,15 +66,17 @@ def indexer_warmup_loss(
     index_k: npt.ArrayLike,
     weights: npt.ArrayLike,
     *,
+    v: npt.ArrayLike | None = None,
     lse: npt.ArrayLike | None = None,
     row_weights: npt.ArrayLike | None = None,
     target: str = "head_sum",
     scale: float | None = None,
     target_scale: float = 1.0,
     causal: bool = True,
+    gradients: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
-) -> IndexerLoss:
+) -> WarmupLoss:
     """KL divergence from the main attention to the indexer's softmax, over all keys that a row sees.
 
     "head_sum": p = sum_h A_h / ||sum_h A_h||_1 with A_h = exp(scale * q_h . k - lse_h), and I[t, s] = sum_j W[t, j] *
@@ -67,6 +92,8 @@ def indexer_warmup_loss(
     index_q : array, (s_q, h_i, d_i)
     index_k : array, (s_kv, d_i)
     weights : array, (s_q, h_i)
+    v : array, (s_kv, d_v), optional
+        Values, for the attention's output and log-sum-exps.
     lse : array, (s_q, h), optional
         The attention's log-sum-exps, natural, for "head_sum". They may count keys that are not among k: the target is
         normalised again. A head with an infinite one has no part in the target. Default: over the keys that are seen.
@@ -78,11 +105,13 @@ def indexer_warmup_loss(
     target_scale : float
     causal : bool
         Whether a query is blind to the rows after its own position, the queries being the last of their sequence.
+    gradients : bool
+        Whether there are any.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
 
     Returns
     -------
-    IndexerLoss
+    WarmupLoss
 
     Notes
     -----
@@ -92,9 +121,12 @@ def indexer_warmup_loss(
     """
     s_q, s_kv = len(np.asarray(q)), len(np.asarray(k))
     every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv))
-    rows_of = selected_rows(every, s_kv, None, causal, cu_seqlens_q, cu_seqlens_kv)
+    seen = list(selected_rows(every, s_kv, None, causal, cu_seqlens_q, cu_seqlens_kv))
     arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
-    return _loss(target, rows_of, arrays, lse, row_weights, scale, target_scale)
+    loss = _loss(target, iter(seen), arrays, lse, row_weights, scale, target_scale)
+    made = (loss.d_index_q, loss.d_index_k, loss.d_weights) if gradients else (None, None, None)
+    attention = (None, None) if v is None else _attention(arrays[0], arrays[1], _double(v), seen, scale)
+    return WarmupLoss(loss.kl, loss.mass, loss.lse, *made, *attention)
 
 
 def indexer_sparse_loss(
@@ -168,6 +200,19 @@ def _loss(
     if summed:
         kl, mass, own = kl[:, 0], mass[:, 0], own[:, 0]
     return IndexerLoss(kl, mass, own, d_index_q, d_index_k, d_weights)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def _attention(q: Array, k: Array, v: Array, seen: list[Array], scale: float | None) -> tuple[Array, Array]:
+    """The output and the log-sum-exps."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    lse = np.full(q.shape[:2], -np.inf)
+    out = np.zeros((*q.shape[:2], v.shape[1]))
+    for t, rows in enumerate(seen):
+        lse[t], softmax = _softmax(scale * (q[t] @ k[rows].T))
+        if len(rows):
+            out[t] = softmax @ v[rows]
+    return out, lse
 
 
 def _head_sum(logits: Array, lse: Array | None) -> Array:

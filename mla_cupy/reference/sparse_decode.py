@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.lse import log_of_base
@@ -28,6 +29,7 @@ def sparse_mla_decode(
     scale: float | None = None,
     lse_base: str = "e",
     empty_lse: float = -np.inf,
+    rounding: str | None = None,
 ) -> tuple[Array, Array]:
     """Attend from each query to the tokens of a paged cache that its indices select.
 
@@ -47,6 +49,9 @@ def sparse_mla_decode(
         A second cache of the same record, and more keys from it under the same softmax.
     scale, lse_base, empty_lse
         As for `mla_decode`.
+    rounding : str, optional
+        "bfloat16" or "float16" rounds as the kernels with tensor cores do: keys and weights in that format, float32
+        scores and sums.
 
     Returns
     -------
@@ -63,7 +68,9 @@ def sparse_mla_decode(
     out, lse = np.zeros((b, s_q, h_q, 512)), np.full((b, s_q, h_q), -np.inf)
     for i, s in np.ndindex(b, s_q):
         keys = np.concatenate([_selected(*source, i, s) for source in sources]).astype(np.float64)
-        out[i, s], lse[i, s], _ = attend(q[i, s], keys, 512, scale, None)
+        if rounding is not None:
+            keys = round_to(keys, rounding)
+        out[i, s], lse[i, s], _ = attend(q[i, s], keys, 512, scale, rounding)
     if attn_sink is not None:
         sink = np.asarray(attn_sink, np.float64)
         out *= np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))[..., None]

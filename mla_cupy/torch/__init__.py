@@ -2,7 +2,7 @@
 
 The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
 
-- `sparse_mla_forward` is differentiable.
+- `sparse_mla_forward` is differentiable, and so is the scalar of `indexer_warmup_objective`.
 - `torch.compile` sees one operator instead of Python, with `fullgraph=True` and with dynamic batch sizes, too; what an
   operator writes is declared.
 - There is no `check` or `stream`: the work goes to PyTorch's current stream. Options that are dtypes are PyTorch's.
@@ -21,6 +21,7 @@ from mla_cupy import ops
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch.library import bind, is_plain_call
+from mla_cupy.torch.losses import objective
 from mla_cupy.torch.plan import TorchDecodePlan, make_plan, run_planned
 from mla_cupy.torch.sparse import make_differentiable
 
@@ -31,6 +32,8 @@ __all__ = [
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_topk",
+    "indexer_warmup_loss",
+    "indexer_warmup_objective",
     "merge_states",
     "mla_decode",
     "plan_decode",
@@ -432,6 +435,101 @@ def indexer_topk(
     else:
         found = _run("indexer_topk", (logits, k, ks, ke, block_table), chosen, given, None)
     return found[0], found[1], found[2] if return_values else None
+
+
+def indexer_warmup_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    v: torch.Tensor | None = None,
+    gradients: bool = True,
+    kl: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    index_lse: torch.Tensor | None = None,
+    d_index_q: torch.Tensor | None = None,
+    d_index_k: torch.Tensor | None = None,
+    d_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    attention_lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """The indexer's warm-up loss and its gradients: see `mla_cupy.indexer_warmup_loss`.
+
+    Autograd does not look into it: `indexer_warmup_objective` is differentiable.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, v : tensor
+    gradients : bool
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse : tensor, optional
+        Where the results go: all that there are, or none.
+    workspace : tensor, uint8, optional
+        With these.
+    **options
+        lse, row_weights, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes, kernel.
+
+    Returns
+    -------
+    kl, mass, index_lse : tensor
+    d_index_q, d_index_k, d_weights : tensor or None
+        None without `gradients`.
+    out, attention_lse : tensor or None
+        None without `v`.
+    """
+    losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
+    backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
+    attention = {} if v is None else {"out": out, "attention_lse": attention_lse}
+    given = _targets(**losses, **backward, **attention)
+    inputs = tuple(x.detach() for x in (q, k, index_q, index_k, weights))
+    chosen = {"v": None if v is None else v.detach(), "gradients": gradients, **options}
+    found = _run("indexer_warmup_loss", inputs, chosen, given, workspace)
+    there = [True] * 3 + [gradients] * 3 + [v is not None] * 2
+    if given:
+        rest = iter(found)
+        return tuple(next(rest) if is_there else None for is_there in there)
+    return tuple(x if is_there else None for x, is_there in zip(found, there, strict=True))
+
+
+def indexer_warmup_objective(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum(row_weights * kl) of the indexer's warm-up loss, differentiable by index_q, index_k and weights.
+
+    The gradients are made in the forward: its larger part, the scores of the main attention, is not repeated. The
+    backward multiplies them by the cotangent, in the dtypes of the arrays.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights : tensor
+    row_weights : tensor, (s_q,), float32, optional
+        For a mean, 1 / s_q. They count as constants.
+    **options
+        Of `indexer_warmup_loss`: lse, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes,
+        kernel.
+
+    Returns
+    -------
+    objective : tensor, (), float32
+    kl : tensor
+        Without a gradient.
+    """
+    leaves = (index_q, index_k, weights)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    found = indexer_warmup_loss(q, k, *leaves, gradients=wanted, row_weights=row_weights, **options)
+    kl, _, _, *gradients, _, _ = found
+    assert kl is not None
+    return objective(leaves, kl, row_weights, tuple(gradients)), kl
 
 
 def _targets(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:

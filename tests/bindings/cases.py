@@ -11,7 +11,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ops
 from tests.indexer import prepare_cases
-from tests.support import cases, indexer_cases, sparse_cases
+from tests.support import cases, indexer_cases, loss_cases, sparse_cases
 
 Array = np.ndarray[Any, Any]
 
@@ -96,6 +96,11 @@ def prepare(name: str, **options: Any) -> BoundCall:
     return BoundCall(_id(name, options), f"indexer_{name}", _dense(**arrays), options)
 
 
+def warmup_loss(case: loss_cases.LossCase, **options: Any) -> BoundCall:
+    chosen = {"causal": case.causal, "target": case.target, **options}
+    return BoundCall(_id("loss", chosen), "indexer_warmup_loss", _dense(**loss_cases.loss_inputs(case)), chosen)
+
+
 def _id(name: str, options: dict[str, Any]) -> str:
     return "-".join([name, *(f"{key}={value}" for key, value in options.items() if value)]).replace(" ", "")
 
@@ -120,6 +125,8 @@ CALLS = [
     prepare("prepare_k", interleaved=True, scales="plain"),
     topk(),
     topk(order="value", return_values=False),
+    warmup_loss(loss_cases.LossCase(d_v=8)),
+    warmup_loss(loss_cases.LossCase(h_i=3, target="per_head"), gradients=False),
 ]
 
 

@@ -15,6 +15,8 @@ from mla_cupy.runtime import cache, nvrtc, worker
 from mla_cupy.runtime.build import Build
 
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_103a")
+#: Of each the PTX is the other's but for its target, and so are the golden figures, which a test demands.
+TWINS = {"sm_103a": "sm_100a"}
 LINES = (12, 13)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "budgets.json"
 
@@ -38,6 +40,11 @@ class Target:
     def name(self) -> str:
         """Name of the cubin, the same for both lines of NVRTC."""
         return self.spec.request(self.variant, self.arch).name
+
+    @property
+    def is_repetition(self) -> bool:
+        """Whether a run without long forms leaves it out: a kernel's first variant stands for the others of a twin."""
+        return self.arch in TWINS and self.variant != self.spec.variants[0]
 
     def __str__(self) -> str:
         return f"nvrtc{self.line}-{self.name}"

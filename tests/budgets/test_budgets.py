@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import configparser
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +37,13 @@ def built(target: Target) -> Build:
     return builds.build(target)
 
 
-@pytest.fixture(params=builds.TARGETS, ids=str)
+def to_build(targets: Iterable[Target]) -> list[Any]:
+    """As parameters of tests; repetitions are long forms."""
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(target, id=str(target), marks=marks[target.is_repetition]) for target in targets]
+
+
+@pytest.fixture(params=to_build(builds.TARGETS))
 def target(request: pytest.FixtureRequest) -> Target:
     found: Target = request.param
     return found
@@ -71,6 +80,18 @@ def test_resources_are_the_golden_ones(target: Target) -> None:
     if version not in known:
         pytest.skip(f"the golden file has no figures of NVRTC {version}, only of {', '.join(known)}")
     assert builds.figures(made) == known[version].get(target.name), "if intended: python -m tests.budgets.update"
+
+
+@pytest.mark.parametrize("twin", builds.TWINS)
+def test_twins_need_the_same_resources(twin: str) -> None:
+    """What lets one stand for the other, in a run without long forms."""
+    known = builds.golden()
+    targets = [target for target in builds.TARGETS if target.arch == twin]
+    assert targets
+    for target in targets:
+        figures = next(known[version] for version in known if version.startswith(f"{target.line}."))
+        other = replace(target, arch=builds.TWINS[twin])
+        assert figures[target.name] == figures[other.name], "then both are to be built in every run"
 
 
 @pytest.mark.parametrize("line", builds.LINES)

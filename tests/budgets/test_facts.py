@@ -13,7 +13,7 @@ from mla_cupy.kernels.spec import Kernel
 from mla_cupy.records import RECORDS
 from mla_cupy.runtime import sources
 from tests.budgets.builds import TARGETS, Target
-from tests.budgets.test_budgets import built
+from tests.budgets.test_budgets import built, to_build
 
 #: Facts that launches read from the cubin itself.
 READ = {"threads", "smem_bytes"}
@@ -23,7 +23,7 @@ COUNTED = {"tmem_columns", "tmem_columns_used", "mbarriers", "products", "weight
 KINDS = {"i64": "i8", "i32": "i4", "float": "f4"}
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("target", to_build(TARGETS))
 def test_facts_are_the_launchers(target: Target) -> None:
     facts = built(target).facts
     constants = target.spec.facts
@@ -37,7 +37,7 @@ def test_facts_are_the_launchers(target: Target) -> None:
     assert 32 <= facts["threads"] <= 1024
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if hasattr(t.variant, "record")], ids=str)
+@pytest.mark.parametrize("target", to_build(t for t in TARGETS if hasattr(t.variant, "record")))
 def test_records_of_kernels_are_those_of_the_package(target: Target) -> None:
     """Kernels that are compiled per record say it again."""
     record = RECORDS[target.variant.record]  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mla_cupy.reference import indexer_logits, indexer_sparse_loss, indexer_warmup_loss
-from mla_cupy.reference.indexer_loss import IndexerLoss
+from mla_cupy.reference.indexer_loss import IndexerLoss, WarmupLoss
 
 Array = np.ndarray[Any, Any]
 Inputs = dict[str, Array]
@@ -21,7 +21,9 @@ def inputs(s_q: int = 4, s_kv: int = 6, h: int = 3, h_i: int = 2, seed: int = 0)
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def check_gradients(loss: Callable[..., IndexerLoss], given: Inputs, row_weights: Array, **options: Any) -> None:
+def check_gradients(
+    loss: Callable[..., IndexerLoss | WarmupLoss], given: Inputs, row_weights: Array, **options: Any
+) -> None:
     """Central differences of sum(row_weights * kl) by every element, away from the kinks of max(., 0)."""
     products = np.einsum("qhd,kd->qhk", given["index_q"], given["index_k"])
     assert np.abs(products).min() > 1e-3
@@ -35,6 +37,7 @@ def check_gradients(loss: Callable[..., IndexerLoss], given: Inputs, row_weights
 
     for name, gradient in (("index_q", got.d_index_q), ("index_k", got.d_index_k), ("weights", got.d_weights)):
         step = 1e-5
+        assert gradient is not None
         for at in np.ndindex(*given[name].shape):
             difference = (total(name, at, step) - total(name, at, -step)) / (2 * step)
             assert gradient[at] == pytest.approx(difference, rel=2e-7, abs=2e-9), (name, at)
@@ -77,7 +80,7 @@ def test_by_definition() -> None:
         softmax = np.exp(logits[t, :n]) / np.exp(logits[t, :n]).sum()
         assert got.kl[t] == pytest.approx((p * np.log(p / softmax)).sum(), rel=1e-12)
         assert got.mass[t] == pytest.approx(3, rel=1e-12)
-        assert got.lse[t] == pytest.approx(np.log(np.exp(logits[t, :n]).sum()), rel=1e-12)
+        assert got.index_lse[t] == pytest.approx(np.log(np.exp(logits[t, :n]).sum()), rel=1e-12)
     assert (got.kl > 0).all()
 
 
@@ -123,5 +126,24 @@ def test_all_keys_selected_is_the_dense_loss() -> None:
     given = inputs()
     dense = indexer_warmup_loss(**given, causal=False)
     sparse = indexer_sparse_loss(**given, indices=np.arange(6)[::-1][None].repeat(4, 0))
-    for x, y in zip(dense, sparse, strict=True):
+    for x, y in zip(dense[:6], sparse, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-14)
+
+
+def test_attention_of_the_keys_that_are_seen() -> None:
+    """Out and log-sum-exps by the textbook, also where the target's lse are others."""
+    given = inputs()
+    v = np.random.default_rng(1).standard_normal((6, 7))
+    got = indexer_warmup_loss(**given, v=v, lse=np.zeros((4, 3)), scale=0.3)
+    assert got.out is not None
+    assert got.attention_lse is not None
+    for t in range(4):
+        weights = np.exp(0.3 * given["q"][t] @ given["k"][: t + 3].T)
+        np.testing.assert_allclose(got.attention_lse[t], np.log(weights.sum(axis=1)), rtol=1e-12)
+        out = weights @ v[: t + 3] / weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(got.out[t], out, rtol=1e-12)
+
+
+def test_what_is_not_asked_for() -> None:
+    got = indexer_warmup_loss(**inputs(), gradients=False)
+    assert got[3:] == (None,) * 5

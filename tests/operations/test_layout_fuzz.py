@@ -21,6 +21,7 @@ from tests.indexer import prepare_cases
 from tests.support.cases import DecodeCase, make
 from tests.support.gradients import check_gradients
 from tests.support.indexer_cases import LogitsCase, PagedCase, logits_inputs, paged_inputs
+from tests.support.loss_cases import FIELDS, LossCase, check_loss, loss_inputs
 from tests.support.operations import each, function_of, good_call, off_by_a_byte, output_names, stepped_by_bytes
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -234,6 +235,18 @@ def test_indexer_topk(seed: int) -> None:
     got = run(seed, OPERATIONS["indexer_topk"], {**inputs, **outputs}, **options)
     for x, exact in zip(got, indexer_topk(**inputs, **options), strict=True):
         np.testing.assert_array_equal(x, exact)
+
+
+@seeds
+def test_indexer_warmup_loss(seed: int) -> None:
+    per_head = seed % 2 == 1
+    sizes = {"h_i": 3, "target": "per_head"} if per_head else {"lse": True, "d_v": 9}
+    case = LossCase(s_q=4, s_kv=7, d=11, sequences=((3, 5), (1, 1)), seed=seed, **sizes)  # type: ignore[arg-type]
+    inputs = loss_inputs(case)
+    exact = reference.indexer_warmup_loss(**inputs, **case.options)
+    dtypes = dict.fromkeys(FIELDS, np.dtype(np.float32)) | dict.fromkeys(("out", "d_index_k"), inputs["q"].dtype)
+    outputs = {name: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
+    check_loss(run(seed, OPERATIONS["indexer_warmup_loss"], {**inputs, **outputs}, **case.options), exact)
 
 
 def prepare(seed: int, name: str) -> None:

@@ -26,7 +26,7 @@ QUICK, SLOW = 100, 1000
 """Calls of each operation in each place."""
 OPTIONS = (
     *("d_v", "scale", "causal", "lse_base", "empty_lse", "out_dtype", "dkv_dtype", "deterministic", "kernel"),
-    *("check", "clean", "stream", "workspace", "plan"),
+    *("check", "clean", "stream", "workspace", "plan", "target", "target_scale", "gradients"),
 )
 
 

@@ -45,6 +45,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "page_size": ((*NO_COUNTS, 0), ArgumentError),
     "keep_first": (NO_COUNTS, ArgumentError),
     "keep_last": (NO_COUNTS, ArgumentError),
+    "target": (("", "head", 2, None, [], True, np.array("per_head"), object()), ArgumentError),
+    "target_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),
+    "gradients": (NO_FLAGS, ArgumentError),
+    "buffer_bytes": (("3", "", 1.0, -1, 0, 2**41, None, [], True, 1j, np.ones(2), object()), ArgumentError),
     "return_values": (NO_FLAGS, ArgumentError),
     "d_v": ((None, 256, "512", 512.0, True, [], [512], np.array([512]), np.zeros(3)), ArgumentError),
 }

@@ -12,10 +12,13 @@ import numpy.typing as npt
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.records import RECORDS
 from tests.cache.inputs import empty_cache, tokens
+from tests.support import tolerance
 
 Array = npt.NDArray[Any]
+GENERIC = "sparse_decode_generic"
 _NAN = 0x7F  # of e4m3; as the bytes of a scale or of RoPE it is finite, and large
 
 
@@ -53,6 +56,15 @@ CASES = (
     SparseDecodeCase(topk=70, sm_count=1, b=3, lengths=True, h_q=1),
     SparseDecodeCase(b=1, topk=0),
 )
+#: Several blocks of heads, several tiles per work item, splits that cut lists.
+MORE_CASES = (
+    SparseDecodeCase(dtype="float16", h_q=33, b=1, topk=70),
+    SparseDecodeCase(scales="plain", h_q=17, s_q=2, topk=150, lengths=True, sink=True, page_size=64),
+    SparseDecodeCase(record="v4", h_q=32, b=3, topk=200, sm_count=1),
+    SparseDecodeCase(record="v4", h_q=70, b=1, topk=330, extra=140, sm_count=5),
+)
+#: The kernels with WGMMA.
+ON_HOPPER = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "sm90" in kernel.name)
 
 
 def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int) -> tuple[Array, Array]:
@@ -101,13 +113,39 @@ def indices(rng: np.random.Generator, held: Array, room: int, shape: tuple[int, 
     return chosen
 
 
-def check(case: SparseDecodeCase, to: Callable[[Any], Any], back: Callable[[Any], Array]) -> None:
-    """float32 results within float32 rounding, and those of the dtype within its own."""
-    call = make(case)
+def format_of_keys(case: SparseDecodeCase) -> str:
+    """What the kernels with tensor cores round keys and weights to."""
+    return "float16" if case.record == "v32" else case.dtype
+
+
+def check(
+    case: SparseDecodeCase,
+    to: Callable[[Any], Any],
+    back: Callable[[Any], Array],
+    kernel: str = GENERIC,
+    out_dtype: str = "float32",
+) -> None:
+    """The generic kernel is as exact as float32; others may err twice as much as the rounded oracle."""
+    check_call(case, make(case), to, back, kernel, out_dtype)
+
+
+def check_call(
+    case: SparseDecodeCase,
+    call: dict[str, Any],
+    to: Callable[[Any], Any],
+    back: Callable[[Any], Array],
+    kernel: str,
+    out_dtype: str = "float32",
+) -> None:
+    """The same for other arguments than the case's own."""
     options = {"lse_base": case.lse_base, "empty_lse": 7.0}
-    exact_out, exact_lse = reference.sparse_mla_decode(**call, **options)
+    exact = reference.sparse_mla_decode(**call, **options)
     given = {name: to(x) for name, x in call.items()}
-    out, lse = mla_cupy.sparse_mla_decode(**given, **options, out_dtype="float32")
-    np.testing.assert_allclose(back(out), exact_out, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(back(lse), exact_lse, rtol=1e-5, atol=1e-5)
-    assert np.isfinite(exact_out).all()
+    out, lse = mla_cupy.sparse_mla_decode(**given, **options, out_dtype=out_dtype, kernel=kernel)
+    got = back(out), back(lse)
+    if kernel == GENERIC and out_dtype == "float32":
+        np.testing.assert_allclose(got[0], exact[0], rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got[1], exact[1], rtol=1e-5, atol=1e-5)
+    else:
+        rounded = reference.sparse_mla_decode(**call, **options, rounding=format_of_keys(case))
+        tolerance.check(got, exact, rounded, out_dtype)

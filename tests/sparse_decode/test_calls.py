@@ -10,7 +10,7 @@ from mla_cupy import ArgumentError, ShapeError, dtypes, reference
 from mla_cupy.ops import POOL_OPERATIONS
 from mla_cupy.records import V32
 from tests.cache.inputs import empty_cache
-from tests.sparse_decode.runs import CASES, SparseDecodeCase, make
+from tests.sparse_decode.runs import CASES, GENERIC, MORE_CASES, ON_HOPPER, SparseDecodeCase, make
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
@@ -96,7 +96,7 @@ def test_refuses(bad: Bad, place: str) -> None:
 def test_launches(recorder: Recorder) -> None:
     """And a repeated call is launched as the first."""
     call = good()
-    names = ["sparse_decode_lists", "decode_schedule", "sparse_decode_generic", "decode_combine"]
+    names = ["sparse_decode_lists", "decode_schedule", "sparse_decode_sm90_small", "decode_combine"]
     for times in (1, 2):
         mla_cupy.sparse_mla_decode(**call)
         assert recorder.entries == names * times
@@ -114,19 +114,24 @@ def test_no_query_is_no_launch(recorder: Recorder) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [*ON_HOPPER, GENERIC])
 @pytest.mark.parametrize(
     "case",
     [
         *CASES,
+        *MORE_CASES,
         *(SparseDecodeCase(h_q=h, topk=2048, b=b, page_size=64) for h, b in ((128, 2), (64, 5), (16, 40), (8, 1))),
         SparseDecodeCase(record="v4", h_q=128, topk=128, extra=1024, sink=True, b=3, s_q=2, page_size=64),
     ],
     ids=str,
 )
-def test_on_a_gpu(case: SparseDecodeCase, gpu: object) -> None:
+def test_on_a_gpu(case: SparseDecodeCase, kernel: str, gpu: object) -> None:
     import cupy
 
     from tests.sparse_decode.runs import check
     from tests.support.gpu import upload
 
-    check(case, upload, cupy.asnumpy)
+    if kernel in ON_HOPPER and cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+    for out_dtype in ("float32", case.dtype):
+        check(case, upload, cupy.asnumpy, kernel, out_dtype)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mla_cupy
 from mla_cupy.errors import KernelCompileError
-from tests.sparse_decode.runs import CASES, SparseDecodeCase, check
+from tests.sparse_decode.runs import CASES, MORE_CASES, ON_HOPPER, SparseDecodeCase, check, check_call, make
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 
@@ -17,6 +18,56 @@ from tests.support.sim_driver import simulated
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
         check(case, lambda x: x, np.asarray)
+
+
+MODES = ("early", "late", "random")
+
+
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+@pytest.mark.parametrize(("case", "mode"), list(zip(CASES, MODES * 3, strict=False)))
+def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, mode: str, kernel: str) -> None:
+    """All results in float32; those of odd cases in the dtype of the queries, too."""
+    with simulated(case.sm_count, mode=mode, seed=7):
+        check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
+
+
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+@pytest.mark.parametrize("case", MORE_CASES, ids=str)
+@pytest.mark.parametrize("mode", [*MODES, "random"])
+@pytest.mark.slow
+def test_more_cases_on_tensor_cores(case: SparseDecodeCase, mode: str, kernel: str) -> None:
+    for out_dtype in ("float32", case.dtype):
+        with simulated(case.sm_count, mode=mode, seed=11):
+            check(case, lambda x: x, np.asarray, kernel, out_dtype)
+
+
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
+    """Queries in bfloat16 reach far beyond float16, in which the keys are; Inf and NaN concern their own rows only."""
+    case = SparseDecodeCase(b=1, h_q=5, topk=70, sm_count=1)
+    call = make(case)
+    factors = np.array([1, 1e5, 1e-30, 1, 1]).reshape(1, 1, 5, 1)
+    call["q"] = (call["q"].astype(np.float32) * factors).astype(call["q"].dtype)
+    wild = {**call, "q": call["q"].copy()}
+    wild["q"][0, 0, 3, 7], wild["q"][0, 0, 4, 570] = np.nan, np.inf
+    with simulated(1):
+        check_call(case, call, lambda x: x, np.asarray, kernel)
+        out, lse = mla_cupy.sparse_mla_decode(**wild, kernel=kernel)
+        tame, _ = mla_cupy.sparse_mla_decode(**call, kernel=kernel)
+    np.testing.assert_array_equal(out[0, 0, :3], tame[0, 0, :3])
+    assert np.isnan(out[0, 0, 3]).all()
+    assert np.isnan(lse[0, 0, 3])
+    assert not np.isfinite(out[0, 0, 4]).all()
+
+
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+def test_queries_may_start_anywhere(kernel: str) -> None:
+    case = SparseDecodeCase(b=1, h_q=2, topk=3)
+    call = make(case)
+    shifted = np.zeros((1, 1, 2, 580), call["q"].dtype)[..., 3:579]
+    shifted[...] = call["q"]
+    with simulated(1):
+        check_call(case, {**call, "q": shifted}, lambda x: x, np.asarray, kernel)
 
 
 LISTS, GENERIC = "sparse_decode/lists.cu", "sparse_decode/generic.cu"

@@ -1,18 +1,32 @@
-"""The lightning indexer: preparation of queries and keys, logits, top-k."""
+"""The lightning indexer: preparation of queries and keys, logits, top-k, the warm-up loss."""
 
 from typing import Any
 
-from mla_cupy.kernels.indexer import logits_schedule
+from mla_cupy.kernels.indexer import (
+    logits_schedule,
+    loss_attention_generic,
+    loss_keys_generic,
+    loss_queries_generic,
+    loss_ranges,
+    loss_rows,
+)
 from mla_cupy.kernels.indexer.logits_pipeline import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.loss_pipeline import LOSS
 from mla_cupy.kernels.indexer.prepare_pipeline import PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.indexer.topk_pipeline import TOPK
 from mla_cupy.kernels.spec import Kernel
 
-__all__ = ["KERNELS", "LOGITS", "LOGITS_PAGED", "PREPARE_K", "PREPARE_Q", "TOPK"]
+__all__ = ["KERNELS", "LOGITS", "LOGITS_PAGED", "LOSS", "PREPARE_K", "PREPARE_Q", "TOPK"]
 
 KERNELS: tuple[Kernel[Any], ...] = (
     *dict.fromkeys((*LOGITS.kernels, *LOGITS_PAGED.kernels)),
     logits_schedule.KERNEL,
     *PREPARE_Q.kernels,
     *TOPK.kernels,
+    *LOSS.kernels,
+    loss_ranges.KERNEL,
+    loss_attention_generic.KERNEL,
+    loss_rows.KERNEL,
+    loss_queries_generic.KERNEL,
+    loss_keys_generic.KERNEL,
 )

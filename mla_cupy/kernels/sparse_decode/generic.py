@@ -5,11 +5,10 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode.generic import unsupported
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
-from mla_cupy.kernels.sparse_decode.problem import RecordVariant, SparseDecodeProblem
+from mla_cupy.kernels.sparse_decode.problem import RECORDS, RecordVariant, SparseDecodeProblem
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 8
-RECORDS = ("v32", "v4")
 
 KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode_generic",
@@ -22,4 +21,5 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     variant=lambda problem: RecordVariant(problem.dtype, problem.record),
     block_rows=BLOCK_M,
     blocks_per_sm=2,
+    fallback=True,
 )

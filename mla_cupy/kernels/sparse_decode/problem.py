@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from mla_cupy.kernels.spec import Variant
 
+RECORDS = ("v32", "v4")
+"""Names of the records that the kernels read."""
+
 
 @dataclass(frozen=True)
 class SparseDecodeProblem:

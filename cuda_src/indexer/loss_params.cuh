@@ -1,0 +1,100 @@
+// The parameters of the kernels of the indexer's warm-up loss.
+//
+// Tokens are taken in chunks. A chunk has a row of numbers per token, or, with targets per head, per token and head:
+// what the main attention gives each key (`target`), and the indexer's score of it (`scores`), which becomes the
+// gradient by that score.
+#pragma once
+#include "common/facts.cuh"
+#include "common/types.cuh"
+#include "indexer/key_ranges.cuh"
+#include "ptx/element.cuh"
+
+namespace mla::indexer {
+// Strides are in elements. Of the parts of the workspace, rows are `row_stride_elems` apart.
+struct LossParams {
+    const u16* q;              // (s_q, h, d), bf16
+    const u16* k;              // (s_kv, d), bf16
+    const u16* v;              // (s_kv, d_v), bf16, or null
+    const u16* index_q;        // (s_q, h_i, d_i), bf16
+    const u16* index_k;        // (s_kv, d_i), bf16
+    const float* weights;      // (s_q, h_i)
+    const float* lse;          // (s_q, h): what the target is made with; not per head
+    const float* row_weights;  // (s_q,), or null: 1
+    const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
+    const i32* cu_seqlens_kv;  // (b + 1,), or null
+    KeyRange* ranges;          // (s_q,): the keys of each token
+    float* target;             // (chunk, rows, keys): sums of exp(scale * q.k - lse), or target_scale * q.k
+    float* scores;             // (chunk, rows, keys): the indexer's scores, then the gradient by them
+    u16* gradient;             // (chunk, keys), bf16, zero up to the end of a tile of keys; or null: over the scores
+    float* key_sums;           // (s_kv, d_i): d_index_k of the chunks so far
+    float* kl;                 // (s_q, rows)
+    float* mass;               // (s_q, rows)
+    float* index_lse;          // (s_q, rows)
+    void* d_index_q;           // (s_q, h_i, d_i), bf16 or fp32
+    void* d_index_k;           // (s_kv, d_i), bf16 or fp32
+    float* d_weights;          // (s_q, h_i)
+    u16* out;                  // (s_q, h, d_v), bf16, or null
+    float* attention_lse;      // (s_q, h), or null
+    i64 q_stride_token_elems, q_stride_head_elems;
+    i64 k_stride_elems, v_stride_elems;
+    i64 index_q_stride_token_elems, index_q_stride_head_elems;
+    i64 index_k_stride_elems;
+    i64 weights_stride_token_elems, weights_stride_head_elems;
+    i64 lse_stride_token_elems, lse_stride_head_elems;
+    i64 row_weights_stride_elems;
+    i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
+    i64 kl_stride_token_elems, kl_stride_head_elems;
+    i64 mass_stride_token_elems, mass_stride_head_elems;
+    i64 index_lse_stride_token_elems, index_lse_stride_head_elems;
+    i64 d_index_q_stride_token_elems, d_index_q_stride_head_elems;
+    i64 d_index_k_stride_elems;
+    i64 d_weights_stride_token_elems, d_weights_stride_head_elems;
+    i64 out_stride_token_elems, out_stride_head_elems;
+    i64 attention_lse_stride_token_elems, attention_lse_stride_head_elems;
+    i64 row_stride_elems;
+    i32 s_q, s_kv, b;
+    i32 heads, index_heads;
+    i32 head_dim, value_dim, index_dim;
+    i32 causal, per_head;
+    i32 first_token, num_tokens;  // of the chunk
+    i32 first_chunk, last_chunk;
+    i32 d_index_q_fp32, d_index_k_fp32;
+    float scale, target_scale;
+    float score_unit;  // factor of the indexer's weights
+};
+
+MLA_DEVICE i32 rows_per_token(const LossParams& p) { return p.per_head ? p.heads : 1; }
+MLA_DEVICE float row_weight(const LossParams& p, i32 token) {
+    return p.row_weights == nullptr ? 1.f : p.row_weights[token * p.row_weights_stride_elems];
+}
+// Of a row of the chunk.
+MLA_DEVICE i64 row_offset(const LossParams& p, i32 token, i32 row) {
+    return ((i64)(token - p.first_token) * rows_per_token(p) + row) * p.row_stride_elems;
+}
+// Of the row that an index head's scores belong to.
+MLA_DEVICE i64 head_offset(const LossParams& p, i32 token, i32 head) {
+    return row_offset(p, token, p.per_head ? head : 0);
+}
+MLA_DEVICE const u16* query_row(const LossParams& p, i32 token, i32 head) {
+    return p.q + token * p.q_stride_token_elems + head * p.q_stride_head_elems;
+}
+MLA_DEVICE const u16* index_query_row(const LossParams& p, i32 token, i32 head) {
+    return p.index_q + token * p.index_q_stride_token_elems + head * p.index_q_stride_head_elems;
+}
+MLA_DEVICE float index_weight(const LossParams& p, i32 token, i32 head) {
+    return p.score_unit * p.weights[token * p.weights_stride_token_elems + head * p.weights_stride_head_elems];
+}
+
+// A gradient in its own dtype.
+MLA_DEVICE void store_gradient(void* to, bool fp32, i64 at, float x) {
+    if (fp32) {
+        static_cast<float*>(to)[at] = x;
+    } else {
+        static_cast<u16*>(to)[at] = bfloat16::from_float(x);
+    }
+}
+
+#define MLA_LOSS_FACTS()                                                                                    \
+    MLA_FACT_LIST(params_layout, MLA_OFFSET(LossParams, q_stride_token_elems), MLA_OFFSET(LossParams, s_q), \
+                  MLA_OFFSET(LossParams, scale), (int)sizeof(LossParams))
+}  // namespace mla::indexer

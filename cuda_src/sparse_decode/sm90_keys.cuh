@@ -1,0 +1,172 @@
+// FP8 records as keys for Hopper's tensor cores: the formats of the operands, the tiles of a block's split in order,
+// and how a lane's bytes of a row become 16-bit elements of SW128 tiles.
+#pragma once
+#include "attention/sm90/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/load.cuh"
+#include "sparse_decode/token_record.cuh"
+#include "tile/sw128.cuh"
+
+namespace mla::sparse_decode {
+using namespace attention::sm90;
+
+// ---- Formats ---------------------------------------------------------------------------------------------------
+// Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
+// rounds the product eight times finer than bf16. RoPE columns have the format of the queries: bf16 as stored.
+template <class Record, class Element>
+struct KeyFormats {
+    using Latent = Element;
+    using Rope = Element;
+};
+template <class Element>
+struct KeyFormats<v32, Element> {
+    using Latent = float16;
+    using Rope = Element;
+};
+
+// A row is read in pieces of 64 bytes: each is 64 latent columns, or half of the 64 RoPE columns.
+constexpr i32 kPieceBytes = 64;
+constexpr i32 kPieceLanes = kPieceBytes / 16;
+constexpr i32 kRopePieces = 2;
+
+template <class Record>
+struct RecordTile : KeyTile<kKeyColumns<Record>> {
+    static constexpr i32 kLatentSwTiles = Record::kLatentChunks / kPieceLanes;
+    static constexpr i32 kRopeSwTile = kLatentSwTiles;
+    static constexpr i32 kRowPieces = kLatentSwTiles + kRopePieces;
+    static_assert(kRopeSwTile + 1 == RecordTile::kSwTilesQk, "latent, then RoPE");
+
+    // The SW128 tile that a piece goes to.
+    MLA_DEVICE static constexpr i32 sw_tile_of(i32 piece) { return piece < kLatentSwTiles ? piece : kRopeSwTile; }
+};
+
+// ---- Tiles of a split ------------------------------------------------------------------------------------------
+// The tiles of all work items of a split, one after the other.
+struct TileWalk {
+    WorkIterator walk;
+    WorkItem item;
+    i32 tile;
+    bool first;  // of its work item
+
+    MLA_DEVICE TileWalk(const DecodeParams& p, i32 split) : walk(p, split), tile(0), first(false) { item.tile_end = 0; }
+
+    // After the last tile it may be called again.
+    MLA_DEVICE bool next(const DecodeParams& p) {
+        ++tile;
+        first = false;
+        while (tile >= item.tile_end) {
+            if (!walk.next(p, item)) return false;
+            tile = item.tile_begin;
+            first = true;
+        }
+        return true;
+    }
+
+    // The list's entry for row `row` of the tile; none past the list's end.
+    MLA_DEVICE TokenBytes entry(const DecodeParams& p, i32 row) const {
+        const i32 at = tile * kTileTokens + row;
+        const TokenBytes* list = reinterpret_cast<const TokenBytes*>(p.block_table);
+        const uint4 words = ld_global_16(list + item.request * p.table_stride_b_elems + at, at < item.tokens);
+        return TokenBytes{reinterpret_cast<u8*>((u64)words.y << 32 | words.x),
+                          reinterpret_cast<u8*>((u64)words.w << 32 | words.z)};
+    }
+};
+
+// ---- Rows ------------------------------------------------------------------------------------------------------
+// Lane 4 g + c of a warp has bytes [16 c, 16 c + 16) of each piece of row g.
+
+// Those of a piece; zeros where there is no row. Odd rows have the halves of RoPE swapped: eight lanes then store to
+// eight different banks.
+template <class Record>
+MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
+    constexpr i32 kLatentPieces = RecordTile<Record>::kLatentSwTiles;
+    const i32 odd_row = lane / kPieceLanes & 1;
+    const i32 at = piece < kLatentPieces ? piece * kPieceBytes
+                                         : Record::kRopeOffset + ((piece - kLatentPieces) ^ odd_row) * kPieceBytes;
+    return ld_global_16(token.data + at + lane % kPieceLanes * 16, token.data != nullptr);
+}
+
+// The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven.
+template <class Record>
+struct LaneScales;
+
+template <>
+struct LaneScales<v32> {
+    float scale;
+
+    MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
+        const float* scales = reinterpret_cast<const float*>(token.scales);
+        return {token.data == nullptr ? 0.f : scales[lane % kPieceLanes]};
+    }
+    MLA_DEVICE float of_lane(i32) const { return scale; }
+};
+
+template <>
+struct LaneScales<v4> {
+    u32 codes;
+
+    MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
+        const u16* scales = reinterpret_cast<const u16*>(token.scales);
+        return {token.data == nullptr ? 0u : scales[lane % kPieceLanes]};
+    }
+    MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
+};
+
+// The same as pairs of 16-bit elements, for packed products.
+template <class Record, class Latent>
+struct RowScales {
+    static constexpr i32 kOfLane = Record::kScale == kScaleFloat32 ? 1 : 2;
+    static constexpr i32 kGroupPieces = Record::kGroupChunks / kPieceLanes;
+    u32 pair[kOfLane];
+
+    MLA_DEVICE explicit RowScales(const LaneScales<Record>& scales) {
+#pragma unroll
+        for (i32 i = 0; i < kOfLane; ++i) {
+            const float scale = scales.of_lane(i);
+            pair[i] = cvt_x2(Latent{}, scale, scale);
+        }
+    }
+
+    // By all lanes of the warp.
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const i32 group = piece / kGroupPieces, owner = (lane & ~(kPieceLanes - 1)) | group / kOfLane;
+        return __shfl_sync(kFullWarp, pair[group % kOfLane], owner);
+    }
+};
+
+// Two e4m3 numbers times their scale.
+MLA_DEVICE u32 dequantise(float16, u32 codes, u32 scale) { return mul_x2(float16{}, cvt_f16_x2_e4m3(codes), scale); }
+MLA_DEVICE u32 dequantise(bfloat16, u32 codes, u32 scale) {
+    const float2 x = cvt_f32_x2_e4m3(codes);
+    return mul_x2(bfloat16{}, cvt_x2(bfloat16{}, x.x, x.y), scale);
+}
+
+MLA_DEVICE u32 convert_rope(bfloat16, u32 pair) { return pair; }
+MLA_DEVICE u32 convert_rope(float16, u32 pair) {
+    const float2 x = unpack<bfloat16>(pair);
+    return cvt_x2(float16{}, x.x, x.y);
+}
+
+// A lane's 16 latent bytes of row `row` to two chunks of an SW128 tile.
+template <class Latent>
+MLA_DEVICE void store_latent(u8* sw_tile, const uint4& codes, u32 scale, i32 row, i32 lane) {
+    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        const u32 low = words[2 * half], high = words[2 * half + 1];
+        uint4* to = reinterpret_cast<uint4*>(sw_tile + sw128_offset(row, lane % kPieceLanes * 2 + half));
+        *to = make_uint4(dequantise(Latent{}, low & 0xffff, scale), dequantise(Latent{}, low >> 16, scale),
+                         dequantise(Latent{}, high & 0xffff, scale), dequantise(Latent{}, high >> 16, scale));
+    }
+}
+
+// A lane's 16 bytes of half of the RoPE columns, as `load_piece` has read them, to one chunk.
+template <class Rope>
+MLA_DEVICE void store_rope(u8* sw_tile, const uint4& pairs, i32 half, i32 row, i32 lane) {
+    const i32 odd_row = lane / kPieceLanes & 1;
+    const i32 chunk = (half ^ odd_row) * kPieceLanes + lane % kPieceLanes;
+    *reinterpret_cast<uint4*>(sw_tile + sw128_offset(row, chunk)) =
+        make_uint4(convert_rope(Rope{}, pairs.x), convert_rope(Rope{}, pairs.y), convert_rope(Rope{}, pairs.z),
+                   convert_rope(Rope{}, pairs.w));
+}
+}  // namespace mla::sparse_decode

@@ -1,0 +1,65 @@
+"""Losses as differentiable scalars: their gradients are there already, and are multiplied by the cotangent."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mla_cupy.jax.lowering import call
+from mla_cupy.ops import OPERATIONS
+from mla_cupy.ops.bind import options_of
+
+_NAMES = ("q", "k", "index_q", "index_k", "weights", "lse", "row_weights", "cu_seqlens_q", "cu_seqlens_kv")
+"""The arrays of a loss, in this order."""
+_LEAVES = ("index_q", "index_k", "weights")
+
+
+class _Static(NamedTuple):
+    """All that is no array; it can be hashed."""
+
+    operation: str
+    options: Any
+    exportable: bool
+
+
+def objective(
+    name: str, arrays: Sequence[jax.Array | None], options: Mapping[str, Any], exportable: bool
+) -> tuple[jax.Array, jax.Array]:
+    """sum(row_weights * kl) of the operation `name`, and kl; differentiable by the index queries, keys and weights."""
+    static = _Static(name, options_of(OPERATIONS[name], options), exportable)
+    value, kl = _objective(static, *arrays)
+    return value, jax.lax.stop_gradient(kl)
+
+
+def _run(static: _Static, arrays: Sequence[Any], gradients: bool) -> tuple[Any, Any, tuple[Any, ...]]:
+    given = dict(zip(_NAMES, arrays, strict=True))
+    options = {**static.options._asdict(), "gradients": gradients}
+    results = call(OPERATIONS[static.operation], given, options, static.exportable)
+    kl, factors = results[0], given["row_weights"]
+    value = (kl if factors is None else kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
+    return value, kl, results[3:6]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _objective(static: _Static, *arrays: Any) -> tuple[Any, Any]:
+    value, kl, _ = _run(static, arrays, gradients=False)
+    return value, kl
+
+
+def _save(static: _Static, *arrays: Any) -> tuple[tuple[Any, Any], Any]:
+    value, kl, gradients = _run(static, arrays, gradients=True)
+    return (value, kl), gradients
+
+
+def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    """None: what counts as a constant has no gradient."""
+    found = {
+        name: gradient * cotangents[0].astype(gradient.dtype) for name, gradient in zip(_LEAVES, saved, strict=True)
+    }
+    return tuple(found.get(name) for name in _NAMES)
+
+
+_objective.defvjp(_save, _pull_back)

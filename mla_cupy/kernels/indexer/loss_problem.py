@@ -1,0 +1,156 @@
+"""What the kernels of the indexer's warm-up loss share on the host: the problem, the options, the parameter record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params, Variant
+from mla_cupy.runtime.driver import Dim3
+
+TARGETS = ("head_sum", "per_head")
+MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
+MAX_GRID_Y = 65535
+TILE_KEYS = 128
+"""Rows in the workspace are a multiple of it apart."""
+
+
+@dataclass(frozen=True)
+class LossProblem:
+    """What decides which kernels run and how: no pointers, no device.
+
+    `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
+    says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
+    at, and step by, multiples of 16 bytes.
+    """
+
+    s_q: int
+    s_kv: int
+    heads: int
+    index_heads: int
+    head_dim: int
+    index_dim: int
+    value_dim: int = 0
+    per_head: bool = False
+    needs_lse: bool = False
+    gradients: bool = True
+    buffer_bytes: int = 1 << 29
+    aligned: bool = True
+
+    @property
+    def rows_per_token(self) -> int:
+        """Losses of a token."""
+        return self.heads if self.per_head else 1
+
+    @property
+    def row_stride(self) -> int:
+        """Elements between two rows in the workspace."""
+        return -(-max(1, self.s_kv) // TILE_KEYS) * TILE_KEYS
+
+
+class LossOptions(NamedTuple):
+    """The numbers of a call."""
+
+    target: str
+    causal: bool
+    gradients: bool
+    scale: float
+    target_scale: float
+
+
+@dataclass(frozen=True)
+class LossKernel(Kernel[LossProblem]):
+    """A kernel of the warm-up loss.
+
+    Attributes
+    ----------
+    grid : callable
+        `grid(problem, tokens)`: for that many tokens.
+    variant : callable
+        `variant(problem)`: the build that it takes.
+    """
+
+    grid: Callable[[LossProblem, int], Dim3] = lambda problem, tokens: (1, 1, 1)
+    variant: Callable[[LossProblem], Variant] = lambda problem: PLAIN[0]
+
+
+PARAMS = Params(
+    q="u8",
+    k="u8",
+    v="u8",
+    index_q="u8",
+    index_k="u8",
+    weights="u8",
+    lse="u8",
+    row_weights="u8",
+    cu_seqlens_q="u8",
+    cu_seqlens_kv="u8",
+    ranges="u8",
+    target="u8",
+    scores="u8",
+    gradient="u8",
+    key_sums="u8",
+    kl="u8",
+    mass="u8",
+    index_lse="u8",
+    d_index_q="u8",
+    d_index_k="u8",
+    d_weights="u8",
+    out="u8",
+    attention_lse="u8",
+    q_stride_token_elems="i8",
+    q_stride_head_elems="i8",
+    k_stride_elems="i8",
+    v_stride_elems="i8",
+    index_q_stride_token_elems="i8",
+    index_q_stride_head_elems="i8",
+    index_k_stride_elems="i8",
+    weights_stride_token_elems="i8",
+    weights_stride_head_elems="i8",
+    lse_stride_token_elems="i8",
+    lse_stride_head_elems="i8",
+    row_weights_stride_elems="i8",
+    cu_seqlens_q_stride_elems="i8",
+    cu_seqlens_kv_stride_elems="i8",
+    kl_stride_token_elems="i8",
+    kl_stride_head_elems="i8",
+    mass_stride_token_elems="i8",
+    mass_stride_head_elems="i8",
+    index_lse_stride_token_elems="i8",
+    index_lse_stride_head_elems="i8",
+    d_index_q_stride_token_elems="i8",
+    d_index_q_stride_head_elems="i8",
+    d_index_k_stride_elems="i8",
+    d_weights_stride_token_elems="i8",
+    d_weights_stride_head_elems="i8",
+    out_stride_token_elems="i8",
+    out_stride_head_elems="i8",
+    attention_lse_stride_token_elems="i8",
+    attention_lse_stride_head_elems="i8",
+    row_stride_elems="i8",
+    s_q="i4",
+    s_kv="i4",
+    b="i4",
+    heads="i4",
+    index_heads="i4",
+    head_dim="i4",
+    value_dim="i4",
+    index_dim="i4",
+    causal="i4",
+    per_head="i4",
+    first_token="i4",
+    num_tokens="i4",
+    first_chunk="i4",
+    last_chunk="i4",
+    d_index_q_fp32="i4",
+    d_index_k_fp32="i4",
+    scale="f4",
+    target_scale="f4",
+    score_unit="f4",
+)
+
+
+def in_turns(tokens: int) -> int:
+    """Blocks for that many tokens, which take turns beyond the limit of the grid."""
+    return min(tokens, MAX_GRID_Y)

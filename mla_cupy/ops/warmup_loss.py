@@ -1,0 +1,265 @@
+"""The loss that warms the lightning indexer up: from the main attention's softmax over all keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.indexer import LOSS
+from mla_cupy.kernels.indexer.loss_problem import (
+    MAX_HEAD_DIM,
+    MAX_VALUE_DIM,
+    TARGETS,
+    LossOptions,
+    LossProblem,
+)
+from mla_cupy.kernels.indexer.problem import HEAD_DIMS
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_count, check_factor, check_flag, resolve_scale
+from mla_cupy.ops.logits_inputs import present
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.schema import steps_by_16_bytes
+
+BUFFER_BYTES = 512 << 20
+"""Default limit of what a chunk of tokens holds of all keys."""
+_MAX_BYTES = 1 << 40
+_MAX_INT32 = 2**31 - 1
+
+
+def indexer_warmup_loss(
+    q: Any,
+    k: Any,
+    index_q: Any,
+    index_k: Any,
+    weights: Any,
+    *,
+    v: Any = None,
+    lse: Any = None,
+    row_weights: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    target: str = "head_sum",
+    scale: float | None = None,
+    target_scale: float = 1.0,
+    causal: bool = True,
+    gradients: bool = True,
+    buffer_bytes: int = BUFFER_BYTES,
+    kl: Any = None,
+    mass: Any = None,
+    index_lse: Any = None,
+    d_index_q: Any = None,
+    d_index_k: Any = None,
+    d_weights: Any = None,
+    out: Any = None,
+    attention_lse: Any = None,
+    workspace: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """Divergence of the indexer's softmax from the main attention, over all keys, with its gradients in the same call.
+
+    With I[t, s] = sum_j W[t, j] * max(index_q[t, j] . index_k[s], 0), W = weights * h_i**-0.5 * d_i**-0.5, and
+    p[t, s] = sum_h exp(scale * q[t, h] . k[s] - lse[t, h]) / mass[t], whose sum over s is 1:
+
+    kl[t] = sum_s p[t, s] * (log p[t, s] - I[t, s]) + index_lse[t],   index_lse[t] = log(sum_s exp(I[t, s]))
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), bfloat16
+        Queries of the main attention; d is at most 576. All last axes but that of `weights` are contiguous.
+    k : array, (s_kv, d), bfloat16
+        Its keys, which all heads share.
+    index_q : array, (s_q, h_i, d_i), bfloat16
+        Queries of the indexer, d_i 32, 64 or 128.
+    index_k : array, (s_kv, d_i), bfloat16
+        Its keys.
+    weights : array, (s_q, h_i), float32
+        Weights of its heads, of any sign, without the factors of W.
+    v : array, (s_kv, d_v), bfloat16, optional
+        Values of the main attention, d_v at most 512, for `out` and `attention_lse`. They may be part of `k`.
+    lse : array, (s_q, h), float32, optional
+        The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
+        with an infinite one has no part in p. Default: computed, over the keys that are seen.
+    row_weights : array, (s_q,), float32, optional
+        Factors of the losses in the gradients. Default: 1.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+        Where the sequences begin, and where the last one ends, in the queries and in the keys. Default: one sequence.
+    target : str
+        "head_sum", as above, or "per_head": of as many index heads as attention heads, each has its own target
+        softmax(target_scale * q[t, h] . k) and I[t, h, s] = weights[t, h] * max(index_q[t, h] . index_k[s], 0).
+    scale : float, optional
+        Factor of the main attention's scores; default: d**-0.5.
+    target_scale : float
+        The same for the targets of "per_head".
+    causal : bool
+        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+    gradients : bool
+        Whether to compute them.
+    buffer_bytes : int
+        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+    kl, mass, index_lse : array, (s_q,) or per head (s_q, h), float32, optional
+        Where these results go.
+    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
+        Where the gradients go; the last axes are contiguous.
+    d_weights : array, (s_q, h_i), float32, optional
+        The same.
+    out : array, (s_q, h, d_v), bfloat16, optional
+        Where the attention's output goes; the last axis is contiguous.
+    attention_lse : array, (s_q, h), float32, optional
+        Where its log-sum-exps go.
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_warmup_loss, ...)` bytes.
+    kernel : str, optional
+        Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    kl : array, (s_q,) or per head (s_q, h), float32
+        0 for a row without a target: one that sees no key, or whose target has no mass.
+    mass : array, shape of kl, float32
+        What the target was divided by. Per head: the log-sum-exp of its scores.
+    index_lse : array, shape of kl, float32
+        -inf for a row that sees no key.
+    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16; or None
+        Gradients of sum(row_weights * kl). None without `gradients`.
+    d_weights : array, (s_q, h_i), float32, or None
+    out : array, (s_q, h, d_v), bfloat16, or None
+        softmax(scale * q . k) v, 0 for a row that sees no key. None without `v`.
+    attention_lse : array, (s_q, h), float32, or None
+        log(sum_s exp(scale * q . k)), natural, -inf for a row that sees no key. None without `v`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and no result is touched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    Loss and gradients come from one call because a separate backward would repeat its larger part, the scores of the
+    main attention. `mla_cupy.torch.indexer_warmup_objective` and `mla_cupy.jax.indexer_warmup_objective` make a scalar
+    of it whose derivative multiplies these gradients. Nothing flows to q, k or v.
+
+    All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
+    are computed on the GPU if there is one, else by the NumPy oracle.
+
+    Workspace: at most `buffer_bytes` (or what one token needs: 8 * s_kv bytes, per head 8 * h * s_kv), 8 * s_q bytes,
+    4 * s_kv * d_i for the gradients of the keys if there is more than one chunk, and 4 * s_q * h without `lse`. It
+    grows with the keys, not with their square. A pair of a query and a key that it sees takes 2 * h * d FLOPs for the
+    target and 10 * h_i * d_i for the scores and the gradients.
+
+    Source: the report of DeepSeek-V3.2-Exp, dense warm-up stage; "per_head" is the loss of lemyx/tilelang-dsa.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mla_cupy
+    >>> q, k = np.zeros((2, 4, 64), ml_dtypes.bfloat16), np.zeros((2, 64), ml_dtypes.bfloat16)
+    >>> index_q, index_k = np.ones((2, 2, 32), ml_dtypes.bfloat16), np.ones((2, 32), ml_dtypes.bfloat16)
+    >>> kl, mass, index_lse, *gradients, _, _ = mla_cupy.indexer_warmup_loss(
+    ...     q, k, index_q, index_k, np.full((2, 2), 0.125, np.float32)
+    ... )
+    >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
+    ([0.0, 0.0], [4.0, 4.0], 1.0)
+    """
+    inputs = (q, k, index_q, index_k, weights, v, lse, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
+    options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
+    return call(OPERATION, (*inputs, *outputs, workspace), options, None, False, stream)
+
+
+class _Options(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    target: Any
+    scale: Any
+    target_scale: Any
+    causal: Any
+    gradients: Any
+    buffer_bytes: Any
+    kernel: Any
+
+
+def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> str:
+    if not (isinstance(target, str) and target in TARGETS):
+        raise ArgumentError(explain("target", repr(target), " or ".join(map(repr, TARGETS))))
+    if target == "per_head":
+        if index_heads != heads:
+            remedy = "each index head has its own attention head"
+            raise ShapeError(explain("index_q.shape[1]", f"h_i={index_heads}", f"h={heads}, per head", remedy))
+        if views["lse"] is not None:
+            raise ArgumentError(explain("lse", "an array", "None: targets per head are normalised by their own"))
+    return target
+
+
+def _check_sizes(**sizes: tuple[int, int]) -> None:
+    for name, (size, limit) in sizes.items():
+        if size > limit:
+            raise ShapeError(explain(name, size, f"at most {limit}"))
+
+
+def _examine(views: Views, given: _Options) -> Examined:
+    q, k, index_q, index_k = (present(views, name) for name in ("q", "k", "index_q", "index_k"))
+    (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
+    value_dim = 0 if (v := views["v"]) is None else v.shape[1]
+    _check_sizes(
+        s_q=(s_q, _MAX_INT32),
+        s_kv=(k.shape[0], _MAX_INT32 - 256),
+        d=(head_dim, MAX_HEAD_DIM),
+        d_v=(value_dim, MAX_VALUE_DIM),
+    )
+    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
+    if len(missing) == 1:
+        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    target = _check_target(given.target, views, heads, index_heads)
+    options = LossOptions(
+        target,
+        check_flag("causal", given.causal),
+        check_flag("gradients", given.gradients),
+        resolve_scale(given.scale, head_dim),
+        check_factor("target_scale", given.target_scale),
+    )
+    problem = LossProblem(
+        *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim, value_dim),
+        per_head=target == "per_head",
+        needs_lse=target == "head_sum" and views["lse"] is None,
+        gradients=options.gradients,
+        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, _MAX_BYTES),
+        aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
+    )
+    return Examined(problem, options, given.kernel, {"targets": heads if target == "per_head" else 0})
+
+
+OPERATION = Operation(
+    "indexer_warmup_loss",
+    inputs=(
+        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
+        Input("k", "s_kv d", ("=q",), contiguous=True),
+        Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
+        Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
+        Input("weights", "s_q h_i", ("float32",)),
+        Input("v", "s_kv d_v", ("=q",), optional=True, contiguous=True),
+        Input("lse", "s_q h", ("float32",), optional=True),
+        Input("row_weights", "s_q", ("float32",), optional=True),
+        Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
+        Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+    ),
+    outputs=(
+        Output("kl", "s_q targets?"),
+        Output("mass", "s_q targets?"),
+        Output("index_lse", "s_q targets?"),
+        Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
+        Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
+        Output("d_weights", "s_q h_i", when="gradients"),
+        Output("out", "s_q h d_v", lambda first: (first,), layout="rows", needs="v"),
+        Output("attention_lse", "s_q h", needs="v"),
+    ),
+    sizes={"d_i": (*HEAD_DIMS[::-1],)},
+    min_sizes={"h": 1, "h_i": 1, "d": 1, "d_v": 1, "b+1": 1},
+    options=_Options,
+    examine=_examine,
+    reference_options=("target", "scale", "target_scale", "causal", "gradients"),
+    pipeline=LOSS,
+)

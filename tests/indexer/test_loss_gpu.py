@@ -1,0 +1,98 @@
+"""The warm-up loss on a GPU: every kernel against the oracle, chunks, repeats, hostile sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import reference
+from mla_cupy.kernels.indexer import LOSS
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.runtime import device
+from tests.support.gpu import upload
+from tests.support.kernels import by_name
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
+
+pytestmark = pytest.mark.gpu
+
+RAGGED = ((1, 1), (120, 220), (0, 3), (179, 250))
+CASES = [
+    LossCase(s_q=1, s_kv=1, h=1, h_i=1, d=1),
+    LossCase(s_q=200, s_kv=333, h=16, h_i=8, d=128, d_i=128, d_v=128),
+    LossCase(s_q=130, s_kv=300, h=64, h_i=64, d=128, d_i=64, lse=True),
+    LossCase(s_q=257, s_kv=257, h=128, h_i=64, d=576, d_i=128, lse=True),
+    LossCase(s_q=300, s_kv=500, h=64, h_i=64, lse=True, d=128, d_i=64, sequences=RAGGED),
+    LossCase(s_q=90, s_kv=190, h=8, h_i=8, d=576, d_i=32, d_v=512, causal=False),
+    LossCase(s_q=100, s_kv=260, h=16, h_i=16, d=128, d_i=64, d_v=128, target="per_head"),
+]  # fmt: skip
+
+
+def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: upload(x) for name, x in inputs.items()}
+
+
+def on_host(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.get() for x in results)
+
+
+def kernels(case: LossCase) -> list[str]:
+    """Those that take the case on this GPU."""
+    problem = LossProblem(
+        *(case.s_q, case.s_kv, case.h, case.h_i, case.d, case.d_i, case.d_v),
+        per_head=case.target == "per_head",
+        needs_lse=case.target == "head_sum" and not case.lse,
+    )
+    return [name for name, kernel in by_name(LOSS).items() if not kernel.unsupported(problem, device.describe(0))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_loss(case: LossCase, gpu: object) -> None:
+    inputs = loss_inputs(case)
+    exact, given = reference.indexer_warmup_loss(**inputs, **case.options), on_gpu(inputs)
+    for kernel in kernels(case):
+        error = TENSOR_CORE_ERROR if "sm90" in kernel else 1e-4
+        got = mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel)
+        check_loss(on_host(got), exact, error)
+
+
+def test_the_same_in_every_run(gpu: object) -> None:
+    case = CASES[4]
+    given = on_gpu(loss_inputs(case))
+    for kernel in kernels(case):
+        first = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel))
+        for _ in range(5):
+            again = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel))
+            for x, y in zip(first[:6], again[:6], strict=True):
+                assert x.tobytes() == y.tobytes()
+
+
+def test_chunks(gpu: object) -> None:
+    """Of a few tokens each: rows have the same bits."""
+    case = CASES[2]
+    given = on_gpu(loss_inputs(case))
+    for kernel in kernels(case):
+        whole = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel))
+        cut = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel, buffer_bytes=1 << 17))
+        for name, x, y in zip(whole_fields(), whole[:6], cut[:6], strict=True):
+            if name == "d_index_k":
+                np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=2**-7, atol=1e-5)
+            else:
+                assert x.tobytes() == y.tobytes(), name
+
+
+def whole_fields() -> tuple[str, ...]:
+    return reference.WarmupLoss._fields[:6]
+
+
+def test_hostile_sequences(gpu: object) -> None:
+    case = LossCase(s_q=64, s_kv=200, h=16, h_i=16, d=128, d_i=64, lse=True)
+    inputs = loss_inputs(case)
+    for starts_q, starts_kv in (([-5, 20, 2**31 - 1], [-9, 140, 2**31 - 1]), ([30, 0, 64], [150, 20, 200])):
+        sequences = {"cu_seqlens_q": np.array(starts_q, np.int32), "cu_seqlens_kv": np.array(starts_kv, np.int32)}
+        exact = reference.indexer_warmup_loss(**inputs, **sequences)
+        for kernel in kernels(case):
+            got = mla_cupy.indexer_warmup_loss(**on_gpu({**inputs, **sequences}), kernel=kernel)
+            check_loss(on_host(got), exact, TENSOR_CORE_ERROR)

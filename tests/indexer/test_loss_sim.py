@@ -1,0 +1,112 @@
+"""The kernels of the warm-up loss in the simulator, through the public call, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import reference
+from tests.support.loss_cases import LossCase, check_loss, loss_inputs
+from tests.support.sim_driver import simulated
+
+GENERIC = "indexer_loss_scores_generic"
+CASES = [
+    LossCase(),
+    LossCase(s_q=4, s_kv=7, causal=False, lse=True, d_v=20, row_weights=False),
+    LossCase(s_q=5, s_kv=12, h=5, h_i=3, d=7, d_i=64, lse=True, sequences=((2, 3), (0, 2), (2, 5))),
+    LossCase(s_q=4, s_kv=8, h=3, h_i=3, target="per_head", d_v=33, target_scale=0.3),
+    LossCase(s_q=6, s_kv=4, h=2, h_i=2, target="per_head", spread=40, sequences=((1, 0), (4, 3))),
+    LossCase(s_q=1, s_kv=1, h=1, h_i=1, d=1),
+]
+
+
+def run(case: LossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **options: Any) -> tuple[Any, ...]:
+    with simulated(2, cc):
+        return mla_cupy.indexer_warmup_loss(**inputs, **{**case.options, "kernel": GENERIC, **options})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_generic(case: LossCase) -> None:
+    """In chunks of one token, with poison in the keys that nobody sees."""
+    inputs = loss_inputs(case)
+    got = run(case, inputs, (8, 0) if case.causal else (9, 0), buffer_bytes=1 if case.s_q < 5 else 1 << 20)
+    check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
+
+
+@pytest.mark.slow
+def test_generic_of_wide_heads() -> None:
+    case = LossCase(s_q=3, s_kv=140, h=2, h_i=2, d=576, d_i=128, d_v=512)
+    inputs = loss_inputs(case)
+    check_loss(run(case, inputs), reference.indexer_warmup_loss(**inputs, **case.options))
+
+
+def test_chunks_do_not_change_bits() -> None:
+    case = LossCase(s_q=5, s_kv=6, lse=True)
+    inputs = loss_inputs(case)
+    whole, cut = (run(case, inputs, buffer_bytes=size) for size in (1 << 20, 2 * 8 * 128))
+    for x, y in zip(whole[:6], cut[:6], strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+def test_the_workspace_is_bounded() -> None:
+    """It grows with the keys, not with their square: by the rows of one token and the sums of keys."""
+    sizes = []
+    for s in (128, 256, 512):
+        inputs = loss_inputs(LossCase(s_q=s, s_kv=s, d=4, lse=True))
+        with simulated(1):
+            sizes.append(mla_cupy.workspace_bytes(mla_cupy.indexer_warmup_loss, **inputs, buffer_bytes=1))
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+def test_only_the_loss() -> None:
+    """And gradients in float32, for the same loss."""
+    case = LossCase(s_q=3, s_kv=5)
+    inputs = loss_inputs(case)
+    alone = run(case, inputs, gradients=False)
+    assert alone[3:] == (None,) * 5
+    shapes = {"d_index_q": inputs["index_q"].shape, "d_index_k": inputs["index_k"].shape}
+    wide = {name: np.full(shape, 7, np.float32) for name, shape in shapes.items()}
+    got = run(case, inputs, **wide)
+    assert got[3] is wide["d_index_q"]
+    check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
+    narrow = run(case, inputs)
+    np.testing.assert_array_equal(got[3].astype(ml_dtypes.bfloat16), narrow[3])
+    for x, y in zip(alone[:3], got[:3], strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize(("s_q", "s_kv"), [(0, 3), (3, 0)])
+def test_no_token_or_no_key(s_q: int, s_kv: int) -> None:
+    """There is no divergence, and the gradients are zeros."""
+    case = LossCase(s_q=s_q, s_kv=s_kv, causal=False)
+    inputs = loss_inputs(case)
+    targets = {name: np.full(inputs[name[2:]].shape, 7, np.float32) for name in ("d_index_q", "d_index_k", "d_weights")}
+    got = run(case, inputs, **targets)
+    assert (got[0] == 0).all()
+    assert all((x == 0).all() for x in targets.values())
+
+
+def test_hostile_sequences() -> None:
+    """Starts beyond the arrays, backwards, and overlapping."""
+    case = LossCase(s_q=4, s_kv=6)
+    inputs = loss_inputs(case)
+    for starts_q, starts_kv in (([-5, 2, 2**31 - 1], [-9, 4, 2**31 - 1]), ([3, 0, 4], [5, 2, 6])):
+        sequences = {"cu_seqlens_q": np.array(starts_q, np.int32), "cu_seqlens_kv": np.array(starts_kv, np.int32)}
+        got = run(case, {**inputs, **sequences})
+        check_loss(got, reference.indexer_warmup_loss(**inputs, **sequences))
+
+
+def test_nothing_where_it_is_not_seen() -> None:
+    """NaN in a row reaches that row's results, and those of the keys, only."""
+    case = LossCase(s_q=4, s_kv=6, lse=True)
+    inputs = loss_inputs(case)
+    exact = run(case, inputs)
+    inputs["index_k"][5] = np.nan  # the last query alone sees it
+    got = run(case, inputs)
+    for x, y in zip(got[:3], exact[:3], strict=True):
+        np.testing.assert_array_equal(x[:3], y[:3])
+    np.testing.assert_array_equal(got[3][:3], exact[3][:3])

@@ -1,0 +1,103 @@
+"""Bugs planted in Hopper's kernels for sparse decode: each must show, the kernels as they are must not.
+
+As in `tests/decode/test_small_mutants.py`, a mutant is caught by an error of the simulator or by a wrong result, in at
+least one mode.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ptxsim
+from mla_cupy.errors import KernelCompileError
+from tests.sparse_decode.runs import SparseDecodeCase, check
+from tests.support.mutants import Mutant, planted
+from tests.support.sim_driver import simulated
+
+SMALL = "sparse_decode/sm90_small.cu"
+KEYS, QUERY = "sparse_decode/sm90_keys.cuh", "sparse_decode/sm90_query.cuh"
+MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
+#: One block works on five requests, of one to three tiles.
+CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
+
+MUTANTS = (
+    # Keys
+    Mutant("keys released early", SMALL, "    wgmma_wait_group<2>();\n", ""),
+    Mutant(
+        "keys freed by one warp too few",
+        SMALL,
+        "kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps)",
+        "kv_empty[stage]) mbarrier_init(empty, 3)",
+    ),
+    Mutant("keys announced by seven warps", SMALL, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
+    Mutant("later groups not waited for", SMALL, "if (i % Tile::kGroupSwTiles == 0) {", "if (i == 0) {"),
+    Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
+    Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
+    Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
+    Mutant(
+        "keys without a proxy fence",
+        SMALL,
+        "            fence_proxy_async();\n            release",
+        "            release",
+    ),
+    Mutant(
+        "keys of another row",
+        SMALL,
+        "scales.of_piece(piece, lane), row, lane)",
+        "scales.of_piece(piece, lane), row ^ 1, lane)",
+    ),
+    Mutant("chunks in the wrong order", KEYS, "lane % kPieceLanes * 2 + half)", "lane % kPieceLanes * 2 + (1 - half))"),
+    Mutant("scales of the next group", KEYS, "group = piece / kGroupPieces", "group = (piece + 1) / kGroupPieces % 4"),
+    Mutant("scales of the tile before", SMALL, "tile.scales = LaneScales<TokenRecord>::load(next.token, lane);", ""),
+    Mutant("halves of RoPE in order", KEYS, "chunk = (half ^ odd_row) * kPieceLanes", "chunk = half * kPieceLanes"),
+    Mutant("RoPE in the latents' format", SMALL, "add_scores(Rope{}", "add_scores(Latent{}"),
+    Mutant("list entries stuck", SMALL, "        next = after;\n", ""),
+    # Query rows
+    Mutant("Q does not wait", SMALL, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
+    Mutant("Q released after the first tile", SMALL, "if (tile + 1 == item.tile_end)", "if (tile == item.tile_begin)"),
+    Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage ^= 1;", ""),
+    Mutant(
+        "Q freed by one warp too few",
+        SMALL,
+        "s.q_empty) mbarrier_init(empty, kWarpgroupWarps)",
+        "s.q_empty) mbarrier_init(empty, 3)",
+    ),
+    Mutant("scores in another unit", QUERY, "power_of_two(exponent - 14)", "power_of_two(exponent - 13)"),
+    Mutant("scores not scaled back", SMALL, "factors.multiply(math.scores);", ";"),
+    Mutant("exponents of a lane", QUERY, "__reduce_max_sync(kFullWarp, largest)", "largest"),
+    Mutant("RoPE queries as they are", QUERY, "cvt_x2(Element{}, pair.x * up, pair.y * up)", "words[j]"),
+    # Softmax and results
+    Mutant("zeros past the end count", SMALL, "mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);", ""),
+    Mutant(
+        "P not waited for", SMALL, "    bar_sync(MathOnly, kWarpgroupThreads);\n    add_values(s", "    add_values(s"
+    ),
+    Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
+)
+
+
+def verdict(mode: tuple[str, int]) -> str:
+    """What a run shows; empty if nothing."""
+    try:
+        with simulated(1, mode=mode[0], seed=mode[1]):
+            check(CASE, lambda x: x, np.asarray, "sparse_decode_sm90_small")
+    except (ptxsim.SimError, KernelCompileError) as error:
+        return type(error).__name__
+    except AssertionError:
+        return "wrong result"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert any(verdict(mode) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
+    assert verdict(mode) == ""
