@@ -119,8 +119,8 @@ def test_results_in_float32_and_another_base(kernel: str) -> None:
 MERGE = "decode/sm90_small_cluster.cuh"
 WORK = "decode/cluster_work.cuh"
 
-#: Of the merge within a cluster; the first one runs each time. (That a block stays until all have read its shared memory
-#: has none: in the simulator all blocks go on alike after a barrier, so the bug would not show.)
+#: Of the merge within a cluster; the first one runs each time. None of them lets a block end before all have read its
+#: shared memory: in the simulator all blocks go on alike after a barrier, so that bug would not show.
 WITHIN_MUTANTS = [
     Mutant(
         "values not scaled by the weight of the block",
