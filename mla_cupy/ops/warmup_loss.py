@@ -22,7 +22,8 @@ from mla_cupy.ops.schema import steps_by_16_bytes
 
 BUFFER_BYTES = 512 << 20
 """Default limit of what a chunk of tokens holds of all keys."""
-_MAX_BYTES = 1 << 40
+MAX_BUFFER_BYTES = 1 << 40
+"""The largest limit."""
 _MAX_INT32 = 2**31 - 1
 
 
@@ -226,7 +227,7 @@ def _examine(views: Views, given: _Options) -> Examined:
         per_head=target == "per_head",
         needs_lse=target == "head_sum" and views["lse"] is None,
         gradients=options.gradients,
-        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, _MAX_BYTES),
+        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
     )
     return Examined(problem, options, given.kernel, {"targets": heads if target == "per_head" else 0})

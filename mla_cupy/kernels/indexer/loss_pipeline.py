@@ -7,7 +7,7 @@ their square. Gradients by keys are carried from chunk to chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,10 +23,11 @@ from mla_cupy.kernels.indexer import (
 )
 from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.sparse import rows
 from mla_cupy.runtime.device import DeviceInfo
 
-_FLOAT = 4
-_RANGE_BYTES = 8
+FLOAT = 4
+RANGE_BYTES = 8
 _ADDRESSES = tuple(PARAMS.dtype.names or ())[: PARAMS.num_addresses]
 _NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
 
@@ -58,21 +59,20 @@ class LossPipeline(Pipeline[LossConfig]):
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
-        fitting = problem.buffer_bytes // (_bytes_per_key() * problem.rows_per_token * problem.row_stride)
-        return LossConfig(problem, chosen, max(1, min(fitting, problem.s_q)))
+        return LossConfig(problem, chosen, chunk_tokens(problem))
 
     def workspace(self, config: LossConfig) -> Layout:
         """The tokens' keys, the attention's log-sum-exps if nobody else has them, the rows of a chunk, the sums."""
         problem = config.problem
-        rows = config.chunk * problem.rows_per_token * problem.row_stride
+        elements = config.chunk * problem.rows_per_token * problem.row_stride
         own_lse = problem.needs_lse and not problem.value_dim
         return Layout(
             {
-                "ranges": _RANGE_BYTES * problem.s_q,
-                "own_lse": _FLOAT * problem.s_q * problem.heads if own_lse else 0,
-                "target_rows": _FLOAT * rows,
-                "score_rows": _FLOAT * rows,
-                "key_sums": _FLOAT * problem.s_kv * problem.index_dim if config.carries_sums else 0,
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if own_lse else 0,
+                "target_rows": FLOAT * elements,
+                "score_rows": FLOAT * elements,
+                "key_sums": FLOAT * problem.s_kv * problem.index_dim if config.carries_sums else 0,
             }
         )
 
@@ -80,21 +80,22 @@ class LossPipeline(Pipeline[LossConfig]):
         """Nothing is launched for no token, no key, or no result."""
         problem = config.problem
         steps: list[Step] = []
-        whole = _record(config, call, 0, problem.s_q)
-        steps += _launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
+        whole = loss_record(config, call, 0, problem.s_q)
+        steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
         if problem.needs_lse or problem.value_dim:
-            steps += _launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
+            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = _record(config, call, first, tokens)
+            record = loss_record(config, call, first, tokens)
             for kernel in _kernels(config):
-                steps += _launch(kernel, problem, tokens, record)
+                steps += loss_launch(kernel, problem, tokens, record)
         return steps
 
 
-def _bytes_per_key() -> int:
-    """Of a row: a target and a score."""
-    return 2 * _FLOAT
+def chunk_tokens(problem: LossProblem) -> int:
+    """As many as have their targets and scores within the limit; one at least."""
+    fitting = problem.buffer_bytes // (2 * FLOAT * problem.rows_per_token * problem.row_stride)
+    return max(1, min(fitting, problem.s_q))
 
 
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
@@ -106,17 +107,21 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
         yield loss_keys_generic.KERNEL
 
 
-def _launch(kernel: LossKernel, problem: LossProblem, tokens: int, record: Record) -> list[Step]:
+def loss_launch(kernel: LossKernel, problem: LossProblem, tokens: int, record: Record) -> list[Step]:
     """One, or none if there is nothing to do."""
     grid = kernel.grid(problem, tokens)
     return [Launch(kernel, kernel.variant(problem), grid, record)] if 0 not in grid else []
 
 
-def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
+def loss_record(
+    config: LossConfig, call: Call, first: int, tokens: int, parts: Mapping[str, str] | None = None
+) -> Record:
+    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member."""
     problem, options = config.problem, cast(LossOptions, call.options)
     numbers = {
         **_strides(config, call),
         "row_stride_elems": problem.row_stride,
+        "rows_stride_elems": 0 if problem.topk is None else rows.rows_stride(problem.topk),
         "s_q": problem.s_q,
         "s_kv": problem.s_kv,
         "b": 0 if (starts := call.views["cu_seqlens_q"]) is None else starts.shape[0] - 1,
@@ -137,7 +142,7 @@ def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
         "target_scale": options.target_scale,
         "score_unit": 1.0 if problem.per_head else (problem.index_heads * problem.index_dim) ** -0.5,
     }
-    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call)}
+    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
     return Record(
         config.kernel,
         tuple(addresses[name] for name in _ADDRESSES),
@@ -168,7 +173,7 @@ def _strides(config: LossConfig, call: Call) -> dict[str, int]:
     found: dict[str, int] = {}
     for member in _NUMBERS:
         name, separator, axis = member.partition("_stride_")
-        if not separator or name == "row":
+        if not separator or name in ("row", "rows"):
             continue
         strides = (*call.strides(name, 2), 0)
         if name == "lse" and problem.needs_lse:

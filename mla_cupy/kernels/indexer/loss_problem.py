@@ -1,4 +1,4 @@
-"""What the kernels of the indexer's warm-up loss share on the host: the problem, the options, the parameter record."""
+"""What the kernels of the indexer's losses share on the host: the problem, the options, the parameter record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LossProblem:
 
     `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
     says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
-    at, and step by, multiples of 16 bytes.
+    at, and step by, multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys.
     """
 
     s_q: int
@@ -37,6 +37,13 @@ class LossProblem:
     gradients: bool = True
     buffer_bytes: int = 1 << 29
     aligned: bool = True
+    topk: int | None = None
+    deterministic: bool = True
+
+    @property
+    def keys(self) -> int:
+        """The most keys that a token can see."""
+        return self.s_kv if self.topk is None else self.topk
 
     @property
     def rows_per_token(self) -> int:
@@ -46,7 +53,7 @@ class LossProblem:
     @property
     def row_stride(self) -> int:
         """Elements between two rows in the workspace."""
-        return -(-max(1, self.s_kv) // TILE_KEYS) * TILE_KEYS
+        return -(-max(1, self.keys) // TILE_KEYS) * TILE_KEYS
 
 
 class LossOptions(NamedTuple):
@@ -61,7 +68,7 @@ class LossOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class LossKernel(Kernel[LossProblem]):
-    """A kernel of the warm-up loss.
+    """A kernel of the losses.
 
     Attributes
     ----------
@@ -99,6 +106,10 @@ PARAMS = Params(
     d_weights="u8",
     out="u8",
     attention_lse="u8",
+    rows="u8",
+    counts="u8",
+    extractors="u8",
+    largest="u8",
     q_stride_token_elems="i8",
     q_stride_head_elems="i8",
     k_stride_elems="i8",
@@ -129,6 +140,7 @@ PARAMS = Params(
     attention_lse_stride_token_elems="i8",
     attention_lse_stride_head_elems="i8",
     row_stride_elems="i8",
+    rows_stride_elems="i8",
     s_q="i4",
     s_kv="i4",
     b="i4",
