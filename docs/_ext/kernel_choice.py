@@ -7,8 +7,9 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, LOSS
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from mla_cupy.kernels.sparse import SPARSE_FORWARD
 from mla_cupy.kernels.sparse.problem import SparseForwardProblem
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
@@ -55,6 +56,8 @@ SITUATIONS = (
     ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),
     ("`indexer_logits_paged`, pages of 64", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=64, num_pages=9)),
     ("`indexer_logits_paged`, pages of 16", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=16, num_pages=9)),
+    ("`indexer_warmup_loss`, sums over heads", LOSS, LossProblem(8192, 8192, 128, 64, 576, 128)),
+    ("`indexer_warmup_loss`, per head", LOSS, LossProblem(8192, 8192, 64, 64, 128, 64, per_head=True)),
 )
 
 
