@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_cupy.kernels import KERNELS
 from mla_cupy.ops import OPERATIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,7 +32,6 @@ def load(path: str) -> ModuleType:
 repository_pages = load("_ext/repository_pages.py")
 kernel_choice = load("_ext/kernel_choice.py")
 draw = load("drawings/draw.py")
-FALLBACKS = tuple(f"`{name}`" for name, kernel in KERNELS.items() if kernel.fallback)
 
 
 def test_every_page_beside_sources_is_on_the_site() -> None:
@@ -103,7 +101,8 @@ def test_the_choice_of_kernels() -> None:
     turing = replace(ampere, cc=(7, 5), smem_optin=65536)
     for call in table.values():
         assert kernel_choice.chosen(*call, ampere) == kernel_choice.chosen(*call, turing)
-        assert kernel_choice.chosen(*call, turing) in ("`indexer_topk`", *FALLBACKS)
+        plain = kernel_choice.chosen(*call, turing)
+        assert "generic" in plain or plain == "`indexer_topk`"
 
 
 def test_the_table_has_every_kernel_that_a_call_may_get() -> None:
