@@ -26,7 +26,8 @@ struct LossParams {
     float* target;             // (chunk, rows, keys): sums of exp(scale * q.k - lse), or target_scale * q.k
     float* scores;             // (chunk, rows, keys): the indexer's scores, then the gradient by them
     u16* gradient;             // (chunk, keys), bf16, zero up to the end of a tile of keys; or null: over the scores
-    float* key_sums;           // (s_kv, d_i): d_index_k of the chunks so far
+    u16* finite_keys;          // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
+    float* key_sums;           // (key_splits, s_kv, d_i): d_index_k of the chunks so far
     float* kl;                 // (s_q, rows)
     float* mass;               // (s_q, rows)
     float* index_lse;          // (s_q, rows)
@@ -63,6 +64,7 @@ struct LossParams {
     i32 first_token, num_tokens;  // of the chunk
     i32 first_chunk, last_chunk;
     i32 d_index_q_fp32, d_index_k_fp32;
+    i32 key_splits, split_tokens;  // of the chunk: who adds to which sums of keys
     float scale, target_scale;
     float score_unit;  // factor of the indexer's weights
 };

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import PLAIN, Kernel, Params, Variant
 from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
 
 TARGETS = ("head_sum", "per_head")
 MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
@@ -76,10 +78,13 @@ class LossKernel(Kernel[LossProblem]):
         `grid(problem, tokens)`: for that many tokens.
     variant : callable
         `variant(problem)`: the build that it takes.
+    maps : callable
+        `maps(call)`: its tensor maps, by the names of the arrays.
     """
 
     grid: Callable[[LossProblem, int], Dim3] = lambda problem, tokens: (1, 1, 1)
     variant: Callable[[LossProblem], Variant] = lambda problem: PLAIN[0]
+    maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = lambda call: ()
 
 
 PARAMS = Params(
@@ -97,6 +102,7 @@ PARAMS = Params(
     target="u8",
     scores="u8",
     gradient="u8",
+    finite_keys="u8",
     key_sums="u8",
     kl="u8",
     mass="u8",
@@ -157,6 +163,8 @@ PARAMS = Params(
     last_chunk="i4",
     d_index_q_fp32="i4",
     d_index_k_fp32="i4",
+    key_splits="i4",
+    split_tokens="i4",
     scale="f4",
     target_scale="f4",
     score_unit="f4",
