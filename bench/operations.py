@@ -5,6 +5,7 @@ from __future__ import annotations
 from .core.operation import BenchOperation
 from .ops.decode.operation import DECODE
 from .ops.indexer_logits.operation import INDEXER_LOGITS
+from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_forward.operation import SPARSE_FORWARD
 
@@ -15,5 +16,6 @@ OPERATIONS: dict[str, BenchOperation] = {
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,
+        INDEXER_LOSS,
     )
 }
