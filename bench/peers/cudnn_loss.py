@@ -19,7 +19,7 @@ FLASH_MAX_WIDTH = 256
 class CudnnLoss:
     """Scores of the attention, scores of the indexer, gradients: each step allocates what it returns.
 
-    It has gradients only. Its loss is a mean, so that the number of tokens is its coefficient here; and its weights have
+    It has gradients only. Its loss is a mean, so that the number of tokens is its coefficient here; its weights have
     the factors of ours in them.
     """
 

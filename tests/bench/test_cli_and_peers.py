@@ -75,6 +75,7 @@ def test_options():
         "sparse-forward": "graph",
         "sparse-backward": "events",
         "indexer-logits": "graph",
+        "indexer-loss": "events",
     }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 

@@ -64,15 +64,16 @@ class Verdict:
 def expect(case: LossCase, dtype: str, inputs: LossInputs, device: Device) -> list[Any]:
     """The oracle's results of a few queries; then a `Whole`."""
     host = inputs.host
-    exact = reference.indexer_warmup_loss(**host) if case.tokens <= FEW_TOKENS else None
+    arguments: dict[str, Any] = dict(host)
+    exact = reference.indexer_warmup_loss(**arguments) if case.tokens <= FEW_TOKENS else None
     whole = Whole(host["index_q"], host["index_k"], None if exact is None else exact.d_index_k)
     return [*(_sample(case, host, int(row)) for row in spaced(case.tokens, QUERIES)), whole]
 
 
 def _sample(case: LossCase, host: dict[str, Array], row: int) -> Sample:
     first = row // case.s * case.s
-    one = {name: host[name][row : row + 1] for name in ("q", "index_q", "weights", "lse")}
-    keys = {name: host[name][first : row + 1] for name in ("k", "index_k")}
+    one: dict[str, Any] = {name: host[name][row : row + 1] for name in ("q", "index_q", "weights", "lse")}
+    keys: dict[str, Any] = {name: host[name][first : row + 1] for name in ("k", "index_k")}
     exact = reference.indexer_warmup_loss(**one, **keys)
     assert exact.d_index_q is not None
     assert exact.d_weights is not None
