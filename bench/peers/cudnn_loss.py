@@ -98,7 +98,7 @@ class CudnnLoss:
         return call
 
     def _flash(self, case: LossCase, inputs: LossInputs) -> Callable[[], object]:
-        """Forward and backward of causal attention of the same heads, all of which have keys and values of their own."""
+        """Forward and backward of causal attention of the same heads, each with keys and values of its own."""
         torch, x = self._torch, self._tensors(case, inputs)
         q = x["q"].transpose(1, 2).contiguous().requires_grad_()
         k, v = (x["k"].unsqueeze(1).expand(-1, case.h, -1, -1).contiguous().requires_grad_() for _ in range(2))

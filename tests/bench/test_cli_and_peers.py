@@ -41,6 +41,8 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
         ("decode", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
         ("indexer-logits", ["--peers-dir"]),
+        ("indexer-topk", []),
+        ("indexer-prepare", []),
         ("sparse-backward", ["--deterministic", "--indices"]),
     ],
 )
@@ -76,6 +78,8 @@ def test_options():
         "sparse-backward": "events",
         "indexer-logits": "graph",
         "indexer-loss": "events",
+        "indexer-topk": "graph",
+        "indexer-prepare": "graph",
     }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 

@@ -21,8 +21,9 @@ from mla_cupy.kernels.decode import DECODE, clusters
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.shapes import D_V, TILE_TOKENS
 from tests.decode.cluster_inputs import maxima_of_tiles, uneven
-from tests.support.calls import plan_of
+from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.gpu import upload, uploaded
 from tests.support.kernels import CLUSTER_KERNELS, DECODE_KERNELS
 from tests.support.mutants import Mutant, planted
 from tests.support.recorder import H200, Recorder
@@ -334,3 +335,41 @@ def test_updates_of_a_plan_are_free(recorder: Recorder) -> None:
 def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
     with pytest.raises(ArgumentError, match=r"kernel: got .*expected a kernel that takes a schedule"):
         plan_of(make(WITHIN), device=0, kernel=kernel, batch_invariant=True)
+
+
+# ---- On a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h_q", [16, 128])
+@pytest.mark.parametrize("b", [1, 2, 3, 7, 14, 15, 16, 29, 30, 31, 40])
+@pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
+def test_every_number_of_requests(hopper: object, kernel: str, b: int, h_q: int) -> None:
+    """Fewer than clusters, as many, and more."""
+    inputs = uneven(DecodeCase(b=b, seqlens="ragged-3000", h_q=h_q, seed=b))
+    got = on_host(mla_cupy.mla_decode(*uploaded(inputs), kernel=kernel))
+    check((got[0], got[1]), inputs.exact, inputs.rounded, "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
+def test_who_comes_last_does_not_show(hopper: object, kernel: str, d_qk: int) -> None:
+    """The same bits in every launch, in one workspace, with other lengths in between."""
+    inputs = uneven(DecodeCase(b=3, seqlens=(9000, 0, 700), s_q=2, h_q=16, d_qk=d_qk))
+    arguments = uploaded(inputs)
+    other = upload(np.array([70, 8000, 9000], np.int32).clip(max=inputs.case.lengths()))
+    plan = plan_of(inputs, kernel=kernel)
+    expected: Any = None
+    for step in range(500):
+        if step % 10 == 9:
+            plan.update(other)
+            mla_cupy.mla_decode(*arguments[:3], other, plan=plan)
+        plan.update(arguments[3])
+        got = mla_cupy.mla_decode(*arguments, plan=plan)
+        if expected is None:
+            expected = on_host(got)
+            check((expected[0], expected[1]), inputs.exact, inputs.rounded, "bfloat16")
+        elif step % 50 == 0:
+            for mine, first in zip(on_host(got), expected, strict=True):
+                assert_same(mine, first)

@@ -29,8 +29,8 @@ INDEXER_LOSS = BenchOperation(
     name="indexer-loss",
     title="the indexer's warm-up loss: divergence from the main attention, and its gradients",
     examples=EXAMPLES,
-    peers="cudnn (cudnn-frontend: imports torch, compiles at its first call; FlashAttention-2 through torch is one of its "
-    "figures), generic; or none. Default: none",
+    peers="cudnn (cudnn-frontend: imports torch, compiles at its first call; FlashAttention-2 through torch is one of "
+    "its figures), generic; or none. Default: none",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,
