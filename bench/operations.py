@@ -6,6 +6,7 @@ from .core.operation import BenchOperation
 from .ops.decode.operation import DECODE
 from .ops.indexer_logits.operation import INDEXER_LOGITS
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
+from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
 
 OPERATIONS: dict[str, BenchOperation] = {
@@ -15,5 +16,6 @@ OPERATIONS: dict[str, BenchOperation] = {
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,
+        SPARSE_DECODE,
     )
 }

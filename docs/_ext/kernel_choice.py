@@ -13,6 +13,8 @@ from mla_cupy.kernels.sparse import SPARSE_FORWARD
 from mla_cupy.kernels.sparse.problem import SparseForwardProblem
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -47,6 +49,7 @@ SITUATIONS = (
     ("`sparse_mla_forward`, 32 heads", SPARSE_FORWARD, _forward(32)),
     ("`sparse_mla_forward`, 64 heads", SPARSE_FORWARD, _forward(64)),
     ("`sparse_mla_forward`, 128 heads", SPARSE_FORWARD, _forward(128)),
+    ("`sparse_mla_decode`, any number of heads", SPARSE_DECODE, SparseDecodeProblem(128, 128, 2048, "bfloat16", "v32")),
     ("`sparse_mla_backward`, 64 heads", SPARSE_BACKWARD, _backward(64)),
     ("`sparse_mla_backward`, 128 heads", SPARSE_BACKWARD, _backward(128)),
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),

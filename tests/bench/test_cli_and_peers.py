@@ -41,6 +41,7 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
         ("decode", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
         ("indexer-logits", ["--peers-dir"]),
+        ("sparse-decode", ["--peers-dir"]),
         ("sparse-backward", ["--deterministic", "--indices"]),
     ],
 )
@@ -75,6 +76,7 @@ def test_options():
         "sparse-forward": "graph",
         "sparse-backward": "events",
         "indexer-logits": "graph",
+        "sparse-decode": "graph",
     }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 

@@ -21,6 +21,7 @@ SMALL = {
     "sparse-forward": "sq3-skv8-hq2-topk4",
     "sparse-backward": "sq3-skv8-hq2-topk4",
     "indexer-logits": "sq3-skv8-h2-d32",
+    "sparse-decode": "b1-sq1-hq2-topk4-pool64",
 }
 #: What the processes run in place of the GPU.
 SERVE = f"""
