@@ -13,6 +13,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
 
 from mla_cupy.runtime import device
+from tests import durations
 from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
 
@@ -20,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sim", choices=("quick", "full"), default="quick", help="cases that run in the simulator: a choice, or all"
     )
+    parser.addoption("--cpu-times", metavar="FILE", help="add to FILE what each folder takes: see tests/durations.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--cpu-times"):
+        config.pluginmanager.register(durations.Recorder(file))
 
 
 @pytest.fixture(scope="session")

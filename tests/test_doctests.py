@@ -24,9 +24,12 @@ MODULES = sorted(
 )
 #: Public calls whose docstring must have an example.
 PUBLIC = (
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",
+    "indexer_select_paged",
     "indexer_topk",
     "indexer_warmup_loss",
     "merge_states",

@@ -201,9 +201,8 @@ struct Math {
 MLA_DEVICE void add_heads(Storage& s, const Math& math, const QueryStages& stages, i32 query_stage, i32 key_stage,
                           float (&sums)[kSums]) {
     float d[64];
-    SmemDesc q = k_major_desc(smem_addr(s.q) + stages.q_offset(query_stage));
-    SmemDesc k = k_major_desc(smem_addr(s.k[key_stage]));
-    opaque(k.bits);
+    SmemDesc q = uniform(k_major_desc(smem_addr(s.q) + stages.q_offset(query_stage)));
+    const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[key_stage])));
     const float2* weights = &s.weights[stages.pair(query_stage) + math.warp][math.g];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;

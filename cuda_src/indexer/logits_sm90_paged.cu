@@ -180,8 +180,7 @@ MLA_DEVICE void multiply_step(float (&d)[32], SmemDesc a, SmemDesc b, bool accum
 // Adds the weighted products of a block of heads to the sums of this thread's rows, g and g + 8.
 MLA_DEVICE void add_heads(Storage& s, SmemDesc k, i32 tile, i32 c, float (&sums)[2]) {
     float d[kProducts];
-    SmemDesc q = k_major_desc(smem_addr(s.q[tile]));
-    opaque(q.bits);
+    const SmemDesc q = uniform(k_major_desc(smem_addr(s.q[tile])));
     pin(d);
     wgmma_fence();
 #pragma unroll
@@ -218,8 +217,7 @@ MLA_DEVICE void run_page(const LogitsParams& p, Storage& s, const QueryStages& s
     const i32 c = thread % 4, row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
     // Of the four threads of a row, the first stores it, and the second the row eight further on.
     const i32 own_row = row + 8 * (c & 1);
-    SmemDesc k = k_major_desc(smem_addr(s.k[stage]));
-    opaque(k.bits);
+    const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[stage])));
     const float scale = s.scales[stage][own_row];
     i32 q_tile = stages.first_tile(query_stage);
 #pragma unroll 1

@@ -12,6 +12,9 @@
 // transform's levels all but three stay in the lane. A group of lanes takes kVectors vectors in turn, so that cos and
 // sin are loaded once for several heads of a token.
 //
+// Keys may go straight to a paged cache: with `slots`, key i becomes the record of its slot, and is skipped if there is
+// no such slot.
+//
 // Source: the reference implementation of DeepSeek-V3.2-Exp, from its description. What differs: one pass over memory.
 #include "common/facts.cuh"
 #include "common/types.cuh"
@@ -39,17 +42,20 @@ static_assert(kElems % 4 == 0, "codes are stored by words");
 struct PrepareParams {
     const u16* x;          // (n, h, d), bfloat16
     const float* weights;  // (n, h), or null: `scales` are the scales themselves
-    const float* cos;      // (max_position, half_rope)
+    const float* cos;      // (max_position, half_rope); as sin and positions, null if half_rope is 0
     const float* sin;      // (max_position, half_rope)
     const i32* positions;  // (n,)
-    u8* codes;             // (n, h, d)
-    float* scales;         // (n, h)
+    const u8* slots;       // (n,), i32 or i64: `codes` are pages, h is 1; or null
+    u8* codes;             // (n, h, d), or (num_pages, page_size * (d + 4))
+    float* scales;         // (n, h); not with slots
     i64 x_stride_n_elems, x_stride_h_elems, weights_stride_n_elems, weights_stride_h_elems;
     i64 cos_stride_elems, sin_stride_elems, positions_stride_elems;
     i64 codes_stride_n_elems, codes_stride_h_elems, scales_stride_n_elems, scales_stride_h_elems;
+    i64 slots_stride_bytes, page_stride_bytes;
     i32 n, h, half_rope, max_position;
     i32 interleaved, hadamard, power_of_2, rounded;
     i32 x_aligned;  // to 16 bytes, in every row
+    i32 num_pages, page_size, slots_are_64;
     float h_factor, d_factor;
 };
 
@@ -107,6 +113,7 @@ struct Rotation {
     }
     MLA_DEVICE bool is_first() const { return lane < partner; }
     MLA_DEVICE void load(const PrepareParams& p, i32 token) {
+        if (p.half_rope == 0) return;
         const i32 row = max(0, min(p.positions[token * p.positions_stride_elems], p.max_position - 1));
         const float* cos_row = p.cos + row * p.cos_stride_elems;
         const float* sin_row = p.sin + row * p.sin_stride_elems;
@@ -197,6 +204,27 @@ MLA_DEVICE Codes encode(const PrepareParams& p, const Elements& x, float scale) 
     return codes;
 }
 
+// ---- Where a vector goes ---------------------------------------------------------------------------------------
+struct Destination {
+    u8* codes;  // null: nowhere
+    float* scale;
+};
+
+MLA_DEVICE Destination record_of_slot(const PrepareParams& p, i32 token) {
+    const u8* from = p.slots + token * p.slots_stride_bytes;
+    const i64 slot = p.slots_are_64 ? *reinterpret_cast<const i64*>(from) : (i64) * reinterpret_cast<const i32*>(from);
+    if (slot < 0 || slot >= (i64)p.num_pages * p.page_size) return Destination{nullptr, nullptr};
+    const i64 page = slot / p.page_size, at = slot - page * p.page_size;
+    u8* codes = p.codes + page * p.page_stride_bytes;
+    return Destination{codes + at * kHeadDim, reinterpret_cast<float*>(codes + (i64)p.page_size * kHeadDim) + at};
+}
+
+MLA_DEVICE Destination destination(const PrepareParams& p, i32 token, i32 head) {
+    if (p.slots != nullptr) return record_of_slot(p, token);
+    return Destination{p.codes + token * p.codes_stride_n_elems + head * p.codes_stride_h_elems,
+                       p.scales + token * p.scales_stride_n_elems + head * p.scales_stride_h_elems};
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(const __grid_constant__ PrepareParams p) {
     griddepcontrol_wait();
@@ -219,15 +247,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(co
         }
         const float scale = find_scale(p, find_amax(x));
         if (begin + i >= vectors) continue;
-        u8* to = p.codes + token * p.codes_stride_n_elems + head * p.codes_stride_h_elems + rotation.lane * kElems;
-        *reinterpret_cast<Codes*>(to) = encode(p, x, scale);
+        const Destination to = destination(p, token, head);
+        if (to.codes == nullptr) continue;
+        *reinterpret_cast<Codes*>(to.codes + rotation.lane * kElems) = encode(p, x, scale);
         if (rotation.lane == 0) {
             float result = scale;
             if (p.weights != nullptr) {
                 const float w = p.weights[token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
                 result = __fmul_rn(__fmul_rn(__fmul_rn(w, p.h_factor), scale), p.d_factor);
             }
-            p.scales[token * p.scales_stride_n_elems + head * p.scales_stride_h_elems] = result;
+            *to.scale = result;
         }
     }
     griddepcontrol_launch_dependents();

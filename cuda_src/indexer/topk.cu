@@ -48,7 +48,7 @@ static_assert(kItems * kThreads < 1 << 16, "half a word holds a count of keys");
 struct TopkParams {
     const void* logits;      // (s_q, s_kv), float32 or bfloat16
     const i32* ks;           // (s_q,), or null: 0
-    const i32* ke;           // (s_q,), or null: s_kv
+    const i32* ke;           // (s_q / rows_per_ke,), or null: s_kv
     const i32* block_table;  // (b, max_pages), or null
     i32* indices;            // (s_q, k)
     i32* counts;             // (s_q,)
@@ -58,6 +58,7 @@ struct TopkParams {
     i64 indices_stride_q_elems, counts_stride_elems, values_stride_q_elems;
     i32 s_q, s_kv, k;
     i32 rows_per_table, max_pages, page_size;
+    i32 rows_per_ke;  // that share a ke, which is the last one's: each row before it sees one key less
     i32 keep_first, keep_last;
     i32 by_value, relative, logits_are_bf16;
 };
@@ -123,8 +124,12 @@ struct Row {
 // Values from the device are hostile: clamped.
 MLA_DEVICE Row resolve_row(const TopkParams& p, i32 t, i32 rank) {
     const i32 begin = p.ks == nullptr ? 0 : max(0, min(p.ks[t * p.ks_stride_elems], p.s_kv));
-    const i32 ke = p.ke == nullptr ? p.s_kv : max(0, min(p.ke[t * p.ke_stride_elems], p.s_kv));
-    const i32 end = max(ke, begin);
+    i64 ke = p.s_kv;
+    if (p.ke != nullptr) {
+        const i32 group = t / p.rows_per_ke, rows_after = p.rows_per_ke - 1 - (t - group * p.rows_per_ke);
+        ke = (i64)p.ke[group * p.ke_stride_elems] - rows_after;
+    }
+    const i32 end = max((i32)max(0ll, min(ke, (i64)p.s_kv)), begin);
     const i64 share = ((i64)end - begin + kClusterBlocks - 1) / kClusterBlocks;
     const i64 first = begin + rank * share;
     return Row{p, t, begin, end, (i32)min(first, (i64)end), (i32)min(first + share, (i64)end)};

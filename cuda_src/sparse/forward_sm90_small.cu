@@ -139,9 +139,8 @@ MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : Le
 template <bool kRight>
 MLA_DEVICE void score(Storage& s, Math& math, i32 stage) {
     constexpr i32 kFirst = kRight ? Tile::kSwTilesLeft : 0, kLast = kRight ? Tile::kSwTilesQk : Tile::kSwTilesLeft;
-    SmemDesc q = k_major_desc(smem_addr(s.q)), k = k_major_desc(smem_addr(s.kv[stage]));
-    opaque(q.bits);
-    opaque(k.bits);
+    const SmemDesc q = uniform(k_major_desc(smem_addr(s.q)));
+    const SmemDesc k = uniform(k_major_desc(smem_addr(s.kv[stage])));
     mbarrier_wait(kRight ? s.kv_full[stage].right : s.kv_full[stage].left, math.ring.full_parity(stage));
     math.ring.advance(stage);
     fence_proxy_async();  // a gathered tile is written by ordinary copies
@@ -186,10 +185,8 @@ MLA_DEVICE void add_other_share(Storage& s, Math& math, i32 thread) {
 
 template <bool kRight>
 MLA_DEVICE void add_own_values(Storage& s, Math& math, i32 stage) {
-    SmemDesc p = k_major_desc(smem_addr(s.p[kRight]));
-    SmemDesc v = mn_major_desc(smem_addr(s.kv[stage] + (kRight ? kHalfBytes : 0)));
-    opaque(p.bits);
-    opaque(v.bits);
+    const SmemDesc p = uniform(k_major_desc(smem_addr(s.p[kRight])));
+    const SmemDesc v = uniform(mn_major_desc(smem_addr(s.kv[stage] + (kRight ? kHalfBytes : 0))));
     add_values(Element{}, math.out, v, p);
 }
 

@@ -165,9 +165,8 @@ MLA_DEVICE void start_scores(float (&tile)[kScoresPerThread], const u8* a_sw_til
 // dq += dS K, of 64 columns for each SW128 tile.
 template <i32 kCount>
 MLA_DEVICE void start_dq(float (&dq)[kCount], const u8* ds_sw_tile, const u8* k_sw_tiles) {
-    SmemDesc ds = k_major_desc(smem_addr(ds_sw_tile)), k = mn_major_desc(smem_addr(k_sw_tiles));
-    opaque(ds.bits);
-    opaque(k.bits);
+    const SmemDesc ds = uniform(k_major_desc(smem_addr(ds_sw_tile)));
+    const SmemDesc k = uniform(mn_major_desc(smem_addr(k_sw_tiles)));
     pin(dq);
     wgmma_fence();
 #pragma unroll
@@ -332,11 +331,9 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
 // dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
 template <i32 kHeadSteps, bool kRope>
 MLA_DEVICE void make_dkv(Reduce& reduce, Storage& s, const u8* ds_sw_tile, i32 sw_tile) {
-    SmemDesc ds = mn_major_desc(smem_addr(ds_sw_tile)), q = mn_major_desc(smem_addr(s.q) + sw_tile * kSw128Bytes);
-    SmemDesc dout = mn_major_desc(smem_addr(s.dout) + sw_tile * kSw128Bytes);
-    opaque(ds.bits);
-    opaque(q.bits);
-    opaque(dout.bits);
+    const SmemDesc ds = uniform(mn_major_desc(smem_addr(ds_sw_tile)));
+    const SmemDesc q = uniform(mn_major_desc(smem_addr(s.q) + sw_tile * kSw128Bytes));
+    const SmemDesc dout = uniform(mn_major_desc(smem_addr(s.dout) + sw_tile * kSw128Bytes));
     pin(reduce.dkv);
     wgmma_fence();
 #pragma unroll

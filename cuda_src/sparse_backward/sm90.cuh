@@ -90,9 +90,8 @@ MLA_DEVICE void arrive_with_copies(MBarrier& full) {
 // Issues d = A B^T over `kCount` SW128 tiles of both.
 template <class Element, i32 kCount>
 MLA_DEVICE void multiply_sw_tiles(float (&d)[kScoresPerThread], SmemAddr a_sw_tiles, SmemAddr b_sw_tiles) {
-    SmemDesc a = k_major_desc(a_sw_tiles), b = k_major_desc(b_sw_tiles);
-    opaque(a.bits);  // otherwise the compiler keeps all sums of address and step in registers across the loop
-    opaque(b.bits);
+    const SmemDesc a = uniform(k_major_desc(a_sw_tiles));
+    const SmemDesc b = uniform(k_major_desc(b_sw_tiles));
     pin(d);
     wgmma_fence();
 #pragma unroll

@@ -217,9 +217,8 @@ template <bool kRope>
 MLA_DEVICE void start_scores(float (&tile)[kScoresPerThread], SmemAddr a_rows, SmemAddr b_rows) {
     multiply_sw_tiles<Element, kSwTiles>(tile, a_rows, b_rows);
     if (kRope) {
-        SmemDesc a_rope = sw64_desc(a_rows + kRopeAt), b_rope = sw64_desc(b_rows + kRopeAt);
-        opaque(a_rope.bits);
-        opaque(b_rope.bits);
+        const SmemDesc a_rope = uniform(sw64_desc(a_rows + kRopeAt));
+        const SmemDesc b_rope = uniform(sw64_desc(b_rows + kRopeAt));
 #pragma unroll
         for (i32 i = 0; i < kSw64MmaSteps; ++i) {
             wgmma_m64n64k16<false>(Element{}, tile, advance(a_rope, i * kKMajorStepBytes),
@@ -232,9 +231,8 @@ MLA_DEVICE void start_scores(float (&tile)[kScoresPerThread], SmemAddr a_rows, S
 // dQ += dS K, where `a(step)` is dS for 16 keys, as an operand of wgmma.
 template <class Operand>
 MLA_DEVICE void start_dq(Math& math, const u8* k_rows, Operand a) {
-    SmemDesc k = mn_major_desc(smem_addr(k_rows)), k_rope = sw64_desc(smem_addr(k_rows) + kRopeAt);
-    opaque(k.bits);
-    opaque(k_rope.bits);
+    const SmemDesc k = uniform(mn_major_desc(smem_addr(k_rows)));
+    const SmemDesc k_rope = uniform(sw64_desc(smem_addr(k_rows) + kRopeAt));
     pin(math.dq);
     if (kHasRope) pin(math.dq_rope);
     wgmma_fence();
@@ -432,8 +430,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, Skipped skipped) {
         } else {
             make_p(block, math, at, per_row, thread);
             mbarrier_wait(s.peer_ds_full, math.state.full_parity());
-            SmemDesc ds = k_major_desc(smem_addr(s.ds) + head_block * kSw128Bytes);
-            opaque(ds.bits);
+            const SmemDesc ds = uniform(k_major_desc(smem_addr(s.ds) + head_block * kSw128Bytes));
             start_dq(math, s.k, [&](i32 step) { return advance(ds, step * kKMajorStepBytes); });
         }
         const Gather gather(block, next(block, at, skipped), gather_thread);
@@ -499,12 +496,10 @@ MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
 
 // dKV of an SW128 tile's 64 dims: P^T dO + dS^T Q.
 MLA_DEVICE void multiply_dkv(Reduce& reduce, Storage& s, i32 sw_tile) {
-    SmemDesc ds = mn_major_desc(smem_addr(s.ds)), q = mn_major_desc(smem_addr(s.q) + sw_tile * kSw128Bytes);
-    SmemDesc p = mn_major_desc(smem_addr(s.p)), dout = mn_major_desc(smem_addr(s.dout) + sw_tile * kSw128Bytes);
-    opaque(ds.bits);
-    opaque(q.bits);
-    opaque(p.bits);
-    opaque(dout.bits);
+    const SmemDesc ds = uniform(mn_major_desc(smem_addr(s.ds)));
+    const SmemDesc q = uniform(mn_major_desc(smem_addr(s.q) + sw_tile * kSw128Bytes));
+    const SmemDesc p = uniform(mn_major_desc(smem_addr(s.p)));
+    const SmemDesc dout = uniform(mn_major_desc(smem_addr(s.dout) + sw_tile * kSw128Bytes));
     pin(reduce.dkv);
     wgmma_fence();
 #pragma unroll
@@ -530,9 +525,8 @@ MLA_DEVICE void multiply_dkv(Reduce& reduce, Storage& s, i32 sw_tile) {
 
 // dKV of the 32 RoPE dims: dS^T Q.
 MLA_DEVICE void multiply_dkv_rope(float (&dkv)[16], Storage& s) {
-    SmemDesc ds = mn_major_desc(smem_addr(s.ds)), q = sw64_desc(smem_addr(s.q) + kRopeAt);
-    opaque(ds.bits);
-    opaque(q.bits);
+    const SmemDesc ds = uniform(mn_major_desc(smem_addr(s.ds)));
+    const SmemDesc q = uniform(sw64_desc(smem_addr(s.q) + kRopeAt));
     pin(dkv);
     wgmma_fence();
 #pragma unroll

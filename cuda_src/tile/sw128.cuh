@@ -5,6 +5,7 @@
 // SW128 tiles back to back. One SW128 tile serves as K-major operand (Q, K, P: the product runs along
 // columns) and as MN-major operand (V: the product runs along rows, that is tokens).
 #pragma once
+#include "ptx/control.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace mla {
@@ -42,10 +43,13 @@ MLA_DEVICE SmemDesc advance(SmemDesc desc, u32 bytes) {
     return SmemDesc{(desc.bits & 0xffffffff00000000ull) | (u64)((u32)desc.bits + (bytes >> 4))};
 }
 
-// The descriptor with its address known to be the same in all lanes, so that what is computed from it stays in uniform
-// registers, from which WGMMA takes it.
+// The descriptor with its address in a uniform register, as WGMMA takes it, and all that is computed from it, too: one
+// instruction per product instead of nine. A reduction over the warp writes such a register; a shuffle does not always.
+// The address is opaque: otherwise the compiler keeps every sum of address and step in a register across the loop.
 MLA_DEVICE SmemDesc uniform(SmemDesc desc) {
-    return SmemDesc{(desc.bits & 0xffffffff00000000ull) | __shfl_sync(kFullWarp, (u32)desc.bits, 0)};
+    i32 low = (i32)desc.bits;
+    opaque(low);
+    return SmemDesc{(desc.bits & 0xffffffff00000000ull) | __reduce_or_sync(kFullWarp, (u32)low)};
 }
 
 // Byte step from one wgmma to the next along K.

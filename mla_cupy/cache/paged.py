@@ -282,6 +282,24 @@ class PagedKVCache:
             options.setdefault("positions", step.positions)
         ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
 
+    def append_keys(self, step: CacheStep, layer: int, k: Any, *, pool: str = "indexer", **options: Any) -> None:
+        """Write the index keys of a step to a layer: `indexer_cache_append` to the slots of the step.
+
+        Parameters
+        ----------
+        step, layer
+            As for `append`.
+        k : array
+            In the order of the step's slots.
+        pool : str
+            Of the record "indexer".
+        **options
+            Of `indexer_cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+        """
+        if "cos" in options:
+            options.setdefault("positions", step.positions)
+        ops.indexer_cache_append(k, self.layer(layer, pool), step.slots, **options)
+
     def fork(self, sequence: int, count: int = 1) -> list[int]:
         """Sequences with the same tokens so far, which share all pages.
 

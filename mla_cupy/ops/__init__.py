@@ -4,6 +4,7 @@ from mla_cupy.ops import (
     cache,
     cache_pages,
     decode,
+    index_cache,
     logits,
     logits_paged,
     merge,
@@ -19,12 +20,14 @@ from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
 from mla_cupy.ops.call import workspace_bytes
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.index_cache import indexer_cache_append, indexer_cache_gather
 from mla_cupy.ops.logits import indexer_logits
 from mla_cupy.ops.logits_paged import indexer_logits_paged
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.ops.select import indexer_select
+from mla_cupy.ops.select_paged import indexer_select_paged
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
@@ -39,11 +42,14 @@ __all__ = [
     "cache_copy_pages",
     "cache_gather",
     "cache_update",
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",
+    "indexer_select_paged",
     "indexer_topk",
     "indexer_warmup_loss",
     "merge_states",
@@ -79,6 +85,8 @@ POOL_OPERATIONS: dict[str, Operation] = {
         cache.GATHER_OPERATION,
         cache_pages.COPY_PAGES_OPERATION,
         cache_pages.UPDATE_OPERATION,
+        index_cache.APPEND_OPERATION,
+        index_cache.GATHER_OPERATION,
         sparse_decode.OPERATION,
     )
 }

@@ -67,16 +67,20 @@ class Request(NamedTuple):
     examined: Examined
 
 
-class _Last(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Last:
     """The latest call of an operation in a thread."""
 
     options: tuple[Any, ...]
+    kinds: list[type]
     state: Hashable
     entry: _Entry
 
 
-class _Recent(threading.local):
+class _Recent:
     """What a thread's earlier calls have left. Launches are packed per thread."""
+
+    __slots__ = ("entries", "last", "measured", "natives")
 
     def __init__(self) -> None:
         self.natives: dict[type, Native] = {}
@@ -85,7 +89,14 @@ class _Recent(threading.local):
         self.measured: list[int] | None = None
 
 
-_recent = _Recent()
+class _Thread(threading.local):
+    """Looked up once in a call: each look-up takes as long as several of ordinary attributes."""
+
+    def __init__(self) -> None:
+        self.recent = _Recent()
+
+
+_thread = _Thread()
 
 
 def call(
@@ -116,33 +127,39 @@ def call(
     tuple
         The outputs, of the caller's library.
     """
-    native = _recent.natives.get(type(arrays[0]))
+    recent = _thread.recent
+    native = recent.natives.get(type(arrays[0]))
     if native is not None and check is False:
-        results = _repeat(operation, native, arrays, options, plan, stream)
+        results = _repeat(recent, operation, native, arrays, options, plan, stream)
         if results is not None:
             return results
     return _first(operation, arrays[:-1], options, arrays[-1], plan, check, stream)
 
 
 def _repeat(
-    operation: Operation, native: Native, arrays: tuple[Any, ...], options: Any, plan: Plan | None, stream: Any
+    recent: _Recent,
+    operation: Operation,
+    native: Native,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    plan: Plan | None,
+    stream: Any,
 ) -> tuple[Any, ...] | None:
     """Run a call like an earlier one of this thread; None if there was none. The last of `arrays` is the workspace."""
-    recent = _recent
     if recent.measured is not None:
         return None
     state = plan.state if plan else None
     last = recent.last.get(operation.name)
     try:
-        similar = last is not None and last.state == state and last.options == options
+        kinds = [*map(type, options)]  # True, 1 and 1.0 are equal, and not equally good as options
+        similar = last is not None and last.options == options and last.kinds == kinds and last.state == state
         if last is None or not similar or (addresses := last.entry.match(arrays)) is None:
             signed = native.signature(arrays)
             if signed is None:
                 return None
             addresses, signature = signed
-            last = recent.last[operation.name] = _Last(
-                options, state, recent.entries[operation.name, signature, options, state]
-            )
+            entry = recent.entries[operation.name, signature, options, (*kinds,), state]
+            last = recent.last[operation.name] = _Last(options, kinds, state, entry)
     except (KeyError, TypeError, ValueError):  # new, or with an option that is no number or name: the checks see to it
         return None
     entry = last.entry
@@ -159,20 +176,22 @@ def _matcher(native: Native, signature: Signature) -> Matcher:
 
 def forget() -> None:
     """Drop what this thread's calls have left, as after a change of the driver."""
-    _recent.natives.clear()
-    _recent.entries.clear()
-    _recent.last.clear()
+    recent = _thread.recent
+    recent.natives.clear()
+    recent.entries.clear()
+    recent.last.clear()
 
 
 @contextlib.contextmanager
 def measuring() -> Iterator[list[int]]:
     """Within a with statement, this thread's calls only report the bytes of workspace that they would need."""
     found: list[int] = []
-    _recent.measured = found
+    recent = _thread.recent
+    recent.measured = found
     try:
         yield found
     finally:
-        _recent.measured = None
+        recent.measured = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +209,18 @@ class _Outputs:
 class _Entry:
     """A kind of calls: everything that they have in common."""
 
-    __slots__ = ("_apart", "_device", "_native", "_nbytes", "_outputs", "_reach", "_written", "match", "prepared")
+    __slots__ = (
+        "_apart",
+        "_device",
+        "_given",
+        "_native",
+        "_nbytes",
+        "_outputs",
+        "_reach",
+        "_written",
+        "match",
+        "prepared",
+    )
 
     match: Matcher
 
@@ -201,6 +231,7 @@ class _Entry:
         needed, lent = nbytes
         self.prepared = prepared
         self._native, self._device, self._nbytes, self._outputs = native, request.device, needed, outputs
+        self._given = slice(outputs.begin, outputs.end)
         made = {index for index, _, _ in outputs.missing}
         reach = [None if at in made else span for at, span in enumerate(overlap.spans(tuple(request.views.values())))]
         self._reach = (None, *reach, (0, lent) if lent else None)
@@ -223,7 +254,7 @@ class _Entry:
             self._apart = addresses.copy()
         native, device, outputs = self._native, self._device, self._outputs
         handle = native.current_stream(device) if stream is None else families.stream_handle(stream)
-        results = arrays[outputs.begin : outputs.end]
+        results = arrays[self._given]
         if outputs.missing:
             results = self._complete(results, addresses, handle)
         memory = addresses.pop()
@@ -308,7 +339,8 @@ def _on_gpu(
 ) -> tuple[Any, ...]:
     """Check, prepare, allocate what is missing, enqueue. What can fail does so before anything is allocated."""
     arrays = (*lent.values(), workspace)
-    if not check and (results := _repeat(operation, native, arrays, options, plan, stream)) is not None:
+    recent = _thread.recent
+    if not check and (results := _repeat(recent, operation, native, arrays, options, plan, stream)) is not None:
         return results
     request = _examine(operation, native, lent, options)
     pipeline, examined, info = operation.pipeline, request.examined, devices.describe(request.device)
@@ -317,8 +349,8 @@ def _on_gpu(
     )
     nbytes = pipeline.workspace(config).nbytes
     begin, names = len(operation.inputs), operation.names
-    if _recent.measured is not None:
-        _recent.measured.append(nbytes)
+    if recent.measured is not None:
+        recent.measured.append(nbytes)
         return arrays[begin:-1]
     if workspace is not None:
         _check_workspace(native, lent, request, workspace, plan, nbytes)
@@ -337,7 +369,8 @@ def _on_gpu(
     else:
         addresses, signature = signed
         entry.match = native.matcher(arrays) or _matcher(native, signature)
-        _remember(operation, native, type(arrays[0]), signature, _Last(options, plan.state if plan else None, entry))
+        last = _Last(options, [*map(type, options)], plan.state if plan else None, entry)
+        _remember(operation, native, type(arrays[0]), signature, last)
     entry.trust(addresses)
     results = entry.run(arrays, addresses, handle, plan)
     assert results is not None
@@ -345,10 +378,10 @@ def _on_gpu(
 
 
 def _remember(operation: Operation, native: Native, kind: type, signature: Signature, last: _Last) -> None:
-    recent = _recent
+    recent = _thread.recent
     while len(recent.entries) >= MAX_ENTRIES:
         del recent.entries[next(iter(recent.entries))]
-    recent.entries[operation.name, signature, last.options, last.state] = last.entry
+    recent.entries[operation.name, signature, last.options, (*last.kinds,), last.state] = last.entry
     recent.last[operation.name] = last
     recent.natives[kind] = native
 
@@ -369,8 +402,9 @@ def _on_host(
     request = _examine(operation, family.native, lent, options)
     inputs = {name: lent[name] for name in _inputs(operation)}
     targets = [lent[output.name] for output in operation.outputs]
-    if _recent.measured is not None:
-        _recent.measured.append(0)
+    recent = _thread.recent
+    if recent.measured is not None:
+        recent.measured.append(0)
         return tuple(targets)
     kinds = [view.dtype if (view := request.views[output.name]) else "" for output in operation.outputs]
     if backend.use_gpu():

@@ -7,11 +7,11 @@ from typing import Any
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer import LOGITS_PAGED
-from mla_cupy.kernels.indexer.logits_problem import CODES, HEAD_DIMS, LogitsProblem
+from mla_cupy.kernels.indexer.logits_problem import CODES, LogitsProblem
 from mla_cupy.ops.call import call
+from mla_cupy.ops.key_pages import CACHE, SIZES, check_pages
 from mla_cupy.ops.logits_inputs import (
     MIN_SIZES,
-    SIZES,
     GivenOptions,
     check_sizes,
     kernel_dtype,
@@ -21,9 +21,6 @@ from mla_cupy.ops.logits_inputs import (
 )
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
 from mla_cupy.ops.schema import steps_by_16_bytes
-
-_SCALE_BYTES = 4
-_PAGE_ALIGNMENT = 16
 
 
 def indexer_logits_paged(
@@ -104,7 +101,7 @@ def _examine(views: Views, given: GivenOptions) -> Examined:
     b, s_q, heads, d = q.shape
     page_size, keys = cache.shape[1], table.shape[1] * cache.shape[1]
     check_sizes(heads=heads, num_pages=cache.shape[0], keys_per_sequence=keys, tokens=b * s_q)
-    _check_pages(cache, d)
+    check_pages(cache, d)
     _check_lengths(present(views, "seqlens"), s_q)
     problem = LogitsProblem(
         b * s_q,
@@ -120,21 +117,6 @@ def _examine(views: Views, given: GivenOptions) -> Examined:
     return Examined(problem, resolve(given), given.kernel)
 
 
-def _check_pages(cache: View, d: int) -> None:
-    record = d + _SCALE_BYTES
-    if cache.shape[2] != record:
-        raise ShapeError(explain("cache.shape[-1]", cache.shape[2], f"{record} bytes: d = {d} codes and a float32"))
-    num_pages, page_size = cache.shape[:2]
-    if 0 in cache.shape:
-        return
-    if cache.strides[2] != 1 or (page_size > 1 and cache.strides[1] != record):
-        remedy = "only whole pages may lie apart"
-        raise ShapeError(explain("cache.strides", cache.strides, f"contiguous pages: (any, {record}, 1)", remedy))
-    if cache.ptr % _PAGE_ALIGNMENT or (num_pages > 1 and (cache.strides[0] % _PAGE_ALIGNMENT or cache.strides[0] < 0)):
-        got = f"{cache.strides} from {cache.ptr:#x}"
-        raise ShapeError(explain("cache.strides", got, f"pages at multiples of {_PAGE_ALIGNMENT} bytes"))
-
-
 def _check_lengths(seqlens: View, s_q: int) -> None:
     if seqlens.shape[1] not in (1, s_q):
         raise ShapeError(explain("seqlens.shape[-1]", seqlens.shape[1], f"s_q={s_q}, as in q, or one per sequence"))
@@ -144,13 +126,13 @@ OPERATION = Operation(
     "indexer_logits_paged",
     inputs=(
         Input("q", "b s_q h d", CODES, contiguous=True),
-        Input("cache", "num_pages page_size 1? d+4", ("uint8",), contiguous=True),
+        Input("cache", CACHE, ("uint8",), contiguous=True),
         Input("weights", "b s_q h", ("float32",)),
         Input("seqlens", "b lengths?", ("int32",)),
         Input("block_table", "b max_pages", ("int32",)),
     ),
     outputs=(Output("logits", "b s_q max_pages*page_size", out_dtypes, "out_dtype", "rows"),),
-    sizes={**SIZES, "d+4": tuple(d + _SCALE_BYTES for d in HEAD_DIMS)},
+    sizes=SIZES,
     min_sizes={**MIN_SIZES, "page_size": 1},
     options=GivenOptions,
     examine=_examine,

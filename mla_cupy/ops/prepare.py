@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from mla_cupy.arrays.view import View
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer import PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.indexer.logits_problem import CODES
@@ -153,7 +154,7 @@ def indexer_prepare_k(
     return codes, k_scale
 
 
-class _Options(NamedTuple):
+class PrepareArguments(NamedTuple):
     """The caller's arguments beside the arrays."""
 
     interleaved: Any
@@ -162,28 +163,47 @@ class _Options(NamedTuple):
     reference_rounding: Any
 
 
-def _examine(views: Views, given: _Options) -> Examined:
-    x, cos = views["q"] if "q" in views else views["k"], views["cos"]
+def _examine(views: Views, given: PrepareArguments) -> Examined:
+    x = views["q"] if "q" in views else views["k"]
     assert x is not None
-    assert cos is not None
-    d, pairs, vectors = x.shape[-1], cos.shape[1], x.shape[0] * (x.shape[1] if len(x.shape) == 3 else 1)
+    return Examined(check_vectors(x, views["cos"]), check_prepare_options(given))
+
+
+def check_vectors(x: View, cos: View | None) -> PrepareProblem:
+    """Check the number of vectors, and how many of their elements turn.
+
+    Raises
+    ------
+    ShapeError
+    """
+    d, vectors = x.shape[-1], x.shape[0] * (x.shape[1] if len(x.shape) == 3 else 1)
+    pairs = 0 if cos is None else cos.shape[1]
     if pairs % (d // LANES) or 2 * pairs > d:
         expected = f"a multiple of d / {LANES} = {d // LANES}, at most d / 2"
         raise ShapeError(explain("cos.shape[-1]", pairs, expected))
     if vectors > _MAX_VECTORS:
         raise ShapeError(explain("vectors", vectors, f"at most {_MAX_VECTORS}", "split the call"))
+    return PrepareProblem(d, steps_by_16_bytes(x))
+
+
+def check_prepare_options(given: PrepareArguments) -> PrepareOptions:
+    """Check the flags and the rule of the scales.
+
+    Raises
+    ------
+    ArgumentError
+    """
     if not (isinstance(given.scales, str) and given.scales in SCALES):
         raise ArgumentError(explain("scales", repr(given.scales), '"power_of_2" or "plain"'))
-    options = PrepareOptions(
+    return PrepareOptions(
         check_flag("interleaved", given.interleaved),
         check_flag("hadamard", given.hadamard),
         given.scales,
         check_flag("reference_rounding", given.reference_rounding),
     )
-    return Examined(PrepareProblem(d, steps_by_16_bytes(x)), options)
 
 
-def _codes(first: str) -> tuple[str, ...]:
+def code_dtypes(first: str) -> tuple[str, ...]:
     """Bytes: not every library has e4m3."""
     return CODES[::-1]
 
@@ -192,7 +212,7 @@ _ROTATION = (
     Input("cos", "max_position rope_pairs", ("float32",), contiguous=True),
     Input("sin", "max_position rope_pairs", ("float32",), contiguous=True),
 )
-_REFERENCE_OPTIONS = _Options._fields
+REFERENCE_OPTIONS = PrepareArguments._fields
 
 OPERATION_Q = Operation(
     "indexer_prepare_q",
@@ -202,12 +222,12 @@ OPERATION_Q = Operation(
         *_ROTATION,
         Input("positions", "s_q", ("int32",)),
     ),
-    outputs=(Output("codes", "s_q h d", _codes, layout="wide"), Output("folded", "s_q h")),
+    outputs=(Output("codes", "s_q h d", code_dtypes, layout="wide"), Output("folded", "s_q h")),
     sizes={"d": HEAD_DIMS},
     min_sizes={"h": 1, "max_position": 1},
-    options=_Options,
+    options=PrepareArguments,
     examine=_examine,
-    reference_options=_REFERENCE_OPTIONS,
+    reference_options=REFERENCE_OPTIONS,
     pipeline=PREPARE_Q,
 )
 
@@ -218,11 +238,11 @@ OPERATION_K = Operation(
         *_ROTATION,
         Input("positions", "s_kv", ("int32",)),
     ),
-    outputs=(Output("codes", "s_kv d", _codes, layout="wide"), Output("k_scale", "s_kv")),
+    outputs=(Output("codes", "s_kv d", code_dtypes, layout="wide"), Output("k_scale", "s_kv")),
     sizes={"d": HEAD_DIMS},
     min_sizes={"max_position": 1},
-    options=_Options,
+    options=PrepareArguments,
     examine=_examine,
-    reference_options=_REFERENCE_OPTIONS,
+    reference_options=REFERENCE_OPTIONS,
     pipeline=PREPARE_K,
 )

@@ -12,7 +12,8 @@ from mla_cupy.ops.topk import TopkArguments, check_topk_options, indexer_topk
 
 BUFFER_BYTES = 64 << 20
 """Default size of the buffer of logits."""
-_MAX_BYTES = 1 << 40
+MAX_BUFFER_BYTES = 1 << 40
+"""Its largest size."""
 
 
 def indexer_select(
@@ -85,7 +86,7 @@ def indexer_select(
     """
     chosen: dict[str, Any] = {"order": order, "relative": relative, "keep_first": keep_first, "keep_last": keep_last}
     check_topk_options(TopkArguments(k=topk, page_size=1, return_values=False, kernel=None, **chosen))
-    check_count("buffer_bytes", buffer_bytes, 1, _MAX_BYTES)
+    check_count("buffer_bytes", buffer_bytes, 1, MAX_BUFFER_BYTES)
     family = families.common_family({"q": q, "k": k})
     native = family.native
     (q_view, k_view) = (native.view(family.adopt(x), name) for name, x in (("q", q), ("k", k)))
@@ -100,7 +101,7 @@ def indexer_select(
         ("counts", counts, (s_q,), "int32"),
     ):
         if given is None:
-            handle = 0 if q_view.device < 0 else _stream(native, q_view.device, stream)
+            handle = 0 if q_view.device < 0 else launch_stream(native, q_view.device, stream)
             given = family.release(native.empty(shape, dtype, q_view.device, handle))
         elif name != "logits" and tuple(given.shape) != shape:
             raise ShapeError(explain(f"{name}.shape", tuple(given.shape), str(shape)))
@@ -129,5 +130,6 @@ def indexer_select(
     return indices, counts
 
 
-def _stream(native: Any, device: int, stream: Any) -> int:
+def launch_stream(native: Any, device: int, stream: Any) -> int:
+    """The raw handle of the stream to run on: the caller's current one by default."""
     return int(native.current_stream(device)) if stream is None else families.stream_handle(stream)

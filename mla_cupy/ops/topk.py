@@ -47,7 +47,9 @@ def indexer_topk(
         How many to select: 1 to 8192.
     ks, ke : array, (s_q,), int32, optional
         Row t selects among the keys ks[t] <= s < ke[t]; both are clamped to [0, s_kv]. Default: all. Logits outside
-        are not read.
+        are not read. ke may have one number for each of b sequences, b dividing s_q, as `indexer_logits_paged` takes
+        `seqlens`: it is that of the last of the sequence's s_q / b rows in a line, and each row before sees one key
+        less than the next.
     block_table : array, (b, max_pages), int32, optional
         Return places in a paged cache: key s of a row becomes block_table[., s // page_size] * page_size + s %
         page_size, or -1 past the table's end. b divides s_q; each sequence has s_q / b rows in a line.
@@ -150,6 +152,9 @@ def _examine(views: Views, given: TopkArguments) -> Examined:
     for argument, size in (("logits.shape[0]", s_q), ("logits.shape[1]", s_kv)):
         if size > _MAX_INT32 // 8:
             raise ShapeError(explain(argument, size, f"at most {_MAX_INT32 // 8}", "split the call"))
+    ke = views["ke"]
+    if ke is not None and ke.shape[0] != s_q and (ke.shape[0] == 0 or s_q % ke.shape[0]):
+        raise ShapeError(explain("ke.shape[0]", ke.shape[0], f"s_q={s_q}, as in logits, or one per sequence"))
     if table is not None and s_q % table.shape[0]:
         raise ShapeError(explain("logits.shape[0]", s_q, f"a multiple of {table.shape[0]}, the rows of block_table"))
     if table is not None and options.relative:
@@ -166,7 +171,7 @@ OPERATION = Operation(
     inputs=(
         Input("logits", "s_q s_kv", ("float32", "bfloat16"), contiguous=True),
         Input("ks", "s_q", ("int32",), optional=True),
-        Input("ke", "s_q", ("int32",), optional=True),
+        Input("ke", "ends", ("int32",), optional=True),
         Input("block_table", "tables max_pages", ("int32",), optional=True),
     ),
     outputs=(

@@ -8,7 +8,12 @@ from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gathe
 from mla_cupy.reference.dense_decode import mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
 from mla_cupy.reference.indexer_loss import IndexerLoss, WarmupLoss, indexer_sparse_loss, indexer_warmup_loss
-from mla_cupy.reference.indexer_records import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.reference.indexer_records import (
+    indexer_cache_append,
+    indexer_cache_gather,
+    indexer_prepare_k,
+    indexer_prepare_q,
+)
 from mla_cupy.reference.indexer_topk import indexer_topk
 from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_weights
 from mla_cupy.reference.merge import merge_states
@@ -24,6 +29,8 @@ __all__ = [
     "cache_copy_pages",
     "cache_gather",
     "cache_update",
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",

@@ -41,7 +41,8 @@ def quantize(x: npt.ArrayLike, group: int, scales: str = "power_of_2") -> tuple[
         The bits of e4m3(clamp(x / scale, -448, 448)), rounded to nearest even.
     scales : array, (n, d / group), float32
     """
-    groups = np.asarray(x).astype(np.float32).reshape(len(np.asarray(x)), -1, group)
+    n, d = np.asarray(x).shape
+    groups = np.asarray(x).astype(np.float32).reshape(n, d // group, group)
     ratio = np.abs(groups).max(axis=-1, initial=0) / np.float32(MAX_E4M3)
     if scales == "power_of_2":
         ratio = np.maximum(ratio, np.float32(MIN_RATIO))
@@ -51,7 +52,7 @@ def quantize(x: npt.ArrayLike, group: int, scales: str = "power_of_2") -> tuple[
         scale = np.maximum(ratio, _MIN_SCALE)
     scale = scale.astype(np.float32)
     codes = to_e4m3(groups / scale[..., None])
-    return codes.reshape(len(groups), -1), scale
+    return codes.reshape(n, d), scale
 
 
 @np.errstate(all="ignore")

@@ -165,12 +165,12 @@ def _power_of_2(amax: Array) -> Array:
 
 
 def page_parts(cache: Array) -> tuple[Array, Array]:
-    """The codes (num_pages, page_size, d) and the scales (num_pages, page_size) of a cache, as views of its memory.
+    """Codes (num_pages, page_size, d) and the scales (num_pages, page_size) of a cache, as views of its memory.
 
-    A page of the cache (num_pages, page_size, d + 4), uint8, holds the codes of all its tokens, then their scales:
-    its last two axes are contiguous, and say how many bytes it has, not where they are.
+    A page of the cache (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8, holds the codes of
+    all its tokens, then their scales: its last axes are contiguous, and say how many bytes it has, not where they are.
     """
-    num_pages, page_size, width = cache.shape
+    num_pages, page_size, width = *cache.shape[:2], cache.shape[-1]
     d = width - SCALE_BYTES
     pages = cache.reshape(num_pages, page_size * width)
     codes = pages[:, : page_size * d].reshape(num_pages, page_size, d).view(numpy_dtype("float8_e4m3fn"))
@@ -181,8 +181,68 @@ def append_records(cache: Array, codes: npt.ArrayLike, scales: npt.ArrayLike, sl
     """Write keys to slots of a cache, in place: slot = page * page_size + token; any other number is skipped."""
     parts, page_scales = page_parts(cache)
     page_size = cache.shape[1]
-    values, slots = np.asarray(codes).astype(parts.dtype), np.asarray(slots).astype(np.int64)
+    codes, slots = np.asarray(codes), np.asarray(slots).astype(np.int64)
+    values = np.where(np.isnan(codes), np.nan, codes).astype(parts.dtype)  # there is one NaN: 0x7f
     for value, scale, slot in zip(values, np.asarray(scales), slots, strict=True):
         if 0 <= slot < cache.shape[0] * page_size:
             parts[slot // page_size, slot % page_size] = value
             page_scales[slot // page_size, slot % page_size] = scale
+
+
+def indexer_cache_append(
+    k: npt.ArrayLike,
+    cache: Array,
+    slots: npt.ArrayLike,
+    *,
+    cos: npt.ArrayLike | None = None,
+    sin: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+    **options: Any,
+) -> tuple[()]:
+    """Write index keys to a paged cache, in place: `indexer_prepare_k`, then `append_records`.
+
+    Parameters
+    ----------
+    k : array, (n, d)
+    cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
+        Pages may be any distance apart.
+    slots : array, (n,), integers
+        slot = page * page_size + token; any other number is skipped. Of equal slots one key wins.
+    cos, sin, positions : array, optional
+        As for `indexer_prepare_k`. Default: no RoPE.
+    **options
+        The options of `indexer_prepare_k`.
+    """
+    if cos is None or sin is None or positions is None:
+        cos = sin = np.zeros((1, 0), np.float32)
+        positions = np.zeros(len(np.asarray(k)), np.int32)
+    codes, scales = indexer_prepare_k(k, cos, sin, positions, **options)
+    append_records(cache, codes, scales, slots)
+    return ()
+
+
+def indexer_cache_gather(cache: Array, slots: npt.ArrayLike) -> tuple[Array, Array]:
+    """Read index keys of a paged cache.
+
+    Parameters
+    ----------
+    cache : array
+        As for `indexer_cache_append`.
+    slots : array, (n,), integers
+        A slot outside of the cache, such as -1, gives zeros.
+
+    Returns
+    -------
+    codes : array, (n, d), float64
+        Values of e4m3.
+    k_scale : array, (n,), float64
+    """
+    parts, page_scales = page_parts(cache)
+    num_pages, page_size, d = parts.shape
+    where = np.asarray(slots).astype(np.int64)
+    (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))
+    pages, tokens = np.divmod(where[live], max(1, page_size))
+    codes, scales = np.zeros((len(where), d)), np.zeros(len(where))
+    codes[live] = parts[pages, tokens].astype(np.float64)
+    scales[live] = page_scales[pages, tokens]
+    return codes, scales

@@ -35,7 +35,8 @@ def indexer_topk(
     ----------
     logits : array, (s_q, s_kv), float32
     ks, ke : array, (s_q,), integers, optional
-        Row t selects among ks[t] <= s < ke[t], both clamped to [0, s_kv]. Default: all.
+        Row t selects among ks[t] <= s < ke[t], both clamped to [0, s_kv]. Default: all. Of fewer numbers ke, b of
+        them, each is that of the last of a sequence's s_q / b rows; each row before sees one key less.
     block_table : array, (b, max_pages), integers, optional
         The pages of each sequence, which has s_q / b rows: an index s becomes block_table[., s // page_size] *
         page_size + s % page_size, or -1 past the end of the table.
@@ -61,7 +62,7 @@ def indexer_topk(
     """
     logits = np.asarray(logits)
     s_q, s_kv = logits.shape
-    first, end = key_ranges(s_q, s_kv, ks, ke)
+    first, end = key_ranges(s_q, s_kv, ks, None if ke is None else _ends(ke, s_q))
     indices, counts = np.full((s_q, k), -1, np.int64), np.zeros(s_q, np.int64)
     values = np.full((s_q, k), -np.inf)
     for t, (a, b) in enumerate(zip(first, end, strict=True)):
@@ -81,6 +82,13 @@ def order_keys(values: Array) -> npt.NDArray[np.uint32]:
     bits = np.where(values == 0, np.float32(0), values).view(np.uint32)
     keys = np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
     return np.where(np.isnan(values), 0, keys).astype(np.uint32)
+
+
+def _ends(ke: npt.ArrayLike, s_q: int) -> npt.NDArray[np.int64]:
+    """Of every row."""
+    given = np.asarray(ke).astype(np.int64)
+    rows = s_q // max(1, len(given))
+    return (given[:, None] - np.arange(rows)[::-1]).reshape(-1)
 
 
 def _select(values: Array, k: int, order: str, keep_first: int, keep_last: int) -> npt.NDArray[np.int64]:

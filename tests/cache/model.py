@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from mla_cupy import PagedKVCache
+from mla_cupy import PagedKVCache, reference
 from mla_cupy.cache.memory import HostMemory
+from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.errors import CacheFullError
 from mla_cupy.records import Field, Record
 
@@ -21,12 +23,16 @@ NUM_LAYERS = 2
 class Pair:
     """A cache and its model, changed together and compared."""
 
+    pools: Mapping[str, str | Record] = POOLS
+
     def __init__(
         self, num_pages: int = 12, page_size: int = 3, max_seqs: int = 5, max_pages: int = 6,
         memory: type[HostMemory] = HostMemory,
     ) -> None:  # fmt: skip
         sizes = {"num_pages": num_pages, "page_size": page_size, "max_seqs": max_seqs, "max_pages": max_pages}
-        self.cache = PagedKVCache(POOLS, num_layers=NUM_LAYERS, max_tokens=64, device="cpu", memory=memory, **sizes)
+        self.cache = PagedKVCache(
+            self.pools, num_layers=NUM_LAYERS, max_tokens=64, device="cpu", memory=memory, **sizes
+        )
         self.page_size, self.max_tokens = page_size, max_pages * page_size
         self.thorough = True  # whether every step is compared
         self.tokens: dict[int, list[int]] = {}
@@ -140,3 +146,34 @@ class Pair:
             split = np.lib.stride_tricks.as_strided(reach, shape, strides)
         inside = split[..., field.offset : field.offset + field.nbytes]
         return inside.view(np.int32)
+
+
+class RealPair(Pair):
+    """Latent records and index keys, written and read by the public calls: every number of a token says which it is."""
+
+    pools: Mapping[str, str | Record] = {"kv": "v32", "indexer": "indexer"}
+
+    def write(self, step: Any, ids: list[int]) -> None:
+        """Octal digits, which e4m3 and bfloat16 hold exactly, beside 448, whose scale is 1."""
+        for layer in range(NUM_LAYERS):
+            digits = _digits(ids, layer)
+            latent, rope, key = np.full((len(ids), 512), 448), np.zeros((len(ids), 64)), np.full((len(ids), 128), 448)
+            latent[:, : digits.shape[1]] = rope[:, : digits.shape[1]] = key[:, 1 : 1 + digits.shape[1]] = digits
+            self.cache.append(step, layer, latent.astype(np.float16), rope.astype(np.float16))
+            self.cache.append_keys(step, layer, key.astype(numpy_dtype("bfloat16")), hadamard=False)
+
+    def _check_pages(self, pages: Any, ids: list[int]) -> None:
+        place = np.arange(len(ids))
+        slots = pages[place // self.page_size] * self.page_size + place % self.page_size
+        for layer in range(NUM_LAYERS):
+            digits = _digits(ids, layer)
+            (rows,) = reference.cache_gather(self.cache.layer(layer), slots)
+            codes, k_scale = reference.indexer_cache_gather(self.cache.layer(layer, "indexer"), slots)
+            assert (rows[:, : digits.shape[1]] == digits).all()
+            assert (rows[:, 512 : 512 + digits.shape[1]] == digits).all()
+            assert (codes[:, 1 : 1 + digits.shape[1]] == digits).all()
+            assert (k_scale == 1).all()
+
+
+def _digits(ids: list[int], layer: int) -> Any:
+    return (np.array(ids, np.int64).reshape(-1, 1) + 1000 * layer) // 8 ** np.arange(11) % 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError, ops
 from mla_cupy.ops import POOL_OPERATIONS
 from mla_cupy.ops.operation import Operation
-from mla_cupy.records import V4, V32
+from mla_cupy.records import V4, V32, Record
 from tests.cache.inputs import Array, empty_cache, tokens
 from tests.cache.runs import copy_case, update_case
 from tests.support.mistakes import Bad, Call, option, raises, swap
@@ -55,24 +56,46 @@ def good_update() -> Call:
     return {"packed": packed, **dict(zip(names, arrays, strict=True)), "page_size": 3}
 
 
+def good_append_keys() -> Call:
+    angles = np.random.default_rng(0).random((7, 32), np.float32)
+    return {
+        "k": np.ones((3, 128), ml_dtypes.bfloat16),
+        "cache": np.zeros((4, 8, 132), np.uint8),
+        "slots": np.array([3, -1, 9]),
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+        "positions": np.array([0, 5, 6], np.int32),
+    }
+
+
+def good_gather_keys() -> Call:
+    results = {"codes": np.zeros((3, 128), np.uint8), "k_scale": np.zeros(3, np.float32)}
+    return {"cache": np.zeros((4, 8, 132), np.uint8), "slots": np.array([3, -1, 9]), **results}
+
+
 GOOD: dict[str, Callable[[], Call]] = {
     "cache_append": good_append,
     "cache_gather": good_gather,
     "cache_copy_pages": good_copy,
     "cache_update": good_update,
+    "indexer_cache_append": good_append_keys,
+    "indexer_cache_gather": good_gather_keys,
 }
+#: What launches of kernels of another name.
+ENTRIES = {"indexer_cache_append": "indexer_prepare", "indexer_cache_gather": "indexer_gather_keys"}
 
 
 def function_of(name: str) -> Any:
     return getattr(ops, name)
 
 
-#: No mistakes here: int64 is good for slots, and bytes lie anywhere.
-EXEMPT = ("slots int64", "positions int64", "pool between items", "pool odd strides")
+#: No mistakes here: bytes lie anywhere.
+EXEMPT = ("pool between items", "pool odd strides")
 
 
 def from_records(operation: Operation) -> list[Bad]:
-    return [bad for bad in mistakes(operation) if not bad.id.startswith(EXEMPT)]
+    wide = tuple(f"{x.name} int64" for x in operation.inputs if "int64" in x.dtypes)
+    return [bad for bad in mistakes(operation) if not bad.id.startswith((*EXEMPT, *wide))]
 
 
 RECORDED = [
@@ -126,13 +149,42 @@ UPDATE = [
     Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "from 1 on")),
     Bad("short", swap("packed", lambda x: x[:20].copy()), ShapeError, ("packed.shape[0]", "20", "at least 27")),
 ]
+APPEND_KEYS = [
+    Bad("no positions", lambda c: c.pop("positions"), ArgumentError, ("positions", "None", "or none")),
+    Bad("8 pairs", lambda c: c.update(cos=c["cos"][:, :8].copy(), sin=c["sin"][:, :8].copy()), ShapeError,
+        ("cos.shape[-1]", "8", "a multiple of d / 8 = 16")),
+    Bad("keys of 64", lambda c: c.update(k=c["k"][:, :64].copy(), cos=c["cos"][:, :16].copy(),
+        sin=c["sin"][:, :16].copy()), ShapeError, ("cache.shape[-1]", "132", "68 bytes")),
+    Bad("tokens apart", swap("cache", lambda x: pages_apart(132, 8 * 144, 144)), ShapeError,
+        ("cache.strides", "144", "(any, 132, 1)")),
+    Bad("odd pages", swap("cache", lambda x: pages_apart(132, 8 * 132 + 8)), ShapeError,
+        ("cache.strides", "1064", "multiples of 16 bytes")),
+    Bad("rule of scales", option("scales", "ue8m0"), ArgumentError, ("scales", "'ue8m0'", '"plain"')),
+    Bad("hadamard", option("hadamard", "yes"), ArgumentError, ("hadamard", "'yes'", "True or False")),
+]  # fmt: skip
+GATHER_KEYS = [
+    Bad("codes of 64", swap("codes", lambda x: x[:, :64].copy()), ShapeError, ("codes.shape", "(3, 64)", "(3, 128)")),
+    Bad(
+        "odd pages",
+        swap("cache", lambda x: pages_apart(132, 8 * 132 + 8)),
+        ShapeError,
+        ("cache.strides", "1064", "multiples of 16 bytes"),
+    ),
+]
+TABLES = {
+    "cache_append": APPEND,
+    "cache_gather": GATHER,
+    "cache_update": UPDATE,
+    "indexer_cache_append": APPEND_KEYS,
+    "indexer_cache_gather": GATHER_KEYS,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
         pytest.param(name, bad, id=f"{name}-{bad.id}".replace(" ", "_"))
-        for name, table in (("cache_append", APPEND), ("cache_gather", GATHER), ("cache_update", UPDATE))
+        for name, table in TABLES.items()
         for bad in table
     ],
 )
@@ -148,7 +200,7 @@ def test_the_calls_that_the_mistakes_are_made_in_are_good(name: str, recorder: R
     """And repeated calls are launched as the first."""
     for launches in (1, 2, 3):
         function_of(name)(**GOOD[name]())
-        assert recorder.entries == [name] * launches
+        assert recorder.entries == [ENTRIES.get(name, name)] * launches
 
 
 def test_read_only_caches_are_refused(recorder: Recorder) -> None:
@@ -174,3 +226,15 @@ def test_planar_records_of_one_token_per_page(monkeypatch: pytest.MonkeyPatch) -
     latent, rope = tokens(V4, 1)
     mla_cupy.cache_append(latent, rope, cache, np.array([2]))
     assert mla_cupy.cache_gather(cache, np.array([2, 1])).astype(np.float32).any(axis=1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("record", [V32, V4], ids=lambda record: record.name)
+def test_no_token_at_all_is_fine(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where every slot of a padded step is -1."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    cache = empty_cache(record, 2, 4)
+    before = cache.copy()
+    latent, rope = tokens(record, 3)
+    mla_cupy.cache_append(latent, rope, cache, np.array([-1, -1, 8]))
+    mla_cupy.cache_append(latent[:0], None if rope is None else rope[:0], cache, np.zeros(0, np.int64))
+    assert (cache == before).all()

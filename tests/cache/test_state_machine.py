@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mla_cupy.cache.memory import HostMemory
 from mla_cupy.errors import CacheFullError
-from tests.cache.model import Pair
+from tests.cache.model import Pair, RealPair
 
 INJECTED = RuntimeError("injected")
 
@@ -34,6 +34,8 @@ class FailingMemory(HostMemory):
 class Machine(RuleBasedStateMachine):
     """Rules draw numbers, and use them modulo what there is."""
 
+    pair_type: type[Pair] = Pair
+
     @initialize(
         num_pages=st.integers(1, 14),
         page_size=st.integers(1, 4),
@@ -41,7 +43,7 @@ class Machine(RuleBasedStateMachine):
         max_pages=st.integers(1, 6),
     )
     def begin(self, num_pages: int, page_size: int, max_seqs: int, max_pages: int) -> None:
-        self.pair = Pair(num_pages, page_size, max_seqs, max_pages, memory=FailingMemory)
+        self.pair = self.pair_type(num_pages, page_size, max_seqs, max_pages, memory=FailingMemory)
         self.prompts: list[list[int]] = [[]]
 
     def pick(self, number: int) -> int:
@@ -145,6 +147,16 @@ QUICK = settings(
 )
 TestQuick = Machine.TestCase
 TestQuick.settings = QUICK
+
+
+class RealMachine(Machine):
+    """With latent records and index keys, and the calls that write them."""
+
+    pair_type = RealPair
+
+
+TestReal = RealMachine.TestCase
+TestReal.settings = settings(QUICK, max_examples=3, stateful_step_count=12)
 
 
 @pytest.mark.slow

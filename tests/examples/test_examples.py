@@ -77,6 +77,24 @@ def test_continuous_batching_on_gpu(gpu: object) -> None:
     check_continuous_batching("cuda")
 
 
+def check_dsa_decode(backend: str) -> None:
+    sizes = ("--steps", "3", "--heads", "2", "--prompt", "130", "--batch", "2", "--topk", "20")
+    text = run("dsa_decode.py", *sizes, backend=backend)
+    assert "3 steps of 2 sequences, now [133] tokens; 1 pages copied" in text
+    (exact, error) = re.findall(r"selection exact: (\w+); largest error of out: (\S+)", text)[0]
+    assert exact == "True"
+    assert 0 < float(error) < 2e-3, "more than nothing: it did go through 16 bits"
+
+
+def test_dsa_decode() -> None:
+    check_dsa_decode("numpy")
+
+
+@pytest.mark.gpu
+def test_dsa_decode_on_gpu(gpu: object) -> None:
+    check_dsa_decode("cuda")
+
+
 def check_layer(backend: str, dtype: str, allowed: float) -> None:
     text = run("deepseek_v3_layer.py", "--tokens", "2", "--page-size", "1", "--dtype", dtype, backend=backend)
     assert text.endswith("\nequal\n")

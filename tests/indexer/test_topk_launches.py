@@ -32,6 +32,9 @@ def test_parameters(recorder: Recorder) -> None:
     assert [p[name] for name in ("s_q", "s_kv", "k", "rows_per_table", "max_pages")] == [6, 500, 99, 2, 10]
     assert [p[name] for name in ("page_size", "keep_first", "keep_last", "by_value", "relative")] == [16, 4, 5, 1, 0]
     assert [x.shape for x in results] == [(6, 99), (6,), (6, 99)]
+    assert p["rows_per_ke"] == 1
+    mla_cupy.indexer_topk(logits, 99, ke=bounds[1, :3])
+    assert recorder.launches[-1].params["rows_per_ke"] == 2
 
 
 @pytest.mark.parametrize(

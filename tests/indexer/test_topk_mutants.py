@@ -50,6 +50,14 @@ MUTANTS = [
     mutant(CLUSTER, "blocks write where the first one does", "above_before += (i32)block_sum", "(void)block_sum"),
     mutant(CLUSTER, "every block takes the ties", "before.equal = found.equal_before;", "before.equal = 0;"),
 ]
+ENDS = Mutant("every row sees the last key", "indexer/topk.cu", "- rows_after;", ";")
+
+
+@pytest.mark.slow
+def test_ends_of_sequences_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, ke = np.tile(np.arange(50, dtype=np.float32), (4, 1)), np.array([50, 9], np.int32)
+    with planted(ENDS, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, ptxsim.SimError)):
+        assert_selected(select(BLOCK, logits, k=3, ke=ke), expected(logits, k=3, ke=ke))
 
 
 @pytest.mark.parametrize(("kernel", "planted_bug"), MUTANTS)

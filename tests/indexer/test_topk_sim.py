@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy import ShapeError
 from mla_cupy.kernels.indexer import TOPK
 from mla_cupy.kernels.indexer.problem import TopkProblem
 from mla_cupy.simulation import fake_gpu
@@ -118,3 +119,21 @@ def test_hard_rows_of_long_clusters(at: int, k: int) -> None:
     logits = hard_rows(40_000)[at : at + 1]
     for order in ("index", "value"):
         assert_selected(select(CLUSTER, logits, k=k, order=order), expected(logits, k=k, order=order))
+
+
+@pytest.mark.parametrize("kernel", [BLOCK, CLUSTER])
+def test_an_end_for_each_sequence(kernel: str) -> None:
+    """Two sequences of three rows: the last one sees all, each before it one key less; hostile ends."""
+    width = WIDTHS[kernel]
+    logits = np.tile(np.arange(width, dtype=np.float32), (6, 1))
+    for ends in ([width, 2], [2**31 - 1, -(2**31)]):
+        ke = np.array(ends, np.int32)
+        got = select(kernel, logits, k=4, ke=ke)
+        assert_selected(got, expected(logits, k=4, ke=ke))
+        assert got[1].tolist() == [4, 4, 4, 0, 1, 2] if ends[1] == 2 else [4, 4, 4, 0, 0, 0]
+
+
+def test_ends_must_divide_the_rows() -> None:
+    for count in (0, 4, 7):
+        with pytest.raises(ShapeError, match=r"ke.shape\[0\].*s_q=6"):
+            mla_cupy.indexer_topk(np.zeros((6, 9), np.float32), 3, ke=np.zeros(count, np.int32))

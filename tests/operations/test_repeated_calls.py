@@ -208,7 +208,34 @@ def test_the_memory_of_calls_is_bounded(
         recorder.launches.clear()
         function_of(operation)(**call, **options)
         assert recorder.launches
-        assert len(calling._recent.entries) <= 4
+        assert len(calling._thread.recent.entries) <= 4
+
+
+@operations
+def test_equal_options_of_another_type_are_checked(operation: Operation, recorder: Recorder) -> None:
+    """True == 1 == 1.0, but a scale of True is refused, and so is a count of 1.0, whatever earlier calls were given."""
+    twins = {
+        "scale": (1, True),
+        "causal": (True, 1.0),
+        "d_v": (512, 512.0),
+        "k": (2048, 2048.0),
+        "keep_first": (1, True),
+    }
+    tried = 0
+    for name in sorted(twins.keys() & set(operation.options._fields)):
+        call, (good, bad) = good_call(operation), twins[name]
+        for _ in range(2):
+            function_of(operation)(**{**call, name: good})
+        launched = len(recorder.launches)
+        for _ in range(2):
+            with pytest.raises(mla_cupy.ArgumentError, match=name):
+                function_of(operation)(**{**call, name: bad})
+        assert len(recorder.launches) == launched
+        function_of(operation)(**{**call, name: good})
+        assert len(recorder.launches) > launched
+        tried += 1
+    if not tried:
+        pytest.skip("has no such option")
 
 
 @operations

@@ -22,7 +22,7 @@ def cuda_src(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "generic/tiny.cu": TINY,
         "common/scale.cuh": SCALE,
-        "generic/slow.cu": slow_source(900),
+        "generic/slow.cu": slow_source(600),
         "generic/endless.cu": slow_source(2500),
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_kernels import SLOW_REQUEST, TINY_REQUEST
+from tiny_kernels import TINY_REQUEST
 
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
 from mla_cupy.runtime import cache, driver, loader, nvrtc, worker
@@ -138,12 +138,13 @@ def test_a_prebuilt_directory_that_is_none_is_said(fresh: Path, monkeypatch: pyt
 def test_a_terminal_is_told_once_about_a_long_compilation(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
-    monkeypatch.setattr(loader, "_QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(loader, "_QUIET_SECONDS", 0.02)  # to start the child takes longer, and many ticks
+    monkeypatch.setattr(loader, "_TICK_SECONDS", 0.005)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    loader.obtain(SLOW_REQUEST)
+    loader.obtain(TINY_REQUEST)
     said = capsys.readouterr()
     assert said.out == ""
-    expected = ["mla_cupy: compiling mla_slow-plain-sm_90a, once for this machine ..."] if terminal else []
+    expected = [f"mla_cupy: compiling {TINY_REQUEST.name}, once for this machine ..."] if terminal else []
     assert said.err.splitlines() == expected
 
 

@@ -24,7 +24,7 @@ SCALE = "#pragma once\n__device__ float scale() { return 2.0f; }\n"
 
 
 def slow_source(statements: int) -> str:
-    """Straight-line code with data-dependent branches: 900 statements take seconds to compile, 2500 half a minute."""
+    """Straight-line code with data-dependent branches: 600 statements take seconds to compile, 2500 half a minute."""
     body = "".join(
         f"v = v * {2654435761 + 2 * i}u + (w >> {i % 31}); w ^= v * {7 * i + 3}u;"
         f"if (v % {2 * i + 3}u == {i}u) w += x[{i}];\n"

@@ -63,11 +63,17 @@ def takes(kernel: str, case: SparseCase, deterministic: bool = False) -> bool:
     return not reason_against(kernel, fake_gpu(2, cc_of(kernel)), case, deterministic)
 
 
+def narrow(case: SparseCase) -> SparseCase:
+    """The case with two blocks of heads of the generic kernel instead of many; the last block is as full."""
+    return replace(case, h_q=9 + (case.h_q - 1) % 8) if case.h_q > 16 else case
+
+
 def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], bool]]:
     """Each case with each kernel once; modes and determinism take turns."""
     for i, (kernel, case) in enumerate(itertools.product(ALL, [*CASES, *WIDE])):
         if kernel != GENERIC or case in CASES:
-            yield case, kernel, MODES[i % len(MODES)], i % 4 == 1 and takes(kernel, case, True)
+            shape = narrow(case) if kernel == GENERIC else case
+            yield shape, kernel, MODES[i % len(MODES)], i % 4 == 1 and takes(kernel, shape, True)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,9 +112,9 @@ def with_heads(kernel: str, case: SparseCase) -> SparseCase:
     return case if takes(kernel, case) else replace(case, h_q=70)
 
 
-@pytest.mark.parametrize("kernel", ALL)
-@pytest.mark.parametrize("sm_count", [2, 5])
-def test_lists_that_are_sorted(kernel: str, sm_count: int) -> None:
+# The others' grids are the same whatever the number of multiprocessors, and so is all that they do.
+@pytest.mark.parametrize(("sm_count", "kernel"), [*itertools.product([2], ALL), *itertools.product([5], HOPPER)])
+def test_lists_that_are_sorted(sm_count: int, kernel: str) -> None:
     """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
     inputs = make(with_heads(kernel, SparseCase(s_q=5, s_kv=300, h_q=2, topk=100)))
     with simulated(sm_count, cc_of(kernel), mode="random", seed=5, l2_bytes=1 << 10) as target:

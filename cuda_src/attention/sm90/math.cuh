@@ -63,9 +63,7 @@ MLA_DEVICE void scale_scores(Storage<C>& s, Math& math, i32 thread) {
 // Starts S = Q K^T of the tile in `stage`, each half as soon as it has arrived.
 template <class C>
 MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
-    SmemDesc q = k_major_desc(smem_addr(s.q)), k = k_major_desc(smem_addr(s.kv[stage]));
-    opaque(q.bits);  // otherwise the compiler keeps all 64 sums of address and step in registers across the loop
-    opaque(k.bits);
+    const SmemDesc q = uniform(k_major_desc(smem_addr(s.q))), k = uniform(k_major_desc(smem_addr(s.kv[stage])));
     const u32 parity = math.ring.full_parity(stage);
     pin(math.scores);
 #pragma unroll
@@ -98,8 +96,7 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
 // Starts O += P V with P in registers (this warpgroup's own tile) ...
 template <bool kRight, class C>
 MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
-    SmemDesc v = mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage)));
-    opaque(v.bits);
+    const SmemDesc v = uniform(mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage))));
     pin(math.out);
     wgmma_fence();
 #pragma unroll
@@ -113,9 +110,8 @@ MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
 // ... and with P in shared memory (the other warpgroup's tile).
 template <bool kRight, class C>
 MLA_DEVICE void start_other_product(Storage<C>& s, Math& math, i32 stage) {
-    SmemDesc v = mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage))), p = k_major_desc(smem_addr(s.p(stage)));
-    opaque(v.bits);
-    opaque(p.bits);
+    const SmemDesc v = uniform(mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage))));
+    const SmemDesc p = uniform(k_major_desc(smem_addr(s.p(stage))));
     pin(math.out);
     wgmma_fence();
 #pragma unroll
@@ -187,48 +183,64 @@ MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage<C>& s, Math& ma
     }
 }
 
-// Writes this warpgroup's 256 columns of a row, in pieces of 32 bytes (fp32) or 64 bytes (16 bits) per quad.
+// ---- Epilogue --------------------------------------------------------------------------------------------------
+// It runs once per work item, so its instructions are rarely in the cache: what takes divisions is computed once per
+// row, by lane i for row i of the warp's 16 (the upper lanes repeat that), and shuffled.
+constexpr i32 kRowsPerWarp = kBlockM / kWarpgroupWarps;
+
+// From the fragment's rows to a lane per row ...
+MLA_DEVICE float of_my_row(const float (&values)[kFragmentRows], i32 lane) {
+    const float low = __shfl_sync(kFullWarp, values[0], lane % 8 * 4);
+    const float high = __shfl_sync(kFullWarp, values[1], lane % 8 * 4);
+    return lane % kRowsPerWarp < 8 ? low : high;
+}
+
+// ... and back: the lane that knows fragment row r.
+MLA_DEVICE i32 lane_of_row(i32 r, i32 lane) { return lane / 4 + 8 * r; }
+
+// Writes this warpgroup's 256 columns of the rows, in pieces of 32 bytes (fp32) or 64 bytes (16 bits) per quad.
 template <bool kRight, class C>
-MLA_DEVICE void store_out_row(const Block<C>& block, const WorkItem& item, const Math& math, i32 r, float factor,
-                              i32 row, i32 thread) {
+MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Math& math, float my_factor, i32 my_row,
+                          i32 thread) {
     const DecodeParams& p = block.p;
-    const bool whole = item.partial_index == kNotSplit, stored = row < block.rows;
+    const bool whole = item.partial_index == kNotSplit;
+    const i32 lane = thread % kWarpThreads;
+    const i64 my_offset = whole ? out_offset(p, item.request, block.kv_head, my_row)
+                                : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
     constexpr i32 kFirstColumn = kRight ? kHeadDimV / 2 : 0;
-    const i64 offset = !stored ? 0
-                       : whole ? out_offset(p, item.request, block.kv_head, row)
-                               : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
-    if (!whole || p.out_is_fp32) {
-        float* to = (whole ? static_cast<float*>(p.out) : p.partial_out) + offset + kFirstColumn;
 #pragma unroll
-        for (i32 i = 0; i < kOutPerThread / 4; ++i) {
-            const float2 pair = make_float2(math.out[4 * i + 2 * r] * factor, math.out[4 * i + 2 * r + 1] * factor);
-            if (stored) *reinterpret_cast<float2*>(to + 8 * i + fragment_column(thread)) = pair;
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i64 offset = __shfl_sync(kFullWarp, my_offset, lane_of_row(r, lane)) + kFirstColumn;
+        const float factor = __shfl_sync(kFullWarp, my_factor, lane_of_row(r, lane));
+        const bool stored = block.row0 + fragment_row(thread) + 8 * r < block.rows;
+        if (!whole || p.out_is_fp32) {
+            float* const to = (whole ? static_cast<float*>(p.out) : p.partial_out) + offset + fragment_column(thread);
+            if (!stored) continue;
+#pragma unroll
+            for (i32 i = 0; i < kOutPerThread / 4; ++i) {
+                *reinterpret_cast<float2*>(to + 8 * i) =
+                    make_float2(math.out[4 * i + 2 * r] * factor, math.out[4 * i + 2 * r + 1] * factor);
+            }
+        } else {
+            store_row(typename C::Element{}, static_cast<u16*>(p.out) + offset, math.out, r, factor, stored, thread);
         }
-    } else {
-        u16* to = static_cast<u16*>(p.out) + offset + kFirstColumn;
-        store_row(typename C::Element{}, to, math.out, r, factor, stored, thread);
     }
 }
 
 template <bool kRight, class C>
 MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const Math& math,
                              const float (&sums)[kFragmentRows], i32 thread) {
-#pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 row = block.row0 + fragment_row(thread) + 8 * r;
-        float factor = sums[r] == 0.f ? 0.f : 1.f / sums[r];
-        if (C::kSparse) {
-            const i32 head_row = min(row, block.rows - 1);
-            factor = output_factor(block.p, item, block.kv_head, head_row, math.rows.max[r], sums[r]);
-        }
-        store_out_row<kRight>(block, item, math, r, factor, row, thread);
-        if (!kRight && thread % 4 == 0 && row < block.rows) {
-            store_row_lse(block.p, item, block.kv_head, row, row_lse2(math.rows.max[r], sums[r]));
-            if (C::kSparse) {
-                store_row_max(block.p, item, block.kv_head, row, with_nan_of(sums[r], math.rows.row_max[r]));
-            }
-        }
+    const DecodeParams& p = block.p;
+    const i32 lane = thread % kWarpThreads;
+    const i32 row = block.row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
+    const i32 my_row = min(row, block.rows - 1);
+    const float my_max = of_my_row(math.rows.max, lane), my_sum = of_my_row(sums, lane);
+    const float my_row_max = C::kSparse && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;
+    if (!kRight && lane < kRowsPerWarp && row < block.rows) {
+        store_row_lse(p, item, block.kv_head, row, row_lse2(my_max, my_sum));
+        if (C::kSparse) store_row_max(p, item, block.kv_head, row, with_nan_of(my_sum, my_row_max));
     }
+    store_out<kRight>(block, item, math, output_factor(p, item, block.kv_head, my_row, my_max, my_sum), my_row, thread);
 }
 
 // One math warpgroup; `tiles` processes the tiles of a work item, in the order of the schedule.

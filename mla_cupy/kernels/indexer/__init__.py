@@ -1,4 +1,4 @@
-"""The lightning indexer: preparation of queries and keys, logits, top-k, the warm-up loss."""
+"""The lightning indexer: preparation of queries and keys, their cache, logits, top-k, the warm-up loss."""
 
 from typing import Any
 
@@ -12,16 +12,17 @@ from mla_cupy.kernels.indexer import (
 )
 from mla_cupy.kernels.indexer.logits_pipeline import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.indexer.loss_pipeline import LOSS
-from mla_cupy.kernels.indexer.prepare_pipeline import PREPARE_K, PREPARE_Q
+from mla_cupy.kernels.indexer.prepare_pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.indexer.topk_pipeline import TOPK
 from mla_cupy.kernels.spec import Kernel
 
-__all__ = ["KERNELS", "LOGITS", "LOGITS_PAGED", "LOSS", "PREPARE_K", "PREPARE_Q", "TOPK"]
+__all__ = ["APPEND_KEYS", "GATHER_KEYS", "KERNELS", "LOGITS", "LOGITS_PAGED", "LOSS", "PREPARE_K", "PREPARE_Q", "TOPK"]
 
 KERNELS: tuple[Kernel[Any], ...] = (
     *dict.fromkeys((*LOGITS.kernels, *LOGITS_PAGED.kernels)),
     logits_schedule.KERNEL,
     *PREPARE_Q.kernels,
+    *GATHER_KEYS.kernels,
     *TOPK.kernels,
     *LOSS.kernels,
     loss_ranges.KERNEL,

@@ -32,6 +32,7 @@ PARAMS = Params(
     rows_per_table="i4",
     max_pages="i4",
     page_size="i4",
+    rows_per_ke="i4",
     keep_first="i4",
     keep_last="i4",
     by_value="i4",

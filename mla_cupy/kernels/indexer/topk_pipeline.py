@@ -45,7 +45,7 @@ class TopkPipeline(Pipeline[TopkConfig]):
 
 
 def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
-    table = call.views["block_table"]
+    table, ke = call.views["block_table"], call.views["ke"]
     names = ("logits", "ks", "ke", "block_table", "indices", "counts", "values")
     tables, max_pages = (1, 0) if table is None else table.shape
     values = (
@@ -57,7 +57,7 @@ def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_k
         *call.strides("counts", 1),
         *call.strides("values", 1),
         *(s_q, s_kv, options.k),
-        *(s_q // tables, max_pages, options.page_size),
+        *(s_q // tables, max_pages, options.page_size, 1 if ke is None else s_q // ke.shape[0]),
         *(options.keep_first, options.keep_last),
         *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16"),
     )

@@ -1,0 +1,188 @@
+"""Index keys in a paged cache: writing them, and reading them back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.arrays.view import View
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.indexer import APPEND_KEYS, GATHER_KEYS
+from mla_cupy.ops.call import call
+from mla_cupy.ops.key_pages import CACHE, SCALE_BYTES, SIZES, check_pages
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.prepare import (
+    REFERENCE_OPTIONS,
+    PrepareArguments,
+    check_prepare_options,
+    check_vectors,
+    code_dtypes,
+)
+
+_SLOT_DTYPES = ("int32", "int64")
+_MAX_KEYS = 2**31 - 1
+
+
+def indexer_cache_append(
+    k: Any,
+    cache: Any,
+    slots: Any,
+    *,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
+    stream: Any = None,
+) -> None:
+    """Write index keys to a paged cache, in place: `indexer_prepare_k`, scattered by slot.
+
+    Parameters
+    ----------
+    k : array, (n, d), bfloat16
+        Keys after their LayerNorm, d 32, 64 or 128. The last axis is contiguous.
+    cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
+        As for `indexer_logits_paged`. It is changed in place.
+    slots : array, (n,), int32 or int64
+        Key i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
+        the usual mark, is skipped. Which of several keys with one slot wins is not defined.
+    cos, sin : array, (max_position, rope_pairs), float32, optional
+        As for `indexer_prepare_k`. Default: no RoPE, as for keys that have been rotated.
+    positions : array, (n,), int32, optional
+        Rows of cos and sin; clamped to them. Given with these, or not at all.
+    interleaved, hadamard, scales, reference_rounding
+        As for `indexer_prepare_k`.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and the cache is untouched.
+
+    Notes
+    -----
+    One launch, which a CUDA graph can hold: a replay follows the slots. The bytes are those of the oracle. NumPy
+    arrays are changed by a GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX,
+    whose arrays cannot be written.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mla_cupy
+    >>> cache = np.zeros((8, 64, 132), np.uint8)
+    >>> k = np.full((3, 128), 448, ml_dtypes.bfloat16)
+    >>> mla_cupy.indexer_cache_append(k, cache, np.array([70, -1, 71]), hadamard=False)
+    >>> codes, k_scale = mla_cupy.indexer_cache_gather(cache, np.array([70, 72]))
+    >>> codes.view(ml_dtypes.float8_e4m3fn)[:, 0].tolist(), k_scale.tolist()
+    ([448.0, 0.0], [1.0, 0.0])
+    """
+    options = (interleaved, hadamard, scales, reference_rounding)
+    call(APPEND_OPERATION, (k, cache, slots, cos, sin, positions, None), options, None, False, stream)
+
+
+def indexer_cache_gather(
+    cache: Any, slots: Any, *, codes: Any = None, k_scale: Any = None, stream: Any = None
+) -> tuple[Any, Any]:
+    """Read index keys of a paged cache, as they are: what `indexer_logits` takes.
+
+    Parameters
+    ----------
+    cache : array
+        As for `indexer_cache_append`.
+    slots : array, (n,), int32 or int64
+        A slot outside of the cache, such as -1, gives zeros.
+    codes : array, (n, d), uint8 or float8_e4m3fn, optional
+        Where the codes go; it starts at, and steps by, multiples of 16 bytes.
+    k_scale : array, (n,), float32, optional
+        Where the scales go.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    codes : array, (n, d), uint8
+        Bits of e4m3.
+    k_scale : array, (n,), float32
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    Exact. The NumPy backend returns 0x7f for a NaN of either sign.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> codes, k_scale = mla_cupy.indexer_cache_gather(np.zeros((2, 64, 132), np.uint8), np.array([5, -1]))
+    >>> codes.shape, k_scale.shape
+    ((2, 128), (2,))
+    """
+    codes, k_scale = call(GATHER_OPERATION, (cache, slots, codes, k_scale, None), (), None, False, stream)
+    return codes, k_scale
+
+
+# ---- Checks -----------------------------------------------------------------------------------------------------
+
+
+def _examine_append(views: Views, given: PrepareArguments) -> Examined:
+    k, cache = _present(views, "k"), _present(views, "cache")
+    check_pages(cache, k.shape[1])
+    names = ("cos", "sin", "positions")
+    missing = [name for name in names if views[name] is None]
+    if len(missing) not in (0, len(names)):
+        raise ArgumentError(explain(missing[0], None, "an array", f"give all of {', '.join(names)}, or none"))
+    return Examined(check_vectors(k, views["cos"]), check_prepare_options(given))
+
+
+class _NoOptions(NamedTuple):
+    pass
+
+
+def _examine_gather(views: Views, given: _NoOptions) -> Examined:
+    cache, slots = _present(views, "cache"), _present(views, "slots")
+    d = cache.shape[2] - SCALE_BYTES
+    check_pages(cache, d)
+    if slots.shape[0] > _MAX_KEYS:
+        raise ShapeError(explain("slots.shape[0]", slots.shape[0], f"at most {_MAX_KEYS}", "split the call"))
+    return Examined(None, None, sizes={"d": d})
+
+
+def _present(views: Views, name: str) -> View:
+    view = views[name]
+    assert view is not None
+    return view
+
+
+APPEND_OPERATION = Operation(
+    "indexer_cache_append",
+    inputs=(
+        Input("k", "n d", ("bfloat16",), contiguous=True),
+        Input("cache", CACHE, ("uint8",), contiguous=True, written=True),
+        Input("slots", "n", _SLOT_DTYPES),
+        Input("cos", "max_position rope_pairs", ("float32",), optional=True, contiguous=True),
+        Input("sin", "max_position rope_pairs", ("float32",), optional=True, contiguous=True),
+        Input("positions", "n", ("int32",), optional=True),
+    ),
+    outputs=(),
+    sizes=SIZES,
+    min_sizes={"max_position": 1},
+    options=PrepareArguments,
+    examine=_examine_append,
+    reference_options=REFERENCE_OPTIONS,
+    pipeline=APPEND_KEYS,
+)
+
+GATHER_OPERATION = Operation(
+    "indexer_cache_gather",
+    inputs=(Input("cache", CACHE, ("uint8",), contiguous=True), Input("slots", "n", _SLOT_DTYPES)),
+    outputs=(Output("codes", "n d", code_dtypes, layout="wide"), Output("k_scale", "n")),
+    sizes=SIZES,
+    options=_NoOptions,
+    examine=_examine_gather,
+    reference_options=(),
+    pipeline=GATHER_KEYS,
+)
