@@ -79,8 +79,8 @@ MUTANTS = (
 
 
 BLOCKS, SEESAW = "sparse_decode/sm90.cu", "attention/sm90/seesaw.cuh"
-#: One block of 64 heads works on three requests, of three tiles, three and one.
-CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=3, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
+#: One block of 64 heads works on six requests, of one to three tiles; a request of two is followed by one of one.
+CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
 MUTANTS_OF_BLOCKS = (
     Mutant("left half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].left, empty_parity);", ""),
     Mutant("right half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].right, empty_parity);", ""),
