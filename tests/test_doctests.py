@@ -30,6 +30,7 @@ PUBLIC = (
     "indexer_prepare_q",
     "indexer_select",
     "indexer_select_paged",
+    "indexer_sparse_loss",
     "indexer_topk",
     "indexer_warmup_loss",
     "merge_states",

@@ -59,17 +59,18 @@ class Device(Protocol):
     def upload(self, array: Array) -> Any: ...
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """An array full of NaN, so that a result that was never written cannot pass."""
+        """A poisoned array, so that a result that was never written cannot pass."""
 
     def poison(self, array: Any) -> None:
-        """Fills a 16-bit array with NaN."""
+        """Sets every bit: NaN in floats and in bytes that are e4m3 codes, -1 in integers."""
 
     def to_host(self, array: Any) -> Array: ...
 
     def take(self, array: Any, rows: npt.NDArray[np.integer[Any]]) -> Array:
-        """The selected rows (along the first axis) of a 16-bit or float32 array, on the host."""
+        """The selected rows (along the first axis), on the host."""
 
-    def count_not_finite(self, array: Any) -> int: ...
+    def count_not_finite(self, array: Any) -> int:
+        """Of a 16-bit or float32 array."""
 
     def allocated_by(self, call: Call) -> int:
         """Peak bytes that a call takes from the allocator, fragmentation included."""
@@ -79,6 +80,11 @@ class Device(Protocol):
 
     def release(self) -> None:
         """Returns unused memory to the system."""
+
+
+def _bits(kind: np.dtype[Any]) -> np.dtype[Any]:
+    """Unsigned integers of the same size: CuPy's arithmetic of bfloat16 is experimental."""
+    return np.dtype(f"uint{8 * kind.itemsize}")
 
 
 class CudaDevice:
@@ -133,14 +139,14 @@ class CudaDevice:
         return self._cupy.asarray(array)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        if dtype == "float32":
-            return self._cupy.full(tuple(shape), np.nan, dtype=dtype)
-        array = self._cupy.empty(tuple(shape), dtype="uint16").view(np.dtype(dtype))
+        kind = np.dtype(dtype)
+        array = self._cupy.empty(tuple(shape), dtype=_bits(kind)).view(kind)
         self.poison(array)
         return array
 
     def poison(self, array: Any) -> None:
-        array.view("uint16").fill(0xFFFF)  # a NaN in both 16-bit formats
+        bits = _bits(array.dtype)
+        array.view(bits).fill(np.iinfo(bits).max)
 
     def to_host(self, array: Any) -> Array:
         if array.dtype == BFLOAT16:
@@ -150,8 +156,7 @@ class CudaDevice:
         return host
 
     def take(self, array: Any, rows: npt.NDArray[np.integer[Any]]) -> Array:
-        bits = array if array.dtype == np.float32 else array.view("uint16")
-        return self.to_host(bits[self.upload(rows)]).view(array.dtype)
+        return self.to_host(array.view(_bits(array.dtype))[self.upload(rows)]).view(array.dtype)
 
     def count_not_finite(self, array: Any) -> int:
         if array.dtype == np.float32:

@@ -78,7 +78,7 @@ class BenchOperation:
     judge : callable
         The verdict on outputs, from expectation, outputs, dtype and device.
     results : tuple of str
-        Fields of the outputs that every call writes, in 16 bits.
+        Fields of the outputs that every call writes as a whole.
     implementations : callable
         Ours and the peers', by name.
     default_peers : callable

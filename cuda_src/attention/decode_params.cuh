@@ -29,6 +29,7 @@ struct DecodeParams {
     float* partial_out;             // (2 num_splits, h_q * s_q, 512), normalised; see attention/split_work.cuh
     float* partial_lse;             // (2 num_splits, h_q * s_q), base 2
     float* partial_max;             // (2 num_splits, h_q * s_q), base 2
+    u32* tickets;                   // of kernels whose last block merges, see decode/cluster_work.cuh: zeros
     i64 q_stride_b_elems, q_stride_s_elems, q_stride_h_elems;
     i64 kv_stride_page_elems, kv_stride_token_elems, kv_stride_h_elems;
     i64 table_stride_b_elems, table_stride_page_elems, seqlens_stride_elems;

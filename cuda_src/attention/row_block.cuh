@@ -1,9 +1,9 @@
 // The work of a thread block: up to kRows query rows of one KV head, in one split of the schedule.
 #pragma once
-#include "attention/decode_params.cuh"
+#include "attention/split_work.cuh"
 
 namespace mla::attention {
-// Grid: x = row blocks of all KV heads, y = splits.
+// Grid: x = row blocks of all KV heads, y = splits; a kernel with another grid says which row block it is.
 template <i32 kRows_>
 struct RowBlock {
     static constexpr i32 kRows = kRows_;
@@ -12,11 +12,16 @@ struct RowBlock {
     i32 row0, rows;  // first row of the KV head in this block; rows of the KV head
     i32 hidden;      // tokens at a sequence's end that the block's first row does not see
 
-    MLA_DEVICE explicit RowBlock(const DecodeParams& p) : p(p), split(blockIdx.y), rows(query_rows(p)) {
+    MLA_DEVICE explicit RowBlock(const DecodeParams& p) : RowBlock(p, blockIdx.x) {}
+
+    MLA_DEVICE RowBlock(const DecodeParams& p, i32 index) : p(p), split(blockIdx.y), rows(query_rows(p)) {
         const i32 row_blocks = ceil_div(rows, kRows);
-        kv_head = blockIdx.x / row_blocks;
-        row0 = blockIdx.x % row_blocks * kRows;
+        kv_head = index / row_blocks;
+        row0 = index % row_blocks * kRows;
         hidden = hidden_from(p, row0);
     }
+
+    // What a role that does not mask iterates over.
+    MLA_DEVICE WorkIterator items() const { return WorkIterator(p, split); }
 };
 }  // namespace mla::attention

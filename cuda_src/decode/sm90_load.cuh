@@ -26,8 +26,8 @@ struct QueryStages {
 };
 
 // Row `row` of the block; past the KV head's rows, its last one (which is then not used).
-template <i32 kRows>
-MLA_DEVICE const u16* query_row(const RowBlock<kRows>& block, i32 request, i32 row) {
+template <class Block>
+MLA_DEVICE const u16* query_row(const Block& block, i32 request, i32 row) {
     const DecodeParams& p = block.p;
     const i32 group = p.h_q / p.h_kv, r = min(block.row0 + row, block.rows - 1);
     return p.q + request * p.q_stride_b_elems + (r / group) * p.q_stride_s_elems +
@@ -38,8 +38,9 @@ MLA_DEVICE const u16* query_row(const RowBlock<kRows>& block, i32 request, i32 r
 // takes two divisions.
 constexpr i32 kQueryWarps = kQueryThreads / kWarpThreads;
 
-template <class Tile, i32 kRows>
-MLA_DEVICE void load_query_rows(const RowBlock<kRows>& block, SmemAddr q, const u16* my_row, i32 first_row, i32 lane) {
+template <class Tile, class Block>
+MLA_DEVICE void load_query_rows(const Block& block, SmemAddr q, const u16* my_row, i32 first_row, i32 lane) {
+    constexpr i32 kRows = Block::kRows;
     static_assert(ceil_div(kRows, kQueryWarps) <= kWarpThreads, "a lane knows one row of its warp");
     for (i32 i = 0, row = first_row; row < kRows; ++i, row += kQueryWarps) {
         const u16* from = reinterpret_cast<const u16*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row), i));
@@ -51,15 +52,17 @@ MLA_DEVICE void load_query_rows(const RowBlock<kRows>& block, SmemAddr q, const 
     }
 }
 
-template <class Tile, i32 kRows, i32 kStages>
-MLA_DEVICE void run_query_role(const RowBlock<kRows>& block, const QueryStages<kStages>& stages, i32 thread) {
+// `block.items()` iterates over the block's work items.
+template <class Tile, class Block, i32 kStages>
+MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread) {
+    constexpr i32 kRows = Block::kRows;
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads, first_row = thread / kWarpThreads;
     bool others_at_work = false;
     i32 stage = 0;
     Ring<kStages> ring;
     WorkItem item;
-    for (WorkIterator walk(p, block.split); walk.next(p, item);) {
+    for (auto walk = block.items(); walk.next(p, item);) {
         if (item.tile_begin >= item.tile_end) continue;
         const u16* my_row = query_row(block, item.request, first_row + lane * kQueryWarps);
         if (others_at_work) {  // on a previous work item: prefetch the rows into L2 meanwhile
@@ -161,15 +164,15 @@ struct TileBoxes {
 };
 
 // `load_tile(boxes, item, tile)` fetches one tile.
-template <i32 kRows, class LoadTile>
-MLA_DEVICE void run_load_role(const RowBlock<kRows>& block, i32 lane, LoadTile load_tile) {
+template <class Block, class LoadTile>
+MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) {
     const DecodeParams& p = block.p;
     i32 rows = kTileTokens;  // gcd(page_size, 64): the largest power of two up to 64 that divides page_size
     while (p.page_size % rows != 0) rows /= 2;
     const i32 boxes_per_tile = kTileTokens / rows;
     const i32 window_tiles = kWindowBoxes / boxes_per_tile;
     WorkItem item;
-    for (WorkIterator walk(p, block.split); walk.next(p, item);) {
+    for (auto walk = block.items(); walk.next(p, item);) {
         BoxWindow next = look_up(p, item, item.tile_begin * kTileTokens, rows, lane);
         for (i32 first = item.tile_begin; first < item.tile_end; first += window_tiles) {
             BoxWindow window = next;

@@ -40,7 +40,8 @@ MLA_DEVICE void attend(const LossParams& p, i32 token, i32 head, i32 lane, Atten
     const i32 value_dim = p.out == nullptr ? 0 : p.value_dim;  // values of no width are not loaded
 #pragma unroll 1
     for (i32 s = range.begin; s < range.end; ++s) {
-        key.load(p.k + s * p.k_stride_elems, p.head_dim, lane);
+        const i64 row = key_row(p, token, s);
+        key.load(p.k + row * p.k_stride_elems, p.head_dim, lane);
         const float score = p.scale * q.dot(key);
         const float next_max = fmaxf(a.max_score, score);
         const float shift = fmaxf(next_max, -kMaxFloat);  // -inf less itself were NaN
@@ -48,7 +49,7 @@ MLA_DEVICE void attend(const LossParams& p, i32 token, i32 head, i32 lane, Atten
         const float weight = ex2_approx((score - shift) * kLog2E);
         a.sum = fmaf(a.sum, decay, weight);
         a.max_score = next_max;
-        value.load(p.v + s * p.v_stride_elems, value_dim, lane);
+        value.load(p.v + row * p.v_stride_elems, value_dim, lane);
         a.out.scale(decay);
         a.out.add(weight, value);
     }

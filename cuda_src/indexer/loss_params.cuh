@@ -1,8 +1,8 @@
-// The parameters of the kernels of the indexer's warm-up loss.
+// The parameters of the kernels of the indexer's losses.
 //
 // Tokens are taken in chunks. A chunk has a row of numbers per token, or, with targets per head, per token and head:
 // what the main attention gives each key (`target`), and the indexer's score of it (`scores`), which becomes the
-// gradient by that score.
+// gradient by that score. In the sparse stage, the keys of a token are the places of its list.
 #pragma once
 #include "common/facts.cuh"
 #include "common/types.cuh"
@@ -26,7 +26,8 @@ struct LossParams {
     float* target;             // (chunk, rows, keys): sums of exp(scale * q.k - lse), or target_scale * q.k
     float* scores;             // (chunk, rows, keys): the indexer's scores, then the gradient by them
     u16* gradient;             // (chunk, keys), bf16, zero up to the end of a tile of keys; or null: over the scores
-    float* key_sums;           // (s_kv, d_i): d_index_k of the chunks so far
+    u16* finite_keys;          // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
+    float* key_sums;           // (key_splits, s_kv, d_i): d_index_k of the chunks so far
     float* kl;                 // (s_q, rows)
     float* mass;               // (s_q, rows)
     float* index_lse;          // (s_q, rows)
@@ -35,6 +36,10 @@ struct LossParams {
     float* d_weights;          // (s_q, h_i)
     u16* out;                  // (s_q, h, d_v), bf16, or null
     float* attention_lse;      // (s_q, h), or null
+    const i32* rows;           // (s_q, list): of the sparse stage, the keys that each token selects; or null
+    const i32* counts;         // (s_q,): the lengths of these lists; or null
+    const float* extractors;   // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound; or null
+    u32* largest;              // one, zeroed: the bits of a float, of which the bound is made
     i64 q_stride_token_elems, q_stride_head_elems;
     i64 k_stride_elems, v_stride_elems;
     i64 index_q_stride_token_elems, index_q_stride_head_elems;
@@ -51,7 +56,7 @@ struct LossParams {
     i64 d_weights_stride_token_elems, d_weights_stride_head_elems;
     i64 out_stride_token_elems, out_stride_head_elems;
     i64 attention_lse_stride_token_elems, attention_lse_stride_head_elems;
-    i64 row_stride_elems;
+    i64 row_stride_elems, rows_stride_elems;
     i32 s_q, s_kv, b;
     i32 heads, index_heads;
     i32 head_dim, value_dim, index_dim;
@@ -59,6 +64,7 @@ struct LossParams {
     i32 first_token, num_tokens;  // of the chunk
     i32 first_chunk, last_chunk;
     i32 d_index_q_fp32, d_index_k_fp32;
+    i32 key_splits, split_tokens;  // of the chunk: who adds to which sums of keys
     float scale, target_scale;
     float score_unit;  // factor of the indexer's weights
 };
@@ -74,6 +80,10 @@ MLA_DEVICE i64 row_offset(const LossParams& p, i32 token, i32 row) {
 // Of the row that an index head's scores belong to.
 MLA_DEVICE i64 head_offset(const LossParams& p, i32 token, i32 head) {
     return row_offset(p, token, p.per_head ? head : 0);
+}
+// The row of a key of a token: with lists, `at` is a place in the token's.
+MLA_DEVICE i64 key_row(const LossParams& p, i32 token, i32 at) {
+    return p.rows == nullptr ? at : p.rows[token * p.rows_stride_elems + at];
 }
 MLA_DEVICE const u16* query_row(const LossParams& p, i32 token, i32 head) {
     return p.q + token * p.q_stride_token_elems + head * p.q_stride_head_elems;

@@ -1,4 +1,4 @@
-// The gradients of the warm-up loss by index queries and weights, on any GPU, in fp32.
+// The gradients of the indexer's losses by index queries and weights, on any GPU, in fp32.
 //
 //   dq' = sum_s G[s] [iq . ik_s > 0] ik_s,   d_index_q = W dq',   d_weights = score_unit * iq . dq'
 //
@@ -28,10 +28,13 @@ MLA_DEVICE void run_head(const LossParams& p, i32 token, i32 head, i32 lane) {
     const KeyRange range = p.ranges[token];
     const float* gradient = p.scores + head_offset(p, token, head);
     for (i32 s = range.begin; s < range.end; ++s) {
-        key.load(p.index_k + s * p.index_k_stride_elems, p.index_dim, lane);
+        key.load(p.index_k + key_row(p, token, s) * p.index_k_stride_elems, p.index_dim, lane);
         if (q.dot(key) > 0.f) sum.add(gradient[s], key);
     }
-    const float by_weight = p.score_unit * q.dot(sum), factor = index_weight(p, token, head);
+    // A token that sees no key has no gradient, whatever its queries hold.
+    const bool seen = range.begin < range.end;
+    const float by_weight = seen ? p.score_unit * q.dot(sum) : 0.f;
+    const float factor = seen ? index_weight(p, token, head) : 0.f;
     if (lane == 0) {
         p.d_weights[token * p.d_weights_stride_token_elems + head * p.d_weights_stride_head_elems] = by_weight;
     }

@@ -1,5 +1,5 @@
 // Which keys each query token of the warm-up loss sees: all of its sequence, or, if causal, those up to its own
-// position, the queries being the last of their sequence.
+// position, the queries being the last of their sequence. In the sparse stage it is the whole of its list.
 //
 // Grid: one warp per token. Lanes look for the first sequence that has the token.
 #include "indexer/loss_params.cuh"
@@ -31,6 +31,7 @@ MLA_DEVICE i32 find_sequence(const LossParams& p, i32 token, i32 lane) {
 
 // By a warp. Every number is hostile: 64 bits, and clamped where it becomes a key.
 MLA_DEVICE KeyRange range_of(const LossParams& p, i32 token, i32 lane) {
+    if (p.counts != nullptr) return KeyRange{0, p.counts[token]};
     i64 start = 0, end = p.s_kv, end_q = p.s_q;
     if (p.cu_seqlens_q != nullptr) {
         const i32 n = find_sequence(p, token, lane);

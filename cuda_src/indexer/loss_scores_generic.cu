@@ -1,4 +1,4 @@
-// What the target and the scores of the warm-up loss are made of, on any GPU, in fp32.
+// What the target and the scores of the indexer's losses are made of, on any GPU, in fp32.
 //
 //   one row per token:   target[s] = sum_h exp(scale * q_h . k_s - lse_h),   score[s] = sum_j W_j max(iq_j . ik_s, 0)
 //   one row per head:    target[s] = target_scale * q_h . k_s,               score[s] = W_h max(iq_h . ik_s, 0)
@@ -47,7 +47,7 @@ MLA_DEVICE void store_heads(const LossParams& p, float* to, i32 heads, i32 lane,
 
 MLA_DEVICE void make_target(const LossParams& p, i32 token, i32 at, i32 lane) {
     KeyRow q, key;
-    key.load(p.k + at * p.k_stride_elems, p.head_dim, lane);
+    key.load(p.k + key_row(p, token, at) * p.k_stride_elems, p.head_dim, lane);
     store_heads(p, p.target + row_offset(p, token, 0) + at, p.heads, lane, [&](i32 head) {
         q.load(query_row(p, token, head), p.head_dim, lane);
         return target_of(p, token, head, q.dot(key));
@@ -56,7 +56,7 @@ MLA_DEVICE void make_target(const LossParams& p, i32 token, i32 at, i32 lane) {
 
 MLA_DEVICE void make_score(const LossParams& p, i32 token, i32 at, i32 lane) {
     IndexRow q, key;
-    key.load(p.index_k + at * p.index_k_stride_elems, p.index_dim, lane);
+    key.load(p.index_k + key_row(p, token, at) * p.index_k_stride_elems, p.index_dim, lane);
     store_heads(p, p.scores + row_offset(p, token, 0) + at, p.index_heads, lane, [&](i32 head) {
         q.load(index_query_row(p, token, head), p.index_dim, lane);
         return index_weight(p, token, head) * fmaxf(q.dot(key), 0.f);

@@ -31,6 +31,27 @@ MLA_DEVICE u32 ld_shared_cluster(ClusterAddr from) {
     return x;
 }
 
+MLA_DEVICE float ld_shared_cluster_f32(ClusterAddr from) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from.value) : "memory");
+    return x;
+}
+
+MLA_DEVICE float4 ld_shared_cluster_v4(ClusterAddr from) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from.value)
+                 : "memory");
+    return x;
+}
+
+// The two halves of cluster_sync, by all threads of all blocks: what a thread wrote or read before it arrives is done
+// for every thread that has waited.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
+MLA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+MLA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // All threads of all blocks of the cluster.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 MLA_DEVICE void cluster_sync() {

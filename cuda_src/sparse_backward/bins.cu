@@ -1,4 +1,4 @@
-// The extractors and the bound of a deterministic sparse backward's sums: see sparse_backward/binned_sum.cuh.
+// The extractors and the bound of a deterministic sparse backward's sums: see tile/binned_sum.cuh.
 //
 //   bound = largest of sparse_backward_bounds, rounded up to a power of two
 //   extractor_j = 1.5 * 2^23 * quantum_j,   quantum_j = bound / 2^k,   selected_j * additions * 2^k <= 2^23
@@ -6,7 +6,7 @@
 // Grid: x = rows of kv, one thread each, and one more thread for the bound, which is stored after them.
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
-#include "sparse_backward/binned_sum.cuh"
+#include "tile/binned_sum.cuh"
 
 namespace mla::sparse_backward {
 // ---- Budget ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 // Additions of the main kernels to dKV in global memory; deterministic ones go to bins.
 #pragma once
 #include "ptx/reduce.cuh"
-#include "sparse_backward/binned_sum.cuh"
 #include "sparse_backward/params.cuh"
+#include "tile/binned_sum.cuh"
 
 namespace mla::sparse_backward {
 template <bool kDeterministic, i32 kHeadDimQk>

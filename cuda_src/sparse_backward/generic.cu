@@ -10,8 +10,8 @@
 // Everything is fp32 after the load; P and dS are not rounded. What 8 heads contribute to a key is added to memory
 // once.
 #include "ptx/control.cuh"
-#include "sparse_backward/binned_sum.cuh"
 #include "sparse_backward/params.cuh"
+#include "tile/binned_sum.cuh"
 #include "tile/elements.cuh"
 
 namespace mla::sparse_backward {

@@ -16,7 +16,7 @@ struct BackwardParams {
     const i32* counts;        // (s_q,)
     const float* lse2;        // (s_q, h_q): base 2, the sink included; +inf for a row without a key
     const float* delta;       // (s_q, h_q): sum of out * dout
-    const float* extractors;  // (s_kv + 1,): of binned sums (sparse_backward/binned_sum.cuh), then their bound
+    const float* extractors;  // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound
     u16* dq;                  // (s_q, h_q, d_qk)
     float* dkv;               // (s_kv, d_qk), zeroed; if deterministic kNumBins of them
     u64* progress;            // zeroed: for the blocks' lockstep; null: without it

@@ -7,8 +7,10 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, LOSS, TOPK
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.indexer.problem import TopkProblem
 from mla_cupy.kernels.sparse import SPARSE_FORWARD
 from mla_cupy.kernels.sparse.problem import SparseForwardProblem
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
@@ -43,8 +45,13 @@ def _logits(dtype: str, heads: int, **changes: Any) -> LogitsProblem:
 
 SITUATIONS = (
     ("`mla_decode`, 16 heads", DECODE, DecodeProblem(1, 16, 1, "bfloat16")),
+    ("`mla_decode`, 2 queries, 16 heads: 32 rows", DECODE, DecodeProblem(2, 16, 1, "bfloat16")),
+    ("`mla_decode`, 4 queries, 16 heads: 64 rows", DECODE, DecodeProblem(4, 16, 1, "bfloat16")),
     ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, 1, "bfloat16")),
+    ("`mla_decode`, 128 heads of 4 KV heads", DECODE, DecodeProblem(1, 128, 4, "bfloat16")),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
+    ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
+    ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),
     ("`sparse_mla_forward`, 16 heads", SPARSE_FORWARD, _forward(16)),
     ("`sparse_mla_forward`, 32 heads", SPARSE_FORWARD, _forward(32)),
     ("`sparse_mla_forward`, 64 heads", SPARSE_FORWARD, _forward(64)),
@@ -59,6 +66,11 @@ SITUATIONS = (
     ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),
     ("`indexer_logits_paged`, pages of 64", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=64, num_pages=9)),
     ("`indexer_logits_paged`, pages of 16", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=16, num_pages=9)),
+    ("`indexer_topk`, 4,096 rows of 32,768", TOPK, TopkProblem(4096, 32768, 2048)),
+    ("`indexer_topk`, 64 rows of 32,768", TOPK, TopkProblem(64, 32768, 2048)),
+    ("`indexer_topk`, 4,096 rows of 131,072", TOPK, TopkProblem(4096, 131072, 2048)),
+    ("`indexer_warmup_loss`, sums over heads", LOSS, LossProblem(8192, 8192, 128, 64, 576, 128)),
+    ("`indexer_warmup_loss`, per head", LOSS, LossProblem(8192, 8192, 64, 64, 128, 64, per_head=True)),
 )
 
 

@@ -34,6 +34,8 @@ __all__ = [
     "indexer_logits_paged",
     "indexer_prepare_k",
     "indexer_prepare_q",
+    "indexer_sparse_loss",
+    "indexer_sparse_objective",
     "indexer_topk",
     "indexer_warmup_loss",
     "indexer_warmup_objective",
@@ -464,5 +466,91 @@ def indexer_warmup_objective(
     kl : array
         Without a gradient.
     """
-    arrays = (q, k, index_q, index_k, weights, lse, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "lse": lse}
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    arrays = {**given, "row_weights": row_weights, **sequences}
     return objective("indexer_warmup_loss", arrays, options, exportable)
+
+
+def indexer_sparse_loss(
+    q: jax.Array,
+    k: jax.Array,
+    index_q: jax.Array,
+    index_k: jax.Array,
+    weights: jax.Array,
+    indices: jax.Array,
+    *,
+    lse: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    exportable: bool = False,
+    **options: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The indexer's loss over selected keys and its gradients: see `mla_cupy.indexer_sparse_loss`.
+
+    `jax.grad` does not go through it: `indexer_sparse_objective` is differentiable.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, indices, lse, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv : array
+    exportable : bool
+        For `jax.export`.
+    **options
+        scale, causal, gradients, deterministic, buffer_bytes, kernel; and arrays whose memory results take over.
+
+    Returns
+    -------
+    kl, mass, index_lse : array
+    d_index_q, d_index_k, d_weights : array or None
+        None without `gradients`.
+    """
+    operation = OPERATIONS["indexer_sparse_loss"]
+    given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "indices": indices}
+    optional = {"lse": lse, "topk_length": topk_length, "row_weights": row_weights}
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    targets = {output.name: options.pop(output.name, None) for output in operation.outputs}
+    return call(operation, {**given, **optional, **sequences, **targets}, options, exportable)
+
+
+def indexer_sparse_objective(
+    q: jax.Array,
+    k: jax.Array,
+    index_q: jax.Array,
+    index_k: jax.Array,
+    weights: jax.Array,
+    indices: jax.Array,
+    *,
+    lse: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    exportable: bool = False,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """sum(row_weights * kl) of the indexer's loss over selected keys, differentiable by index_q, index_k and weights.
+
+    The gradients are made with the loss; the pull-back multiplies them by the cotangent.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv : array
+    row_weights : array, (s_q,), float32, optional
+        For a mean, 1 / s_q. They count as constants.
+    exportable : bool
+        For `jax.export`.
+    **options
+        scale, causal, deterministic, buffer_bytes, kernel.
+
+    Returns
+    -------
+    objective : array, (), float32
+    kl : array
+        Without a gradient.
+    """
+    given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "indices": indices}
+    optional = {"lse": lse, "topk_length": topk_length, "row_weights": row_weights}
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    return objective("indexer_sparse_loss", {**given, **optional, **sequences}, options, exportable)

@@ -12,8 +12,6 @@ from mla_cupy.jax.lowering import call
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.bind import options_of
 
-_NAMES = ("q", "k", "index_q", "index_k", "weights", "lse", "row_weights", "cu_seqlens_q", "cu_seqlens_kv")
-"""The arrays of a loss, in this order."""
 _LEAVES = ("index_q", "index_k", "weights")
 
 
@@ -21,21 +19,22 @@ class _Static(NamedTuple):
     """All that is no array; it can be hashed."""
 
     operation: str
+    names: tuple[str, ...]
     options: Any
     exportable: bool
 
 
 def objective(
-    name: str, arrays: Sequence[jax.Array | None], options: Mapping[str, Any], exportable: bool
+    name: str, arrays: Mapping[str, jax.Array | None], options: Mapping[str, Any], exportable: bool
 ) -> tuple[jax.Array, jax.Array]:
     """sum(row_weights * kl) of the operation `name`, and kl; differentiable by the index queries, keys and weights."""
-    static = _Static(name, options_of(OPERATIONS[name], options), exportable)
-    value, kl = _objective(static, *arrays)
+    static = _Static(name, tuple(arrays), options_of(OPERATIONS[name], options), exportable)
+    value, kl = _objective(static, *arrays.values())
     return value, jax.lax.stop_gradient(kl)
 
 
 def _run(static: _Static, arrays: Sequence[Any], gradients: bool) -> tuple[Any, Any, tuple[Any, ...]]:
-    given = dict(zip(_NAMES, arrays, strict=True))
+    given = dict(zip(static.names, arrays, strict=True))
     options = {**static.options._asdict(), "gradients": gradients}
     results = call(OPERATIONS[static.operation], given, options, static.exportable)
     kl, factors = results[0], given["row_weights"]
@@ -59,7 +58,7 @@ def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tupl
     found = {
         name: gradient * cotangents[0].astype(gradient.dtype) for name, gradient in zip(_LEAVES, saved, strict=True)
     }
-    return tuple(found.get(name) for name in _NAMES)
+    return tuple(found.get(name) for name in static.names)
 
 
 _objective.defvjp(_save, _pull_back)

@@ -12,6 +12,7 @@ from mla_cupy.ops import (
     sparse_backward,
     sparse_decode,
     sparse_forward,
+    sparse_loss,
     topk,
     warmup_loss,
 )
@@ -31,6 +32,7 @@ from mla_cupy.ops.select_paged import indexer_select_paged
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
+from mla_cupy.ops.sparse_loss import indexer_sparse_loss
 from mla_cupy.ops.topk import indexer_topk
 from mla_cupy.ops.warmup_loss import indexer_warmup_loss
 
@@ -50,6 +52,7 @@ __all__ = [
     "indexer_prepare_q",
     "indexer_select",
     "indexer_select_paged",
+    "indexer_sparse_loss",
     "indexer_topk",
     "indexer_warmup_loss",
     "merge_states",
@@ -75,6 +78,7 @@ OPERATIONS: dict[str, Operation] = {
         logits_paged.OPERATION,
         topk.OPERATION,
         warmup_loss.OPERATION,
+        sparse_loss.OPERATION,
     )
 }
 #: The operations on paged caches of records: those of no binding to a compiled program yet.

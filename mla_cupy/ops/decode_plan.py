@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 from mla_cupy import arrays, dtypes
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.dtypes import HALF
@@ -66,6 +68,7 @@ class DecodePlan:
         self._limits = limits
         self._config = config
         self._workspace, self.address = memory  # the first keeps the second alive
+        self._keeps_zeros = False  # nobody else writes to the workspace, where the kernels leave zeros as they were
         self._scheduled_b: int | None = None
         self._updates = _Updates()
         self._identity = object()  # unlike `id`, never that of a later plan
@@ -132,19 +135,31 @@ class DecodePlan:
         self._scheduled_b = b
         self.state = (self._identity, b)
 
+    def zero_tickets(self) -> None:
+        """Zero, once and for all, what clusters that share requests count on; the workspace is the plan's alone."""
+        assert self._config is not None
+        layout = DECODE.workspace(self._config)
+        first = layout.offsets["tickets"]
+        zeros = np.zeros(layout.nbytes - first, np.uint8)
+        if zeros.size:
+            arrays.cupy_family().write(self.address + first, zeros, self.device)
+        self._keeps_zeros = True
+
     def _enqueue_schedule(self, config: DecodeConfig, native: Native, lengths: View, address: int, stream: Any) -> None:
         handle = native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
         key = (lengths.shape[0], lengths.strides[0])
         prepared = self._updates.prepared.get(key)
+        if address == self.address and self._keeps_zeros:
+            return
         if prepared is None or prepared.driver is not driver.active:
             if len(self._updates.prepared) >= MAX_ENTRIES:
                 self._updates.prepared.clear()
             b, stride = key
             max_tokens = self._limits.max_pages * self._limits.page_size
             shard = self._limits.cp_world, self._limits.cp_rank
-            step = DECODE.schedule(config, stride, max_tokens, b, shard)
+            steps = DECODE.schedule(config, stride, max_tokens, b, shard)
             info, layout = devices.describe(self.device), DECODE.workspace(config)
-            prepared = self._updates.prepared[key] = Prepared([step], ("seqlens",), layout, info, handle)
+            prepared = self._updates.prepared[key] = Prepared(steps, ("seqlens",), layout, info, handle)
         prepared.enqueue([0, lengths.ptr], address, handle)
 
     def configuration(self, request: Request) -> DecodeConfig | None:
@@ -272,12 +287,18 @@ def plan_decode(
     info = devices.describe(ordinal)
     config = DECODE.configure(problem, info, kernel)
     if pieces:
+        if config.in_clusters:
+            expected = "a kernel that takes a schedule: clusters divide the batch by all of its lengths"
+            raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or batch_invariant out"))
         config = DECODE.in_pieces(config, pieces, info)
     load(DECODE.builds(config), info, arrays.cupy_family().current_stream(ordinal))
     nbytes = DECODE.workspace(config).nbytes
     if workspace is None:
         memory = arrays.cupy_family().own_memory(nbytes, ordinal)
-        return DecodePlan(problem, limits, ordinal, config, (memory, memory.ptr))
+        plan = DecodePlan(problem, limits, ordinal, config, (memory, memory.ptr))
+        if config.in_clusters:
+            plan.zero_tickets()
+        return plan
     memory = workspace(nbytes) if callable(workspace) else workspace
     return DecodePlan(problem, limits, ordinal, config, (memory, _workspace_address(memory, nbytes, ordinal)))
 

@@ -22,7 +22,8 @@ from mla_cupy.ops.schema import steps_by_16_bytes
 
 BUFFER_BYTES = 512 << 20
 """Default limit of what a chunk of tokens holds of all keys."""
-_MAX_BYTES = 1 << 40
+MAX_BUFFER_BYTES = 1 << 40
+"""The largest limit."""
 _MAX_INT32 = 2**31 - 1
 
 
@@ -144,10 +145,12 @@ def indexer_warmup_loss(
     of it whose derivative multiplies these gradients. Nothing flows to q, k or v.
 
     All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
-    are computed on the GPU if there is one, else by the NumPy oracle.
+    are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with sums over heads and arrays that
+    start at and step by multiples of 16 bytes, everything but the attention's log-sum-exps and output runs on tensor
+    cores, and the gradients by the scores are rounded to bfloat16: give `lse`, which the attention has at hand.
 
-    Workspace: at most `buffer_bytes` (or what one token needs: 8 * s_kv bytes, per head 8 * h * s_kv), 8 * s_q bytes,
-    4 * s_kv * d_i for the gradients of the keys if there is more than one chunk, and 4 * s_q * h without `lse`. It
+    Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv), 8 * s_q bytes,
+    for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, and 4 * s_q * h without `lse` and `v`. It
     grows with the keys, not with their square. A pair of a query and a key that it sees takes 2 * h * d FLOPs for the
     target and 10 * h_i * d_i for the scores and the gradients.
 
@@ -226,7 +229,7 @@ def _examine(views: Views, given: _Options) -> Examined:
         per_head=target == "per_head",
         needs_lse=target == "head_sum" and views["lse"] is None,
         gradients=options.gradients,
-        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, _MAX_BYTES),
+        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
     )
     return Examined(problem, options, given.kernel, {"targets": heads if target == "per_head" else 0})

@@ -24,16 +24,16 @@ class IndexerLoss(NamedTuple):
         What the target was divided by. Per head: its log-sum-exp.
     lse : array, shape of kl
         log(sum(exp(I))); -inf for a row that sees no key.
-    d_index_q, d_index_k, d_weights : array
+    d_index_q, d_index_k, d_weights : array, or None without gradients
         Of the shapes of index_q, index_k, weights.
     """
 
     kl: Array
     mass: Array
     lse: Array
-    d_index_q: Array
-    d_index_k: Array
-    d_weights: Array
+    d_index_q: Array | None
+    d_index_k: Array | None
+    d_weights: Array | None
 
 
 class WarmupLoss(NamedTuple):
@@ -142,6 +142,7 @@ def indexer_sparse_loss(
     row_weights: npt.ArrayLike | None = None,
     scale: float | None = None,
     causal: bool = False,
+    gradients: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
 ) -> IndexerLoss:
@@ -153,6 +154,8 @@ def indexer_sparse_loss(
         As for `sparse_mla_forward`: which slots count. A key that is selected twice counts twice.
     q, k, index_q, index_k, weights, lse, row_weights, scale
         As for `indexer_warmup_loss`; by default, `lse` is over the selected keys.
+    gradients : bool
+        Whether there are any.
 
     Returns
     -------
@@ -161,7 +164,8 @@ def indexer_sparse_loss(
     s_kv = len(np.asarray(k))
     rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
     arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
-    return _loss("head_sum", rows_of, arrays, lse, row_weights, scale, 1.0)
+    loss = _loss("head_sum", rows_of, arrays, lse, row_weights, scale, 1.0)
+    return loss if gradients else loss._replace(d_index_q=None, d_index_k=None, d_weights=None)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")

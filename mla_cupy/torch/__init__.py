@@ -2,7 +2,8 @@
 
 The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
 
-- `sparse_mla_forward` is differentiable, and so is the scalar of `indexer_warmup_objective`.
+- `sparse_mla_forward` is differentiable, and so are the scalars of `indexer_warmup_objective` and
+  `indexer_sparse_objective`.
 - `torch.compile` sees one operator instead of Python, with `fullgraph=True` and with dynamic batch sizes, too; what an
   operator writes is declared.
 - There is no `check` or `stream`: the work goes to PyTorch's current stream. Options that are dtypes are PyTorch's.
@@ -31,6 +32,8 @@ __all__ = [
     "indexer_logits_paged",
     "indexer_prepare_k",
     "indexer_prepare_q",
+    "indexer_sparse_loss",
+    "indexer_sparse_objective",
     "indexer_topk",
     "indexer_warmup_loss",
     "indexer_warmup_objective",
@@ -528,6 +531,91 @@ def indexer_warmup_objective(
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     found = indexer_warmup_loss(q, k, *leaves, gradients=wanted, row_weights=row_weights, **options)
     kl, _, _, *gradients, _, _ = found
+    assert kl is not None
+    return objective(leaves, kl, row_weights, tuple(gradients)), kl
+
+
+def indexer_sparse_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    gradients: bool = True,
+    kl: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    index_lse: torch.Tensor | None = None,
+    d_index_q: torch.Tensor | None = None,
+    d_index_k: torch.Tensor | None = None,
+    d_weights: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """The indexer's loss over selected keys and its gradients: see `mla_cupy.indexer_sparse_loss`.
+
+    Autograd does not look into it: `indexer_sparse_objective` is differentiable.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, indices : tensor
+    gradients : bool
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights : tensor, optional
+        Where the results go: all that there are, or none.
+    workspace : tensor, uint8, optional
+        With these.
+    **options
+        lse, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic, buffer_bytes, kernel.
+
+    Returns
+    -------
+    kl, mass, index_lse : tensor
+    d_index_q, d_index_k, d_weights : tensor or None
+        None without `gradients`.
+    """
+    losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
+    backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
+    given = _targets(**losses, **backward)
+    inputs = (*(x.detach() for x in (q, k, index_q, index_k, weights)), indices)
+    found = _run("indexer_sparse_loss", inputs, {"gradients": gradients, **options}, given, workspace)
+    return tuple(found[:6]) if gradients else (*found[:3], None, None, None)
+
+
+def indexer_sparse_objective(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum(row_weights * kl) of the indexer's loss over selected keys, differentiable by index_q, index_k and weights.
+
+    The gradients are made in the forward; the backward multiplies them by the cotangent, in the dtypes of the arrays.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, indices : tensor
+    row_weights : tensor, (s_q,), float32, optional
+        For a mean, 1 / s_q. They count as constants.
+    **options
+        Of `indexer_sparse_loss`: lse, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic,
+        buffer_bytes, kernel.
+
+    Returns
+    -------
+    objective : tensor, (), float32
+    kl : tensor
+        Without a gradient.
+    """
+    leaves = (index_q, index_k, weights)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    found = indexer_sparse_loss(q, k, *leaves, indices, gradients=wanted, row_weights=row_weights, **options)
+    kl, _, _, *gradients = found
     assert kl is not None
     return objective(leaves, kl, row_weights, tuple(gradients)), kl
 

@@ -64,10 +64,13 @@ class HostDevice:
         return array.copy()
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        return np.full(shape, np.nan, np.dtype(dtype))
+        made = np.empty(shape, np.dtype(dtype))
+        self.poison(made)
+        return made
 
     def poison(self, array: Any) -> None:
-        array[...] = np.nan
+        bits = np.dtype(f"uint{8 * array.itemsize}")
+        array.view(bits)[...] = np.iinfo(bits).max
 
     def to_host(self, array: Any) -> Any:
         return np.array(array)

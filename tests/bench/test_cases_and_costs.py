@@ -88,6 +88,7 @@ def test_the_whole_table():
     assert all(parse(case.name) == case for case in table)
     assert {case.h_q for case in SUITES["heads"]} == {8, 12, 16, 96}
     assert {case.d_qk for case in SUITES["nope"]} == {512}
+    assert max(case.b for case in SUITES["small-batches"]) == 8
 
 
 def test_mixes_of_lengths():

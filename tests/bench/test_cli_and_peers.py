@@ -42,6 +42,8 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
         ("sparse-forward", ["--peers-dir", "--indices"]),
         ("indexer-logits", ["--peers-dir"]),
         ("sparse-decode", ["--peers-dir"]),
+        ("indexer-topk", []),
+        ("indexer-prepare", []),
         ("sparse-backward", ["--deterministic", "--indices"]),
     ],
 )
@@ -77,6 +79,8 @@ def test_options():
         "sparse-backward": "events",
         "indexer-logits": "graph",
         "sparse-decode": "graph",
+        "indexer-topk": "graph",
+        "indexer-prepare": "graph",
     }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 
@@ -146,7 +150,7 @@ def test_nothing_heavy_is_imported_for_list():
 
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
-    from bench.ops.decode.own import Decode
+    from bench.ops.decode.own import ON_REQUEST, Decode
     from bench.ops.sparse_backward.own import SparseBackward
     from bench.ops.sparse_forward.own import SparseForward
     from bench.peers.cudnn_sparse import CudnnSparse
@@ -155,7 +159,8 @@ def test_adapters_meet_the_protocol():
     from bench.peers.flashmla import FlashMla
     from bench.peers.flashmla_sparse import FlashMlaSparse
 
-    decode = {"mla_cupy": Decode, "generic": Decode, "cupy": CupyUnfused, "flashmla": FlashMla}
+    own_calls = dict.fromkeys(("mla_cupy", "generic", *ON_REQUEST), Decode)
+    decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     forward = {"mla_cupy": SparseForward, "generic": SparseForward}
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), SparseBackward)
     adapters = {
@@ -170,6 +175,15 @@ def test_adapters_meet_the_protocol():
             for method in ("unsupported", "prepare"):
                 asked = inspect.signature(getattr(Implementation, method))
                 assert list(inspect.signature(getattr(adapter, method)).parameters) == list(asked.parameters)
+
+
+def test_kernels_that_run_on_request_are_peers_of_the_chosen_one():
+    from bench.ops.decode.own import ON_REQUEST
+    from mla_cupy.kernels.decode import DECODE as PIPELINE
+
+    assert set(ON_REQUEST) == {kernel.name for kernel in PIPELINE.kernels if kernel.on_request}
+    known = DECODE.implementations(Choices(kernel="decode_generic"))
+    assert [one._kernel for one in make(ON_REQUEST, known)] == ["decode_generic", *ON_REQUEST]
 
 
 def test_our_own_calls_have_names():

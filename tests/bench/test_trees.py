@@ -22,6 +22,8 @@ SMALL = {
     "sparse-backward": "sq3-skv8-hq2-topk4",
     "indexer-logits": "sq3-skv8-h2-d32",
     "sparse-decode": "b1-sq1-hq2-topk4-pool64",
+    "indexer-topk": "sq3-skv40-k4",
+    "indexer-prepare": "sq5-h2-d32",
 }
 #: What the processes run in place of the GPU.
 SERVE = f"""

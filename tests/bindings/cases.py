@@ -11,7 +11,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ops
 from tests.indexer import prepare_cases
-from tests.support import cases, indexer_cases, loss_cases, sparse_cases
+from tests.support import cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
 
 Array = np.ndarray[Any, Any]
 
@@ -101,6 +101,12 @@ def warmup_loss(case: loss_cases.LossCase, **options: Any) -> BoundCall:
     return BoundCall(_id("loss", chosen), "indexer_warmup_loss", _dense(**loss_cases.loss_inputs(case)), chosen)
 
 
+def sparse_loss(case: sparse_loss_cases.SparseLossCase, **options: Any) -> BoundCall:
+    chosen = {"causal": case.causal, **options}
+    arrays = _dense(**sparse_loss_cases.sparse_loss_inputs(case))
+    return BoundCall(_id("sparse_loss", chosen), "indexer_sparse_loss", arrays, chosen)
+
+
 def _id(name: str, options: dict[str, Any]) -> str:
     return "-".join([name, *(f"{key}={value}" for key, value in options.items() if value)]).replace(" ", "")
 
@@ -127,6 +133,8 @@ CALLS = [
     topk(order="value", return_values=False),
     warmup_loss(loss_cases.LossCase(d_v=8)),
     warmup_loss(loss_cases.LossCase(h_i=3, target="per_head"), gradients=False),
+    sparse_loss(sparse_loss_cases.SparseLossCase(lse=True), deterministic=True),
+    sparse_loss(sparse_loss_cases.SparseLossCase(causal=True, lengths=True), gradients=False),
 ]
 
 

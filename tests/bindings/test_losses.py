@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from tests.interop.test_torch import array, tensor
 from tests.support.loss_cases import LossCase, loss_inputs
+from tests.support.sparse_loss_cases import SparseLossCase, sparse_loss_inputs
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -68,3 +69,43 @@ def test_torch(torch: Any, of_torch: Any, case: LossCase, compiled: bool) -> Non
         got = inputs[name].grad
         assert got.dtype == inputs[name].dtype
         np.testing.assert_array_equal(array(torch, got).astype(np.float32), wanted)
+
+
+SPARSE = SparseLossCase(lse=True, lengths=True)
+
+
+def expected_sparse(factor: float) -> tuple[Any, ...]:
+    inputs = sparse_loss_inputs(SPARSE)
+    kl, _, _, *gradients = mla_cupy.indexer_sparse_loss(**inputs)
+    return (kl * inputs["row_weights"]).sum(), [factor * x.astype(np.float32) for x in gradients]
+
+
+@pytest.mark.parametrize("exportable", [False, True], ids=["callback", "handler"])
+def test_sparse_jax(jax: Any, of_jax: Any, exportable: bool) -> None:
+    inputs = {name: jax.device_put(x, jax.devices("cpu")[0]) for name, x in sparse_loss_inputs(SPARSE).items()}
+    leaves = {name: inputs.pop(name) for name in LEAVES}
+
+    def value(leaves: dict[str, Any]) -> Any:
+        loss, kl = of_jax.indexer_sparse_objective(**leaves, **inputs, exportable=exportable)
+        return 4 * loss + kl.sum()  # kl has no gradient
+
+    total, gradients = expected_sparse(4)
+    plain, _ = of_jax.indexer_sparse_objective(**leaves, **inputs, exportable=exportable)
+    assert float(plain) == pytest.approx(float(total), rel=1e-6)
+    found = jax.jit(jax.grad(value))(leaves)
+    for name, wanted in zip(LEAVES, gradients, strict=True):
+        assert found[name].dtype == leaves[name].dtype
+        np.testing.assert_array_equal(np.asarray(found[name]).astype(np.float32), wanted)
+
+
+def test_sparse_torch(torch: Any, of_torch: Any) -> None:
+    inputs = {name: tensor(torch, x) for name, x in sparse_loss_inputs(SPARSE).items()}
+    total, gradients = expected_sparse(4)
+    for name in LEAVES:
+        inputs[name].requires_grad_()
+    loss, kl = of_torch.indexer_sparse_objective(**inputs)
+    assert not kl.requires_grad
+    assert float(loss.detach()) == pytest.approx(float(total), rel=1e-6)
+    (4 * loss).backward()
+    for name, wanted in zip(LEAVES, gradients, strict=True):
+        np.testing.assert_array_equal(array(torch, inputs[name].grad).astype(np.float32), wanted)

@@ -12,13 +12,13 @@ import mla_cupy
 from mla_cupy import ArgumentError
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload
-from tests.support.kernels import DECODE_KERNELS, on_hopper
+from tests.support.kernels import SCHEDULED_KERNELS, on_hopper
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
 
-KERNELS = on_hopper(DECODE_KERNELS)
+KERNELS = on_hopper(SCHEDULED_KERNELS)
 #: With pieces of 128 tokens: two, none, one, three of which the last is short, and one of a single token.
 CASE = DecodeCase(b=5, seqlens=(256, 0, 128, 300, 1), s_q=2, h_q=3, page_size=16)
 SPLIT_TOKENS = 128

@@ -13,7 +13,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.support.cases import DecodeCase, DecodeInputs, make
-from tests.support.kernels import DECODE_KERNELS, on_hopper
+from tests.support.kernels import SCHEDULED_KERNELS, on_hopper
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -21,11 +21,13 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 GENERIC = "decode_generic"
-KERNELS = (*on_hopper(DECODE_KERNELS), GENERIC)
+KERNELS = (*on_hopper(SCHEDULED_KERNELS), GENERIC)
 #: The causal edge on both sides of the end of a rank's tile, in a rank's first token, and ranks without any token.
 WHOLE = DecodeCase(b=5, seqlens=(131, 2, 0, 4, 67), s_q=3, h_q=3, page_size=16)
 #: The kernels for Hopper, one after the other, in every run; everything under -m slow.
-QUICK = {(kernel, world) for kernel, world in zip(itertools.cycle(on_hopper(DECODE_KERNELS)), (2, 3, 4), strict=False)}
+QUICK = {
+    (kernel, world) for kernel, world in zip(itertools.cycle(on_hopper(SCHEDULED_KERNELS)), (2, 3, 4), strict=False)
+}
 MODES = ("early", "late", "random")
 
 

@@ -15,11 +15,11 @@ import pytest
 
 import mla_cupy
 from tests.support.cases import DecodeCase, make
-from tests.support.kernels import DECODE_KERNELS, on_hopper, takes
+from tests.support.kernels import SCHEDULED_KERNELS, on_hopper, takes
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
-HOPPER = on_hopper(DECODE_KERNELS)
+HOPPER = on_hopper(SCHEDULED_KERNELS)
 GENERIC = "decode_generic"
 #: (mode of completion, seed)
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))

@@ -25,7 +25,8 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 KERNEL = "decode_sm90_small"
-SMALL = "decode/sm90_small.cu"
+SMALL = "decode/sm90_small.cuh"
+KERNEL_FILE = "decode/sm90_small.cu"
 LOAD = "decode/sm90_load.cuh"
 SWAPPED = "attention/sm90/swapped.cuh"
 NONFINITE = "attention/sm90/nonfinite_values.cuh"
@@ -43,9 +44,9 @@ MUTANTS = [
         "    release(s.kv_empty[math.stage], thread);\n    add_values(Element{}, math.out,",
     ),
     Mutant("keys freed by one warp too few", SMALL, "s.kv_empty[stage], kWarpgroupWarps)", "s.kv_empty[stage], 3)"),
-    Mutant("later groups not waited for", SMALL, "if (i % Tile::kGroupSwTiles == 0)", "if (i == 0)"),
+    Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0)", "if (i == 0)"),
     Mutant("loads do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage], ring.empty_parity(stage));", ""),
-    Mutant("a group counted short", SMALL, "(full, Tile::kGroupBytes)", "(full, Tile::kGroupBytes - kSw128Bytes)"),
+    Mutant("a group counted short", SMALL, "(full, C::kGroupBytes)", "(full, C::kGroupBytes - kSw128Bytes)"),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
     Mutant(
@@ -56,7 +57,10 @@ MUTANTS = [
     Mutant("no fence of the barriers' init", SMALL, "    fence_mbarrier_init();\n", ""),
     # Query rows
     Mutant(
-        "Q not waited for", SMALL, "mbarrier_wait(s.q_full[math.q_stage], math.q_ring.full_parity(math.q_stage));", ""
+        "Q not waited for",
+        SMALL,
+        "mbarrier_wait(block.s.q_full[math.q_stage], math.q_ring.full_parity(math.q_stage));",
+        "",
     ),
     Mutant("Q released after the first tile", SMALL, "if (tile + 1 == item.tile_end)", "if (tile == item.tile_begin)"),
     Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage ^= 1;", ""),
@@ -99,7 +103,7 @@ MUTANTS = [
     ),
     # Values
     Mutant("hidden values not sanitized", SMALL, "    sanitize_v(block, math, item, tile, thread);\n", ""),
-    Mutant("NaN not given back", SMALL, "if (s.nonfinite_request == item.request)", "if (false)"),
+    Mutant("NaN not given back", KERNEL_FILE, "if (s.nonfinite_request == item.request)", "if (false)"),
     Mutant("NaN given to every row", NONFINITE, "if (token < visible_tokens(p, item, row))", "if (true)"),
     Mutant(
         "values of the wrong SW128 tile",
@@ -108,7 +112,7 @@ MUTANTS = [
         "advance(v, (sw_tile ^ 1) * kSw128Bytes +",
     ),
     # Results
-    Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
+    Mutant("O carried over", KERNEL_FILE, "        math.reset();\n", "        math.heads.reset();\n"),
     Mutant(
         "statistics not waited for",
         SWAPPED,

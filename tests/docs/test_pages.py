@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mla_cupy.ops import OPERATIONS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 
@@ -99,4 +101,15 @@ def test_the_choice_of_kernels() -> None:
     turing = replace(ampere, cc=(7, 5), smem_optin=65536)
     for call in table.values():
         assert kernel_choice.chosen(*call, ampere) == kernel_choice.chosen(*call, turing)
-        assert "generic" in kernel_choice.chosen(*call, turing)
+        plain = kernel_choice.chosen(*call, turing)
+        assert "generic" in plain or plain == "`indexer_topk`"
+
+
+def test_the_table_has_every_kernel_that_a_call_may_get() -> None:
+    """Of the operations that choose from several: all but those that run only where they are named."""
+    shown = {kernel_choice.chosen(*call[1:], gpu) for call in kernel_choice.SITUATIONS for gpu in kernel_choice.GPUS}
+    pipelines = {id(call[1]): call[1] for call in kernel_choice.SITUATIONS}
+    for operation in OPERATIONS.values():
+        assert id(operation.pipeline) in pipelines or len(operation.pipeline.kernels) == 1, operation.name
+    for pipeline in pipelines.values():
+        assert {f"`{kernel.name}`" for kernel in pipeline.kernels if not kernel.on_request} <= shown

@@ -9,7 +9,7 @@ from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
-from tests.support.loss_cases import LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 
@@ -31,12 +31,62 @@ MUTANTS = [
     (Mutant("all heads share a row", "indexer/loss_params.cuh", "p.per_head ? head : 0", "0"), PER_HEAD),
 ]  # fmt: skip
 
+SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss_{name}_sm90.cu" for name in ("scores", "queries", "keys"))
+TILES = LossCase(s_q=12, s_kv=140, h=7, h_i=5, d=128, d_i=64, lse=True, sequences=((6, 100), (6, 38)))
+MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
+M_COLUMNS = "gradients[2 * step + i / 2]"
+FREE = "    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));\n"
+NO_PART = "-lse * kLog2E : negative_infinity()"
+HOPPER_MUTANTS = [
+    Mutant("a piece is released before it is read", SCORES_SM90, "            wgmma_wait_group<1>();\n", ""),
+    Mutant("index keys come over keys in use", SCORES_SM90, "    mbarrier_wait(s.k_empty, 0);\n", ""),
+    Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, 1);\n", ""),
+    Mutant("tokens share a head's lse", SCORES_SM90, "== 0 ? lse.x : lse.y", "== 0 ? lse.x : lse.x"),
+    Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
+    Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
+    Mutant("inactive heads have a part", QUERIES_SM90, "low > 0.f ?", "true ?"),
+    Mutant("edges of tiles are not cleared", ROWS, "    clear_edges(p, row);\n", ""),
+    Mutant("keys are copied as they are", "indexer/loss_finite_keys.cu", "finite ? x : (u16)0", "x"),
+    Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
+    Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
+    Mutant("a split forgets tokens", KEYS_SM90, "min(begin + p.split_tokens,", "min(begin + p.split_tokens - 2,"),
+    Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
+]  # fmt: skip
+
 
 def run(case: LossCase) -> None:
     inputs = loss_inputs(case)
     with simulated(1):
-        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, buffer_bytes=2 * 8 * 128)
+        got = mla_cupy.indexer_warmup_loss(
+            **inputs, **case.options, kernel="indexer_loss_scores_generic", buffer_bytes=2 * 8 * 128
+        )
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
+
+
+def run_hopper(mode: tuple[str, int]) -> None:
+    inputs = loss_inputs(TILES)
+    with simulated(1, (9, 0), *mode):
+        got = mla_cupy.indexer_warmup_loss(**inputs, **TILES.options, kernel="indexer_loss_scores_sm90")
+    check_loss(got, reference.indexer_warmup_loss(**inputs, **TILES.options), TENSOR_CORE_ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_hopper_without_a_bug(mode: tuple[str, int]) -> None:
+    run_hopper(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", HOPPER_MUTANTS, ids=lambda mutant: mutant.id)
+def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the modes."""
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        for mode in MODES:
+            try:
+                run_hopper(mode)
+            except (AssertionError, SimError):
+                return
+    raise AssertionError(f"{mutant.name} shows in no mode")
 
 
 @pytest.mark.parametrize("case", [CASE, PER_HEAD], ids=lambda case: case.id)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import reference
-from tests.support.loss_cases import LossCase, check_loss, loss_inputs
-from tests.support.sim_driver import simulated
+from mla_cupy import UnsupportedDeviceError, reference
+from mla_cupy.kernels.indexer import LOSS
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
+from tests.support.sim_driver import fake_gpu, simulated
 
-GENERIC = "indexer_loss_scores_generic"
+GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_scores_sm90"
 CASES = [
     LossCase(),
     LossCase(s_q=4, s_kv=7, causal=False, lse=True, d_v=20, row_weights=False),
@@ -35,6 +37,64 @@ def test_generic(case: LossCase) -> None:
     inputs = loss_inputs(case)
     got = run(case, inputs, (8, 0) if case.causal else (9, 0), buffer_bytes=1 if case.s_q < 5 else 1 << 20)
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
+
+
+#: (mode of completion, seed)
+MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
+HOPPER_CASES = [
+    LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=128, d_i=64, lse=True, causal=False),  # two tiles of keys
+    LossCase(s_q=9, s_kv=12, h=1, h_i=3, d=136, d_i=128, lse=True, sequences=((4, 2), (0, 3), (4, 6))),
+]
+LARGE_HOPPER_CASES = [
+    LossCase(s_q=130, s_kv=140, h=2, h_i=3, d=128, d_i=128, lse=True),
+    LossCase(s_q=70, s_kv=300, h=2, h_i=66, d=576, d_i=64, lse=True, sequences=((30, 140), (39, 150))),
+    LossCase(s_q=40, s_kv=520, h=3, h_i=5, d=64, d_i=32, d_v=16),
+    LossCase(s_q=300, s_kv=300, h=1, h_i=1, d=8, d_i=32, lse=True, row_weights=False),
+]
+
+
+def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[Any, ...]:
+    inputs = loss_inputs(case)
+    with simulated(2, (9, 0), *mode) as target:
+        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HOPPER, **options)
+    assert f"mla_{HOPPER}" in target.launched
+    check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options), TENSOR_CORE_ERROR)
+    return got
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
+def test_hopper(case: LossCase) -> None:
+    run_hopper(case, MODES[HOPPER_CASES.index(case)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", [*HOPPER_CASES, *LARGE_HOPPER_CASES], ids=lambda case: case.id)
+def test_hopper_in_every_mode(case: LossCase, mode: tuple[str, int]) -> None:
+    run_hopper(case, mode)
+
+
+@pytest.mark.slow
+def test_chunks_on_hopper() -> None:
+    """Rows have the same bits in chunks of any size; the keys' gradients are added in another order."""
+    case = LossCase(s_q=20, s_kv=140, h=2, h_i=2, d=64, d_i=32, lse=True)
+    whole, cut = (run_hopper(case, MODES[0], buffer_bytes=size) for size in (1 << 20, 7 * 10 * 256))
+    for name, x, y in zip(FIELDS[:6], whole, cut, strict=False):
+        assert name == "d_index_k" or x.tobytes() == y.tobytes(), name
+
+
+def test_what_hopper_does_not_take() -> None:
+    """Targets per head, odd addresses, no token: the plain kernels do."""
+    for changes, word in (
+        ({"per_head": True}, "summed over heads"),
+        ({"aligned": False}, "16 bytes"),
+        ({"s_q": 0}, "one"),
+    ):
+        sizes = {"s_q": 4, "s_kv": 4, "heads": 2, "index_heads": 2, "head_dim": 128, "index_dim": 64}
+        problem = LossProblem(**{**sizes, **changes})  # type: ignore[arg-type]
+        assert LOSS.configure(problem, fake_gpu(1)).kernel.name == GENERIC
+        with pytest.raises(UnsupportedDeviceError, match=word):
+            LOSS.configure(problem, fake_gpu(1), HOPPER)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
+from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 from tests.support.tolerance import check, check_lse
 from tests.support.workspace import aligned_bytes
 
@@ -247,6 +248,18 @@ def test_indexer_warmup_loss(seed: int) -> None:
     dtypes = dict.fromkeys(FIELDS, np.dtype(np.float32)) | dict.fromkeys(("out", "d_index_k"), inputs["q"].dtype)
     outputs = {name: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
     check_loss(run(seed, OPERATIONS["indexer_warmup_loss"], {**inputs, **outputs}, **case.options), exact)
+
+
+@seeds
+def test_indexer_sparse_loss(seed: int) -> None:
+    case = SparseLossCase(s_q=4, s_kv=7, topk=5, d=11, lse=seed % 2 == 0, causal=True, lengths=True, seed=seed)
+    inputs = sparse_loss_inputs(case)
+    exact = reference.indexer_sparse_loss(**inputs, causal=True)
+    dtypes = dict.fromkeys(exact._fields, np.dtype(np.float32)) | {"d_index_k": inputs["q"].dtype}
+    names = {**dict(zip(exact._fields, exact._fields, strict=True)), "lse": "index_lse"}
+    outputs = {names[name]: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
+    got = run(seed, OPERATIONS["indexer_sparse_loss"], {**inputs, **outputs}, causal=True, deterministic=seed % 2 == 1)
+    check_sparse_loss(got, exact)
 
 
 def prepare(seed: int, name: str) -> None:

@@ -26,6 +26,9 @@ def on_hopper(kernels: dict[str, Any]) -> tuple[str, ...]:
 
 
 DECODE_KERNELS: dict[str, AttentionKernel[Any]] = by_name(DECODE)
+#: Those that need no schedule; they have tests of their own.
+CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
+SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}
 FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = by_name(SPARSE_FORWARD)
 BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
 #: Those with tcgen05; there are none of other operations.

@@ -86,6 +86,10 @@ def loss_inputs(case: LossCase) -> dict[str, Array]:
     for name in ("k", "index_k", "v"):
         if name in inputs:
             inputs[name][unseen] = np.nan
+    blind = [t for t, seen in enumerate(rows) if len(seen) == 0]
+    for name in ("q", "index_q", "weights", "row_weights"):
+        if name in inputs:
+            inputs[name][blind] = np.nan
     return inputs
 
 

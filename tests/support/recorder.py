@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -114,6 +115,9 @@ class _FakeCupy:
     def own_memory(self, nbytes: int, device: int) -> Any:
         memory = np.zeros(nbytes, np.uint8)
         return SimpleNamespace(memory=memory, ptr=memory.ctypes.data)
+
+    def write(self, address: int, data: Any, device: int) -> None:
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
 
 
 @pytest.fixture

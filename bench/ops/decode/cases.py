@@ -124,6 +124,10 @@ CASES: tuple[DecodeCase, ...] = (
 # Numbers of heads that no model above has, and keys without RoPE columns.
 HEADS = tuple(DecodeCase(b, 1, h_q, 8192) for h_q in (8, 12, 16, 96) for b in (128, 8))
 NOPE = tuple(DecodeCase(b, 1, h_q, 8192, d_qk=D_V) for h_q in (16, 64, 128) for b in (128, 1))
+# Where launches and the merge of partial results are a large part of the time.
+SMALL_BATCHES = tuple(
+    DecodeCase(b, 1, h_q, s_kv) for h_q in (16, 32, 128) for b in (1, 2, 4, 8) for s_kv in (1024, 8192, 32768)
+)
 
 
 def _mix(number: int) -> DecodeCase:
@@ -147,6 +151,7 @@ SUITES: dict[str, tuple[DecodeCase, ...]] = {
     "quick": tuple(case for case in CASES if case.name in QUICK_NAMES),
     "heads": HEADS,
     "nope": NOPE,
+    "small-batches": SMALL_BATCHES,
     "mixes": MIXES,
     "table": tuple(dict.fromkeys((*CASES, *HEADS, *NOPE, *MIXES))),
 }

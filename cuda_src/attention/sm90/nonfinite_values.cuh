@@ -29,11 +29,12 @@ MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_r
     }
 }
 
-// Cold path, by one warpgroup: re-adds the non-finite elements that sanitize_rows zeroed in columns [first_column,
-// + kColumns) to the stored results of the rows that see them. The weights do not matter, since any multiple of an
-// infinity is infinite.
-template <class Element, i32 kColumns, i32 kRows>
-MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread) {
+// Cold path, by one warpgroup: calls `add(row, column, value)` for the non-finite elements that sanitize_rows zeroed in
+// columns [first_column, + kColumns), for each row of the block that sees them; a column always by the same thread. The
+// weights do not matter, since any multiple of an infinity is infinite.
+template <class Element, i32 kColumns, i32 kRows, class Add>
+MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread,
+                                   Add add) {
     const DecodeParams& p = block.p;
     const i32 first = max(item.seen_by_all, item.tile_begin * kTileTokens);
     const i32 last = min(item.tokens, item.tile_end * kTileTokens);
@@ -48,11 +49,17 @@ MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& it
             if (fabsf(value) <= kMaxFloat) continue;
 #pragma unroll 1
             for (i32 row = block.row0; row < min(block.row0 + kRows, block.rows); ++row) {
-                if (token < visible_tokens(p, item, row)) {
-                    add_to_output<Element>(p, item, block.kv_head, row, column, value);
-                }
+                if (token < visible_tokens(p, item, row)) add(row, column, value);
             }
         }
     }
+}
+
+// The same, added to the stored results.
+template <class Element, i32 kColumns, i32 kRows>
+MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread) {
+    for_each_nonfinite<Element, kColumns>(block, item, first_column, thread, [&](i32 row, i32 column, float value) {
+        add_to_output<Element>(block.p, item, block.kv_head, row, column, value);
+    });
 }
 }  // namespace mla::attention::sm90

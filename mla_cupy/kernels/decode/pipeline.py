@@ -7,6 +7,7 @@ from typing import Any
 
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.decode import (
+    clusters,
     combine,
     combine_pieces,
     generic,
@@ -14,11 +15,13 @@ from mla_cupy.kernels.decode import (
     schedule_pieces,
     sm90_seesaw,
     sm90_small,
+    sm90_small_cluster4,
+    sm90_small_cluster8,
 )
-from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeOptions, DecodeProblem, Splits
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
 from mla_cupy.kernels.spec import PLAIN, DtypeVariant, Kernel, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -30,7 +33,8 @@ _NO_STRIDES = (0, 0, 0, 0)  # of the max logits and the sink, which only sparse 
 class DecodeConfig:
     """Everything about a decode that does not depend on pointers or on the batch size.
 
-    `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan.
+    `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan. Of a kernel that runs in
+    clusters, `num_splits` are the clusters that are resident at once.
     """
 
     problem: DecodeProblem
@@ -39,6 +43,11 @@ class DecodeConfig:
     num_splits: int
     combine_blocks: int
     pieces: Pieces | None = None
+
+    @property
+    def in_clusters(self) -> bool:
+        """Whether one launch does it all."""
+        return self.kernel.cluster_blocks > 1
 
     def splits(self, b: int) -> int:
         """Splits of the schedule of a batch."""
@@ -55,13 +64,19 @@ class DecodeConfig:
 class DecodePipeline(Pipeline[DecodeConfig]):
     """The kernels of dense decode."""
 
-    kernels = (sm90_small.KERNEL, sm90_seesaw.KERNEL, generic.KERNEL)
+    kernels = (
+        sm90_small.KERNEL,
+        sm90_small_cluster8.KERNEL,
+        sm90_small_cluster4.KERNEL,
+        sm90_seesaw.KERNEL,
+        generic.KERNEL,
+    )
 
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("decode", self.kernels, problem, device, kernel)
         splits = chosen.splits(problem.rows, device, problem.h_kv)
-        blocks = combine.blocks(splits.num_splits, device)
+        blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
         return DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks)
 
     def in_pieces(self, config: DecodeConfig, pieces: Pieces, device: DeviceInfo) -> DecodeConfig:
@@ -69,7 +84,10 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         return replace(config, pieces=pieces, combine_blocks=combine.blocks(pieces.max_pieces, device))
 
     def workspace(self, config: DecodeConfig) -> Layout:
-        """The schedule, then the partial results."""
+        """The schedule, then the partial results; what has to be zeros is last."""
+        if config.in_clusters:
+            splits = Splits(config.row_blocks, config.num_splits)
+            return Layout(clusters.workspace(config.kernel, config.problem, splits))
         rows = config.num_partials * config.problem.s_q * config.problem.h_q
         nbytes = schedule_pieces.nbytes(config.pieces) if config.pieces else schedule.nbytes(config.num_splits)
         return Layout({"schedule": nbytes, "partial_lse": 4 * rows, "partial_out": 4 * D_V * rows})
@@ -79,15 +97,18 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         b = call.view("q").shape[0]
         if b == 0:
             return []
-        record = self._record(config, call)
-        grid = (config.row_blocks, config.splits(b), 1)
+        max_tokens = call.view("block_table").shape[1] * call.view("kv_cache").shape[1]
+        splits = config.splits(b)
+        grid = (config.row_blocks, splits, 1)
+        if config.in_clusters:
+            splits = clusters.clusters(config.kernel, config.num_splits, b, max_tokens)
+            grid = (splits * config.kernel.cluster_blocks, config.row_blocks, 1)
+        record = self._record(config, call, splits)
         attend = Launch(config.kernel, config.kernel.variant(config.problem), grid, record)
         steps: list[Step] = [attend]
         if not call.planned:
-            _, max_pages = call.view("block_table").shape
             shard = (call.options.cp_world, call.options.cp_rank)
-            max_tokens = max_pages * call.view("kv_cache").shape[1]
-            steps.insert(0, self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard))
+            steps[:0] = self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard)
         if config.combine_blocks:
             steps.append(self._combine(config, b, record))
         return steps
@@ -102,6 +123,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def builds(self, config: DecodeConfig) -> list[tuple[Kernel[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
         problem = config.problem
+        if config.in_clusters:
+            return [(config.kernel, config.kernel.variant(problem))]
         cut, merge = schedule.KERNEL, combine.KERNEL
         if config.pieces:
             cut, merge = schedule_pieces.KERNEL, combine_pieces.KERNEL
@@ -113,22 +136,26 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def schedule(
         self, config: DecodeConfig, stride: int, max_tokens: int, b: int, shard: tuple[int, int] = (1, 0)
-    ) -> Launch:
-        """The launch that cuts a batch of `b` sequences, whose lengths are `stride` elements apart.
+    ) -> list[Step]:
+        """The steps that cut a batch of `b` sequences, whose lengths are `stride` elements apart.
 
-        `shard` is (cp_world, cp_rank).
+        `shard` is (cp_world, cp_rank). Clusters cut it themselves; where they share requests, their tickets are zeroed.
         """
+        if config.in_clusters:
+            launched = clusters.clusters(config.kernel, config.num_splits, b, max_tokens)
+            return [ZeroFill("tickets")] if launched > b else []
         if config.pieces:
-            return schedule_pieces.launch("seqlens", stride, max_tokens, b, config.pieces, shard)
+            return [schedule_pieces.launch("seqlens", stride, max_tokens, b, config.pieces, shard)]
         merge_cost = schedule.merge_cost(min(config.problem.rows, config.kernel.block_rows))
-        return schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard)
+        return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard)]
 
-    def _record(self, config: DecodeConfig, call: Call) -> Record:
+    def _record(self, config: DecodeConfig, call: Call, splits: int) -> Record:
         options: DecodeOptions = call.options
         kv_cache, out = call.view("kv_cache"), call.view("out")
         b, s_q, h_q, _ = call.view("q").shape
         num_pages, page_size, h_kv, _ = kv_cache.shape
-        attention = ("q", "kv_cache", "block_table", "seqlens", "schedule", "out", "lse")
+        cuts, tickets = (NULL, "tickets") if config.in_clusters else ("schedule", NULL)
+        attention = ("q", "kv_cache", "block_table", "seqlens", cuts, "out", "lse")
         values = (
             *call.strides("q", 3),
             *call.strides("kv_cache", 3),
@@ -138,7 +165,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             *call.strides("lse", 3),
             *_NO_STRIDES,
             *(b, s_q, h_q, h_kv),
-            *(num_pages, page_size, call.view("block_table").shape[1], config.splits(b)),
+            *(num_pages, page_size, call.view("block_table").shape[1], splits),
             *(options.causal, out.dtype == "float32", 0 if config.pieces else config.num_splits),
             *(options.cp_world, options.cp_rank),
             *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
@@ -146,7 +173,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         kv_map = config.kernel.kv_map
         return Record(
             config.kernel,
-            (*attention, NULL, NULL, "partial_out", "partial_lse", NULL),
+            (*attention, NULL, NULL, "partial_out", "partial_lse", NULL, tickets),
             values,
             maps=(("kv_cache", kv_map(kv_cache)),) if kv_map else (),
         )

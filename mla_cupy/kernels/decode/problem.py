@@ -28,6 +28,7 @@ PARAMS = Params(
     partial_out="u8",
     partial_lse="u8",
     partial_max="u8",
+    tickets="u8",
     q_stride_b_elems="i8",
     q_stride_s_elems="i8",
     q_stride_h_elems="i8",
@@ -138,12 +139,16 @@ class AttentionKernel(Kernel[ProblemT]):
         Blocks that are resident on an SM at once.
     kv_map : callable, optional
         `kv_map(kv_cache)`: the tensor map through which it fetches, if it does.
+    cluster_blocks : int
+        Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
+        neither a schedule nor a combine.
     """
 
     variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
     block_rows: int = 64
     blocks_per_sm: int = 1
     kv_map: Callable[[View], TensorMapSpec] | None = None
+    cluster_blocks: int = 1
 
     def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
         """As many splits as keep every block of the grid resident at once; `rows` are those of one KV head."""

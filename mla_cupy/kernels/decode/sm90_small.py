@@ -10,9 +10,11 @@ from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel, DecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.shapes import D_QK, TILE_TOKENS
+from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 BLOCK_ROWS = (8, 16, 24, 32)
+NARROW_BLOCK_ROWS = (16, 32)
+"""Of builds for narrower keys, and of others that are seldom asked for: each build takes seconds to compile."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +25,29 @@ class SmallVariant(Variant):
     block_rows: int
 
 
+@dataclass(frozen=True)
+class NarrowVariant(SmallVariant):
+    """The same for keys of another width than 576."""
+
+    head_dim_qk: int
+
+
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernel cannot take the problem; None if it can."""
     if reason := sm90.unsupported(problem, device):
         return reason
-    if problem.d_qk != D_QK:
-        return Reason(f"takes keys of {D_QK} elements, not of {problem.d_qk}")
     return Reason(f"takes at most {BLOCK_ROWS[-1]} rows per KV head") if problem.rows > BLOCK_ROWS[-1] else None
 
 
 def variant(problem: DecodeProblem) -> SmallVariant:
     """The build that it takes."""
-    return SmallVariant(problem.dtype, next(rows for rows in BLOCK_ROWS if problem.rows <= rows))
+    wide = problem.d_qk == D_QK
+    rows = next(rows for rows in (BLOCK_ROWS if wide else NARROW_BLOCK_ROWS) if problem.rows <= rows)
+    return SmallVariant(problem.dtype, rows) if wide else NarrowVariant(problem.dtype, rows, problem.d_qk)
 
 
-VARIANTS = tuple(SmallVariant(dtype, rows) for dtype in HALF for rows in BLOCK_ROWS)
+WIDE = tuple(SmallVariant(dtype, rows) for dtype in HALF for rows in BLOCK_ROWS)
+NARROW = tuple(NarrowVariant(dtype, rows, D_V) for dtype in HALF for rows in NARROW_BLOCK_ROWS)
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
@@ -45,8 +55,8 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_small.cu",
     PARAMS,
     HOPPER,
-    VARIANTS,
-    core=tuple(variant for variant in VARIANTS if variant.block_rows == 16),
+    (*WIDE, *NARROW),
+    core=tuple(variant for variant in WIDE if variant.block_rows == 16),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=variant,

@@ -7,26 +7,35 @@ their square. Gradients by keys are carried from chunk to chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
     loss_attention_generic,
+    loss_finite_keys,
     loss_keys_generic,
+    loss_keys_sm90,
+    loss_keys_sum,
     loss_queries_generic,
+    loss_queries_sm90,
     loss_ranges,
     loss_rows,
     loss_scores_generic,
+    loss_scores_sm90,
 )
 from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss_scores_sm90 import TILE_TOKENS
+from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS, key_splits
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.sparse import rows
 from mla_cupy.runtime.device import DeviceInfo
 
-_FLOAT = 4
-_RANGE_BYTES = 8
+FLOAT = 4
+RANGE_BYTES = 8
+_HALF = 2
 _ADDRESSES = tuple(PARAMS.dtype.names or ())[: PARAMS.num_addresses]
 _NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
 
@@ -45,34 +54,48 @@ class LossConfig:
         return max(1, -(-self.problem.s_q // self.chunk))
 
     @property
+    def on_tensor_cores(self) -> bool:
+        """Whether gradients are made by the kernels for Hopper, which have them in bf16."""
+        return self.problem.gradients and self.kernel is loss_scores_sm90.KERNEL
+
+    @property
+    def key_splits(self) -> int:
+        """How many sums there are of each key's gradient."""
+        return key_splits(self.problem) if self.on_tensor_cores else 1
+
+    @property
     def carries_sums(self) -> bool:
-        """Whether gradients by keys are carried from chunk to chunk."""
-        return self.problem.gradients and self.num_chunks > 1
+        """Whether gradients by keys are carried from chunk to chunk, or from one kernel to the next."""
+        return self.problem.gradients and (self.num_chunks > 1 or self.on_tensor_cores)
 
 
 class LossPipeline(Pipeline[LossConfig]):
     """The kernels of the warm-up loss."""
 
-    kernels = (loss_scores_generic.KERNEL,)
+    kernels = (loss_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
-        fitting = problem.buffer_bytes // (_bytes_per_key() * problem.rows_per_token * problem.row_stride)
-        return LossConfig(problem, chosen, max(1, min(fitting, problem.s_q)))
+        on_hopper = chosen is loss_scores_sm90.KERNEL
+        bytes_per_key = 2 * FLOAT + (_HALF if on_hopper else 0)
+        return LossConfig(problem, chosen, chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1))
 
     def workspace(self, config: LossConfig) -> Layout:
         """The tokens' keys, the attention's log-sum-exps if nobody else has them, the rows of a chunk, the sums."""
         problem = config.problem
-        rows = config.chunk * problem.rows_per_token * problem.row_stride
+        elements = config.chunk * problem.rows_per_token * problem.row_stride
+        keys = problem.s_kv * problem.index_dim
         own_lse = problem.needs_lse and not problem.value_dim
         return Layout(
             {
-                "ranges": _RANGE_BYTES * problem.s_q,
-                "own_lse": _FLOAT * problem.s_q * problem.heads if own_lse else 0,
-                "target_rows": _FLOAT * rows,
-                "score_rows": _FLOAT * rows,
-                "key_sums": _FLOAT * problem.s_kv * problem.index_dim if config.carries_sums else 0,
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if own_lse else 0,
+                "target_rows": FLOAT * elements,
+                "score_rows": FLOAT * elements,
+                "gradient_rows": _HALF * elements if config.on_tensor_cores else 0,
+                FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
+                "key_sums": FLOAT * config.key_splits * keys if config.carries_sums else 0,
             }
         )
 
@@ -80,21 +103,29 @@ class LossPipeline(Pipeline[LossConfig]):
         """Nothing is launched for no token, no key, or no result."""
         problem = config.problem
         steps: list[Step] = []
-        whole = _record(config, call, 0, problem.s_q)
-        steps += _launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
+        whole = loss_record(config, call, 0, problem.s_q)
+        steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole, call)
         if problem.needs_lse or problem.value_dim:
-            steps += _launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
+            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole, call)
+        if config.on_tensor_cores:
+            steps += loss_launch(loss_finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = _record(config, call, first, tokens)
+            record = loss_record(config, call, first, tokens)
             for kernel in _kernels(config):
-                steps += _launch(kernel, problem, tokens, record)
+                steps += loss_launch(kernel, problem, tokens, record, call)
+        if config.on_tensor_cores:
+            steps += loss_launch(loss_keys_sum.KERNEL, problem, problem.s_q, whole, call)
         return steps
 
 
-def _bytes_per_key() -> int:
-    """Of a row: a target and a score."""
-    return 2 * _FLOAT
+def chunk_tokens(problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1) -> int:
+    """As many as have their rows within the limit, targets, scores and what else there is; one at least. More than
+    `unit` tokens are a multiple of it.
+    """
+    fitting = problem.buffer_bytes // (bytes_per_key * problem.rows_per_token * problem.row_stride)
+    whole = fitting if fitting < unit else fitting // unit * unit
+    return max(1, min(whole, problem.s_q))
 
 
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
@@ -102,21 +133,30 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
     yield config.kernel
     yield loss_rows.KERNEL
     if config.problem.gradients:
-        yield loss_queries_generic.KERNEL
-        yield loss_keys_generic.KERNEL
+        yield loss_queries_sm90.KERNEL if config.on_tensor_cores else loss_queries_generic.KERNEL
+        yield loss_keys_sm90.KERNEL if config.on_tensor_cores else loss_keys_generic.KERNEL
 
 
-def _launch(kernel: LossKernel, problem: LossProblem, tokens: int, record: Record) -> list[Step]:
-    """One, or none if there is nothing to do."""
+def loss_launch(
+    kernel: LossKernel, problem: LossProblem, tokens: int, record: Record, call: Call | None = None
+) -> list[Step]:
+    """One, or none if there is nothing to do. Kernels with tensor maps need the call."""
     grid = kernel.grid(problem, tokens)
-    return [Launch(kernel, kernel.variant(problem), grid, record)] if 0 not in grid else []
+    if 0 in grid:
+        return []
+    maps = () if call is None else kernel.maps(call)
+    return [Launch(kernel, kernel.variant(problem), grid, replace(record, maps=maps) if maps else record)]
 
 
-def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
+def loss_record(
+    config: LossConfig, call: Call, first: int, tokens: int, parts: Mapping[str, str] | None = None
+) -> Record:
+    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member."""
     problem, options = config.problem, cast(LossOptions, call.options)
     numbers = {
         **_strides(config, call),
         "row_stride_elems": problem.row_stride,
+        "rows_stride_elems": 0 if problem.topk is None else rows.rows_stride(problem.topk),
         "s_q": problem.s_q,
         "s_kv": problem.s_kv,
         "b": 0 if (starts := call.views["cu_seqlens_q"]) is None else starts.shape[0] - 1,
@@ -133,11 +173,13 @@ def _record(config: LossConfig, call: Call, first: int, tokens: int) -> Record:
         "last_chunk": first + tokens >= problem.s_q,
         "d_index_q_fp32": _is_float32(call.views["d_index_q"]),
         "d_index_k_fp32": _is_float32(call.views["d_index_k"]),
+        "key_splits": config.key_splits,
+        "split_tokens": -(-tokens // config.key_splits),
         "scale": options.scale,
         "target_scale": options.target_scale,
         "score_unit": 1.0 if problem.per_head else (problem.index_heads * problem.index_dim) ** -0.5,
     }
-    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call)}
+    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
     return Record(
         config.kernel,
         tuple(addresses[name] for name in _ADDRESSES),
@@ -155,7 +197,8 @@ def _parts(config: LossConfig, call: Call) -> dict[str, str]:
         "ranges": "ranges",
         "target": "target_rows",
         "scores": "score_rows",
-        "gradient": NULL,
+        "gradient": "gradient_rows" if config.on_tensor_cores else NULL,
+        FINITE_KEYS: FINITE_KEYS if config.on_tensor_cores else NULL,
         "key_sums": "key_sums" if config.carries_sums else NULL,
         "lse": lse,
         "attention_lse": own,
@@ -168,7 +211,7 @@ def _strides(config: LossConfig, call: Call) -> dict[str, int]:
     found: dict[str, int] = {}
     for member in _NUMBERS:
         name, separator, axis = member.partition("_stride_")
-        if not separator or name == "row":
+        if not separator or name in ("row", "rows"):
             continue
         strides = (*call.strides(name, 2), 0)
         if name == "lse" and problem.needs_lse:

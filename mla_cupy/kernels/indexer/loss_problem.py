@@ -1,4 +1,4 @@
-"""What the kernels of the indexer's warm-up loss share on the host: the problem, the options, the parameter record."""
+"""What the kernels of the indexer's losses share on the host: the problem, the options, the parameter record."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import PLAIN, Kernel, Params, Variant
 from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
 
 TARGETS = ("head_sum", "per_head")
 MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
@@ -22,7 +24,7 @@ class LossProblem:
 
     `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
     says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
-    at, and step by, multiples of 16 bytes.
+    at, and step by, multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys.
     """
 
     s_q: int
@@ -37,6 +39,13 @@ class LossProblem:
     gradients: bool = True
     buffer_bytes: int = 1 << 29
     aligned: bool = True
+    topk: int | None = None
+    deterministic: bool = True
+
+    @property
+    def keys(self) -> int:
+        """The most keys that a token can see."""
+        return self.s_kv if self.topk is None else self.topk
 
     @property
     def rows_per_token(self) -> int:
@@ -46,7 +55,7 @@ class LossProblem:
     @property
     def row_stride(self) -> int:
         """Elements between two rows in the workspace."""
-        return -(-max(1, self.s_kv) // TILE_KEYS) * TILE_KEYS
+        return -(-max(1, self.keys) // TILE_KEYS) * TILE_KEYS
 
 
 class LossOptions(NamedTuple):
@@ -61,7 +70,7 @@ class LossOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class LossKernel(Kernel[LossProblem]):
-    """A kernel of the warm-up loss.
+    """A kernel of the losses.
 
     Attributes
     ----------
@@ -69,10 +78,13 @@ class LossKernel(Kernel[LossProblem]):
         `grid(problem, tokens)`: for that many tokens.
     variant : callable
         `variant(problem)`: the build that it takes.
+    maps : callable
+        `maps(call)`: its tensor maps, by the names of the arrays.
     """
 
     grid: Callable[[LossProblem, int], Dim3] = lambda problem, tokens: (1, 1, 1)
     variant: Callable[[LossProblem], Variant] = lambda problem: PLAIN[0]
+    maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = lambda call: ()
 
 
 PARAMS = Params(
@@ -90,6 +102,7 @@ PARAMS = Params(
     target="u8",
     scores="u8",
     gradient="u8",
+    finite_keys="u8",
     key_sums="u8",
     kl="u8",
     mass="u8",
@@ -99,6 +112,10 @@ PARAMS = Params(
     d_weights="u8",
     out="u8",
     attention_lse="u8",
+    rows="u8",
+    counts="u8",
+    extractors="u8",
+    largest="u8",
     q_stride_token_elems="i8",
     q_stride_head_elems="i8",
     k_stride_elems="i8",
@@ -129,6 +146,7 @@ PARAMS = Params(
     attention_lse_stride_token_elems="i8",
     attention_lse_stride_head_elems="i8",
     row_stride_elems="i8",
+    rows_stride_elems="i8",
     s_q="i4",
     s_kv="i4",
     b="i4",
@@ -145,6 +163,8 @@ PARAMS = Params(
     last_chunk="i4",
     d_index_q_fp32="i4",
     d_index_k_fp32="i4",
+    key_splits="i4",
+    split_tokens="i4",
     scale="f4",
     target_scale="f4",
     score_unit="f4",

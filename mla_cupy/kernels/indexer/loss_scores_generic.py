@@ -10,7 +10,7 @@ BLOCK_KEYS = 4
 
 def grid(problem: LossProblem, tokens: int) -> Dim3:
     """A warp per token and key."""
-    return -(-problem.s_kv // BLOCK_KEYS), in_turns(tokens), 1
+    return -(-problem.keys // BLOCK_KEYS), in_turns(tokens), 1
 
 
 KERNEL = LossKernel(

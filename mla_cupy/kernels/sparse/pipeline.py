@@ -13,7 +13,7 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.decode import combine, generic, schedule
 from mla_cupy.kernels.decode.problem import AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.sparse import forward_sm90, forward_sm90_small, rows
 from mla_cupy.kernels.sparse.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -100,7 +100,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         list_stride = rows.rows_stride(problem.topk)
         addresses = (
             *("q", "kv", "rows", "counts", "schedule", "out", "lse"),
-            *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max"),
+            *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max", NULL),
         )
         values = (
             *(q[0], 0, q[1]),

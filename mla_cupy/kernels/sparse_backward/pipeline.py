@@ -1,6 +1,6 @@
 """The sparse backward: lists of rows, statistics, the main kernel, the gradients in their own dtypes.
 
-A deterministic call adds so that the order does not matter, by binned sums: `sparse_backward/binned_sum.cuh`. The
+A deterministic call adds so that the order does not matter, by binned sums: `tile/binned_sum.cuh`. The
 kernels before the main one compute the extraction constants of the bins.
 """
 

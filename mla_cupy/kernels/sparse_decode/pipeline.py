@@ -82,7 +82,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         q, out, lse = (call.strides(name, 3) for name in ("q", "out", "lse"))
         addresses = (
             *("q", NULL, "lists", "counts", "schedule", "out", "lse"),
-            *(call.name("attn_sink"), NULL, "partial_out", "partial_lse", NULL),
+            *(call.name("attn_sink"), NULL, "partial_out", "partial_lse", NULL, NULL),
         )
         values = (
             *(q[of_query], 0, q[2]),

@@ -16,7 +16,7 @@
 #pragma once
 #include "common/types.cuh"
 
-namespace mla::sparse_backward {
+namespace mla {
 constexpr i32 kNumBins = 6;
 constexpr i32 kBinBits = 4;
 constexpr i32 kMantissaBits = 23;
@@ -51,4 +51,4 @@ struct Bins {
     }
 };
 static_assert(kBinBits == 4, "index() divides by shifting");
-}  // namespace mla::sparse_backward
+}  // namespace mla

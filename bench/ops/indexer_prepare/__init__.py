@@ -1,0 +1,1 @@
+"""The preparation of index queries."""

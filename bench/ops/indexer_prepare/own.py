@@ -1,0 +1,48 @@
+"""`indexer_prepare_q` through its public call, with results written in place, and a copy of as many bytes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import mla_cupy
+
+from ...core.device import Device
+from ...core.implementation import OWN, Prepared
+from ...core.recorders import Call
+from .cases import PrepareCase
+from .inputs import PreparedQueries, PrepareInputs
+
+
+class IndexerPrepare:
+    """One launch for queries; the figure `copy` reads and writes together what it does."""
+
+    name = OWN
+
+    def unsupported(self, case: PrepareCase, dtype: str) -> str | None:
+        return None
+
+    def prepare(self, case: PrepareCase, dtype: str, sets: Sequence[PrepareInputs], device: Device) -> Prepared:
+        codes = [device.empty((case.s_q, case.h, case.d), "uint8") for _ in sets]
+        folded = [device.empty((case.s_q, case.h), "float32") for _ in sets]
+        calls: list[Call] = [
+            partial(mla_cupy.indexer_prepare_q, inputs.q, **inputs.arguments, codes=to, folded=weights)
+            for inputs, to, weights in zip(sets, codes, folded, strict=True)
+        ]
+        return Prepared(
+            calls=calls,
+            outputs=lambda index: PreparedQueries(codes[index], folded[index]),
+            recorder=device.recorder(),
+            figures={"copy": [_copy(case, device) for _ in sets]},
+            workspace_bytes=lambda: device.allocated_by(calls[0]),
+        )
+
+
+def _copy(case: PrepareCase, device: Device) -> Call:
+    """Of half as many bytes as the case moves: a copy reads and writes each."""
+    source, destination = (device.empty((case.cost.nbytes // 2,), "uint8") for _ in range(2))
+
+    def call() -> None:
+        destination[...] = source
+
+    return call

@@ -1,0 +1,1 @@
+"""The exact top-k of the indexer's logits."""

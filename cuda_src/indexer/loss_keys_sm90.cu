@@ -1,0 +1,268 @@
+// The gradient of the warm-up loss by index keys on Hopper: partial sums over the tokens of a split.
+//
+//   a = IK IQ_t^T,   M = [a > 0] (G_t W_t),   dk += M IQ_t        for the tokens t of the split, in order
+//
+// A block has 128 keys, which stay in shared memory and are the rows of an m64 tile per warpgroup. Tokens come one
+// after the other, 64 index heads at a time, with their weights and the gradients by their scores. M, rounded to bf16,
+// goes from the accumulators of the first product to the registers of the second.
+//
+//   load     IK | token, heads | token, heads | ...
+//   math_w        a | M | dk += M IQ | a ...                      | stores
+//
+// Nothing is added atomically: a split has its own sums, and goes on where it stopped in the chunk before. Tokens that
+// see none of the keys are left out.
+//
+// Grid: x = tiles of keys, y = splits of the chunk's tokens.
+#include "indexer/loss_params.cuh"
+#include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/wgmma_n128.cuh"
+#include "tile/fragment.cuh"
+#include "tile/ring.cuh"
+#include "tile/sw128.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::indexer {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lacks is zeros
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role     warps   regs   does
+// math_w   0..7    216    keys 64 w .. 64 w + 63
+// load     8       56     all copies, weights and gradients
+constexpr i32 kMathWarpgroups = 2;
+constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
+constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
+constexpr i32 kRegsMath = 216, kRegsLoad = 56;
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+
+constexpr i32 kTileKeys = kMathWarpgroups * kSw128Rows, kBlockHeads = kSw128Rows, kStages = 8;
+constexpr u32 kPieceBytes = kTileKeys * kSw128RowBytes;
+constexpr i32 kProducts = kBlockHeads / 2;               // of a thread
+constexpr i32 kMmaSteps = kBlockHeads / kMmaK;           // of the second product
+constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// barrier       arrives (count)   carries         waits   first phase
+// k_full        load (1)          the keys        math    blocked
+// q_full[s]     load (1)          64 heads        math    blocked
+// q_empty[s]    math warps (8)    -               load    free
+struct Storage {
+    alignas(kSwizzleAtomBytes) u8 k[kIndexPieces][kPieceBytes];
+    u8 q[kStages][kIndexPieces][kSw128Bytes];
+    alignas(16) u16 gradients[kStages][kTileKeys];
+    alignas(16) float weights[kStages][kBlockHeads];
+    i32 last[kStages];  // there are no more tokens
+    MBarrier k_full, q_full[kStages], q_empty[kStages];
+};
+static_assert(sizeof(Storage) <= 232448, "shared memory");
+
+MLA_LOSS_FACTS();
+MLA_FACT(threads, kThreads);
+MLA_FACT(smem_bytes, sizeof(Storage));
+MLA_FACT(block_keys, kTileKeys);
+
+MLA_DEVICE void init_storage(Storage& s) {
+    mbarrier_init(s.k_full, 1);
+    for (i32 stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(s.q_full[stage], 1);
+        mbarrier_init(s.q_empty[stage], kMathWarps);
+    }
+    fence_mbarrier_init();
+}
+
+struct Place {
+    Ring<kStages> ring;
+    i32 stage = 0;
+
+    MLA_DEVICE void advance() {
+        ring.advance(stage);
+        stage = (stage + 1) % kStages;
+    }
+};
+
+// ---- Load role -------------------------------------------------------------------------------------------------
+// By a whole warp: 64 heads of a token. Lanes have two weights each, and four gradients.
+MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, Place& place, i32 token,
+                           i32 first_head, i32 lane) {
+    const u16* gradients = p.gradient + row_offset(p, token, 0) + blockIdx.x * kTileKeys;
+    const uint2 four = reinterpret_cast<const uint2*>(gradients)[lane];
+    float weights[2];
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+        const i32 head = first_head + i * kWarpThreads + lane;
+        weights[i] = head < p.index_heads ? index_weight(p, token, head) : 0.f;
+    }
+    const i32 stage = place.stage;
+    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));
+    reinterpret_cast<uint2*>(s.gradients[stage])[lane] = four;
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) s.weights[stage][i * kWarpThreads + lane] = weights[i];
+    if (lane == 0) s.last[stage] = 0;
+    __syncwarp();
+    if (lane == 0) {
+        mbarrier_arrive_expect_tx(s.q_full[stage], kIndexPieces * kSw128Bytes);
+#pragma unroll
+        for (i32 piece = 0; piece < kIndexPieces; ++piece) {
+            cp_async_bulk_tensor_3d(smem_addr(s.q[stage][piece]), q_map, s.q_full[stage], piece * kSw128Columns, token,
+                                    first_head, kEvictNormal);
+        }
+    }
+    place.advance();
+}
+
+MLA_DEVICE bool is_seen(const LossParams& p, i32 token, i32 end) {
+    if (token >= end) return false;
+    const KeyRange range = p.ranges[token];
+    const i32 first = blockIdx.x * kTileKeys;
+    return range.begin < first + kTileKeys && first < range.end;
+}
+
+MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
+                              i32 lane) {
+    if (lane == 0) {
+        mbarrier_arrive_expect_tx(s.k_full, sizeof(s.k));
+        for (i32 piece = 0; piece < kIndexPieces; ++piece) {
+            cp_async_bulk_tensor_3d(smem_addr(s.k[piece]), k_map, s.k_full, piece * kSw128Columns,
+                                    blockIdx.x * kTileKeys, 0, kEvictFirst);
+        }
+    }
+    const i32 chunk_end = p.first_token + p.num_tokens;
+    const i32 begin = p.first_token + blockIdx.y * p.split_tokens, end = min(begin + p.split_tokens, chunk_end);
+    Place place;
+    for (i32 first = begin; first < end; first += kWarpThreads) {
+        u32 seen = __ballot_sync(kFullWarp, is_seen(p, first + lane, end));
+        for (; seen != 0; seen &= seen - 1) {
+            const i32 token = first + __ffs(seen) - 1;
+            for (i32 head = 0; head < p.index_heads; head += kBlockHeads) {
+                load_heads(p, s, q_map, place, token, head, lane);
+            }
+        }
+    }
+    mbarrier_wait(s.q_empty[place.stage], place.ring.empty_parity(place.stage));
+    if (lane == 0) {
+        s.last[place.stage] = 1;
+        mbarrier_arrive(s.q_full[place.stage]);
+    }
+}
+
+// ---- Math role -------------------------------------------------------------------------------------------------
+MLA_DEVICE void multiply_step(float (&d)[64], const u32 (&a)[4], SmemDesc b) {
+    wgmma_m64n128k16<true>(bfloat16{}, d, a, b, true);
+}
+MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b) {
+    wgmma_m64n64k16<true>(bfloat16{}, d, a, b, true);
+}
+
+// The products of the warpgroup's keys with the heads.
+MLA_DEVICE void multiply(Storage& s, i32 warpgroup, i32 stage, float (&a)[kProducts]) {
+    pin(a);
+    SmemDesc k = k_major_desc(smem_addr(s.k) + warpgroup * kSw128Bytes), q = k_major_desc(smem_addr(s.q[stage]));
+    opaque(k.bits), opaque(q.bits);
+    wgmma_fence();
+#pragma unroll
+    for (i32 piece = 0; piece < kIndexPieces; ++piece) {
+#pragma unroll
+        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
+            wgmma_m64n64k16<false>(bfloat16{}, a, advance(k, piece * kPieceBytes + step * kKMajorStepBytes),
+                                   advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
+        }
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(a);
+}
+
+// Two neighbouring heads of M.
+MLA_DEVICE u32 weighted(float gradient, float2 weights, float low, float high) {
+    return cvt_x2(bfloat16{}, low > 0.f ? gradient * weights.x : 0.f, high > 0.f ? gradient * weights.y : 0.f);
+}
+
+MLA_DEVICE void add_token(Storage& s, i32 warpgroup, i32 stage, i32 thread, const float (&a)[kProducts],
+                          float (&sums)[kSums]) {
+    const u16* gradients = s.gradients[stage] + warpgroup * kSw128Rows + fragment_row(thread);
+    const float of_row[kFragmentRows] = {bfloat16::to_float(gradients[0]), bfloat16::to_float(gradients[8])};
+    u32 m[kMmaSteps][4];
+#pragma unroll
+    for (i32 block = 0; block < 2 * kMmaSteps; ++block) {  // of eight heads
+        const float2 weights = *reinterpret_cast<const float2*>(s.weights[stage] + 8 * block + fragment_column(thread));
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const i32 at = 4 * block + 2 * r;
+            m[block / 2][block % 2 * 2 + r] = weighted(of_row[r], weights, a[at], a[at + 1]);
+        }
+    }
+    SmemDesc q = mn_major_desc(smem_addr(s.q[stage]));
+    opaque(q.bits);
+    pin(sums);
+    wgmma_fence();
+#pragma unroll
+    for (i32 step = 0; step < kMmaSteps; ++step) multiply_step(sums, m[step], advance(q, step * kMnMajorStepBytes));
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(sums);
+}
+
+// To the sums of the split, which hold those of earlier chunks.
+MLA_DEVICE void store_sums(const LossParams& p, i32 warpgroup, i32 thread, const float (&sums)[kSums]) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 key = blockIdx.x * kTileKeys + warpgroup * kSw128Rows + fragment_row(thread) + 8 * r;
+        if (key >= p.s_kv) continue;
+        float* row = p.key_sums + ((i64)blockIdx.y * p.s_kv + key) * p.index_dim;
+#pragma unroll
+        for (i32 i = 2 * r; i < kSums; i += 4) {
+            const i32 column = fragment_column(thread, i);
+            if (column >= p.index_dim) continue;
+            float2* to = reinterpret_cast<float2*>(row + column);
+            const float2 before = p.first_chunk ? make_float2(0.f, 0.f) : *to;
+            *to = make_float2(before.x + sums[i], before.y + sums[i + 1]);
+        }
+    }
+}
+
+MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, i32 warpgroup, i32 thread) {
+    float sums[kSums];
+#pragma unroll
+    for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
+    Place place;
+    mbarrier_wait(s.k_full, 0);
+#pragma unroll 1
+    while (true) {
+        mbarrier_wait(s.q_full[place.stage], place.ring.full_parity(place.stage));
+        if (s.last[place.stage]) break;
+        float a[kProducts];
+        multiply(s, warpgroup, place.stage, a);
+        add_token(s, warpgroup, place.stage, thread, a, sums);
+        release(s.q_empty[place.stage], thread);
+        place.advance();
+    }
+    store_sums(p, warpgroup, thread, sums);
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_indexer_loss_keys_sm90(const __grid_constant__ LossParams p, const __grid_constant__ TensorMap q_map,
+                               const __grid_constant__ TensorMap k_map) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    Storage& s = *reinterpret_cast<Storage*>(smem);
+    if (threadIdx.x == 0) {
+        init_storage(s);
+        prefetch_tensormap(q_map);
+        prefetch_tensormap(k_map);
+    }
+    __syncthreads();
+    griddepcontrol_wait();
+
+    const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < kMathWarps) {
+        setmaxnreg_inc<kRegsMath>();
+        run_math_role(p, s, warp / kWarpgroupWarps, thread);
+    } else {
+        setmaxnreg_dec<kRegsLoad>();
+        if (warp == kMathWarps) run_load_role(p, s, q_map, k_map, thread % kWarpThreads);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::indexer

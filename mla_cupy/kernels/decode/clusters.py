@@ -1,0 +1,54 @@
+"""Decode kernels whose blocks share a request in clusters: how many clusters, and what they keep in the workspace.
+
+The clusters find their shares of the batch themselves (`decode/cluster_work.cuh`). Only where several of them share a
+request do they need memory: for their partial results, and for the tickets by which the last one knows that it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeProblem, Splits
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import D_V, TILE_TOKENS
+
+MAX_CLUSTERS = 32
+"""That may share requests."""
+MIN_TILES_PER_BLOCK = 2
+"""A share of less is not worth a merge in the workspace."""
+_USABLE = 120, 132
+"""Clusters of 4 or 8 blocks fill 120 of an H200's 132 multiprocessors."""
+_LSE_BYTES = _TICKET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ClusterKernel(AttentionKernel[DecodeProblem]):
+    """A kernel that clusters of `cluster_blocks` blocks run, in one launch."""
+
+    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
+        """`num_splits` clusters for each of the row blocks, as many as are resident at once."""
+        row_blocks = h_kv * -(-rows // self.block_rows)
+        usable, of = _USABLE
+        resident = device.sm_count * usable // of // self.cluster_blocks
+        return Splits(row_blocks, min(MAX_CLUSTERS, max(1, resident // row_blocks)))
+
+
+def clusters(kernel: AttentionKernel[DecodeProblem], num_splits: int, b: int, max_tokens: int) -> int:
+    """The clusters to launch for each row block: one per request, or more where they may share requests.
+
+    `num_splits` are those that are resident, `max_tokens` what a line of the block table can hold.
+    """
+    tiles_per_block = -(-max_tokens // (TILE_TOKENS * kernel.cluster_blocks))
+    return num_splits if b < num_splits and tiles_per_block > MIN_TILES_PER_BLOCK else b
+
+
+def workspace(kernel: AttentionKernel[DecodeProblem], problem: DecodeProblem, splits: Splits) -> dict[str, int]:
+    """The sizes of the parts of the workspace: nothing where clusters never share a request."""
+    shared = splits.num_splits if splits.num_splits > 1 else 0
+    slices = shared * splits.row_blocks * kernel.cluster_blocks
+    block_rows = int(kernel.variant(problem).block_rows)  # type: ignore[attr-defined]
+    return {
+        "partial_lse": _LSE_BYTES * slices * block_rows,
+        "partial_out": 4 * D_V // kernel.cluster_blocks * slices * block_rows,
+        "tickets": _TICKET_BYTES * slices,
+    }

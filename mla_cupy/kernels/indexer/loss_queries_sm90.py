@@ -1,0 +1,45 @@
+"""Host side of `indexer/loss_queries_sm90.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss_sm90 import (
+    FINITE_KEYS,
+    INDEX_PIECES,
+    IndexVariant,
+    finite_key_map,
+    index_variant,
+    query_map,
+    unsupported,
+)
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.spec import HOPPER
+from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+BLOCK_TOKENS, BLOCK_HEADS = 2, 64
+
+
+def grid(problem: LossProblem, tokens: int) -> Dim3:
+    """A block per pair of tokens and group of heads."""
+    return -(-tokens // BLOCK_TOKENS), -(-problem.index_heads // BLOCK_HEADS), 1
+
+
+def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
+    """Queries, a token's heads at a time, and the copy of the keys."""
+    return ("index_q", query_map(call.view("index_q"), (1, BLOCK_HEADS))), (FINITE_KEYS, finite_key_map(call))
+
+
+KERNEL = LossKernel(
+    "indexer_loss_queries_sm90",
+    "gradients by index queries and weights with WGMMA and TMA",
+    "indexer/loss_queries_sm90.cu",
+    PARAMS,
+    HOPPER,
+    variants=tuple(map(IndexVariant, INDEX_PIECES)),
+    facts={"block_tokens": BLOCK_TOKENS, "block_heads": BLOCK_HEADS},
+    unsupported=unsupported,
+    grid=grid,
+    variant=index_variant,
+    maps=maps,
+)

@@ -1,0 +1,95 @@
+"""What the kernels of the warm-up loss for Hopper have in common: what they take, and their tensor maps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+PIECE_COLUMNS = 64
+"""What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
+TILE_KEYS = 128
+MANY_PIECES, FEW_PIECES = 9, 2
+INDEX_PIECES = (2, 1)
+FINITE_KEYS = "finite_keys"
+"""The part of the workspace that the gradients take the index keys from."""
+_ENOUGH_BLOCKS, _MAX_SPLITS, _MIN_SPLIT_TOKENS, _MAX_SUM_BYTES = 1056, 16, 32, 64 << 20
+
+
+@dataclass(frozen=True)
+class IndexVariant(Variant):
+    """Pieces of a row of index queries and keys."""
+
+    index_pieces: int
+
+
+@dataclass(frozen=True)
+class ScoresVariant(IndexVariant):
+    """And of queries and keys of the main attention."""
+
+    pieces: int
+
+
+def pieces(width: int) -> int:
+    """Of a row."""
+    return -(-width // PIECE_COLUMNS)
+
+
+def index_variant(problem: LossProblem) -> IndexVariant:
+    """The build that the kernels of the gradients take."""
+    return IndexVariant(pieces(problem.index_dim))
+
+
+def key_splits(problem: LossProblem) -> int:
+    """Into how many parts the tokens of a chunk are divided for the gradient by keys: enough to fill a GPU with blocks,
+    while the sums of all parts stay small. By shapes alone, so that bits do not depend on the GPU.
+    """
+    filling = _ENOUGH_BLOCKS // max(1, -(-problem.s_kv // TILE_KEYS))
+    fitting = _MAX_SUM_BYTES // max(1, 4 * problem.s_kv * problem.index_dim)
+    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q // _MIN_SPLIT_TOKENS))
+
+
+def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernels cannot take the problem; None if they can."""
+    if device.arch not in HOPPER:
+        return needs_cc(device, "9.0")
+    if 0 in (problem.s_q, problem.s_kv):
+        return Reason("takes one token and one key at least")
+    if problem.per_head:
+        return Reason("takes targets that are summed over heads")
+    return None if problem.aligned else needs_alignment("queries and keys, of both kinds,")
+
+
+def query_map(q: View, box: tuple[int, int]) -> TensorMapSpec:
+    """Queries as (heads, tokens, width), fetched as boxes of (tokens, heads)."""
+    (tokens, heads, width), nbytes = q.shape, TABLE[q.dtype].nbytes
+    token, head = (nbytes * stride for stride in q.strides[:2])
+    row = -(-nbytes * width // 16) * 16
+    return TensorMapSpec(
+        q.dtype,
+        q.ptr,
+        dims=(width, tokens, heads),
+        strides_bytes=(token if tokens > 1 else row, head if heads > 1 else row),
+        box=(PIECE_COLUMNS, *box),
+    )
+
+
+def finite_key_map(call: Call) -> TensorMapSpec:
+    """The contiguous copy of the index keys."""
+    keys = call.view("index_k")
+    return key_map(keys._replace(ptr=0, strides=(keys.shape[1], 1)))
+
+
+def key_map(k: View) -> TensorMapSpec:
+    """Keys as (1, keys, width), fetched in tiles."""
+    (keys, width), nbytes = k.shape, TABLE[k.dtype].nbytes
+    stride = nbytes * k.strides[0] if keys > 1 else -(-nbytes * width // 16) * 16
+    return TensorMapSpec(
+        k.dtype, k.ptr, dims=(width, keys, 1), strides_bytes=(stride, stride), box=(PIECE_COLUMNS, TILE_KEYS, 1)
+    )

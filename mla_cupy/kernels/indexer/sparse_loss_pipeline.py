@@ -1,0 +1,137 @@
+"""The indexer's loss of the sparse stage: lists of keys, then what the warm-up loss does, over the places of the lists.
+
+Only the gradients by keys differ: each token adds to those of its list. A deterministic call adds to bins, as the
+sparse backward does, whose kernels make the bins and add them up: `tile/binned_sum.cuh`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.indexer import (
+    loss_attention_generic,
+    loss_bounds,
+    loss_queries_generic,
+    loss_ranges,
+    loss_rows,
+    loss_scatter_generic,
+    loss_scores_generic,
+)
+from mla_cupy.kernels.indexer.loss_pipeline import (
+    FLOAT,
+    RANGE_BYTES,
+    LossConfig,
+    chunk_tokens,
+    loss_launch,
+    loss_record,
+)
+from mla_cupy.kernels.indexer.loss_problem import LossOptions, LossProblem
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
+from mla_cupy.kernels.sparse import rows
+from mla_cupy.kernels.sparse_backward import bins, dkv
+from mla_cupy.kernels.sparse_backward.problem import DkvOrder
+from mla_cupy.kernels.spec import PLAIN, DtypeVariant
+from mla_cupy.runtime.device import DeviceInfo
+
+_FIRST_ZEROED = "selected"
+"""The part of the workspace from which on it starts as zeros."""
+
+
+@dataclass(frozen=True)
+class SparseLossConfig(LossConfig):
+    """As of the warm-up loss, with sums of bins."""
+
+    @property
+    def binned(self) -> bool:
+        """Whether gradients by keys are added to bins."""
+        return self.problem.gradients and self.problem.deterministic
+
+    @property
+    def num_bins(self) -> int:
+        """How many sums there are per element of the gradient by keys."""
+        return bins.NUM_BINS if self.binned else 1
+
+
+class SparseLossPipeline(Pipeline[SparseLossConfig]):
+    """The kernels of the sparse stage's loss."""
+
+    kernels = (loss_scores_generic.KERNEL,)
+
+    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> SparseLossConfig:
+        """See `Pipeline.configure`; a deterministic call of too many additions is an ArgumentError, too."""
+        chosen = choice.choose("the indexer's sparse loss", self.kernels, problem, device, kernel)
+        total = problem.s_q * problem.keys
+        if problem.deterministic and total >= 2**32:
+            got = f"True, with s_q * topk = {total}"
+            raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
+        return SparseLossConfig(problem, chosen, chunk_tokens(problem))
+
+    def workspace(self, config: SparseLossConfig) -> Layout:
+        """The lists, the attention's log-sum-exps if nobody else has them, the rows of a chunk, and the sums."""
+        problem = config.problem
+        elements = config.chunk * problem.row_stride
+        per_row, one = (FLOAT * problem.s_kv, FLOAT) if config.binned else (0, 0)
+        sums = FLOAT * problem.s_kv * problem.index_dim * config.num_bins
+        return Layout(
+            {
+                **rows.list_sizes(problem.s_q, problem.keys),
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if problem.needs_lse else 0,
+                "target_rows": FLOAT * elements,
+                "score_rows": FLOAT * elements,
+                "extractors": per_row + one,
+                _FIRST_ZEROED: per_row,
+                "largest": one,
+                "key_sums": sums if problem.gradients else 0,
+            }
+        )
+
+    def steps(self, config: SparseLossConfig, call: Call) -> list[Step]:
+        """Without a query, the gradients by keys become zeros all the same."""
+        problem = config.problem
+        options = cast(LossOptions, call.options)
+        steps: list[Step] = [ZeroFill(_FIRST_ZEROED)] if problem.gradients else []
+        if problem.s_q > 0:
+            selected = _FIRST_ZEROED if config.binned else NULL
+            lists = rows.launch(call, options.causal, ordered=False, selected=selected, keys="k")
+            steps.append(replace(lists, dependent=not problem.gradients))
+            steps += self._tokens(config, call)
+        if problem.gradients and problem.s_kv > 0:
+            steps.append(_finish(config, call))
+        return steps
+
+    def _tokens(self, config: SparseLossConfig, call: Call) -> list[Step]:
+        problem = config.problem
+        parts = {"rows": "rows", "counts": "counts", "key_sums": "key_sums" if problem.gradients else NULL}
+        if config.binned:
+            parts |= {"extractors": "extractors", "largest": "largest"}
+        whole = loss_record(config, call, 0, problem.s_q, parts)
+        steps = loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
+        if problem.needs_lse:
+            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
+        if config.binned:
+            steps += loss_launch(loss_bounds.KERNEL, problem, problem.s_q, whole)
+            record = Record(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
+            blocks = problem.s_kv // bins.ROWS_PER_BLOCK + 1
+            steps.append(Launch(bins.KERNEL, PLAIN[0], (blocks, 1, 1), record))
+        kernels = (loss_queries_generic.KERNEL, loss_scatter_generic.KERNEL) if problem.gradients else ()
+        for first in range(0, problem.s_q, config.chunk):
+            tokens = min(config.chunk, problem.s_q - first)
+            record = loss_record(config, call, first, tokens, parts)
+            for kernel in (config.kernel, loss_rows.KERNEL, *kernels):
+                steps += loss_launch(kernel, problem, tokens, record)
+        return steps
+
+
+def _finish(config: SparseLossConfig, call: Call) -> Launch:
+    """The sums of all bins, in the gradient's dtype."""
+    problem, to = config.problem, call.view("d_index_k")
+    values = (to.strides[0], problem.s_kv, problem.index_dim, config.num_bins, DkvOrder.PLAIN, to.dtype == "float32")
+    record = Record(dkv.KERNEL, ("key_sums", "d_index_k"), values)
+    return Launch(dkv.KERNEL, DtypeVariant("bfloat16"), (-(-problem.s_kv // dkv.ROWS_PER_BLOCK), 1, 1), record)
+
+
+SPARSE_LOSS = SparseLossPipeline()

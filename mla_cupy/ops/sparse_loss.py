@@ -1,0 +1,223 @@
+"""The loss that trains the lightning indexer in the sparse stage: over the keys that it has selected."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.indexer import SPARSE_LOSS
+from mla_cupy.kernels.indexer.loss_problem import MAX_HEAD_DIM, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.problem import HEAD_DIMS
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_count, check_flag, resolve_scale
+from mla_cupy.ops.logits_inputs import present
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.ops.sparse_inputs import INDICES
+from mla_cupy.ops.warmup_loss import BUFFER_BYTES, MAX_BUFFER_BYTES
+from mla_cupy.shapes import MAX_TOKENS
+
+_MAX_INT32 = 2**31 - 1
+
+
+def indexer_sparse_loss(
+    q: Any,
+    k: Any,
+    index_q: Any,
+    index_k: Any,
+    weights: Any,
+    indices: Any,
+    *,
+    lse: Any = None,
+    topk_length: Any = None,
+    row_weights: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    scale: float | None = None,
+    causal: bool = False,
+    gradients: bool = True,
+    deterministic: bool = False,
+    buffer_bytes: int = BUFFER_BYTES,
+    kl: Any = None,
+    mass: Any = None,
+    index_lse: Any = None,
+    d_index_q: Any = None,
+    d_index_k: Any = None,
+    d_weights: Any = None,
+    workspace: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """Divergence of the indexer's softmax from the main attention over selected keys, with its gradients.
+
+    kl[t] = sum_s p[t, s] * (log p[t, s] - I[t, s]) + index_lse[t], as in `indexer_warmup_loss`, but every sum over s
+    is over the keys that `indices` select for token t.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), bfloat16
+        Queries of the main attention; d is at most 576. All last axes but those of `weights` and `indices` are
+        contiguous.
+    k : array, (s_kv, d), bfloat16
+        Its keys, which all heads share.
+    index_q : array, (s_q, h_i, d_i), bfloat16
+        Queries of the indexer, d_i 32, 64 or 128.
+    index_k : array, (s_kv, d_i), bfloat16
+        Its keys.
+    weights : array, (s_q, h_i), float32
+        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5.
+    indices : array, (s_q, topk) or (s_q, 1, topk), int32
+        As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
+        selected twice counts twice.
+    lse : array, (s_q, h), float32, optional
+        The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head with
+        an infinite one has no part in p. Default: computed, over the selected keys.
+    topk_length : array, (s_q,), int32, optional
+        Only the first topk_length[t] entries of a list count; clamped to [0, topk].
+    row_weights : array, (s_q,), float32, optional
+        Factors of the losses in the gradients. Default: 1.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+        As for `sparse_mla_forward`.
+    scale : float, optional
+        Factor of the main attention's scores; default: d**-0.5.
+    causal : bool
+        Whether keys after a token's own position do not count.
+    gradients : bool
+        Whether to compute them.
+    deterministic : bool
+        Whether `d_index_k` has the same bits in every run; all other results have them anyway.
+    buffer_bytes : int
+        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+    kl, mass, index_lse : array, (s_q,), float32, optional
+        Where these results go.
+    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
+        Where the gradients go; the last axes are contiguous.
+    d_weights : array, (s_q, h_i), float32, optional
+        The same.
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_sparse_loss, ...)` bytes.
+    kernel : str, optional
+        Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    kl : array, (s_q,), float32
+        0 for a token without a target: one that selects no key, or whose target has no mass.
+    mass : array, (s_q,), float32
+        What the target was divided by.
+    index_lse : array, (s_q,), float32
+        log(sum_s exp(I[t, s])); -inf for a token that selects no key.
+    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16; or None
+        Gradients of sum(row_weights * kl). None without `gradients`.
+    d_weights : array, (s_q, h_i), float32, or None
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and no result is touched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    Nothing flows to q and k. `mla_cupy.torch.indexer_sparse_objective` and that of `mla_cupy.jax` make a scalar of it
+    whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the NumPy
+    oracle.
+
+    What different tokens add to a key is summed by float32 atomics; if deterministic, to six bins, in which every
+    partial sum is exact: `cuda_src/tile/binned_sum.cuh`.
+
+    Workspace: at most `buffer_bytes` (or what one token needs: 8 * topk bytes), 4 * s_q * topk and 12 * s_q for the
+    lists, 4 * s_kv * d_i for sums of gradients by keys, six times that and 8 * s_kv if deterministic, and 4 * s_q * h
+    without `lse`. There is nothing of s_q * s_kv.
+
+    Source: the report of DeepSeek-V3.2-Exp, sparse training stage.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mla_cupy
+    >>> q, k = np.zeros((2, 4, 64), ml_dtypes.bfloat16), np.zeros((5, 64), ml_dtypes.bfloat16)
+    >>> index_q, index_k = np.ones((2, 2, 32), ml_dtypes.bfloat16), np.ones((5, 32), ml_dtypes.bfloat16)
+    >>> weights, indices = np.full((2, 2), 0.125, np.float32), np.array([[0, -1], [4, 2]], np.int32)
+    >>> kl, mass, index_lse, *gradients = mla_cupy.indexer_sparse_loss(q, k, index_q, index_k, weights, indices)
+    >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
+    ([0.0, 0.0], [4.0, 4.0], 1.0)
+    """
+    inputs = (q, k, index_q, index_k, weights, indices, lse, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights)
+    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    return call(OPERATION, (*inputs, *outputs, workspace), options, None, False, stream)
+
+
+class _Options(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    scale: Any
+    causal: Any
+    gradients: Any
+    deterministic: Any
+    buffer_bytes: Any
+    kernel: Any
+
+
+def _examine(views: Views, given: _Options) -> Examined:
+    q, k, index_q, index_k, indices = (present(views, name) for name in ("q", "k", "index_q", "index_k", "indices"))
+    (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
+    sizes = {"s_q": (s_q, _MAX_INT32), "s_kv": (k.shape[0], _MAX_INT32), "d": (head_dim, MAX_HEAD_DIM)}
+    for name, (size, limit) in {**sizes, "topk": (indices.shape[1], MAX_TOKENS)}.items():
+        if size > limit:
+            raise ShapeError(explain(name, size, f"at most {limit}"))
+    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
+    if len(missing) == 1:
+        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    options = LossOptions(
+        "head_sum",
+        check_flag("causal", given.causal),
+        check_flag("gradients", given.gradients),
+        resolve_scale(given.scale, head_dim),
+        1.0,
+    )
+    problem = LossProblem(
+        *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim),
+        needs_lse=views["lse"] is None,
+        gradients=options.gradients,
+        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
+        aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
+        topk=indices.shape[1],
+        deterministic=check_flag("deterministic", given.deterministic),
+    )
+    return Examined(problem, options, given.kernel)
+
+
+OPERATION = Operation(
+    "indexer_sparse_loss",
+    inputs=(
+        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
+        Input("k", "s_kv d", ("=q",), contiguous=True),
+        Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
+        Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
+        Input("weights", "s_q h_i", ("float32",)),
+        INDICES,
+        Input("lse", "s_q h", ("float32",), optional=True),
+        Input("topk_length", "s_q", ("int32",), optional=True),
+        Input("row_weights", "s_q", ("float32",), optional=True),
+        Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
+        Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+    ),
+    outputs=(
+        Output("kl", "s_q"),
+        Output("mass", "s_q"),
+        Output("index_lse", "s_q"),
+        Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
+        Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
+        Output("d_weights", "s_q h_i", when="gradients"),
+    ),
+    sizes={"d_i": (*HEAD_DIMS[::-1],)},
+    min_sizes={"h": 1, "h_i": 1, "d": 1, "b+1": 1},
+    options=_Options,
+    examine=_examine,
+    reference_options=("scale", "causal", "gradients"),
+    pipeline=SPARSE_LOSS,
+)

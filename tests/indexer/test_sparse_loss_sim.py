@@ -1,0 +1,119 @@
+"""The kernels of the sparse stage's loss in the simulator, through the public call, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, reference
+from mla_cupy.kernels.indexer import SPARSE_LOSS
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.simulation import fake_gpu
+from tests.support.sim_driver import simulated
+from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
+
+CASES = [
+    SparseLossCase(),
+    SparseLossCase(s_q=4, topk=5, lse=True, lengths=True, row_weights=False),
+    SparseLossCase(s_q=6, s_kv=14, h=5, h_i=3, d=7, d_i=64, causal=True, sequences=((2, 3), (0, 2), (3, 8))),
+    SparseLossCase(s_q=1, s_kv=1, topk=1, h=1, h_i=1, d=1),
+]
+FIRST = CASES[0]
+
+
+def run(case: SparseLossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **options: Any) -> tuple[Any, ...]:
+    with simulated(2, cc):
+        return mla_cupy.indexer_sparse_loss(**inputs, causal=case.causal, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_equals_the_oracle(case: SparseLossCase, deterministic: bool) -> None:
+    """In chunks of one token or all, with poison in the keys that nobody selects."""
+    inputs = sparse_loss_inputs(case)
+    limit = 1 if case.lse else 1 << 20
+    got = run(case, inputs, (8, 0) if case.causal else (9, 0), deterministic=deterministic, buffer_bytes=limit)
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal))
+
+
+def check_order() -> None:
+    """Of the tokens, here: the sums of keys that many of them select have the same bits."""
+    case = SparseLossCase(s_q=12, s_kv=3, topk=3, h=1, h_i=1, d=4, row_weights=False)
+    inputs = sparse_loss_inputs(case)
+    inputs["weights"] *= (10.0 ** (np.arange(12) % 4))[:, None].astype(np.float32)
+    wide = {"d_index_k": np.zeros((3, 32), np.float32)}
+    turned = {name: x if name in ("k", "index_k") else x[::-1].copy() for name, x in inputs.items()}
+    bits = set()
+    for given in (inputs, turned):
+        got = run(case, given, deterministic=True, **wide)
+        check_sparse_loss(got, reference.indexer_sparse_loss(**given))
+        bits.add(got[4].tobytes())
+    assert len(bits) == 1
+
+
+def test_deterministic_sums_do_not_depend_on_the_order() -> None:
+    check_order()
+
+
+def test_only_the_loss() -> None:
+    inputs = sparse_loss_inputs(FIRST)
+    alone, whole = run(FIRST, inputs, gradients=False), run(FIRST, inputs)
+    assert alone[3:] == (None,) * 3
+    for x, y in zip(alone[:3], whole[:3], strict=True):
+        assert x.tobytes() == y.tobytes()
+    shapes = {"d_index_q": inputs["index_q"].shape, "d_index_k": inputs["index_k"].shape}
+    wide = {name: np.full(shape, 7, np.float32) for name, shape in shapes.items()}
+    got = run(FIRST, inputs, **wide, deterministic=True)
+    assert got[4] is wide["d_index_k"]
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs))
+    np.testing.assert_array_equal(got[3].astype(ml_dtypes.bfloat16), whole[3])
+
+
+@pytest.mark.parametrize(("s_q", "s_kv", "topk"), [(0, 3, 2), (3, 0, 2), (3, 4, 0)])
+def test_no_token_no_key_or_no_list(s_q: int, s_kv: int, topk: int) -> None:
+    """There is no divergence, and the gradients are zeros."""
+    case = SparseLossCase(s_q=s_q, s_kv=s_kv, topk=topk)
+    inputs = sparse_loss_inputs(case)
+    for deterministic in (False, True):
+        names = ("d_index_q", "d_index_k", "d_weights")
+        targets = {name: np.full(inputs[name[2:]].shape, 7, np.float32) for name in names}
+        got = run(case, inputs, deterministic=deterministic, **targets)
+        assert (got[0] == 0).all()
+        assert all((x == 0).all() for x in targets.values())
+
+
+def test_all_keys_selected_is_the_warmup_loss() -> None:
+    case = SparseLossCase(s_q=3, s_kv=4, topk=4)
+    inputs = sparse_loss_inputs(case)
+    rng = np.random.default_rng(0)
+    for name in ("k", "index_k"):
+        inputs[name] = rng.standard_normal(inputs[name].shape).astype(ml_dtypes.bfloat16)
+    inputs["indices"] = np.tile(np.arange(4, dtype=np.int32), (3, 1))
+    got = run(case, inputs)
+    del inputs["indices"]
+    with simulated(2):
+        wanted = mla_cupy.indexer_warmup_loss(**inputs, causal=False, kernel="indexer_loss_scores_generic")
+    for x, y in zip(got[:4], wanted[:4], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_workspace_is_linear() -> None:
+    """In tokens, at lists of one length: there is nothing of tokens times keys."""
+    sizes = []
+    for s in (256, 512, 1024):
+        inputs = sparse_loss_inputs(SparseLossCase(s_q=s, s_kv=s, d=4, lse=True))
+        with simulated(1):
+            sizes.append(mla_cupy.workspace_bytes(mla_cupy.indexer_sparse_loss, **inputs, buffer_bytes=1))
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+def test_too_many_additions_are_refused() -> None:
+    sizes = LossProblem(1 << 12, 1 << 20, 1, 1, 64, 64, topk=1 << 20, deterministic=True)
+    with pytest.raises(ArgumentError, match="deterministic: got True, with s_q"):
+        SPARSE_LOSS.configure(sizes, fake_gpu(1))
+    assert SPARSE_LOSS.configure(replace(sizes, deterministic=False), fake_gpu(1)).num_bins == 1
