@@ -2,7 +2,8 @@
 
 Every step decodes one token of each running sequence: extend, append, attend. Prompts begin with one of a few system
 prompts, whose pages are found by their hash; a request asks for one to three samples, which share its prompt's pages.
-The attention is one layer with random weights: what it shows is who has which page.
+The attention is one layer with random weights: what it shows is who has which page. With `--topk`, each token attends
+to as many that an indexer selects: latent records and index keys then lie in two pools under the same block table.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from rich.live import Live
 from rich.table import Table
@@ -21,6 +23,8 @@ import mla_cupy
 from mla_cupy import CacheFullError, PagedKVCache
 
 D_LATENT, D_ROPE = 512, 64
+INDEX_HEADS, INDEX_DIM = 4, 128
+POOLS = {"kv": "v32", "indexer": "indexer"}
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Loop:
     heads: int
     rng: random.Random
     arrays: Any  # NumPy or CuPy
+    topk: int = 0  # 0: attention to all tokens
     running: dict[int, int] = field(default_factory=dict)  # sequence -> tokens to go
     step: int = 0
     arrived: int = 0
@@ -39,9 +44,9 @@ class Loop:
     generated: int = 0
     cached: int = 0
 
-    def numbers(self, *shape: int) -> Any:
+    def numbers(self, *shape: int, dtype: Any = np.float16) -> Any:
         """What a model would have computed."""
-        made = np.random.default_rng(self.step).standard_normal(shape, np.float32).astype(np.float16)
+        made = np.random.default_rng(self.step).standard_normal(shape, np.float32).astype(dtype)
         return self.arrays.asarray(made)
 
     def arrive(self, system_prompts: list[list[int]]) -> None:
@@ -78,7 +83,10 @@ class Loop:
         else:
             return
         q = self.numbers(len(self.running), 1, self.heads, D_LATENT + D_ROPE)
-        mla_cupy.mla_decode(q, self.cache.layer(0), step.block_table, step.seqlens)
+        if self.topk:
+            self._attend_to_selected(q, step)
+        else:
+            mla_cupy.mla_decode(q, self.cache.layer(0), step.block_table, step.seqlens)
         self.generated += len(self.running)
         self.running = {sequence: left - 1 for sequence, left in self.running.items()}
         done = [sequence for sequence, left in self.running.items() if left == 0]
@@ -87,10 +95,23 @@ class Loop:
         for sequence in done:
             del self.running[sequence]
 
+    def _attend_to_selected(self, q: Any, step: Any) -> None:
+        b = len(self.running)
+        index_q = self.numbers(b, INDEX_HEADS, INDEX_DIM, dtype=ml_dtypes.bfloat16)
+        weights, angles = self.numbers(b, INDEX_HEADS, dtype=np.float32), np.zeros((1, INDEX_DIM // 8), np.float32)
+        unturned = (self.arrays.asarray(x) for x in (np.cos(angles), np.sin(angles)))
+        codes, folded = mla_cupy.indexer_prepare_q(index_q, weights, *unturned, step.positions)
+        keys = self.cache.layer(0, "indexer")
+        queries = codes[:, None], keys, folded[:, None]
+        slots, _ = mla_cupy.indexer_select_paged(*queries, step.seqlens, step.block_table, topk=self.topk)
+        mla_cupy.sparse_mla_decode(q, self.cache.layer(0, "kv"), slots)
+
     def _write(self, sequences: list[int], count: int) -> Any:
         step = self.cache.extend(sequences, count)
         n = len(step.slots)
         self.cache.append(step, 0, self.numbers(n, D_LATENT), self.numbers(n, D_ROPE))
+        if self.topk:
+            self.cache.append_keys(step, 0, self.numbers(n, INDEX_DIM, dtype=ml_dtypes.bfloat16))
         return step
 
     def table(self, seconds: float) -> Table:
@@ -115,6 +136,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--topk", type=int, default=0, help="attend to as many selected tokens; 0, the default: to all")
     parser.add_argument("--arrivals", type=float, default=0.5, help="requests per step, on average")
     parser.add_argument("--device", default=None, help='"cpu", or none for the current GPU, if there is one')
     parser.add_argument("--seed", type=int, default=0)
@@ -122,14 +144,19 @@ def main() -> None:
 
     rng = random.Random(options.seed)
     cache = PagedKVCache(
-        "fp16", num_pages=options.pages, page_size=options.page_size, max_seqs=64, max_pages=32, device=options.device
+        POOLS if options.topk else "fp16",
+        num_pages=options.pages,
+        page_size=options.page_size,
+        max_seqs=64,
+        max_pages=32,
+        device=options.device,
     )
     arrays: Any = np
     if not isinstance(cache.seqlens, np.ndarray):
         import cupy
 
         arrays = cupy
-    loop = Loop(cache, options.heads, rng, arrays)
+    loop = Loop(cache, options.heads, rng, arrays, options.topk)
     system_prompts = [[rng.randrange(1 << 16) for _ in range(length)] for length in (40, 70, 100)]
     begin = time.perf_counter()
     with Live(loop.table(0), refresh_per_second=4) as live:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .ir import Instr
+from .numeric import constant
 from .strong import Order
+
+_TWO = constant(2, "u4")
 
 
 class Accesses:
@@ -15,7 +20,12 @@ class Accesses:
         self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr, order: Order | None = None
     ) -> None:
         """Tell the detector about a generic read of this block's shared memory."""
-        self._read(shadow, self.cta.rank, offset, width * count, ins, order)
+        size = width * count
+        if order is None and size >= 4:
+            ((words, _),) = word_runs(offset, size)
+            self.cta.cluster.detector.read(self.agent, shadow, words, Where(self, ins))
+        else:
+            self._read(shadow, self.cta.rank, offset, size, ins, order)
 
     def shared_write(
         self,
@@ -123,13 +133,18 @@ class Where:
         return bad & ~same
 
 
+@functools.cache
+def _steps(size: int) -> np.ndarray:
+    """The words of an access of some bytes, from its first on."""
+    return np.arange(size // 4)
+
+
 def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, object]]:
     """Return (word indices, byte mask) for an access of ``size`` bytes per lane."""
-    words = (offset >> np.uint32(2)).astype(np.intp)
+    words = (offset >> _TWO).astype(np.intp)
     if size < 4:
         mask = (np.uint8((1 << size) - 1) << (offset & np.uint32(3)).astype("u1")).astype("u1")
         return [(words, mask)]
     if size == 4:
         return [(words, 15)]
-    steps = np.arange(size // 4)
-    return [((words[:, None] + steps).reshape(-1), 15)]
+    return [((words[:, None] + _steps(size)).reshape(-1), 15)]

@@ -14,6 +14,7 @@ from .findings import Finding
 from .globalrace import GlobalShadows
 from .hb import Detector
 from .memory import RANK_SHIFT, Buffer, Shared
+from .numeric import constant
 from .shadow import Shadow
 from .sync import ClusterBarrier, MBarrier, NamedBarrier
 from .warp import Warp
@@ -48,7 +49,7 @@ class Cta:
         self.program = self.launch.program
         size = self.program.dynamic_offset + self.launch.dynamic_shared
         self.shared = Shared(size, rank)
-        self.shared_base = np.uint32(self.shared.base)
+        self.shared_base = constant(self.shared.base, "u4")
         self.shadow = Shadow(self.shared.size // 4, block=ctaid) if self.launch.check else None
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
@@ -201,7 +202,7 @@ class Launch:
         self.random = self.mode == "random"
         self.registers: int = registers_of(program.function.directives, int(np.prod(self.block)))
         self.steps = self.stale = 0
-        self.counts = np.zeros(len(program.blocks), np.int64)
+        self.counts = [0] * len(program.blocks)
         self.traffic = [0] * 8
         self.counters: Counter = Counter()
         self.waits: dict[str, list[int]] = {}

@@ -9,9 +9,16 @@ try:  # NumPy's own function without its dispatch in Python, which costs more th
 except ImportError:  # NumPy 1.x
     from numpy.core.multiarray import count_nonzero
 
-_HALF_TIE = np.uint64(0x10000000)
-_LOW29 = np.uint64(0x1FFFFFFF)
-_ABOVE_TINY32 = np.uint32(0x7F000000)
+
+def constant(value: int, view: str) -> np.ndarray:
+    """Return an array of one number, without an axis: a scalar is converted anew by every operation with an array."""
+    return np.array(value, view)
+
+
+_HALF_TIE = constant(0x10000000, "u8")
+_LOW29 = constant(0x1FFFFFFF, "u8")
+_ABOVE_TINY32 = constant(0x7F000000, "u4")
+_EXPONENT32 = constant(0x7F800000, "u4")
 _TINY32 = 2.0**-126
 
 
@@ -29,7 +36,7 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     The product is exact in float64; where the float64 sum lies on a float32 rounding boundary (or the result is
     subnormal) the sum is first rounded to odd, so that the second rounding cannot err.
     """
-    product = np.multiply(a, b, dtype="f8")
+    product = a.astype("f8") * b
     total = product + c
     result = total.astype("f4")
     tie = (total.view("u8") & _LOW29) == _HALF_TIE
@@ -54,10 +61,10 @@ def round_to_odd(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 def flush(x: np.ndarray) -> np.ndarray:
     """Flush float32 subnormals to zero, keeping the sign (``.ftz``)."""
-    small = (x.view("u4") & np.uint32(0x7F800000)) == 0
-    if count_nonzero(small):
-        return np.where(small, np.copysign(np.float32(0), x), x)
-    return x
+    exponents = x.view("u4") & _EXPONENT32
+    if count_nonzero(exponents) == exponents.size:
+        return x
+    return np.where(exponents == 0, np.copysign(np.float32(0), x), x)
 
 
 def saturate(x: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from .cfg import VIEWS
 from .codegen import Codegen
 from .ir import SINK, TYPE_BITS, Addr, Instr, Reg, Sym, Vec
 from .memory import FIRST_WINDOW, GENERIC_BASE, INIT_ONES, space_of
-from .numeric import count_nonzero
+from .numeric import constant, count_nonzero
 from .registry import Mods, op
 from .strong import SCOPES, Order
 
@@ -173,8 +173,8 @@ def by_space(
 
 def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order | None) -> Callable:
     width = int(code[1:])
-    shift = np.uint32(width.bit_length() - 1)
-    align = np.uint32(width * count - 1)
+    shift = constant(width.bit_length() - 1, "u4")
+    align = constant(width * count - 1, "u4")
     ones = INIT_ONES[width]
     nonzero = count_nonzero
 
@@ -233,8 +233,8 @@ def make_store(space: str, code: str, count: int, ins: Instr, order: Order | Non
 
 def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order | None) -> Callable:
     width = int(code[1:])
-    shift = np.uint32(width.bit_length() - 1)
-    align = np.uint32(width * count - 1)
+    shift = constant(width.bit_length() - 1, "u4")
+    align = constant(width * count - 1, "u4")
     ones = INIT_ONES[width]
     nonzero = count_nonzero
 
@@ -307,7 +307,7 @@ def by_buffer(W: Ctx, L: object, a: np.ndarray, function: Callable, extra: tuple
 
 def _load_global(code: str, count: int, ins: Instr, order: Order | None) -> Callable:
     width = int(code[1:])
-    shift = np.uint64(width.bit_length() - 1)
+    shift = constant(width.bit_length() - 1, "u8")
 
     def load(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
         if qa is not None:
@@ -332,7 +332,7 @@ def _load_global(code: str, count: int, ins: Instr, order: Order | None) -> Call
 
 def _store_global(code: str, count: int, ins: Instr, order: Order | None) -> Callable:
     width = int(code[1:])
-    shift = np.uint64(width.bit_length() - 1)
+    shift = constant(width.bit_length() - 1, "u8")
 
     def store(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
         if qa is not None:

@@ -13,7 +13,8 @@ PENDING = np.uint32(0xFFFFFFFF)
 class Shadow:
     """What the detector knows about each 4-byte word of one block's shared memory, tensor memory or a global array.
 
-    ``sites`` and ``read_sites`` hold the numbers of the instructions that wrote and read.
+    ``sites`` and ``read_sites`` hold the numbers of the instructions that wrote and read; ``read_rows`` are the rows of
+    ``reads`` and ``read_sites``, one by one.
 
     ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array,
     ``block`` whose shared memory it is. ``mask`` tells which bytes
@@ -39,6 +40,7 @@ class Shadow:
         self.count = 0
         self.sites = np.full(words, -1, np.int32)
         self.read_sites = np.zeros((0, words), np.int32)
+        self.read_rows: list[tuple[np.ndarray, np.ndarray]] = []
         self.rows: dict[tuple, int] = {}
         self.row_agents = np.zeros(0, np.intp)
         self.strong_rows = np.zeros(0, bool)
@@ -68,8 +70,9 @@ class Shadow:
 
     def note_read(self, row: int, words: np.ndarray, clock: int, site: int) -> None:
         """Record a read in a row."""
-        self.reads[row][words] = clock
-        self.read_sites[row][words] = site
+        clocks, sites = self.read_rows[row]
+        clocks[words] = clock
+        sites[words] = site
         if clock > self.row_tops[row]:
             self.row_tops[row] = clock
 
@@ -85,16 +88,18 @@ class Shadow:
         Strong reads, and reads of some bytes of words (a mask), have rows of their own.
         """
         key = (agent, strong, mask)
-        if key not in self.rows:
+        index = self.rows.get(key)
+        if index is None:
             index = self.rows[key] = len(self.rows)
             if index >= len(self.reads):
                 rows = max(8, 2 * len(self.reads))
                 self.reads, self.read_sites = _more_rows(self.reads, rows), _more_rows(self.read_sites, rows)
+                self.read_rows = list(zip(self.reads, self.read_sites, strict=True))
             self.row_agents = np.append(self.row_agents, agent)
             self.strong_rows = np.append(self.strong_rows, strong)
             self.row_masks = np.append(self.row_masks, np.uint8(mask))
             self.row_tops = np.append(self.row_tops, np.uint32(0))
-        return self.rows[key]
+        return index
 
     def update(self, agent: int, words: np.ndarray, clock: object) -> None:
         """Remember a strong write."""

@@ -171,12 +171,12 @@ class Warp(Faults, Accesses):
         """Run a fragment for up to ``quota`` blocks, until it splits, parks or joins others."""
         program, ran = self.program, 0
         R, Q = self.R, self.Q
-        counts = self.launch.counts
+        counts, full = self.launch.counts, program.full
         alone = len(self.fragments) == 1
         index, lanes = fragment.block, fragment.lanes
         while ran < quota:
             if lanes is None:
-                function, run = program.superblock(index)
+                function, run = full.get(index) or program.superblock(index)
                 for b in run:
                     counts[b] += 1
             else:

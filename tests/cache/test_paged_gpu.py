@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,7 +20,8 @@ def test_against_the_cache_on_the_host(gpu: object) -> None:
     import cupy
 
     sizes: dict[str, Any] = {"num_pages": 24, "page_size": 16, "max_seqs": 6, "max_pages": 4, "num_layers": 2}
-    caches = [mla_cupy.PagedKVCache({"kv": "v32"}, **sizes, device=place) for place in (0, "cpu")]
+    pools = {"kv": "v32", "indexer": "indexer"}
+    caches = [mla_cupy.PagedKVCache(pools, **sizes, device=place) for place in (0, "cpu")]
     rng = np.random.default_rng(0)
     held = [[cache.allocate()[0] for _ in range(3)] for cache in caches]
     assert held[0] == held[1]
@@ -32,13 +34,17 @@ def test_against_the_cache_on_the_host(gpu: object) -> None:
         steps = [cache.extend(sequences, counts) for cache in caches]
         caches[0].append(steps[0], 1, cupy.asarray(latent), cupy.asarray(rope))
         mla_cupy.reference.cache_append(latent, rope, caches[1].layer(1), steps[1].slots)
+        keys = rng.standard_normal((sum(counts), 128)).astype(ml_dtypes.bfloat16)
+        caches[0].append_keys(steps[0], 1, cupy.asarray(keys))
+        mla_cupy.reference.indexer_cache_append(keys, caches[1].layer(1, "indexer"), steps[1].slots)
         for name in ("slots", "positions", "seqlens"):
             np.testing.assert_array_equal(cupy.asnumpy(getattr(steps[0], name)), getattr(steps[1], name))
         for at, sequence in enumerate(sequences):
             pages = caches[1].pages(sequence)
             np.testing.assert_array_equal(cupy.asnumpy(steps[0].block_table[at, : len(pages)]), pages)
     for index in range(2):
-        np.testing.assert_array_equal(cupy.asnumpy(caches[0].layer(index)), caches[1].layer(index))
+        for pool in pools:
+            np.testing.assert_array_equal(cupy.asnumpy(caches[0].layer(index, pool)), caches[1].layer(index, pool))
 
 
 @pytest.mark.perf

@@ -81,8 +81,11 @@ def test_hopper_kernels(case: DecodeCase, kernel: str, mode: tuple[str, int], sm
     assert f"mla_{kernel}" in _run(case, kernel, sm_count, mode)
 
 
+# It has blocks of 8 rows: a few of them reach all that many do.
 @pytest.mark.parametrize(
-    "case", [CASES[2], CASES[6], replace(CASES[8], strides="odd"), CASES[13], CASES[14]], ids=lambda case: case.id
+    "case",
+    [CASES[2], replace(CASES[6], h_q=6), replace(CASES[8], strides="odd"), CASES[13], CASES[14]],
+    ids=lambda case: case.id,
 )
 def test_generic_kernel(case: DecodeCase) -> None:
     _run(case, GENERIC, 1, ("random", 3))

@@ -61,20 +61,25 @@ def test_numpy_decode_on_gpu(gpu: object) -> None:
     check_numpy_decode("cuda")
 
 
-def check_continuous_batching(backend: str) -> None:
+def check_continuous_batching(backend: str, *arguments: str) -> None:
     sizes = ("--steps", "40", "--heads", "2", "--pages", "48", "--arrivals", "0.7")
-    text = run("continuous_batching.py", *sizes, backend=backend)
+    text = run("continuous_batching.py", *sizes, *arguments, backend=backend)
     found = re.findall(r"(\d+) requests, (\d+) tokens; (\d+) pages copied, (\d+) tokens reused", text)
     assert all(int(number) > 0 for number in found[0]), "requests share prompts, and samples write to shared pages"
 
 
-def test_continuous_batching() -> None:
-    check_continuous_batching("numpy")
+SELECTED = ("--topk", "20")
+
+
+@pytest.mark.parametrize("arguments", [(), SELECTED], ids=["all", "selected"])
+def test_continuous_batching(arguments: tuple[str, ...]) -> None:
+    check_continuous_batching("numpy", *arguments)
 
 
 @pytest.mark.gpu
-def test_continuous_batching_on_gpu(gpu: object) -> None:
-    check_continuous_batching("cuda")
+@pytest.mark.parametrize("arguments", [(), SELECTED], ids=["all", "selected"])
+def test_continuous_batching_on_gpu(gpu: object, arguments: tuple[str, ...]) -> None:
+    check_continuous_batching("cuda", *arguments)
 
 
 def check_dsa_decode(backend: str) -> None:

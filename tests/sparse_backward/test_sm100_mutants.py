@@ -7,7 +7,7 @@ as long as the write is early, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,9 @@ SUMS = "sparse_backward/sm100.cu"
 SCORES = "sparse_backward/sm100_ws.cu"
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 #: Three tiles of keys, the last one short; the heads fill the block.
-CASE = SparseCase(s_q=2, s_kv=150, h_q=64, topk=75, invalid=0.0, sink=True)
+CASE = SparseCase(s_q=1, s_kv=150, h_q=64, topk=75, invalid=0.0, sink=True)
+#: The same, so that some gradients are not lost beside the others where the scores are low.
+LOW_CASE = replace(CASE, s_q=2)
 KERNELS_OF = {SUMS: ("sparse_backward_sm100",), SCORES: ("sparse_backward_sm100_ws",)}
 
 
@@ -332,7 +334,7 @@ MUTANTS = [
 
 def verdict(kernel: str, mode: tuple[str, int], low_scores: bool = False) -> str:
     """What a run shows; empty if nothing."""
-    inputs = make(CASE)
+    inputs = make(LOW_CASE if low_scores else CASE)
     if low_scores:
         lower_scores(inputs)
     try:
@@ -354,12 +356,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mutants.planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in MODES)
+        modes = MODES[:1] if mutant.low_scores else MODES
+        shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in modes)
     assert shown, f"nothing shows that {mutant.name}"
 
 
+# Low scores are about numbers, which are the same in every mode.
 @pytest.mark.parametrize("kernel", ["sparse_backward_sm100", KEYS64, WS])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("low_scores", [False, True])
+@pytest.mark.parametrize(("mode", "low_scores"), [*((mode, False) for mode in MODES), (MODES[0], True)], ids=str)
 def test_kernels_as_they_are(kernel: str, mode: tuple[str, int], low_scores: bool) -> None:
     assert verdict(kernel, mode, low_scores) == ""
