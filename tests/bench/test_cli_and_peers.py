@@ -79,6 +79,7 @@ def test_options():
         "sparse-backward": "events",
         "indexer-logits": "graph",
         "sparse-decode": "graph",
+        "indexer-loss": "events",
         "indexer-topk": "graph",
         "indexer-prepare": "graph",
     }
