@@ -5,6 +5,7 @@ from __future__ import annotations
 from .core.operation import BenchOperation
 from .ops.decode.operation import DECODE
 from .ops.indexer_logits.operation import INDEXER_LOGITS
+from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
@@ -17,6 +18,7 @@ OPERATIONS: dict[str, BenchOperation] = {
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,
+        INDEXER_LOSS,
         INDEXER_TOPK,
         INDEXER_PREPARE,
     )

@@ -77,6 +77,7 @@ def test_options():
         "sparse-forward": "graph",
         "sparse-backward": "events",
         "indexer-logits": "graph",
+        "indexer-loss": "events",
         "indexer-topk": "graph",
         "indexer-prepare": "graph",
     }

@@ -1,0 +1,1 @@
+"""The loss that warms the lightning indexer up."""

@@ -1,0 +1,115 @@
+"""Whether losses and gradients are correct: a few queries against the float64 oracle, and all keys by an identity.
+
+The rows of queries do not interact. What a key's gradient is made of takes all queries after it; but
+
+    sum_s d_index_k[s] . index_k[s] = sum_tj d_index_q[t, j] . index_q[t, j]
+
+as both are the sum of G W max(a, 0) over all pairs. Cases of few tokens are compared with the oracle as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy import reference
+
+from ...core.device import Device
+from ...core.tolerance import spaced
+from .cases import LossCase
+from .inputs import LossInputs, LossOutputs
+
+Array = npt.NDArray[Any]
+QUERIES = 4
+FEW_TOKENS = 512
+KL_ERROR = 1e-4  # of max(1, kl)
+GRADIENT_ERROR = 2.0**-6  # of a row's largest element: bfloat16, of gradients by the scores and of results
+SUM_ERROR = 2.0**-8  # of the sum of the products' magnitudes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one query must have; and, in the last of them, what all results together must satisfy."""
+
+    row: int
+    kl: float
+    d_index_q: Array
+    d_weights: Array
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The index arrays, and of a case of few tokens the gradient by keys."""
+
+    index_q: Array
+    index_k: Array
+    d_index_k: Array | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The error of each result in units of what is allowed."""
+
+    ok: bool
+    reason: str
+    errors: dict[str, float]
+    tolerances: dict[str, float]
+    samples: dict[str, int]
+
+
+def expect(case: LossCase, dtype: str, inputs: LossInputs, device: Device) -> list[Any]:
+    """The oracle's results of a few queries; then a `Whole`."""
+    host = inputs.host
+    arguments: dict[str, Any] = dict(host)
+    exact = reference.indexer_warmup_loss(**arguments) if case.tokens <= FEW_TOKENS else None
+    whole = Whole(host["index_q"], host["index_k"], None if exact is None else exact.d_index_k)
+    return [*(_sample(case, host, int(row)) for row in spaced(case.tokens, QUERIES)), whole]
+
+
+def _sample(case: LossCase, host: dict[str, Array], row: int) -> Sample:
+    first = row // case.s * case.s
+    one: dict[str, Any] = {name: host[name][row : row + 1] for name in ("q", "index_q", "weights", "lse")}
+    keys: dict[str, Any] = {name: host[name][first : row + 1] for name in ("k", "index_k")}
+    exact = reference.indexer_warmup_loss(**one, **keys)
+    assert exact.d_index_q is not None
+    assert exact.d_weights is not None
+    return Sample(row, float(exact.kl[0]), exact.d_index_q[0], exact.d_weights[0])
+
+
+def judge(expected: Sequence[Any], outputs: LossOutputs, dtype: str, device: Device) -> Verdict:
+    """Compares what was written with the samples."""
+    *samples, whole = expected
+    errors = {"d_index_q": 0.0, "d_weights": 0.0}
+    for sample in samples:
+        if outputs.kl is not None:
+            got = float(device.to_host(outputs.kl[sample.row]))
+            error = abs(got - sample.kl) / (KL_ERROR * max(1.0, abs(sample.kl)))
+            errors["kl"] = max(errors.get("kl", 0.0), error)
+        for name in ("d_index_q", "d_weights"):
+            row = device.to_host(getattr(outputs, name)[sample.row])
+            errors[name] = max(errors[name], _error(row, getattr(sample, name)))
+    errors["d_index_k"] = _keys_error(outputs, whole, device)
+    errors = {name: np.inf if np.isnan(error) else error for name, error in errors.items()}
+    reasons = [f"{name} differs by {error:.3g} times what is allowed" for name, error in errors.items() if error > 1]
+    counts = {name: len(samples) for name in errors}
+    return Verdict(not reasons, "; ".join(reasons), errors, dict.fromkeys(errors, 1.0), counts)
+
+
+def _error(got: Array, want: Array) -> float:
+    """Of one query, in units of what is allowed. A query that sees one key has a gradient of rounding errors."""
+    unit = max(float(np.abs(want).max()), 1e-4)
+    return float(np.abs(got.astype(np.float64) - want).max()) / (GRADIENT_ERROR * unit)
+
+
+def _keys_error(outputs: LossOutputs, whole: Whole, device: Device) -> float:
+    d_index_k, d_index_q = (device.to_host(x).astype(np.float32) for x in (outputs.d_index_k, outputs.d_index_q))
+    by_keys = d_index_k * whole.index_k.astype(np.float32)
+    by_queries = d_index_q * whole.index_q.astype(np.float32)
+    magnitudes = np.abs(by_keys).sum(dtype=np.float64) + np.abs(by_queries).sum(dtype=np.float64)
+    difference = abs(by_keys.sum(dtype=np.float64) - by_queries.sum(dtype=np.float64))
+    error = float(difference / (SUM_ERROR * max(magnitudes, 1e-6)))
+    return error if whole.d_index_k is None else max(error, _error(d_index_k, whole.d_index_k))

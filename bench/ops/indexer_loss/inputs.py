@@ -1,0 +1,58 @@
+"""The arrays of a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ...core.device import Device
+from .cases import LossCase
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One set of inputs: the arguments of the public call by name, on the device and in NumPy."""
+
+    arguments: dict[str, Any]
+    host: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """What a call wrote. `kl` is None for implementations that only have gradients."""
+
+    kl: Any
+    d_index_q: Any
+    d_index_k: Any
+    d_weights: Any
+
+
+def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossInputs:
+    """Normal numbers in bfloat16, whatever `dtype` is. The log-sum-exps are near those of the attention, which would
+    take as long as the loss; targets are normalised anyway.
+    """
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+
+    starts = (case.s * np.arange(case.b + 1)).astype(np.int32)
+    position = np.arange(case.tokens) % case.s
+    lse = np.log(position + 1.0)[:, None] + rng.uniform(0.4, 0.6, (case.tokens, case.h))
+    host = {
+        "q": normal(case.tokens, case.h, case.d),
+        "k": normal(case.tokens, case.d),
+        "index_q": normal(case.tokens, case.h_i, case.d_i),
+        "index_k": normal(case.tokens, case.d_i),
+        "weights": rng.standard_normal((case.tokens, case.h_i), np.float32),
+        "lse": lse.astype(np.float32),
+        "cu_seqlens_q": starts,
+        "cu_seqlens_kv": starts,
+    }
+    return LossInputs({name: device.upload(x) for name, x in host.items()}, host)

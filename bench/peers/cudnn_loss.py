@@ -1,0 +1,112 @@
+"""The dense indexer loss of cudnn-frontend in its three steps, and FlashAttention-2 through PyTorch for scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.device import Device
+from ..core.errors import BenchError
+from ..core.implementation import Prepared
+from ..core.recorders import Call
+from ..ops.indexer_loss.cases import LossCase
+from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
+from .torch_ops import peak_bytes, recorder_for
+
+FLASH_MAX_WIDTH = 256
+
+
+class CudnnLoss:
+    """Scores of the attention, scores of the indexer, gradients: each step allocates what it returns.
+
+    It has gradients only. Its loss is a mean, so that the number of tokens is its coefficient here; its weights have
+    the factors of ours in them.
+    """
+
+    name = "cudnn"
+
+    def __init__(self) -> None:
+        try:
+            import torch
+            from cudnn.deepseek_sparse_attention import DSA
+        except ImportError as error:
+            raise BenchError(
+                f"peer 'cudnn' needs PyTorch, nvidia-cudnn-frontend and nvidia-cutlass-dsl: {error}"
+            ) from error
+        self._torch: Any = torch
+        self._dsa: Any = DSA
+
+    def unsupported(self, case: LossCase, dtype: str) -> str | None:
+        return None
+
+    def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:
+        import cupy
+
+        recorder = recorder_for(self._torch, device)
+        latest: list[Any] = [None] * len(sets)
+        with recorder.current():
+            calls = [self._call(case, inputs, latest, index) for index, inputs in enumerate(sets)]
+            flash = [self._flash(case, inputs) for inputs in sets] if case.d <= FLASH_MAX_WIDTH else []
+        unit = (case.h_i * case.d_i) ** -0.5
+
+        def outputs(index: int) -> LossOutputs:
+            found = latest[index]
+            shapes = {
+                "d_index_q": (case.tokens, case.h_i, case.d_i),
+                "d_index_k": (case.tokens, case.d_i),
+                "d_weights": (case.tokens, case.h_i),
+            }
+            arrays = {name: cupy.from_dlpack(found[name]).reshape(shape) for name, shape in shapes.items()}
+            return LossOutputs(None, arrays["d_index_q"], arrays["d_index_k"], unit * arrays["d_weights"])
+
+        return Prepared(
+            calls=calls,
+            outputs=outputs,
+            recorder=recorder,
+            includes="gradients only, in three steps",
+            figures={"flash_attention_2": flash} if flash else {},
+            workspace_bytes=lambda: peak_bytes(self._torch, calls[0], lambda: list(latest[0].values())),
+        )
+
+    def _tensors(self, case: LossCase, inputs: LossInputs) -> dict[str, Any]:
+        """With an axis of sequences, and keys with one of heads."""
+        tensors = {name: self._torch.from_dlpack(x) for name, x in inputs.arguments.items()}
+        shaped = {
+            name: tensors[name].reshape(case.b, case.s, *tensors[name].shape[1:])
+            for name in tensors
+            if "cu" not in name
+        }
+        unit = (case.h_i * case.d_i) ** -0.5
+        return {**shaped, "weights": (unit * shaped["weights"]).to(shaped["q"].dtype)}
+
+    def _call(self, case: LossCase, inputs: LossInputs, latest: list[Any], index: int) -> Call:
+        x, one = self._tensors(case, inputs), self._torch.ones(1, device="cuda")
+        keys, index_keys = (x[name].unsqueeze(2) for name in ("k", "index_k"))
+
+        def call() -> None:
+            target = self._dsa.dense_attn_score_recompute_wrapper(
+                x["q"], keys, x["lse"], case.d**-0.5, qhead_per_kv_head=case.h
+            )
+            scores = self._dsa.dense_indexer_score_recompute_wrapper(
+                x["index_q"], index_keys, x["weights"], qhead_per_kv_head=case.h_i
+            )
+            sums = target["out"], target["denom"], scores["out"], scores["denom"]
+            latest[index] = self._dsa.dense_indexer_backward_wrapper(
+                x["index_q"], x["weights"], x["index_k"], *sums, one, loss_coeff=float(case.tokens)
+            )
+
+        return call
+
+    def _flash(self, case: LossCase, inputs: LossInputs) -> Callable[[], object]:
+        """Forward and backward of causal attention of the same heads, each with keys and values of its own."""
+        torch, x = self._torch, self._tensors(case, inputs)
+        q = x["q"].transpose(1, 2).contiguous().requires_grad_()
+        k, v = (x["k"].unsqueeze(1).expand(-1, case.h, -1, -1).contiguous().requires_grad_() for _ in range(2))
+        ones = torch.ones_like(q)
+
+        def call() -> None:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), ones)
+
+        return call

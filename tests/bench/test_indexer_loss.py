@@ -1,0 +1,168 @@
+"""The benchmark of the indexer's loss on the NumPy device, and cudnn-frontend's adapter with a stand-in for it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bench.core import report
+from bench.core.errors import BenchError
+from bench.core.implementation import Choices, make
+from bench.core.runner import Options, run_case
+from bench.operations import INDEXER_LOSS
+from bench.ops.indexer_loss.cases import CASES, LossCase
+from mla_cupy import reference
+
+SMALL = "b2-s7-h3x8-i2x32"
+
+
+def test_names_round_trip():
+    assert INDEXER_LOSS.select([], "targets") == CASES
+    for case in CASES:
+        assert INDEXER_LOSS.parse(case.name) is case
+    assert INDEXER_LOSS.parse(SMALL).name == SMALL
+
+
+@pytest.mark.parametrize("name", ["", "b1-s1-h1x1", "b0-s1-h1x1-i1x32", "b1-s1-h1x577-i1x32", "b1-s1-h1x1-i1x48"])
+def test_a_bad_name_is_refused(name):
+    with pytest.raises(BenchError, match="case"):
+        INDEXER_LOSS.parse(name)
+
+
+def test_cost():
+    """The FLOPs that the kernel's page names for the two targets."""
+    assert LossCase(1, 2, 3, 5, 7, 32).cost.flops == 2 * 3 * (3 * 5 + 5 * 7 * 32)
+    assert [case.cost.flops / 1e12 for case in CASES[:2]] == pytest.approx([0.481, 7.70], rel=2e-3)
+
+
+@pytest.fixture
+def run(device, limits, numpy_backend, monkeypatch):
+    monkeypatch.setattr("bench.core.runner.host_us", lambda calls, synchronize, **options: 1.0)
+    ticks = iter(range(10**6))
+    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
+    device.stream = SimpleNamespace(ptr=77)
+    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+
+    def rows_of(name, peers=()):
+        implementations = make(peers, INDEXER_LOSS.implementations(Choices()))
+        rows = run_case(INDEXER_LOSS, INDEXER_LOSS.parse(name), implementations, device, options)
+        for row in rows:
+            report.validate(row)
+        return {row["implementation"]: row for row in rows}
+
+    return rows_of
+
+
+def test_our_own(run):
+    row = run(SMALL)["mla_cupy"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["check"]["samples"]["kl"] >= 3
+    assert row["figures_us"]["loss_alone"] > 0
+
+
+@pytest.mark.parametrize("few", [512, 0], ids=["as a whole", "by the identity"])
+@pytest.mark.parametrize("name", ["kl", "d_index_q", "d_index_k", "d_weights"])
+def test_a_wrong_result_is_found(device, numpy_backend, monkeypatch, name, few):
+    monkeypatch.setattr("bench.ops.indexer_loss.check.FEW_TOKENS", few)
+    case = INDEXER_LOSS.parse(SMALL)
+    inputs = INDEXER_LOSS.inputs(case, "bfloat16", 0, device)
+    expected = INDEXER_LOSS.expect(case, "bfloat16", inputs, device)
+    exact = reference.indexer_warmup_loss(**inputs.host)
+    outputs = SimpleNamespace(**{key: getattr(exact, key) for key in ("kl", "d_index_q", "d_index_k", "d_weights")})
+    assert INDEXER_LOSS.judge(expected, outputs, "bfloat16", device).ok
+    setattr(outputs, name, 1.2 * getattr(exact, name))
+    verdict = INDEXER_LOSS.judge(expected, outputs, "bfloat16", device)
+    assert not verdict.ok
+    assert name in verdict.reason
+
+
+class Tensor(np.ndarray):
+    """What the adapter asks of a tensor."""
+
+    def unsqueeze(self, axis):
+        return np.expand_dims(self, axis).view(Tensor)
+
+    def expand(self, *sizes):
+        shape = [size if size > 0 else own for size, own in zip(sizes, self.shape, strict=True)]
+        return np.broadcast_to(self, shape).view(Tensor)
+
+    def transpose(self, *axes):
+        return np.swapaxes(self, *axes).view(Tensor)
+
+    def contiguous(self):
+        return np.ascontiguousarray(self).view(Tensor)
+
+    def requires_grad_(self):
+        return self
+
+    def to(self, dtype):
+        return self.astype(dtype)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """The three steps by the oracle; the first two only hand their inputs on."""
+    seen = {}
+
+    def attention(q, k, lse, scale, qhead_per_kv_head):
+        assert (qhead_per_kv_head, k.shape[2]) == (q.shape[2], 1)
+        seen.update(q=q, k=k[:, :, 0], lse=lse, scale=scale)
+        return {"out": "target", "denom": "mass"}
+
+    def scores(index_q, index_k, weights, qhead_per_kv_head):
+        assert (qhead_per_kv_head, index_k.shape[2]) == (index_q.shape[2], 1)
+        return {"out": "scores", "denom": "lse"}
+
+    def backward(index_q, weights, index_k, target, mass, found, lse, one, loss_coeff):
+        assert (target, mass, found, lse) == ("target", "mass", "scores", "lse")
+        unit = (index_q.shape[2] * index_q.shape[3]) ** -0.5
+        rows = [
+            reference.indexer_warmup_loss(
+                *(np.asarray(x[n]) for x in (seen["q"], seen["k"], index_q, index_k)),
+                np.asarray(weights[n]).astype(np.float32) / unit,
+                lse=np.asarray(seen["lse"][n]),
+                scale=seen["scale"],
+            )
+            for n in range(len(index_q))
+        ]
+        mean = loss_coeff / (index_q.shape[0] * index_q.shape[1])
+        made = {name: mean * np.stack([getattr(x, name) for x in rows]) for name in ("d_index_q", "d_index_k")}
+        made["d_weights"] = mean * np.stack([x.d_weights for x in rows]) / unit
+        return made
+
+    dsa = SimpleNamespace(
+        dense_attn_score_recompute_wrapper=attention,
+        dense_indexer_score_recompute_wrapper=scores,
+        dense_indexer_backward_wrapper=backward,
+    )
+    torch, attend = types.ModuleType("torch"), SimpleNamespace()
+    torch.from_dlpack = lambda x: np.asarray(x).view(Tensor)
+    torch.ones = lambda n, device: np.ones(n)
+    torch.ones_like = np.ones_like
+    attend.sdpa_kernel = lambda backend: nullcontext()
+    attend.SDPBackend = SimpleNamespace(FLASH_ATTENTION=1)
+    functional = SimpleNamespace(scaled_dot_product_attention=lambda q, k, v, is_causal: q)
+    torch.nn = SimpleNamespace(attention=attend, functional=functional)
+    torch.autograd = SimpleNamespace(grad=lambda out, inputs, ones: None)
+    cupy = types.ModuleType("cupy")
+    cupy.from_dlpack = np.asarray
+    package = types.ModuleType("cudnn")
+    stage = types.ModuleType("cudnn.deepseek_sparse_attention")
+    stage.DSA = dsa
+    modules = {"torch": torch, "cupy": cupy, "cudnn": package, "cudnn.deepseek_sparse_attention": stage}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("bench.peers.cudnn_loss.recorder_for", lambda torch, device: device.recorder())
+    monkeypatch.setattr("bench.peers.cudnn_loss.peak_bytes", lambda torch, call, results: 1)
+
+
+def test_cudnn(run, cudnn):
+    rows = run(SMALL, ["cudnn"])
+    assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
+    assert rows["mla_cupy"]["speed_vs_best_peer"] is not None
+    assert rows["cudnn"]["figures_us"]["flash_attention_2"] > 0
