@@ -174,7 +174,7 @@ def by_space(
 def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order | None) -> Callable:
     width = int(code[1:])
     shift = constant(width.bit_length() - 1, "u4")
-    align = constant(width * count - 1, "u4")
+    align, wide = constant(width * count - 1, "u4"), width * count > 1
     ones = INIT_ONES[width]
     nonzero = count_nonzero
 
@@ -183,7 +183,7 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order |
             W.poisoned(qa, ins, "an address", L)
         cta = W.cta
         offset = a - cta.shared_base
-        if align and nonzero(offset & align):
+        if wide and nonzero(offset & align):
             W.misaligned(ins, a, width * count, L)
         index = (offset >> shift).astype(np.intp)  # gathers by native integers are several times faster
         memory, shadow = cta.shared, cta.shadow
@@ -234,7 +234,7 @@ def make_store(space: str, code: str, count: int, ins: Instr, order: Order | Non
 def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order | None) -> Callable:
     width = int(code[1:])
     shift = constant(width.bit_length() - 1, "u4")
-    align = constant(width * count - 1, "u4")
+    align, wide = constant(width * count - 1, "u4"), width * count > 1
     ones = INIT_ONES[width]
     nonzero = count_nonzero
 
@@ -243,7 +243,7 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
             W.poisoned(qa, ins, "an address", L)
         cta = W.cta
         offset = a - cta.shared_base
-        if align and nonzero(offset & align):
+        if wide and nonzero(offset & align):
             W.misaligned(ins, a, width * count, L)
         index = (offset >> shift).astype(np.intp)  # gathers by native integers are several times faster
         memory, shadow = cta.shared, cta.shadow
