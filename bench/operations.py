@@ -9,6 +9,7 @@ from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
+from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
 
 OPERATIONS: dict[str, BenchOperation] = {
@@ -18,6 +19,7 @@ OPERATIONS: dict[str, BenchOperation] = {
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,
+        SPARSE_DECODE,
         INDEXER_LOSS,
         INDEXER_TOPK,
         INDEXER_PREPARE,

@@ -95,7 +95,8 @@ struct LaneScales<v32> {
     float scale;
 
     MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
-        const float* scales = reinterpret_cast<const float*>(token.scales);
+        constexpr i32 kScalesOffset = v32::kLatentChunks * kRecordChunk;  // in the record: no register for token.scales
+        const float* scales = reinterpret_cast<const float*>(token.data + kScalesOffset);
         return {token.data == nullptr ? 0.f : scales[lane % kPieceLanes]};
     }
     MLA_DEVICE float of_lane(i32) const { return scale; }

@@ -56,6 +56,8 @@ SITUATIONS = (
     ("`sparse_mla_forward`, 32 heads", SPARSE_FORWARD, _forward(32)),
     ("`sparse_mla_forward`, 64 heads", SPARSE_FORWARD, _forward(64)),
     ("`sparse_mla_forward`, 128 heads", SPARSE_FORWARD, _forward(128)),
+    ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(128, 16, 2048, "bfloat16", "v32")),
+    ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(128, 128, 2048, "bfloat16", "v32")),
     ("`sparse_mla_backward`, 64 heads", SPARSE_BACKWARD, _backward(64)),
     ("`sparse_mla_backward`, 128 heads", SPARSE_BACKWARD, _backward(128)),
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),

@@ -13,7 +13,7 @@ from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
-from mla_cupy.ops.schema import check_even
+from mla_cupy.ops.schema import check_even, steps_by_16_bytes
 from mla_cupy.records import BYTE_DTYPES, record_of
 from mla_cupy.shapes import D_V, MAX_TOKENS
 
@@ -156,7 +156,8 @@ def _examine(views: Views, given: _Options) -> Examined:
     options = SparseDecodeOptions(
         resolve_scale(given.scale, d_qk), check_lse_base(given.lse_base), check_empty_lse(given.empty_lse)
     )
-    return Examined(SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name), options, given.kernel)
+    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q))
+    return Examined(problem, options, given.kernel)
 
 
 OPERATION = Operation(

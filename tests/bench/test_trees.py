@@ -21,6 +21,8 @@ SMALL = {
     "sparse-forward": "sq3-skv8-hq2-topk4",
     "sparse-backward": "sq3-skv8-hq2-topk4",
     "indexer-logits": "sq3-skv8-h2-d32",
+    "sparse-decode": "b1-sq1-hq2-topk4-pool64",
+    "indexer-loss": "b2-s7-h3x8-i2x32",
     "indexer-topk": "sq3-skv40-k4",
     "indexer-prepare": "sq5-h2-d32",
 }

@@ -38,7 +38,8 @@ def test_loss(case: SparseLossCase, deterministic: bool, gpu: object) -> None:
     exact = reference.indexer_sparse_loss(**inputs, causal=case.causal)
     for limit in (1 << 29, 1 << 14):
         options = {"causal": case.causal, "deterministic": deterministic, "buffer_bytes": limit}
-        check_sparse_loss(on_host(mla_cupy.indexer_sparse_loss(**on_gpu(inputs), **options)), exact, 1e-4)
+        got = on_host(mla_cupy.indexer_sparse_loss(**on_gpu(inputs), **options))
+        check_sparse_loss(got, exact, 3e-4 if deterministic else 1e-4)  # bins hold fewer bits
 
 
 def test_the_same_in_every_run(gpu: object) -> None:

@@ -10,7 +10,7 @@ from mla_cupy import ArgumentError, ShapeError, dtypes, reference
 from mla_cupy.ops import POOL_OPERATIONS
 from mla_cupy.records import V32
 from tests.cache.inputs import empty_cache
-from tests.sparse_decode.runs import CASES, GENERIC, MORE_CASES, ON_HOPPER, SparseDecodeCase, make
+from tests.sparse_decode.runs import CASES, GENERIC, MORE_CASES, ON_HOPPER, SparseDecodeCase, fitting, make
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
@@ -133,5 +133,6 @@ def test_on_a_gpu(case: SparseDecodeCase, kernel: str, gpu: object) -> None:
 
     if kernel in ON_HOPPER and cupy.cuda.Device().compute_capability != "90":
         pytest.skip("needs compute capability 9.0")
+    case = fitting(case, kernel)
     for out_dtype in ("float32", case.dtype):
         check(case, upload, cupy.asnumpy, kernel, out_dtype)

@@ -78,11 +78,47 @@ MUTANTS = (
 )
 
 
-def verdict(mode: tuple[str, int]) -> str:
+BLOCKS, SEESAW = "sparse_decode/sm90.cu", "attention/sm90/seesaw.cuh"
+#: One block of 64 heads works on six requests, of one to three tiles; a request of two is followed by one of one.
+CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
+MUTANTS_OF_BLOCKS = (
+    Mutant("left half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].left, empty_parity);", ""),
+    Mutant("right half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].right, empty_parity);", ""),
+    Mutant(
+        "keys without a proxy fence",
+        BLOCKS,
+        "        fence_proxy_async();\n        release(s.kv_full[stage].left",
+        "        release(s.kv_full[stage].left",
+    ),
+    Mutant("keys announced by three warps", BLOCKS, "init_storage(s, kDequantWarps,", "init_storage(s, 3,"),
+    Mutant("scales of the first row", BLOCKS, "scales[r].of_piece", "scales[0].of_piece"),
+    Mutant(
+        "pieces of the same tile again",
+        BLOCKS,
+        "load_piece<TokenRecord>(next.token",
+        "load_piece<TokenRecord>(current.token",
+    ),
+    Mutant("halves split elsewhere", BLOCKS, "kSwTilesLeft = kSwTilesHalf;", "kSwTilesLeft = kSwTilesHalf + 1;"),
+    Mutant("odd P over even RoPE columns", BLOCKS, "s.kv[1] + kRopeSwTile", "s.kv[0] + kRopeSwTile"),
+    Mutant("Q does not wait", BLOCKS, "mbarrier_wait(s.q_empty, q_ring.empty_parity(0));", ""),
+    Mutant("Q converted before it is there", BLOCKS, "        cp_async_wait_all();\n", ""),
+    Mutant("Q after too many tiles", BLOCKS, "kTilesBeforeQuery = kStagesKV;", "kTilesBeforeQuery = kStagesKV + 1;"),
+    Mutant("factors of a neighbour", BLOCKS, "s.q_factors[at] = factor;", "s.q_factors[at ^ 1] = factor;"),
+    Mutant(
+        "even scores not scaled back",
+        SEESAW,
+        "    start_scores(s, math, 0);\n    finish(math);\n    scale_scores(s, math, thread);",
+        "    start_scores(s, math, 0);\n    finish(math);",
+    ),
+    Mutant("list entries stuck", BLOCKS, "        next = after;\n", ""),
+)
+
+
+def verdict(mode: tuple[str, int], case: SparseDecodeCase, kernel: str) -> str:
     """What a run shows; empty if nothing."""
     try:
         with simulated(1, mode=mode[0], seed=mode[1]):
-            check(CASE, lambda x: x, np.asarray, "sparse_decode_sm90_small")
+            check(case, lambda x: x, np.asarray, kernel)
     except (ptxsim.SimError, KernelCompileError) as error:
         return type(error).__name__
     except AssertionError:
@@ -90,14 +126,23 @@ def verdict(mode: tuple[str, int]) -> str:
     return ""
 
 
+RUNS = {"sparse_decode_sm90_small": (CASE, MUTANTS), "sparse_decode_sm90": (CASE_OF_BLOCKS, MUTANTS_OF_BLOCKS)}
+PLANTED = [
+    pytest.param(kernel, mutant, id=f"{kernel}-{mutant.id}")
+    for kernel, (_, mutants) in RUNS.items()
+    for mutant in mutants
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "mutant"), PLANTED)
+def test_is_caught(kernel: str, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(mode) for mode in MODES), f"nothing shows that {mutant.name}"
+        assert any(verdict(mode, RUNS[kernel][0], kernel) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", RUNS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
-    assert verdict(mode) == ""
+def test_kernel_as_it_is(mode: tuple[str, int], kernel: str) -> None:
+    assert verdict(mode, RUNS[kernel][0], kernel) == ""

@@ -12,9 +12,27 @@ template <class Element_, i32 kHeadDimQk_, bool kSparse_>
 struct Config : KeyTile<kHeadDimQk_> {
     using Element = Element_;
     static constexpr bool kSparse = kSparse_;
+    // Tiles are written by cp.async, whose threads do not wait for it: the fence before WGMMA is the consumers'.
+    static constexpr bool kFencedByConsumers = kSparse_;
     // The SW128 tile of Q that is kept in registers during a work item: P takes its place in shared memory.
     static constexpr i32 kResidentSwTile = KeyTile<kHeadDimQk_>::kSwTilesQk - 1;
+
+    // Formats of the operands: of RoPE columns, and of all others and P.
+    using Rope = Element_;
+    using Latent = Element_;
+    // Queries beside keys of another format have been multiplied by a power of two each, see store_query_row of
+    // sparse_decode/sm90_query.cuh; then `Extra` has the inverses, `q_factors`.
+    static constexpr bool kScaledQueries = false;
+    struct Extra {};
+
+    static constexpr i32 kPBuffers = 1;
+    template <class Storage>
+    MLA_DEVICE static u8* second_p(Storage& s) {
+        return s.q_resident();
+    }
 };
+
+constexpr i32 kNothingResident = -1;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role      warps    does
@@ -43,10 +61,10 @@ constexpr i32 kRegsEntry = 168;  // 65536 / 384, rounded down to a multiple of 8
 // P of the tile in stage s goes to p(s). It needs no "free" barrier: it is overwritten only after the next tile has
 // arrived in stage s, for which both warpgroups had to release that stage, and so had multiplied the previous P.
 template <class C>
-struct Storage {
+struct Storage : C::Extra {
     alignas(kSwizzleAtomBytes) u8 q[C::kTileBytes];  // the resident SW128 tile's place is p(1)
     u8 kv[kStagesKV][C::kTileBytes];
-    u8 p0[kSw128Bytes];
+    u8 p_buffers[C::kPBuffers][kSw128Bytes];
     float running_max[kStagesKV][kBlockM];  // after the tile in that stage
     float sums[2][kBlockM];                 // left, right: their shares of l
     float right_row_max[kBlockM];           // the largest scores of the right warpgroup; sparse only
@@ -57,7 +75,7 @@ struct Storage {
     MBarrier sums_ready[2];  // left, right: the share of l is in sums
 
     MLA_DEVICE u8* q_resident() { return q + C::kResidentSwTile * kSw128Bytes; }
-    MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p0 : q_resident(); }
+    MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p_buffers[0] : C::second_p(*this); }
 };
 
 // What every role knows.

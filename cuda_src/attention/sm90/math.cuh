@@ -38,7 +38,7 @@ MLA_DEVICE u8* v_sw_tiles(Storage<C>& s, i32 stage) {
 // (Bulk copies need no fence.)
 template <class C>
 MLA_DEVICE void fence_gathered() {
-    if (C::kSparse) fence_proxy_async();
+    if (C::kFencedByConsumers) fence_proxy_async();
 }
 
 template <class C>
@@ -46,7 +46,18 @@ MLA_DEVICE void load_q_resident(Storage<C>& s, Math& math, i32 thread) {
     mbarrier_wait(s.q_full, math.q_ring.full_parity(0));
     math.q_ring.advance(0);
     fence_gathered<C>();
-    load_sw128(math.q_resident, s.q_resident(), thread);
+    if constexpr (C::kResidentSwTile != kNothingResident) load_sw128(math.q_resident, s.q_resident(), thread);
+}
+
+// S = Q K^T, where Q was scaled.
+template <class C>
+MLA_DEVICE void scale_scores(Storage<C>& s, Math& math, i32 thread) {
+    if constexpr (C::kScaledQueries) {
+        float factors[kFragmentRows];
+        load_rows(factors, s.q_factors, thread);
+#pragma unroll
+        for (i32 i = 0; i < kScoresPerThread; ++i) math.scores[i] *= factors[fragment_half(i)];
+    }
 }
 
 // Starts S = Q K^T of the tile in `stage`, each half as soon as it has arrived.
@@ -68,10 +79,13 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
             const u32 bytes = sw_tile * kSw128Bytes + step * kKMajorStepBytes;
             const bool accumulate = i > 0 || step > 0;
             if (sw_tile == C::kResidentSwTile) {
-                wgmma_m64n64k16<false>(typename C::Element{}, math.scores, math.q_resident[step], advance(k, bytes),
+                wgmma_m64n64k16<false>(typename C::Rope{}, math.scores, math.q_resident[step], advance(k, bytes),
+                                       accumulate);
+            } else if (sw_tile == C::kSwTilesQk - 1) {
+                wgmma_m64n64k16<false>(typename C::Rope{}, math.scores, advance(q, bytes), advance(k, bytes),
                                        accumulate);
             } else {
-                wgmma_m64n64k16<false>(typename C::Element{}, math.scores, advance(q, bytes), advance(k, bytes),
+                wgmma_m64n64k16<false>(typename C::Latent{}, math.scores, advance(q, bytes), advance(k, bytes),
                                        accumulate);
             }
         }
@@ -87,7 +101,7 @@ MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        wgmma_m64n256k16<true>(typename C::Element{}, math.out, math.p_fragment[step],
+        wgmma_m64n256k16<true>(typename C::Latent{}, math.out, math.p_fragment[step],
                                advance(v, step * kMnMajorStepBytes), true);
     }
     wgmma_commit_group();
@@ -102,7 +116,7 @@ MLA_DEVICE void start_other_product(Storage<C>& s, Math& math, i32 stage) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        wgmma_m64n256k16<true>(typename C::Element{}, math.out, advance(p, step * kKMajorStepBytes),
+        wgmma_m64n256k16<true>(typename C::Latent{}, math.out, advance(p, step * kKMajorStepBytes),
                                advance(v, step * kMnMajorStepBytes), true);
     }
     wgmma_commit_group();

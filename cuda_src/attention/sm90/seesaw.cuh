@@ -31,13 +31,14 @@ MLA_DEVICE void left_pair(Block<C>& block, Math& math, const WorkItem& item, i32
 
     start_scores(s, math, 0);
     finish(math);
+    scale_scores(s, math, thread);
     mask_tile(block, math, item, tile, 0, thread);
     tile_max(tile_maxima, math.scores, scale_log2);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[0], maxima, thread);
     bar_arrive(MaxReady, kMathThreads);
     const RowScale even_scale = math.rows.move_max(maxima);
-    exponentiate<typename C::Element>(math.p_fragment, math.rows, math.scores, scale_log2);
+    exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
     store_sw128(s.p(0), math.p_fragment, thread);
     bar_arrive(P0Ready, kMathThreads);
 
@@ -68,6 +69,7 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
 
     start_scores(s, math, 1);
     finish(math);
+    scale_scores(s, math, thread);
     mask_tile(block, math, item, tile + 1, 1, thread);
     tile_max(tile_maxima, math.scores, scale_log2);
     bar_sync(MaxReady, kMathThreads);
@@ -76,7 +78,7 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[1], maxima, thread);
     const RowScale odd_scale = math.rows.move_max(maxima);
-    exponentiate<typename C::Element>(math.p_fragment, math.rows, math.scores, scale_log2);
+    exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
     store_sw128(s.p(1), math.p_fragment, thread);
     bar_arrive(P1Ready, kMathThreads);
 

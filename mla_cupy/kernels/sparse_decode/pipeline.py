@@ -12,7 +12,7 @@ from mla_cupy.kernels.decode import combine, schedule
 from mla_cupy.kernels.decode.problem import AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
-from mla_cupy.kernels.sparse_decode import generic, lists, sm90_small
+from mla_cupy.kernels.sparse_decode import generic, lists, sm90, sm90_small
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -32,7 +32,7 @@ class SparseDecodeConfig:
 class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
     """The kernels of sparse decode."""
 
-    kernels = (sm90_small.KERNEL, generic.KERNEL)
+    kernels = (sm90.KERNEL, sm90_small.KERNEL, generic.KERNEL)
 
     def configure(
         self, problem: SparseDecodeProblem, device: DeviceInfo, kernel: str | None = None

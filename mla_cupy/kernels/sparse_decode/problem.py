@@ -15,7 +15,7 @@ RECORDS = ("v32", "v4")
 class SparseDecodeProblem:
     """What decides which kernels run and how: no pointers, no device.
 
-    `topk` is that of both lists together.
+    `topk` is that of both lists together. `aligned` says that q starts at, and steps by, multiples of 16 bytes.
     """
 
     queries: int
@@ -23,6 +23,7 @@ class SparseDecodeProblem:
     topk: int
     dtype: str
     record: str
+    aligned: bool = True
 
 
 class SparseDecodeOptions(NamedTuple):

@@ -1,0 +1,1 @@
+"""Sparse decode from FP8 records."""

@@ -1,0 +1,305 @@
+// Sparse MLA decode from FP8 records on Hopper, 64 heads per block: the seesaw over keys that a warpgroup dequantises.
+//
+//   S = Q K^T * scale            (64 heads x d_qk) (d_qk x 64) per tile of 64 listed tokens
+//   P = exp2(S log2(e) - m)      m: running row maximum
+//   l = sum of P,  O = P V       V is K's first 512 columns
+//   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
+//
+// Grid: x = blocks of 64 heads, y = splits. To the schedule each query is a request whose tokens are its list
+// (sparse_decode/lists.cu). One block per SM iterates over the work items of its split (attention/split_work.cuh). No
+// cluster: blocks of one query dequantise for themselves.
+//
+// The mathematics are dense decode's seesaw (attention/sm90/seesaw.cuh). The third warpgroup reads rows into registers
+// and writes 16-bit tiles:
+//
+//   left     | softmax 0 | O_L += P0 V0_L |          | O_L += P1 V1_L | S0 = Q K0'            | softmax 0'
+//   right    |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
+//   dequant  |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->   ... and Q of the next query
+//
+// Source: FlashMLA's FP8 sparse decode (2025) also dequantises in a third warpgroup. What differs: both math warpgroups
+// score, f16 where scales are no powers of two, and no exchange of dequantised keys between blocks.
+#include "attention/sm90/seesaw.cuh"
+#include "ptx/copy.cuh"
+#include "sparse_decode/sm90_query.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::sparse_decode {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using TokenRecord = MLA_RECORD;
+
+// Values of the record include the RoPE columns, or not.
+constexpr bool kRopeIsValue = kKeyColumns<TokenRecord> == kHeadDimV;
+
+// No SW128 tile of Q is kept in registers: they go to the dequantising warps.
+struct Fp8 : RecordTile<TokenRecord> {
+    using Element = MLA_DTYPE;
+    using Latent = KeyFormats<TokenRecord, Element>::Latent;
+    using Rope = KeyFormats<TokenRecord, Element>::Rope;
+    static constexpr bool kSparse = true;
+    static constexpr bool kFencedByConsumers = false;
+    static constexpr i32 kResidentSwTile = kNothingResident;
+
+    static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
+    struct Extra {
+        float q_factors[kBlockM];
+    };
+
+    // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.
+    static constexpr i32 kSwTilesLeft = kSwTilesHalf;
+    MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
+
+    // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
+    // tile, and MaxReady, on which all of its warps sync, comes between its scores and P. Before the place is written
+    // again, both warpgroups have released the stage.
+    static constexpr i32 kPBuffers = kRopeIsValue ? 2 : 1;
+    template <class S>
+    MLA_DEVICE static u8* second_p(S& s) {
+        return kRopeIsValue ? s.p_buffers[kPBuffers - 1] : s.kv[1] + kRopeSwTile * kSw128Bytes;
+    }
+};
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role          warps    regs   does
+// left          0..3     208    even tiles: S0, softmax
+// right         4..7     208    odd tiles:  S1, softmax
+// dequant       8..11    88     16 rows of each tile per warp; query rows
+constexpr i32 kRegsMath = 208;
+constexpr i32 kRegsDequant = 88;
+static_assert(2 * kRegsMath + kRegsDequant <= 3 * kRegsEntry, "what the block has at entry");
+static_assert(kTileTokens == kSw128Rows && kBlockM == kSw128Rows, "a tile is 64 rows, of keys and of Q");
+static_assert(sizeof(Storage<Fp8>) <= kMaxDynamicSmem, "shared memory");
+constexpr i32 kDequantWarps = kWarpgroupWarps;
+constexpr i32 kRowsOfLane = 2;
+constexpr i32 kRowStep = kWarpThreads / kPieceLanes;  // from a lane's first row to its second
+constexpr i32 kRowsOfWarp = kRowsOfLane * kRowStep;
+static_assert(kDequantWarps * kRowsOfWarp == kTileTokens, "each row has its four lanes");
+
+MLA_DECODE_FACTS();
+MLA_FACT(threads, kThreads);
+MLA_FACT(smem_bytes, sizeof(Storage<Fp8>));
+MLA_FACT(block_m, kBlockM);
+MLA_RECORD_FACT(TokenRecord);
+
+// ---- Dequant role ----------------------------------------------------------------------------------------------
+// A lane's pieces of a tile in order: the left half's of both rows, then the right half's.
+struct Pieces {
+    static constexpr i32 kLeft = Fp8::kSwTilesLeft, kRight = Fp8::kRowPieces - kLeft;
+    static constexpr i32 kOfTile = kRowsOfLane * Fp8::kRowPieces;
+    static constexpr i32 kInFlight = kOfTile / 2;
+    static constexpr i32 kBatch = 4;  // are converted, and then reloaded
+
+    MLA_DEVICE static constexpr bool is_left(i32 i) { return i < kRowsOfLane * kLeft; }
+    MLA_DEVICE static constexpr i32 row(i32 i) { return is_left(i) ? i / kLeft : (i - kRowsOfLane * kLeft) / kRight; }
+    MLA_DEVICE static constexpr i32 piece(i32 i) {
+        return is_left(i) ? i % kLeft : kLeft + (i - kRowsOfLane * kLeft) % kRight;
+    }
+};
+
+constexpr i32 kTokenBytes = TokenRecord::kRopeOffset + 2 * kHeadDimRope;  // RoPE columns come last
+constexpr i32 kNoQuery = -1;
+constexpr i32 kTilesBeforeQuery = kStagesKV;
+
+// A tile whose list entries have been asked for.
+struct ListedTile {
+    bool exists;
+    bool first;  // of its work item: in stage 0
+    i32 query;   // whose rows are stored after the tile, or kNoQuery
+    TokenBytes token[kRowsOfLane];
+};
+
+struct Dequantiser {
+    Block<Fp8>& block;
+    i32 warp, lane;
+    Ring<kStagesKV> ring;
+    Ring<1> q_ring;
+
+    // A lane's first row of each tile.
+    MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
+
+    // The address of head `i` of the warp's heads; null past the last one.
+    MLA_DEVICE const u16* query_row(i32 query, i32 i) const {
+        const i32 head = block.row0 + warp * kRowsOfWarp + i;
+        const DecodeParams& p = block.p;
+        return head < block.rows ? p.q + query * p.q_stride_b_elems + head * p.q_stride_h_elems : nullptr;
+    }
+
+    // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a query
+    // come before its Q.
+    MLA_DEVICE ListedTile list_next(TileWalk& walk) const {
+        ListedTile listed{walk.next(block.p), false, kNoQuery, {{nullptr, nullptr}, {nullptr, nullptr}}};
+        if (!listed.exists) return listed;
+        listed.first = walk.first;
+#pragma unroll
+        for (i32 r = 0; r < kRowsOfLane; ++r) listed.token[r] = walk.entry(block.p, row0() + r * kRowStep);
+        const i32 query_at = min(walk.item.tile_begin + kTilesBeforeQuery, walk.item.tile_end) - 1;
+        if (walk.tile == query_at) listed.query = walk.item.request;
+        if (walk.first) prefetch_query(walk.item.request);
+        return listed;
+    }
+
+    MLA_DEVICE void prefetch_query(i32 query) const {
+#pragma unroll 1
+        for (i32 i = 0; i < kRowsOfWarp; ++i) {
+            const u16* from = query_row(query, i);
+            if (from != nullptr && lane < Fp8::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+        }
+    }
+
+    // Copies the warp's query rows, and then scales and converts them where they are.
+    MLA_DEVICE void store_query(i32 query) {
+        Storage<Fp8>& s = block.s;
+        mbarrier_wait(s.q_empty, q_ring.empty_parity(0));
+        q_ring.advance(0);
+        constexpr i32 kChunks = Fp8::kSwTilesQk * kSw128Chunks;
+#pragma unroll 1
+        for (i32 i = 0; i < kRowsOfWarp; ++i) {
+            const u16* from = query_row(query, i);
+            for (i32 chunk = lane; chunk < kChunks; chunk += kWarpThreads) {
+                cp_async_16(smem_addr(s.q) + chunk_offset(i, chunk), (from == nullptr ? block.p.q : from) + chunk * 8,
+                            from != nullptr);
+            }
+        }
+        cp_async_wait_all();
+        __syncwarp();
+        if constexpr (Fp8::kScaledQueries) {
+#pragma unroll 1
+            for (i32 i = 0; i < kRowsOfWarp; ++i) {
+                QueryRow<Fp8> row;
+#pragma unroll
+                for (i32 j = 0; j < row.kOfLane; ++j) {
+                    const i32 chunk = lane + j * kWarpThreads;
+                    row.chunk[j] = chunk < kChunks ? *reinterpret_cast<const uint4*>(s.q + chunk_offset(i, chunk))
+                                                   : make_uint4(0, 0, 0, 0);
+                }
+                const i32 at = warp * kRowsOfWarp + i;
+                const float factor = store_query_row<Fp8, Fp8::Element, Fp8::Latent>(s.q, kSw128Bytes, row, at, lane);
+                if (lane == 0) s.q_factors[at] = factor;
+            }
+        }
+        fence_proxy_async();
+        release(s.q_full, lane);
+    }
+
+    // Half a tile in flight hides an L2's latency, not a memory's: rows are brought into L2 half a tile earlier.
+    MLA_DEVICE void prefetch_rows(const ListedTile& listed) const {
+        constexpr i32 kLineBytes = 128, kLines = ceil_div(kTokenBytes, kLineBytes);
+#pragma unroll
+        for (i32 r = 0; r < kRowsOfLane; ++r) {
+            if (listed.token[r].data == nullptr) continue;
+#pragma unroll
+            for (i32 line = 0; line < kLines; line += kPieceLanes) {
+                const i32 at = (line + lane % kPieceLanes) * kLineBytes;
+                if (at < kTokenBytes) prefetch_global_l2(listed.token[r].data + at);
+            }
+        }
+    }
+
+    MLA_DEVICE u32 chunk_offset(i32 i, i32 chunk) const {
+        return chunk / kSw128Chunks * kSw128Bytes + sw128_offset(warp * kRowsOfWarp + i, chunk % kSw128Chunks);
+    }
+
+    // Stores pieces [begin, end) of a tile, and refills their registers with the pieces that come kInFlight later. The
+    // loads come after the warp's barrier, which keeps the compiler from moving them up: they would need other
+    // registers, and be waited for when they are copied back.
+    template <i32 kBegin, i32 kEnd>
+    MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kInFlight],
+                                 const RowScales<TokenRecord, Fp8::Latent> (&scales)[kRowsOfLane],
+                                 const ListedTile& current, const ListedTile& next) const {
+#pragma unroll
+        for (i32 batch = kBegin; batch < kEnd; batch += Pieces::kBatch) {
+#pragma unroll
+            for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
+                const i32 r = Pieces::row(i), piece = Pieces::piece(i), row = row0() + r * kRowStep;
+                u8* to = tile + Fp8::sw_tile_of(piece) * kSw128Bytes;
+                const uint4& from = held[i % Pieces::kInFlight];
+                if (piece < Fp8::kLatentSwTiles) {
+                    store_latent<Fp8::Latent>(to, from, scales[r].of_piece(piece, lane), row, lane);
+                } else {
+                    store_rope<Fp8::Rope>(to, from, piece - Fp8::kLatentSwTiles, row, lane);
+                }
+            }
+            __syncwarp();
+#pragma unroll
+            for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
+                const i32 later = i + Pieces::kInFlight;
+                held[i % Pieces::kInFlight] =
+                    later < Pieces::kOfTile
+                        ? load_piece<TokenRecord>(current.token[Pieces::row(later)], Pieces::piece(later), lane)
+                        : load_piece<TokenRecord>(next.token[Pieces::row(later - Pieces::kOfTile)],
+                                                  Pieces::piece(later - Pieces::kOfTile), lane);
+            }
+        }
+    }
+};
+
+// While a tile is stored, the second half of it and the first of the next are on their way.
+MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
+    Storage<Fp8>& s = block.s;
+    Dequantiser dequantiser{block, warp, lane};
+    TileWalk walk(block.p, block.split);
+    ListedTile current = dequantiser.list_next(walk);
+    if (!current.exists) return;
+    ListedTile next = dequantiser.list_next(walk);
+    uint4 held[Pieces::kInFlight];
+    LaneScales<TokenRecord> raw[kRowsOfLane];
+#pragma unroll
+    for (i32 i = 0; i < Pieces::kInFlight; ++i) {
+        held[i] = load_piece<TokenRecord>(current.token[Pieces::row(i)], Pieces::piece(i), lane);
+    }
+#pragma unroll
+    for (i32 r = 0; r < kRowsOfLane; ++r) raw[r] = LaneScales<TokenRecord>::load(current.token[r], lane);
+    i32 stage = 0;
+#pragma unroll 1
+    while (true) {
+        opaque(dequantiser.lane);  // derived values are not worth registers across the loop
+        dequantiser.prefetch_rows(next);
+        if (current.first) stage = 0;
+        const ListedTile after = dequantiser.list_next(walk);
+        const RowScales<TokenRecord, Fp8::Latent> scales[kRowsOfLane] = {RowScales<TokenRecord, Fp8::Latent>(raw[0]),
+                                                                         RowScales<TokenRecord, Fp8::Latent>(raw[1])};
+#pragma unroll
+        for (i32 r = 0; r < kRowsOfLane; ++r) raw[r] = LaneScales<TokenRecord>::load(next.token[r], lane);
+        const u32 empty_parity = dequantiser.ring.empty_parity(stage);
+        constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
+        mbarrier_wait(s.kv_empty[stage].left, empty_parity);
+        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, current, next);
+        fence_proxy_async();
+        release(s.kv_full[stage].left, lane);
+        mbarrier_wait(s.kv_empty[stage].right, empty_parity);
+        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, current, next);
+        fence_proxy_async();
+        release(s.kv_full[stage].right, lane);
+        dequantiser.ring.advance(stage);
+        stage ^= 1;
+        if (current.query != kNoQuery) dequantiser.store_query(current.query);
+        if (!next.exists) break;
+        current = next;
+        next = after;
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_sparse_decode_sm90(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    auto& s = *reinterpret_cast<Storage<Fp8>*>(smem);
+    Block<Fp8> block(p, s);
+    if (threadIdx.x == 0) init_storage(s, kDequantWarps, kDequantWarps);
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp();
+    const i32 thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < kRightWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_left_role(block, thread);
+    } else if (warp < kLoaderWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_right_role(block, thread);
+    } else {
+        setmaxnreg_dec<kRegsDequant>();
+        run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::sparse_decode

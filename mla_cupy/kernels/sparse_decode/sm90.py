@@ -1,0 +1,36 @@
+"""Host side of `sparse_decode/sm90.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
+from mla_cupy.kernels.sparse_decode.problem import RECORDS, RecordVariant, SparseDecodeProblem
+from mla_cupy.kernels.sparse_decode.sm90_small import BLOCK_ROWS as SMALL_BLOCK_ROWS
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCK_M = 64
+
+
+def unsupported(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if device.arch not in HOPPER:
+        return needs_cc(device, "9.0")
+    if problem.h_q <= SMALL_BLOCK_ROWS[-1]:
+        return Reason(f"is for more than {SMALL_BLOCK_ROWS[-1]} heads")
+    return None if problem.aligned else needs_alignment("q")
+
+
+KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+    "sparse_decode_sm90",
+    "sparse decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 heads",
+    "sparse_decode/sm90.cu",
+    PARAMS,
+    HOPPER,
+    tuple(RecordVariant(dtype, record) for dtype in HALF for record in RECORDS),
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=lambda problem: RecordVariant(problem.dtype, problem.record),
+    block_rows=BLOCK_M,
+)

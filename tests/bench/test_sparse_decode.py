@@ -1,0 +1,175 @@
+"""The benchmark of sparse decode on the NumPy device, and FlashMLA's adapter with a PyTorch made of NumPy."""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bench.core import report
+from bench.core.errors import BenchError
+from bench.core.implementation import Choices, make
+from bench.core.runner import Options, run_case
+from bench.operations import SPARSE_DECODE
+from bench.ops.sparse_decode.cases import CASES, SparseDecodeCase
+from bench.ops.sparse_decode.inputs import host_cache, host_pages
+from mla_cupy import reference
+
+SMALL = ("b2-sq2-hq3-topk5-pool128", "b1-sq1-hq2-topk4-extra3-v4-pool64")
+
+
+def test_names_round_trip():
+    assert SPARSE_DECODE.select([], "targets") == CASES
+    for case in CASES:
+        assert SPARSE_DECODE.parse(case.name) is case
+    for name in SMALL:
+        assert SPARSE_DECODE.parse(name).name == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "b1-sq1-hq1", "b0-sq1-hq1-topk1", "b1-sq1-hq1-topk1-pool65", "b1-sq1-hq1-topk1-v5"]
+)
+def test_a_bad_name_is_refused(name):
+    with pytest.raises(BenchError, match="case"):
+        SPARSE_DECODE.parse(name)
+
+
+def test_rates_agree_with_the_peer_s_own_count():
+    """TFLOP/s that another program printed for this time."""
+    assert CASES[0].cost.tflops(CASES[0].peer_us) == pytest.approx(352, rel=0.005)
+    small = SparseDecodeCase(2, 3, 4, 5, 6, "v4")
+    assert small.cost.flops == 2 * 6 * 4 * 11 * 1024
+    assert small.cost.nbytes == 6 * 11 * 584 + 2 * 6 * 4 * 1024 + 4 * 6 * 11
+
+
+@pytest.fixture
+def run(device, limits, numpy_backend):
+    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
+    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
+    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+
+    def rows_of(name, peers=(), choices=None):
+        implementations = make(peers, SPARSE_DECODE.implementations(choices or Choices()))
+        rows = run_case(SPARSE_DECODE, SPARSE_DECODE.parse(name), implementations, device, options)
+        for row in rows:
+            report.validate(row)
+        return {row["implementation"]: row for row in rows}
+
+    return rows_of
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_our_own(run, name):
+    row = run(name)["mla_cupy"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["check"]["errors"].keys() == {"out", "lse"}
+    assert "schedule" in row["includes"]
+
+
+def test_sets_share_the_pool_and_differ_in_all_else(device):
+    case = SPARSE_DECODE.parse("b1-sq1-hq2-topk4-extra3-v4-pool128")
+    one, other = (SPARSE_DECODE.inputs(case, "bfloat16", seed, device) for seed in (0, 1))
+    for number, (a, b) in enumerate(zip(one.sources, other.sources, strict=True)):
+        assert a.cache is b.cache
+        assert not np.array_equal(a.indices, b.indices)
+        np.testing.assert_array_equal(a.cache, host_cache("v4", host_pages("v4", 128, number)))
+        assert a.cache.strides[0] % 576 == 0, "the stride of pages that FlashMLA wants"
+    assert not np.array_equal(one.sources[0].cache, one.sources[1].cache)
+    assert not np.array_equal(one.q, other.q)
+
+
+@pytest.mark.parametrize(("name", "place"), [("out", (3, 1, 7)), ("lse", (0, 2))])
+def test_a_wrong_result_is_found(device, numpy_backend, name, place):
+    case = SPARSE_DECODE.parse(SMALL[0])
+    inputs = SPARSE_DECODE.inputs(case, "bfloat16", 0, device)
+    samples = SPARSE_DECODE.expect(case, "bfloat16", inputs, device)
+    source = inputs.sources[0]
+    out, lse = reference.sparse_mla_decode(inputs.q, source.cache, source.indices, scale=case.scale)
+    results = {"out": out.reshape(4, 3, 512), "lse": lse.reshape(4, 3)}
+    assert SPARSE_DECODE.judge(samples, SimpleNamespace(**results), "bfloat16", device).ok
+    results[name][place] += 0.5
+    assert not SPARSE_DECODE.judge(samples, SimpleNamespace(**results), "bfloat16", device).ok
+
+
+class Tensor(np.ndarray):
+    """As much of a tensor as the adapter asks for."""
+
+    def unsqueeze(self, axis):
+        return np.expand_dims(self, axis)
+
+    def view(self, kind=None, *more):
+        return super().view(ml_dtypes.float8_e4m3fn if kind == "float8" else kind or Tensor, *more)
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """FlashMLA by the oracle: the order of arguments and results, and lse's axes, are its own."""
+    seen = []
+
+    def decode(
+        q, cache, indices, lengths, sink, metadata, splits, extra, extra_indices, extra_lengths, d_v, scale, out
+    ):
+        assert lengths is sink is extra_lengths is out is None
+        assert (cache.ndim, cache.shape[2], cache.dtype, d_v) == (4, 1, ml_dtypes.float8_e4m3fn, 512)
+        seen.append((q.shape, metadata, splits))
+        more = {}
+        if extra is not None:
+            more = {"extra_kv_cache": np.asarray(extra)[:, :, 0].view(np.uint8), "extra_indices": extra_indices}
+        pages = np.asarray(cache)[:, :, 0].view(np.uint8)
+        result, lse = reference.sparse_mla_decode(np.asarray(q), pages, indices, scale=scale, **more)
+        return result.astype(q.dtype), lse.transpose(0, 2, 1).astype("f4"), "metadata", "splits"
+
+    torch = types.ModuleType("torch")
+    torch.float8_e4m3fn, torch.from_dlpack = "float8", lambda x: np.asarray(x).view(Tensor)
+    torch.cuda = SimpleNamespace(ExternalStream=int, stream=lambda stream: nullcontext())
+    pad = lambda x, widths: np.pad(x, ((0, 0), (0, 0), widths[2:], widths[:2])).view(Tensor)  # noqa: E731
+    torch.nn = SimpleNamespace(functional=SimpleNamespace(pad=pad))
+    operators = SimpleNamespace(sparse_decode_fwd=decode)
+    torch.ops = SimpleNamespace(load_library=lambda path: None, _flashmla_C=operators)
+    cupy = types.ModuleType("cupy")
+    cupy.from_dlpack = np.asarray
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    (tmp_path / "_flashmla_C.abi3.so").touch()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "said"),
+    [
+        ("b1-sq2-hq3-topk2-pool64", 64, "padded from 3 to 64 heads before"),
+        ("b1-sq1-hq64-topk2-extra4-v4-pool64", 64, "its metadata is made before"),
+        ("b1-sq1-hq65-topk2-pool64", 128, "padded from 65 to 128 heads before"),
+    ],
+)
+def test_flashmla(run, calls, tmp_path, monkeypatch, name, heads, said):
+    monkeypatch.setattr("bench.peers.flashmla_sparse_decode.TOPK_MULTIPLE", 2)  # so that the oracle is quick
+    rows = run(name, ["flashmla"], Choices(tmp_path))
+    assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
+    row = rows["flashmla"]
+    assert {shape[2] for shape, *_ in calls} == {heads}
+    assert calls[0][1:] == (None, None)
+    assert {call[1:] for call in calls[1:]} == {("metadata", "splits")}
+    assert said in row["includes"]
+    assert row["flops"] == SPARSE_DECODE.parse(name).cost.flops, "padding is no work done"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("b1-sq1-hq16-topk64", "float16", "bfloat16"),
+        ("b1-sq1-hq129-topk64", "bfloat16", "128 heads"),
+        ("b1-sq1-hq64-topk65", "bfloat16", "multiple of 64"),
+        ("b1-sq1-hq64-topk64-extra1-v4", "bfloat16", "multiple of 64"),
+        ("b1-sq1-hq64-topk64", "bfloat16", None),
+    ],
+)
+def test_what_flashmla_cannot_do(calls, tmp_path, name, dtype, reason):
+    (_, peer) = make(["flashmla"], SPARSE_DECODE.implementations(Choices(tmp_path)))
+    said = peer.unsupported(SPARSE_DECODE.parse(name), dtype)
+    assert said is None if reason is None else reason in said
