@@ -74,14 +74,14 @@ def test_a_run_writes_what_its_tests_take(this_test: pytest.Item, tmp_path: Path
     next(around)
     recorder.pytest_runtest_call(this_test)
     start = durations.cpu_seconds()
-    for _ in itertools.takewhile(lambda _: durations.cpu_seconds() < start + 0.05, itertools.count()):
+    for _ in itertools.takewhile(lambda _: durations.cpu_seconds() < start + 0.1, itertools.count()):
         pass
     with pytest.raises(StopIteration):
         next(around)
     recorder.pytest_sessionfinish()
     ((folder, cost),) = durations.read(file.read_text().splitlines()).items()
     assert (folder, cost.tests) == ("tests", 1)
-    assert 0.05 <= cost.seconds < 0.5
+    assert 0.05 <= cost.seconds < 5
 
 
 @pytest.fixture
