@@ -78,7 +78,7 @@ def run(device, limits, numpy_backend, monkeypatch):
     return rows_of
 
 
-@pytest.mark.parametrize(("operation", "name"), NAMES, ids=str)
+@pytest.mark.parametrize(("operation", "name"), NAMES, ids=lambda x: getattr(x, "name", x))
 def test_our_own(run, operation, name):
     row = run(operation, name)["mla_cupy"]
     assert (row["status"], row["reason"]) == ("ok", "")
