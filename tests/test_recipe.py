@@ -183,7 +183,7 @@ def toy_scale(x: Any, *, scale: float = 1.0) -> Any:
 LINES = {
     "mla_cupy/kernels/__init__.py": (("\nfrom mla_cupy.kernels.spec", ", toy"), (")\n    for kernel in", ", toy")),
     "mla_cupy/ops/__init__.py": (
-        ("    topk,\n)", "    toy,\n"),
+        (")\nfrom mla_cupy.ops.cache import", "    toy,\n"),
         ("from mla_cupy.ops.call", "from mla_cupy.ops.toy import toy_scale\n"),
         ('    "workspace_bytes",\n]', '    "toy_scale",\n'),
         ("        topk.OPERATION,\n", "        toy.OPERATION,\n"),
