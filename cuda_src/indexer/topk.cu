@@ -347,7 +347,9 @@ struct Target {
         if (p.relative) return s - row.begin;
         if (table == nullptr) return s;
         const i32 page = s / p.page_size;
-        return page < p.max_pages ? table[page * p.table_stride_page_elems] * p.page_size + s % p.page_size : -1;
+        if (page >= p.max_pages) return -1;
+        const i64 place = (i64)table[page * p.table_stride_page_elems] * p.page_size + s % p.page_size;
+        return (u64)place <= 0x7fffffffu ? (i32)place : -1;  // whatever the table says, no place but the one meant
     }
     MLA_DEVICE void put(i32 at, i32 s) const {
         indices[at] = index_of(s);

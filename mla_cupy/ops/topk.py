@@ -52,7 +52,8 @@ def indexer_topk(
         less than the next.
     block_table : array, (b, max_pages), int32, optional
         Return places in a paged cache: key s of a row becomes block_table[., s // page_size] * page_size + s %
-        page_size, or -1 past the table's end. b divides s_q; each sequence has s_q / b rows in a line.
+        page_size, or -1 past the table's end and where that is no int32 from 0 on. b divides s_q; each sequence has
+        s_q / b rows in a line.
     order : str
         "index": ascending, as sparse attention reads its rows fastest; "value": the largest logit first.
     relative : bool

@@ -39,7 +39,7 @@ def indexer_topk(
         them, each is that of the last of a sequence's s_q / b rows; each row before sees one key less.
     block_table : array, (b, max_pages), integers, optional
         The pages of each sequence, which has s_q / b rows: an index s becomes block_table[., s // page_size] *
-        page_size + s % page_size, or -1 past the end of the table.
+        page_size + s % page_size, or -1 past the end of the table and where that is no int32 from 0 on.
     k : int
         How many, if the range has as many.
     order : str
@@ -104,4 +104,4 @@ def _in_pages(chosen: Array, table: Array, page_size: int) -> Array:
     pages = chosen // page_size
     there = pages < len(table)
     slots: Array = np.where(there, table[np.where(there, pages, 0)] * page_size + chosen % page_size, -1)
-    return slots
+    return np.where((slots >= 0) & (slots < 2**31), slots, -1)

@@ -89,10 +89,11 @@ def test_kept_keys(keep: dict[str, int], order: str) -> None:
 
 
 def test_pages() -> None:
-    """Places past the table's end are -1; the table of a sequence serves all of its rows."""
+    """Places past the table's end or out of range are -1; the table of a sequence serves all of its rows."""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((4, 300)).astype(np.float32)
     table = rng.integers(-9, 1000, (2, 2 * 9), np.int32)[:, ::2]
+    table[:, 1] = 2**29  # times 24, 0 in 32 bits
     options: dict[str, Any] = {"block_table": table, "page_size": 24, "k": 60}
     got = select(BLOCK, logits, **options)
     assert_selected(got, expected(logits, **options))
