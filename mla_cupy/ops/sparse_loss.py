@@ -11,10 +11,10 @@ from mla_cupy.kernels.indexer.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count, check_flag, resolve_scale
 from mla_cupy.ops.logits_inputs import present
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.ops.sparse_inputs import INDICES
-from mla_cupy.ops.warmup_loss import BUFFER_BYTES, MAX_BUFFER_BYTES
+from mla_cupy.ops.warmup_loss import BUFFER_BYTES, GRADIENTS, MAX_BUFFER_BYTES, SCORED_INPUTS
 from mla_cupy.shapes import MAX_TOKENS
 
 _MAX_INT32 = 2**31 - 1
@@ -194,11 +194,7 @@ def _examine(views: Views, given: _Options) -> Examined:
 OPERATION = Operation(
     "indexer_sparse_loss",
     inputs=(
-        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
-        Input("k", "s_kv d", ("=q",), contiguous=True),
-        Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
-        Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
-        Input("weights", "s_q h_i", ("float32",)),
+        *SCORED_INPUTS,
         INDICES,
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("topk_length", "s_q", ("int32",), optional=True),
@@ -210,9 +206,7 @@ OPERATION = Operation(
         Output("kl", "s_q"),
         Output("mass", "s_q"),
         Output("index_lse", "s_q"),
-        Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
-        Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
-        Output("d_weights", "s_q h_i", when="gradients"),
+        *GRADIENTS,
     ),
     sizes={"d_i": (*HEAD_DIMS[::-1],)},
     min_sizes={"h": 1, "h_i": 1, "d": 1, "b+1": 1},

@@ -235,14 +235,24 @@ def _examine(views: Views, given: _Options) -> Examined:
     return Examined(problem, options, given.kernel, {"targets": heads if target == "per_head" else 0})
 
 
+# What both losses of the indexer take and give.
+SCORED_INPUTS = (
+    Input("q", "s_q h d", ("bfloat16",), contiguous=True),
+    Input("k", "s_kv d", ("=q",), contiguous=True),
+    Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
+    Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
+    Input("weights", "s_q h_i", ("float32",)),
+)
+GRADIENTS = (
+    Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
+    Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
+    Output("d_weights", "s_q h_i", when="gradients"),
+)
+
 OPERATION = Operation(
     "indexer_warmup_loss",
     inputs=(
-        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
-        Input("k", "s_kv d", ("=q",), contiguous=True),
-        Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
-        Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
-        Input("weights", "s_q h_i", ("float32",)),
+        *SCORED_INPUTS,
         Input("v", "s_kv d_v", ("=q",), optional=True, contiguous=True),
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("row_weights", "s_q", ("float32",), optional=True),
@@ -253,9 +263,7 @@ OPERATION = Operation(
         Output("kl", "s_q targets?"),
         Output("mass", "s_q targets?"),
         Output("index_lse", "s_q targets?"),
-        Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
-        Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
-        Output("d_weights", "s_q h_i", when="gradients"),
+        *GRADIENTS,
         Output("out", "s_q h d_v", lambda first: (first,), layout="rows", needs="v"),
         Output("attention_lse", "s_q h", needs="v"),
     ),
