@@ -41,15 +41,24 @@ struct BlockWalk {
     i32 block;
     TileRange tiles;
     KeyRange range;
+    KeyBounds ahead;  // of the next block: asked for while this one is worked on
 
     MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane)
-        : ranges(ranges), from(p.cuts[blockIdx.x]), to(p.cuts[blockIdx.x + 1]), lane(lane), block(from.block - 1) {}
+        : ranges(ranges), from(p.cuts[blockIdx.x]), to(p.cuts[blockIdx.x + 1]), lane(lane), block(from.block - 1) {
+        look_ahead();
+    }
+
+    MLA_DEVICE void look_ahead() {
+        ahead = KeyBounds{0, 0};
+        if (block + 1 < ranges.num_blocks() && lane < ranges.tokens_of(block + 1)) ahead = ranges.load(block + 1, lane);
+    }
 
     MLA_DEVICE bool next() {
         const i32 last = min(to.block, ranges.num_blocks() - 1);
         while (++block <= last) {
             range = KeyRange{0, 0};
-            if (lane < ranges.tokens_of(block)) range = ranges.of(block, lane);
+            if (lane < ranges.tokens_of(block)) range = ranges.clamp(ahead, lane);
+            look_ahead();
             tiles = warp_tiles<kTileKeys>(range);
             if (block == from.block) tiles.begin = max(tiles.begin, from.tile);
             if (block == to.block) tiles.end = min(tiles.end, to.tile);
@@ -95,17 +104,27 @@ struct TileBarriers {
 };
 
 // By a warp: the weight of each head and token goes to place(head, token). Those that are not there weigh nothing.
+// All loads of a round are under way at once: short blocks wait for nothing else.
 template <class Place>
 MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane,
                              Place place) {
-    const i64 row = info.block * p.weights_stride_block_elems;
-    for (i32 i = lane; i < heads * tokens; i += kWarpThreads) {
-        const i32 token = i / heads, head = i % heads;
-        float weight = 0.f;
-        if (token < info.tokens && head < p.heads) {
-            weight = p.weights[row + token * p.weights_stride_token_elems + head * p.weights_stride_head_elems];
+    constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 16;
+    const i32 token = lane % kMaxTokens;
+    const float* row =
+        p.weights + info.block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
+    for (i32 first = lane / kMaxTokens; first < heads; first += kLoads * kHeadsAtOnce) {
+        float weights[kLoads];
+#pragma unroll
+        for (i32 i = 0; i < kLoads; ++i) {
+            const i32 head = first + i * kHeadsAtOnce;
+            const bool is_there = token < info.tokens && head < p.heads;
+            weights[i] = is_there ? row[head * p.weights_stride_head_elems] : 0.f;
         }
-        place(head, token) = weight;
+#pragma unroll
+        for (i32 i = 0; i < kLoads; ++i) {
+            const i32 head = first + i * kHeadsAtOnce;
+            if (token < tokens && head < heads) place(head, token) = weights[i];
+        }
     }
 }
 

@@ -15,9 +15,10 @@ from mla_cupy.runtime.device import DeviceInfo
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """The kernel."""
+    """The kernel, and how many rows later a row is worked on that is brought into L2."""
 
     kernel: Kernel[Any]
+    rows_ahead: int
 
 
 class TopkPipeline(Pipeline[TopkConfig]):
@@ -27,7 +28,8 @@ class TopkPipeline(Pipeline[TopkConfig]):
 
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
-        return TopkConfig(choice.choose("indexer_topk", self.kernels, problem, device, kernel))
+        chosen = choice.choose("indexer_topk", self.kernels, problem, device, kernel)
+        return TopkConfig(chosen, device.sm_count if chosen.facts["cluster"] == 1 else 0)
 
     def workspace(self, config: TopkConfig) -> Layout:
         """None is needed."""
@@ -39,12 +41,12 @@ class TopkPipeline(Pipeline[TopkConfig]):
         s_q, s_kv = logits.shape
         if s_q == 0:
             return []
-        record = _record(config.kernel, call, options, s_q, s_kv)
+        record = _record(config, call, options, s_q, s_kv)
         (variant,) = config.kernel.variants
         return [Launch(config.kernel, variant, (s_q * config.kernel.facts["cluster"], 1, 1), record)]
 
 
-def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
+def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
     table, ke = call.views["block_table"], call.views["ke"]
     names = ("logits", "ks", "ke", "block_table", "indices", "counts", "values")
     tables, max_pages = (1, 0) if table is None else table.shape
@@ -59,11 +61,11 @@ def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_k
         *(s_q, s_kv, options.k),
         *(s_q // tables, max_pages, options.page_size, 1 if ke is None else s_q // ke.shape[0]),
         *(options.keep_first, options.keep_last),
-        *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16"),
+        *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16", config.rows_ahead),
     )
     addresses = tuple(call.name(name) for name in names)
     assert NULL not in (addresses[0], addresses[4])
-    return Record(kernel, addresses, values)
+    return Record(config.kernel, addresses, values)
 
 
 TOPK = TopkPipeline()
