@@ -9,7 +9,7 @@
 // roundings to bf16 can be left out.
 //
 // Grid: x = groups of vectors. Eight lanes share a vector, each with d / 8 neighbouring elements: of the Hadamard
-// transform's levels all but three stay in the lane. A group of lanes takes kVectors vectors in turn, so that cos and
+// transform's levels all but three stay in the lane. A group of lanes takes a few vectors in turn, so that cos and
 // sin are loaded once for several heads of a token.
 //
 // Keys may go straight to a paged cache: with `slots`, key i becomes the record of its slot, and is skipped if there is
@@ -32,8 +32,9 @@ constexpr i32 kHeadDim = MLA_HEAD_DIM;
 constexpr i32 kThreads = 128;
 constexpr i32 kLanes = 8;                  // of a vector
 constexpr i32 kElems = kHeadDim / kLanes;  // of a lane
-constexpr i32 kVectors = 4;                // of a group of lanes
-constexpr i32 kBlockVectors = kThreads / kLanes * kVectors;
+constexpr i32 kGroups = kThreads / kLanes;  // that work on a vector each
+// Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
+constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? 5 : 4;
 constexpr float kMinAmax = 1e-4f;
 constexpr float kInverseMaxCode = (float)(1.0 / 448.0);
 static_assert(kElems % 4 == 0, "codes are stored by words");
@@ -56,13 +57,14 @@ struct PrepareParams {
     i32 interleaved, hadamard, power_of_2, rounded;
     i32 x_aligned;  // to 16 bytes, in every row
     i32 num_pages, page_size, slots_are_64;
+    i32 group_vectors;  // that a group of lanes takes in turn
     float h_factor, d_factor;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
               MLA_OFFSET(PrepareParams, h_factor), (int)sizeof(PrepareParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(block_vectors, kBlockVectors);
+MLA_FACT(block_groups, kGroups);
 
 // ---- A vector --------------------------------------------------------------------------------------------------
 typedef float Elements[kElems];
@@ -262,24 +264,34 @@ struct Place {
     MLA_DEVICE const u16* vector(const PrepareParams& p, i32 lane) const {
         return p.x + token * p.x_stride_n_elems + head * p.x_stride_h_elems + lane * kElems;
     }
+    MLA_DEVICE float weight(const PrepareParams& p) const {
+        if (p.weights == nullptr) return 0.f;
+        return p.weights[token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
+    }
 };
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(const __grid_constant__ PrepareParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    mla_indexer_prepare(const __grid_constant__ PrepareParams p) {
     griddepcontrol_wait();
     const i64 vectors = (i64)p.n * p.h;
-    const i64 begin = ((i64)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes) * kVectors;
+    const i64 begin = ((i64)blockIdx.x * kGroups + threadIdx.x / kLanes) * p.group_vectors;
     Rotation rotation(p);
     Place place(p, min(begin, vectors - 1)), next = place;
-    RawElements ahead;
+    RawElements ahead;  // the next vector and its weight are under way while one is worked on
     load_raw(p, place.vector(p, rotation.lane), ahead);
+    float weight_ahead = place.weight(p);
     rotation.load(p, place.token);
-    for (i32 i = 0; i < kVectors; ++i, place = next) {
+    for (i32 i = 0; i < p.group_vectors; ++i, place = next) {
         RawElements raw;
 #pragma unroll
         for (i32 j = 0; j < kElems / 2; ++j) raw[j] = ahead[j];
+        const float weight = weight_ahead;
         if (begin + i + 1 < vectors) next.advance(p);  // else whole warps: the last one again, which is not stored
-        if (i + 1 < kVectors) load_raw(p, next.vector(p, rotation.lane), ahead);
+        if (i + 1 < p.group_vectors) {
+            load_raw(p, next.vector(p, rotation.lane), ahead);
+            weight_ahead = next.weight(p);
+        }
         const i32 token = place.token, head = place.head;
         Elements x;
         unpack(raw, x);
@@ -296,12 +308,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(co
         if (to.codes == nullptr) continue;
         *reinterpret_cast<Codes*>(to.codes + rotation.lane * kElems) = encode(p, x, scale);
         if (rotation.lane == 0) {
-            float result = scale;
-            if (p.weights != nullptr) {
-                const float w = p.weights[token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
-                result = __fmul_rn(__fmul_rn(__fmul_rn(w, p.h_factor), scale), p.d_factor);
-            }
-            *to.scale = result;
+            const float folded = __fmul_rn(__fmul_rn(__fmul_rn(weight, p.h_factor), scale), p.d_factor);
+            *to.scale = p.weights != nullptr ? folded : scale;
         }
     }
     griddepcontrol_launch_dependents();

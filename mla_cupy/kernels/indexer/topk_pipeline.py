@@ -8,6 +8,7 @@ from typing import Any
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import topk, topk_cluster
 from mla_cupy.kernels.indexer.problem import TopkOptions, TopkProblem
+from mla_cupy.kernels.indexer.topk import TopkVariant
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.spec import Kernel
 from mla_cupy.runtime.device import DeviceInfo
@@ -15,9 +16,10 @@ from mla_cupy.runtime.device import DeviceInfo
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """The kernel, and how many rows later a row is worked on that is brought into L2."""
+    """The kernel and its build, and how many rows later a row is worked on that is brought into L2."""
 
     kernel: Kernel[Any]
+    variant: TopkVariant
     rows_ahead: int
 
 
@@ -29,7 +31,9 @@ class TopkPipeline(Pipeline[TopkConfig]):
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("indexer_topk", self.kernels, problem, device, kernel)
-        return TopkConfig(chosen, device.sm_count if chosen.facts["cluster"] == 1 else 0)
+        variant = topk.variant(chosen, problem)
+        blocks = device.sm_count * (topk.MAX_THREADS // variant.threads)
+        return TopkConfig(chosen, variant, blocks if variant.cluster_blocks == 1 else 0)
 
     def workspace(self, config: TopkConfig) -> Layout:
         """None is needed."""
@@ -42,8 +46,7 @@ class TopkPipeline(Pipeline[TopkConfig]):
         if s_q == 0:
             return []
         record = _record(config, call, options, s_q, s_kv)
-        (variant,) = config.kernel.variants
-        return [Launch(config.kernel, variant, (s_q * config.kernel.facts["cluster"], 1, 1), record)]
+        return [Launch(config.kernel, config.variant, (s_q * config.variant.cluster_blocks, 1, 1), record)]
 
 
 def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
