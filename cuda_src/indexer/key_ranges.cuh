@@ -92,4 +92,14 @@ MLA_DEVICE TileRange warp_tiles(KeyRange range) {
 struct TileCut {
     i32 block, tile;
 };
+
+// What a block adds to the line: its tiles, and what fetching its queries costs beside 128 keys.
+template <i32 kTileKeys>
+struct BlockCost {
+    static constexpr i32 kQueries = kTileKeys >= 128 ? 1 : 0;
+
+    MLA_DEVICE static i32 of(TileRange tiles) { return tiles.size() == 0 ? 0 : tiles.size() + kQueries; }
+    // The tile that lies `cost` after the block's beginning.
+    MLA_DEVICE static i32 tile_at(TileRange tiles, i32 cost) { return tiles.begin + max(0, cost - kQueries); }
+};
 }  // namespace mla::indexer

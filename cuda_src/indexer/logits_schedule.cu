@@ -13,10 +13,7 @@
 namespace mla::indexer {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kTileKeys = MLA_TILE_KEYS;
-#ifndef BLOCK_COST
-#define BLOCK_COST 1
-#endif
-constexpr i32 kBlockCost = kTileKeys == 128 ? BLOCK_COST : 0;
+using Cost = BlockCost<kTileKeys>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 1024;
@@ -83,17 +80,15 @@ MLA_DEVICE i32 share_of(const Storage& s, i32 place) {
     return low;
 }
 
-MLA_DEVICE i32 cost_of(TileRange tiles) { return tiles.size() == 0 ? 0 : tiles.size() + kBlockCost; }
-
 MLA_DEVICE TileCut cut_at(const KeyRanges& ranges, const Storage& s, i32 place, i32 share_blocks) {
     const i32 share = share_of(s, place);
     i32 block = share * share_blocks, left = place - (share == 0 ? 0 : s.through[share - 1]);
     TileRange tiles = block_tiles<kTileKeys>(ranges, block);
-    while (left >= cost_of(tiles) && block + 1 < ranges.num_blocks()) {
-        left -= cost_of(tiles);
+    while (left >= Cost::of(tiles) && block + 1 < ranges.num_blocks()) {
+        left -= Cost::of(tiles);
         tiles = block_tiles<kTileKeys>(ranges, ++block);
     }
-    return TileCut{block, tiles.begin + max(0, left - kBlockCost)};
+    return TileCut{block, Cost::tile_at(tiles, left)};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -112,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const i32 blocks = ranges.num_blocks(), share_blocks = ceil_div(blocks, kThreads);
     const i32 first = min(blocks, (i32)threadIdx.x * share_blocks), last = min(blocks, first + share_blocks);
     i32 mine = 0;
-    for (i32 block = first; block < last; ++block) mine += cost_of(block_tiles<kTileKeys>(ranges, block));
+    for (i32 block = first; block < last; ++block) mine += Cost::of(block_tiles<kTileKeys>(ranges, block));
     const i32 total = sum_shares(s, mine);
 
     const i32 split = threadIdx.x, place = (i32)((i64)split * total / p.num_splits);

@@ -23,12 +23,63 @@ static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThrea
 constexpr i32 kMaxTokens = 8;  // of a block
 constexpr i32 kMaxDynamicSmem = 232448;
 
+// Blocks of tokens for which there need be no schedule: a warp looks at them all.
+constexpr i32 kLaneBlocks = 4;
+constexpr i32 kMaxShortLine = kLaneBlocks * kWarpThreads;
+
 // ---- A block of tokens -----------------------------------------------------------------------------------------
 // Beside its queries: the tiles of this thread block, and what each token may see.
 struct BlockInfo {
     i32 block, tokens;
     TileRange tiles;  // none: there are no more blocks
     KeyRange ranges[kMaxTokens];
+};
+
+// The line of all tiles where there are few blocks of tokens, in the lanes of a warp: cut without a schedule.
+template <i32 kTileKeys>
+struct ShortLine {
+    using Cost = BlockCost<kTileKeys>;
+
+    const KeyRanges& ranges;
+    i32 lane, first;  // `first`: of this lane's blocks
+    TileRange tiles[kLaneBlocks];
+    i32 before, total;  // what lies in front of this lane's blocks, and all of it
+
+    MLA_DEVICE ShortLine(const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
+        const i32 lane_blocks = ceil_div(ranges.num_blocks(), kWarpThreads);
+        first = lane * lane_blocks;
+        i32 through = 0;
+#pragma unroll
+        for (i32 i = 0; i < kLaneBlocks; ++i) {
+            tiles[i] = TileRange{0, 0};
+            if (i < lane_blocks && first + i < ranges.num_blocks()) tiles[i] = block_tiles<kTileKeys>(ranges, first + i);
+            through += Cost::of(tiles[i]);
+        }
+        const i32 own = through;
+#pragma unroll
+        for (i32 step = 1; step < kWarpThreads; step *= 2) {
+            const i32 left = __shfl_up_sync(kFullWarp, through, step);
+            if (lane >= step) through += left;
+        }
+        before = through - own;
+        total = __shfl_sync(kFullWarp, through, kWarpThreads - 1);
+    }
+
+    // The same as logits_schedule.cu finds.
+    MLA_DEVICE TileCut cut(i32 split, i32 num_splits) const {
+        const i32 place = (i32)((i64)split * total / num_splits);
+        if (place >= total) return TileCut{ranges.num_blocks(), 0};
+        i32 left = place - before;
+        TileCut found{-1, 0};
+#pragma unroll
+        for (i32 i = 0; i < kLaneBlocks; ++i) {
+            const i32 cost = Cost::of(tiles[i]);
+            if (0 <= left && left < cost) found = TileCut{first + i, Cost::tile_at(tiles[i], left)};
+            left -= cost;
+        }
+        const i32 owner = __ffs(__ballot_sync(kFullWarp, found.block >= 0)) - 1;
+        return TileCut{__shfl_sync(kFullWarp, found.block, owner), __shfl_sync(kFullWarp, found.tile, owner)};
+    }
 };
 
 // This thread block's share of the line of all tiles, by a whole warp. Lane i knows the range of token i.
@@ -44,7 +95,16 @@ struct BlockWalk {
     KeyBounds ahead;  // of the next block: asked for while this one is worked on
 
     MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane)
-        : ranges(ranges), from(p.cuts[blockIdx.x]), to(p.cuts[blockIdx.x + 1]), lane(lane), block(from.block - 1) {
+        : ranges(ranges), lane(lane) {
+        if (p.cuts != nullptr) {
+            from = p.cuts[blockIdx.x];
+            to = p.cuts[blockIdx.x + 1];
+        } else {
+            const ShortLine<kTileKeys> line(ranges, lane);
+            from = line.cut(blockIdx.x, gridDim.x);
+            to = line.cut(blockIdx.x + 1, gridDim.x);
+        }
+        block = from.block - 1;
         look_ahead();
     }
 
