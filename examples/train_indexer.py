@@ -256,7 +256,7 @@ FRAMEWORKS = {"arrays": Arrays, "torch": Torch, "jax": Jax}
 def true_topk(trainer: Arrays, x: Any, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The top-k keys of the attention's softmax, summed over its heads, of some queries: in NumPy."""
     q, k = trainer.attend(x)
-    scores = np.einsum("thd,sd->ths", *(trainer.host(a).astype(np.float32) for a in (q[trainer.put(rows)], k)))
+    scores = np.einsum("qhd,kd->qhk", *(trainer.host(a).astype(np.float32) for a in (q[trainer.put(rows)], k)))
     scores = np.where(np.arange(len(x)) <= rows[:, None, None], scores * D_QK**-0.5, -np.inf)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     target = (weights / weights.sum(axis=2, keepdims=True)).sum(axis=1)
