@@ -199,14 +199,7 @@ def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> st
         for name in ("lse", "head_sums"):
             if views[name] is not None:
                 raise ArgumentError(explain(name, "an array", "None: targets per head are normalised by their own"))
-    check_sums(views)
     return target
-
-
-def check_sums(views: Views) -> None:
-    """Sums over heads are made with log-sum-exps already."""
-    if views["head_sums"] is not None and views["lse"] is not None:
-        raise ArgumentError(explain("lse", "an array", "None with head_sums", "give it to indexer_head_sums"))
 
 
 def _check_sizes(**sizes: tuple[int, int]) -> None:
