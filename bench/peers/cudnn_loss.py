@@ -14,6 +14,7 @@ from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
 from .torch_ops import peak_bytes, recorder_for
 
 FLASH_MAX_WIDTH = 256
+MIN_INDEX_HEADS, HEAD_TILE = 64, 64  # of its kernels for Hopper
 
 
 class CudnnLoss:
@@ -37,6 +38,10 @@ class CudnnLoss:
         self._dsa: Any = DSA
 
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
+        if case.h_i < MIN_INDEX_HEADS:
+            return f"takes {MIN_INDEX_HEADS} index heads at least"
+        if any(heads > HEAD_TILE and heads % HEAD_TILE for heads in (case.h, case.h_i)) or case.h < 2:
+            return f"takes 2 to {HEAD_TILE} heads, or a multiple of {HEAD_TILE}"
         return None
 
     def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:
@@ -50,14 +55,15 @@ class CudnnLoss:
         unit = (case.h_i * case.d_i) ** -0.5
 
         def outputs(index: int) -> LossOutputs:
-            found = latest[index]
+            found = dict(latest[index].items())
+            found["d_weights"] = unit * found["d_weights"].float()  # CuPy's arithmetic of bfloat16 is experimental
             shapes = {
                 "d_index_q": (case.tokens, case.h_i, case.d_i),
                 "d_index_k": (case.tokens, case.d_i),
                 "d_weights": (case.tokens, case.h_i),
             }
             arrays = {name: cupy.from_dlpack(found[name]).reshape(shape) for name, shape in shapes.items()}
-            return LossOutputs(None, arrays["d_index_q"], arrays["d_index_k"], unit * arrays["d_weights"])
+            return LossOutputs(None, arrays["d_index_q"], arrays["d_index_k"], arrays["d_weights"])
 
         return Prepared(
             calls=calls,

@@ -103,6 +103,9 @@ class Tensor(np.ndarray):
     def to(self, dtype):
         return self.astype(dtype)
 
+    def float(self):
+        return self.astype(np.float32)
+
 
 @pytest.fixture
 def cudnn(monkeypatch):
@@ -132,7 +135,7 @@ def cudnn(monkeypatch):
         ]
         mean = loss_coeff / (index_q.shape[0] * index_q.shape[1])
         made = {name: mean * np.stack([getattr(x, name) for x in rows]) for name in ("d_index_q", "d_index_k")}
-        made["d_weights"] = mean * np.stack([x.d_weights for x in rows]) / unit
+        made["d_weights"] = (mean * np.stack([x.d_weights for x in rows]) / unit).view(Tensor)
         return made
 
     dsa = SimpleNamespace(
@@ -161,7 +164,20 @@ def cudnn(monkeypatch):
     monkeypatch.setattr("bench.peers.cudnn_loss.peak_bytes", lambda torch, call, results: 1)
 
 
-def test_cudnn(run, cudnn):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("b1-s9-h64x128-i32x128", "64 index heads"),
+        ("b1-s9-h96x128-i64x64", "multiple of 64"),
+        ("b1-s9-h1x8-i64x64", "2 to"),
+    ],
+)
+def test_what_cudnn_does_not_take(run, cudnn, name, reason):
+    assert reason in run(name, ["cudnn"])["cudnn"]["reason"]
+
+
+def test_cudnn(run, cudnn, monkeypatch):
+    monkeypatch.setattr("bench.peers.cudnn_loss.MIN_INDEX_HEADS", 1)
     rows = run(SMALL, ["cudnn"])
     assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
     assert rows["mla_cupy"]["speed_vs_best_peer"] is not None
