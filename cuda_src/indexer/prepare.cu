@@ -30,8 +30,8 @@ constexpr i32 kHeadDim = MLA_HEAD_DIM;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
-constexpr i32 kLanes = 8;                  // of a vector
-constexpr i32 kElems = kHeadDim / kLanes;  // of a lane
+constexpr i32 kLanes = 8;                   // of a vector
+constexpr i32 kElems = kHeadDim / kLanes;   // of a lane
 constexpr i32 kGroups = kThreads / kLanes;  // that work on a vector each
 // Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
 constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? 5 : 4;
@@ -147,8 +147,8 @@ MLA_DEVICE void rotate(const PrepareParams& p, const Rotation& rotation, const R
     Elements others;
 #pragma unroll
     for (i32 i = 0; i < kElems / 2; ++i) {
-        raw_others[i] = p.interleaved ? raw[i] << 16 | raw[i] >> 16
-                                      : __shfl_sync(kFullWarp, raw[i], first_lane + rotation.partner);
+        raw_others[i] =
+            p.interleaved ? raw[i] << 16 | raw[i] >> 16 : __shfl_sync(kFullWarp, raw[i], first_lane + rotation.partner);
     }
     unpack(raw_others, others);
     if (rotation.lane * kElems >= 2 * p.half_rope) return;

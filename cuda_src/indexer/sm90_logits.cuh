@@ -52,7 +52,8 @@ struct ShortLine {
 #pragma unroll
         for (i32 i = 0; i < kLaneBlocks; ++i) {
             tiles[i] = TileRange{0, 0};
-            if (i < lane_blocks && first + i < ranges.num_blocks()) tiles[i] = block_tiles<kTileKeys>(ranges, first + i);
+            if (i < lane_blocks && first + i < ranges.num_blocks())
+                tiles[i] = block_tiles<kTileKeys>(ranges, first + i);
             through += Cost::of(tiles[i]);
         }
         const i32 own = through;
@@ -94,8 +95,7 @@ struct BlockWalk {
     KeyRange range;
     KeyBounds ahead;  // of the next block: asked for while this one is worked on
 
-    MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane)
-        : ranges(ranges), lane(lane) {
+    MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
         if (p.cuts != nullptr) {
             from = p.cuts[blockIdx.x];
             to = p.cuts[blockIdx.x + 1];
@@ -168,10 +168,9 @@ struct TileBarriers {
 template <class Place>
 MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane,
                              Place place) {
-    constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 16;
+    constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 8;
     const i32 token = lane % kMaxTokens;
-    const float* row =
-        p.weights + info.block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
+    const float* row = p.weights + info.block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
     for (i32 first = lane / kMaxTokens; first < heads; first += kLoads * kHeadsAtOnce) {
         float weights[kLoads];
 #pragma unroll

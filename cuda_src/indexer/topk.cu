@@ -24,7 +24,6 @@
 #include "common/types.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/element.cuh"
 
 namespace mla::indexer {
@@ -37,7 +36,7 @@ constexpr i32 kThreads = MLA_THREADS;  // fewer where rows are short, so that an
 constexpr i32 kMaxThreads = 1024;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kItems = 32;                   // keys of a thread that are in registers at once
-constexpr i32 kGroup = 4;                    // of these are worked on together, be they there or not
+constexpr i32 kChunk = 4;                    // of these are worked on together, be they there or not
 constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
 constexpr i32 kBins = 1 << kDigitBits;
 constexpr i32 kBinsPerThread = kBins / kThreads;
@@ -65,7 +64,6 @@ struct TopkParams {
     i32 rows_per_ke;  // that share a ke, which is the last one's: each row before it sees one key less
     i32 keep_first, keep_last;
     i32 by_value, relative, logits_are_bf16;
-    i32 rows_ahead;  // how much later the row is worked on that a block brings into L2; 0: none
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(TopkParams, logits_stride_q_elems), MLA_OFFSET(TopkParams, s_q),
@@ -165,12 +163,15 @@ struct Keys {
         const i32 left = row.last - start - (i32)threadIdx.x;
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) at[i] = i * kThreads < left ? order_key(__uint_as_float(at[i])) : kNoKey;
-        if (row.p.keep_first <= 0 && row.p.keep_last <= 0) return;
-        const i32 first_free = min(left, left - row.last + row.begin + min(row.p.keep_first, row.length()));
-        const i32 last_free = min(left, left - row.last + row.end - max(row.p.keep_last, 0));
+        if (row.p.keep_first > 0 || row.p.keep_last > 0) mark_kept(row, start);
+    }
+
+    // In a loop of its own: few calls keep any.
+    MLA_DEVICE void mark_kept(const Row& row, i32 start) {
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) {
-            if (i * kThreads < first_free || (last_free <= i * kThreads && i * kThreads < left)) at[i] = kKeptKey;
+            const i32 s = start + i * kThreads + (i32)threadIdx.x;
+            if (s < row.last && row.keeps(s)) at[i] = kKeptKey;
         }
     }
 
@@ -182,17 +183,6 @@ struct Keys {
         for (i32 i = 0; i < kItems; ++i) at[i] = i * kThreads < row.last - first ? (u32)from[i * kThreads] : 0;
     }
 };
-
-// Brings what a later block will read into L2.
-MLA_DEVICE void prefetch_row(const Row& row) {
-    if (row.length() <= row.p.k) return;
-    constexpr i32 kLineBytes = 128;
-    const i32 bytes = row.p.logits_are_bf16 ? 2 : 4;
-    const u8* from = static_cast<const u8*>(row.p.logits) + row.t * row.p.logits_stride_q_elems * bytes;
-    for (i32 at = row.first * bytes + (i32)threadIdx.x * kLineBytes; at < row.last * bytes; at += kThreads * kLineBytes) {
-        prefetch_global_l2(from + at);
-    }
-}
 
 // ---- The digits of T -------------------------------------------------------------------------------------------
 
@@ -309,7 +299,7 @@ MLA_DEVICE Threshold find_threshold(Storage& storage, const Row& row, Keys& keys
             if (pass == 0 || !fits(row)) keys.load(row, start);
 #pragma unroll
             for (i32 i = 0; i < kItems; ++i) {
-                if (i % kGroup == 0 && start + i * kThreads >= row.last) break;
+                if (i % kChunk == 0 && start + i * kThreads >= row.last) break;
                 const u32 digit = (keys.at[i] >> shift) - upper;  // larger where the upper bits are not those of T
                 if (digit <= max_digit) atomicAdd(&histogram[place((i32)digit)], 1u);
             }
@@ -348,7 +338,7 @@ MLA_DEVICE void emit(Storage& storage, const Row& row, Keys& keys, const Thresho
         if (!fits(row)) keys.load(row, start);
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) {
-            if (i % kGroup == 0 && start + i * kThreads >= row.last) break;
+            if (i % kChunk == 0 && start + i * kThreads >= row.last) break;
             const u32 above = __ballot_sync(kFullWarp, threshold.above(keys.at[i]));
             const u32 equal = __ballot_sync(kFullWarp, threshold.equal(keys.at[i]));
             if (lane == 0) storage.words[i * kWarps + warp] = Word{above, equal};
@@ -502,7 +492,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     const i32 rank = (i32)blockIdx.x % kClusterBlocks;
     const i32 t = p.s_q - 1 - (i32)(blockIdx.x / kClusterBlocks);
     const Row row = resolve_row(p, t, rank);
-    if (p.rows_ahead > 0 && t >= p.rows_ahead) prefetch_row(resolve_row(p, t - p.rows_ahead, rank));
     const i32 count = min(p.k, row.length());
     select(storage, row, rank);
     sync_row();  // all is written, and no block reads another's memory any more

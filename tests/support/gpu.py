@@ -17,11 +17,11 @@ def upload(x: Array) -> Any:
     """A CuPy array with the same strides, and the same poison between its rows."""
     import cupy
 
+    if x.dtype.name.startswith("float8"):  # which CuPy does not have
+        x = x.view(np.uint8)
     root = x
     while isinstance(root.base, np.ndarray):
         root = root.base
-    if x.dtype.name.startswith("float8"):  # which CuPy does not have
-        x, root = x.view(np.uint8), root.view(np.uint8)
     if not root.flags.c_contiguous or root.itemsize != x.itemsize:
         root = x = np.ascontiguousarray(x)
     root = root.view(x.dtype)

@@ -42,7 +42,6 @@ PARAMS = Params(
     by_value="i4",
     relative="i4",
     logits_are_bf16="i4",
-    rows_ahead="i4",
 )
 
 

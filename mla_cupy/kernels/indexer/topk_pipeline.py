@@ -16,11 +16,10 @@ from mla_cupy.runtime.device import DeviceInfo
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """The kernel and its build, and how many rows later a row is worked on that is brought into L2."""
+    """The kernel and its build."""
 
     kernel: Kernel[Any]
     variant: TopkVariant
-    rows_ahead: int
 
 
 class TopkPipeline(Pipeline[TopkConfig]):
@@ -31,9 +30,7 @@ class TopkPipeline(Pipeline[TopkConfig]):
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("indexer_topk", self.kernels, problem, device, kernel)
-        variant = topk.variant(chosen, problem)
-        blocks = device.sm_count * (topk.MAX_THREADS // variant.threads)
-        return TopkConfig(chosen, variant, blocks if variant.cluster_blocks == 1 else 0)
+        return TopkConfig(chosen, topk.variant(chosen, problem))
 
     def workspace(self, config: TopkConfig) -> Layout:
         """None is needed."""
@@ -64,7 +61,7 @@ def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv
         *(s_q, s_kv, options.k),
         *(s_q // tables, max_pages, options.page_size, 1 if ke is None else s_q // ke.shape[0]),
         *(options.keep_first, options.keep_last),
-        *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16", config.rows_ahead),
+        *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16"),
     )
     addresses = tuple(call.name(name) for name in names)
     assert NULL not in (addresses[0], addresses[4])
