@@ -75,7 +75,15 @@ MLA_FACT(items, kItems);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Sorted {
-    u64 entries[kMaxSorted];  // a key, then the complement of its place in ascending order of the index
+    u32 keys[kMaxSorted];
+    u16 places[kMaxSorted];  // in ascending order of the index
+
+    // The key, then the complement of the place: the larger one comes first.
+    MLA_DEVICE u64 get(i32 n) const { return (u64)keys[n] << 32 | (u16)~places[n]; }
+    MLA_DEVICE void set(i32 n, u64 entry) {
+        keys[n] = (u32)(entry >> 32);
+        places[n] = (u16)~entry;
+    }
 };
 
 // How many keys that lie before some place are above T, and equal to it.
@@ -410,10 +418,10 @@ MLA_DEVICE void merge_in_warp(u64 (&x)[2], i32 n, i32 run) {
 MLA_DEVICE void merge_runs(Sorted& sorted, i32 padded, i32 first_run, i32 last_run) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     for (i32 n = warp * kWarpEntries + lane; n < padded; n += kWarps * kWarpEntries) {
-        u64 x[2] = {sorted.entries[n], sorted.entries[n + kWarpThreads]};
+        u64 x[2] = {sorted.get(n), sorted.get(n + kWarpThreads)};
         for (i32 run = first_run; run <= last_run; run *= 2) merge_in_warp(x, n, run);
-        sorted.entries[n] = x[0];
-        sorted.entries[n + kWarpThreads] = x[1];
+        sorted.set(n, x[0]);
+        sorted.set(n + kWarpThreads, x[1]);
     }
     __syncthreads();
 }
@@ -426,7 +434,10 @@ MLA_DEVICE void sort_entries(Sorted& sorted, i32 padded) {
         for (i32 step = run / 2; step >= kWarpEntries; step /= 2) {
             for (i32 i = threadIdx.x; i < padded / 2; i += kThreads) {
                 const i32 n = 2 * i - (i & (step - 1));
-                order(sorted.entries[n], sorted.entries[n + step], (n & run) == 0);
+                u64 low = sorted.get(n), high = sorted.get(n + step);
+                order(low, high, (n & run) == 0);
+                sorted.set(n, low);
+                sorted.set(n + step, high);
             }
             __syncthreads();
         }
@@ -440,16 +451,16 @@ MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
     while (padded < count) padded *= 2;
     for (i32 n = threadIdx.x; n < padded; n += kThreads) {
         const i32 s = n < count ? to.indices[n] : 0;
-        const u32 key = n < count ? key_of(to.row, s, to.row.load(s)) : kNoKey;
-        sorted.entries[n] = (u64)key << 32 | (u32)~n;
+        sorted.keys[n] = n < count ? key_of(to.row, s, to.row.load(s)) : kNoKey;
+        sorted.places[n] = (u16)n;
     }
     __syncthreads();
     sort_entries(sorted, padded);
     for (i32 n = threadIdx.x; n < count; n += kThreads) {
-        sorted.entries[n] = (u32)to.indices[~(u32)sorted.entries[n]];
+        sorted.keys[n] = (u32)to.indices[sorted.places[n]];
     }
     __syncthreads();
-    for (i32 n = threadIdx.x; n < count; n += kThreads) to.put(n, (i32)sorted.entries[n]);
+    for (i32 n = threadIdx.x; n < count; n += kThreads) to.put(n, (i32)sorted.keys[n]);
 }
 
 // The blocks of a row share this work in steps of their threads.

@@ -61,8 +61,8 @@ def test_ends_of_sequences_are_caught(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 SORT = [
-    Mutant("warps do not wait", "indexer/topk.cu", "= x[1];\n    }\n    __syncthreads();", "= x[1];\n    }"),
-    Mutant("ties in any order", "indexer/topk.cu", "(u64)key << 32 | (u32)~n", "(u64)key << 32 | (u32)~(n ^ 1)"),
+    Mutant("warps do not wait", "indexer/topk.cu", "x[1]);\n    }\n    __syncthreads();", "x[1]);\n    }"),
+    Mutant("ties in any order", "indexer/topk.cu", "sorted.places[n] = (u16)n;", "sorted.places[n] = (u16)(n ^ 1);"),
 ]
 
 
