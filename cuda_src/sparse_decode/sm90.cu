@@ -36,7 +36,8 @@ struct Fp8 : RecordTile<TokenRecord> {
     using Latent = KeyFormats<TokenRecord, Element>::Latent;
     using Rope = KeyFormats<TokenRecord, Element>::Rope;
     static constexpr bool kSparse = true;
-    static constexpr bool kFencedByConsumers = false;
+    // A fence makes a thread wait for its loads: those of the dequantising warps are to stay in flight.
+    static constexpr bool kFencedByConsumers = true;
     static constexpr i32 kResidentSwTile = kNothingResident;
 
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
@@ -176,7 +177,6 @@ struct Dequantiser {
                 if (lane == 0) s.q_factors[at] = factor;
             }
         }
-        fence_proxy_async();
         release(s.q_full, lane);
     }
 
@@ -263,11 +263,9 @@ MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
         constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
         mbarrier_wait(s.kv_empty[stage].left, empty_parity);
         dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, current, next);
-        fence_proxy_async();
         release(s.kv_full[stage].left, lane);
         mbarrier_wait(s.kv_empty[stage].right, empty_parity);
         dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, current, next);
-        fence_proxy_async();
         release(s.kv_full[stage].right, lane);
         dequantiser.ring.advance(stage);
         stage ^= 1;

@@ -66,8 +66,8 @@ constexpr i32 kQueryRowsOfWarp = kBlockRows / kDequantWarps;
 // kv_empty[s][g]    math warps (4)        dequant    free
 // q_empty[s]        math warps (4)        dequant    free
 //
-// A query comes with group 0 of its first tile: it is written before, and the fence and the barrier of the group cover
-// it, too. P needs no barrier of its own: it is overwritten after the next tile's maxima have been exchanged, before
+// A query comes with group 0 of its first tile: it is written before, and the barrier of the group and the fence after it
+// cover it, too. P needs no barrier of its own: it is overwritten after the next tile's maxima have been exchanged, before
 // which every warp has finished with the product that read it.
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][Tile::kTileBytes];
@@ -165,7 +165,7 @@ struct Dequantiser {
         q_stage ^= 1;
     }
 
-    // Stores a tile, and refills its registers from the next one. The loads come after the fence, which keeps the
+    // Stores a tile, and refills its registers from the next one. The loads come after the warp's barrier, which keeps the
     // compiler from moving them up: they would need other registers, and be waited for at the tile's end.
     MLA_DEVICE void store_tile(FetchedTile& tile, const ListedTile& next) {
         Storage& s = block.s;
@@ -183,7 +183,6 @@ struct Dequantiser {
                     store_rope<Rope>(to, tile.piece[piece], piece - Tile::kLatentSwTiles, row, lane);
                 }
             }
-            fence_proxy_async();
             release(s.kv_full[stage][group], lane);
 #pragma unroll
             for (i32 piece = Tile::first_piece(group); piece < Tile::first_piece(group + 1); ++piece) {
@@ -235,6 +234,7 @@ MLA_DEVICE void score(Storage& s, Math& math, i32 thread) {
     for (i32 i = 0; i < Tile::kSwTilesQk; ++i) {
         if (i % Tile::kGroupSwTiles == 0) {
             mbarrier_wait(s.kv_full[math.stage][Tile::group_of(i)], parity);
+            fence_proxy_async();  // here, not by the writers, whom it would make wait for their loads
             wgmma_fence();
         }
         const SmemDesc a = advance(k, i * kSw128Bytes), b = advance(q, i * kQSwTileBytes);
