@@ -111,6 +111,7 @@ struct ListedTile {
 struct Dequantiser {
     Block<Fp8>& block;
     i32 warp, lane;
+    i32 first_query;  // the split's, stored before its first tile
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
 
@@ -125,7 +126,7 @@ struct Dequantiser {
     }
 
     // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a query
-    // come before its Q.
+    // come before its Q, but for the split's first query.
     MLA_DEVICE ListedTile list_next(TileWalk& walk) const {
         ListedTile listed{walk.next(block.p), false, kNoQuery, {{nullptr, nullptr}, {nullptr, nullptr}}};
         if (!listed.exists) return listed;
@@ -133,7 +134,7 @@ struct Dequantiser {
 #pragma unroll
         for (i32 r = 0; r < kRowsOfLane; ++r) listed.token[r] = walk.entry(block.p, row0() + r * kRowStep);
         const i32 query_at = min(walk.item.tile_begin + kTilesBeforeQuery, walk.item.tile_end) - 1;
-        if (walk.tile == query_at) listed.query = walk.item.request;
+        if (walk.tile == query_at && walk.item.request != first_query) listed.query = walk.item.request;
         if (walk.first) prefetch_query(walk.item.request);
         return listed;
     }
@@ -163,7 +164,7 @@ struct Dequantiser {
         cp_async_wait_all();
         __syncwarp();
         if constexpr (Fp8::kScaledQueries) {
-#pragma unroll 1
+#pragma unroll 2
             for (i32 i = 0; i < kRowsOfWarp; ++i) {
                 QueryRow<Fp8> row;
 #pragma unroll
@@ -235,10 +236,12 @@ struct Dequantiser {
 // While a tile is stored, the second half of it and the first of the next are on their way.
 MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     Storage<Fp8>& s = block.s;
-    Dequantiser dequantiser{block, warp, lane};
+    Dequantiser dequantiser{block, warp, lane, kNoQuery};
     TileWalk walk(block.p, block.split);
     ListedTile current = dequantiser.list_next(walk);
     if (!current.exists) return;
+    dequantiser.first_query = walk.item.request;
+    current.query = kNoQuery;
     ListedTile next = dequantiser.list_next(walk);
     uint4 held[Pieces::kInFlight];
     LaneScales<TokenRecord> raw[kRowsOfLane];
@@ -248,6 +251,7 @@ MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     }
 #pragma unroll
     for (i32 r = 0; r < kRowsOfLane; ++r) raw[r] = LaneScales<TokenRecord>::load(current.token[r], lane);
+    dequantiser.store_query(dequantiser.first_query);
     i32 stage = 0;
 #pragma unroll 1
     while (true) {
