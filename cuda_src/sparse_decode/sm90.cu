@@ -135,7 +135,7 @@ struct Dequantiser {
         for (i32 r = 0; r < kRowsOfLane; ++r) listed.token[r] = walk.entry(block.p, row0() + r * kRowStep);
         const i32 query_at = min(walk.item.tile_begin + kTilesBeforeQuery, walk.item.tile_end) - 1;
         if (walk.tile == query_at && walk.item.request != first_query) listed.query = walk.item.request;
-        if (walk.first) prefetch_query(walk.item.request);
+        if (walk.first && first_query != kNoQuery) prefetch_query(walk.item.request);
         return listed;
     }
 
@@ -147,33 +147,41 @@ struct Dequantiser {
         }
     }
 
-    // Copies the warp's query rows, and then scales and converts them where they are.
-    MLA_DEVICE void store_query(i32 query) {
+    // Copies the warp's query rows ...
+    MLA_DEVICE void start_query(i32 query) {
         Storage<Fp8>& s = block.s;
         mbarrier_wait(s.q_empty, q_ring.empty_parity(0));
         q_ring.advance(0);
-        constexpr i32 kChunks = Fp8::kSwTilesQk * kSw128Chunks;
-#pragma unroll 1
-        for (i32 i = 0; i < kRowsOfWarp; ++i) {
-            const u16* from = query_row(query, i);
-            for (i32 chunk = lane; chunk < kChunks; chunk += kWarpThreads) {
-                cp_async_16(smem_addr(s.q) + chunk_offset(i, chunk), (from == nullptr ? block.p.q : from) + chunk * 8,
-                            from != nullptr);
+        constexpr i32 kChunks = Fp8::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
+        const i32 first = warp * kRowsOfWarp;
+        const DecodeParams& p = block.p;
+        const u16* row = p.q + query * p.q_stride_b_elems + (block.row0 + first) * p.q_stride_h_elems + lane * kChunkElems;
+        const SmemAddr tiles = smem_addr(s.q) + lane / kSw128Chunks * kSw128Bytes;
+#pragma unroll 2
+        for (i32 i = 0; i < kRowsOfWarp; ++i, row += p.q_stride_h_elems) {
+            const bool present = block.row0 + first + i < block.rows;
+            const u16* from = present ? row : p.q;
+            const SmemAddr to = tiles + sw128_offset(first + i, lane % kSw128Chunks);
+#pragma unroll
+            for (i32 step = 0; step < ceil_div(kChunks, kWarpThreads); ++step) {
+                if (lane + step * kWarpThreads >= kChunks) continue;
+                cp_async_16(to + step * kSwTilesOfStep * kSw128Bytes,
+                            from + (present ? step * kWarpThreads * kChunkElems : 0), present);
             }
         }
+    }
+
+    // ... and then scales and converts them where they are.
+    MLA_DEVICE void finish_query() const {
+        Storage<Fp8>& s = block.s;
         cp_async_wait_all();
         __syncwarp();
         if constexpr (Fp8::kScaledQueries) {
 #pragma unroll 2
             for (i32 i = 0; i < kRowsOfWarp; ++i) {
-                QueryRow<Fp8> row;
-#pragma unroll
-                for (i32 j = 0; j < row.kOfLane; ++j) {
-                    const i32 chunk = lane + j * kWarpThreads;
-                    row.chunk[j] = chunk < kChunks ? *reinterpret_cast<const uint4*>(s.q + chunk_offset(i, chunk))
-                                                   : make_uint4(0, 0, 0, 0);
-                }
                 const i32 at = warp * kRowsOfWarp + i;
+                QueryRow<Fp8> row;
+                row.load_stored(s.q, kSw128Bytes, at, lane);
                 const float factor = store_query_row<Fp8, Fp8::Element, Fp8::Latent>(s.q, kSw128Bytes, row, at, lane);
                 if (lane == 0) s.q_factors[at] = factor;
             }
@@ -193,10 +201,6 @@ struct Dequantiser {
                 if (at < kTokenBytes) prefetch_global_l2(listed.token[r].data + at);
             }
         }
-    }
-
-    MLA_DEVICE u32 chunk_offset(i32 i, i32 chunk) const {
-        return chunk / kSw128Chunks * kSw128Bytes + sw128_offset(warp * kRowsOfWarp + i, chunk % kSw128Chunks);
     }
 
     // Stores pieces [begin, end) of a tile, and refills their registers with the pieces that come kInFlight later. The
@@ -242,6 +246,7 @@ MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     if (!current.exists) return;
     dequantiser.first_query = walk.item.request;
     current.query = kNoQuery;
+    dequantiser.start_query(dequantiser.first_query);
     ListedTile next = dequantiser.list_next(walk);
     uint4 held[Pieces::kInFlight];
     LaneScales<TokenRecord> raw[kRowsOfLane];
@@ -251,7 +256,7 @@ MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     }
 #pragma unroll
     for (i32 r = 0; r < kRowsOfLane; ++r) raw[r] = LaneScales<TokenRecord>::load(current.token[r], lane);
-    dequantiser.store_query(dequantiser.first_query);
+    dequantiser.finish_query();
     i32 stage = 0;
 #pragma unroll 1
     while (true) {
@@ -273,7 +278,10 @@ MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
         release(s.kv_full[stage].right, lane);
         dequantiser.ring.advance(stage);
         stage ^= 1;
-        if (current.query != kNoQuery) dequantiser.store_query(current.query);
+        if (current.query != kNoQuery) {
+            dequantiser.start_query(current.query);
+            dequantiser.finish_query();
+        }
         if (!next.exists) break;
         current = next;
         next = after;

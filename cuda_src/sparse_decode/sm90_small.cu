@@ -56,6 +56,9 @@ constexpr i32 kRegsEntry = 168;  // 65536 / 384, rounded down to a multiple of 8
 constexpr i32 kRegsMath = 240, kRegsDequant = 128;
 static_assert(kRegsMath + 2 * kRegsDequant <= 3 * kRegsEntry, "what the block has at entry");
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
+// The fence between ordinary writes and WGMMA makes a thread wait for its loads, which are to stay in flight. So the math
+// warps have it, but for 32 heads, where they have no time to spare.
+constexpr bool kFencedByMath = kBlockRows < 32;
 constexpr i32 kStagesQ = 2;
 constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
 constexpr i32 kQueryRowsOfWarp = kBlockRows / kDequantWarps;
@@ -153,7 +156,7 @@ struct Dequantiser {
     MLA_DEVICE void store_query(i32 query) {
         Storage& s = block.s;
         mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));
-#pragma unroll 1
+#pragma unroll 2
         for (i32 i = 0; i < kQueryRowsOfWarp; ++i) {
             const i32 at = warp + i * kDequantWarps;
             QueryRow<Tile> from;
@@ -183,6 +186,7 @@ struct Dequantiser {
                     store_rope<Rope>(to, tile.piece[piece], piece - Tile::kLatentSwTiles, row, lane);
                 }
             }
+            if (!kFencedByMath) fence_proxy_async();
             release(s.kv_full[stage][group], lane);
 #pragma unroll
             for (i32 piece = Tile::first_piece(group); piece < Tile::first_piece(group + 1); ++piece) {
@@ -234,7 +238,7 @@ MLA_DEVICE void score(Storage& s, Math& math, i32 thread) {
     for (i32 i = 0; i < Tile::kSwTilesQk; ++i) {
         if (i % Tile::kGroupSwTiles == 0) {
             mbarrier_wait(s.kv_full[math.stage][Tile::group_of(i)], parity);
-            fence_proxy_async();  // here, not by the writers, whom it would make wait for their loads
+            if (kFencedByMath) fence_proxy_async();
             wgmma_fence();
         }
         const SmemDesc a = advance(k, i * kSw128Bytes), b = advance(q, i * kQSwTileBytes);

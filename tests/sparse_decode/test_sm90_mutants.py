@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
-    Mutant("keys without a proxy fence", SMALL, "            fence_proxy_async();  // here", "            // here"),
+    Mutant("keys without a proxy fence", SMALL, "if (kFencedByMath) fence_proxy_async();", ""),
     Mutant(
         "keys of another row",
         SMALL,
@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant("scores in another unit", QUERY, "power_of_two(exponent - 14)", "power_of_two(exponent - 13)"),
     Mutant("scores not scaled back", SMALL, "factors.multiply(math.scores);", ";"),
     Mutant("exponents of a lane", QUERY, "__reduce_max_sync(kFullWarp, largest)", "largest"),
-    Mutant("RoPE queries as they are", QUERY, "cvt_x2(Element{}, pair.x * up, pair.y * up)", "words[j]"),
+    Mutant("RoPE queries in the latents' format", QUERY, "if (i * kSwTilesOfStep >= Tile::kRopeSwTile) continue;", ""),
     # Softmax and results
     Mutant("zeros past the end count", SMALL, "mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);", ""),
     Mutant(
