@@ -32,7 +32,8 @@ enum Way : i32 { kWhole, kPieces, kLoose, kEven, kWays };
 static_assert(kWays * kMaxSplits == kScheduleThreads, "a thread per split and way");
 static_assert(kScheduleWarps == kWarpThreads, "a lane per warp's sum");
 
-// ---- Shared memory ---------------------------------------------------------------------------------------------------
+// ---- Shared memory
+// ---------------------------------------------------------------------------------------------------
 struct Request {
     i32 index;
     i32 units;
@@ -207,8 +208,11 @@ MLA_DEVICE i32 min_limit(const Batch& batch, ScheduleStorage& s, i32 total) {
         if (lane == 0 && fits) atomicOr(&s.fits, 1u << warp);
         __syncthreads();
         const i32 first = s.fits == 0 ? kScheduleWarps : __ffs(s.fits) - 1;
-        if (first < kScheduleWarps) high = low + range / kScheduleWarps * first + range % kScheduleWarps * first / kScheduleWarps;
-        if (first > 0) low = low + range / kScheduleWarps * (first - 1) + range % kScheduleWarps * (first - 1) / kScheduleWarps + 1;
+        if (first < kScheduleWarps)
+            high = low + range / kScheduleWarps * first + range % kScheduleWarps * first / kScheduleWarps;
+        if (first > 0)
+            low =
+                low + range / kScheduleWarps * (first - 1) + range % kScheduleWarps * (first - 1) / kScheduleWarps + 1;
         __syncthreads();  // s.fits is read
     }
     return high;

@@ -18,12 +18,16 @@
 //
 // Source: FlashMLA's FP8 sparse decode (2025) also dequantises in a third warpgroup. What differs: both math warpgroups
 // score, f16 where scales are no powers of two, and no exchange of dequantised keys between blocks.
+#include "attention/record_tokens.cuh"
+#include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
 #include "ptx/copy.cuh"
-#include "sparse_decode/sm90_query.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::sparse_decode {
+using namespace attention;
+using namespace attention::sm90;
+
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using TokenRecord = MLA_RECORD;
 
@@ -132,7 +136,10 @@ struct Dequantiser {
         if (!listed.exists) return listed;
         listed.first = walk.first;
 #pragma unroll
-        for (i32 r = 0; r < kRowsOfLane; ++r) listed.token[r] = walk.entry(block.p, row0() + r * kRowStep);
+        for (i32 r = 0; r < kRowsOfLane; ++r) {
+            const i32 row = row0() + r * kRowStep;
+            listed.token[r] = ListedTokens::place(block.p, walk.item, walk.tile * kTileTokens + row);
+        }
         const i32 query_at = min(walk.item.tile_begin + kTilesBeforeQuery, walk.item.tile_end) - 1;
         if (walk.tile == query_at && walk.item.request != first_query) listed.query = walk.item.request;
         if (walk.first && first_query != kNoQuery) prefetch_query(walk.item.request);
@@ -155,7 +162,8 @@ struct Dequantiser {
         constexpr i32 kChunks = Fp8::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
         const i32 first = warp * kRowsOfWarp;
         const DecodeParams& p = block.p;
-        const u16* row = p.q + query * p.q_stride_b_elems + (block.row0 + first) * p.q_stride_h_elems + lane * kChunkElems;
+        const u16* row =
+            p.q + query * p.q_stride_b_elems + (block.row0 + first) * p.q_stride_h_elems + lane * kChunkElems;
         const SmemAddr tiles = smem_addr(s.q) + lane / kSw128Chunks * kSw128Bytes;
 #pragma unroll 2
         for (i32 i = 0; i < kRowsOfWarp; ++i, row += p.q_stride_h_elems) {

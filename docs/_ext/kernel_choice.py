@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, LOSS, TOPK
+from mla_cupy.kernels.indexer import HEAD_SUMS, LOGITS, LOGITS_PAGED, LOSS, TOPK
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from mla_cupy.kernels.indexer.problem import TopkProblem
@@ -49,6 +49,7 @@ SITUATIONS = (
     ("`mla_decode`, 4 queries, 16 heads: 64 rows", DECODE, DecodeProblem(4, 16, 1, "bfloat16")),
     ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, 1, "bfloat16")),
     ("`mla_decode`, 128 heads of 4 KV heads", DECODE, DecodeProblem(1, 128, 4, "bfloat16")),
+    ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, 1, "bfloat16", record="v32")),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),
@@ -70,6 +71,8 @@ SITUATIONS = (
     ("`indexer_topk`, 64 rows of 32,768", TOPK, TopkProblem(64, 32768, 2048)),
     ("`indexer_topk`, 4,096 rows of 131,072", TOPK, TopkProblem(4096, 131072, 2048)),
     ("`indexer_warmup_loss`, sums over heads", LOSS, LossProblem(8192, 8192, 128, 64, 576, 128)),
+    ("`indexer_head_sums`, all keys", HEAD_SUMS, LossProblem(8192, 8192, 16, 0, 576, 0)),
+    ("`indexer_head_sums`, with indices", HEAD_SUMS, LossProblem(8192, 8192, 16, 0, 576, 0, topk=2048)),
     ("`indexer_warmup_loss`, per head", LOSS, LossProblem(8192, 8192, 64, 64, 128, 64, per_head=True)),
 )
 

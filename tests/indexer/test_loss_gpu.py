@@ -14,7 +14,7 @@ from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.kernels import by_name
-from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, shares
 
 pytestmark = pytest.mark.gpu
 
@@ -96,3 +96,17 @@ def test_hostile_sequences(gpu: object) -> None:
         for kernel in kernels(case):
             got = mla_cupy.indexer_warmup_loss(**on_gpu({**inputs, **sequences}), kernel=kernel)
             check_loss(on_host(got), exact, TENSOR_CORE_ERROR)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=lambda case: case.id)
+def test_ranks(case: LossCase, gpu: object) -> None:
+    """Of tensor parallelism, with the loss in chunks, against one rank that has all heads."""
+    inputs = loss_inputs(case)
+    exact = reference.indexer_warmup_loss(**inputs, **case.options)
+    for kernel in kernels(case):
+        error = TENSOR_CORE_ERROR if "sm90" in kernel else 1e-4
+        options = {"causal": case.causal, "kernel": kernel, "buffer_bytes": 1 << 17}
+        total = sum(mla_cupy.indexer_head_sums(**on_gpu(mine), **options) for mine in shares(inputs, 2))
+        given = on_gpu({name: x for name, x in of_one_rank(inputs, 2, 1).items() if name != "v"})
+        got = on_host(mla_cupy.indexer_warmup_loss(**given, head_sums=total, **{**case.options, **options}))
+        check_loss(got, exact._replace(out=None, attention_lse=None), error)

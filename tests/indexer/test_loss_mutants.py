@@ -39,8 +39,8 @@ FREE = "    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
 HOPPER_MUTANTS = [
     Mutant("a piece is released before it is read", SCORES_SM90, "            wgmma_wait_group<1>();\n", ""),
-    Mutant("index keys come over keys in use", SCORES_SM90, "    mbarrier_wait(s.k_empty, 0);\n", ""),
-    Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, 1);\n", ""),
+    Mutant("index keys come over keys in use", SCORES_SM90, "    if (p.heads > 0) mbarrier_wait(s.k_empty, 0);\n", ""),
+    Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, p.heads > 0 ? 1 : 0);\n", ""),
     Mutant("tokens share a head's lse", SCORES_SM90, "== 0 ? lse.x : lse.y", "== 0 ? lse.x : lse.x"),
     Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),

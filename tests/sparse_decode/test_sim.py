@@ -96,17 +96,18 @@ def test_heads_decide() -> None:
         assert entry in driver.launched
 
 
-LISTS, GENERIC = "sparse_decode/lists.cu", "sparse_decode/generic.cu"
+LISTS, GENERIC = "sparse_decode/lists.cu", "attention/generic_records.cuh"
+RECORD = "attention/token_record.cuh"
 MUTANTS = (
     Mutant("warps at one place", LISTS, "lane < warp ? of_warp : 0", "0"),
     Mutant("entries at one place", LISTS, "places[i] = found +", "places[i] ="),
     Mutant("a query is not scheduled", LISTS, "b(p.queries)", "b(p.queries - 1)"),
     Mutant("extra pages of the first cache", LISTS, "source.cache = p.extra_cache;", ""),
     Mutant("extra page size of the first cache", LISTS, ", source.layout.page_size = p.extra_page_size", ""),
-    Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kTokens)", "sum"),
+    Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
     Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
-    Mutant("scales of a neighbour", "sparse_decode/token_record.cuh", "kGroupChunks = 4,", "kGroupChunks = 2,"),
+    Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
 )
 #: Two lists, of several warps' entries and of two tiles, lengths and a sink; in one split per SM.
 SEEN_BY = SparseDecodeCase(record="v4", topk=170, extra=33, lengths=True, sink=True, h_q=9)

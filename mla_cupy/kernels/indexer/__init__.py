@@ -7,6 +7,7 @@ from mla_cupy.kernels.indexer import (
     loss_attention_generic,
     loss_bounds,
     loss_finite_keys,
+    loss_head_sums,
     loss_keys_generic,
     loss_keys_sm90,
     loss_keys_sum,
@@ -16,6 +17,7 @@ from mla_cupy.kernels.indexer import (
     loss_rows,
     loss_scatter_generic,
 )
+from mla_cupy.kernels.indexer.head_sums_pipeline import HEAD_SUMS
 from mla_cupy.kernels.indexer.logits_pipeline import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.indexer.loss_pipeline import LOSS
 from mla_cupy.kernels.indexer.prepare_pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_K, PREPARE_Q
@@ -26,6 +28,7 @@ from mla_cupy.kernels.spec import Kernel
 __all__ = [
     "APPEND_KEYS",
     "GATHER_KEYS",
+    "HEAD_SUMS",
     "KERNELS",
     "LOGITS",
     "LOGITS_PAGED",
@@ -54,4 +57,5 @@ KERNELS: tuple[Kernel[Any], ...] = (
     loss_keys_sum.KERNEL,
     loss_scatter_generic.KERNEL,
     loss_bounds.KERNEL,
+    loss_head_sums.KERNEL,
 )
