@@ -32,8 +32,7 @@ enum Way : i32 { kWhole, kPieces, kLoose, kEven, kWays };
 static_assert(kWays * kMaxSplits == kScheduleThreads, "a thread per split and way");
 static_assert(kScheduleWarps == kWarpThreads, "a lane per warp's sum");
 
-// ---- Shared memory
-// ---------------------------------------------------------------------------------------------------
+// ---- Shared memory ---------------------------------------------------------------------------------------------
 struct Request {
     i32 index;
     i32 units;

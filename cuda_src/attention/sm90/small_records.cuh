@@ -36,9 +36,9 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
-    // The fence between ordinary writes and WGMMA makes a thread wait for its loads, which are to stay in flight: so
-    // the math warps have it, but for 32 heads, where they have no time to spare. PERF(H200, 2026-11-22, 81.8 to 77.5
-    // us at 16 heads, but 96.7 to 100.7 at 32)
+    // Whose the fence between ordinary writes and WGMMA is. It makes a thread wait, most likely for its loads, which
+    // are to stay in flight; but for 32 heads the math warps have no time to spare. PERF(H200, 2026-11-22, 81.8 to 77.5
+    // us at 16 heads; 96.7 to 100.7 at 32)
     static constexpr bool kFencedByMath = kBlockRows < 32;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
