@@ -20,6 +20,7 @@ from mla_cupy.ops import (
 from mla_cupy.ops.cache import cache_append, cache_gather
 from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
 from mla_cupy.ops.call import workspace_bytes
+from mla_cupy.ops.cascade import PrefixGroup, cascade_decode, shared_prefixes
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.head_sums import indexer_head_sums
@@ -42,10 +43,12 @@ __all__ = [
     "OPERATIONS",
     "POOL_OPERATIONS",
     "DecodePlan",
+    "PrefixGroup",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
     "cache_update",
+    "cascade_decode",
     "indexer_cache_append",
     "indexer_cache_gather",
     "indexer_head_sums",
@@ -61,6 +64,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "plan_decode",
+    "shared_prefixes",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",

@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
-    Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByMath) fence_proxy_async();", ""),
+    Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant(
         "keys of another row",
         SMALL,
