@@ -123,11 +123,23 @@ MLA_DEVICE void drop_absent_pages(const DecodeParams& p, BoxWindow& window) {
     }
 }
 
+// L2 policy of the keys. Evicted first, the lines of a long work item displace little but each other, which is slow
+// where kernels before have left the L2 full of written lines. Short items, and keys that several row blocks read, were
+// faster with evict_first.
+constexpr i32 kLongItemTiles = 32;
+
+template <class Block>
+MLA_DEVICE u64 key_policy(const Block& block, const WorkItem& item) {
+    const bool read_once = block.rows <= Block::kRows;
+    return read_once && item.tile_end - item.tile_begin >= kLongItemTiles ? kEvictNormal : kEvictFirst;
+}
+
 // The boxes of one tile, from a lane of the load warp.
 struct TileBoxes {
     const BoxWindow& window;
     i32 first, count;  // within the window
     i32 rows, lane;
+    u64 l2_policy;
 
     MLA_DEVICE i32 box(i32 i) const { return lane + i * kWarpThreads - first; }
     MLA_DEVICE bool contains(i32 box) const { return (u32)box < (u32)count; }
@@ -156,8 +168,7 @@ struct TileBoxes {
             for (i32 k = begin; k < end; ++k) {
                 const i32 sw_tile = Tile::sw_tile_in_order(k);
                 cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box(i) * rows * kSw128RowBytes), kv_map, full,
-                                        sw_tile * kSw128Columns, window.offset[i], kv_head, window.page[i],
-                                        kEvictFirst);
+                                        sw_tile * kSw128Columns, window.offset[i], kv_head, window.page[i], l2_policy);
             }
         }
     }
@@ -173,6 +184,7 @@ MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) 
     const i32 window_tiles = kWindowBoxes / boxes_per_tile;
     WorkItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
+        const u64 l2_policy = key_policy(block, item);
         BoxWindow next = look_up(p, item, item.tile_begin * kTileTokens, rows, lane);
         for (i32 first = item.tile_begin; first < item.tile_end; first += window_tiles) {
             BoxWindow window = next;
@@ -182,7 +194,8 @@ MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) 
             }
             const i32 last = min(first + window_tiles, item.tile_end);
             for (i32 tile = first; tile < last; ++tile) {
-                load_tile(TileBoxes{window, (tile - first) * boxes_per_tile, boxes_per_tile, rows, lane}, item, tile);
+                const i32 first_box = (tile - first) * boxes_per_tile;
+                load_tile(TileBoxes{window, first_box, boxes_per_tile, rows, lane, l2_policy}, item, tile);
             }
         }
     }

@@ -130,6 +130,9 @@ def indexer_sparse_loss(
     whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the NumPy
     oracle.
 
+    Without `lse` a plain kernel computes it, which takes as long as the targets: `sparse_mla_forward` over the same
+    `indices` returns it.
+
     What different tokens add to a key is summed by float32 atomics; if deterministic, to six bins, in which every
     partial sum is exact: `cuda_src/tile/binned_sum.cuh`.
 

@@ -150,8 +150,12 @@ def indexer_warmup_loss(
 
     All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
     are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with sums over heads and arrays that
-    start at and step by multiples of 16 bytes, everything but the attention's log-sum-exps and output runs on tensor
-    cores, and the gradients by the scores are rounded to bfloat16: give `lse`, which the attention has at hand.
+    start at and step by multiples of 16 bytes, everything but the attention's output runs on tensor cores, and the
+    gradients by the scores are rounded to bfloat16.
+
+    Without `lse` the scores of the attention are computed twice: give it where attention has it at hand, as
+    `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` a plain kernel computes
+    it along with the output, which takes longer than all the rest.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv), 8 * s_q bytes,
     for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, and 4 * s_q * h without `lse` and `v`. It

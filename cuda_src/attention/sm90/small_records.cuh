@@ -14,7 +14,7 @@
 #pragma once
 #include "attention/record_tokens.cuh"
 #include "attention/row_block.cuh"
-#include "attention/sm90/record_nonfinite.cuh"
+#include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/swapped.cuh"
 #include "ptx/control.cuh"
@@ -38,8 +38,9 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
-    // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1; with 32 rows it costs 9 %)
-    static constexpr bool kFencedByReaders = Tokens::kMasked && kBlockRows <= 16;
+    // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1, with 32 rows it costs 9 %; lists: -3 to -5 %
+    // with 16 rows, with 32 it costs 4 %)
+    static constexpr bool kFencedByReaders = kBlockRows <= 16;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
     // The pieces of a group: [first_piece(group), first_piece(group + 1)).
@@ -79,7 +80,6 @@ struct SmallStorage {
     float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
     u64 present[kStagesKV];  // bit t: token t of the tile is there; only of tokens in pages
-    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
     MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
     MBarrier q_empty[kStagesQ];
 };
@@ -102,7 +102,6 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
         for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps);
     }
     for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupWarps);
-    s.nonfinite_request = -1;
 }
 
 // ---- Dequant role ----------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ struct Dequantiser {
     MLA_DEVICE void store_query(i32 query) {
         SmallStorage<C>& s = block.s;
         mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));
-#pragma unroll 1
+#pragma unroll 2
         for (i32 i = 0; i < kQueryRows; ++i) {
             const i32 at = warp + i * kDequantWarps;
             QueryRow<typename C::Tile> from;
@@ -171,7 +170,7 @@ struct Dequantiser {
         q_stage ^= 1;
     }
 
-    // Stores a tile, and refills its registers from the next one. The loads come after the fence, which keeps the
+    // Stores a tile, and refills its registers from the next one. The loads come after the release, which keeps the
     // compiler from moving them up: they would need other registers, and be waited for at the tile's end.
     MLA_DEVICE void store_tile(FetchedTile<C>& tile, const TokenBytes& next) {
         SmallStorage<C>& s = block.s;
@@ -333,16 +332,17 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, const 
 }
 
 // Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
-// after P covers these writes, too.
+// after P covers these writes, too. A row that does see NaN in a latent has a score of NaN, and so is NaN as a whole:
+// nothing has to be given back.
 template <class C>
 MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math, const WorkItem& item, i32 tile,
                            i32 thread) {
     if constexpr (C::Tokens::kMasked) {
         const i32 first = tile * kTileTokens;
         if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+        i32 found;
         sanitize_rows<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], max(item.seen_by_all - first, 0),
-                                                     item.tokens - first, block.s.nonfinite_request, item.request,
-                                                     thread);
+                                                     item.tokens - first, found, item.request, thread);
     }
 }
 
@@ -382,13 +382,6 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
         }
         store_result</*kWithRowMax=*/false>(Element{}, p, item, heads, math, s.warp_values, s.stats, 0, true, MathOnly,
                                             thread);
-        if constexpr (C::Tokens::kMasked) {
-            if (s.nonfinite_request == item.request) {
-                using Values = RecordValues<typename C::TokenRecord, typename C::Latent>;
-                bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
-                fixup_nonfinite<Element, kHeadDimV, Values>(block, item, 0, thread);
-            }
-        }
     }
 }
 

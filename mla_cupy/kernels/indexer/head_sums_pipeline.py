@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
-    loss_attention_generic,
     loss_head_sums,
     loss_ranges,
     loss_scores_generic,
@@ -18,6 +17,7 @@ from mla_cupy.kernels.indexer.loss_pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
+    attention_launch,
     chunk_tokens,
     loss_launch,
     loss_record,
@@ -65,8 +65,7 @@ class HeadSumsPipeline(Pipeline[LossConfig]):
             parts |= {"rows": "rows", "counts": "counts"}
         whole = loss_record(config, call, 0, problem.s_q, parts)
         steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
-        if problem.needs_lse:
-            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
+        steps += attention_launch(config, whole, call)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             record = loss_record(config, call, first, tokens, parts)

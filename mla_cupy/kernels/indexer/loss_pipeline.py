@@ -19,6 +19,7 @@ from mla_cupy.kernels.indexer import (
     loss_keys_generic,
     loss_keys_sm90,
     loss_keys_sum,
+    loss_lse_sm90,
     loss_queries_generic,
     loss_queries_sm90,
     loss_ranges,
@@ -105,8 +106,7 @@ class LossPipeline(Pipeline[LossConfig]):
         steps: list[Step] = []
         whole = loss_record(config, call, 0, problem.s_q)
         steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole, call)
-        if problem.needs_lse or problem.value_dim:
-            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole, call)
+        steps += attention_launch(config, whole, call)
         if config.on_tensor_cores:
             steps += loss_launch(loss_finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
@@ -135,6 +135,19 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
     if config.problem.gradients:
         yield loss_queries_sm90.KERNEL if config.on_tensor_cores else loss_queries_generic.KERNEL
         yield loss_keys_sm90.KERNEL if config.on_tensor_cores else loss_keys_generic.KERNEL
+
+
+def attention_launch(config: LossConfig, whole: Record, call: Call) -> list[Step]:
+    """What the attention itself has to give, where it is asked for or missing."""
+    problem = config.problem
+    if problem.value_dim:
+        kernel = loss_attention_generic.KERNEL
+    elif problem.needs_lse:
+        on_hopper = config.kernel is loss_scores_sm90.KERNEL
+        kernel = loss_lse_sm90.KERNEL if on_hopper else loss_attention_generic.KERNEL
+    else:
+        return []
+    return loss_launch(kernel, problem, problem.s_q, whole, call)
 
 
 def loss_launch(
