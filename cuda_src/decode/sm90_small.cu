@@ -53,7 +53,10 @@ MLA_DEVICE void run_math_role(Block<Small>& block, i32 thread) {
         process_item(block, math, item, thread);
         store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
                                             thread);
-        if (s.nonfinite_request == item.request) fixup_nonfinite<Element, kHeadDimV>(block, item, 0, thread);
+        if (s.nonfinite_request == item.request) {
+            bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
+            fixup_nonfinite<Element, kHeadDimV>(block, item, 0, thread);
+        }
     }
 }
 

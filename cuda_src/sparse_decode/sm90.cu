@@ -18,12 +18,16 @@
 //
 // Source: FlashMLA's FP8 sparse decode (2025) also dequantises in a third warpgroup. What differs: both math warpgroups
 // score, f16 where scales are no powers of two, and no exchange of dequantised keys between blocks.
+#include "attention/record_tokens.cuh"
+#include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
 #include "ptx/copy.cuh"
-#include "sparse_decode/sm90_query.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::sparse_decode {
+using namespace attention;
+using namespace attention::sm90;
+
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using TokenRecord = MLA_RECORD;
 
@@ -130,7 +134,10 @@ struct Dequantiser {
         if (!listed.exists) return listed;
         listed.first = walk.first;
 #pragma unroll
-        for (i32 r = 0; r < kRowsOfLane; ++r) listed.token[r] = walk.entry(block.p, row0() + r * kRowStep);
+        for (i32 r = 0; r < kRowsOfLane; ++r) {
+            const i32 row = row0() + r * kRowStep;
+            listed.token[r] = ListedTokens::place(block.p, walk.item, walk.tile * kTileTokens + row);
+        }
         const i32 query_at = min(walk.item.tile_begin + kTilesBeforeQuery, walk.item.tile_end) - 1;
         if (walk.tile == query_at) listed.query = walk.item.request;
         if (walk.first) prefetch_query(walk.item.request);

@@ -49,6 +49,7 @@ SITUATIONS = (
     ("`mla_decode`, 4 queries, 16 heads: 64 rows", DECODE, DecodeProblem(4, 16, 1, "bfloat16")),
     ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, 1, "bfloat16")),
     ("`mla_decode`, 128 heads of 4 KV heads", DECODE, DecodeProblem(1, 128, 4, "bfloat16")),
+    ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, 1, "bfloat16", record="v32")),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),

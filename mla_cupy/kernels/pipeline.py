@@ -167,7 +167,7 @@ class Prepared:
     It owns its parameter blocks: one thread at a time may use it. `driver` is what it was prepared for.
     """
 
-    __slots__ = ("_base", "_blocks", "_fills", "_launches", "_offsets", "_parts", "driver")
+    __slots__ = ("_addresses", "_base", "_blocks", "_launches", "_offsets", "_parts", "driver")
 
     def __init__(
         self, steps: Sequence[Step], names: Sequence[str], layout: Layout, device: DeviceInfo, stream: int
@@ -176,6 +176,7 @@ class Prepared:
         self._offsets = tuple(layout.offsets.values())
         self._base = -1
         self._parts: tuple[int, ...] = ()
+        self._addresses: list[int] = []  # that the blocks hold
         index = {name: at for at, name in enumerate((NULL, *names, *layout.offsets))}
         records = {id(step.record): step.record for step in steps if isinstance(step, Launch)}
         blocks = {key: _Block(record, index) for key, record in records.items()}
@@ -193,16 +194,20 @@ class Prepared:
         Parameters
         ----------
         addresses : list of int
-            0, then the arrays' in the order of the names; 0 for an array that is not given. It is written to.
+            0, then the arrays' in the order of the names; 0 for an array that is not given.
         workspace : int
             Address of the workspace.
         stream : int
         """
         if workspace != self._base:
             self._base, self._parts = workspace, tuple([workspace + offset for offset in self._offsets])
-        addresses += self._parts
-        for write in self._blocks:
-            write(addresses)
+            self._addresses = []
+        if addresses != self._addresses:  # comparing takes a tenth of writing
+            self._addresses = []
+            places = [*addresses, *self._parts]
+            for write in self._blocks:
+                write(places)
+            self._addresses = addresses.copy()
         for launch in self._launches:
             launch(stream)
 

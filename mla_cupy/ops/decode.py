@@ -7,15 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.records import RECORDS as READ
+from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_d_v, check_empty_lse, check_flag, check_lse_base, check_shard, resolve_scale
 from mla_cupy.ops.decode_plan import DecodePlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.records import BYTE_DTYPES, RECORDS, record_of
 from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
 
 
@@ -50,9 +54,11 @@ def mla_decode(
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
         Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
         are free (multiples of 16 bytes are fastest).
-    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q
+    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
-        h // (h_q // h_kv). Any page size; strides as for q.
+        h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
+        (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
+        is 512 and whose values include the RoPE part; or with a head axis of size 1.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -114,6 +120,10 @@ def mla_decode(
     `workspace`, a call allocates nothing and can be captured in a CUDA graph. It takes 2 * b * s_q * h_q * seqlen *
     (d_qk + 512) FLOPs.
 
+    FP8 records are read as they are: nothing is converted in memory. On Hopper latents of "v32" are rounded to float16,
+    see `sparse_mla_decode`, and more than 32 rows (s_q * h_q) are blocks of 32, each of which converts for itself; "v4"
+    runs on CUDA cores.
+
     Examples
     --------
     >>> import numpy as np, mla_cupy
@@ -166,8 +176,35 @@ def _examine(views: Views, given: _Options) -> Examined:
     if tokens > MAX_TOKENS:
         expected = f"at most {MAX_TOKENS} = 2^31 - 64"
         raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
-    aligned = num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache)
-    return Examined(DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk), options, given.kernel)
+    record = _record(kv_cache, q)
+    aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
+    return Examined(DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record), options, given.kernel)
+
+
+def _record(kv_cache: View, q: View) -> str:
+    """The FP8 record of a cache of bytes, "" for 16-bit rows; checks the width, which is not that of the queries."""
+    _, _, h_kv, width = kv_cache.shape
+    d_qk = q.shape[-1]
+    if kv_cache.dtype not in BYTE_DTYPES:
+        if width != d_qk:
+            raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as of q"))
+        return ""
+    record = record_of(kv_cache.dtype, width, "kv_cache")
+    if record.name not in READ:
+        remedy = "read it by cache_gather"
+        raise ShapeError(explain("kv_cache", f"pages of {record.name}", " or ".join(READ), remedy))
+    if h_kv != 1:
+        raise ShapeError(explain("kv_cache.shape[2]", h_kv, "1", f"{record.name} has one KV head"))
+    if d_qk != record.d_qk:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
+    check_layout(record, _without_heads(kv_cache), "kv_cache")
+    return record.name
+
+
+def _without_heads(cache: View) -> View:
+    """A cache of one KV head without the axis of heads."""
+    (pages, page_size, _, width), (page, token, _, element) = cache.shape, cache.strides
+    return cache._replace(shape=(pages, page_size, width), strides=(page, token, element))
 
 
 def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
@@ -194,7 +231,7 @@ OPERATION = Operation(
     "mla_decode",
     inputs=(
         Input("q", "b s_q h_q d_qk", HALF, contiguous=True),
-        Input("kv_cache", "num_pages page_size h_kv? d_qk", ("=q",), contiguous=True),
+        Input("kv_cache", "num_pages page_size h_kv? d_kv", ("=q", *BYTE_DTYPES), contiguous=True),
         Input("block_table", "b max_pages", ("int32",)),
         Input("seqlens", "b", ("int32",)),
     ),
@@ -202,7 +239,7 @@ OPERATION = Operation(
         Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide"),
         Output("lse", "b h_q s_q"),
     ),
-    sizes={"d_qk": (D_QK, D_V), "d_v": (D_V,)},
+    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(RECORDS[name].width for name in READ)), "d_v": (D_V,)},
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=_Options,
     examine=_examine,

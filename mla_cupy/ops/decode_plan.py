@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from mla_cupy import arrays, dtypes
+from mla_cupy import arrays, dtypes, records
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, explain
@@ -17,6 +17,7 @@ from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES, Request, check_memory
@@ -205,6 +206,7 @@ def plan_decode(
     h_q: int,
     h_kv: int = 1,
     d_qk: int = D_QK,
+    record: str | None = None,
     max_pages: int,
     page_size: int,
     dtype: Any,
@@ -226,6 +228,8 @@ def plan_decode(
         Query tokens, query heads and KV heads, as in the calls.
     d_qk : int
         Width of the keys: 576, or 512.
+    record : str, optional
+        "v32" or "v4" for a cache of these FP8 records; "v4" goes with a d_qk of 512.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
@@ -277,7 +281,7 @@ def plan_decode(
     check_kernel(DECODE.kernels, kernel)
     shard = check_shard(cp_world, cp_rank)
     pieces = check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
-    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk)
+    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=_record(record, d_qk, h_kv))
     limits = _Limits(max_b, max_pages, page_size, *shard)
     if device is None and not backend.use_gpu():
         if workspace is not None and not callable(workspace):
@@ -301,6 +305,19 @@ def plan_decode(
         return plan
     memory = workspace(nbytes) if callable(workspace) else workspace
     return DecodePlan(problem, limits, ordinal, config, (memory, _workspace_address(memory, nbytes, ordinal)))
+
+
+def _record(name: Any, d_qk: int, h_kv: int) -> str:
+    """The record of a cache of bytes, "" for 16-bit rows."""
+    if name is None:
+        return ""
+    if name not in RECORDS:
+        raise ArgumentError(explain("record", repr(name), "None, or one of " + ", ".join(RECORDS)))
+    if d_qk != records.RECORDS[name].d_qk:
+        raise ArgumentError(explain("d_qk", d_qk, f"{records.RECORDS[name].d_qk} for {name}"))
+    if h_kv != 1:
+        raise ArgumentError(explain("h_kv", h_kv, "1", f"{name} has one KV head"))
+    return str(name)
 
 
 def _ordinal(device: Any) -> int:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
-from mla_cupy.kernels.sparse_decode.problem import RECORDS, SparseDecodeOptions, SparseDecodeProblem
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base, resolve_scale

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.errors import ShapeError, explain
+from mla_cupy.records import BYTE_DTYPES
 from mla_cupy.reference.attend import attend
+from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.lse import log_of_base
 
 Array = npt.NDArray[Any]
@@ -43,7 +45,7 @@ def mla_decode(
         Absorbed queries: d_qk is 576 in DeepSeek-V3.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk)
         The pool of pages. The values are the first `d_v` elements of the keys. Query head h reads head
-        h // (h_q // h_kv).
+        h // (h_q // h_kv). Or the pages of an FP8 record, "v32" or "v4": see `cache_append`.
     block_table : array, (b, max_pages), integers
         The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
         tokens are invisible.
@@ -65,7 +67,8 @@ def mla_decode(
         The `lse` of a row that sees no token.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
-        against the running maximum, and `out` to the dtype of `q`. It yields the error that a right kernel may have.
+        against the running maximum, and `out` to the dtype of `q`; of records the keys, too. It yields the error that a
+        right kernel may have.
 
     Returns
     -------
@@ -79,6 +82,7 @@ def mla_decode(
     Not a number or infinity in a token that a query does not see has no effect on it.
     """
     q, cache, block_table, seqlens = map(np.asarray, (q, kv_cache, block_table, seqlens))
+    is_record = str(cache.dtype) in BYTE_DTYPES
     if cache.ndim == 3:
         cache = cache[:, :, None, :]
     b, s_q, h_q, d_qk = q.shape
@@ -93,6 +97,8 @@ def mla_decode(
     for i in range(b):
         length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1] * cp_world + cp_rank))
         keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)))
+        if is_record and rounding is not None:
+            keys = round_to(keys, rounding)
         positions = here * cp_world + cp_rank
         for tokens, visible in _visible_prefixes(positions, length, s_q, causal):
             for h in range(h_kv):
@@ -113,6 +119,9 @@ def _present_tokens(cache: Array, table: Array, length: int) -> tuple[Array, Arr
     pages = table[: -(-length // page_size)].astype(np.int64)[positions // page_size]
     present = (pages >= 0) & (pages < cache.shape[0])
     positions = positions[present]
+    if str(cache.dtype) in BYTE_DTYPES:
+        rows = cache_gather(cache, pages[present] * page_size + positions % page_size)[0]
+        return rows[:, None].astype(np.float64), positions
     return cache[pages[present], positions % page_size].astype(np.float64), positions
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,19 @@ def test_the_child_finds_results_that_are_not_finite(device, numpy_backend, monk
     monkeypatch.setattr(device, "count_not_finite", lambda array: 3)
     with pytest.raises(ArithmeticError, match="3 results"):
         child.Tree(device).prepare("decode", CASE.name, "bfloat16", "mla_cupy")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_child_loads_an_operation_by_name(name):
+    assert child.load(name) is OPERATIONS[name]
+
+
+def test_the_child_loads_no_other_operation():
+    """An older package may lack what a later operation imports."""
+    loaded = "sorted(name for name in sys.modules if name.startswith('bench.ops.') and name.endswith('.operation'))"
+    script = f"import sys; from bench.trees import child; child.load('decode'); print({loaded})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['bench.ops.decode.operation']"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

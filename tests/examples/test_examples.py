@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -248,3 +249,45 @@ def test_context_parallel(project_first: bool) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "90 tokens on 2 ranks by HostTransport" in done.stdout
     assert done.stdout.endswith("agreed\n")
+
+
+FEW = ("--tokens", "64", "--topk", "8")
+"""A size that the oracle takes no time for."""
+
+
+def check_training_indexer(file: Path, backend: str, *arguments: str) -> dict[str, list[float]]:
+    text = run("train_indexer.py", *arguments, "--json", str(file), backend=backend)
+    assert text.endswith("\nthe indexer finds the keys\n")
+    curve: dict[str, list[float]] = json.loads(file.read_text())
+    return curve
+
+
+def test_training_indexer(tmp_path: Path) -> None:
+    plot = tmp_path / "curve.png"
+    steps = ("--warmup-steps", "30", "--sparse-steps", "10", "--goal", "0.8", "--plot", str(plot))
+    curve = check_training_indexer(tmp_path / "curve.json", "numpy", "--device", "cpu", *FEW, *steps)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(curve["loss"]) == 40
+    assert curve["loss"][29] < 0.3 * curve["loss"][0]
+    assert curve["loss"][39] < curve["loss"][30], "the sparse stage learns"
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_training_indexer_with_autograd(tmp_path: Path, library: str) -> None:
+    """The losses of every step are those of the gradients by hand."""
+    needs(library)
+    few = ("--device", "cpu", *FEW, "--warmup-steps", "3", "--sparse-steps", "2", "--goal", "0")
+    plain = check_training_indexer(tmp_path / "plain.json", "numpy", *few)
+    found = check_training_indexer(tmp_path / "found.json", "numpy", *few, "--framework", library)
+    assert found["loss"] == pytest.approx(plain["loss"], rel=5e-3)
+    assert plain["loss"][2] < 0.95 * plain["loss"][0], "the steps are no small ones"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["arrays", "torch", "jax"])
+def test_training_indexer_on_gpu(gpu: object, tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if library != "arrays":
+        needs(library)
+    sizes = ("--size", "tiny", "--tokens", "512", "--heads", "64", "--topk", "64", "--goal", "0.8")
+    check_training_indexer(tmp_path / "curve.json", "cuda", "--framework", library, "--device", "gpu", *sizes)

@@ -84,16 +84,17 @@ def test_heads_decide() -> None:
         assert entry in driver.launched
 
 
-LISTS, GENERIC = "sparse_decode/lists.cu", "sparse_decode/generic.cu"
+LISTS, GENERIC = "sparse_decode/lists.cu", "attention/generic_records.cuh"
+RECORD = "attention/token_record.cuh"
 MUTANTS = (
     Mutant("warps at one place", LISTS, "if (other < warp) place", "if (false) place"),
     Mutant("extra pages of the first cache", LISTS, "source.cache = p.extra_cache;", ""),
     Mutant("extra page size of the first cache", LISTS, ", source.layout.page_size = p.extra_page_size", ""),
     Mutant("lengths are not clamped", LISTS, "max(0, min(lengths[at], topk))", "lengths[at]"),
-    Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kTokens)", "sum"),
+    Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
     Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
-    Mutant("scales of a neighbour", GENERIC, "kGroupChunks = 4,", "kGroupChunks = 2,"),
+    Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
 )
 #: Two lists, lengths and a sink; in one split per SM.
 SEEN_BY = SparseDecodeCase(record="v4", topk=20, extra=33, lengths=True, sink=True, h_q=9)

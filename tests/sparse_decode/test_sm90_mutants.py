@@ -17,8 +17,8 @@ from tests.sparse_decode.runs import SparseDecodeCase, check
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 
-SMALL = "sparse_decode/sm90_small.cu"
-KEYS, QUERY = "sparse_decode/sm90_keys.cuh", "sparse_decode/sm90_query.cuh"
+SMALL = "attention/sm90/small_records.cuh"
+KEYS, QUERY = "attention/sm90/record_keys.cuh", "attention/sm90/record_query.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
 #: One block works on five requests, of one to three tiles.
 CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
@@ -33,7 +33,7 @@ MUTANTS = (
         "kv_empty[stage]) mbarrier_init(empty, 3)",
     ),
     Mutant("keys announced by seven warps", SMALL, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
-    Mutant("later groups not waited for", SMALL, "if (i % Tile::kGroupSwTiles == 0) {", "if (i == 0) {"),
+    Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
     Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
@@ -51,9 +51,9 @@ MUTANTS = (
     ),
     Mutant("chunks in the wrong order", KEYS, "lane % kPieceLanes * 2 + half)", "lane % kPieceLanes * 2 + (1 - half))"),
     Mutant("scales of the next group", KEYS, "group = piece / kGroupPieces", "group = (piece + 1) / kGroupPieces % 4"),
-    Mutant("scales of the tile before", SMALL, "tile.scales = LaneScales<TokenRecord>::load(next.token, lane);", ""),
+    Mutant("scales of the tile before", SMALL, "tile.scales = LaneScales<TokenRecord>::load(next, lane);", ""),
     Mutant("halves of RoPE in order", KEYS, "chunk = (half ^ odd_row) * kPieceLanes", "chunk = half * kPieceLanes"),
-    Mutant("RoPE in the latents' format", SMALL, "add_scores(Rope{}", "add_scores(Latent{}"),
+    Mutant("RoPE in the latents' format", SMALL, "add_scores(typename C::Rope{}", "add_scores(typename C::Latent{}"),
     Mutant("list entries stuck", SMALL, "        next = after;\n", ""),
     # Query rows
     Mutant("Q does not wait", SMALL, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),

@@ -5,24 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import uploaded
+from tests.support.kernels import DECODE_KERNELS
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
 
-CASES = (
-    DecodeCase(b=3, h_q=128, seqlens=(2500, 64, 700)),
-    DecodeCase(b=9, h_q=16, s_q=2, seqlens="ragged-600", page_size=16, seed=1),
-)
+MANY_HEADS = DecodeCase(b=3, h_q=128, seqlens=(2500, 64, 700))
+FEW_HEADS = DecodeCase(b=3, h_q=32, seqlens=(2500, 64, 700))
+OTHER = DecodeCase(b=9, h_q=16, s_q=2, seqlens="ragged-600", page_size=16, seed=1)
 
 
 @pytest.fixture(params=ALL_KERNELS)
@@ -31,13 +33,22 @@ def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def prepared(gpu: DeviceInfo) -> list[tuple[DecodeInputs, tuple[Any, ...]]]:
+@cache
+def on_gpu(case: DecodeCase) -> tuple[DecodeInputs, tuple[Any, ...]]:
     import cupy
 
-    made = [(inputs, uploaded(inputs)) for inputs in map(make, CASES)]
+    inputs = make(case)
+    arguments = uploaded(inputs)
     cupy.cuda.Device().synchronize()
-    return made
+    return inputs, arguments
+
+
+@pytest.fixture
+def prepared(kernel: str, gpu: DeviceInfo) -> list[tuple[DecodeInputs, tuple[Any, ...]]]:
+    """Two cases that the kernel takes: of many heads, if it can."""
+    many = DecodeProblem(MANY_HEADS.s_q, MANY_HEADS.h_q, MANY_HEADS.h_kv, MANY_HEADS.dtype)
+    first = FEW_HEADS if DECODE_KERNELS[kernel].unsupported(many, gpu) else MANY_HEADS
+    return [on_gpu(first), on_gpu(OTHER)]
 
 
 def expected_of(arguments: tuple[Any, ...], inputs: DecodeInputs, kernel: str) -> tuple[Array, Array]:

@@ -43,6 +43,7 @@ def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
         "page_size": case.page_size,
         "d_qk": case.d_qk,
         "dtype": case.dtype,
+        "record": case.record or None,
     }
     return mla_cupy.plan_decode(**{**sizes, **options})
 

@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import dtypes, reference
+from mla_cupy.records import RECORDS
 
 Array = npt.NDArray[Any]
 
 D_QK, D_V = 576, 512
 #: Page ids that are in no pool.
 GARBAGE_PAGES = (2147480000, -7)
+_NAN_BYTE = 0xFF  # of e4m3, e8m0, bfloat16 and float32
 _GAP_OF_ROW = {"padded": 8, "odd": 1, "dense": 0}
 
 
@@ -39,6 +41,8 @@ class DecodeCase:
         How many pages of each sequence (from its second on, where it has one) are replaced by an id out of range.
     head_axis
         False drops the cache's head axis; needs h_kv 1.
+    record, scales
+        "v32" or "v4" for a cache of FP8 records, and the rule of its scales; needs h_kv 1, and d_qk 512 for "v4".
     """
 
     b: int = 3
@@ -57,6 +61,8 @@ class DecodeCase:
     d_qk: int = D_QK
     cp_world: int = 1
     cp_rank: int = 0
+    record: str = ""
+    scales: str | None = None
 
     @property
     def id(self) -> str:
@@ -69,6 +75,8 @@ class DecodeCase:
             "" if self.head_axis else "3d",
             f"dqk{self.d_qk}" if self.d_qk != D_QK else "",
             f"rank{self.cp_rank}of{self.cp_world}" if self.cp_world > 1 else "",
+            self.record,
+            self.scales or "",
             f"seed{self.seed}" if self.seed else "",
         ]
         return "-".join(part for part in parts if part)
@@ -113,7 +121,23 @@ class DecodeInputs:
     @cached_property
     def rounded(self) -> tuple[Array, Array]:
         """out and lse of the oracle with the kernels' roundings."""
-        return reference.mla_decode(*self.arguments, **self.case.options, rounding=self.case.dtype)
+        if not self.case.record:
+            return reference.mla_decode(*self.arguments, **self.case.options, rounding=self.case.dtype)
+        arguments = self.q, as_read(self.case.record, self.kv_cache), self.block_table, self.seqlens
+        rounding = "float16" if self.case.record == "v32" else self.case.dtype
+        return reference.mla_decode(*arguments, **self.case.options, rounding=rounding)
+
+
+@np.errstate(over="ignore")
+def as_read(record: str, cache: Array) -> Array:
+    """A cache with the scales of "v32" rounded to float16, as the kernels with tensor cores round them."""
+    if record != "v32":
+        return cache
+    field, read = RECORDS["v32"].field("scales"), np.array(cache)
+    scales = read[..., field.offset : field.offset + field.nbytes]
+    exact = np.ascontiguousarray(scales).view(np.float32)
+    scales[...] = exact.astype(np.float16).astype(np.float32).view(np.uint8)
+    return read
 
 
 def make(case: DecodeCase) -> DecodeInputs:
@@ -128,12 +152,20 @@ def make(case: DecodeCase) -> DecodeInputs:
     q[...] = values(rng, q.shape, loud=(0.5, 1.0, 4.0))
 
     num_pages = int(pages_of.sum()) + case.spare_pages
-    kv_cache = poisoned((num_pages, case.page_size, case.h_kv, case.d_qk), dtype, case.strides)
+    kv_cache = (
+        _records(case, num_pages)
+        if case.record
+        else poisoned((num_pages, case.page_size, case.h_kv, case.d_qk), dtype, case.strides)
+    )
     max_pages = int(pages_of.max(initial=0)) + 2
     block_table = _block_table(rng, pages_of, num_pages, max_pages, case.strides)
     for i, length in enumerate(local):
         positions = np.arange(length)
         tokens = values(rng, (int(length), case.h_kv, case.d_qk), loud=(1.0,) * 31 + (3.0,))
+        if case.record:
+            slots = block_table[i, positions // case.page_size].astype(np.int64) * case.page_size
+            _append(case, kv_cache, slots + positions % case.page_size, tokens[:, 0])
+            continue
         kv_cache[block_table[i, positions // case.page_size], positions % case.page_size] = tokens.astype(dtype)
 
     for i, count in enumerate(pages_of):
@@ -159,6 +191,23 @@ def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Arra
     return whole[tuple(slice(n) for n in shape)]
 
 
+def _records(case: DecodeCase, num_pages: int) -> Array:
+    """A cache of poison: all that is not written is NaN; pages further apart than they must."""
+    record = RECORDS[case.record]
+    stride = -(-record.page_bytes(case.page_size) // 16) * 16 + 16
+    memory = np.full(num_pages * stride + 64, _NAN_BYTE, np.uint8)
+    shape, token = (num_pages, case.page_size, 1, record.width), record.token_bytes
+    return np.ndarray(shape, np.uint8, memory, -memory.ctypes.data % 64, (stride, token, token, 1))
+
+
+def _append(case: DecodeCase, cache: Array, slots: Array, tokens: Array) -> None:
+    """Write tokens to a cache of records."""
+    latent = RECORDS[case.record].d_latent
+    parts = (tokens[:, :latent], tokens[:, latent:])
+    latent_part, rope = (part.astype(dtypes.numpy_dtype("bfloat16")) for part in parts)
+    reference.cache_append(latent_part, rope, cache, slots, scales=case.scales)
+
+
 def _block_table(rng: np.random.Generator, pages_of: Array, num_pages: int, max_pages: int, strides: str) -> Array:
     """Distinct pages in random order for each sequence, garbage after its end and in the gaps between rows."""
     b = len(pages_of)
@@ -177,5 +226,5 @@ def _lose_pages(rng: np.random.Generator, kv_cache: Array, pages: Array, count: 
     """Replace `count` of a sequence's pages by ids out of range, and poison what they held."""
     candidates = np.arange(1, len(pages))
     for n, lost in enumerate(rng.permutation(candidates)[:count]):
-        kv_cache[pages[lost]] = np.nan
+        kv_cache[pages[lost]] = _NAN_BYTE if kv_cache.dtype == np.uint8 else np.nan
         pages[lost] = (kv_cache.shape[0], *GARBAGE_PAGES)[n % 3]

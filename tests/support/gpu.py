@@ -24,6 +24,7 @@ def upload(x: Array) -> Any:
         root = root.base
     if not root.flags.c_contiguous or root.itemsize != x.itemsize:
         root = x = np.ascontiguousarray(x)
+    root = root.view(x.dtype)
     memory = cupy.asarray(root)
     offset = x.__array_interface__["data"][0] - root.__array_interface__["data"][0]
     return cupy.ndarray(x.shape, x.dtype, memory.data + offset, strides=x.strides)

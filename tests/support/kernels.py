@@ -25,7 +25,9 @@ def on_hopper(kernels: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in kernels if "sm90" in name)
 
 
-DECODE_KERNELS: dict[str, AttentionKernel[Any]] = by_name(DECODE)
+#: Those of dense decode that read 16-bit rows, and those that read FP8 records.
+DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" not in k}
+RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
 #: Those that need no schedule; they have tests of their own.
 CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
 SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}
@@ -37,8 +39,8 @@ BLACKWELL = tuple(name for name in BACKWARD_KERNELS if "sm100" in name)
 
 def takes(kernel: str, case: DecodeCase) -> bool:
     """Whether a decode kernel takes the case, on a Hopper."""
-    problem = DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype, d_qk=case.d_qk)
-    return not DECODE_KERNELS[kernel].unsupported(problem, fake_gpu(1))
+    problem = DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype, d_qk=case.d_qk, record=case.record)
+    return not {**DECODE_KERNELS, **RECORD_KERNELS}[kernel].unsupported(problem, fake_gpu(1))
 
 
 def fitting(case: DecodeCase, kernel: str) -> DecodeCase:

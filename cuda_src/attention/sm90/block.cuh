@@ -21,7 +21,7 @@ struct Config : KeyTile<kHeadDimQk_> {
     using Rope = Element_;
     using Latent = Element_;
     // Queries beside keys of another format have been multiplied by a power of two each, see store_query_row of
-    // sparse_decode/sm90_query.cuh; then `Extra` has the inverses, `q_factors`.
+    // attention/sm90/record_query.cuh; then `Extra` has the inverses, `q_factors`.
     static constexpr bool kScaledQueries = false;
     struct Extra {};
 

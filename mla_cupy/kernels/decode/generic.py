@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_cupy.kernels.decode.problem import KEY_VARIANTS, PARAMS, AttentionKernel, DecodeProblem, key_variant
+from mla_cupy.kernels.decode.problem import (
+    KEY_VARIANTS,
+    PARAMS,
+    READS_ROWS,
+    AttentionKernel,
+    DecodeProblem,
+    key_variant,
+)
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -17,6 +24,11 @@ def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
     return needs_cc(device, "7.5") if device.cc < (7, 5) else None
 
 
+def unsupported_rows(problem: Any, device: DeviceInfo) -> Reason | None:
+    """The same, if it is about 16-bit rows: the problems of the sparse forward always are."""
+    return READS_ROWS if getattr(problem, "record", "") else unsupported(problem, device)
+
+
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_generic",
     "dense decode and sparse forward on CUDA cores, for any GPU from sm_75 on: the fallback",
@@ -25,7 +37,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     variants=KEY_VARIANTS,
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=unsupported,
+    unsupported=unsupported_rows,
     variant=key_variant,
     block_rows=BLOCK_M,
     blocks_per_sm=2,

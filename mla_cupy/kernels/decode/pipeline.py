@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
+from mla_cupy.kernels.cache.layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
     combine,
     combine_pieces,
     generic,
+    generic_records,
     schedule,
     schedule_pieces,
+    sm90_records,
     sm90_seesaw,
     sm90_small,
     sm90_small_cluster4,
@@ -23,6 +27,7 @@ from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
 from mla_cupy.kernels.spec import PLAIN, DtypeVariant, Kernel, Variant
+from mla_cupy.records import RECORDS
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -70,6 +75,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_small_cluster4.KERNEL,
         sm90_seesaw.KERNEL,
         generic.KERNEL,
+        sm90_records.KERNEL,
+        generic_records.KERNEL,
     )
 
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
@@ -158,7 +165,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         attention = ("q", "kv_cache", "block_table", "seqlens", cuts, "out", "lse")
         values = (
             *call.strides("q", 3),
-            *call.strides("kv_cache", 3),
+            *_cache_strides(config.problem.record, kv_cache),
             *call.strides("block_table", 2),
             *call.strides("seqlens", 1),
             *call.strides("out", 3),
@@ -177,6 +184,15 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             values,
             maps=(("kv_cache", kv_map(kv_cache)),) if kv_map else (),
         )
+
+
+def _cache_strides(record: str, kv_cache: View) -> tuple[int, ...]:
+    """From page to page, token to token and head to head: in elements, or in bytes of a plane of records."""
+    if not record:
+        return kv_cache.strides[:3]
+    (pages, page_size, _, width), (page, token, head, element) = kv_cache.shape, kv_cache.strides
+    tokens = kv_cache._replace(shape=(pages, page_size, width), strides=(page, token, element))
+    return (*page_and_token_bytes(RECORDS[record], tokens), head)
 
 
 DECODE = DecodePipeline()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params, ProblemT, Variant
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params, ProblemT, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_V
@@ -67,11 +67,16 @@ PARAMS = Params(
 )
 
 
+READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
+READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
+
+
 @dataclass(frozen=True)
 class DecodeProblem:
     """What decides which kernels run and how: no pointers, no device, no batch.
 
-    `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands.
+    `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
+    FP8 record of the cache, "" for rows of `dtype`.
     """
 
     s_q: int
@@ -80,6 +85,7 @@ class DecodeProblem:
     dtype: str
     aligned: bool = True
     d_qk: int = D_QK
+    record: str = ""
 
     @property
     def rows(self) -> int:

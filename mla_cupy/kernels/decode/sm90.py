@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.problem import READS_ROWS, DecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -19,6 +19,8 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
+    if problem.record:
+        return READS_ROWS
     return None if problem.aligned else needs_alignment("q and kv_cache")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode.generic import unsupported
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
-from mla_cupy.kernels.sparse_decode.problem import RECORDS, RecordVariant, SparseDecodeProblem
+from mla_cupy.kernels.decode.records import RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 8
@@ -18,7 +19,7 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     variants=tuple(RecordVariant(dtype, record) for dtype in HALF for record in RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: RecordVariant(problem.dtype, problem.record),
+    variant=record_variant,
     block_rows=BLOCK_M,
     blocks_per_sm=2,
     fallback=True,

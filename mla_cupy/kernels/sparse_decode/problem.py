@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_cupy.kernels.spec import Variant
-
-RECORDS = ("v32", "v4")
-"""Names of the records that the kernels read."""
-
 
 @dataclass(frozen=True)
 class SparseDecodeProblem:
@@ -32,11 +27,3 @@ class SparseDecodeOptions(NamedTuple):
     scale: float
     lse_base: str
     empty_lse: float
-
-
-@dataclass(frozen=True)
-class RecordVariant(Variant):
-    """A kernel that is compiled per dtype of the queries and record of the cache."""
-
-    dtype: str
-    record: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
-from mla_cupy.kernels.sparse_decode.problem import RECORDS, RecordVariant, SparseDecodeProblem
-from mla_cupy.kernels.sparse_decode.sm90_small import BLOCK_ROWS as SMALL_BLOCK_ROWS
+from mla_cupy.kernels.decode.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
+from mla_cupy.kernels.decode.records import RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -31,6 +32,6 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     tuple(RecordVariant(dtype, record) for dtype in HALF for record in RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: RecordVariant(problem.dtype, problem.record),
+    variant=record_variant,
     block_rows=BLOCK_M,
 )

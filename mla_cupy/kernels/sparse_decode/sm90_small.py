@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
-from mla_cupy.kernels.sparse_decode.problem import RECORDS, RecordVariant, SparseDecodeProblem
+from mla_cupy.kernels.decode.records import BLOCK_ROWS, RECORDS, SmallRecordVariant, small_record_variant
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
-
-BLOCK_ROWS = (8, 16, 32)
-
-
-@dataclass(frozen=True)
-class SmallRecordVariant(RecordVariant):
-    """`block_rows` is how many heads a block computes, whether they are there or not."""
-
-    block_rows: int
 
 
 def unsupported(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernel cannot take the problem; None if it can."""
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
-
-
-def variant(problem: SparseDecodeProblem) -> SmallRecordVariant:
-    """The build that it takes: more than 32 heads are blocks of 32."""
-    rows = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
-    return SmallRecordVariant(problem.dtype, problem.record, rows)
 
 
 KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -41,6 +25,6 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     tuple(SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in RECORDS for rows in BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=variant,
+    variant=lambda problem: small_record_variant(problem, problem.h_q),
     block_rows=BLOCK_ROWS[-1],
 )

@@ -3,10 +3,10 @@
 // bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element between
 // 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16. Scores are multiplied by the inverse.
 #pragma once
-#include "sparse_decode/sm90_keys.cuh"
+#include "attention/sm90/record_keys.cuh"
 #include "tile/elements.cuh"
 
-namespace mla::sparse_decode {
+namespace mla::attention::sm90 {
 template <class A, class B>
 constexpr bool kSameFormat = false;
 template <class A>
@@ -80,4 +80,4 @@ MLA_DEVICE float store_query_row(u8* q, u32 sw_tile_bytes, const QueryRow<Tile>&
     }
     return kScaled ? power_of_two(exponent - 14) : 1.f;
 }
-}  // namespace mla::sparse_decode
+}  // namespace mla::attention::sm90

@@ -2,14 +2,12 @@
 // and how a lane's bytes of a row become 16-bit elements of SW128 tiles.
 #pragma once
 #include "attention/sm90/tile.cuh"
+#include "attention/token_record.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/load.cuh"
-#include "sparse_decode/token_record.cuh"
 #include "tile/sw128.cuh"
 
-namespace mla::sparse_decode {
-using namespace attention::sm90;
-
+namespace mla::attention::sm90 {
 // ---- Formats ---------------------------------------------------------------------------------------------------
 // Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
 // rounds the product eight times finer than bf16. RoPE columns have the format of the queries: bf16 as stored.
@@ -60,15 +58,6 @@ struct TileWalk {
             first = true;
         }
         return true;
-    }
-
-    // The list's entry for row `row` of the tile; none past the list's end.
-    MLA_DEVICE TokenBytes entry(const DecodeParams& p, i32 row) const {
-        const i32 at = tile * kTileTokens + row;
-        const TokenBytes* list = reinterpret_cast<const TokenBytes*>(p.block_table);
-        const uint4 words = ld_global_16(list + item.request * p.table_stride_b_elems + at, at < item.tokens);
-        return TokenBytes{reinterpret_cast<u8*>((u64)words.y << 32 | words.x),
-                          reinterpret_cast<u8*>((u64)words.w << 32 | words.z)};
     }
 };
 
@@ -170,4 +159,4 @@ MLA_DEVICE void store_rope(u8* sw_tile, const uint4& pairs, i32 half, i32 row, i
         make_uint4(convert_rope(Rope{}, pairs.x), convert_rope(Rope{}, pairs.y), convert_rope(Rope{}, pairs.z),
                    convert_rope(Rope{}, pairs.w));
 }
-}  // namespace mla::sparse_decode
+}  // namespace mla::attention::sm90

@@ -1,0 +1,409 @@
+// Attention to FP8 records on Hopper for few query rows: warps that dequantise feed a warpgroup that multiplies.
+//
+// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of addresses
+// (sparse_decode/sm90_small.cu) or in pages (decode/sm90_records.cu). Operands are swapped, see
+// attention/sm90/swapped.cuh; query rows that share keys are called heads.
+//
+// Eight warps read rows straight into registers, convert them to 16 bits (attention/sm90/record_keys.cuh) and write
+// SW128 tiles of two stages. Each register is refilled from the next tile as soon as it has been converted, across work
+// items, too: a whole tile is in flight all the time. A stage has three groups of SW128 tiles, passed on one by one:
+//
+//   math     |   S^T group 0, 1, 2   | max, P | O^T += V^T P^T, group 0, 1, 2 | S'^T ...
+//   dequant  |        K' groups 0, 1, 2 ->          wait for a group, K'' ->
+//   loads    |  K''  ...                              K''' ...
+#pragma once
+#include "attention/record_tokens.cuh"
+#include "attention/row_block.cuh"
+#include "attention/sm90/record_nonfinite.cuh"
+#include "attention/sm90/record_query.cuh"
+#include "attention/sm90/swapped.cuh"
+#include "ptx/control.cuh"
+#include "ptx/copy.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::attention::sm90 {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
+template <class Element_, class TokenRecord_, class Tokens_, i32 kBlockRows_>
+struct SmallRecords : RecordTile<TokenRecord_> {
+    using Element = Element_;
+    using TokenRecord = TokenRecord_;
+    using Tokens = Tokens_;
+    using Tile = RecordTile<TokenRecord_>;
+    using Latent = typename KeyFormats<TokenRecord, Element>::Latent;  // also of P
+    using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
+    static constexpr i32 kBlockRows = kBlockRows_;
+    static constexpr i32 kGroupSwTiles = 3;
+    static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
+    static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
+
+    MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
+    // The pieces of a group: [first_piece(group), first_piece(group + 1)).
+    MLA_DEVICE static constexpr i32 first_piece(i32 group) {
+        return group < kGroups ? group * kGroupSwTiles : Tile::kRowPieces;
+    }
+};
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role      warps    regs   does
+// math      0..3     240    S^T, softmax, O^T
+// dequant   4..11    128    eight rows of each tile per warp; query rows
+constexpr i32 kDequantWarps = 8;
+constexpr i32 kRowsOfWarp = kWarpThreads / kPieceLanes;
+constexpr i32 kSmallThreads = kWarpgroupThreads + kDequantWarps * kWarpThreads;
+constexpr i32 kSmallRegsEntry = 168;  // 65536 / 384, rounded down to a multiple of 8
+constexpr i32 kRegsMath = 240, kRegsDequant = 128;
+static_assert(kRegsMath + 2 * kRegsDequant <= 3 * kSmallRegsEntry, "what the block has at entry");
+static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
+constexpr i32 kStagesQ = 2;
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// barrier           arrives (count)       waits      first phase
+// kv_full[s][g]     dequant warps (8)     math       blocked
+// kv_empty[s][g]    math warps (4)        dequant    free
+// q_empty[s]        math warps (4)        dequant    free
+//
+// A query comes with group 0 of its first tile: it is written before, and the fence and the barrier of the group cover
+// it, too. P needs no barrier of its own: it is overwritten after the next tile's maxima have been exchanged, before
+// which every warp has finished with the product that read it.
+template <class C>
+struct SmallStorage {
+    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
+    u8 q[kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
+    u8 p[C::kQSwTileBytes];                             // [head][token]
+    float q_factors[kStagesQ][C::kBlockRows];           // of the scores of each head
+    float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
+    HeadStats<C::kBlockRows> stats;
+    u64 present[kStagesKV];  // bit t: token t of the tile is there; only of tokens in pages
+    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
+    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
+    MBarrier q_empty[kStagesQ];
+};
+
+// MathOnly: within the math warpgroup.
+enum SmallBarrier : i32 { MathOnly = 1 };
+
+template <class C>
+struct SmallBlock : RowBlock<C::kBlockRows> {
+    SmallStorage<C>& s;
+
+    MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : RowBlock<C::kBlockRows>(p), s(s) {}
+};
+
+// By one thread, before the block's first barrier.
+template <class C>
+MLA_DEVICE void init_storage(SmallStorage<C>& s) {
+    for (i32 stage = 0; stage < kStagesKV; ++stage) {
+        for (MBarrier& full : s.kv_full[stage]) mbarrier_init(full, kDequantWarps);
+        for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps);
+    }
+    for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupWarps);
+    s.nonfinite_request = -1;
+}
+
+// ---- Dequant role ----------------------------------------------------------------------------------------------
+constexpr i32 kNoQuery = -1;
+
+// A tile of whose tokens the places have been asked for.
+template <class C>
+struct ListedTile {
+    bool exists;
+    i32 query;  // where the tile is the first of a work item, else kNoQuery
+    typename C::Tokens::Place place;
+};
+
+// A tile on its way: a lane's bytes of its row.
+template <class C>
+struct FetchedTile {
+    uint4 piece[C::kRowPieces];
+    LaneScales<typename C::TokenRecord> scales;
+    bool present;
+};
+
+template <class C>
+struct Dequantiser {
+    using TokenRecord = typename C::TokenRecord;
+    SmallBlock<C>& block;
+    static constexpr i32 kQueryRows = C::kBlockRows / kDequantWarps;  // of the warp
+    i32 warp, lane, row;                                              // row of each tile
+    i32 stage, q_stage;
+    Ring<kStagesKV> ring;
+    Ring<kStagesQ> q_ring;
+
+    // The warp's i-th query row of the block; null past the last head.
+    MLA_DEVICE const u16* query_row(i32 query, i32 i) const {
+        const i32 row = block.row0 + warp + i * kDequantWarps;
+        return row < block.rows ? C::Tokens::query_row(block.p, query, block.kv_head, row) : nullptr;
+    }
+
+    // Reads on, and brings the rows of a query that comes up into L2.
+    MLA_DEVICE ListedTile<C> list_next(TileWalk& walk) const {
+        ListedTile<C> listed{walk.next(block.p), kNoQuery, C::Tokens::nowhere()};
+        if (!listed.exists) return listed;
+        listed.place = C::Tokens::place(block.p, walk.item, walk.tile * kTileTokens + row);
+        if (!walk.first) return listed;
+        listed.query = walk.item.request;
+#pragma unroll
+        for (i32 i = 0; i < kQueryRows; ++i) {
+            const u16* from = query_row(listed.query, i);
+            if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+        }
+        return listed;
+    }
+
+    MLA_DEVICE void store_query(i32 query) {
+        SmallStorage<C>& s = block.s;
+        mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));
+#pragma unroll 1
+        for (i32 i = 0; i < kQueryRows; ++i) {
+            const i32 at = warp + i * kDequantWarps;
+            QueryRow<typename C::Tile> from;
+            from.load(query_row(query, i), lane);
+            const float factor = store_query_row<typename C::Tile, typename C::Element, typename C::Latent>(
+                s.q[q_stage][0], C::kQSwTileBytes, from, at, lane);
+            if (lane == 0) s.q_factors[q_stage][at] = factor;
+        }
+        q_ring.advance(q_stage);
+        q_stage ^= 1;
+    }
+
+    // Stores a tile, and refills its registers from the next one. The loads come after the fence, which keeps the
+    // compiler from moving them up: they would need other registers, and be waited for at the tile's end.
+    MLA_DEVICE void store_tile(FetchedTile<C>& tile, const TokenBytes& next) {
+        SmallStorage<C>& s = block.s;
+        using Latent = typename C::Latent;
+        const RowScales<TokenRecord, Latent> scales(tile.scales);
+        tile.scales = LaneScales<TokenRecord>::load(next, lane);
+#pragma unroll
+        for (i32 group = 0; group < C::kGroups; ++group) {
+            mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));
+            if (C::Tokens::kMasked && group == 0) store_presence(tile.present);
+#pragma unroll
+            for (i32 piece = C::first_piece(group); piece < C::first_piece(group + 1); ++piece) {
+                u8* to = s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
+                if (piece < C::kLatentSwTiles) {
+                    store_latent<Latent>(to, tile.piece[piece], scales.of_piece(piece, lane), row, lane);
+                } else {
+                    store_rope<typename C::Rope>(to, tile.piece[piece], piece - C::kLatentSwTiles, row, lane);
+                }
+            }
+            fence_proxy_async();
+            release(s.kv_full[stage][group], lane);
+#pragma unroll
+            for (i32 piece = C::first_piece(group); piece < C::first_piece(group + 1); ++piece) {
+                tile.piece[piece] = load_piece<TokenRecord>(next, piece, lane);
+            }
+        }
+        tile.present = next.data != nullptr;
+        ring.advance(stage);
+        stage ^= 1;
+    }
+
+    // Which of the warp's rows are there, by one byte of the tile's bits.
+    MLA_DEVICE void store_presence(bool present) {
+        const bool of_row = __shfl_sync(kFullWarp, present, lane % kRowsOfWarp * kPieceLanes);
+        const u32 rows = __ballot_sync(kFullWarp, of_row);
+        if (lane == 0) reinterpret_cast<u8*>(&block.s.present[stage])[warp] = (u8)rows;
+    }
+};
+
+// While a tile is stored, the next one is loaded, and the places of the tokens of the one after it.
+template <class C>
+MLA_DEVICE void run_dequant_role(SmallBlock<C>& block, i32 warp, i32 lane) {
+    using TokenRecord = typename C::TokenRecord;
+    using Tokens = typename C::Tokens;
+    const DecodeParams& p = block.p;
+    Dequantiser<C> dequantiser{block, warp, lane, warp * kRowsOfWarp + lane / kPieceLanes, 0, 0};
+    TileWalk walk(p, block.split);
+    ListedTile<C> current = dequantiser.list_next(walk);
+    if (!current.exists) return;
+    ListedTile<C> next = dequantiser.list_next(walk);
+    FetchedTile<C> tile;
+    const TokenBytes first = Tokens::template bytes<TokenRecord>(p, current.place);
+    tile.present = first.data != nullptr;
+    tile.scales = LaneScales<TokenRecord>::load(first, lane);
+#pragma unroll
+    for (i32 piece = 0; piece < C::kRowPieces; ++piece) {
+        tile.piece[piece] = load_piece<TokenRecord>(first, piece, lane);
+    }
+#pragma unroll 1
+    while (true) {
+        const TokenBytes token = Tokens::template bytes<TokenRecord>(p, next.place);
+        const ListedTile<C> after = dequantiser.list_next(walk);
+        if (current.query != kNoQuery) dequantiser.store_query(current.query);
+        dequantiser.store_tile(tile, token);
+        if (!next.exists) break;
+        current = next;
+        next = after;
+    }
+}
+
+// ---- Math role -------------------------------------------------------------------------------------------------
+template <class C>
+struct SmallMath : SwappedMath<C::kBlockRows, kSwTilesV> {
+    i32 stage, q_stage;
+    Ring<kStagesKV> ring;
+};
+
+// S^T of the tile in the current stage, each group as soon as it is there.
+template <class C>
+MLA_DEVICE void score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
+    const SmemDesc k = uniform(k_major_desc(smem_addr(s.kv[math.stage])));
+    const SmemDesc q = uniform(k_major_desc(smem_addr(s.q[math.q_stage])));
+    const u32 parity = math.ring.full_parity(math.stage);
+    pin(math.scores);
+#pragma unroll
+    for (i32 i = 0; i < C::kSwTilesQk; ++i) {
+        if (i % C::kGroupSwTiles == 0) {
+            mbarrier_wait(s.kv_full[math.stage][C::group_of(i)], parity);
+            wgmma_fence();
+        }
+        const SmemDesc a = advance(k, i * kSw128Bytes), b = advance(q, i * C::kQSwTileBytes);
+        if (i == C::kRopeSwTile) {
+            add_scores(typename C::Rope{}, math.scores, a, b, true);
+        } else {
+            add_scores(typename C::Latent{}, math.scores, a, b, i > 0);
+        }
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(math.scores);
+    if constexpr (!kSameFormat<typename C::Element, typename C::Latent>) {
+        HeadValues<C::kBlockRows> factors;
+#pragma unroll
+        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+            factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)];
+        }
+        factors.multiply(math.scores);
+    }
+}
+
+// O^T += V^T P^T; each group of the stage is released as soon as it has been multiplied.
+template <class C>
+MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
+    const SmemDesc v = uniform(mn_major_desc(smem_addr(s.kv[math.stage])));
+    const SmemDesc p = uniform(k_major_desc(smem_addr(s.p)));
+#pragma unroll
+    for (auto& columns : math.out) pin(columns);
+    wgmma_fence();
+#pragma unroll
+    for (i32 sw_tile = 0; sw_tile < kSwTilesV; ++sw_tile) {
+#pragma unroll
+        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
+            multiply_by_heads<true>(typename C::Latent{}, math.out[sw_tile],
+                                    advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
+                                    advance(p, step * kKMajorStepBytes), true);
+        }
+        if (sw_tile + 1 == kSwTilesV || C::group_of(sw_tile + 1) != C::group_of(sw_tile)) wgmma_commit_group();
+    }
+    static_assert(C::kGroups == 3, "as many groups are committed");
+    wgmma_wait_group<2>();
+    release(s.kv_empty[math.stage][0], thread);
+    wgmma_wait_group<1>();
+    release(s.kv_empty[math.stage][1], thread);
+    wgmma_wait_group<0>();
+    release(s.kv_empty[math.stage][2], thread);
+#pragma unroll
+    for (auto& columns : math.out) pin(columns);
+}
+
+// Every row sees all of a list. Of tokens in pages, most tiles hide nothing, either.
+template <class C>
+MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, const WorkItem& item, i32 tile, i32 thread) {
+    if constexpr (!C::Tokens::kMasked) {
+        mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);
+    } else {
+        const u64 present = block.s.present[math.stage];  // not of what lies past the end, either
+        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+        i32 row0 = block.row0;
+        opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
+        KeyMask<C::kBlockRows> mask;
+        mask.present = present;
+#pragma unroll
+        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+            mask.visible[k] = visible_tokens(block.p, item, row0 + kth_head(k, thread)) - tile * kTileTokens;
+        }
+        mask_keys(math.scores, mask, thread);
+    }
+}
+
+// Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
+// after P covers these writes, too.
+template <class C>
+MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math, const WorkItem& item, i32 tile,
+                           i32 thread) {
+    if constexpr (C::Tokens::kMasked) {
+        const i32 first = tile * kTileTokens;
+        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+        sanitize_rows<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], max(item.seen_by_all - first, 0),
+                                                     item.tokens - first, block.s.nonfinite_request, item.request,
+                                                     thread);
+    }
+}
+
+template <class C>
+MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const WorkItem& item, i32 tile, i32 thread) {
+    SmallStorage<C>& s = block.s;
+    const float scale_log2 = block.p.scale_log2;
+    score(s, math, thread);
+    if (tile + 1 == item.tile_end) release(s.q_empty[math.q_stage], thread);
+    mask_tile(block, math, item, tile, thread);
+    update_maxima(math, s.warp_values, scale_log2, MathOnly, thread);
+    sanitize_v(block, math, item, tile, thread);
+    store_p(typename C::Latent{}, math, smem_addr(s.p), scale_log2, thread);
+    bar_sync(MathOnly, kWarpgroupThreads);
+    add_values(s, math, thread);
+    math.ring.advance(math.stage);
+    math.stage ^= 1;
+}
+
+template <class C>
+MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
+    using Element = typename C::Element;
+    const DecodeParams& p = block.p;
+    SmallStorage<C>& s = block.s;
+    const BlockHeads heads{block.kv_head, block.row0, block.rows};
+    SmallMath<C> math;
+    math.stage = math.q_stage = 0;
+    WorkItem item;
+    for (WorkIterator walk(p, block.split, C::Tokens::kMasked ? block.hidden : 0); walk.next(p, item);) {
+        math.reset();
+        if (item.tile_begin < item.tile_end) {
+#pragma unroll 1
+            for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
+                process_tile(block, math, item, tile, thread);
+            }
+            math.q_stage ^= 1;
+        }
+        store_result</*kWithRowMax=*/false>(Element{}, p, item, heads, math, s.warp_values, s.stats, 0, true, MathOnly,
+                                            thread);
+        if constexpr (C::Tokens::kMasked) {
+            if (s.nonfinite_request == item.request) {
+                using Values = RecordValues<typename C::TokenRecord, typename C::Latent>;
+                bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
+                fixup_nonfinite<Element, kHeadDimV, Values>(block, item, 0, thread);
+            }
+        }
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+// All of it, after the storage has been laid out.
+template <class C>
+MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
+    SmallBlock<C> block(p, s);
+    if (threadIdx.x == 0) init_storage(s);
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp();
+    if (warp < kWarpgroupWarps) {
+        setmaxnreg_inc<kRegsMath>();
+        run_math_role(block, threadIdx.x);
+    } else {
+        setmaxnreg_dec<kRegsDequant>();
+        run_dequant_role(block, warp - kWarpgroupWarps, threadIdx.x % kWarpThreads);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::attention::sm90

@@ -1,0 +1,43 @@
+// The FP8 records that attention reads, as compile-time constants (mla_cupy/records.py).
+#pragma once
+#include "attention/record.cuh"
+#include "common/facts.cuh"
+
+namespace mla::attention {
+// The members of a layout that say how to read a token whose bytes are found.
+struct v32 {
+    static constexpr i32 kLatentChunks = 32, kGroupChunks = 8, kRopeOffset = 528;
+    static constexpr ScaleKind kScale = kScaleFloat32;
+
+    // Where the scales of a token in a page are.
+    MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data + kLatentChunks * kRecordChunk; }
+};
+struct v4 {
+    static constexpr i32 kLatentChunks = 28, kGroupChunks = 4, kRopeOffset = 448;
+    static constexpr ScaleKind kScale = kScaleE8m0;
+    static constexpr i32 kPlaneBytes = 576, kScalesBytes = 8;  // of a token in each plane of a page
+
+    MLA_DEVICE static u8* scales(u8* page, u8*, i32 page_size, i32 token) {
+        return page + (i64)page_size * kPlaneBytes + token * kScalesBytes;
+    }
+};
+
+template <class Record>
+constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunks) * kRecordChunk;
+
+// What reads a token whose bytes are found.
+template <class Record>
+MLA_DEVICE RecordLayout token_layout() {
+    RecordLayout layout{};
+    layout.kind = kE4m3, layout.rope_kind = kBfloat16;
+    layout.latent_chunks = Record::kLatentChunks, layout.rope_chunks = kRopeChunks;
+    layout.group_chunks = Record::kGroupChunks, layout.scale_kind = Record::kScale;
+    layout.rope_offset = Record::kRopeOffset;
+    return layout;
+}
+}  // namespace mla::attention
+
+// Which record a kernel was compiled for, in elements and bytes.
+#define MLA_RECORD_FACT(Record)                                                                                     \
+    MLA_FACT_LIST(record, mla::attention::kKeyColumns<Record>, Record::kLatentChunks* mla::attention::kRecordChunk, \
+                  Record::kGroupChunks* mla::attention::kRecordChunk, Record::kRopeOffset)

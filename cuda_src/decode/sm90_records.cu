@@ -1,0 +1,37 @@
+// Dense MLA decode straight from FP8 records on Hopper.
+//
+//   S^T = K Q^T * scale           (64 x 576) (576 x rows) per tile of 64 tokens
+//   P^T = exp2(S^T log2(e) - m)   m: running maximum of each row
+//   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x rows); V is K's first 512 columns
+//   out = O / l,   lse = ln 2 (m + log2 l)
+//
+// Grid: x = blocks of query rows, y = splits. One block per SM iterates over the work items of its split
+// (attention/split_work.cuh). Sparse decode's kernel for few heads, whose tokens are those of a block table, and whose
+// rows are all those of s_q tokens. The roles are in attention/sm90/small_records.cuh.
+//
+// Source: as sparse_decode/sm90_small.cu.
+#include "attention/sm90/small_records.cuh"
+
+namespace mla::decode {
+using namespace attention;
+using namespace attention::sm90;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using TokenRecord = MLA_RECORD;
+using Small = SmallRecords<MLA_DTYPE, TokenRecord, PagedTokens, MLA_BLOCK_ROWS>;
+
+static_assert(sizeof(SmallStorage<Small>) <= kMaxDynamicSmem, "shared memory");
+
+MLA_DECODE_FACTS();
+MLA_FACT(threads, kSmallThreads);
+MLA_FACT(smem_bytes, sizeof(SmallStorage<Small>));
+MLA_FACT(block_rows, Small::kBlockRows);
+MLA_RECORD_FACT(TokenRecord);
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kSmallThreads, 1)
+    mla_decode_sm90_records(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    run_small_records(p, *reinterpret_cast<SmallStorage<Small>*>(smem));
+}
+}  // namespace mla::decode

@@ -1,0 +1,39 @@
+"""What the kernels that read FP8 records share on the host, those of dense and of sparse decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mla_cupy.kernels.spec import Variant
+
+RECORDS = ("v32", "v4")
+"""Names of the records that the kernels read."""
+BLOCK_ROWS = (8, 16, 32)
+"""Of the kernels with swapped operands: how many query rows a block may compute."""
+
+
+@dataclass(frozen=True)
+class RecordVariant(Variant):
+    """A kernel that is compiled per dtype of the queries and record of the cache."""
+
+    dtype: str
+    record: str
+
+
+@dataclass(frozen=True)
+class SmallRecordVariant(RecordVariant):
+    """`block_rows` is how many query rows a block computes, whether they are there or not."""
+
+    block_rows: int
+
+
+def record_variant(problem: Any) -> RecordVariant:
+    """The build for a problem's `dtype` and `record`."""
+    return RecordVariant(problem.dtype, problem.record)
+
+
+def small_record_variant(problem: Any, rows: int) -> SmallRecordVariant:
+    """The build for so many rows: the narrowest that holds them, or several blocks of the widest."""
+    block_rows = next((block for block in BLOCK_ROWS if rows <= block), BLOCK_ROWS[-1])
+    return SmallRecordVariant(problem.dtype, problem.record, block_rows)

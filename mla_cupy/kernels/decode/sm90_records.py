@@ -1,0 +1,35 @@
+"""Host side of `decode/sm90_records.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.decode.problem import PARAMS, READS_RECORDS, AttentionKernel, DecodeProblem
+from mla_cupy.kernels.decode.records import BLOCK_ROWS, SmallRecordVariant, small_record_variant
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+RECORD = "v32"
+
+
+def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if not problem.record:
+        return READS_RECORDS
+    if problem.record != RECORD:
+        return Reason(f"reads records of {RECORD}")
+    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
+KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_records",
+    "dense decode from FP8 records with WGMMA, with swapped operands: blocks of up to 32 query rows",
+    "decode/sm90_records.cu",
+    PARAMS,
+    HOPPER,
+    tuple(SmallRecordVariant(dtype, RECORD, rows) for dtype in HALF for rows in BLOCK_ROWS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=lambda problem: small_record_variant(problem, problem.rows),
+    block_rows=BLOCK_ROWS[-1],
+)

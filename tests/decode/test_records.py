@@ -1,0 +1,313 @@
+"""Dense decode straight from FP8 records: the NumPy backend, and the kernels in the simulator and on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mla_cupy
+import ptxsim
+from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError, reference
+from mla_cupy.errors import KernelCompileError
+from mla_cupy.records import RECORDS
+from tests.support.calls import assert_same, oracle, plan_of
+from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.gpu import run_and_check
+from tests.support.kernels import RECORD_KERNELS
+from tests.support.mutants import Mutant, planted
+from tests.support.recorder import Recorder
+from tests.support.sim_driver import simulated
+from tests.support.tolerance import check
+
+Array = npt.NDArray[Any]
+
+HOPPER = "decode_sm90_records"
+GENERIC = "decode_generic_records"
+MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+
+
+def v32(**changes: Any) -> DecodeCase:
+    return DecodeCase(record="v32", **changes)
+
+
+def v4(**changes: Any) -> DecodeCase:
+    return DecodeCase(record="v4", d_qk=512, **changes)
+
+
+CASES = (
+    v32(b=1, seqlens=129, h_q=16),  # an odd number of tiles, the last one with a single token
+    v32(b=3, seqlens=(200, 0, 70), h_q=5, dtype="float16", page_size=24),
+    v32(b=2, seqlens=(65, 190), s_q=2, h_q=8, page_size=1),  # the causal edge within a tile
+    v32(b=2, seqlens=(3, 130), s_q=3, h_q=11, scales="plain", missing_pages=1, page_size=16),  # two blocks of rows
+    v32(b=2, seqlens=(100, 31), s_q=2, h_q=3, causal=False, head_axis=False, page_size=128),
+    v32(b=3, seqlens=(189, 1, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
+)
+GENERIC_CASES = (
+    CASES[3],
+    v4(b=3, seqlens=(66, 5, 131), s_q=3, h_q=3, missing_pages=1, page_size=16),
+    v4(b=1, seqlens=70, h_q=9, dtype="float16", scales="power_of_2"),
+)
+MORE_CASES = (
+    v32(b=1, seqlens=400, h_q=16),  # split
+    v32(b=5, seqlens=(70, 1, 0, 200, 130), h_q=8),
+    v32(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    v32(b=1, seqlens=66, s_q=5, h_q=20),
+)
+
+
+# ---- The oracle and the NumPy backend --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[5], GENERIC_CASES[1]], ids=lambda case: case.id)
+def test_the_oracle_attends_to_dequantised_rows(case: DecodeCase) -> None:
+    inputs = make(case)
+    pages, page_size = inputs.kv_cache.shape[:2]
+    rows = reference.cache_gather(inputs.kv_cache, np.arange(pages * page_size))[0].reshape(pages, page_size, 1, -1)
+    expected = reference.mla_decode(inputs.q, rows, inputs.block_table, inputs.seqlens, **case.options)
+    for got, want in zip(inputs.exact, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert not np.isnan(got).any()
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], GENERIC_CASES[1]], ids=lambda case: case.id)
+def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    inputs = make(case)
+    plan = plan_of(inputs, cp_world=case.cp_world, cp_rank=case.cp_rank)
+    plan.update(inputs.seqlens)
+    for given in (None, plan):
+        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, plan=given)
+        for mine, expected in zip(got, oracle(inputs, **case.options), strict=True):
+            assert_same(mine, expected)
+
+
+# ---- Mistakes --------------------------------------------------------------------------------------------------
+
+
+def _cache(record: str, heads: int = 1) -> Array:
+    return np.zeros((3, 8, heads, RECORDS[record].token_bytes), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("cache", "d_qk", "error", "match"),
+    [
+        (
+            _cache("v32")[..., :640],
+            576,
+            ShapeError,
+            r"kv_cache.shape\[-1\]: got 640, expected 576 or 512 or 656 or 584",
+        ),
+        (
+            _cache("bf16").view(np.float16)[..., :512],
+            576,
+            ShapeError,
+            r"kv_cache.shape\[-1\]: got 512, expected d_qk=576",
+        ),
+        (
+            _cache("bf16")[..., :512],
+            512,
+            ShapeError,
+            r"kv_cache.shape\[-1\]: got 512 of uint8, expected .*656 of uint8",
+        ),
+        (_cache("v32", 2), 576, ShapeError, r"kv_cache.shape\[2\]: got 2, expected 1.*v32 has one KV head"),
+        (_cache("v32"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
+        (_cache("v4"), 576, ShapeError, r"q.shape\[-1\]: got 576, expected 512 for v4"),
+        (_cache("fp8"), 576, ShapeError, r"kv_cache: got pages of fp8, expected v32 or v4"),
+        (np.zeros((3, 8, 1, 664), np.uint8)[..., :656], 576, ShapeError, "multiples of 16 bytes"),
+    ],
+    ids=[
+        "no width",
+        "narrow rows",
+        "bytes of rows",
+        "heads",
+        "d_qk of v4",
+        "d_qk of v32",
+        "a record that no kernel reads",
+        "odd strides",
+    ],
+)
+def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, recorder: Recorder) -> None:
+    q, table, seqlens = np.ones((1, 1, 2, d_qk), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
+    with pytest.raises(error, match=match):
+        mla_cupy.mla_decode(q, cache, table, seqlens)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"record": "v31"}, "record: got 'v31', expected None, or one of v32, v4"),
+        ({"record": "v4"}, "d_qk: got 576, expected 512 for v4"),
+        ({"record": "v32", "h_kv": 2}, "h_kv: got 2, expected 1"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_plans(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        plan_of(make(DecodeCase(b=1, seqlens=3)), **changes)
+
+
+def test_a_plan_is_for_one_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    inputs, rows = make(v32(b=1, seqlens=5)), make(DecodeCase(b=1, seqlens=5))
+    plan = plan_of(rows)
+    plan.update(rows.seqlens)
+    with pytest.raises(PlanError, match="record='v32'"):
+        mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+
+
+def test_which_kernel(recorder: Recorder) -> None:
+    """Records on Hopper's kernel where it reads them, without a word about alignment; rows on none of these."""
+    inputs = make(v32(b=1, seqlens=5, strides="odd"))
+    mla_cupy.mla_decode(*inputs.arguments)
+    assert HOPPER in recorder.entries
+    mla_cupy.mla_decode(*make(v4(b=1, seqlens=5)).arguments)
+    assert GENERIC in recorder.entries
+    for kernel in RECORD_KERNELS:
+        with pytest.raises(UnsupportedDeviceError, match="reads a cache of FP8 records"):
+            mla_cupy.mla_decode(*make(DecodeCase(b=1, seqlens=5)).arguments, kernel=kernel)
+    for kernel in ("decode_sm90_small", "decode_generic"):
+        with pytest.raises(UnsupportedDeviceError, match="reads a cache of 16-bit rows"):
+            mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
+
+
+# ---- Kernels in the simulator ----------------------------------------------------------------------------------
+
+
+def run(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
+        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel, **options)
+    assert f"mla_{kernel}" in target.launched
+    return got
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_hopper_kernel(case: DecodeCase) -> None:
+    inputs, number = make(case), CASES.index(case)
+    got = run(inputs, HOPPER, (1, 3)[number % 2], MODES[number % len(MODES)])
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.id)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("sm_count", [1, 3, 5])
+def test_hopper_kernel_in_all_modes(case: DecodeCase, mode: tuple[str, int], sm_count: int) -> None:
+    inputs = make(case)
+    check(run(inputs, HOPPER, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.parametrize("case", GENERIC_CASES, ids=lambda case: case.id)
+def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
+    inputs = make(case)
+    got = run(inputs, GENERIC, 1, ("random", 3), out_dtype="float32")
+    for mine, exact in zip(got, inputs.exact, strict=True):
+        np.testing.assert_allclose(mine, exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", RECORD_KERNELS)
+def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) -> None:
+    """A NaN among the elements, and an infinite scale; in a tile that another one follows."""
+    inputs = make(v32(b=1, seqlens=193, s_q=3, h_q=4))
+    page, token = inputs.block_table[0, 191 // 64], 191 % 64  # hidden from the first query only
+    inputs.kv_cache[page, token, 0, 3] = 0x7F
+    inputs.kv_cache[page, token, 0, 512 + 8 : 512 + 12] = np.array([np.inf], np.float32).view(np.uint8)
+    got = run(inputs, kernel, 1, ("late", 0))
+    assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
+    assert not np.isfinite(got[0][:, 1:, :, 3].astype(np.float32)).any()
+    check((got[0][:, :1], got[1][..., :1]), *((x[0][:, :1], x[1][..., :1]) for x in (inputs.exact, inputs.rounded)), "bfloat16")  # fmt: skip  # noqa: E501
+
+
+def test_a_plan_serves_records() -> None:
+    case = v32(b=2, seqlens=(100, 65), h_q=4)
+    inputs = make(case)
+    with simulated(2):
+        plan = plan_of(inputs, device=0)
+        plan.update(inputs.seqlens)
+        got = mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+    assert plan.kernel == HOPPER
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+SMALL, TOKENS, VALUES = (
+    "attention/sm90/small_records.cuh",
+    "attention/record_tokens.cuh",
+    "attention/sm90/record_nonfinite.cuh",
+)
+MUTANTS = (
+    Mutant("pages not compared", TOKENS, "(u32)place.page >= (u32)p.num_pages", "place.page == kNoPage"),
+    Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
+    Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),
+    Mutant("the first query's heads for all", TOKENS, "row / group * p.q_stride_s_elems", "0"),
+    Mutant("no list of what is there", SMALL, "if (C::Tokens::kMasked && group == 0)", "if (false)"),
+    Mutant("presence of the next tile", SMALL, "store_presence(tile.present)", "store_presence(true)"),
+    Mutant("presence of a row's neighbour", SMALL, "lane % kRowsOfWarp * kPieceLanes", "(lane + 1) % 8 * 4"),
+    Mutant("one token too many", SMALL, "row0 + kth_head(k, thread)) - tile", "row0 + kth_head(k, thread)) + 1 - tile"),
+    Mutant("hidden values not sanitized", SMALL, "    sanitize_v(block, math, item, tile, thread);\n", ""),
+    Mutant("NaN not given back", SMALL, "if (s.nonfinite_request == item.request)", "if (false)"),
+    Mutant("values of another column", VALUES, "token.data[column]", "token.data[column + 1]"),
+)
+
+
+def verdict(mode: tuple[str, int]) -> str:
+    """What a run shows; empty if nothing."""
+    inputs = make(v32(b=2, seqlens=(130, 70), s_q=2, h_q=5, page_size=16, missing_pages=1))
+    last = 129  # of the first request: only its last query sees it
+    lost = inputs.block_table[0, last // 16]
+    assert 0 <= lost < len(inputs.kv_cache)
+    inputs.kv_cache[inputs.block_table[0, last // 16], last % 16, 0, 7] = 0x7F
+    try:
+        got = run(inputs, HOPPER, 1, mode)
+        check(got, inputs.exact, inputs.rounded, "bfloat16")
+    except (ptxsim.SimError, KernelCompileError) as error:
+        return type(error).__name__
+    except AssertionError:
+        return "wrong result"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        verdicts = [verdict(mode) for mode in MODES]
+    assert any(verdicts), f"nothing shows that {mutant.name}"
+    assert "KernelCompileError" not in verdicts
+
+
+@pytest.mark.parametrize("mode", MODES[1:3], ids=str)
+def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
+    assert verdict(mode) == ""
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------
+
+EDGES = tuple(64 * blocks + off for blocks in range(1, 9) for off in (-1, 0, 1))
+ON_GPU = (
+    *CASES,
+    *MORE_CASES,
+    *(v32(b=len(EDGES), seqlens=EDGES, h_q=h_q, dtype=d) for h_q, d in ((16, "bfloat16"), (8, "float16"))),
+    *(v32(s_q=s_q, h_q=h_q, scales="plain") for s_q, h_q in ((1, 1), (2, 16), (4, 128), (1, 64))),
+    *(v32(page_size=page_size, s_q=2, b=5, seqlens="ragged-500") for page_size in (1, 16, 65, 256)),
+    v32(b=1, h_q=16, seqlens=20000),
+    v32(b=300, h_q=8, seqlens="ragged-200"),
+    v32(b=4, missing_pages=2, page_size=16, seqlens="ragged-300"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.id)
+def test_hopper_kernel_on_a_gpu(hopper: object, case: DecodeCase) -> None:
+    run_and_check(case, kernel=HOPPER)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*GENERIC_CASES, *ON_GPU[::4]], ids=lambda case: case.id)
+def test_generic_kernel_on_a_gpu(gpu: object, case: DecodeCase) -> None:
+    run_and_check(case, kernel=GENERIC)
