@@ -224,7 +224,7 @@ def run_operation(args: argparse.Namespace) -> int:
         stream = stack.enter_context(environment.open_to_append(args.json)) if args.json else None
         for case in cases:
             rows = run_case(operation, case, implementations, device, options)
-            table.show(console, rows)
+            table.show(console, rows, operation.ratios(rows))
             if stream:
                 report.write(stream, rows)
             failed |= any(row["status"] in (report.WRONG, report.ERROR) for row in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .core.operation import BenchOperation
 from .ops.decode.operation import DECODE
+from .ops.dense_decode_fp8.operation import DENSE_DECODE_FP8
 from .ops.indexer_logits.operation import INDEXER_LOGITS
 from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
@@ -16,6 +17,7 @@ OPERATIONS: dict[str, BenchOperation] = {
     operation.name: operation
     for operation in (
         DECODE,
+        DENSE_DECODE_FP8,
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,

@@ -26,6 +26,7 @@ MODULES = sorted(
 PUBLIC = (
     "indexer_cache_append",
     "indexer_cache_gather",
+    "indexer_head_sums",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",

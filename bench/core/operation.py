@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from .cost import Cost
 from .device import Device
@@ -44,6 +44,14 @@ class Verdict(Protocol):
 
     @property
     def reason(self) -> str: ...
+
+
+class Ratio(NamedTuple):
+    """Of two times of one case. `aim` is the largest that is wanted, if one is."""
+
+    text: str
+    value: float
+    aim: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,8 @@ class BenchOperation:
         Whether `run` takes `--peers-dir` and `--deterministic`.
     case_options : mapping
         Further options that replace each case by another, by name.
+    ratios : callable
+        Ratios to print, of the rows of one case.
     """
 
     name: str
@@ -108,6 +118,7 @@ class BenchOperation:
     peers_dir: bool = False
     deterministic: bool = False
     case_options: Mapping[str, CaseOption] = field(default_factory=dict)
+    ratios: Callable[[Sequence[Mapping[str, Any]]], Sequence[Ratio]] = lambda rows: ()
 
     def select(self, names: Sequence[str], suite: str) -> tuple[Case, ...]:
         """The named cases, or the suite if no name is given; duplicates are dropped."""

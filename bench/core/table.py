@@ -10,6 +10,8 @@ from .report import OK
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .operation import Ratio
+
 COLUMNS = (
     "implementation",
     "us",
@@ -28,8 +30,8 @@ COLUMNS = (
 SPARSE_COLUMNS = ("L2 TB/s", "workspace MB")
 
 
-def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table of one case."""
+def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[Ratio] = ()) -> None:
+    """The table of one case, and ratios of its times."""
     from rich.table import Table
 
     table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
@@ -47,6 +49,8 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         for name, us in row["figures_us"].items():
             host = row["host_us"].get(name)
             console.print(f"  {row['implementation']}: {name} {us:.2f} us" + (f", host {host:.1f} us" if host else ""))
+    for text, value, aim in ratios:
+        console.print(f"  ratio {value:.3f}" + (f" (aim: {aim:g} at most)" if aim else "") + f": {text}")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The dense indexer loss of cudnn-frontend in its three steps, and FlashAttention-2 through PyTorch for scale."""
+"""The indexer's losses of cudnn-frontend, over all keys or selected ones, in its three steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.device import Device
@@ -13,14 +13,14 @@ from ..ops.indexer_loss.cases import LossCase
 from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
 from .torch_ops import peak_bytes, recorder_for
 
-FLASH_MAX_WIDTH = 256
+MIN_INDEX_HEADS, HEAD_TILE, LIST_TILE = 64, 64, 128  # of its kernels for Hopper
 
 
 class CudnnLoss:
     """Scores of the attention, scores of the indexer, gradients: each step allocates what it returns.
 
-    It has gradients only. Its loss is a mean, so that the number of tokens is its coefficient here; its weights have
-    the factors of ours in them.
+    It has gradients only; the first two steps store a float32 per pair, s_q * s_kv or s_q * topk of them. Its loss is a
+    mean, so that the number of tokens is its coefficient here; its weights have the factors of ours in them.
     """
 
     name = "cudnn"
@@ -37,6 +37,14 @@ class CudnnLoss:
         self._dsa: Any = DSA
 
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
+        if case.per_head:
+            return "sums its target over heads"
+        if case.topk % LIST_TILE:
+            return f"takes lists of multiples of {LIST_TILE} keys"
+        if case.h_i < MIN_INDEX_HEADS:
+            return f"takes {MIN_INDEX_HEADS} index heads at least"
+        if any(heads > HEAD_TILE and heads % HEAD_TILE for heads in (case.h, case.h_i)) or case.h < 2:
+            return f"takes 2 to {HEAD_TILE} heads, or a multiple of {HEAD_TILE}"
         return None
 
     def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:
@@ -46,25 +54,25 @@ class CudnnLoss:
         latest: list[Any] = [None] * len(sets)
         with recorder.current():
             calls = [self._call(case, inputs, latest, index) for index, inputs in enumerate(sets)]
-            flash = [self._flash(case, inputs) for inputs in sets] if case.d <= FLASH_MAX_WIDTH else []
         unit = (case.h_i * case.d_i) ** -0.5
 
         def outputs(index: int) -> LossOutputs:
-            found = latest[index]
+            found = dict(latest[index].items())
+            found["d_weights"] = unit * found["d_weights"].float()  # CuPy's arithmetic of bfloat16 is experimental
             shapes = {
                 "d_index_q": (case.tokens, case.h_i, case.d_i),
                 "d_index_k": (case.tokens, case.d_i),
                 "d_weights": (case.tokens, case.h_i),
             }
             arrays = {name: cupy.from_dlpack(found[name]).reshape(shape) for name, shape in shapes.items()}
-            return LossOutputs(None, arrays["d_index_q"], arrays["d_index_k"], unit * arrays["d_weights"])
+            return LossOutputs(None, arrays["d_index_q"], arrays["d_index_k"], arrays["d_weights"])
 
         return Prepared(
             calls=calls,
             outputs=outputs,
             recorder=recorder,
-            includes="gradients only, in three steps",
-            figures={"flash_attention_2": flash} if flash else {},
+            includes="gradients without the loss: scores of the attention, scores of the indexer, gradients; "
+            "the log-sum-exps are given",
             workspace_bytes=lambda: peak_bytes(self._torch, calls[0], lambda: list(latest[0].values())),
         )
 
@@ -81,6 +89,9 @@ class CudnnLoss:
 
     def _call(self, case: LossCase, inputs: LossInputs, latest: list[Any], index: int) -> Call:
         x, one = self._tensors(case, inputs), self._torch.ones(1, device="cuda")
+        return (self._sparse_call if case.topk else self._dense_call)(case, x, one, latest, index)
+
+    def _dense_call(self, case: LossCase, x: dict[str, Any], one: Any, latest: list[Any], index: int) -> Call:
         keys, index_keys = (x[name].unsqueeze(2) for name in ("k", "index_k"))
 
         def call() -> None:
@@ -97,16 +108,17 @@ class CudnnLoss:
 
         return call
 
-    def _flash(self, case: LossCase, inputs: LossInputs) -> Callable[[], object]:
-        """Forward and backward of causal attention of the same heads, each with keys and values of its own."""
-        torch, x = self._torch, self._tensors(case, inputs)
-        q = x["q"].transpose(1, 2).contiguous().requires_grad_()
-        k, v = (x["k"].unsqueeze(1).expand(-1, case.h, -1, -1).contiguous().requires_grad_() for _ in range(2))
-        ones = torch.ones_like(q)
-
+    def _sparse_call(self, case: LossCase, x: dict[str, Any], one: Any, latest: list[Any], index: int) -> Call:
         def call() -> None:
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(out, (q, k, v), ones)
+            target = self._dsa.sparse_attn_score_recompute_wrapper(
+                x["q"], x["k"], x["lse"], x["indices"], case.d**-0.5, qhead_per_kv_head=case.h
+            )
+            softmax = self._dsa.sparse_indexer_score_recompute_wrapper(
+                x["index_q"], x["index_k"], x["weights"], x["indices"], qhead_per_kv_head=case.h_i
+            )
+            both = target["target"], softmax["predict"]
+            latest[index] = self._dsa.indexer_backward_wrapper(
+                x["index_q"], x["weights"], x["index_k"], *both, x["indices"], one, loss_coeff=float(case.tokens)
+            )
 
         return call

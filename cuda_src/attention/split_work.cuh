@@ -33,14 +33,8 @@ struct WorkIterator {
     MLA_DEVICE WorkIterator(const DecodeParams& p, i32 split, i32 hidden = 0)
         : begin(p.schedule[split]), end(p.schedule[split + 1]), split(split), request(begin.request), hidden(hidden) {}
 
-    // Where the next work item begins, and whether there is one: known before the request's length is.
-    MLA_DEVICE SchedulePoint place() const { return {request, request == begin.request ? begin.tile : 0}; }
-    MLA_DEVICE bool has_next(const DecodeParams& p) const {
-        return request < p.b && (request < end.request || (request == end.request && end.tile > 0));
-    }
-
     MLA_DEVICE bool next(const DecodeParams& p, WorkItem& item) {
-        if (!has_next(p)) return false;
+        if (request >= p.b || request > end.request || (request == end.request && end.tile == 0)) return false;
         const bool continues_previous = request == begin.request && begin.tile > 0;
         const bool continued_by_next = request == end.request;
         item.request = request;

@@ -58,17 +58,18 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
     constexpr i32 kRows = Block::kRows;
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads, first_row = thread / kWarpThreads;
+    bool others_at_work = false;
     i32 stage = 0;
     Ring<kStages> ring;
     WorkItem item;
-    for (auto walk = block.items(); walk.has_next(p);) {
-        const u16* my_row = query_row(block, walk.place().request, first_row + lane * kQueryWarps);
-        // Into L2, while the length is read and others are at work on a previous work item.
-        for (i32 sw_tile = 0; sw_tile < Tile::kSwTilesQk; ++sw_tile) {
-            prefetch_global_l2(my_row + sw_tile * kSw128Columns);
-        }
-        walk.next(p, item);
+    for (auto walk = block.items(); walk.next(p, item);) {
         if (item.tile_begin >= item.tile_end) continue;
+        const u16* my_row = query_row(block, item.request, first_row + lane * kQueryWarps);
+        if (others_at_work) {  // on a previous work item: prefetch the rows into L2 meanwhile
+            for (i32 sw_tile = 0; sw_tile < Tile::kSwTilesQk; ++sw_tile) {
+                prefetch_global_l2(my_row + sw_tile * kSw128Columns);
+            }
+        }
         mbarrier_wait(stages.empty[stage], ring.empty_parity(stage));
         const u32 offset = stage * Tile::kSwTilesQk * kRows * kSw128RowBytes;
         load_query_rows<Tile>(block, smem_addr(stages.q) + offset, my_row, first_row, lane);
@@ -77,6 +78,7 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
         mbarrier_arrive(stages.full[stage]);
         ring.advance(stage);
         stage = stages.next(stage);
+        others_at_work = true;
     }
 }
 
@@ -85,8 +87,8 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
 // boxes at a time, two per lane, and the lane that looked up a box fetches it. The pages of the next 64 boxes are read
 // from the block table while the current ones are fetched, which hides the latency.
 //
-// A look-up keeps to the table's bounds and does not wait for the request's length, which is read at the same time. Boxes
-// past its end, and those of pages outside the pool, are outside the tensor, for which TMA writes zeros.
+// Nothing is looked up past the request's end, and no page outside the pool is read: such boxes are outside the tensor,
+// for which TMA writes zeros.
 constexpr i32 kWindowBoxes = 2 * kWarpThreads;
 constexpr i32 kAbsentPage = -1;
 
@@ -96,30 +98,40 @@ struct BoxWindow {
 };
 
 // `first_token` of the window; boxes are `rows` tokens each.
-MLA_DEVICE BoxWindow look_up(const DecodeParams& p, i32 request, i32 first_token, i32 rows, i32 lane) {
+MLA_DEVICE BoxWindow look_up(const DecodeParams& p, const WorkItem& item, i32 first_token, i32 rows, i32 lane) {
     BoxWindow window;
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
-        const u32 token = first_token + (lane + i * kWarpThreads) * rows;
-        const u32 table_index = token / (u32)p.page_size;
+        const i32 token = first_token + (lane + i * kWarpThreads) * rows;
         window.page[i] = kAbsentPage;
-        window.offset[i] = token - table_index * p.page_size;
-        if (table_index < (u32)p.max_pages) {
-            window.page[i] = p.block_table[request * p.table_stride_b_elems + table_index * p.table_stride_page_elems];
+        window.offset[i] = 0;
+        if (token < item.tokens) {
+            const i32 table_index = token / p.page_size;
+            window.page[i] =
+                p.block_table[item.request * p.table_stride_b_elems + table_index * p.table_stride_page_elems];
+            window.offset[i] = token - table_index * p.page_size;
         }
     }
     return window;
 }
 
-// Boxes past the end of the request's `tokens` and pages outside the pool get a page that is outside the tensor for
-// certain.
-MLA_DEVICE void drop_absent_pages(const DecodeParams& p, BoxWindow& window, i32 first_token, i32 tokens, i32 rows,
-                                  i32 lane) {
+// Pages outside the pool get a number that is outside the tensor for certain.
+MLA_DEVICE void drop_absent_pages(const DecodeParams& p, BoxWindow& window) {
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
-        const u32 token = first_token + (lane + i * kWarpThreads) * rows;
-        if (token >= (u32)tokens || (u32)window.page[i] >= (u32)p.num_pages) window.page[i] = kAbsentPage;
+        if ((u32)window.page[i] >= (u32)p.num_pages) window.page[i] = kAbsentPage;
     }
+}
+
+// L2 policy of the keys. Evicted first, the lines of a long work item displace little but each other, which is slow
+// where kernels before have left the L2 full of written lines. Short items, and keys that several row blocks read, were
+// faster with evict_first.
+constexpr i32 kLongItemTiles = 32;
+
+template <class Block>
+MLA_DEVICE u64 key_policy(const Block& block, const WorkItem& item) {
+    const bool read_once = block.rows <= Block::kRows;
+    return read_once && item.tile_end - item.tile_begin >= kLongItemTiles ? kEvictNormal : kEvictFirst;
 }
 
 // The boxes of one tile, from a lane of the load warp.
@@ -127,6 +139,7 @@ struct TileBoxes {
     const BoxWindow& window;
     i32 first, count;  // within the window
     i32 rows, lane;
+    u64 l2_policy;
 
     MLA_DEVICE i32 box(i32 i) const { return lane + i * kWarpThreads - first; }
     MLA_DEVICE bool contains(i32 box) const { return (u32)box < (u32)count; }
@@ -155,8 +168,7 @@ struct TileBoxes {
             for (i32 k = begin; k < end; ++k) {
                 const i32 sw_tile = Tile::sw_tile_in_order(k);
                 cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box(i) * rows * kSw128RowBytes), kv_map, full,
-                                        sw_tile * kSw128Columns, window.offset[i], kv_head, window.page[i],
-                                        kEvictFirst);
+                                        sw_tile * kSw128Columns, window.offset[i], kv_head, window.page[i], l2_policy);
             }
         }
     }
@@ -171,19 +183,19 @@ MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) 
     const i32 boxes_per_tile = kTileTokens / rows;
     const i32 window_tiles = kWindowBoxes / boxes_per_tile;
     WorkItem item;
-    for (auto walk = block.items(); walk.has_next(p);) {
-        const SchedulePoint place = walk.place();
-        BoxWindow next = look_up(p, place.request, place.tile * kTileTokens, rows, lane);
-        walk.next(p, item);
+    for (auto walk = block.items(); walk.next(p, item);) {
+        const u64 l2_policy = key_policy(block, item);
+        BoxWindow next = look_up(p, item, item.tile_begin * kTileTokens, rows, lane);
         for (i32 first = item.tile_begin; first < item.tile_end; first += window_tiles) {
             BoxWindow window = next;
-            drop_absent_pages(p, window, first * kTileTokens, item.tokens, rows, lane);
+            drop_absent_pages(p, window);
             if (first + window_tiles < item.tile_end) {
-                next = look_up(p, item.request, (first + window_tiles) * kTileTokens, rows, lane);
+                next = look_up(p, item, (first + window_tiles) * kTileTokens, rows, lane);
             }
             const i32 last = min(first + window_tiles, item.tile_end);
             for (i32 tile = first; tile < last; ++tile) {
-                load_tile(TileBoxes{window, (tile - first) * boxes_per_tile, boxes_per_tile, rows, lane}, item, tile);
+                const i32 first_box = (tile - first) * boxes_per_tile;
+                load_tile(TileBoxes{window, first_box, boxes_per_tile, rows, lane, l2_policy}, item, tile);
             }
         }
     }

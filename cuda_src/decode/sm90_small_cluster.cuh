@@ -65,10 +65,8 @@ struct SingleItem {
     const WorkItem& item;
     bool done;
 
-    MLA_DEVICE SchedulePoint place() const { return {item.request, item.tile_begin}; }
-    MLA_DEVICE bool has_next(const DecodeParams&) const { return !done; }
-    MLA_DEVICE bool next(const DecodeParams& p, WorkItem& to) {
-        if (!has_next(p)) return false;
+    MLA_DEVICE bool next(const DecodeParams&, WorkItem& to) {
+        if (done) return false;
         to = item;
         done = true;
         return true;

@@ -2,7 +2,8 @@
 //
 // Tokens are taken in chunks. A chunk has a row of numbers per token, or, with targets per head, per token and head:
 // what the main attention gives each key (`target`), and the indexer's score of it (`scores`), which becomes the
-// gradient by that score. In the sparse stage, the keys of a token are the places of its list.
+// gradient by that score. Targets that the caller gives are those of all tokens. In the sparse stage, the keys of a
+// token are the places of its list.
 #pragma once
 #include "common/facts.cuh"
 #include "common/types.cuh"
@@ -40,6 +41,7 @@ struct LossParams {
     const i32* counts;         // (s_q,): the lengths of these lists; or null
     const float* extractors;   // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound; or null
     u32* largest;              // one, zeroed: the bits of a float, of which the bound is made
+    float* head_sums;          // (s_q, num_keys): where `loss_head_sums` puts the targets; or null
     i64 q_stride_token_elems, q_stride_head_elems;
     i64 k_stride_elems, v_stride_elems;
     i64 index_q_stride_token_elems, index_q_stride_head_elems;
@@ -56,12 +58,15 @@ struct LossParams {
     i64 d_weights_stride_token_elems, d_weights_stride_head_elems;
     i64 out_stride_token_elems, out_stride_head_elems;
     i64 attention_lse_stride_token_elems, attention_lse_stride_head_elems;
-    i64 row_stride_elems, rows_stride_elems;
+    i64 head_sums_stride_elems;
+    i64 target_stride_elems, row_stride_elems, rows_stride_elems;
     i32 s_q, s_kv, b;
-    i32 heads, index_heads;
+    i32 num_keys;            // of a row: s_kv, or the places of a list
+    i32 heads, index_heads;  // 0 of what is not to be computed
     i32 head_dim, value_dim, index_dim;
     i32 causal, per_head;
     i32 first_token, num_tokens;  // of the chunk
+    i32 first_target;             // the token of the first row of `target`
     i32 first_chunk, last_chunk;
     i32 d_index_q_fp32, d_index_k_fp32;
     i32 key_splits, split_tokens;  // of the chunk: who adds to which sums of keys
@@ -76,6 +81,10 @@ MLA_DEVICE float row_weight(const LossParams& p, i32 token) {
 // Of a row of the chunk.
 MLA_DEVICE i64 row_offset(const LossParams& p, i32 token, i32 row) {
     return ((i64)(token - p.first_token) * rows_per_token(p) + row) * p.row_stride_elems;
+}
+// The same of `target`, which may have the rows of all tokens.
+MLA_DEVICE i64 target_offset(const LossParams& p, i32 token, i32 row) {
+    return ((i64)(token - p.first_target) * rows_per_token(p) + row) * p.target_stride_elems;
 }
 // Of the row that an index head's scores belong to.
 MLA_DEVICE i64 head_offset(const LossParams& p, i32 token, i32 head) {

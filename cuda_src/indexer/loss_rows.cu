@@ -131,7 +131,7 @@ MLA_DEVICE void clear_edges(const LossParams& p, const Row& row) {
 
 MLA_DEVICE void run_row(const LossParams& p, Storage& s, i32 token, i32 at) {
     const i64 offset = row_offset(p, token, at);
-    const Row row{p.ranges[token], p.target + offset, p.scores + offset,
+    const Row row{p.ranges[token], p.target + target_offset(p, token, at), p.scores + offset,
                   p.gradient == nullptr ? nullptr : p.gradient + offset};
     const Norms norms = normalise(p, s, row);
     clear_edges(p, row);

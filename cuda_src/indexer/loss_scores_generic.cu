@@ -4,7 +4,8 @@
 //   one row per head:    target[s] = target_scale * q_h . k_s,               score[s] = W_h max(iq_h . ik_s, 0)
 //
 // with W = score_unit * weights. Grid: x = groups of four keys, y = tokens of the chunk; both take turns. A warp has
-// one token and key, and takes the heads one after the other. Heads with an infinite lse have no part.
+// one token and key, and takes the heads one after the other. Heads with an infinite lse have no part. Without heads of
+// one kind, nothing of it is stored.
 #include "indexer/lane_row.cuh"
 #include "indexer/loss_params.cuh"
 #include "ptx/control.cuh"
@@ -48,7 +49,7 @@ MLA_DEVICE void store_heads(const LossParams& p, float* to, i32 heads, i32 lane,
 MLA_DEVICE void make_target(const LossParams& p, i32 token, i32 at, i32 lane) {
     KeyRow q, key;
     key.load(p.k + key_row(p, token, at) * p.k_stride_elems, p.head_dim, lane);
-    store_heads(p, p.target + row_offset(p, token, 0) + at, p.heads, lane, [&](i32 head) {
+    store_heads(p, p.target + target_offset(p, token, 0) + at, p.heads, lane, [&](i32 head) {
         q.load(query_row(p, token, head), p.head_dim, lane);
         return target_of(p, token, head, q.dot(key));
     });

@@ -8,6 +8,8 @@
 //   load     K | Q_0 Q_1 ...                | IK | IQ_0 IQ_1 ...
 //   math_w       S = Q_h K^T, sum += exp ...  store    a = IQ_j IK^T, sum += W max(a, 0) ...  store
 //
+// Without heads of one kind its half is left out.
+//
 // While one warpgroup has its exponentials, the other has the tensor cores. Index keys take the place of the keys. What
 // lies outside a token's range is computed, stored and never read.
 //
@@ -50,7 +52,7 @@ constexpr i32 kAccumulators = kTileKeys / 2;  // of a thread
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries       waits   first phase
 // k_full        load (1)          K, then IK    math    blocked
-// k_empty       math warps (8)    -             load    blocked: for IK only
+// k_empty       math warps (8)    -             load    blocked: for IK after K only
 // q_full[s]     load (1)          kPieceBytes   math    blocked
 // q_empty[s]    math warps (8)    -             load    free
 struct Storage {
@@ -139,9 +141,12 @@ MLA_DEVICE void load_queries(Storage& s, const TensorMap& map, Pieces& pieces, c
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
                               const TensorMap& index_q_map, const TensorMap& index_k_map, const Tile& tile) {
     Pieces pieces;
-    load_keys<kPieces>(s, k_map, tile);
-    load_queries<kPieces>(s, q_map, pieces, tile, p.heads);
-    mbarrier_wait(s.k_empty, 0);
+    if (p.heads > 0) {
+        load_keys<kPieces>(s, k_map, tile);
+        load_queries<kPieces>(s, q_map, pieces, tile, p.heads);
+    }
+    if (p.index_heads == 0) return;
+    if (p.heads > 0) mbarrier_wait(s.k_empty, 0);
     load_keys<kIndexPieces>(s, index_k_map, tile);
     load_queries<kIndexPieces>(s, index_q_map, pieces, tile, p.index_heads);
 }
@@ -203,12 +208,12 @@ MLA_DEVICE float minus_lse2(float lse) {
     return fabsf(lse) <= kMaxFloat ? -lse * kLog2E : negative_infinity();  // no part: exp is 0
 }
 
-MLA_DEVICE void store_sums(const LossParams& p, float* to, const Tile& tile, const Math& math,
+MLA_DEVICE void store_sums(float* to, i64 stride_elems, const Tile& tile, const Math& math,
                            const float (&sums)[kAccumulators]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         if (!math.there[r]) continue;
-        float* row = to + row_offset(p, tile.first_token + math.rows[r], 0) + tile.first_key;
+        float* row = to + math.rows[r] * stride_elems + tile.first_key;
 #pragma unroll
         for (i32 i = 2 * r; i < kAccumulators; i += 4) {
             *reinterpret_cast<float2*>(row + fragment_column(math.thread, i)) = make_float2(sums[i], sums[i + 1]);
@@ -238,14 +243,14 @@ MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& pieces, co
         }
     }
     release(s.k_empty, math.thread);
-    store_sums(p, p.target, tile, math, sums);
+    store_sums(p.target + target_offset(p, tile.first_token, 0), p.target_stride_elems, tile, math, sums);
 }
 
 MLA_DEVICE void make_scores(const LossParams& p, Storage& s, Pieces& pieces, const Tile& tile, const Math& math) {
     const HeadNumbers weights(p.weights, p.weights_stride_token_elems, p.weights_stride_head_elems, tile, math);
     float d[kAccumulators], sums[kAccumulators];
     clear(sums);
-    mbarrier_wait(s.k_full, 1);
+    mbarrier_wait(s.k_full, p.heads > 0 ? 1 : 0);
 #pragma unroll 1
     for (i32 head = 0; head < p.index_heads; ++head) {
         float2 weight = weights.load(head, 0.f);
@@ -256,7 +261,7 @@ MLA_DEVICE void make_scores(const LossParams& p, Storage& s, Pieces& pieces, con
             sums[i] = fmaf(fmaxf(d[i], 0.f), fragment_half(i) == 0 ? weight.x : weight.y, sums[i]);
         }
     }
-    store_sums(p, p.scores, tile, math, sums);
+    store_sums(p.scores + row_offset(p, tile.first_token, 0), p.row_stride_elems, tile, math, sums);
 }
 
 MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Tile& tile, i32 warpgroup, i32 thread) {
@@ -267,8 +272,8 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Tile& tile,
         math.there[r] = math.rows[r] < tile.tokens;
     }
     Pieces pieces;
-    make_targets(p, s, pieces, tile, math);
-    make_scores(p, s, pieces, tile, math);
+    if (p.heads > 0) make_targets(p, s, pieces, tile, math);
+    if (p.index_heads > 0) make_scores(p, s, pieces, tile, math);
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

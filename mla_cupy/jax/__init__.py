@@ -30,6 +30,7 @@ from mla_cupy.ops import OPERATIONS
 
 __all__ = [
     "disabled_checks",
+    "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",
@@ -398,6 +399,7 @@ def indexer_warmup_loss(
     *,
     v: jax.Array | None = None,
     lse: jax.Array | None = None,
+    head_sums: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
@@ -410,7 +412,7 @@ def indexer_warmup_loss(
 
     Parameters
     ----------
-    q, k, index_q, index_k, weights, v, lse, row_weights, cu_seqlens_q, cu_seqlens_kv : array
+    q, k, index_q, index_k, weights, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv : array
     exportable : bool
         For `jax.export`.
     **options
@@ -425,10 +427,11 @@ def indexer_warmup_loss(
         None without `v`.
     """
     operation = OPERATIONS["indexer_warmup_loss"]
-    given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "v": v, "lse": lse}
+    given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "v": v}
+    optional = {"lse": lse, "head_sums": head_sums, "row_weights": row_weights}
     sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     targets = {output.name: options.pop(output.name, None) for output in operation.outputs}
-    return call(operation, {**given, "row_weights": row_weights, **sequences, **targets}, options, exportable)
+    return call(operation, {**given, **optional, **sequences, **targets}, options, exportable)
 
 
 def indexer_warmup_objective(
@@ -439,6 +442,7 @@ def indexer_warmup_objective(
     weights: jax.Array,
     *,
     lse: jax.Array | None = None,
+    head_sums: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
@@ -452,7 +456,7 @@ def indexer_warmup_objective(
 
     Parameters
     ----------
-    q, k, index_q, index_k, weights, lse, cu_seqlens_q, cu_seqlens_kv : array
+    q, k, index_q, index_k, weights, lse, head_sums, cu_seqlens_q, cu_seqlens_kv : array
     row_weights : array, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
     exportable : bool
@@ -468,7 +472,7 @@ def indexer_warmup_objective(
     """
     given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "lse": lse}
     sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    arrays = {**given, "row_weights": row_weights, **sequences}
+    arrays = {**given, "head_sums": head_sums, "row_weights": row_weights, **sequences}
     return objective("indexer_warmup_loss", arrays, options, exportable)
 
 
@@ -481,6 +485,7 @@ def indexer_sparse_loss(
     indices: jax.Array,
     *,
     lse: jax.Array | None = None,
+    head_sums: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
@@ -494,7 +499,8 @@ def indexer_sparse_loss(
 
     Parameters
     ----------
-    q, k, index_q, index_k, weights, indices, lse, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv : array
+    q, k, index_q, index_k, weights, indices : array
+    lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv : array, optional
     exportable : bool
         For `jax.export`.
     **options
@@ -508,7 +514,7 @@ def indexer_sparse_loss(
     """
     operation = OPERATIONS["indexer_sparse_loss"]
     given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "indices": indices}
-    optional = {"lse": lse, "topk_length": topk_length, "row_weights": row_weights}
+    optional = {"lse": lse, "head_sums": head_sums, "topk_length": topk_length, "row_weights": row_weights}
     sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     targets = {output.name: options.pop(output.name, None) for output in operation.outputs}
     return call(operation, {**given, **optional, **sequences, **targets}, options, exportable)
@@ -523,6 +529,7 @@ def indexer_sparse_objective(
     indices: jax.Array,
     *,
     lse: jax.Array | None = None,
+    head_sums: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
@@ -536,7 +543,8 @@ def indexer_sparse_objective(
 
     Parameters
     ----------
-    q, k, index_q, index_k, weights, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv : array
+    q, k, index_q, index_k, weights, indices : array
+    lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv : array, optional
     row_weights : array, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
     exportable : bool
@@ -551,6 +559,48 @@ def indexer_sparse_objective(
         Without a gradient.
     """
     given = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "indices": indices}
-    optional = {"lse": lse, "topk_length": topk_length, "row_weights": row_weights}
+    optional = {"lse": lse, "head_sums": head_sums, "topk_length": topk_length, "row_weights": row_weights}
     sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     return objective("indexer_sparse_loss", {**given, **optional, **sequences}, options, exportable)
+
+
+def indexer_head_sums(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    indices: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    head_sums: jax.Array | None = None,
+    exportable: bool = False,
+    **options: Any,
+) -> jax.Array:
+    """What the indexer's losses normalise to their target, of one rank's heads: see `mla_cupy.indexer_head_sums`.
+
+    In `jax.shard_map` over the heads, `jax.lax.psum` of it is what the losses take as `head_sums`.
+
+    Parameters
+    ----------
+    q, k : array
+    indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv : array, optional
+    head_sums : array, optional
+        Whose memory the result takes over.
+    exportable : bool
+        For `jax.export`.
+    **options
+        scale, causal, buffer_bytes, kernel.
+
+    Returns
+    -------
+    array
+
+    Notes
+    -----
+    It has no gradient: nothing flows to the main attention.
+    """
+    inputs = {"q": q, "k": k, "indices": indices, "lse": lse, "topk_length": topk_length, "head_sums": head_sums}
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    (found,) = call(OPERATIONS["indexer_head_sums"], {**inputs, **sequences}, options, exportable)
+    return found

@@ -4,6 +4,7 @@ from mla_cupy.ops import (
     cache,
     cache_pages,
     decode,
+    head_sums,
     index_cache,
     logits,
     logits_paged,
@@ -19,8 +20,10 @@ from mla_cupy.ops import (
 from mla_cupy.ops.cache import cache_append, cache_gather
 from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
 from mla_cupy.ops.call import workspace_bytes
+from mla_cupy.ops.cascade import PrefixGroup, cascade_decode, shared_prefixes
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.head_sums import indexer_head_sums
 from mla_cupy.ops.index_cache import indexer_cache_append, indexer_cache_gather
 from mla_cupy.ops.logits import indexer_logits
 from mla_cupy.ops.logits_paged import indexer_logits_paged
@@ -40,12 +43,15 @@ __all__ = [
     "OPERATIONS",
     "POOL_OPERATIONS",
     "DecodePlan",
+    "PrefixGroup",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
     "cache_update",
+    "cascade_decode",
     "indexer_cache_append",
     "indexer_cache_gather",
+    "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",
@@ -58,6 +64,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "plan_decode",
+    "shared_prefixes",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",
@@ -79,6 +86,7 @@ OPERATIONS: dict[str, Operation] = {
         topk.OPERATION,
         warmup_loss.OPERATION,
         sparse_loss.OPERATION,
+        head_sums.OPERATION,
     )
 }
 #: The operations on paged caches of records: those of no binding to a compiled program yet.

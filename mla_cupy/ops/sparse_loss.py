@@ -29,6 +29,7 @@ def indexer_sparse_loss(
     indices: Any,
     *,
     lse: Any = None,
+    head_sums: Any = None,
     topk_length: Any = None,
     row_weights: Any = None,
     cu_seqlens_q: Any = None,
@@ -72,6 +73,9 @@ def indexer_sparse_loss(
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head with
         an infinite one has no part in p. Default: computed, over the selected keys.
+    head_sums : array, (s_q, topk), float32, optional
+        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
+        a share of the attention's heads. The last axis is contiguous.
     topk_length : array, (s_q,), int32, optional
         Only the first topk_length[t] entries of a list count; clamped to [0, topk].
     row_weights : array, (s_q,), float32, optional
@@ -126,6 +130,9 @@ def indexer_sparse_loss(
     whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the NumPy
     oracle.
 
+    Without `lse` a plain kernel computes it, which takes as long as the targets: `sparse_mla_forward` over the same
+    `indices` returns it.
+
     What different tokens add to a key is summed by float32 atomics; if deterministic, to six bins, in which every
     partial sum is exact: `cuda_src/tile/binned_sum.cuh`.
 
@@ -145,7 +152,8 @@ def indexer_sparse_loss(
     >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
-    inputs = (q, k, index_q, index_k, weights, indices, lse, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    scored = (q, k, index_q, index_k, weights, indices)
+    inputs = (*scored, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights)
     options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
     return call(OPERATION, (*inputs, *outputs, workspace), options, None, False, stream)
@@ -181,7 +189,8 @@ def _examine(views: Views, given: _Options) -> Examined:
     )
     problem = LossProblem(
         *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim),
-        needs_lse=views["lse"] is None,
+        needs_lse=views["lse"] is None and views["head_sums"] is None,
+        given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
         buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
@@ -197,6 +206,7 @@ OPERATION = Operation(
         *SCORED_INPUTS,
         INDICES,
         Input("lse", "s_q h", ("float32",), optional=True),
+        Input("head_sums", "s_q topk", ("float32",), optional=True, contiguous=True),
         Input("topk_length", "s_q", ("int32",), optional=True),
         Input("row_weights", "s_q", ("float32",), optional=True),
         Input("cu_seqlens_q", "b+1", ("int32",), optional=True),

@@ -36,6 +36,7 @@ def indexer_warmup_loss(
     *,
     v: Any = None,
     lse: Any = None,
+    head_sums: Any = None,
     row_weights: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -81,6 +82,9 @@ def indexer_warmup_loss(
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
         with an infinite one has no part in p. Default: computed, over the keys that are seen.
+    head_sums : array, (s_q, s_kv), float32, optional
+        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
+        a share of the attention's heads. The last axis is contiguous.
     row_weights : array, (s_q,), float32, optional
         Factors of the losses in the gradients. Default: 1.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
@@ -146,8 +150,12 @@ def indexer_warmup_loss(
 
     All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
     are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with sums over heads and arrays that
-    start at and step by multiples of 16 bytes, everything but the attention's log-sum-exps and output runs on tensor
-    cores, and the gradients by the scores are rounded to bfloat16: give `lse`, which the attention has at hand.
+    start at and step by multiples of 16 bytes, everything but the attention's output runs on tensor cores, and the
+    gradients by the scores are rounded to bfloat16.
+
+    Without `lse` the scores of the attention are computed twice: give it where attention has it at hand, as
+    `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` a plain kernel computes
+    it along with the output, which takes longer than all the rest.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv), 8 * s_q bytes,
     for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, and 4 * s_q * h without `lse` and `v`. It
@@ -167,7 +175,7 @@ def indexer_warmup_loss(
     >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
-    inputs = (q, k, index_q, index_k, weights, v, lse, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    inputs = (q, k, index_q, index_k, weights, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
     options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
     return call(OPERATION, (*inputs, *outputs, workspace), options, None, False, stream)
@@ -192,8 +200,9 @@ def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> st
         if index_heads != heads:
             remedy = "each index head has its own attention head"
             raise ShapeError(explain("index_q.shape[1]", f"h_i={index_heads}", f"h={heads}, per head", remedy))
-        if views["lse"] is not None:
-            raise ArgumentError(explain("lse", "an array", "None: targets per head are normalised by their own"))
+        for name in ("lse", "head_sums"):
+            if views[name] is not None:
+                raise ArgumentError(explain(name, "an array", "None: targets per head are normalised by their own"))
     return target
 
 
@@ -227,7 +236,8 @@ def _examine(views: Views, given: _Options) -> Examined:
     problem = LossProblem(
         *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim, value_dim),
         per_head=target == "per_head",
-        needs_lse=target == "head_sum" and views["lse"] is None,
+        needs_lse=target == "head_sum" and views["lse"] is None and views["head_sums"] is None,
+        given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
         buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
@@ -255,6 +265,7 @@ OPERATION = Operation(
         *SCORED_INPUTS,
         Input("v", "s_kv d_v", ("=q",), optional=True, contiguous=True),
         Input("lse", "s_q h", ("float32",), optional=True),
+        Input("head_sums", "s_q s_kv", ("float32",), optional=True, contiguous=True),
         Input("row_weights", "s_q", ("float32",), optional=True),
         Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
         Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),

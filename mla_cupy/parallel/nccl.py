@@ -44,11 +44,19 @@ class NcclTransport:
         # The numbers may be negative: bytes as signed characters.
         shared = group.gather(bytes(x & 0xFF for x in uid))[0]
         with arrays.cupy_family().on_device(self._device):
-            signed = tuple(x - 256 if x > 127 else x for x in shared)
-            self._communicator = self._nccl.NcclCommunicator(group.world, signed, group.rank)
+            self._communicator = self._join(shared)
         group.on_loss(self._abort)
         self._aborted = False
         self._received: dict[Any, Any] = {}  # kept: CUDA graphs may go on using them
+
+    def _join(self, unique: bytes) -> Any:
+        """NCCL's communicator: CuPy 14 takes the identifier as bytes, earlier ones take signed numbers."""
+        world, rank = self._group.world, self._group.rank
+        try:
+            return self._nccl.NcclCommunicator(world, unique, rank)
+        except TypeError:
+            signed = tuple(x - 256 if x > 127 else x for x in unique)
+            return self._nccl.NcclCommunicator(world, signed, rank)
 
     @property
     def world(self) -> int:

@@ -7,7 +7,13 @@ there is no GPU. `layer` holds the textbook MLA layer around the attention.
 from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_update
 from mla_cupy.reference.dense_decode import mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
-from mla_cupy.reference.indexer_loss import IndexerLoss, WarmupLoss, indexer_sparse_loss, indexer_warmup_loss
+from mla_cupy.reference.indexer_loss import (
+    IndexerLoss,
+    WarmupLoss,
+    indexer_head_sums,
+    indexer_sparse_loss,
+    indexer_warmup_loss,
+)
 from mla_cupy.reference.indexer_records import (
     indexer_cache_append,
     indexer_cache_gather,
@@ -31,6 +37,7 @@ __all__ = [
     "cache_update",
     "indexer_cache_append",
     "indexer_cache_gather",
+    "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",

@@ -68,6 +68,7 @@ def indexer_warmup_loss(
     *,
     v: npt.ArrayLike | None = None,
     lse: npt.ArrayLike | None = None,
+    head_sums: npt.ArrayLike | None = None,
     row_weights: npt.ArrayLike | None = None,
     target: str = "head_sum",
     scale: float | None = None,
@@ -97,6 +98,8 @@ def indexer_warmup_loss(
     lse : array, (s_q, h), optional
         The attention's log-sum-exps, natural, for "head_sum". They may count keys that are not among k: the target is
         normalised again. A head with an infinite one has no part in the target. Default: over the keys that are seen.
+    head_sums : array, (s_q, s_kv), optional
+        sum_h A_h, as of `indexer_head_sums`, in place of that of q, k and lse.
     row_weights : array, (s_q,), optional
         Factors of the losses in the gradients. Default: 1.
     target : str
@@ -123,7 +126,8 @@ def indexer_warmup_loss(
     every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv))
     seen = list(selected_rows(every, s_kv, None, causal, cu_seqlens_q, cu_seqlens_kv))
     arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
-    loss = _loss(target, iter(seen), arrays, lse, row_weights, scale, target_scale)
+    sums = None if head_sums is None else [row[rows] for row, rows in zip(_double(head_sums), seen, strict=True)]
+    loss = _loss(target, iter(seen), arrays, lse, row_weights, scale, target_scale, sums)
     made = (loss.d_index_q, loss.d_index_k, loss.d_weights) if gradients else (None, None, None)
     attention = (None, None) if v is None else _attention(arrays[0], arrays[1], _double(v), seen, scale)
     return WarmupLoss(loss.kl, loss.mass, loss.lse, *made, *attention)
@@ -138,6 +142,7 @@ def indexer_sparse_loss(
     indices: npt.ArrayLike,
     *,
     lse: npt.ArrayLike | None = None,
+    head_sums: npt.ArrayLike | None = None,
     topk_length: npt.ArrayLike | None = None,
     row_weights: npt.ArrayLike | None = None,
     scale: float | None = None,
@@ -154,6 +159,8 @@ def indexer_sparse_loss(
         As for `sparse_mla_forward`: which slots count. A key that is selected twice counts twice.
     q, k, index_q, index_k, weights, lse, row_weights, scale
         As for `indexer_warmup_loss`; by default, `lse` is over the selected keys.
+    head_sums : array, (s_q, topk), optional
+        sum_h A_h, as of `indexer_head_sums`: a row's n-th number is that of the n-th of the indices that count.
     gradients : bool
         Whether there are any.
 
@@ -162,10 +169,53 @@ def indexer_sparse_loss(
     IndexerLoss
     """
     s_kv = len(np.asarray(k))
-    rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
+    selected = list(selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv))
     arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
-    loss = _loss("head_sum", rows_of, arrays, lse, row_weights, scale, 1.0)
+    sums = None if head_sums is None else [x[: len(rows)] for x, rows in zip(_double(head_sums), selected, strict=True)]
+    loss = _loss("head_sum", iter(selected), arrays, lse, row_weights, scale, 1.0, sums)
     return loss if gradients else loss._replace(d_index_q=None, d_index_k=None, d_weights=None)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def indexer_head_sums(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    *,
+    indices: npt.ArrayLike | None = None,
+    lse: npt.ArrayLike | None = None,
+    topk_length: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    causal: bool | None = None,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_kv: npt.ArrayLike | None = None,
+) -> Array:
+    """What the losses of the indexer normalise to their target: sum_h exp(scale * q_h . k - lse_h), of the heads of q.
+
+    Parameters
+    ----------
+    q, k, lse, scale, cu_seqlens_q, cu_seqlens_kv
+        As for `indexer_warmup_loss`.
+    indices, topk_length
+        As for `indexer_sparse_loss`.
+    causal : bool, optional
+        As for these. Default: whether there are no indices.
+
+    Returns
+    -------
+    array, (s_q, s_kv), or (s_q, topk) with indices
+        0 where a row does not see a key; with indices, its numbers are in the order of those that count.
+    """
+    q, k = _double(q), _double(k)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    every = np.broadcast_to(np.arange(len(k)), (len(q), len(k))) if indices is None else np.asarray(indices)
+    every = every.reshape(len(q), every.shape[-1])
+    causal = indices is None if causal is None else causal
+    sums = np.zeros(every.shape)
+    for t, rows in enumerate(selected_rows(every, len(k), topk_length, causal, cu_seqlens_q, cu_seqlens_kv)):
+        given = None if lse is None else _double(lse)[t]
+        to = rows if indices is None else np.arange(len(rows))
+        sums[t, to] = _head_sum(scale * (q[t] @ k[rows].T), given)[0]
+    return sums
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
@@ -177,6 +227,7 @@ def _loss(
     row_weights: npt.ArrayLike | None,
     scale: float | None,
     target_scale: float,
+    head_sums: list[Array] | None,
 ) -> IndexerLoss:
     q, k, index_q, index_k, weights = arrays
     (s_q, h, d), (_, h_i, d_i) = q.shape, index_q.shape
@@ -191,7 +242,8 @@ def _loss(
         scores = unit * weights[t][:, None] * np.maximum(products, 0)
         given = None if lse is None else _double(lse)[t]
         if summed:
-            scores, target_rows = scores.sum(axis=0)[None], _head_sum(scale * (q[t] @ k[rows].T), given)
+            scores = scores.sum(axis=0)[None]
+            target_rows = _head_sum(scale * (q[t] @ k[rows].T), given) if head_sums is None else head_sums[t][None]
             mass[t] = target_rows.sum()
         else:
             mass[t], target_rows = _softmax(target_scale * (q[t] @ k[rows].T))

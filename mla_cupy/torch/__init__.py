@@ -28,6 +28,7 @@ from mla_cupy.torch.sparse import make_differentiable
 
 __all__ = [
     "TorchDecodePlan",
+    "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_prepare_k",
@@ -473,7 +474,8 @@ def indexer_warmup_loss(
     workspace : tensor, uint8, optional
         With these.
     **options
-        lse, row_weights, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes, kernel.
+        lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes,
+        kernel.
 
     Returns
     -------
@@ -518,8 +520,8 @@ def indexer_warmup_objective(
     row_weights : tensor, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
     **options
-        Of `indexer_warmup_loss`: lse, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes,
-        kernel.
+        Of `indexer_warmup_loss`: lse, head_sums, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal,
+        buffer_bytes, kernel.
 
     Returns
     -------
@@ -566,7 +568,8 @@ def indexer_sparse_loss(
     workspace : tensor, uint8, optional
         With these.
     **options
-        lse, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic, buffer_bytes, kernel.
+        lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic,
+        buffer_bytes, kernel.
 
     Returns
     -------
@@ -603,8 +606,8 @@ def indexer_sparse_objective(
     row_weights : tensor, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
     **options
-        Of `indexer_sparse_loss`: lse, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic,
-        buffer_bytes, kernel.
+        Of `indexer_sparse_loss`: lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal,
+        deterministic, buffer_bytes, kernel.
 
     Returns
     -------
@@ -618,6 +621,38 @@ def indexer_sparse_objective(
     kl, _, _, *gradients = found
     assert kl is not None
     return objective(leaves, kl, row_weights, tuple(gradients)), kl
+
+
+def indexer_head_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    head_sums: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """What the indexer's losses normalise to their target, of one rank's heads: see `mla_cupy.indexer_head_sums`.
+
+    Parameters
+    ----------
+    q, k : tensor
+    head_sums : tensor, optional
+        Where the result goes.
+    workspace : tensor, uint8, optional
+        With `head_sums`.
+    **options
+        indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal, buffer_bytes, kernel.
+
+    Returns
+    -------
+    tensor
+
+    Notes
+    -----
+    It has no gradient: nothing flows to the main attention.
+    """
+    given = _targets(head_sums=head_sums)
+    return _single(_run("indexer_head_sums", (q.detach(), k.detach()), options, given, workspace))
 
 
 def _targets(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:

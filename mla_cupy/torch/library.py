@@ -23,7 +23,8 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """The operators live as long as it does."""
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLACES = ("CPU", "CUDA")
-_TYPES = {"int": "int", "bool": "bool", "str": "str", "float": "float", "float | None": "float?", "str | None": "str?"}
+_TYPES = {"int": "int", "bool": "bool", "str": "str", "float": "float"}
+_TYPES |= {f"{name} | None": f"{written}?" for name, written in _TYPES.items()}
 
 
 def is_plain_call(first: torch.Tensor) -> bool:

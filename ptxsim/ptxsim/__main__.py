@@ -36,6 +36,14 @@ def load_module(options: argparse.Namespace, strict: bool) -> Module:
     return Module(compile_cuda(options.file, options.arch, options.include, options.define), strict=strict)
 
 
+def _positive(text: str) -> int:
+    """Parse a count of at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
 def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(v) for v in text.replace("x", ",").split(","))
 
@@ -87,6 +95,7 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--elect", choices=("lowest", "random"), default="lowest", help="which lane elect.sync elects")
     command.add_argument("--resident", type=int, default=1, help="clusters that run interleaved")
+    command.add_argument("--jobs", type=_positive, default=1, metavar="N", help="processes that share the clusters out")
     command.add_argument(
         "--max-steps", type=int, default=50_000_000, help="basic blocks after which a launch is a hang"
     )
@@ -164,7 +173,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: object) -> Report:
     """Launch a kernel as the command line tells."""
     shape = (options.grid, options.block, args, options.smem, options.cluster)
-    common = ("seed", "resident", "race_global", "elect", "allow")
+    common = ("seed", "resident", "race_global", "elect", "allow", "jobs")
     given = {key: getattr(options, key) for key in common}
     line = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -252,7 +253,8 @@ class BulkStore:
                     part = slice(index * tmap.box_bytes, (index + 1) * tmap.box_bytes)
                     if not defined[part].all() and (~defined[part] & inside_bytes(memory, tmap, row)).any():
                         W.fail(PoisonError, ins, "undefined shared memory reaches global memory")
-                    store_tile(memory, tmap, row, data[part], reduction)
+                    with W.launch.exclusive if reduction else nullcontext():
+                        store_tile(memory, tmap, row, data[part], reduction)
             except (MemoryFault, DescriptorError) as error:
                 W.fail(type(error), ins, str(error))
 
@@ -284,7 +286,8 @@ class BulkStore:
                 into[wanted] = data[wanted]
             else:
                 code = f"u{int(kind.lstrip('bfsu').split('x')[0]) // 8}"
-                into.view(code)[...] = combine(into.view(code), data.view(code), reduction, kind)
+                with W.launch.exclusive:
+                    into.view(code)[...] = combine(into.view(code), data.view(code), reduction, kind)
 
         touched = W.shadows.words(target, size) if W.shadows else None
         self._submit(source, size, None, write, touched, _GPU * (reduction is not None))

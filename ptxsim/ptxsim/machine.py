@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -214,6 +215,7 @@ class Launch:
         self.shadows = GlobalShadows(memory) if race_global else None
         self.tmem_base: int = options.get("tmem_base", 0)
         self.watcher: Callable | None = None
+        self.exclusive: AbstractContextManager = nullcontext()  # held while global memory is read, changed and written
         self.progress: Callable[[int, int, int], None] | None = options.get("progress")
         self.keep_going: bool = options["keep_going"]
         self.found: dict[tuple, Finding] = {}
@@ -295,10 +297,10 @@ class Launch:
             result.append([(origin[0] + i, origin[1] + j, origin[2] + k) for k, j, i in offsets])
         return result
 
-    def run(self) -> None:
-        """Run every cluster of the grid, ``resident`` of them at a time."""
+    def run(self, clusters: Iterable[tuple[int, list[tuple[int, int, int]]]] | None = None) -> None:
+        """Run clusters, given with their index and origins, or all of the grid; ``resident`` of them at a time."""
         waiting = self.waiting
-        waiting.extend(enumerate(self.cluster_origins()))
+        waiting.extend(enumerate(self.cluster_origins()) if clusters is None else clusters)
         total = len(waiting)
         with np.errstate(all="ignore"):
             while waiting or self.clusters:

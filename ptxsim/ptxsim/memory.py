@@ -52,9 +52,14 @@ class Buffer:
     """A flat run of bytes with typed views."""
 
     def __init__(self, data: np.ndarray, base: int, name: str) -> None:
-        self.bytes, self.base, self.name = data, base, name
+        self.base, self.name = base, name
         self.size = data.size
         self.writable = data.flags.writeable
+        self.place(data)
+
+    def place(self, data: np.ndarray) -> None:
+        """Keep the content in these bytes from now on."""
+        self.bytes = data
         self._views: dict[str, np.ndarray] = {"u1": data}
 
     def view(self, code: str) -> np.ndarray:
@@ -159,6 +164,10 @@ class Memory:
         del self.buffers[index]
         self._free.append(index)
         self._known = {key: value for key, value in self._known.items() if value[0] != address}
+
+    def all_buffers(self) -> list[Buffer]:
+        """Every array that is mapped or registered; they may overlap."""
+        return [*self.buffers.values(), *(buffer for _, buffer in self._host)]
 
     def find(self, address: int) -> Buffer | None:
         """Return the buffer that an address belongs to (it may still be out of its bounds)."""

@@ -30,6 +30,7 @@ from . import (  # noqa: F401 (emitters register themselves)
 )
 from .errors import SimError
 from .ir import TYPE_BITS, ModuleIR
+from .jobs import run as run_in_processes
 from .machine import Launch
 from .memory import GENERIC_BASE, Buffer, Memory
 from .parse import parse
@@ -160,6 +161,7 @@ class Module:
         elect: str = "lowest",
         progress: Callable[[int, int, int], None] | None = None,
         cooperative: bool = False,
+        jobs: int = 1,
     ) -> Report:
         """Run a kernel to its end.
 
@@ -205,6 +207,10 @@ class Module:
             Called now and then with the clusters that have finished, all clusters, and the executed blocks so far.
         cooperative : bool, optional
             All blocks are resident, and may wait for each other with cooperative groups' grid barrier.
+        jobs : int, optional
+            Processes that share the clusters out, where they can be forked. Not for kernels whose clusters wait for
+            each other, nor with ``cooperative``, ``race_global``, ``watch`` or ``timeline``. Atomics of different
+            processes come in any order.
 
         Returns
         -------
@@ -215,6 +221,12 @@ class Module:
             raise ValueError(f"mode {mode!r} is not 'early', 'late' or 'random'")
         if elect not in ("lowest", "random"):
             raise ValueError(f"elect {elect!r} is not 'lowest' or 'random'")
+        if jobs < 1:
+            raise ValueError(f"jobs {jobs!r} is not at least 1")
+        alone = {"cooperative": cooperative, "race_global": race_global, "watch": watch, "timeline": timeline}
+        alone["on_idle"] = self.on_idle
+        if jobs > 1 and (given := [key for key, value in alone.items() if value]):
+            raise SimError(f"{given[0]} needs all clusters in one process: jobs=1, not {jobs}")
         program = self.program(name)
         grid3, block3 = _dims(grid), _dims(block)
         cluster3 = check_shape(program, grid3, block3, cluster, smem)
@@ -247,7 +259,10 @@ class Module:
         if watch is not None:
             watch.attach(launch)
         try:
-            launch.run()
+            if jobs > 1:
+                run_in_processes(launch, jobs)
+            else:
+                launch.run()
         finally:
             sys.stdout.write("".join(launch.printed))
             if cooperative:

@@ -75,15 +75,16 @@ def _wide_atomic(
         new, poison = given[-2:]
         old = np.zeros((len(a), 2), "u8")
         undefined = np.zeros(len(a), bool)
-        for lane in _order(W, len(a)):
-            place = np.array([lane if L is None else L[lane]])
-            one = slice(lane, lane + 1)
-            low, low_bad, high, high_bad = load(W, place, a[one], None if qa is None else qa[one])
-            old[lane] = low[0], high[0]
-            undefined[lane] = any(q is not None and q[0] for q in (low_bad, high_bad))
-            if kind == "exch" or (old[lane] == given[0][lane]).all():
-                mask = None if poison is None else poison[one]
-                store(W, place, a[one], None, new[one, 0].copy(), mask, new[one, 1].copy(), mask)
+        with W.launch.exclusive:
+            for lane in _order(W, len(a)):
+                place = np.array([lane if L is None else L[lane]])
+                one = slice(lane, lane + 1)
+                low, low_bad, high, high_bad = load(W, place, a[one], None if qa is None else qa[one])
+                old[lane] = low[0], high[0]
+                undefined[lane] = any(q is not None and q[0] for q in (low_bad, high_bad))
+                if kind == "exch" or (old[lane] == given[0][lane]).all():
+                    mask = None if poison is None else poison[one]
+                    store(W, place, a[one], None, new[one, 0].copy(), mask, new[one, 1].copy(), mask)
         return old, undefined if undefined.any() else None
 
     bits = 32 if space.startswith("shared") else 64
@@ -211,10 +212,11 @@ def _global(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
         W.global_write(buffer, offset, width * count, ins, order, want)
         operands = values[::2]
         olds = []
-        for k in range(count):
-            mine = [operands[k]] if kind != "cas" else [operands[0], operands[1]]
-            at = index + k
-            olds.append(perform(view, at, mine, combine, code, want, _order(W, len(a))))
+        with W.launch.exclusive:
+            for k in range(count):
+                mine = [operands[k]] if kind != "cas" else [operands[0], operands[1]]
+                at = index + k
+                olds.append(perform(view, at, mine, combine, code, want, _order(W, len(a))))
         W.traffic[4] += len(a) * width * count
         return _outputs(olds, want, code)
 

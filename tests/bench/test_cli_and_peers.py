@@ -39,6 +39,7 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
     ("operation", "further"),
     [
         ("decode", ["--peers-dir"]),
+        ("dense-decode-fp8", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
         ("indexer-logits", ["--peers-dir"]),
         ("sparse-decode", ["--peers-dir"]),
@@ -75,6 +76,7 @@ def test_options():
     methods = {name: parse(operation=name).method for name in OPERATIONS}
     assert methods == {
         "decode": "graph",
+        "dense-decode-fp8": "graph",
         "sparse-forward": "graph",
         "sparse-backward": "events",
         "indexer-logits": "graph",

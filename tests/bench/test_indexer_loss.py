@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
 from contextlib import nullcontext
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from bench.core import report
+from bench.core import report, table
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
 from bench.core.runner import Options, run_case
@@ -19,16 +21,30 @@ from bench.ops.indexer_loss.cases import CASES, LossCase
 from mla_cupy import reference
 
 SMALL = "b2-s7-h3x8-i2x32"
+KINDS = [SMALL, f"{SMALL}-k4", "b2-s7-h2x8-i2x32-perhead"]
 
 
 def test_names_round_trip():
     assert INDEXER_LOSS.select([], "targets") == CASES
     for case in CASES:
         assert INDEXER_LOSS.parse(case.name) is case
-    assert INDEXER_LOSS.parse(SMALL).name == SMALL
+    for name in KINDS:
+        assert INDEXER_LOSS.parse(name).name == name
 
 
-@pytest.mark.parametrize("name", ["", "b1-s1-h1x1", "b0-s1-h1x1-i1x32", "b1-s1-h1x577-i1x32", "b1-s1-h1x1-i1x48"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "b1-s1-h1x1",
+        "b0-s1-h1x1-i1x32",
+        "b1-s1-h1x577-i1x32",
+        "b1-s1-h1x1-i1x48",
+        "b1-s1-h1x1-i1x32-k0",
+        "b1-s1-h2x1-i1x32-perhead",
+        "b1-s1-h1x1-i1x32-perhead-k4",
+    ],
+)
 def test_a_bad_name_is_refused(name):
     with pytest.raises(BenchError, match="case"):
         INDEXER_LOSS.parse(name)
@@ -38,6 +54,8 @@ def test_cost():
     """The FLOPs that the kernel's page names for the two targets."""
     assert LossCase(1, 2, 3, 5, 7, 32).cost.flops == 2 * 3 * (3 * 5 + 5 * 7 * 32)
     assert [case.cost.flops / 1e12 for case in CASES[:2]] == pytest.approx([0.481, 7.70], rel=2e-3)
+    assert LossCase(2, 9, 3, 5, 7, 32, topk=4).pairs == 2 * (1 + 2 + 3 + 4 * 6)
+    assert LossCase(1, 2, 3, 5, 3, 32, per_head=True).cost.flops == 2 * 3 * (2 * 3 * 5 + 5 * 3 * 32)
 
 
 @pytest.fixture
@@ -58,21 +76,24 @@ def run(device, limits, numpy_backend, monkeypatch):
     return rows_of
 
 
-def test_our_own(run):
-    row = run(SMALL)["mla_cupy"]
-    assert (row["status"], row["reason"]) == ("ok", "")
+@pytest.mark.parametrize("name", KINDS)
+def test_our_own(run, name):
+    row = run(name)["mla_cupy"]
+    assert (row["status"], row["reason"], row["case"]) == ("ok", "", name)
     assert row["check"]["samples"]["kl"] >= 3
-    assert row["figures_us"]["loss_alone"] > 0
+    assert row["figures_us"]["forward"] > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("few", [512, 0], ids=["as a whole", "by the identity"])
 @pytest.mark.parametrize("name", ["kl", "d_index_q", "d_index_k", "d_weights"])
-def test_a_wrong_result_is_found(device, numpy_backend, monkeypatch, name, few):
+def test_a_wrong_result_is_found(device, numpy_backend, monkeypatch, name, few, kind):
     monkeypatch.setattr("bench.ops.indexer_loss.check.FEW_TOKENS", few)
-    case = INDEXER_LOSS.parse(SMALL)
+    case = INDEXER_LOSS.parse(kind)
     inputs = INDEXER_LOSS.inputs(case, "bfloat16", 0, device)
     expected = INDEXER_LOSS.expect(case, "bfloat16", inputs, device)
-    exact = reference.indexer_warmup_loss(**inputs.host)
+    options = {"target": "per_head"} if case.per_head else {}
+    exact = getattr(reference, case.op)(**inputs.host, **options)
     outputs = SimpleNamespace(**{key: getattr(exact, key) for key in ("kl", "d_index_q", "d_index_k", "d_weights")})
     assert INDEXER_LOSS.judge(expected, outputs, "bfloat16", device).ok
     setattr(outputs, name, 1.2 * getattr(exact, name))
@@ -100,8 +121,14 @@ class Tensor(np.ndarray):
     def requires_grad_(self):
         return self
 
+    def reshape(self, *shape):
+        return np.asarray(self).reshape(*shape).view(Tensor)
+
     def to(self, dtype):
         return self.astype(dtype)
+
+    def float(self):
+        return self.astype(np.float32)
 
 
 @pytest.fixture
@@ -118,13 +145,14 @@ def cudnn(monkeypatch):
         assert (qhead_per_kv_head, index_k.shape[2]) == (index_q.shape[2], 1)
         return {"out": "scores", "denom": "lse"}
 
-    def backward(index_q, weights, index_k, target, mass, found, lse, one, loss_coeff):
-        assert (target, mass, found, lse) == ("target", "mass", "scores", "lse")
+    def gradients(index_q, weights, index_k, loss_coeff, loss, more):
+        """A mean over the tokens, times the coefficient."""
         unit = (index_q.shape[2] * index_q.shape[3]) ** -0.5
         rows = [
-            reference.indexer_warmup_loss(
+            loss(
                 *(np.asarray(x[n]) for x in (seen["q"], seen["k"], index_q, index_k)),
                 np.asarray(weights[n]).astype(np.float32) / unit,
+                *(np.asarray(x[n]) for x in more),
                 lse=np.asarray(seen["lse"][n]),
                 scale=seen["scale"],
             )
@@ -132,10 +160,30 @@ def cudnn(monkeypatch):
         ]
         mean = loss_coeff / (index_q.shape[0] * index_q.shape[1])
         made = {name: mean * np.stack([getattr(x, name) for x in rows]) for name in ("d_index_q", "d_index_k")}
-        made["d_weights"] = mean * np.stack([x.d_weights for x in rows]) / unit
+        made["d_weights"] = (mean * np.stack([x.d_weights for x in rows]) / unit).view(Tensor)
         return made
 
+    def backward(index_q, weights, index_k, target, mass, found, lse, one, loss_coeff):
+        assert (target, mass, found, lse) == ("target", "mass", "scores", "lse")
+        return gradients(index_q, weights, index_k, loss_coeff, reference.indexer_warmup_loss, [])
+
+    def sparse_attention(q, k, lse, indices, scale, qhead_per_kv_head):
+        assert (qhead_per_kv_head, k.ndim, indices.ndim) == (q.shape[2], 3, 3)
+        seen.update(q=q, k=k, lse=lse, scale=scale, indices=indices)
+        return {"target": "target"}
+
+    def sparse_scores(index_q, index_k, weights, indices, qhead_per_kv_head):
+        assert (qhead_per_kv_head, index_k.ndim) == (index_q.shape[2], 3)
+        return {"predict": "softmax"}
+
+    def sparse_backward(index_q, weights, index_k, target, softmax, indices, one, loss_coeff):
+        assert (target, softmax) == ("target", "softmax")
+        return gradients(index_q, weights, index_k, loss_coeff, reference.indexer_sparse_loss, [indices])
+
     dsa = SimpleNamespace(
+        sparse_attn_score_recompute_wrapper=sparse_attention,
+        sparse_indexer_score_recompute_wrapper=sparse_scores,
+        indexer_backward_wrapper=sparse_backward,
         dense_attn_score_recompute_wrapper=attention,
         dense_indexer_score_recompute_wrapper=scores,
         dense_indexer_backward_wrapper=backward,
@@ -148,7 +196,7 @@ def cudnn(monkeypatch):
     attend.SDPBackend = SimpleNamespace(FLASH_ATTENTION=1)
     functional = SimpleNamespace(scaled_dot_product_attention=lambda q, k, v, is_causal: q)
     torch.nn = SimpleNamespace(attention=attend, functional=functional)
-    torch.autograd = SimpleNamespace(grad=lambda out, inputs, ones: None)
+    torch.autograd = SimpleNamespace(grad=lambda out, inputs, ones: tuple(np.ones(x.shape, np.float32) for x in inputs))
     cupy = types.ModuleType("cupy")
     cupy.from_dlpack = np.asarray
     package = types.ModuleType("cudnn")
@@ -157,12 +205,61 @@ def cudnn(monkeypatch):
     modules = {"torch": torch, "cupy": cupy, "cudnn": package, "cudnn.deepseek_sparse_attention": stage}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("bench.peers.cudnn_loss.recorder_for", lambda torch, device: device.recorder())
-    monkeypatch.setattr("bench.peers.cudnn_loss.peak_bytes", lambda torch, call, results: 1)
+    for peer in ("cudnn_loss", "torch_flash"):
+        monkeypatch.setattr(f"bench.peers.{peer}.recorder_for", lambda torch, device: device.recorder())
+        monkeypatch.setattr(f"bench.peers.{peer}.peak_bytes", lambda torch, call, results: 1)
 
 
-def test_cudnn(run, cudnn):
-    rows = run(SMALL, ["cudnn"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("b1-s9-h64x128-i32x128", "64 index heads"),
+        ("b1-s9-h96x128-i64x64", "multiple of 64"),
+        ("b1-s9-h1x8-i64x64", "2 to"),
+    ],
+)
+def test_what_cudnn_does_not_take(run, cudnn, name, reason):
+    assert reason in run(name, ["cudnn"])["cudnn"]["reason"]
+
+
+@pytest.mark.parametrize("name", KINDS[:2])
+def test_cudnn(run, cudnn, monkeypatch, name):
+    monkeypatch.setattr("bench.peers.cudnn_loss.MIN_INDEX_HEADS", 1)
+    monkeypatch.setattr("bench.peers.cudnn_loss.LIST_TILE", 4)
+    rows = run(name, ["cudnn"])
     assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
     assert rows["mla_cupy"]["speed_vs_best_peer"] is not None
-    assert rows["cudnn"]["figures_us"]["flash_attention_2"] > 0
+
+
+PEERS = ["deterministic", "cudnn", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("name", "aims"), list(zip(KINDS, [[0.65, None, None], [1.0, 1.5], [1.3, 0.95]], strict=True)), ids=KINDS
+)
+def test_ratios(run, cudnn, monkeypatch, name, aims):
+    """Of all rows and figures that there are; printed with their aims."""
+    monkeypatch.setattr("bench.peers.cudnn_loss.MIN_INDEX_HEADS", 1)
+    monkeypatch.setattr("bench.peers.cudnn_loss.LIST_TILE", 4)
+    rows = run(name, PEERS)
+    found = INDEXER_LOSS.ratios(list(rows.values()))
+    assert [ratio.aim for ratio in found] == aims
+    us = {name: row["timing"]["us_median"] for name, row in rows.items() if row["timing"]}
+    forward = {name: row["figures_us"].get("forward") for name, row in rows.items()}
+    own = us["mla_cupy"]
+    wanted = {
+        SMALL: lambda: [own / us["cudnn"], forward["mla_cupy"] / own, own / us["flash"]],
+        KINDS[1]: lambda: [own / us["cudnn"], us["deterministic"] / own],
+        KINDS[2]: lambda: [forward["mla_cupy"] / forward["flash"], own / us["flash"]],
+    }
+    assert [ratio.value for ratio in found] == pytest.approx(wanted[name]())
+    console = Console(file=io.StringIO(), width=200)
+    table.show(console, list(rows.values()), found)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("  ratio ")]
+    assert len(lines) == len(aims)
+    assert f"ratio {found[0].value:.3f} (aim: {aims[0]:g} at most)" in lines[0]
+
+
+def test_ratios_of_rows_that_are_there(run):
+    assert len(INDEXER_LOSS.ratios(list(run(SMALL).values()))) == 1
+    assert INDEXER_LOSS.ratios(list(run(KINDS[2]).values())) == []

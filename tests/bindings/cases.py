@@ -107,6 +107,16 @@ def sparse_loss(case: sparse_loss_cases.SparseLossCase, **options: Any) -> Bound
     return BoundCall(_id("sparse_loss", chosen), "indexer_sparse_loss", arrays, chosen)
 
 
+def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **options: Any) -> BoundCall:
+    make = loss_cases.loss_inputs if isinstance(case, loss_cases.LossCase) else sparse_loss_cases.sparse_loss_inputs
+    inputs = make(case)  # type: ignore[operator]
+    names = ("q", "k", "lse", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
+    arrays = _dense(**{name: inputs.get(name) for name in names})
+    return BoundCall(
+        _id("head_sums", {"indices": "indices" in arrays, **options}), "indexer_head_sums", arrays, options
+    )
+
+
 def _id(name: str, options: dict[str, Any]) -> str:
     return "-".join([name, *(f"{key}={value}" for key, value in options.items() if value)]).replace(" ", "")
 
@@ -135,6 +145,8 @@ CALLS = [
     warmup_loss(loss_cases.LossCase(h_i=3, target="per_head"), gradients=False),
     sparse_loss(sparse_loss_cases.SparseLossCase(lse=True), deterministic=True),
     sparse_loss(sparse_loss_cases.SparseLossCase(causal=True, lengths=True), gradients=False),
+    head_sums(loss_cases.LossCase(lse=True, sequences=((2, 3), (2, 5)))),
+    head_sums(sparse_loss_cases.SparseLossCase(lengths=True), scale=0.3, causal=True),
 ]
 
 

@@ -241,6 +241,7 @@ SMALL, TOKENS, VALUES = (
     "attention/sm90/record_nonfinite.cuh",
 )
 MUTANTS = (
+    Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant("pages not compared", TOKENS, "(u32)place.page >= (u32)p.num_pages", "place.page == kNoPage"),
     Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
     Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),

@@ -14,7 +14,7 @@ from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.kernels import by_name
-from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, shares
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +25,8 @@ CASES = [
     LossCase(s_q=130, s_kv=300, h=64, h_i=64, d=128, d_i=64, lse=True),
     LossCase(s_q=257, s_kv=257, h=128, h_i=64, d=576, d_i=128, lse=True),
     LossCase(s_q=300, s_kv=500, h=64, h_i=64, lse=True, d=128, d_i=64, sequences=RAGGED),
+    LossCase(s_q=300, s_kv=500, h=64, h_i=64, d=576, d_i=128, sequences=RAGGED),
+    LossCase(s_q=257, s_kv=257, h=16, h_i=8, d=64, d_i=32, spread=3),
     LossCase(s_q=90, s_kv=190, h=8, h_i=8, d=576, d_i=32, d_v=512, causal=False),
     LossCase(s_q=100, s_kv=260, h=16, h_i=16, d=128, d_i=64, d_v=128, target="per_head"),
 ]  # fmt: skip
@@ -96,3 +98,30 @@ def test_hostile_sequences(gpu: object) -> None:
         for kernel in kernels(case):
             got = mla_cupy.indexer_warmup_loss(**on_gpu({**inputs, **sequences}), kernel=kernel)
             check_loss(on_host(got), exact, TENSOR_CORE_ERROR)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=lambda case: case.id)
+def test_ranks(case: LossCase, gpu: object) -> None:
+    """Of tensor parallelism, with the loss in chunks, against one rank that has all heads."""
+    inputs = loss_inputs(case)
+    exact = reference.indexer_warmup_loss(**inputs, **case.options)
+    for kernel in kernels(case):
+        error = TENSOR_CORE_ERROR if "sm90" in kernel else 1e-4
+        options = {"causal": case.causal, "kernel": kernel, "buffer_bytes": 1 << 17}
+        total = sum(mla_cupy.indexer_head_sums(**on_gpu(mine), **options) for mine in shares(inputs, 2))
+        given = on_gpu({name: x for name, x in of_one_rank(inputs, 2, 1).items() if name != "v"})
+        got = on_host(mla_cupy.indexer_warmup_loss(**given, head_sums=total, **{**case.options, **options}))
+        check_loss(got, exact._replace(out=None, attention_lse=None), error)
+
+
+def test_without_lse(gpu: object) -> None:
+    """As with that of attention: the package's own, over the keys as pages."""
+    inputs = loss_inputs(LossCase(s_q=256, s_kv=256, h=64, h_i=64, d=576, d_i=128))
+    given = on_gpu(inputs)
+    pages = {"block_table": upload(np.arange(4, dtype=np.int32)[None]), "seqlens": upload(np.array([256], np.int32))}
+    _, lse = mla_cupy.mla_decode(given["q"][None], given["k"].reshape(4, 64, 576), **pages)
+    got = on_host(mla_cupy.indexer_warmup_loss(**given))
+    with_lse = on_host(mla_cupy.indexer_warmup_loss(**given, lse=lse[0].T))
+    for x, y in zip(got[:3], with_lse[:3], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+    check_loss(got, reference.indexer_warmup_loss(**inputs), TENSOR_CORE_ERROR)

@@ -37,10 +37,27 @@ MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 M_COLUMNS = "gradients[2 * step + i / 2]"
 FREE = "    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
+LSE_SM90 = "indexer/loss_lse_sm90.cu"
+LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=136, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
+LSE_FREE = "            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));\n"
+LSE_MUTANTS = [
+    Mutant("keys out of sight count", LSE_SM90, "d[i] = seen ? d[i] :", "d[i] = true ? d[i] :"),
+    Mutant("the lanes of a quad are not merged", LSE_SM90, "quad_sum(rows[r].sum)", "rows[r].sum"),
+    Mutant("a sum is not rescaled", LSE_SM90, "        sum *= ex2_approx(before - shift());\n", ""),
+    Mutant(
+        "a tile of keys is left out",
+        LSE_SM90,
+        "keys = tile.keys.begin; keys < tile.keys.end;",
+        "keys = tile.keys.begin; keys < tile.keys.end - 1;",
+    ),
+    Mutant("a piece is filled that is in use", LSE_SM90, LSE_FREE, ""),
+    Mutant("a piece of K is released before it is read", LSE_SM90, "            wgmma_wait_group<1>();\n", ""),
+    Mutant("queries are not waited for", LSE_SM90, "    mbarrier_wait(s.q_full, 0);\n", ""),
+]
 HOPPER_MUTANTS = [
     Mutant("a piece is released before it is read", SCORES_SM90, "            wgmma_wait_group<1>();\n", ""),
-    Mutant("index keys come over keys in use", SCORES_SM90, "    mbarrier_wait(s.k_empty, 0);\n", ""),
-    Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, 1);\n", ""),
+    Mutant("index keys come over keys in use", SCORES_SM90, "    if (p.heads > 0) mbarrier_wait(s.k_empty, 0);\n", ""),
+    Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, p.heads > 0 ? 1 : 0);\n", ""),
     Mutant("tokens share a head's lse", SCORES_SM90, "== 0 ? lse.x : lse.y", "== 0 ? lse.x : lse.x"),
     Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
@@ -63,11 +80,11 @@ def run(case: LossCase) -> None:
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
 
 
-def run_hopper(mode: tuple[str, int]) -> None:
-    inputs = loss_inputs(TILES)
+def run_hopper(mode: tuple[str, int], case: LossCase = TILES, **options: bool) -> None:
+    inputs = loss_inputs(case)
     with simulated(1, (9, 0), *mode):
-        got = mla_cupy.indexer_warmup_loss(**inputs, **TILES.options, kernel="indexer_loss_scores_sm90")
-    check_loss(got, reference.indexer_warmup_loss(**inputs, **TILES.options), TENSOR_CORE_ERROR)
+        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel="indexer_loss_scores_sm90", **options)
+    check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options, **options), TENSOR_CORE_ERROR)
 
 
 @pytest.mark.slow
@@ -84,6 +101,25 @@ def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.Mon
         for mode in MODES:
             try:
                 run_hopper(mode)
+            except (AssertionError, SimError):
+                return
+    raise AssertionError(f"{mutant.name} shows in no mode")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_lse_without_a_bug(mode: tuple[str, int]) -> None:
+    run_hopper(mode, LSE_TILES, gradients=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", LSE_MUTANTS, ids=lambda mutant: mutant.id)
+def test_shows_in_the_lse(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the modes."""
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        for mode in MODES:
+            try:
+                run_hopper(mode, LSE_TILES, gradients=False)
             except (AssertionError, SimError):
                 return
     raise AssertionError(f"{mutant.name} shows in no mode")

@@ -44,12 +44,15 @@ MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
 HOPPER_CASES = [
     LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=128, d_i=64, lse=True, causal=False),  # two tiles of keys
     LossCase(s_q=9, s_kv=12, h=1, h_i=3, d=136, d_i=128, lse=True, sequences=((4, 2), (0, 3), (4, 6))),
+    LossCase(s_q=3, s_kv=130, h=2, h_i=1, d=64, d_i=32, causal=False),  # its own log-sum-exps
 ]
 LARGE_HOPPER_CASES = [
     LossCase(s_q=130, s_kv=140, h=2, h_i=3, d=128, d_i=128, lse=True),
     LossCase(s_q=70, s_kv=300, h=2, h_i=66, d=576, d_i=64, lse=True, sequences=((30, 140), (39, 150))),
     LossCase(s_q=40, s_kv=520, h=3, h_i=5, d=64, d_i=32, d_v=16),
     LossCase(s_q=300, s_kv=300, h=1, h_i=1, d=8, d_i=32, lse=True, row_weights=False),
+    LossCase(s_q=9, s_kv=300, h=2, h_i=2, d=136, d_i=128, sequences=((4, 2), (0, 3), (4, 295))),
+    LossCase(s_q=130, s_kv=140, h=1, h_i=1, d=64, d_i=32, spread=6),
 ]
 
 
@@ -58,6 +61,7 @@ def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[A
     with simulated(2, (9, 0), *mode) as target:
         got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HOPPER, **options)
     assert f"mla_{HOPPER}" in target.launched
+    assert ("mla_indexer_loss_lse_sm90" in target.launched) == (not case.lse and not case.d_v)
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options), TENSOR_CORE_ERROR)
     return got
 

@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.support.gpu import upload
+from tests.support.loss_cases import of_one_rank, shares
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
 pytestmark = pytest.mark.gpu
@@ -81,3 +82,13 @@ def test_a_captured_call_follows_its_indices(gpu: object) -> None:
         check_sparse_loss(
             on_host(tuple(results[name] for name in names)), reference.indexer_sparse_loss(**inputs), 1e-4
         )
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.id)
+def test_ranks(case: SparseLossCase, gpu: object) -> None:
+    """Of tensor parallelism, in chunks, against one rank that has all heads."""
+    inputs = sparse_loss_inputs(case)
+    options = {"causal": case.causal, "buffer_bytes": 1 << 16}
+    total = sum(mla_cupy.indexer_head_sums(**on_gpu(mine), **options) for mine in shares(inputs, 3))
+    got = on_host(mla_cupy.indexer_sparse_loss(**on_gpu(of_one_rank(inputs, 3, 2)), head_sums=total, **options))
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal), 1e-4)

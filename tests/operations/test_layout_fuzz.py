@@ -21,7 +21,7 @@ from tests.indexer import prepare_cases
 from tests.support.cases import DecodeCase, make
 from tests.support.gradients import check_gradients
 from tests.support.indexer_cases import LogitsCase, PagedCase, logits_inputs, paged_inputs
-from tests.support.loss_cases import FIELDS, LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import FIELDS, LossCase, check_loss, loss_inputs, shares
 from tests.support.operations import each, function_of, good_call, off_by_a_byte, output_names, stepped_by_bytes
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -260,6 +260,18 @@ def test_indexer_sparse_loss(seed: int) -> None:
     outputs = {names[name]: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
     got = run(seed, OPERATIONS["indexer_sparse_loss"], {**inputs, **outputs}, causal=True, deterministic=seed % 2 == 1)
     check_sparse_loss(got, exact)
+
+
+@seeds
+def test_indexer_head_sums(seed: int) -> None:
+    if seed % 2 == 0:
+        inputs = loss_inputs(LossCase(s_q=4, s_kv=7, d=11, lse=True, sequences=((3, 5), (1, 1)), seed=seed))
+    else:
+        inputs = sparse_loss_inputs(SparseLossCase(s_q=4, s_kv=7, topk=5, d=11, lengths=True, seed=seed))
+    given = shares(inputs, 2)[1]
+    exact = reference.indexer_head_sums(**given)
+    (got,) = run(seed, OPERATIONS["indexer_head_sums"], {**given, "head_sums": np.full(exact.shape, 7, np.float32)})
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
 
 def prepare(seed: int, name: str) -> None:

@@ -139,11 +139,14 @@ def test_random_batches(kind: str, partial_dtype: str) -> None:
         causal = bool(rng.integers(2))
         exact, rounded = batch.expected(causal), batch.expected(causal, rounding="bfloat16")
 
-        def decode(rank: int, batch: Batch = batch, causal: bool = causal) -> tuple[Any, Any]:
-            shard = [cupy.asarray(x) for x in batch.shard(WORLD, rank)]
-            return tuple(map(cupy.asnumpy, contexts[rank].decode(*shard, causal=causal)))
-
-        for rank, (out, lse) in enumerate(each(decode)):
+        # Copies and calls apart: one thread's copy, which waits for a result, would hold up another's, which the
+        # result waits for.
+        shards = each(lambda rank, batch=batch: [cupy.asarray(x) for x in batch.shard(WORLD, rank)])
+        made = each(lambda rank, shards=shards, causal=causal: contexts[rank].decode(*shards[rank], causal=causal))
+        found = each(lambda rank, made=made: tuple(map(cupy.asnumpy, made[rank])))
+        for context in contexts:
+            context.transport.check()
+        for rank, (out, lse) in enumerate(found):
             mine = [(heads_of(o, 2, WORLD, rank), heads_of(x, 1, WORLD, rank)) for o, x in (exact, rounded)]
             check((out, lse), mine[0], mine[1], batch.dtype)
 

@@ -106,6 +106,20 @@ def external_lse(inputs: dict[str, Array], rows: list[Array], rng: np.random.Gen
     return lse.astype(np.float32)
 
 
+def shares(inputs: dict[str, Array], ranks: int) -> list[dict[str, Array]]:
+    """What each rank of tensor parallelism has of the main attention: some heads of q and lse, and all of the rest."""
+    names = ("k", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
+    common = {name: inputs[name] for name in names if name in inputs}
+    heads = np.array_split(np.arange(inputs["q"].shape[1]), ranks)
+    split = [{name: inputs[name][:, mine] for name in ("q", "lse") if name in inputs} for mine in heads]
+    return [{**common, **mine} for mine in split]
+
+
+def of_one_rank(inputs: dict[str, Array], ranks: int, rank: int) -> dict[str, Array]:
+    """What a rank gives the loss beside the sums: its own queries, which have no part in it."""
+    return {**{name: x for name, x in inputs.items() if name != "lse"}, "q": shares(inputs, ranks)[rank]["q"]}
+
+
 def check_loss(got: tuple[Any, ...], exact: reference.WarmupLoss, error: float = FLOAT32_ERROR) -> None:
     """Every result within `error` of its array's largest value, or of 1, and its dtype's rounding."""
     for name, x, wanted in zip(FIELDS, got, exact, strict=True):

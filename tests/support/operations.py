@@ -20,7 +20,18 @@ from mla_cupy.ops.operation import Input, Operation, Output
 from tests.support.mistakes import Bad, Call, Foreign, gapped, shifted, swap
 
 #: Sizes of the axes, by name; others have 3.
-SIZES = {"b": 2, "b+1": 3, "h_q": 4, "h_kv": 2, "num_pages": 8, "page_size": 16, "max_pages": 4, "s_kv": 20, "topk": 5}
+SIZES = {
+    "b": 2,
+    "b+1": 3,
+    "h_q": 4,
+    "h_kv": 2,
+    "num_pages": 8,
+    "page_size": 16,
+    "max_pages": 4,
+    "s_kv": 20,
+    "topk": 5,
+    "keys": 5,
+}
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
 #: Values of whole numbers, where any others would say little.
 VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 3], "cu_seqlens_kv": [0, 12, 20]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mla_cupy
 
@@ -30,6 +31,10 @@ class Decode:
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
         return None
 
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        """Further arguments of the plan."""
+        return {} if case.d_qk == D_QK else {"d_qk": case.d_qk}  # older trees know one width
+
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
             max_b=case.b,
@@ -39,7 +44,7 @@ class Decode:
             max_pages=case.max_pages,
             page_size=case.page_size,
             dtype=dtype,
-            **({} if case.d_qk == D_QK else {"d_qk": case.d_qk}),  # older trees know one width
+            **self.plan_options(case),
         )
         plan.update(sets[0].seqlens)  # all sets have the same lengths
         results = [make_outputs(case, dtype, device) for _ in sets]

@@ -1,1 +1,1 @@
-"""The loss that warms the lightning indexer up."""
+"""The losses that train the lightning indexer."""

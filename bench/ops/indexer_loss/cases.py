@@ -1,4 +1,4 @@
-"""The cases of the indexer's warm-up loss: sequences of equal length, each query causal."""
+"""The cases of the indexer's losses: sequences of equal length, each query causal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 from ...core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-s<N>-h<N>x<N>-i<N>x<N>: sequences, their length, heads x width, index heads x width"
+FORM = (
+    "b<N>-s<N>-h<N>x<N>-i<N>x<N>: sequences, their length, heads x width, index heads x width; then -perhead for "
+    "targets per head, or -k<N> for the sparse stage with as many selected keys"
+)
 INDEX_DIMS = (32, 64, 128)
 
 
@@ -24,12 +27,14 @@ class LossCase:
     d: int
     h_i: int
     d_i: int
+    per_head: bool = False
+    topk: int = 0
     peer_us: float | None = field(default=None, compare=False)
     target_us: float | None = field(default=None, compare=False)
 
     @property
     def op(self) -> str:
-        return "indexer_warmup_loss"
+        return "indexer_sparse_loss" if self.topk else "indexer_warmup_loss"
 
     @property
     def seen(self) -> dict[str, float | None]:
@@ -39,7 +44,8 @@ class LossCase:
     @property
     def name(self) -> str:
         """The canonical name, which `parse` reads."""
-        return f"b{self.b}-s{self.s}-h{self.h}x{self.d}-i{self.h_i}x{self.d_i}"
+        more = "-perhead" if self.per_head else f"-k{self.topk}" if self.topk else ""
+        return f"b{self.b}-s{self.s}-h{self.h}x{self.d}-i{self.h_i}x{self.d_i}{more}"
 
     @property
     def tokens(self) -> int:
@@ -48,33 +54,49 @@ class LossCase:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
-        return self.b * self.s * (self.s + 1) // 2
+        """Pairs of a query and a key that counts for it."""
+        short = min(self.s, self.topk or self.s)  # queries that see no more than they may select
+        return self.b * (short * (short + 1) // 2 + (self.s - short) * short)
 
     @property
     def cost(self) -> Cost:
-        """The scores of attention and indexer once, and four products of the indexer's size for gradients."""
+        """The scores of attention and indexer once, and four products of the indexer's size for gradients; per head the
+        attention's output, too, of the same width.
+        """
+        attention = (2 if self.per_head else 1) * self.h * self.d
         queries = self.h * self.d + 2 * self.h_i * self.d_i
         keys = self.d + 2 * self.d_i
-        numbers = self.h + 2 * self.h_i + 3
+        numbers = self.h + 2 * self.h_i + 3 + self.topk
         nbytes = self.tokens * (ELEMENT_BYTES * (queries + keys) + SINGLE_BYTES * numbers)
-        return Cost(2 * self.pairs * (self.h * self.d + 5 * self.h_i * self.d_i), nbytes)
+        return Cost(2 * self.pairs * (attention + 5 * self.h_i * self.d_i), nbytes)
 
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
-        return {name: getattr(self, name) for name in ("b", "s", "h", "d", "h_i", "d_i")}
+        return {name: getattr(self, name) for name in ("b", "s", "h", "d", "h_i", "d_i", "per_head", "topk")}
 
 
-CASES: tuple[LossCase, ...] = (
+DENSE = (
     LossCase(4, 2048, 64, 128, 64, 64, peer_us=2670, target_us=2200),
     LossCase(1, 8192, 128, 576, 64, 128, peer_us=20000, target_us=16000),
     LossCase(1, 4096, 128, 576, 64, 128),
     LossCase(16, 2048, 64, 128, 64, 64),
     LossCase(1, 32768, 64, 128, 32, 128),
 )
-SUITES: Mapping[str, tuple[LossCase, ...]] = {"targets": CASES, "quick": CASES[:2]}
+SPARSE = (
+    LossCase(1, 4096, 128, 576, 64, 128, topk=2048),
+    LossCase(1, 16384, 128, 576, 64, 128, topk=2048),
+)
+PER_HEAD = tuple(LossCase(b, 2048, 64, 128, 64, 64, per_head=True) for b in (4, 16, 64))
+CASES: tuple[LossCase, ...] = (*DENSE, *SPARSE, *PER_HEAD)
+SUITES: Mapping[str, tuple[LossCase, ...]] = {
+    "targets": CASES,
+    "quick": DENSE[:2],
+    "sparse": SPARSE,
+    "per-head": PER_HEAD,
+    "aims": (*DENSE[:2], PER_HEAD[0], SPARSE[0]),
+}
 
-_PATTERN = re.compile(r"b(\d+)-s(\d+)-h(\d+)x(\d+)-i(\d+)x(\d+)")
+_PATTERN = re.compile(r"b(\d+)-s(\d+)-h(\d+)x(\d+)-i(\d+)x(\d+)(-perhead)?(?:-k([1-9]\d*))?")
 
 
 def parse(name: str) -> LossCase:
@@ -82,8 +104,11 @@ def parse(name: str) -> LossCase:
     match = _PATTERN.fullmatch(name.strip())
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
-    b, s, h, d, h_i, d_i = map(int, match.groups())
+    b, s, h, d, h_i, d_i = map(int, match.groups()[:6])
+    per_head, topk = match[7] is not None, int(match[8] or 0)
     if min(b, s, h, d, h_i) < 1 or d > 576 or d_i not in INDEX_DIMS:
         raise BenchError(f"case {name!r}: every size must be at least 1, d at most 576, d_i one of {INDEX_DIMS}")
-    case = LossCase(b, s, h, d, h_i, d_i)
+    if per_head and (topk or h != h_i):
+        raise BenchError(f"case {name!r}: per head there are as many index heads as heads, and all keys count")
+    case = LossCase(b, s, h, d, h_i, d_i, per_head, topk)
     return next((known for known in CASES if known == case), case)

@@ -25,7 +25,9 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a call wrote. `kl` is None for implementations that only have gradients."""
+    """What a call wrote. `kl` is None for implementations that only have gradients; what is no loss at all has but one
+    array, for its time to be compared.
+    """
 
     kl: Any
     d_index_q: Any
@@ -44,15 +46,22 @@ def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossIn
 
     starts = (case.s * np.arange(case.b + 1)).astype(np.int32)
     position = np.arange(case.tokens) % case.s
-    lse = np.log(position + 1.0)[:, None] + rng.uniform(0.4, 0.6, (case.tokens, case.h))
+    counts = np.minimum(position + 1, case.topk or case.s)
+    lse = np.log(counts)[:, None] + rng.uniform(0.4, 0.6, (case.tokens, case.h))
     host = {
         "q": normal(case.tokens, case.h, case.d),
         "k": normal(case.tokens, case.d),
         "index_q": normal(case.tokens, case.h_i, case.d_i),
         "index_k": normal(case.tokens, case.d_i),
         "weights": rng.standard_normal((case.tokens, case.h_i), np.float32),
-        "lse": lse.astype(np.float32),
+        **({} if case.per_head else {"lse": lse.astype(np.float32)}),
         "cu_seqlens_q": starts,
         "cu_seqlens_kv": starts,
     }
+    if case.per_head:
+        host["v"] = normal(case.tokens, case.d)
+    if case.topk:
+        host["indices"] = np.full((case.tokens, case.topk), -1, np.int32)
+        for row, last, count in zip(host["indices"], position, counts, strict=True):
+            row[:count] = np.sort(rng.choice(last + 1, count, replace=False, shuffle=False))
     return LossInputs({name: device.upload(x) for name, x in host.items()}, host)

@@ -1,4 +1,4 @@
-"""`indexer_warmup_loss` through its public call, with results written in place."""
+"""`indexer_warmup_loss` and `indexer_sparse_loss` through their public calls, with results written in place."""
 
 from __future__ import annotations
 
@@ -15,20 +15,33 @@ from .cases import LossCase
 from .inputs import LossInputs, LossOutputs
 
 GENERIC = "indexer_loss_scores_generic"  # without tensor cores
+DETERMINISTIC = "deterministic"
+FORWARD = "forward"
+"""The figure of the loss alone; per head, with the attention's output."""
 
 
 class IndexerLoss:
     """The call of a training step; the loss alone is a further figure."""
 
-    def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
-        self.name, self._kernel = name, kernel
+    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
+        self.name, self._kernel, self._deterministic = name, kernel, deterministic
 
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
+        if self._deterministic and not case.topk:
+            return "the warm-up loss is deterministic anyway"
         return None
 
     def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:
-        function = with_kernel(mla_cupy.indexer_warmup_loss, self._kernel)
-        rows = [{name: device.empty((case.tokens,), "float32") for name in ("kl", "mass", "index_lse")} for _ in sets]
+        function = with_kernel(getattr(mla_cupy, case.op), self._kernel)
+        options: dict[str, Any] = {"deterministic": self._deterministic} if case.topk else {}
+        if case.per_head:
+            options["target"] = "per_head"
+        shape = (case.tokens, case.h) if case.per_head else (case.tokens,)
+        rows = [{name: device.empty(shape, "float32") for name in ("kl", "mass", "index_lse")} for _ in sets]
+        if case.per_head:
+            for row in rows:
+                row["out"] = device.empty((case.tokens, case.h, case.d), "bfloat16")
+                row["attention_lse"] = device.empty((case.tokens, case.h), "float32")
         gradients = [
             {
                 "d_index_q": device.empty((case.tokens, case.h_i, case.d_i), "bfloat16"),
@@ -38,23 +51,24 @@ class IndexerLoss:
             for _ in sets
         ]
         calls: list[Call] = [
-            partial(function, **inputs.arguments, **row, **gradient)
+            partial(function, **inputs.arguments, **options, **row, **gradient)
             for inputs, row, gradient in zip(sets, rows, gradients, strict=True)
         ]
         alone: list[Call] = [
-            partial(function, **inputs.arguments, **row, gradients=False)
+            partial(function, **inputs.arguments, **options, **row, gradients=False)
             for inputs, row in zip(sets, rows, strict=True)
         ]
 
         def outputs(index: int) -> Any:
             return LossOutputs(rows[index]["kl"], **gradients[index])
 
+        includes = "loss, gradients, the attention's output and log-sum-exps" if case.per_head else "loss and gradients"
         return Prepared(
             calls=calls,
             outputs=outputs,
             recorder=device.recorder(),
             kernel=self._kernel or "",
-            includes="loss and gradients",
-            figures={"loss_alone": alone} if self.name == OWN else {},
+            includes=includes if case.per_head else f"{includes}; the log-sum-exps are given",
+            figures={FORWARD: alone} if self.name == OWN else {},
             workspace_bytes=lambda: device.allocated_by(calls[0]),
         )

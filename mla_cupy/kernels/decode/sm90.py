@@ -24,7 +24,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return None if problem.aligned else needs_alignment("q and kv_cache")
 
 
-def kv_map(kv_cache: View, l2: str = "256B") -> TensorMapSpec:
+def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
     """The cache as (pages, heads, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
 
     `l2` is the promotion of the fetches, which pays or costs with what binds the kernel.

@@ -73,5 +73,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     preferred=preferred,
     variant=variant,
     block_rows=BLOCK_ROWS[-1],
-    kv_map=partial(sm90.kv_map, l2="128B"),
+    kv_map=partial(sm90.kv_map, l2="none"),
 )

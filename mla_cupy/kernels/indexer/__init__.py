@@ -7,15 +7,18 @@ from mla_cupy.kernels.indexer import (
     loss_attention_generic,
     loss_bounds,
     loss_finite_keys,
+    loss_head_sums,
     loss_keys_generic,
     loss_keys_sm90,
     loss_keys_sum,
+    loss_lse_sm90,
     loss_queries_generic,
     loss_queries_sm90,
     loss_ranges,
     loss_rows,
     loss_scatter_generic,
 )
+from mla_cupy.kernels.indexer.head_sums_pipeline import HEAD_SUMS
 from mla_cupy.kernels.indexer.logits_pipeline import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.indexer.loss_pipeline import LOSS
 from mla_cupy.kernels.indexer.prepare_pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_K, PREPARE_Q
@@ -26,6 +29,7 @@ from mla_cupy.kernels.spec import Kernel
 __all__ = [
     "APPEND_KEYS",
     "GATHER_KEYS",
+    "HEAD_SUMS",
     "KERNELS",
     "LOGITS",
     "LOGITS_PAGED",
@@ -52,6 +56,8 @@ KERNELS: tuple[Kernel[Any], ...] = (
     loss_queries_sm90.KERNEL,
     loss_keys_sm90.KERNEL,
     loss_keys_sum.KERNEL,
+    loss_lse_sm90.KERNEL,
     loss_scatter_generic.KERNEL,
     loss_bounds.KERNEL,
+    loss_head_sums.KERNEL,
 )

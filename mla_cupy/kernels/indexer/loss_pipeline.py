@@ -19,6 +19,7 @@ from mla_cupy.kernels.indexer import (
     loss_keys_generic,
     loss_keys_sm90,
     loss_keys_sum,
+    loss_lse_sm90,
     loss_queries_generic,
     loss_queries_sm90,
     loss_ranges,
@@ -78,7 +79,7 @@ class LossPipeline(Pipeline[LossConfig]):
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
         on_hopper = chosen is loss_scores_sm90.KERNEL
-        bytes_per_key = 2 * FLOAT + (_HALF if on_hopper else 0)
+        bytes_per_key = (1 if problem.given_sums else 2) * FLOAT + (_HALF if on_hopper else 0)
         return LossConfig(problem, chosen, chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1))
 
     def workspace(self, config: LossConfig) -> Layout:
@@ -91,7 +92,7 @@ class LossPipeline(Pipeline[LossConfig]):
             {
                 "ranges": RANGE_BYTES * problem.s_q,
                 "own_lse": FLOAT * problem.s_q * problem.heads if own_lse else 0,
-                "target_rows": FLOAT * elements,
+                "target_rows": 0 if problem.given_sums else FLOAT * elements,
                 "score_rows": FLOAT * elements,
                 "gradient_rows": _HALF * elements if config.on_tensor_cores else 0,
                 FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
@@ -105,13 +106,12 @@ class LossPipeline(Pipeline[LossConfig]):
         steps: list[Step] = []
         whole = loss_record(config, call, 0, problem.s_q)
         steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole, call)
-        if problem.needs_lse or problem.value_dim:
-            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole, call)
+        steps += attention_launch(config, whole, call)
         if config.on_tensor_cores:
             steps += loss_launch(loss_finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = loss_record(config, call, first, tokens)
+            record = loss_record(config, call, first, tokens, heads=problem.target_heads)
             for kernel in _kernels(config):
                 steps += loss_launch(kernel, problem, tokens, record, call)
         if config.on_tensor_cores:
@@ -137,6 +137,19 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
         yield loss_keys_sm90.KERNEL if config.on_tensor_cores else loss_keys_generic.KERNEL
 
 
+def attention_launch(config: LossConfig, whole: Record, call: Call) -> list[Step]:
+    """What the attention itself has to give, where it is asked for or missing."""
+    problem = config.problem
+    if problem.value_dim:
+        kernel = loss_attention_generic.KERNEL
+    elif problem.needs_lse:
+        on_hopper = config.kernel is loss_scores_sm90.KERNEL
+        kernel = loss_lse_sm90.KERNEL if on_hopper else loss_attention_generic.KERNEL
+    else:
+        return []
+    return loss_launch(kernel, problem, problem.s_q, whole, call)
+
+
 def loss_launch(
     kernel: LossKernel, problem: LossProblem, tokens: int, record: Record, call: Call | None = None
 ) -> list[Step]:
@@ -149,18 +162,27 @@ def loss_launch(
 
 
 def loss_record(
-    config: LossConfig, call: Call, first: int, tokens: int, parts: Mapping[str, str] | None = None
+    config: LossConfig,
+    call: Call,
+    first: int,
+    tokens: int,
+    parts: Mapping[str, str] | None = None,
+    heads: int | None = None,
 ) -> Record:
-    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member."""
+    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member. `heads`
+    are those that the target is summed over, by default all of them.
+    """
     problem, options = config.problem, cast(LossOptions, call.options)
     numbers = {
         **_strides(config, call),
         "row_stride_elems": problem.row_stride,
+        "target_stride_elems": call.strides("head_sums", 1)[0] if problem.given_sums else problem.row_stride,
         "rows_stride_elems": 0 if problem.topk is None else rows.rows_stride(problem.topk),
         "s_q": problem.s_q,
         "s_kv": problem.s_kv,
+        "num_keys": problem.keys,
         "b": 0 if (starts := call.views["cu_seqlens_q"]) is None else starts.shape[0] - 1,
-        "heads": problem.heads,
+        "heads": problem.heads if heads is None else heads,
         "index_heads": problem.index_heads,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
@@ -169,15 +191,16 @@ def loss_record(
         "per_head": problem.per_head,
         "first_token": first,
         "num_tokens": tokens,
+        "first_target": 0 if problem.given_sums else first,
         "first_chunk": first == 0,
         "last_chunk": first + tokens >= problem.s_q,
-        "d_index_q_fp32": _is_float32(call.views["d_index_q"]),
-        "d_index_k_fp32": _is_float32(call.views["d_index_k"]),
+        "d_index_q_fp32": _is_float32(call.views.get("d_index_q")),
+        "d_index_k_fp32": _is_float32(call.views.get("d_index_k")),
         "key_splits": config.key_splits,
         "split_tokens": -(-tokens // config.key_splits),
         "scale": options.scale,
         "target_scale": options.target_scale,
-        "score_unit": 1.0 if problem.per_head else (problem.index_heads * problem.index_dim) ** -0.5,
+        "score_unit": 1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,
     }
     addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
     return Record(
@@ -195,7 +218,7 @@ def _parts(config: LossConfig, call: Call) -> dict[str, str]:
         lse = own = own or "own_lse"
     return {
         "ranges": "ranges",
-        "target": "target_rows",
+        "target": "head_sums" if problem.given_sums else "target_rows",
         "scores": "score_rows",
         "gradient": "gradient_rows" if config.on_tensor_cores else NULL,
         FINITE_KEYS: FINITE_KEYS if config.on_tensor_cores else NULL,

@@ -24,7 +24,8 @@ class LossProblem:
 
     `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
     says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
-    at, and step by, multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys.
+    at, and step by, multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys. `given_sums` says
+    that somebody else has summed the target over heads.
     """
 
     s_q: int
@@ -41,11 +42,17 @@ class LossProblem:
     aligned: bool = True
     topk: int | None = None
     deterministic: bool = True
+    given_sums: bool = False
 
     @property
     def keys(self) -> int:
         """The most keys that a token can see."""
         return self.s_kv if self.topk is None else self.topk
+
+    @property
+    def target_heads(self) -> int:
+        """Heads that the target is yet to be summed over."""
+        return 0 if self.given_sums else self.heads
 
     @property
     def rows_per_token(self) -> int:
@@ -116,6 +123,7 @@ PARAMS = Params(
     counts="u8",
     extractors="u8",
     largest="u8",
+    head_sums="u8",
     q_stride_token_elems="i8",
     q_stride_head_elems="i8",
     k_stride_elems="i8",
@@ -145,11 +153,14 @@ PARAMS = Params(
     out_stride_head_elems="i8",
     attention_lse_stride_token_elems="i8",
     attention_lse_stride_head_elems="i8",
+    head_sums_stride_elems="i8",
+    target_stride_elems="i8",
     row_stride_elems="i8",
     rows_stride_elems="i8",
     s_q="i4",
     s_kv="i4",
     b="i4",
+    num_keys="i4",
     heads="i4",
     index_heads="i4",
     head_dim="i4",
@@ -159,6 +170,7 @@ PARAMS = Params(
     per_head="i4",
     first_token="i4",
     num_tokens="i4",
+    first_target="i4",
     first_chunk="i4",
     last_chunk="i4",
     d_index_q_fp32="i4",

@@ -25,7 +25,7 @@ TILE_TOKENS = 128
 def variant(problem: LossProblem) -> ScoresVariant:
     """The build that it takes."""
     few = pieces(problem.head_dim) <= FEW_PIECES
-    return ScoresVariant(pieces(problem.index_dim), FEW_PIECES if few else MANY_PIECES)
+    return ScoresVariant(max(1, pieces(problem.index_dim)), FEW_PIECES if few else MANY_PIECES)
 
 
 def grid(problem: LossProblem, tokens: int) -> Dim3:
@@ -34,13 +34,14 @@ def grid(problem: LossProblem, tokens: int) -> Dim3:
 
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """Queries and keys of the attention, then of the indexer."""
+    """Queries and keys of the attention, then of the indexer: where there are none, of the attention again."""
     box = (TILE_TOKENS, 1)
+    index_q, index_k = ("index_q", "index_k") if call.name("index_q") else ("q", "k")
     return (
         ("q", query_map(call.view("q"), box)),
         ("k", key_map(call.view("k"))),
-        ("index_q", query_map(call.view("index_q"), box)),
-        ("index_k", key_map(call.view("index_k"))),
+        (index_q, query_map(call.view(index_q), box)),
+        (index_k, key_map(call.view(index_k))),
     )
 
 

@@ -61,6 +61,8 @@ def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
         return needs_cc(device, "9.0")
     if 0 in (problem.s_q, problem.s_kv):
         return Reason("takes one token and one key at least")
+    if problem.topk is not None:
+        return Reason("takes all keys, not lists of them")
     if problem.per_head:
         return Reason("takes targets that are summed over heads")
     return None if problem.aligned else needs_alignment("queries and keys, of both kinds,")

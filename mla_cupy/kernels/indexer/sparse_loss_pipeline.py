@@ -67,7 +67,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
         if problem.deterministic and total >= 2**32:
             got = f"True, with s_q * topk = {total}"
             raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
-        return SparseLossConfig(problem, chosen, chunk_tokens(problem))
+        return SparseLossConfig(problem, chosen, chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT))
 
     def workspace(self, config: SparseLossConfig) -> Layout:
         """The lists, the attention's log-sum-exps if nobody else has them, the rows of a chunk, and the sums."""
@@ -80,7 +80,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
                 **rows.list_sizes(problem.s_q, problem.keys),
                 "ranges": RANGE_BYTES * problem.s_q,
                 "own_lse": FLOAT * problem.s_q * problem.heads if problem.needs_lse else 0,
-                "target_rows": FLOAT * elements,
+                "target_rows": 0 if problem.given_sums else FLOAT * elements,
                 "score_rows": FLOAT * elements,
                 "extractors": per_row + one,
                 _FIRST_ZEROED: per_row,
@@ -120,7 +120,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
         kernels = (loss_queries_generic.KERNEL, loss_scatter_generic.KERNEL) if problem.gradients else ()
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = loss_record(config, call, first, tokens, parts)
+            record = loss_record(config, call, first, tokens, parts, problem.target_heads)
             for kernel in (config.kernel, loss_rows.KERNEL, *kernels):
                 steps += loss_launch(kernel, problem, tokens, record)
         return steps

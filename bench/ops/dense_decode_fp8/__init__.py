@@ -1,0 +1,1 @@
+"""Dense decode from FP8 records."""

@@ -1,0 +1,48 @@
+"""The record of dense decode from FP8 records."""
+
+from __future__ import annotations
+
+from ...core.implementation import OWN, Choices, Known
+from ...core.operation import BenchOperation
+from ...peers.fa3 import FlashAttention3
+from ...peers.flashmla import FlashMla
+from ..decode import check
+from ..decode.own import Decode
+from . import cases, inputs
+from .own import GENERIC, Fp8Decode
+
+EXAMPLES = """examples:
+  run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
+  run dense-decode-fp8 --quick --peers rows
+  run dense-decode-fp8 --case b64-sq1-hq24-skv4096     any other shape, named in the same form
+"""
+
+
+def implementations(choices: Choices) -> Known:
+    """Everything that computes it: ours from the records, the others from rows of the same numbers."""
+    return {
+        OWN: lambda: Fp8Decode(choices.kernel),
+        "rows": lambda: Decode(None, "rows"),
+        "generic": lambda: Fp8Decode(GENERIC, "generic"),
+        "flashmla": lambda: FlashMla(choices.directory("flashmla")),
+        "fa3": lambda: FlashAttention3(choices.directory("fa3")),
+    }
+
+
+DENSE_DECODE_FP8 = BenchOperation(
+    name="dense-decode-fp8",
+    title="dense paged decode from FP8 records; the peers read 16-bit rows of the same numbers",
+    examples=EXAMPLES,
+    peers="rows (our own over 16-bit rows), flashmla, fa3 (they import torch and need --peers-dir), generic; or none. "
+    "Default: rows, and flashmla,fa3 where --peers-dir is given",
+    suites=cases.SUITES,
+    case_form=cases.FORM,
+    parse=cases.parse,
+    inputs=inputs.make_inputs,
+    expect=check.expect,
+    judge=check.judge,
+    results=("out",),
+    implementations=implementations,
+    default_peers=lambda choices: ["rows", *(["flashmla", "fa3"] if choices.peers_dir else [])],
+    peers_dir=True,
+)

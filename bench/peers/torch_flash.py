@@ -1,0 +1,71 @@
+"""FlashAttention-2 through PyTorch: no loss, but what the times of one that is made of attention are compared with."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.device import Device
+from ..core.errors import BenchError
+from ..core.implementation import Prepared
+from ..ops.indexer_loss.cases import LossCase
+from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
+from ..ops.indexer_loss.own import FORWARD
+from .torch_ops import peak_bytes, recorder_for
+
+MAX_WIDTH = 256
+
+
+class FlashAttention:
+    """Causal attention of as many heads, each with keys and values of its own; its forward alone is a figure."""
+
+    name = "flash"
+
+    def __init__(self) -> None:
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as error:
+            raise BenchError(f"the peer flash needs PyTorch, which cannot be imported here: {error}") from error
+
+    def unsupported(self, case: LossCase, dtype: str) -> str | None:
+        if case.topk:
+            return "attends to all keys"
+        return None if case.d <= MAX_WIDTH else f"takes heads of {MAX_WIDTH} at most"
+
+    def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:
+        import cupy
+
+        recorder = recorder_for(self._torch, device)
+        latest: list[Any] = [None] * len(sets)
+        with recorder.current():
+            made = [self._calls(case, inputs, latest, index) for index, inputs in enumerate(sets)]
+        calls = [both for _, both in made]
+        return Prepared(
+            calls=calls,
+            outputs=lambda index: LossOutputs(None, cupy.from_dlpack(latest[index][0]), None, None),
+            recorder=recorder,
+            includes="forward and backward of attention, of queries, keys and values per head; no loss",
+            figures={FORWARD: [forward for forward, _ in made]},
+            workspace_bytes=lambda: peak_bytes(self._torch, calls[0], lambda: latest[0]),
+        )
+
+    def _calls(
+        self, case: LossCase, inputs: LossInputs, latest: list[Any], index: int
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """The forward, and both."""
+        torch = self._torch
+        q, k = (torch.from_dlpack(inputs.arguments[name]) for name in ("q", "k"))
+        q = q.reshape(case.b, case.s, case.h, case.d).transpose(1, 2).contiguous().requires_grad_()
+        shared = k.reshape(case.b, 1, case.s, case.d).expand(-1, case.h, -1, -1)
+        key, value = (shared.contiguous().requires_grad_() for _ in range(2))
+        ones = torch.ones_like(q)
+
+        def forward() -> Any:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(q, key, value, is_causal=True)
+
+        def both() -> None:
+            latest[index] = torch.autograd.grad(forward(), (q, key, value), ones)
+
+        return forward, both

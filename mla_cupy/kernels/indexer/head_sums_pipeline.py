@@ -1,0 +1,77 @@
+"""What the indexer's losses normalise to their target, for tensor parallelism: the first half of a loss, of one rank.
+
+The kernels of the losses make the targets of a chunk of tokens, without scores; then they are copied to the caller's
+array, with zeros for what a token does not see.
+"""
+
+from __future__ import annotations
+
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.indexer import (
+    loss_head_sums,
+    loss_ranges,
+    loss_scores_generic,
+    loss_scores_sm90,
+)
+from mla_cupy.kernels.indexer.loss_pipeline import (
+    FLOAT,
+    RANGE_BYTES,
+    LossConfig,
+    attention_launch,
+    chunk_tokens,
+    loss_launch,
+    loss_record,
+)
+from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.indexer.loss_scores_sm90 import TILE_TOKENS
+from mla_cupy.kernels.pipeline import NULL, Call, Layout, Pipeline, Step
+from mla_cupy.kernels.sparse import rows
+from mla_cupy.runtime.device import DeviceInfo
+
+
+class HeadSumsPipeline(Pipeline[LossConfig]):
+    """The kernels of the losses that make targets."""
+
+    kernels = (loss_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
+
+    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
+        """See `Pipeline.configure`."""
+        chosen = choice.choose("the sums over heads", self.kernels, problem, device, kernel)
+        unit = TILE_TOKENS if chosen is loss_scores_sm90.KERNEL else 1
+        return LossConfig(problem, chosen, chunk_tokens(problem, FLOAT, unit))
+
+    def workspace(self, config: LossConfig) -> Layout:
+        """The lists if there are any, the tokens' keys, the log-sum-exps if nobody else has them, rows of a chunk."""
+        problem = config.problem
+        lists = {} if problem.topk is None else rows.list_sizes(problem.s_q, problem.keys)
+        return Layout(
+            {
+                **lists,
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if problem.needs_lse else 0,
+                "target_rows": FLOAT * config.chunk * problem.row_stride,
+            }
+        )
+
+    def steps(self, config: LossConfig, call: Call) -> list[Step]:
+        """Nothing is launched for no token or no key."""
+        problem = config.problem
+        if 0 in (problem.s_q, problem.keys):
+            return []
+        steps: list[Step] = []
+        parts = {"scores": NULL}
+        if problem.topk is not None:
+            steps.append(rows.launch(call, call.options.causal, ordered=False, keys="k"))
+            parts |= {"rows": "rows", "counts": "counts"}
+        whole = loss_record(config, call, 0, problem.s_q, parts)
+        steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
+        steps += attention_launch(config, whole, call)
+        for first in range(0, problem.s_q, config.chunk):
+            tokens = min(config.chunk, problem.s_q - first)
+            record = loss_record(config, call, first, tokens, parts)
+            for kernel in (config.kernel, loss_head_sums.KERNEL):
+                steps += loss_launch(kernel, problem, tokens, record, call)
+        return steps
+
+
+HEAD_SUMS = HeadSumsPipeline()

@@ -1,0 +1,167 @@
+"""What the indexer's losses normalise to their target, of the heads that one rank has."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.indexer import HEAD_SUMS
+from mla_cupy.kernels.indexer.loss_problem import MAX_HEAD_DIM, LossOptions, LossProblem
+from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_count, check_flag, resolve_scale
+from mla_cupy.ops.logits_inputs import present
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.ops.warmup_loss import BUFFER_BYTES, MAX_BUFFER_BYTES
+from mla_cupy.shapes import MAX_TOKENS
+
+_MAX_INT32 = 2**31 - 1
+
+
+def indexer_head_sums(
+    q: Any,
+    k: Any,
+    *,
+    indices: Any = None,
+    lse: Any = None,
+    topk_length: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    scale: float | None = None,
+    causal: bool | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+    head_sums: Any = None,
+    workspace: Any = None,
+    kernel: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Sum the main attention's probabilities over the heads of one rank, for the indexer's losses.
+
+    head_sums[t, s] = sum_h exp(scale * q[t, h] . k[s] - lse[t, h])
+
+    With tensor parallelism a rank has a share of the heads, but the target of `indexer_warmup_loss` and
+    `indexer_sparse_loss` is normalised over all of them: each rank calls this for its heads, the results are added up
+    over the ranks (an all-reduce), and the loss takes the sum as its `head_sums`.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), bfloat16
+        Queries of the rank's heads; d is at most 576. The last axes of q and k are contiguous.
+    k : array, (s_kv, d), bfloat16
+        Keys, which all heads share.
+    indices : array, (s_q, topk) or (s_q, 1, topk), int32, optional
+        For the sparse stage: as for `indexer_sparse_loss`, and the same on all ranks. Default: all keys.
+    lse : array, (s_q, h), float32, optional
+        As for the losses, of these heads. Default: computed, over the keys that are seen.
+    topk_length : array, (s_q,), int32, optional
+        With indices: as for `indexer_sparse_loss`.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+        As for the losses.
+    scale : float, optional
+        Factor of the scores; default: d**-0.5.
+    causal : bool, optional
+        As for the losses, whose defaults are those here: True for all keys, False with indices.
+    buffer_bytes : int
+        The tokens are taken in chunks whose sums fit; a chunk has one token at least.
+    head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
+        Where the result goes; the last axis is contiguous.
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_head_sums, ...)` bytes.
+    kernel : str, optional
+        Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    array, (s_q, s_kv), float32
+        0 for keys that a query does not see. With indices (s_q, topk): the n-th number of a row belongs to the n-th of
+        its indices that count; 0 after the last.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and the result is untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    Over all keys the result has 4 * s_q * s_kv bytes. For long sequences take some queries at a time, [a, b) with the
+    keys [0, b) for both this and the loss: as the last of their sequence they see the same keys, and the gradients by
+    index keys of all pieces add up.
+
+    Results are the same in every run. NumPy arrays are computed on the GPU if there is one, else by the NumPy oracle.
+    On Hopper, over all keys and with arrays that start at and step by multiples of 16 bytes, it runs on tensor cores.
+    Without `lse` it computes the scores twice.
+
+    Workspace: at most `buffer_bytes` (or what one token needs: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
+    indices, and 4 * s_q * h without `lse`.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mla_cupy
+    >>> q, k = np.zeros((2, 4, 64), ml_dtypes.bfloat16), np.zeros((2, 64), ml_dtypes.bfloat16)
+    >>> mla_cupy.indexer_head_sums(q, k)
+    array([[4., 0.],
+           [2., 2.]], dtype=float32)
+    """
+    inputs = (q, k, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv)
+    options = (scale, causal, buffer_bytes, kernel)
+    (head_sums,) = call(OPERATION, (*inputs, head_sums, workspace), options, None, False, stream)
+    return head_sums
+
+
+class _Options(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    scale: Any
+    causal: Any
+    buffer_bytes: Any
+    kernel: Any
+
+
+def _examine(views: Views, given: _Options) -> Examined:
+    q, k, indices = present(views, "q"), present(views, "k"), views["indices"]
+    (s_q, heads, head_dim), s_kv = q.shape, k.shape[0]
+    topk = None if indices is None else indices.shape[1]
+    sizes = {"s_q": (s_q, _MAX_INT32), "s_kv": (s_kv, _MAX_INT32 - 256), "d": (head_dim, MAX_HEAD_DIM)}
+    for name, (size, limit) in {**sizes, "topk": (topk or 0, MAX_TOKENS)}.items():
+        if size > limit:
+            raise ShapeError(explain(name, size, f"at most {limit}"))
+    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
+    if len(missing) == 1:
+        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    if indices is None and views["topk_length"] is not None:
+        raise ArgumentError(explain("topk_length", "an array", "None without indices"))
+    causal = indices is None if given.causal is None else check_flag("causal", given.causal)
+    options = LossOptions("head_sum", causal, False, resolve_scale(given.scale, head_dim), 1.0)
+    problem = LossProblem(
+        *(s_q, s_kv, heads, 0, head_dim, 0),
+        needs_lse=views["lse"] is None,
+        gradients=False,
+        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
+        aligned=all(steps_by_16_bytes(x) for x in (q, k)),
+        topk=topk,
+    )
+    return Examined(problem, options, given.kernel, {"keys": problem.keys})
+
+
+OPERATION = Operation(
+    "indexer_head_sums",
+    inputs=(
+        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
+        Input("k", "s_kv d", ("=q",), contiguous=True),
+        Input("indices", "s_q 1? topk", ("int32",), optional=True),
+        Input("lse", "s_q h", ("float32",), optional=True),
+        Input("topk_length", "s_q", ("int32",), optional=True),
+        Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
+        Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+    ),
+    outputs=(Output("head_sums", "s_q keys", layout="rows"),),
+    min_sizes={"h": 1, "d": 1, "b+1": 1},
+    options=_Options,
+    examine=_examine,
+    reference_options=("scale", "causal"),
+    pipeline=HEAD_SUMS,
+)

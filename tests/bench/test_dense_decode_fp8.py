@@ -1,0 +1,61 @@
+"""The benchmark of dense decode from FP8 records, on the NumPy device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bench.core import report
+from bench.core.errors import BenchError
+from bench.core.implementation import Choices, make
+from bench.core.runner import Options, run_case
+from bench.operations import DENSE_DECODE_FP8
+from bench.ops.dense_decode_fp8.cases import CASES, Fp8DecodeCase
+from mla_cupy import reference
+
+SMALL = "b2-sq2-hq3-skv20-page16"
+
+
+def test_names_round_trip():
+    assert DENSE_DECODE_FP8.select([], "targets") == CASES
+    for case in CASES:
+        assert DENSE_DECODE_FP8.parse(case.name) is case
+    assert DENSE_DECODE_FP8.parse(SMALL) == Fp8DecodeCase(2, 2, 3, 20, page_size=16)
+
+
+@pytest.mark.parametrize("name", ["", "b1-sq1-hq2-skv20-hkv2", "b1-sq1-hq2-skv20-dqk512"])
+def test_a_bad_name_is_refused(name):
+    with pytest.raises(BenchError, match="case"):
+        DENSE_DECODE_FP8.parse(name)
+
+
+def test_bytes_are_those_of_records():
+    case = CASES[0]
+    assert case.cost.nbytes == 128 * 8192 * 656 + 2 * 128 * 16 * 1088
+    assert case.cost.flops == 2 * 128 * 8192 * 16 * 1088
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_are_the_numbers_of_the_records(device, numpy_backend, dtype):
+    case = DENSE_DECODE_FP8.parse(SMALL)
+    inputs = DENSE_DECODE_FP8.inputs(case, dtype, 1, device)
+    slots = np.arange(case.num_pages * case.page_size)
+    exact = reference.cache_gather(inputs.records, slots)[0].reshape(inputs.kv_cache.shape)
+    assert inputs.kv_cache.dtype == inputs.q.dtype
+    np.testing.assert_array_equal(inputs.kv_cache[..., :512].astype(np.float32), exact[..., :512])
+    np.testing.assert_allclose(inputs.kv_cache[..., 512:].astype(np.float32), exact[..., 512:], rtol=1e-3)
+    assert np.abs(exact).max() > 2
+
+
+def test_ours_and_ours_over_rows(device, limits, numpy_backend):
+    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
+    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
+    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+    implementations = make(["rows"], DENSE_DECODE_FP8.implementations(Choices()))
+    rows = run_case(DENSE_DECODE_FP8, DENSE_DECODE_FP8.parse(SMALL), implementations, device, options)
+    for row in rows:
+        report.validate(row)
+        assert (row["status"], row["reason"]) == ("ok", "")
+    assert [row["implementation"] for row in rows] == ["mla_cupy", "rows"]
