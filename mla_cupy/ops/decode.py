@@ -92,7 +92,8 @@ def mla_decode(
     empty_lse : float
         `lse` of a row that sees no token; its `out` is 0.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which b and the tokens that
+        a line of `block_table` has room for count, too.
     check : bool
         Look at the values of `block_table` and `seqlens` first, which synchronises.
     stream : int or stream object, optional

@@ -249,7 +249,8 @@ def plan_decode(
         Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or what
         allocates it: `workspace(nbytes)`, which is called once.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which `max_b` and
+        max_pages * page_size count, too: short sequences in small batches have kernels of their own.
 
     Returns
     -------

@@ -72,7 +72,7 @@ READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
 
 
 class Batch(NamedTuple):
-    """The largest batch that a configuration serves: sequences, and tokens that a line of the block table has room for."""
+    """The largest batch that a configuration serves: sequences, and the tokens that each may have."""
 
     b: int
     tokens: int

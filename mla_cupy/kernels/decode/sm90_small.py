@@ -38,8 +38,8 @@ class NarrowVariant(SmallVariant):
 def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     """With more rows than a block has, only in small batches.
 
-    Several blocks then work at each tile, which takes longer than in one block of the seesaw; but their first tile comes
-    earlier, and with half as many splits there is half as much to merge.
+    Several blocks then work at each tile, which takes longer than in one block of the seesaw; but their first tile
+    comes earlier, and with half as many splits there is half as much to merge.
     """
     if problem.rows <= BLOCK_ROWS[-1]:
         return True
