@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .core.operation import BenchOperation
+from .ops.cache.operation import CACHE
 from .ops.decode.operation import DECODE
 from .ops.dense_decode_fp8.operation import DENSE_DECODE_FP8
 from .ops.indexer_logits.operation import INDEXER_LOGITS
@@ -18,6 +19,7 @@ OPERATIONS: dict[str, BenchOperation] = {
     for operation in (
         DECODE,
         DENSE_DECODE_FP8,
+        CACHE,
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,

@@ -38,6 +38,7 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
 @pytest.mark.parametrize(
     ("operation", "further"),
     [
+        ("cache", []),
         ("decode", ["--peers-dir"]),
         ("dense-decode-fp8", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
@@ -75,6 +76,7 @@ def test_options():
     assert all({"targets", "quick"} <= set(operation.suites) for operation in OPERATIONS.values())
     methods = {name: parse(operation=name).method for name in OPERATIONS}
     assert methods == {
+        "cache": "graph",
         "decode": "graph",
         "dense-decode-fp8": "graph",
         "sparse-forward": "graph",

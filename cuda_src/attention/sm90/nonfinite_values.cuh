@@ -29,36 +29,23 @@ MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_r
     }
 }
 
-// The values of tokens in pages, one by one. Attention to records has others, with the same members.
-template <class Element>
-struct PageValues {
-    const u16* row = nullptr;
-
-    // Whether the token is there.
-    MLA_DEVICE bool seek(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 token) {
-        row = cached_row(p, item.request, kv_head, token);
-        return row != nullptr;
-    }
-    MLA_DEVICE float operator[](i32 column) const { return Element::to_float(row[column]); }
-};
-
 // Cold path, by one warpgroup: calls `add(row, column, value)` for the non-finite elements that sanitize_rows zeroed in
 // columns [first_column, + kColumns), for each row of the block that sees them; a column always by the same thread. The
 // weights do not matter, since any multiple of an infinity is infinite.
-template <class Element, i32 kColumns, class Values = PageValues<Element>, i32 kRows, class Add>
+template <class Element, i32 kColumns, i32 kRows, class Add>
 MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread,
                                    Add add) {
     const DecodeParams& p = block.p;
-    Values values;
     const i32 first = max(item.seen_by_all, item.tile_begin * kTileTokens);
     const i32 last = min(item.tokens, item.tile_end * kTileTokens);
 #pragma unroll 1
     for (i32 token = max(first, 0); token < last; ++token) {
-        if (!values.seek(p, item, block.kv_head, token)) continue;
+        const u16* values = cached_row(p, item.request, block.kv_head, token);
+        if (values == nullptr) continue;
 #pragma unroll 1
         for (i32 i = 0; i < kColumns / kWarpgroupThreads; ++i) {
             const i32 column = first_column + thread + i * kWarpgroupThreads;
-            const float value = values[column];
+            const float value = Element::to_float(values[column]);
             if (fabsf(value) <= kMaxFloat) continue;
 #pragma unroll 1
             for (i32 row = block.row0; row < min(block.row0 + kRows, block.rows); ++row) {
@@ -69,11 +56,10 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows>& block, const WorkItem&
 }
 
 // The same, added to the stored results.
-template <class Element, i32 kColumns, class Values = PageValues<Element>, i32 kRows>
+template <class Element, i32 kColumns, i32 kRows>
 MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread) {
-    for_each_nonfinite<Element, kColumns, Values>(
-        block, item, first_column, thread, [&](i32 row, i32 column, float value) {
-            add_to_output<Element>(block.p, item, block.kv_head, row, column, value);
-        });
+    for_each_nonfinite<Element, kColumns>(block, item, first_column, thread, [&](i32 row, i32 column, float value) {
+        add_to_output<Element>(block.p, item, block.kv_head, row, column, value);
+    });
 }
 }  // namespace mla::attention::sm90

@@ -14,7 +14,7 @@
 #pragma once
 #include "attention/record_tokens.cuh"
 #include "attention/row_block.cuh"
-#include "attention/sm90/record_nonfinite.cuh"
+#include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/swapped.cuh"
 #include "ptx/control.cuh"
@@ -79,7 +79,6 @@ struct SmallStorage {
     float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
     u64 present[kStagesKV];  // bit t: token t of the tile is there; only of tokens in pages
-    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
     MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
     MBarrier q_empty[kStagesQ];
 };
@@ -102,7 +101,6 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
         for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps);
     }
     for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupWarps);
-    s.nonfinite_request = -1;
 }
 
 // ---- Dequant role ----------------------------------------------------------------------------------------------
@@ -333,16 +331,17 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, const 
 }
 
 // Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
-// after P covers these writes, too.
+// after P covers these writes, too. A row that does see NaN in a latent has a score of NaN, and so is NaN as a whole:
+// nothing has to be given back.
 template <class C>
 MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math, const WorkItem& item, i32 tile,
                            i32 thread) {
     if constexpr (C::Tokens::kMasked) {
         const i32 first = tile * kTileTokens;
         if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+        i32 found;
         sanitize_rows<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], max(item.seen_by_all - first, 0),
-                                                     item.tokens - first, block.s.nonfinite_request, item.request,
-                                                     thread);
+                                                     item.tokens - first, found, item.request, thread);
     }
 }
 
@@ -382,13 +381,6 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
         }
         store_result</*kWithRowMax=*/false>(Element{}, p, item, heads, math, s.warp_values, s.stats, 0, true, MathOnly,
                                             thread);
-        if constexpr (C::Tokens::kMasked) {
-            if (s.nonfinite_request == item.request) {
-                using Values = RecordValues<typename C::TokenRecord, typename C::Latent>;
-                bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
-                fixup_nonfinite<Element, kHeadDimV, Values>(block, item, 0, thread);
-            }
-        }
     }
 }
 

@@ -1,0 +1,1 @@
+"""Writing, reading and copying tokens of a paged cache."""
