@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .core.operation import BenchOperation
 from .ops.cache.operation import CACHE
+from .ops.cascade.operation import CASCADE
 from .ops.decode.operation import DECODE
 from .ops.dense_decode_fp8.operation import DENSE_DECODE_FP8
 from .ops.indexer_logits.operation import INDEXER_LOGITS
@@ -20,6 +21,7 @@ OPERATIONS: dict[str, BenchOperation] = {
         DECODE,
         DENSE_DECODE_FP8,
         CACHE,
+        CASCADE,
         SPARSE_FORWARD,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,

@@ -39,6 +39,7 @@ COMMON += ["--no-check", "--no-limits", "--kernel", "--tag"]
     ("operation", "further"),
     [
         ("cache", []),
+        ("cascade", ["--peers-dir"]),
         ("decode", ["--peers-dir"]),
         ("dense-decode-fp8", ["--peers-dir"]),
         ("sparse-forward", ["--peers-dir", "--indices"]),
@@ -77,6 +78,7 @@ def test_options():
     methods = {name: parse(operation=name).method for name in OPERATIONS}
     assert methods == {
         "cache": "graph",
+        "cascade": "graph",
         "decode": "graph",
         "dense-decode-fp8": "graph",
         "sparse-forward": "graph",

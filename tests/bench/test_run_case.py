@@ -77,6 +77,7 @@ def test_host_times_of_every_operation(device, options, numpy_backend, monkeypat
     monkeypatch.setattr("bench.core.runner.host_us", scripted)
     small = {
         "cache": "append-v32-n70",
+        "cascade": "b2-hq3-prefix64-suffix64",
         "decode": "b1-sq1-hq2-skv20",
         "dense-decode-fp8": "b1-sq1-hq2-skv20",
         "indexer-logits": "sq3-skv8-h2-d32",

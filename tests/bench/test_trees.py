@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASE = DECODE.parse("b1-sq1-hq2-skv20-page16")
 SMALL = {
     "cache": "append-v32-n70",
+    "cascade": "b2-hq3-prefix64-suffix64",
     "decode": CASE.name,
     "dense-decode-fp8": CASE.name,
     "sparse-forward": "sq3-skv8-hq2-topk4",

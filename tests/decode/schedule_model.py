@@ -1,5 +1,5 @@
-"""The device schedule, stated again in Python: `decode/schedule.cu`, `attention/split_work.cuh` and the list of split
-requests of `decode/combine.cu`.
+"""The device schedule, stated again in Python: `attention/split_schedule.cuh`, `attention/split_work.cuh` and the list
+of split requests of `decode/combine.cu`.
 
 What is proved about this model holds for the algorithm. The simulator and the GPU show that the kernel computes the
 same cuts.
@@ -20,7 +20,7 @@ MAX_TOTAL = 1 << 30
 
 
 def _item_cost() -> int:
-    text = (source_root() / "decode" / "schedule.cu").read_text()
+    text = (source_root() / "attention" / "split_schedule.cuh").read_text()
     found = re.search(r"kItemCost = (\d+);", text)
     assert found is not None
     return int(found[1])

@@ -272,7 +272,7 @@ def test_training_indexer(tmp_path: Path) -> None:
     assert curve["loss"][39] < curve["loss"][30], "the sparse stage learns"
 
 
-@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_indexer_with_autograd(tmp_path: Path, library: str) -> None:
     """The losses of every step are those of the gradients by hand."""
     needs(library)

@@ -64,6 +64,18 @@ def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
     assert not np.isfinite(out[0, 0, 4]).all()
 
 
+@pytest.mark.parametrize("kernel", [*ON_HOPPER, "sparse_decode_generic"])
+@pytest.mark.parametrize("held", [0, 100])
+def test_pieces_may_have_no_token(kernel: str, held: int) -> None:
+    """The schedule cuts a list of six tiles into three pieces; of its entries the last ones, or all, are no tokens."""
+    case = fitting(SparseDecodeCase(record="v4", b=1, h_q=2, topk=330, sink=True, sm_count=5), kernel)
+    call = make(case)
+    call["indices"][..., held:] = -1
+    with simulated(case.sm_count) as driver:
+        check_call(case, call, lambda x: x, np.asarray, kernel)
+    assert "mla_decode_combine" in driver.launched
+
+
 @pytest.mark.parametrize("h_q", [2, 33])
 def test_queries_may_start_anywhere(h_q: int) -> None:
     """One kernel needs them at multiples of 16 bytes; the other takes any number of heads."""
@@ -87,17 +99,18 @@ def test_heads_decide() -> None:
 LISTS, GENERIC = "sparse_decode/lists.cu", "attention/generic_records.cuh"
 RECORD = "attention/token_record.cuh"
 MUTANTS = (
-    Mutant("warps at one place", LISTS, "if (other < warp) place", "if (false) place"),
+    Mutant("warps at one place", LISTS, "lane < warp ? of_warp : 0", "0"),
+    Mutant("entries at one place", LISTS, "places[i] = found +", "places[i] ="),
+    Mutant("a query is not scheduled", LISTS, "b(p.queries)", "b(p.queries - 1)"),
     Mutant("extra pages of the first cache", LISTS, "source.cache = p.extra_cache;", ""),
     Mutant("extra page size of the first cache", LISTS, ", source.layout.page_size = p.extra_page_size", ""),
-    Mutant("lengths are not clamped", LISTS, "max(0, min(lengths[at], topk))", "lengths[at]"),
     Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
     Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
     Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
 )
-#: Two lists, lengths and a sink; in one split per SM.
-SEEN_BY = SparseDecodeCase(record="v4", topk=20, extra=33, lengths=True, sink=True, h_q=9)
+#: Two lists, of several warps' entries and of two tiles, lengths and a sink; in one split per SM.
+SEEN_BY = SparseDecodeCase(record="v4", topk=170, extra=33, lengths=True, sink=True, h_q=9)
 
 
 @pytest.mark.slow

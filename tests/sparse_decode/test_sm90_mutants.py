@@ -37,12 +37,7 @@ MUTANTS = (
     Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
-    Mutant(
-        "keys without a proxy fence",
-        SMALL,
-        "if (!C::kFencedByReaders) fence_proxy_async();",
-        "",
-    ),
+    Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant(
         "keys of another row",
         SMALL,
@@ -68,7 +63,7 @@ MUTANTS = (
     Mutant("scores in another unit", QUERY, "power_of_two(exponent - 14)", "power_of_two(exponent - 13)"),
     Mutant("scores not scaled back", SMALL, "factors.multiply(math.scores);", ";"),
     Mutant("exponents of a lane", QUERY, "__reduce_max_sync(kFullWarp, largest)", "largest"),
-    Mutant("RoPE queries as they are", QUERY, "cvt_x2(Element{}, pair.x * up, pair.y * up)", "words[j]"),
+    Mutant("RoPE queries in the latents' format", QUERY, "if (i * kSwTilesOfStep >= Tile::kRopeSwTile) continue;", ""),
     # Softmax and results
     Mutant("zeros past the end count", SMALL, "mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);", ""),
     Mutant(
@@ -84,12 +79,7 @@ CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengt
 MUTANTS_OF_BLOCKS = (
     Mutant("left half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].left, empty_parity);", ""),
     Mutant("right half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].right, empty_parity);", ""),
-    Mutant(
-        "keys without a proxy fence",
-        BLOCKS,
-        "        fence_proxy_async();\n        release(s.kv_full[stage].left",
-        "        release(s.kv_full[stage].left",
-    ),
+    Mutant("keys without a proxy fence", BLOCKS, "kFencedByConsumers = true;", "kFencedByConsumers = false;"),
     Mutant("keys announced by three warps", BLOCKS, "init_storage(s, kDequantWarps,", "init_storage(s, 3,"),
     Mutant("scales of the first row", BLOCKS, "scales[r].of_piece", "scales[0].of_piece"),
     Mutant(

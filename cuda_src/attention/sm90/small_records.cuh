@@ -38,8 +38,9 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
-    // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1; with 32 rows it costs 9 %)
-    static constexpr bool kFencedByReaders = Tokens::kMasked && kBlockRows <= 16;
+    // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1, with 32 rows it costs 9 %; lists: -3 to -5 %
+    // with 16 rows, with 32 it costs 4 %)
+    static constexpr bool kFencedByReaders = kBlockRows <= 16;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
     // The pieces of a group: [first_piece(group), first_piece(group + 1)).
@@ -156,7 +157,7 @@ struct Dequantiser {
     MLA_DEVICE void store_query(i32 query) {
         SmallStorage<C>& s = block.s;
         mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));
-#pragma unroll 1
+#pragma unroll 2
         for (i32 i = 0; i < kQueryRows; ++i) {
             const i32 at = warp + i * kDequantWarps;
             QueryRow<typename C::Tile> from;
@@ -169,7 +170,7 @@ struct Dequantiser {
         q_stage ^= 1;
     }
 
-    // Stores a tile, and refills its registers from the next one. The loads come after the fence, which keeps the
+    // Stores a tile, and refills its registers from the next one. The loads come after the release, which keeps the
     // compiler from moving them up: they would need other registers, and be waited for at the tile's end.
     MLA_DEVICE void store_tile(FetchedTile<C>& tile, const TokenBytes& next) {
         SmallStorage<C>& s = block.s;

@@ -1,4 +1,4 @@
-"""Sparse decode: lists of tokens, schedule, attention over the splits, merge of the queries that were split.
+"""Sparse decode: lists of tokens and their schedule, attention over the splits, merge of the queries that were split.
 
 To the schedule a query is a request whose tokens are its list: see `attention/decode_params.cuh`.
 """
@@ -62,11 +62,10 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         problem = config.problem
         if problem.queries == 0:
             return []
-        record, stride = self._record(config, call), lists.list_stride(problem.topk)
+        record = self._record(config, call)
         merge_cost = schedule.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
-            lists.launch(call, problem.record, problem.queries, problem.topk),
-            schedule.launch("counts", 1, stride, problem.queries, config.num_splits, merge_cost),
+            lists.launch(call, problem, config.num_splits, merge_cost),
             Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), record),
         ]
         if config.combine_blocks:

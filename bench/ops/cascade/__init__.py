@@ -1,0 +1,1 @@
+"""Decode of sequences that share a prefix."""
