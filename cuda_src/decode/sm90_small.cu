@@ -5,8 +5,8 @@
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x rows); V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = KV heads (up to 32 rows each: s_q * h_q / h_kv), y = splits. One block per SM iterates over the work items
-// of its split (attention/split_work.cuh).
+// Grid: x = row blocks of all KV heads (up to 32 rows each, of s_q * h_q / h_kv), y = splits. One block per SM iterates
+// over the work items of its split (attention/split_work.cuh).
 //
 // One warpgroup does all the math, one warp keeps two tiles of keys in flight, and the query rows of the next work item
 // are loaded while the current one is processed. A tile arrives in three groups of SW128 tiles, each scored as soon as

@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.indexer import HEAD_SUMS, LOGITS, LOGITS_PAGED, LOSS, TOPK
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
@@ -31,6 +31,10 @@ GPUS = (
 )
 
 
+def _single(tokens: int) -> DecodeProblem:
+    return DecodeProblem(1, 128, 1, "bfloat16", batch=Batch(1, tokens))
+
+
 def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
     return SparseForwardProblem(s_q=4096, s_kv=8192, h_q=h_q, topk=2048, d_qk=576, dtype="bfloat16", **changes)
 
@@ -48,6 +52,8 @@ SITUATIONS = (
     ("`mla_decode`, 2 queries, 16 heads: 32 rows", DECODE, DecodeProblem(2, 16, 1, "bfloat16")),
     ("`mla_decode`, 4 queries, 16 heads: 64 rows", DECODE, DecodeProblem(4, 16, 1, "bfloat16")),
     ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, 1, "bfloat16")),
+    ("`mla_decode`, 128 heads, 1 sequence of up to 8,192", DECODE, _single(8192)),
+    ("`mla_decode`, 128 heads, 1 sequence of up to 1,024", DECODE, _single(1024)),
     ("`mla_decode`, 128 heads of 4 KV heads", DECODE, DecodeProblem(1, 128, 4, "bfloat16")),
     ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, 1, "bfloat16", record="v32")),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),

@@ -36,6 +36,8 @@ def choose(
         if kernel.on_request if name is None else kernel.name != name:
             continue
         reason = kernel.unsupported(problem, device)
+        if reason is None and name is None and not kernel.preferred(problem, device):
+            continue
         if reason is None:
             if kernel.fallback and reasons and device.cc >= (8, 0):
                 fixable = [reason for reason in reasons.values() if reason.fixable]

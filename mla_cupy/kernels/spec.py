@@ -96,6 +96,11 @@ def takes_all(problem: Any, device: DeviceInfo) -> Reason | None:
     return None
 
 
+def always(problem: Any, device: DeviceInfo) -> bool:
+    """The `preferred` of kernels that nothing but their place in the pipeline's list decides about."""
+    return True
+
+
 @dataclass(frozen=True)
 class Kernel(Generic[ProblemT]):
     """One kernel: one entry point of one `.cu`.
@@ -119,6 +124,8 @@ class Kernel(Generic[ProblemT]):
         Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
     unsupported : callable
         `unsupported(problem, device)`: why it cannot take the problem, or None.
+    preferred : callable
+        `preferred(problem, device)`: whether it is chosen for a problem that it takes where nobody names a kernel.
     on_request : bool
         Runs only where `kernel=` names it: not measured yet, or kept for comparison.
     fallback : bool
@@ -134,6 +141,7 @@ class Kernel(Generic[ProblemT]):
     core: tuple[Variant, ...] = ()
     facts: Mapping[str, int] = field(default_factory=dict, hash=False)
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
+    preferred: Callable[[ProblemT, DeviceInfo], bool] = always
     on_request: bool = False
     fallback: bool = False
 

@@ -11,7 +11,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.records import RECORDS as READ
 from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
@@ -92,7 +92,8 @@ def mla_decode(
     empty_lse : float
         `lse` of a row that sees no token; its `out` is 0.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which b and the tokens that
+        a line of `block_table` has room for count, too.
     check : bool
         Look at the values of `block_table` and `seqlens` first, which synchronises.
     stream : int or stream object, optional
@@ -161,7 +162,7 @@ def _examine(views: Views, given: _Options) -> Examined:
     assert q is not None
     assert kv_cache is not None
     assert block_table is not None
-    _, s_q, h_q, d_qk = q.shape
+    b, s_q, h_q, d_qk = q.shape
     num_pages, page_size, h_kv, _ = kv_cache.shape
     options = DecodeOptions(
         resolve_scale(given.scale, d_qk),
@@ -178,7 +179,8 @@ def _examine(views: Views, given: _Options) -> Examined:
         raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
     record = _record(kv_cache, q)
     aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
-    return Examined(DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record), options, given.kernel)
+    problem = DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record, Batch(b, tokens))
+    return Examined(problem, options, given.kernel)
 
 
 def _record(kv_cache: View, q: View) -> str:

@@ -16,7 +16,7 @@ from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, S
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
-from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
@@ -249,7 +249,8 @@ def plan_decode(
         Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or what
         allocates it: `workspace(nbytes)`, which is called once.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which `max_b` and
+        max_pages * page_size count, too: short sequences in small batches have kernels of their own.
 
     Returns
     -------
@@ -282,6 +283,8 @@ def plan_decode(
     shard = check_shard(cp_world, cp_rank)
     pieces = check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
     problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=_record(record, d_qk, h_kv))
+    if not batch_invariant:  # with it, results must not depend on these sizes
+        problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
     limits = _Limits(max_b, max_pages, page_size, *shard)
     if device is None and not backend.use_gpu():
         if workspace is not None and not callable(workspace):

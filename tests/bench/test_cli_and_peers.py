@@ -157,7 +157,7 @@ def test_nothing_heavy_is_imported_for_list():
 
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
-    from bench.ops.decode.own import ON_REQUEST, Decode
+    from bench.ops.decode.own import NAMED, Decode
     from bench.ops.sparse_backward.own import SparseBackward
     from bench.ops.sparse_forward.own import SparseForward
     from bench.peers.cudnn_sparse import CudnnSparse
@@ -166,7 +166,7 @@ def test_adapters_meet_the_protocol():
     from bench.peers.flashmla import FlashMla
     from bench.peers.flashmla_sparse import FlashMlaSparse
 
-    own_calls = dict.fromkeys(("mla_cupy", "generic", *ON_REQUEST), Decode)
+    own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     forward = {"mla_cupy": SparseForward, "generic": SparseForward}
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), SparseBackward)
@@ -184,13 +184,14 @@ def test_adapters_meet_the_protocol():
                 assert list(inspect.signature(getattr(adapter, method)).parameters) == list(asked.parameters)
 
 
-def test_kernels_that_run_on_request_are_peers_of_the_chosen_one():
-    from bench.ops.decode.own import ON_REQUEST
+def test_kernels_that_a_batch_may_get_are_peers_of_the_chosen_one():
+    from bench.ops.decode.own import NAMED
     from mla_cupy.kernels.decode import DECODE as PIPELINE
 
-    assert set(ON_REQUEST) == {kernel.name for kernel in PIPELINE.kernels if kernel.on_request}
+    assert {kernel.name for kernel in PIPELINE.kernels if kernel.on_request} <= set(NAMED)
+    assert set(NAMED) <= {kernel.name for kernel in PIPELINE.kernels}
     known = DECODE.implementations(Choices(kernel="decode_generic"))
-    assert [one._kernel for one in make(ON_REQUEST, known)] == ["decode_generic", *ON_REQUEST]
+    assert [one._kernel for one in make(NAMED, known)] == ["decode_generic", *NAMED]
 
 
 def test_our_own_calls_have_names():

@@ -85,7 +85,7 @@ def test_the_schedule_follows_other_lengths(library: Any) -> None:
 
 def test_a_step_is_scheduled_once(recorder: Recorder) -> None:
     """In memory of the arrays' library, for all layers; `update` schedules again."""
-    inputs = decode_inputs(page_size=64, d_qk=512)
+    inputs = decode_inputs(page_size=64, d_qk=512, seqlens="ragged-1100")
     schedule = FlashMLASchedMeta()
     for _ in range(3):
         flash_mla_with_kvcache(*inputs.arguments, 512, schedule, causal=True)

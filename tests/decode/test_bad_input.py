@@ -146,7 +146,7 @@ def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.Monk
 
 def test_the_same_call_is_launched_when_good(recorder: Recorder) -> None:
     mla_cupy.mla_decode(**good_decode())
-    assert recorder.entries == ["decode_schedule", "decode_sm90_small", "decode_combine"]
+    assert recorder.entries == ["decode_sm90_small_cluster8"]
 
 
 # ---- Plans -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import ptxsim
 from mla_cupy import ArgumentError
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.kernels.decode import DECODE, clusters
-from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.shapes import D_V, TILE_TOKENS
 from tests.decode.cluster_inputs import maxima_of_tiles, uneven
 from tests.support.calls import assert_same, on_host, plan_of
@@ -33,44 +33,42 @@ from tests.support.workspace import assert_laid_out
 
 Array = npt.NDArray[Any]
 
-FOUR, EIGHT = "decode_sm90_small_cluster4", "decode_sm90_small_cluster8"
+EIGHT = "decode_sm90_small_cluster8"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
 
 #: One cluster for each request: blocks with two tiles, with one, and without any.
 WITHIN = DecodeCase(b=2, seqlens=(0, 330), s_q=2, h_q=3, page_size=16, missing_pages=1)
-#: Clusters of four for each of two requests, two of them for the long one, and one without work.
-SHARED = DecodeCase(b=2, seqlens=(30, 600), s_q=2, h_q=5)
-SMS_OF_SHARED = 18
+#: A cluster for the short one of two requests, two for the long one, and one without work.
+SHARED = DecodeCase(b=2, seqlens=(30, 1030), s_q=2, h_q=5)
+SMS_OF_SHARED = 36
 
 CASES = [
-    (FOUR, WITHIN, 1),
-    (FOUR, SHARED, SMS_OF_SHARED),
-    (FOUR, DecodeCase(b=1, seqlens=130, h_q=40, d_qk=512), 1),  # two row blocks, keys without RoPE columns
-    (EIGHT, DecodeCase(b=2, seqlens=(389, 1), s_q=4, h_q=4, cp_world=3, cp_rank=1), 1),  # a third of the tokens
+    (WITHIN, 1),
+    (SHARED, SMS_OF_SHARED),
+    (DecodeCase(b=1, seqlens=130, h_q=40, d_qk=512), 1),  # two row blocks, keys without RoPE columns
+    (DecodeCase(b=2, seqlens=(389, 1), s_q=4, h_q=4, cp_world=3, cp_rank=1), 1),  # a third of the tokens
 ]
 MORE_CASES = [
-    (EIGHT, DecodeCase(b=1, seqlens=1100, h_q=16, dtype="float16"), 18),  # two clusters of eight
-    (EIGHT, WITHIN, 1),
-    (EIGHT, SHARED, 2 * SMS_OF_SHARED),
-    (FOUR, DecodeCase(b=1, seqlens=66, s_q=4, h_q=32, h_kv=2), 1),  # two KV heads, and rows that see little
-    (EIGHT, DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False), 1),  # 100 rows
-    (FOUR, DecodeCase(b=1, seqlens=1, h_q=1), 1),
-    (FOUR, DecodeCase(b=5, seqlens=(70, 1, 0, 900, 130), h_q=8), 40),
-    (EIGHT, DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, page_size=16, missing_pages=1), 3),
-    (FOUR, DecodeCase(b=1, seqlens=1500, s_q=2, h_q=16, d_qk=512, dtype="float16"), 30),
-    (EIGHT, DecodeCase(b=3, seqlens=(3, 0, 100), s_q=3, h_q=24, d_qk=512, page_size=16, missing_pages=1), 1),
-    (FOUR, DecodeCase(b=2, seqlens=(2000, 1), s_q=3, h_q=5, cp_world=2, cp_rank=0), 40),
-    (FOUR, DecodeCase(b=1, seqlens=66, page_size=1, h_q=3), 1),
+    (DecodeCase(b=1, seqlens=1100, h_q=16, dtype="float16"), 18),  # two clusters
+    (DecodeCase(b=1, seqlens=66, s_q=4, h_q=32, h_kv=2), 1),  # two KV heads, and rows that see little
+    (DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False), 1),  # 100 rows
+    (DecodeCase(b=1, seqlens=1, h_q=1), 1),
+    (DecodeCase(b=5, seqlens=(70, 1, 0, 1800, 130), h_q=8), 80),
+    (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, page_size=16, missing_pages=1), 3),
+    (DecodeCase(b=1, seqlens=3000, s_q=2, h_q=16, d_qk=512, dtype="float16"), 60),
+    (DecodeCase(b=3, seqlens=(3, 0, 100), s_q=3, h_q=24, d_qk=512, page_size=16, missing_pages=1), 1),
+    (DecodeCase(b=2, seqlens=(4000, 1), s_q=3, h_q=5, cp_world=2, cp_rank=0), 80),
+    (DecodeCase(b=1, seqlens=66, page_size=1, h_q=3), 1),
 ]
 
 
-def _twice(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+def _twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     """The results of a planned call, after the same call and another one with other lengths."""
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
         target.resident, target.race_global = 64, True
         case = inputs.case
         shard = {"cp_world": case.cp_world, "cp_rank": case.cp_rank}
-        plan = plan_of(inputs, device=0, kernel=kernel, **shard)
+        plan = plan_of(inputs, device=0, kernel=EIGHT, **shard)
         call = {**case.options, **options, "plan": plan}
         first: Any = None
         for _ in range(2):
@@ -81,22 +79,22 @@ def _twice(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, in
                     "not the same"
                 )
             first = got
-        assert target.launched == [f"mla_{kernel}"] * 2
+        assert target.launched == [f"mla_{EIGHT}"] * 2
     return first
 
 
 def _pytest_cases() -> list[Any]:
-    chosen = [pytest.param(*case, id=f"{case[0]}-{case[1].id}") for case in CASES]
-    return chosen + [pytest.param(*c, id=f"{c[0]}-{c[1].id}", marks=pytest.mark.slow) for c in MORE_CASES]
+    chosen = [pytest.param(*case, id=case[0].id) for case in CASES]
+    return chosen + [pytest.param(*case, id=case[0].id, marks=pytest.mark.slow) for case in MORE_CASES]
 
 
-@pytest.mark.parametrize(("kernel", "case", "sm_count"), _pytest_cases())
-def test_against_the_oracle(kernel: str, case: DecodeCase, sm_count: int, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(("case", "sm_count"), _pytest_cases())
+def test_against_the_oracle(case: DecodeCase, sm_count: int, pytestconfig: pytest.Config) -> None:
     inputs = uneven(case)
-    number = [kernel_and_case[1:] for kernel_and_case in (*CASES, *MORE_CASES)].index((case, sm_count))
+    number = (*CASES, *MORE_CASES).index((case, sm_count))
     full = pytestconfig.getoption("--sim") == "full"
     for mode in MODES if full else [MODES[number % len(MODES)]]:
-        got = _twice(inputs, kernel, sm_count, mode)
+        got = _twice(inputs, sm_count, mode)
         check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
@@ -107,10 +105,9 @@ def test_inputs_have_different_maxima_in_each_tile() -> None:
         assert (maxima.max(0) - maxima.min(0) > 1.5).all()
 
 
-@pytest.mark.parametrize("kernel", [FOUR, pytest.param(EIGHT, marks=pytest.mark.slow)])
-def test_results_in_float32_and_another_base(kernel: str) -> None:
+def test_results_in_float32_and_another_base() -> None:
     inputs = uneven(DecodeCase(b=1, seqlens=200, h_q=7))
-    got = _twice(inputs, kernel, 1, ("late", 0), out_dtype="float32", lse_base="2")
+    got = _twice(inputs, 1, ("late", 0), out_dtype="float32", lse_base="2")
     check((got[0], got[1] * np.float32(np.log(2))), inputs.exact, inputs.rounded, "bfloat16")
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
@@ -209,7 +206,7 @@ def _verdict(case: DecodeCase, sm_count: int, mode: tuple[str, int]) -> str:
     page, token = divmod(last, case.page_size)
     inputs.kv_cache[inputs.block_table[request, page], token, 0, [9, 300]] = np.inf
     try:
-        got = _twice(inputs, FOUR, sm_count, mode)
+        got = _twice(inputs, sm_count, mode)
         finite = [np.isfinite(exact) for exact in inputs.exact]
         mine = [np.asarray(x, np.float32) for x in got]
         assert all((np.isfinite(x) == mask).all() for x, mask in zip(mine, finite, strict=True))
@@ -250,13 +247,38 @@ def test_kernel_as_it_is(case: DecodeCase, sm_count: int, mode: tuple[str, int])
 # ---- On the host -------------------------------------------------------------------------------------------------
 
 
-def _problem(h_q: int = 16, d_qk: int = 576) -> DecodeProblem:
-    return DecodeProblem(1, h_q, 1, "bfloat16", d_qk=d_qk)
+def _problem(h_q: int = 16, d_qk: int = 576, batch: Batch | None = None) -> DecodeProblem:
+    return DecodeProblem(1, h_q, 1, "bfloat16", d_qk=d_qk, batch=batch)
 
 
-def test_only_on_request() -> None:
-    assert set(CLUSTER_KERNELS) == {FOUR, EIGHT}
-    assert all(DECODE_KERNELS[name].on_request for name in CLUSTER_KERNELS)
+@pytest.mark.parametrize(
+    ("h_q", "batch", "chosen"),
+    [
+        (16, Batch(1, 1024), True),
+        (16, Batch(1, 1), True),
+        (16, Batch(15, 1024), True),  # as many clusters as are resident at once
+        (16, Batch(16, 1024), False),
+        (16, Batch(1, 1025), False),  # more than two tiles per block
+        (16, None, False),  # who knows
+        (128, Batch(1, 1024), True),
+        (128, Batch(2, 1024), False),  # 16 clusters
+    ],
+)
+def test_chosen_for_small_batches_of_short_sequences(h_q: int, batch: Batch | None, chosen: bool) -> None:
+    assert (DECODE.configure(_problem(h_q, batch=batch), H200).kernel.name == EIGHT) is chosen
+
+
+def test_a_plan_asks_its_largest_batch(recorder: Recorder) -> None:
+    inputs = make(DecodeCase(b=3, seqlens=(700, 5, 0)))
+    assert plan_of(inputs, device=0).kernel == EIGHT
+    assert plan_of(inputs, device=0, max_b=16).kernel != EIGHT
+    assert plan_of(inputs, device=0, batch_invariant=True).kernel != EIGHT
+    plan = plan_of(inputs, device=0)
+    plan.update(inputs.seqlens[:2])
+    q, kv_cache, block_table, seqlens = inputs.arguments
+    mla_cupy.mla_decode(q[:2], kv_cache, block_table[:2], seqlens[:2], plan=plan)
+    mla_cupy.mla_decode(*inputs.arguments)
+    assert recorder.entries == [EIGHT] * 2
 
 
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
@@ -305,7 +327,7 @@ def test_a_long_call_zeroes_its_tickets_first(recorder: Recorder) -> None:
     config = DECODE.configure(_problem(64), H200, EIGHT)
     mla_cupy.mla_decode(*inputs.arguments, kernel=EIGHT, stream=7)
     (launch,) = recorder.launches
-    assert launch.grid == (8 * config.num_splits, 2, 1)
+    assert launch.grid == (8 * config.num_splits, 4, 1)
     layout = DECODE.workspace(config)
     begin, nbytes = layout.offsets["tickets"], layout.nbytes - layout.offsets["tickets"]
     assert launch.params["tickets"] - launch.params["partial_lse"] == begin

@@ -11,7 +11,7 @@ from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.arrays import HOST, View
 from mla_cupy.kernels.choice import _say_slow
 from mla_cupy.kernels.decode import DECODE, combine, generic, schedule
-from mla_cupy.kernels.decode.problem import MAX_SPLITS, PARAMS, DecodeProblem
+from mla_cupy.kernels.decode.problem import MAX_SPLITS, PARAMS, Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90 import kv_map
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -128,8 +128,31 @@ def test_few_rows_of_narrow_keys(h_q: int, block_rows: int) -> None:
 
 def test_few_rows_fall_back_like_many() -> None:
     assert DECODE.configure(problem(h_q=16, aligned=False), gpu()).kernel.name == GENERIC
-    with pytest.raises(UnsupportedDeviceError, match=f"{SMALL} takes at most 32 rows per KV head"):
-        DECODE.configure(problem(h_q=64), gpu(), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("h_q", "h_kv", "batch", "kernel"),
+    [
+        (128, 1, Batch(1, 8192), SMALL),
+        (128, 1, Batch(2, 8192), SMALL),
+        (128, 1, Batch(4, 8192), SEESAW),
+        (128, 1, Batch(8, 1025), SMALL),
+        (128, 1, Batch(1, 131072), SEESAW),
+        (64, 1, Batch(4, 8192), SMALL),
+        (64, 1, Batch(8, 8192), SEESAW),
+        (128, 2, Batch(1, 8192), SMALL),  # two blocks for each of two KV heads
+        (128, 1, None, SEESAW),
+        (16, 1, Batch(128, 8192), SMALL),  # in one block anyway
+    ],
+)
+def test_small_batches_are_divided_among_blocks_of_few_rows(
+    h_q: int, h_kv: int, batch: Batch | None, kernel: str
+) -> None:
+    asked = dataclasses.replace(problem(h_q=h_q, h_kv=h_kv), batch=batch)
+    config = DECODE.configure(asked, gpu())
+    assert config.kernel.name == kernel
+    assert config.row_blocks * config.kernel.block_rows >= h_q
+    assert asked == problem(h_q=h_q, h_kv=h_kv)  # a plan serves smaller batches
 
 
 @pytest.mark.parametrize("name", DECODE_KERNELS)

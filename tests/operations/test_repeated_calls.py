@@ -333,7 +333,8 @@ def test_another_plan_of_the_same_shape_has_its_own_memory(recorder: Recorder) -
     for plan in (*plans, *reversed(plans)):
         recorder.launches.clear()
         mla_cupy.mla_decode(**call, plan=plan)
-        assert {int(launch.params["schedule"]) for launch in recorder.launches} == {plan.address}
+        (launch,) = recorder.launches
+        assert plan.address <= int(launch.params["partial_out"]) < plan.address + plan.workspace_bytes
     assert len({plan.address for plan in plans}) == 3
 
 

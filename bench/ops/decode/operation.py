@@ -10,13 +10,13 @@ from ...peers.cupy_unfused import CupyUnfused
 from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla
 from . import cases, check, inputs
-from .own import GENERIC, ON_REQUEST, Decode
+from .own import GENERIC, NAMED, Decode
 
 EXAMPLES = """examples:
   run decode --quick                                   the four main cases, with the built-in baselines
   run decode --peers-dir peers --json h200.jsonl       all cases, FlashMLA and FlashAttention-3 beside us
   run decode --case b128-sq1-hq128-skv4096 --peers generic
-  run decode --suite small-batches --peers decode_sm90_small_cluster8,decode_sm90_small_cluster4
+  run decode --suite small-batches --peers decode_sm90_small,decode_sm90_small_cluster8
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
 """
 
@@ -26,7 +26,7 @@ def implementations(choices: Choices) -> Known:
     return {
         OWN: lambda: Decode(choices.kernel),
         "generic": lambda: Decode(GENERIC, "generic"),
-        **{name: partial(Decode, name, name) for name in ON_REQUEST},
+        **{name: partial(Decode, name, name) for name in NAMED},
         "cupy": CupyUnfused,
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
         "fa3": lambda: FlashAttention3(choices.directory("fa3")),
@@ -38,7 +38,7 @@ DECODE = BenchOperation(
     title="dense paged decode",
     examples=EXAMPLES,
     peers="flashmla, fa3 (they import torch and need --peers-dir), cupy, generic, "
-    "decode_sm90_small_cluster8, decode_sm90_small_cluster4; or none. "
+    "decode_sm90_seesaw, decode_sm90_small, decode_sm90_small_cluster8; or none. "
     "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

@@ -18,8 +18,8 @@ from .inputs import InputSet, make_outputs
 LAYERS = (1, 61)
 """Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
 GENERIC = "decode_generic"  # without tensor cores
-#: Kernels that run only where they are named, to be compared with the one that is chosen.
-ON_REQUEST = ("decode_sm90_small_cluster8", "decode_sm90_small_cluster4")
+#: Kernels among which the size of a batch decides, to be compared with the one that is chosen.
+NAMED = ("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8")
 
 
 class Decode:
@@ -76,7 +76,7 @@ class Decode:
             recorder=device.recorder(),
             includes="attention and merge; the plan is updated before",
             kernel=kernel_of(plan),
-            figures=figures if self.name in (OWN, *ON_REQUEST) else {},
+            figures=figures if self.name in (OWN, *NAMED) else {},
         )
 
 

@@ -17,7 +17,7 @@ MAX_CLUSTERS = 32
 MIN_TILES_PER_BLOCK = 2
 """A share of less is not worth a merge in the workspace."""
 _USABLE = 120, 132
-"""Clusters of 4 or 8 blocks fill 120 of an H200's 132 multiprocessors."""
+"""Clusters of 8 blocks fill 120 of an H200's 132 multiprocessors."""
 _LSE_BYTES = _TICKET_BYTES = 4
 
 
@@ -28,9 +28,12 @@ class ClusterKernel(AttentionKernel[DecodeProblem]):
     def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
         """`num_splits` clusters for each of the row blocks, as many as are resident at once."""
         row_blocks = h_kv * -(-rows // self.block_rows)
+        return Splits(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
+
+    def resident(self, device: DeviceInfo) -> int:
+        """How many clusters are resident at once."""
         usable, of = _USABLE
-        resident = device.sm_count * usable // of // self.cluster_blocks
-        return Splits(row_blocks, min(MAX_CLUSTERS, max(1, resident // row_blocks)))
+        return device.sm_count * usable // of // self.cluster_blocks
 
 
 def clusters(kernel: AttentionKernel[DecodeProblem], num_splits: int, b: int, max_tokens: int) -> int:

@@ -19,7 +19,6 @@ from mla_cupy.kernels.decode import (
     sm90_records,
     sm90_seesaw,
     sm90_small,
-    sm90_small_cluster4,
     sm90_small_cluster8,
 )
 from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeOptions, DecodeProblem, Splits
@@ -70,9 +69,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     """The kernels of dense decode."""
 
     kernels = (
-        sm90_small.KERNEL,
         sm90_small_cluster8.KERNEL,
-        sm90_small_cluster4.KERNEL,
+        sm90_small.KERNEL,
         sm90_seesaw.KERNEL,
         generic.KERNEL,
         sm90_records.KERNEL,

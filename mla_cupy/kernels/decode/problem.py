@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params, ProblemT, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
-from mla_cupy.shapes import D_QK, D_V
+from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 MAX_SPLITS = 256
 """Splits of a schedule: the combine kernel gives each of them a thread."""
@@ -71,12 +71,27 @@ READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
 
 
+class Batch(NamedTuple):
+    """The largest batch that a configuration serves: sequences, and the tokens that each may have."""
+
+    b: int
+    tokens: int
+
+    @property
+    def tiles(self) -> int:
+        """Of all sequences, at their longest."""
+        return self.b * -(-self.tokens // TILE_TOKENS)
+
+
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What decides which kernels run and how: no pointers, no device, no batch.
+    """What decides which kernels run and how: no pointers, no device.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
     FP8 record of the cache, "" for rows of `dtype`.
+
+    `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
+    nothing else are equal, since a plan serves smaller batches than its own.
     """
 
     s_q: int
@@ -86,6 +101,7 @@ class DecodeProblem:
     aligned: bool = True
     d_qk: int = D_QK
     record: str = ""
+    batch: Batch | None = field(default=None, compare=False, repr=False)
 
     @property
     def rows(self) -> int:

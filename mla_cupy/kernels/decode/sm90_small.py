@@ -8,13 +8,16 @@ from functools import partial
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel, DecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant
+from mla_cupy.kernels.spec import HOPPER, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 BLOCK_ROWS = (8, 16, 24, 32)
 NARROW_BLOCK_ROWS = (16, 32)
 """Of builds for narrower keys, and of others that are seldom asked for: each build takes seconds to compile."""
+
+MAX_SHARED_TILES = 8
+"""Of a split, where several blocks share its tiles: from about 12 on the seesaw is faster."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,25 @@ class NarrowVariant(SmallVariant):
     head_dim_qk: int
 
 
-def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
-    if reason := sm90.unsupported(problem, device):
-        return reason
-    return Reason(f"takes at most {BLOCK_ROWS[-1]} rows per KV head") if problem.rows > BLOCK_ROWS[-1] else None
+def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
+    """With more rows than a block has, only in small batches.
+
+    Several blocks then work at each tile, which takes longer than in one block of the seesaw; but their first tile
+    comes earlier, and with half as many splits there is half as much to merge.
+    """
+    if problem.rows <= BLOCK_ROWS[-1]:
+        return True
+    if problem.batch is None:
+        return False
+    blocks = problem.h_kv * -(-problem.rows // BLOCK_ROWS[-1])
+    return problem.batch.tiles * blocks <= MAX_SHARED_TILES * device.sm_count
 
 
 def variant(problem: DecodeProblem) -> SmallVariant:
-    """The build that it takes."""
+    """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
     wide = problem.d_qk == D_QK
-    rows = next(rows for rows in (BLOCK_ROWS if wide else NARROW_BLOCK_ROWS) if problem.rows <= rows)
+    builds = BLOCK_ROWS if wide else NARROW_BLOCK_ROWS
+    rows = next((rows for rows in builds if problem.rows <= rows), builds[-1])
     return SmallVariant(problem.dtype, rows) if wide else NarrowVariant(problem.dtype, rows, problem.d_qk)
 
 
@@ -51,14 +62,15 @@ NARROW = tuple(NarrowVariant(dtype, rows, D_V) for dtype in HALF for rows in NAR
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
-    "dense decode with WGMMA and TMA for up to 32 query rows per KV head, with swapped operands",
+    "dense decode with WGMMA and TMA for up to 32 query rows per KV head, or small batches, with swapped operands",
     "decode/sm90_small.cu",
     PARAMS,
     HOPPER,
     (*WIDE, *NARROW),
     core=tuple(variant for variant in WIDE if variant.block_rows == 16),
     facts={"tile_tokens": TILE_TOKENS},
-    unsupported=unsupported,
+    unsupported=sm90.unsupported,
+    preferred=preferred,
     variant=variant,
     block_rows=BLOCK_ROWS[-1],
     kv_map=partial(sm90.kv_map, l2="none"),

@@ -1,5 +1,53 @@
-"""Host side of `decode/sm90_small_cluster8.cu`."""
+"""Host side of `decode/sm90_small_cluster8.cu`: small batches of short sequences, in one launch."""
 
-from mla_cupy.kernels.decode import sm90_small_cluster
+from __future__ import annotations
 
-KERNEL = sm90_small_cluster.kernel(8)
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.decode import sm90, sm90_small
+from mla_cupy.kernels.decode.clusters import MAX_CLUSTERS, MIN_TILES_PER_BLOCK, ClusterKernel
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.sm90_small import NarrowVariant
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
+
+BLOCKS = 8
+"""Of a cluster."""
+BLOCK_ROWS = 16
+MAX_TOKENS = BLOCKS * MIN_TILES_PER_BLOCK * TILE_TOKENS
+"""Of sequences that it is preferred for."""
+
+
+def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
+    """Where sequences are short, and every cluster is resident at once."""
+    batch = problem.batch
+    if batch is None or batch.tokens > MAX_TOKENS:
+        return False
+    row_blocks = problem.h_kv * -(-problem.rows // BLOCK_ROWS)
+    return batch.b * row_blocks <= KERNEL.resident(device)
+
+
+def variant(problem: DecodeProblem) -> NarrowVariant:
+    """The build that it takes; more rows than it has are divided among blocks."""
+    return NarrowVariant(problem.dtype, BLOCK_ROWS, problem.d_qk)
+
+
+KERNEL = ClusterKernel(
+    "decode_sm90_small_cluster8",
+    f"dense decode of small batches in one launch: clusters of {BLOCKS} blocks share a request and merge",
+    "decode/sm90_small_cluster8.cu",
+    sm90_small.KERNEL.params,
+    sm90_small.KERNEL.archs,
+    tuple(NarrowVariant(dtype, BLOCK_ROWS, d_qk) for dtype in HALF for d_qk in (D_QK, D_V)),
+    facts={
+        **sm90_small.KERNEL.facts,
+        "cluster": BLOCKS,
+        "max_clusters": MAX_CLUSTERS,
+        "min_tiles_per_block": MIN_TILES_PER_BLOCK,
+    },
+    unsupported=sm90.unsupported,
+    preferred=preferred,
+    variant=variant,
+    block_rows=BLOCK_ROWS,
+    kv_map=sm90_small.KERNEL.kv_map,
+    cluster_blocks=BLOCKS,
+)
