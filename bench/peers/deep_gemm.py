@@ -17,10 +17,11 @@ from ..ops.indexer_logits.inputs import LogitsInputs, outputs_of
 from .torch_ops import recorder_for
 
 HEADS = (32, 64)  # its kernels' head counts
+TOKENS_OF_A_PAIR = 4  # next tokens for which its thread blocks work in pairs
 
 
 class DeepGemm:
-    """Its public calls, with -inf outside the ranges as ours; the metadata of paged calls is made in advance."""
+    """Its public calls; the metadata of paged calls is made in advance. In prefill, -inf outside the ranges as ours."""
 
     name = "deep_gemm"
 
@@ -47,11 +48,16 @@ class DeepGemm:
         with recorder.current():
             calls = [self._call(case, inputs, latest, index) for index, inputs in enumerate(sets)]
         shape = (case.b, case.s_q, case.num_keys) if case.b else (case.s_q, case.num_keys)
-        return Prepared(
-            calls=calls,
-            outputs=lambda index: outputs_of(case, cupy.from_dlpack(latest[index])[:, : case.num_keys].reshape(shape)),
-            recorder=recorder,
-        )
+
+        def outputs(index: int) -> Any:
+            logits = cupy.from_dlpack(latest[index])[:, : case.num_keys].reshape(shape)
+            if case.b:  # it leaves what a token does not see undefined
+                for token in range(case.s_q):
+                    logits[:, token, max(0, case.keys_of_first + token) :] = -cupy.inf
+            return outputs_of(case, logits)
+
+        paged = "no -inf past a token's last key, and a schedule that is made in advance"
+        return Prepared(calls=calls, outputs=outputs, recorder=recorder, includes=paged if case.b else "")
 
     def _call(self, case: LogitsCase, inputs: LogitsInputs, latest: list[Any], index: int) -> Call:
         tensors = {name: self._torch.from_dlpack(x) for name, x in inputs.arguments.items()}
@@ -68,18 +74,15 @@ class DeepGemm:
         return lambda: self._gemm.fp8_mqa_logits(x["q"], keys, x["weights"], x["ks"], x["ke"], clean_logits=True)
 
     def _paged(self, case: LogitsCase, x: dict[str, Any]) -> Any:
-        weights = x["weights"].reshape(case.b * case.s_q, case.h)
-        failure: Exception | None = None
-        for lengths in self._lengths(case, x["seqlens"]):  # newer versions take those of each token
-            try:
-                metadata = self._gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, self._gemm.get_num_sms())
-                arrays = (x["q"], x["cache"], weights, lengths, x["block_table"], metadata, case.num_keys)
-                self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=True)
-                return lambda: self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=True)
-            except (RuntimeError, TypeError) as error:
-                failure = error
-        raise BenchError(f"deep_gemm takes no lengths: {failure}")
-
-    def _lengths(self, case: LogitsCase, seqlens: Any) -> list[Any]:
+        """Lengths are those of each token, (b, s_q); blocks that share keys count once in the schedule."""
+        weights, seqlens = x["weights"].reshape(case.b * case.s_q, case.h), x["seqlens"]
         tokens = self._torch.arange(case.s_q, device=seqlens.device, dtype=seqlens.dtype)
-        return [(seqlens[:, None] - case.s_q + 1 + tokens).contiguous(), seqlens]
+        lengths = (seqlens[:, None] - case.s_q + 1 + tokens).contiguous()
+        shares = self._gemm.get_num_sms() // (2 if case.s_q == TOKENS_OF_A_PAIR else 1)
+        try:
+            metadata = self._gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, shares)
+            arrays = (x["q"], x["cache"], weights, lengths, x["block_table"], metadata, case.num_keys)
+            self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=False)
+        except RuntimeError as error:
+            raise BenchError(f"deep_gemm: {error}") from error
+        return lambda: self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=False)

@@ -13,6 +13,11 @@ struct KeyRange {
     MLA_DEVICE bool contains(i32 key) const { return begin <= key && key < end; }
 };
 
+// As they lie in memory.
+struct KeyBounds {
+    i32 begin, end;
+};
+
 struct KeyRanges {
     const i32* begins;  // or null: 0
     const i32* ends;    // or null: num_keys
@@ -26,10 +31,17 @@ struct KeyRanges {
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
 
     // Of a token of a block.
-    MLA_DEVICE KeyRange of(i32 block, i32 token) const {
-        i64 begin = 0, end = num_keys;
-        if (begins != nullptr) begin = begins[((i64)block * block_tokens + token) * begins_stride_elems];
-        if (ends != nullptr) end = ends[block * ends_stride_block_elems + token * ends_stride_token_elems];
+    MLA_DEVICE KeyBounds load(i32 block, i32 token) const {
+        KeyBounds bounds{0, num_keys};
+        if (begins != nullptr) bounds.begin = begins[((i64)block * block_tokens + token) * begins_stride_elems];
+        if (ends != nullptr) bounds.end = ends[block * ends_stride_block_elems + token * ends_stride_token_elems];
+        return bounds;
+    }
+    MLA_DEVICE KeyRange of(i32 block, i32 token) const { return clamp(load(block, token), token); }
+
+    MLA_DEVICE KeyRange clamp(const KeyBounds& bounds, i32 token) const {
+        const i64 begin = bounds.begin;
+        i64 end = bounds.end;
         if (end_of_last) end -= block_tokens - 1 - token;
         const i32 first = (i32)min(max(begin, 0ll), (i64)num_keys), last = (i32)min(max(end, 0ll), (i64)num_keys);
         return first < last ? KeyRange{first, last} : KeyRange{0, 0};
@@ -79,5 +91,15 @@ MLA_DEVICE TileRange warp_tiles(KeyRange range) {
 // The tiles of all blocks lie in one line; thread block i of the grid takes those from cuts[i] up to cuts[i + 1].
 struct TileCut {
     i32 block, tile;
+};
+
+// What a block adds to the line: its tiles, and what fetching its queries costs beside 128 keys.
+template <i32 kTileKeys>
+struct BlockCost {
+    static constexpr i32 kQueries = kTileKeys >= 128 ? 1 : 0;
+
+    MLA_DEVICE static i32 of(TileRange tiles) { return tiles.size() == 0 ? 0 : tiles.size() + kQueries; }
+    // The tile that lies `cost` after the block's beginning.
+    MLA_DEVICE static i32 tile_at(TileRange tiles, i32 cost) { return tiles.begin + max(0, cost - kQueries); }
 };
 }  // namespace mla::indexer

@@ -15,7 +15,7 @@ struct LogitsParams {
     const i32* begins;       // (tokens,), or null
     const i32* ends;         // (tokens,), or null; of paged decode (b,) or (b, tokens of a sequence)
     const i32* block_table;  // (b, max_pages), or null: keys are contiguous
-    const TileCut* cuts;     // (grid + 1,)
+    const TileCut* cuts;     // (grid + 1,), or null: few blocks of tokens
     void* logits;            // (tokens, keys), fp32 or bf16
     i64 q_stride_block_elems, q_stride_token_elems, q_stride_head_elems;
     i64 k_stride_elems;

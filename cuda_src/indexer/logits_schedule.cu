@@ -13,6 +13,7 @@
 namespace mla::indexer {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kTileKeys = MLA_TILE_KEYS;
+using Cost = BlockCost<kTileKeys>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 1024;
@@ -83,11 +84,11 @@ MLA_DEVICE TileCut cut_at(const KeyRanges& ranges, const Storage& s, i32 place, 
     const i32 share = share_of(s, place);
     i32 block = share * share_blocks, left = place - (share == 0 ? 0 : s.through[share - 1]);
     TileRange tiles = block_tiles<kTileKeys>(ranges, block);
-    while (left >= tiles.size() && block + 1 < ranges.num_blocks()) {
-        left -= tiles.size();
+    while (left >= Cost::of(tiles) && block + 1 < ranges.num_blocks()) {
+        left -= Cost::of(tiles);
         tiles = block_tiles<kTileKeys>(ranges, ++block);
     }
-    return TileCut{block, tiles.begin + left};
+    return TileCut{block, Cost::tile_at(tiles, left)};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const i32 blocks = ranges.num_blocks(), share_blocks = ceil_div(blocks, kThreads);
     const i32 first = min(blocks, (i32)threadIdx.x * share_blocks), last = min(blocks, first + share_blocks);
     i32 mine = 0;
-    for (i32 block = first; block < last; ++block) mine += block_tiles<kTileKeys>(ranges, block).size();
+    for (i32 block = first; block < last; ++block) mine += Cost::of(block_tiles<kTileKeys>(ranges, block));
     const i32 total = sum_shares(s, mine);
 
     const i32 split = threadIdx.x, place = (i32)((i64)split * total / p.num_splits);

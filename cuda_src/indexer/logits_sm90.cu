@@ -80,6 +80,7 @@ static_assert(sizeof(float) * kWarpgroupWarps * kMaxTokens * kTileKeys <= kKeyTi
 
 MLA_LOGITS_FACTS();
 MLA_FACT(threads, kThreads);
+MLA_FACT(max_short_line, kMaxShortLine);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(max_heads, kMaxHeads);
 MLA_FACT(block_tokens, kMaxTokens);

@@ -72,6 +72,7 @@ static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOGITS_FACTS();
 MLA_FACT(threads, kThreads);
+MLA_FACT(max_short_line, kMaxShortLine);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(page_keys, kPageKeys);
 

@@ -9,7 +9,7 @@
 // roundings to bf16 can be left out.
 //
 // Grid: x = groups of vectors. Eight lanes share a vector, each with d / 8 neighbouring elements: of the Hadamard
-// transform's levels all but three stay in the lane. A group of lanes takes kVectors vectors in turn, so that cos and
+// transform's levels all but three stay in the lane. A group of lanes takes a few vectors in turn, so that cos and
 // sin are loaded once for several heads of a token.
 //
 // Keys may go straight to a paged cache: with `slots`, key i becomes the record of its slot, and is skipped if there is
@@ -30,10 +30,11 @@ constexpr i32 kHeadDim = MLA_HEAD_DIM;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
-constexpr i32 kLanes = 8;                  // of a vector
-constexpr i32 kElems = kHeadDim / kLanes;  // of a lane
-constexpr i32 kVectors = 4;                // of a group of lanes
-constexpr i32 kBlockVectors = kThreads / kLanes * kVectors;
+constexpr i32 kLanes = 8;                   // of a vector
+constexpr i32 kElems = kHeadDim / kLanes;   // of a lane
+constexpr i32 kGroups = kThreads / kLanes;  // that work on a vector each
+// Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
+constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? 5 : 4;
 constexpr float kMinAmax = 1e-4f;
 constexpr float kInverseMaxCode = (float)(1.0 / 448.0);
 static_assert(kElems % 4 == 0, "codes are stored by words");
@@ -56,37 +57,47 @@ struct PrepareParams {
     i32 interleaved, hadamard, power_of_2, rounded;
     i32 x_aligned;  // to 16 bytes, in every row
     i32 num_pages, page_size, slots_are_64;
+    i32 group_vectors;  // that a group of lanes takes in turn
     float h_factor, d_factor;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
               MLA_OFFSET(PrepareParams, h_factor), (int)sizeof(PrepareParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(block_vectors, kBlockVectors);
+MLA_FACT(block_groups, kGroups);
 
 // ---- A vector --------------------------------------------------------------------------------------------------
 typedef float Elements[kElems];
 
-// Eight bytes at a time.
-struct alignas(8) FourHalves {
-    u16 x[4];
+// As it lies in memory: two elements in a word.
+typedef u32 RawElements[kElems / 2];
+struct alignas(kElems >= 8 ? 16 : 8) Chunk {
+    u32 words[kElems >= 8 ? 4 : 2];
 };
 struct alignas(4 * (kElems / 4)) Codes {
     u32 words[kElems / 4];
 };
 
-MLA_DEVICE void load_elements(const PrepareParams& p, const u16* from, Elements& x) {
+MLA_DEVICE void load_raw(const PrepareParams& p, const u16* from, RawElements& raw) {
+    constexpr i32 kWords = sizeof(Chunk) / sizeof(u32);
+    if (p.x_aligned) {
 #pragma unroll
-    for (i32 i = 0; i < kElems; i += 4) {
-        FourHalves four;
-        if (p.x_aligned) {
-            four = *reinterpret_cast<const FourHalves*>(from + i);
-        } else {
+        for (i32 i = 0; i < kElems / 2; i += kWords) {
+            const Chunk chunk = *reinterpret_cast<const Chunk*>(from + 2 * i);
 #pragma unroll
-            for (i32 j = 0; j < 4; ++j) four.x[j] = from[i + j];
+            for (i32 j = 0; j < kWords; ++j) raw[i + j] = chunk.words[j];
         }
+    } else {
 #pragma unroll
-        for (i32 j = 0; j < 4; ++j) x[i + j] = bfloat16::to_float(four.x[j]);
+        for (i32 i = 0; i < kElems / 2; ++i) raw[i] = (u32)from[2 * i] | (u32)from[2 * i + 1] << 16;
+    }
+}
+
+MLA_DEVICE void unpack(const RawElements& raw, Elements& x) {
+#pragma unroll
+    for (i32 i = 0; i < kElems / 2; ++i) {
+        x[2 * i] = __uint_as_float(raw[i] << 16);
+        x[2 * i + 1] = __uint_as_float(raw[i] & 0xffff0000u);
     }
 }
 
@@ -94,8 +105,8 @@ MLA_DEVICE void round_elements(Elements& x) {
 #pragma unroll
     for (i32 i = 0; i < kElems; i += 2) {
         const u32 packed = cvt_x2(bfloat16{}, x[i], x[i + 1]);
-        x[i] = bfloat16::to_float((u16)packed);
-        x[i + 1] = bfloat16::to_float((u16)(packed >> 16));
+        x[i] = __uint_as_float(packed << 16);
+        x[i + 1] = __uint_as_float(packed & 0xffff0000u);
     }
 }
 
@@ -122,26 +133,29 @@ struct Rotation {
             const i32 at = p.interleaved ? (lane * kElems + i) / 2 : min(lane, partner) * kElems + i;
             const bool turns = lane * kElems + i < 2 * p.half_rope;
             cos[i] = turns ? cos_row[at] : 1.f;
-            sin[i] = turns ? sin_row[at] : 0.f;
+            const bool first = p.interleaved ? i % 2 == 0 : is_first();
+            sin[i] = turns ? (first ? -sin_row[at] : sin_row[at]) : 0.f;
         }
     }
 };
 
 // Elements that do not turn stay as they are, NaN and infinities, too. Called by whole warps.
-MLA_DEVICE void rotate(const PrepareParams& p, const Rotation& rotation, Elements& x) {
+MLA_DEVICE void rotate(const PrepareParams& p, const Rotation& rotation, const RawElements& raw, Elements& x) {
+    if (p.half_rope == 0) return;
     const i32 first_lane = (i32)threadIdx.x % kWarpThreads - rotation.lane;
+    RawElements raw_others;
     Elements others;
 #pragma unroll
-    for (i32 i = 0; i < kElems; ++i) {
-        const float half = __shfl_sync(kFullWarp, x[i], first_lane + rotation.partner);
-        others[i] = p.interleaved ? x[i ^ 1] : half;
+    for (i32 i = 0; i < kElems / 2; ++i) {
+        raw_others[i] =
+            p.interleaved ? raw[i] << 16 | raw[i] >> 16 : __shfl_sync(kFullWarp, raw[i], first_lane + rotation.partner);
     }
+    unpack(raw_others, others);
+    if (rotation.lane * kElems >= 2 * p.half_rope) return;
 #pragma unroll
-    for (i32 i = 0; i < kElems; ++i) {
-        if (rotation.lane * kElems + i >= 2 * p.half_rope) continue;
-        const bool first = p.interleaved ? i % 2 == 0 : rotation.is_first();
-        const float other = __fmul_rn(others[i], rotation.sin[i]);
-        x[i] = __fadd_rn(__fmul_rn(x[i], rotation.cos[i]), first ? -other : other);
+    for (i32 i = 0; i < kElems; ++i) {  // `sin` has the sign
+        const float turned = __fadd_rn(__fmul_rn(x[i], rotation.cos[i]), __fmul_rn(others[i], rotation.sin[i]));
+        if (rotation.lane * kElems + i < 2 * p.half_rope) x[i] = turned;
     }
 }
 
@@ -191,15 +205,19 @@ MLA_DEVICE float find_scale(const PrepareParams& p, float amax) {
 // x / scale, rounded and saturated. The inverse of a power of 2 is exact.
 MLA_DEVICE Codes encode(const PrepareParams& p, const Elements& x, float scale) {
     const float inverse = __uint_as_float((254u << 23) - __float_as_uint(scale));
+    Elements ratio;
+    if (p.power_of_2) {
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) ratio[i] = x[i] * inverse;
+    } else {
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) ratio[i] = __fdiv_rn(x[i], scale);
+    }
     Codes codes;
 #pragma unroll
     for (i32 word = 0; word < kElems / 4; ++word) {
-        float ratio[4];
-#pragma unroll
-        for (i32 j = 0; j < 4; ++j) {
-            ratio[j] = p.power_of_2 ? x[4 * word + j] * inverse : __fdiv_rn(x[4 * word + j], scale);
-        }
-        codes.words[word] = cvt_e4m3_x2(ratio[0], ratio[1]) | cvt_e4m3_x2(ratio[2], ratio[3]) << 16;
+        const float* four = ratio + 4 * word;
+        codes.words[word] = cvt_e4m3_x2(four[0], four[1]) | cvt_e4m3_x2(four[2], four[3]) << 16;
     }
     return codes;
 }
@@ -225,21 +243,60 @@ MLA_DEVICE Destination destination(const PrepareParams& p, i32 token, i32 head) 
                        p.scales + token * p.scales_stride_n_elems + head * p.scales_stride_h_elems};
 }
 
+// ---- Which vector ----------------------------------------------------------------------------------------------
+struct Place {
+    i32 token, head;
+
+    MLA_DEVICE Place(const PrepareParams& p, i64 at) {
+        if (at >> 32 == 0) {
+            token = (i32)((u32)at / (u32)p.h);
+            head = (i32)((u32)at - (u32)token * (u32)p.h);
+        } else {
+            token = (i32)(at / p.h);
+            head = (i32)(at % p.h);
+        }
+    }
+    MLA_DEVICE void advance(const PrepareParams& p) {
+        if (++head < p.h) return;
+        head = 0;
+        ++token;
+    }
+    MLA_DEVICE const u16* vector(const PrepareParams& p, i32 lane) const {
+        return p.x + token * p.x_stride_n_elems + head * p.x_stride_h_elems + lane * kElems;
+    }
+    MLA_DEVICE float weight(const PrepareParams& p) const {
+        if (p.weights == nullptr) return 0.f;
+        return p.weights[token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
+    }
+};
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(const __grid_constant__ PrepareParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    mla_indexer_prepare(const __grid_constant__ PrepareParams p) {
     griddepcontrol_wait();
     const i64 vectors = (i64)p.n * p.h;
-    const i64 begin = ((i64)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes) * kVectors;
+    const i64 begin = ((i64)blockIdx.x * kGroups + threadIdx.x / kLanes) * p.group_vectors;
     Rotation rotation(p);
-    i32 loaded = -1;
-    for (i32 i = 0; i < kVectors; ++i) {
-        const i64 vector = min(begin + i, vectors - 1);  // whole warps: the last one again, which is not stored
-        const i32 token = (i32)(vector / p.h), head = (i32)(vector % p.h);
-        if (token != loaded) rotation.load(p, token);
-        loaded = token;
+    Place place(p, min(begin, vectors - 1)), next = place;
+    RawElements ahead;  // the next vector and its weight are under way while one is worked on
+    load_raw(p, place.vector(p, rotation.lane), ahead);
+    float weight_ahead = place.weight(p);
+    rotation.load(p, place.token);
+    for (i32 i = 0; i < p.group_vectors; ++i, place = next) {
+        RawElements raw;
+#pragma unroll
+        for (i32 j = 0; j < kElems / 2; ++j) raw[j] = ahead[j];
+        const float weight = weight_ahead;
+        if (begin + i + 1 < vectors) next.advance(p);  // else whole warps: the last one again, which is not stored
+        if (i + 1 < p.group_vectors) {
+            load_raw(p, next.vector(p, rotation.lane), ahead);
+            weight_ahead = next.weight(p);
+        }
+        const i32 token = place.token, head = place.head;
         Elements x;
-        load_elements(p, p.x + token * p.x_stride_n_elems + head * p.x_stride_h_elems + rotation.lane * kElems, x);
-        rotate(p, rotation, x);
+        unpack(raw, x);
+        rotate(p, rotation, raw, x);
+        if (next.token != token) rotation.load(p, next.token);
         if (p.rounded) round_elements(x);
         if (p.hadamard) {
             transform(p, x);
@@ -251,12 +308,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_indexer_prepare(co
         if (to.codes == nullptr) continue;
         *reinterpret_cast<Codes*>(to.codes + rotation.lane * kElems) = encode(p, x, scale);
         if (rotation.lane == 0) {
-            float result = scale;
-            if (p.weights != nullptr) {
-                const float w = p.weights[token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
-                result = __fmul_rn(__fmul_rn(__fmul_rn(w, p.h_factor), scale), p.d_factor);
-            }
-            *to.scale = result;
+            const float folded = __fmul_rn(__fmul_rn(__fmul_rn(weight, p.h_factor), scale), p.d_factor);
+            *to.scale = p.weights != nullptr ? folded : scale;
         }
     }
     griddepcontrol_launch_dependents();

@@ -23,12 +23,64 @@ static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThrea
 constexpr i32 kMaxTokens = 8;  // of a block
 constexpr i32 kMaxDynamicSmem = 232448;
 
+// Blocks of tokens for which there need be no schedule: a warp looks at them all.
+constexpr i32 kLaneBlocks = 4;
+constexpr i32 kMaxShortLine = kLaneBlocks * kWarpThreads;
+
 // ---- A block of tokens -----------------------------------------------------------------------------------------
 // Beside its queries: the tiles of this thread block, and what each token may see.
 struct BlockInfo {
     i32 block, tokens;
     TileRange tiles;  // none: there are no more blocks
     KeyRange ranges[kMaxTokens];
+};
+
+// The line of all tiles where there are few blocks of tokens, in the lanes of a warp: cut without a schedule.
+template <i32 kTileKeys>
+struct ShortLine {
+    using Cost = BlockCost<kTileKeys>;
+
+    const KeyRanges& ranges;
+    i32 lane, first;  // `first`: of this lane's blocks
+    TileRange tiles[kLaneBlocks];
+    i32 before, total;  // what lies in front of this lane's blocks, and all of it
+
+    MLA_DEVICE ShortLine(const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
+        const i32 lane_blocks = ceil_div(ranges.num_blocks(), kWarpThreads);
+        first = lane * lane_blocks;
+        i32 through = 0;
+#pragma unroll
+        for (i32 i = 0; i < kLaneBlocks; ++i) {
+            tiles[i] = TileRange{0, 0};
+            if (i < lane_blocks && first + i < ranges.num_blocks())
+                tiles[i] = block_tiles<kTileKeys>(ranges, first + i);
+            through += Cost::of(tiles[i]);
+        }
+        const i32 own = through;
+#pragma unroll
+        for (i32 step = 1; step < kWarpThreads; step *= 2) {
+            const i32 left = __shfl_up_sync(kFullWarp, through, step);
+            if (lane >= step) through += left;
+        }
+        before = through - own;
+        total = __shfl_sync(kFullWarp, through, kWarpThreads - 1);
+    }
+
+    // The same as logits_schedule.cu finds.
+    MLA_DEVICE TileCut cut(i32 split, i32 num_splits) const {
+        const i32 place = (i32)((i64)split * total / num_splits);
+        if (place >= total) return TileCut{ranges.num_blocks(), 0};
+        i32 left = place - before;
+        TileCut found{-1, 0};
+#pragma unroll
+        for (i32 i = 0; i < kLaneBlocks; ++i) {
+            const i32 cost = Cost::of(tiles[i]);
+            if (0 <= left && left < cost) found = TileCut{first + i, Cost::tile_at(tiles[i], left)};
+            left -= cost;
+        }
+        const i32 owner = __ffs(__ballot_sync(kFullWarp, found.block >= 0)) - 1;
+        return TileCut{__shfl_sync(kFullWarp, found.block, owner), __shfl_sync(kFullWarp, found.tile, owner)};
+    }
 };
 
 // This thread block's share of the line of all tiles, by a whole warp. Lane i knows the range of token i.
@@ -41,15 +93,32 @@ struct BlockWalk {
     i32 block;
     TileRange tiles;
     KeyRange range;
+    KeyBounds ahead;  // of the next block: asked for while this one is worked on
 
-    MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane)
-        : ranges(ranges), from(p.cuts[blockIdx.x]), to(p.cuts[blockIdx.x + 1]), lane(lane), block(from.block - 1) {}
+    MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
+        if (p.cuts != nullptr) {
+            from = p.cuts[blockIdx.x];
+            to = p.cuts[blockIdx.x + 1];
+        } else {
+            const ShortLine<kTileKeys> line(ranges, lane);
+            from = line.cut(blockIdx.x, gridDim.x);
+            to = line.cut(blockIdx.x + 1, gridDim.x);
+        }
+        block = from.block - 1;
+        look_ahead();
+    }
+
+    MLA_DEVICE void look_ahead() {
+        ahead = KeyBounds{0, 0};
+        if (block + 1 < ranges.num_blocks() && lane < ranges.tokens_of(block + 1)) ahead = ranges.load(block + 1, lane);
+    }
 
     MLA_DEVICE bool next() {
         const i32 last = min(to.block, ranges.num_blocks() - 1);
         while (++block <= last) {
             range = KeyRange{0, 0};
-            if (lane < ranges.tokens_of(block)) range = ranges.of(block, lane);
+            if (lane < ranges.tokens_of(block)) range = ranges.clamp(ahead, lane);
+            look_ahead();
             tiles = warp_tiles<kTileKeys>(range);
             if (block == from.block) tiles.begin = max(tiles.begin, from.tile);
             if (block == to.block) tiles.end = min(tiles.end, to.tile);
@@ -95,17 +164,26 @@ struct TileBarriers {
 };
 
 // By a warp: the weight of each head and token goes to place(head, token). Those that are not there weigh nothing.
+// All loads of a round are under way at once: short blocks wait for nothing else.
 template <class Place>
 MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane,
                              Place place) {
-    const i64 row = info.block * p.weights_stride_block_elems;
-    for (i32 i = lane; i < heads * tokens; i += kWarpThreads) {
-        const i32 token = i / heads, head = i % heads;
-        float weight = 0.f;
-        if (token < info.tokens && head < p.heads) {
-            weight = p.weights[row + token * p.weights_stride_token_elems + head * p.weights_stride_head_elems];
+    constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 8;
+    const i32 token = lane % kMaxTokens;
+    const float* row = p.weights + info.block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
+    for (i32 first = lane / kMaxTokens; first < heads; first += kLoads * kHeadsAtOnce) {
+        float weights[kLoads];
+#pragma unroll
+        for (i32 i = 0; i < kLoads; ++i) {
+            const i32 head = first + i * kHeadsAtOnce;
+            const bool is_there = token < info.tokens && head < p.heads;
+            weights[i] = is_there ? row[head * p.weights_stride_head_elems] : 0.f;
         }
-        place(head, token) = weight;
+#pragma unroll
+        for (i32 i = 0; i < kLoads; ++i) {
+            const i32 head = first + i * kHeadsAtOnce;
+            if (token < tokens && head < heads) place(head, token) = weights[i];
+        }
     }
 }
 

@@ -30,18 +30,21 @@ namespace mla::indexer {
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kClusterBlocks = MLA_CLUSTER_BLOCKS;
+constexpr i32 kThreads = MLA_THREADS;  // fewer where rows are short, so that an SM works on two
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kThreads = 1024;
+constexpr i32 kMaxThreads = 1024;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kItems = 32;                   // keys of a thread that are in registers at once
+constexpr i32 kChunk = 4;                    // of these are worked on together, be they there or not
 constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
 constexpr i32 kBins = 1 << kDigitBits;
 constexpr i32 kBinsPerThread = kBins / kThreads;
 constexpr i32 kMaxSorted = 8192;
+constexpr i32 kWarpEntries = 2 * kWarpThreads;  // that a warp sorts without the others
 constexpr u32 kNoKey = 0, kNanKey = 1, kKeptKey = 0xffffffffu;
 static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
-static_assert(kWarps == kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
+static_assert(kWarps <= kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
 static_assert(kItems * kThreads < 1 << 16, "half a word holds a count of keys");
 
 // ---- Params ----------------------------------------------------------------------------------------------------
@@ -68,12 +71,19 @@ MLA_FACT_LIST(params_layout, MLA_OFFSET(TopkParams, logits_stride_q_elems), MLA_
 MLA_FACT(threads, kThreads);
 MLA_FACT(cluster, kClusterBlocks);
 MLA_FACT(max_sorted, kMaxSorted);
-MLA_FACT(block_elems, kItems* kThreads);
+MLA_FACT(items, kItems);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Sorted {
     u32 keys[kMaxSorted];
     u16 places[kMaxSorted];  // in ascending order of the index
+
+    // The key, then the complement of the place: the larger one comes first.
+    MLA_DEVICE u64 get(i32 n) const { return (u64)keys[n] << 32 | (u16)~places[n]; }
+    MLA_DEVICE void set(i32 n, u64 entry) {
+        keys[n] = (u32)(entry >> 32);
+        places[n] = (u16)~entry;
+    }
 };
 
 // How many keys that lie before some place are above T, and equal to it.
@@ -149,13 +159,36 @@ MLA_DEVICE bool fits(const Row& row) { return row.last - row.first <= kItems * k
 struct Keys {
     u32 at[kItems];
 
-    // kNoKey past the end of the share.
+    // kNoKey past the end of the share. All loads are under way before the first logit is looked at.
     MLA_DEVICE void load(const Row& row, i32 start) {
+        if (row.p.logits_are_bf16) {
+            load_bits(row, start, static_cast<const u16*>(row.p.logits));
+#pragma unroll
+            for (i32 i = 0; i < kItems; ++i) at[i] <<= 16;
+        } else {
+            load_bits(row, start, static_cast<const u32*>(row.p.logits));
+        }
+        const i32 left = row.last - start - (i32)threadIdx.x;
+#pragma unroll
+        for (i32 i = 0; i < kItems; ++i) at[i] = i * kThreads < left ? order_key(__uint_as_float(at[i])) : kNoKey;
+        if (row.p.keep_first > 0 || row.p.keep_last > 0) mark_kept(row, start);
+    }
+
+    // In a loop of its own: few calls keep any.
+    MLA_DEVICE void mark_kept(const Row& row, i32 start) {
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) {
             const i32 s = start + i * kThreads + (i32)threadIdx.x;
-            at[i] = s < row.last ? key_of(row, s, row.load(s)) : kNoKey;
+            if (s < row.last && row.keeps(s)) at[i] = kKeptKey;
         }
+    }
+
+    template <class Bits>
+    MLA_DEVICE void load_bits(const Row& row, i32 start, const Bits* logits) {
+        const i32 first = start + (i32)threadIdx.x;
+        const Bits* from = logits + row.t * row.p.logits_stride_q_elems + first;
+#pragma unroll
+        for (i32 i = 0; i < kItems; ++i) at[i] = i * kThreads < row.last - first ? (u32)from[i * kThreads] : 0;
     }
 };
 
@@ -189,7 +222,7 @@ MLA_DEVICE u32 block_exclusive_sum(Storage& storage, u32 x) {
     const u32 inclusive = warp_inclusive_sum(x);
     if (lane == kWarpThreads - 1) storage.warp_sums[warp] = inclusive;
     __syncthreads();
-    const u32 sums = warp_inclusive_sum(storage.warp_sums[lane]);
+    const u32 sums = warp_inclusive_sum(lane < kWarps ? storage.warp_sums[lane] : 0);
     const u32 before = __shfl_sync(kFullWarp, sums, max(warp - 1, 0));
     return (warp == 0 ? 0 : before) + inclusive - x;
 }
@@ -200,7 +233,7 @@ MLA_DEVICE u32 block_sum(Storage& storage, u32 x) {
     const u32 own = warp_inclusive_sum(x);
     if (lane == kWarpThreads - 1) storage.warp_sums[threadIdx.x / kWarpThreads] = own;
     __syncthreads();
-    return __shfl_sync(kFullWarp, warp_inclusive_sum(storage.warp_sums[lane]), kWarpThreads - 1);
+    return __shfl_sync(kFullWarp, warp_inclusive_sum(lane < kWarps ? storage.warp_sums[lane] : 0), kWarpThreads - 1);
 }
 
 // How many keys a bin has, in all blocks of the cluster and in those before this one.
@@ -274,7 +307,7 @@ MLA_DEVICE Threshold find_threshold(Storage& storage, const Row& row, Keys& keys
             if (pass == 0 || !fits(row)) keys.load(row, start);
 #pragma unroll
             for (i32 i = 0; i < kItems; ++i) {
-                if (start + i * kThreads >= row.last) break;
+                if (i % kChunk == 0 && start + i * kThreads >= row.last) break;
                 const u32 digit = (keys.at[i] >> shift) - upper;  // larger where the upper bits are not those of T
                 if (digit <= max_digit) atomicAdd(&histogram[place((i32)digit)], 1u);
             }
@@ -313,7 +346,7 @@ MLA_DEVICE void emit(Storage& storage, const Row& row, Keys& keys, const Thresho
         if (!fits(row)) keys.load(row, start);
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) {
-            if (start + i * kThreads >= row.last) break;
+            if (i % kChunk == 0 && start + i * kThreads >= row.last) break;
             const u32 above = __ballot_sync(kFullWarp, threshold.above(keys.at[i]));
             const u32 equal = __ballot_sync(kFullWarp, threshold.equal(keys.at[i]));
             if (lane == 0) storage.words[i * kWarps + warp] = Word{above, equal};
@@ -357,36 +390,64 @@ struct Target {
     }
 };
 
-// Whether the entry at a comes after the one at b.
-MLA_DEVICE bool comes_after(const Sorted& sorted, i32 a, i32 b) {
-    if (sorted.keys[a] != sorted.keys[b]) return sorted.keys[a] < sorted.keys[b];
-    return sorted.places[a] > sorted.places[b];
+// Puts the larger one first, or last.
+MLA_DEVICE void order(u64& a, u64& b, bool larger_first) {
+    if ((a < b) != larger_first) return;
+    const u64 first = b;
+    b = a;
+    a = first;
 }
 
-// Bitonic sort of `padded` entries, a power of 2.
-MLA_DEVICE void sort_entries(Sorted& sorted, i32 padded) {
-    for (i32 run = 2; run <= padded; run *= 2) {
-        for (i32 step = run / 2; step > 0; step /= 2) {
-            for (i32 n = threadIdx.x; n < padded / 2; n += kThreads) {
-                const i32 low = n / step * 2 * step + n % step, high = low + step;
-                const bool ascending = (low & run) == 0;
-                if (comes_after(sorted, low, high) == ascending) {
-                    const u32 key = sorted.keys[low];
-                    const u16 at = sorted.places[low];
-                    sorted.keys[low] = sorted.keys[high];
-                    sorted.places[low] = sorted.places[high];
-                    sorted.keys[high] = key;
-                    sorted.places[high] = at;
-                }
-            }
-            __syncthreads();
+// The steps of a run within kWarpEntries neighbours: of a lane, the one at `n` and the one 32 further on.
+MLA_DEVICE void merge_in_warp(u64 (&x)[2], i32 n, i32 run) {
+    if (run >= kWarpEntries) order(x[0], x[1], (n & run) == 0);
+#pragma unroll
+    for (i32 step = kWarpThreads / 2; step > 0; step /= 2) {
+        if (step >= run) continue;
+        const bool is_first = (n & step) == 0;
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u64 other = __shfl_xor_sync(kFullWarp, x[i], step);
+            const bool keeps_larger = (((n + i * kWarpThreads) & run) == 0) == is_first;
+            if ((x[i] < other) == keeps_larger) x[i] = other;
         }
     }
 }
 
-// Puts the ascending indices of the logits into the order of the keys.
+// The runs [first_run, last_run] of all entries, kWarpEntries at a time.
+MLA_DEVICE void merge_runs(Sorted& sorted, i32 padded, i32 first_run, i32 last_run) {
+    const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+    for (i32 n = warp * kWarpEntries + lane; n < padded; n += kWarps * kWarpEntries) {
+        u64 x[2] = {sorted.get(n), sorted.get(n + kWarpThreads)};
+        for (i32 run = first_run; run <= last_run; run *= 2) merge_in_warp(x, n, run);
+        sorted.set(n, x[0]);
+        sorted.set(n + kWarpThreads, x[1]);
+    }
+    __syncthreads();
+}
+
+// Bitonic sort of `padded` entries, a power of 2 and at least kWarpEntries: the largest first. Only steps between
+// entries of two warps need a barrier.
+MLA_DEVICE void sort_entries(Sorted& sorted, i32 padded) {
+    merge_runs(sorted, padded, 2, kWarpEntries);
+    for (i32 run = 2 * kWarpEntries; run <= padded; run *= 2) {
+        for (i32 step = run / 2; step >= kWarpEntries; step /= 2) {
+            for (i32 i = threadIdx.x; i < padded / 2; i += kThreads) {
+                const i32 n = 2 * i - (i & (step - 1));
+                u64 low = sorted.get(n), high = sorted.get(n + step);
+                order(low, high, (n & run) == 0);
+                sorted.set(n, low);
+                sorted.set(n + step, high);
+            }
+            __syncthreads();
+        }
+        merge_runs(sorted, padded, run, run);
+    }
+}
+
+// Puts the ascending indices of the logits into the order of the keys; of equal keys, the lower index first.
 MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
-    i32 padded = 2;
+    i32 padded = kWarpEntries;
     while (padded < count) padded *= 2;
     for (i32 n = threadIdx.x; n < padded; n += kThreads) {
         const i32 s = n < count ? to.indices[n] : 0;
@@ -395,18 +456,11 @@ MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
     }
     __syncthreads();
     sort_entries(sorted, padded);
-    i32 chosen[kMaxSorted / kThreads];
-#pragma unroll
-    for (i32 i = 0; i < kMaxSorted / kThreads; ++i) {
-        const i32 n = i * kThreads + (i32)threadIdx.x;
-        chosen[i] = n < count ? to.indices[sorted.places[n]] : 0;
+    for (i32 n = threadIdx.x; n < count; n += kThreads) {
+        sorted.keys[n] = (u32)to.indices[sorted.places[n]];
     }
     __syncthreads();
-#pragma unroll
-    for (i32 i = 0; i < kMaxSorted / kThreads; ++i) {
-        const i32 n = i * kThreads + (i32)threadIdx.x;
-        if (n < count) to.put(n, chosen[i]);
-    }
+    for (i32 n = threadIdx.x; n < count; n += kThreads) to.put(n, (i32)sorted.keys[n]);
 }
 
 // The blocks of a row share this work in steps of their threads.
@@ -441,7 +495,8 @@ MLA_DEVICE void select(Storage& storage, const Row& row, i32 rank) {
     emit(storage, row, keys, threshold, before);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_indexer_topk(const __grid_constant__ TopkParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
+    mla_indexer_topk(const __grid_constant__ TopkParams p) {
     extern __shared__ __align__(16) u8 smem[];
     Storage& storage = *reinterpret_cast<Storage*>(smem);
     griddepcontrol_wait();

@@ -68,7 +68,8 @@ def indexer_topk(
     for t, (a, b) in enumerate(zip(first, end, strict=True)):
         chosen = _select(logits[t, a:b], k, order, keep_first, keep_last) + a
         counts[t] = n = len(chosen)
-        values[t, :n] = logits[t, chosen]
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            values[t, :n] = logits[t, chosen]
         if block_table is not None:
             table = np.asarray(block_table).astype(np.int64)
             chosen = _in_pages(chosen, table[t * len(table) // s_q], page_size)

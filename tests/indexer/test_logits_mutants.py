@@ -23,6 +23,7 @@ RANGED = LogitsCase(s_q=9, s_kv=300, h=3, d=32, seed=1)
 MANY = LogitsCase(s_q=17, s_kv=900, h=4, ranges="none")
 NINE = LogitsCase(s_q=3, s_kv=100, h=9, d=32)
 PAGES = PagedCase(b=1, s_q=2, h=9, seqlens=(800,))
+SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
 
 ONE_BARRIER = (
@@ -45,6 +46,7 @@ MUTANTS = [
     (Mutant("the last heads are left out", PREFILL, "ceil_div(p.heads, kTileHeads)", "max(1, p.heads / 8)"), NINE),
     (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
     (Mutant("a share ends a tile early", SHARED, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
+    (Mutant("the line ends too early", SHARED, "TileCut{ranges.num_blocks(), 0}", "TileCut{39, 0}"), SEQUENCES),
     (
         Mutant("a page is released with tokens to come", PAGED, "if (token + 1 == info.tokens)", "if (token == 0)"),
         PAGES,

@@ -13,7 +13,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_schedule
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
 from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
@@ -146,6 +146,43 @@ def test_bits_do_not_depend_on_the_place(sm_count: int) -> None:
     with simulated(sm_count):
         there = mla_cupy.indexer_logits(**other, kernel=HOPPER)
     np.testing.assert_array_equal(there[5:14, 5:155].view(np.uint32), here.view(np.uint32))
+
+
+SCHEDULE = "indexer_logits_schedule"
+#: Of a tile each, or of two: more blocks of tokens than a warp has lanes would be slow to simulate.
+MANY_BLOCKS = LogitsCase(s_q=150, s_kv=160, h=1, d=32, ranges="causal")
+
+
+def launched(case: LogitsCase | PagedCase, sm_count: int, **options: Any) -> list[str]:
+    """What a call launches; its results are those of the oracle."""
+    name, inputs = "indexer_logits", logits_inputs(case) if isinstance(case, LogitsCase) else paged_inputs(case)
+    name += "" if isinstance(case, LogitsCase) else "_paged"
+    with simulated(sm_count, (9, 0), "random", 2) as target:
+        got = getattr(mla_cupy, name)(**inputs, **options)
+    check_logits(got, inputs, getattr(reference, name)(**inputs))
+    return [kernel.removeprefix("mla_") for kernel in target.launched]
+
+
+def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to one tile, where the queries of a block count as one, too; and its blocks are all computed."""
+    monkeypatch.setattr(logits_schedule, "MAX_SHORT_LINE", 0)
+    splits, inputs = 3, logits_inputs(MANY_BLOCKS)
+    workspace = np.zeros(256, np.uint8)
+    assert launched(MANY_BLOCKS, splits, workspace=workspace) == [SCHEDULE, HOPPER]
+    last = np.minimum(np.arange(8, 160, 8), 150) - 1
+    line = [(n, max(0, i - 1)) for n, end in enumerate(inputs["ke"][last]) for i in range(1 + -(-int(end) // 128))]
+    places = [i * len(line) // splits for i in range(splits)]
+    cuts = workspace.view(np.int32).reshape(-1, 2)[: splits + 1]
+    assert cuts.tolist() == [*map(list, (line[i] for i in places)), [19, 0]]
+
+
+@pytest.mark.parametrize("most", [128, 0])
+def test_many_sequences(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a warp has lanes, empty ones among them: with a schedule, and without."""
+    monkeypatch.setattr(logits_schedule, "MAX_SHORT_LINE", most)
+    lengths = tuple(int(n) for n in np.random.default_rng(5).choice([0, 1, 64, 65, 130], 70))
+    schedule = [] if most else [SCHEDULE]
+    assert launched(PagedCase(b=70, h=2, seqlens=lengths), 3) == [*schedule, PAGED_HOPPER]
 
 
 # ---- Paged -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 import mla_cupy
 import ptxsim
+from mla_cupy.kernels.indexer import prepare
 from tests.indexer.prepare_cases import Array, arrays, expected
 from tests.support.calls import assert_same
 from tests.support.mutants import Mutant, planted
@@ -22,6 +23,12 @@ FLAGS = [
     {"interleaved": a, "hadamard": b, "reference_rounding": c, "scales": d}
     for a, b, c, d in itertools.product((False, True), (True, False), (True, False), ("power_of_2", "plain"))
 ]
+
+
+@pytest.fixture(autouse=True)
+def _groups_take_vectors_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are many. `test_one_vector_of_a_group`, and the tests of the cache, are about few."""
+    monkeypatch.setattr(prepare, "MANY_VECTORS", 1)
 
 
 def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **options: Any) -> None:
@@ -36,6 +43,13 @@ def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **o
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_queries(d: int, cc: tuple[int, int]) -> None:
     check("prepare_q", arrays("prepare_q", d, tokens=7), cc)
+
+
+@pytest.mark.parametrize("name", ["prepare_q", "prepare_k"])
+def test_one_vector_of_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert prepare.group_vectors(prepare.MANY_VECTORS - 1) == 1
+    check(name, arrays(name, 128, tokens=19))
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags.values())))
@@ -79,10 +93,11 @@ def mutant(name: str, old: str, new: str) -> Mutant:
 
 LEVELS = "for (i32 step = 1; step < kLanes; step *= 2) "
 MUTANTS = [
-    mutant("the other sign of RoPE", "first ? -other : other", "first ? other : -other"),
+    mutant("the other sign of RoPE", "(first ? -sin_row[at] : sin_row[at])", "(first ? sin_row[at] : -sin_row[at])"),
     mutant("scale of a lane", LEVELS + "amax", "for (i32 step = 1; step < 1; step *= 2) amax"),
     mutant("exact powers of 2 are doubled", "((bits & 0x7fffff) != 0)", "1"),
-    mutant("angles of the token before", "if (token != loaded) rotation", "if (loaded < 0) rotation"),
+    mutant("angles of the token before", "if (next.token != token) rotation", "if (false) rotation"),
+    mutant("a vector twice", "next.advance(p);  //", "(void)0;  //"),
 ]
 
 

@@ -60,6 +60,30 @@ def test_ends_of_sequences_are_caught(tmp_path: Path, monkeypatch: pytest.Monkey
         assert_selected(select(BLOCK, logits, k=3, ke=ke), expected(logits, k=3, ke=ke))
 
 
+SORT = [
+    Mutant("warps do not wait", "indexer/topk.cu", "x[1]);\n    }\n    __syncthreads();", "x[1]);\n    }"),
+    Mutant("ties in any order", "indexer/topk.cu", "sorted.places[n] = (u16)n;", "sorted.places[n] = (u16)(n ^ 1);"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted_bug", SORT, ids=lambda bug: bug.id)
+def test_a_wrong_order_is_caught(planted_bug: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = hard_rows(WIDTHS[BLOCK])[4:6]
+    with planted(planted_bug, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, ptxsim.SimError)):
+        assert_selected(select(BLOCK, logits, k=300, order="value"), expected(logits, k=300, order="value"))
+
+
+KEPT = Mutant("keys past the range are kept", "indexer/topk.cu", "s < row.last && row.keeps(s)", "row.keeps(s)")
+
+
+@pytest.mark.slow
+def test_kept_keys_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = hard_rows(300)[:1]
+    with planted(KEPT, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, ptxsim.SimError)):
+        assert_selected(select(BLOCK, logits, k=20, keep_last=5), expected(logits, k=20, keep_last=5))
+
+
 @pytest.mark.parametrize(("kernel", "planted_bug"), MUTANTS)
 def test_is_caught(kernel: str, planted_bug: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = hard_rows(WIDTHS[kernel])

@@ -25,7 +25,7 @@ _NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
 class LogitsConfig:
     """Everything about a call that does not depend on pointers or strides.
 
-    `num_splits` is the number of equal shares, 0 without a schedule.
+    `num_splits` is the number of equal shares of a schedule, 0 without one: the kernel needs none, for so few blocks.
     """
 
     problem: LogitsProblem
@@ -46,7 +46,8 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         if not chosen.tile_keys:
             return LogitsConfig(problem, chosen, (x, y, z), 0)
         splits = min(x, logits_schedule.MAX_SPLITS)
-        return LogitsConfig(problem, chosen, (splits, y, z), splits)
+        short = problem.num_blocks <= logits_schedule.MAX_SHORT_LINE
+        return LogitsConfig(problem, chosen, (splits, y, z), 0 if short else splits)
 
     def workspace(self, config: LogitsConfig) -> Layout:
         """The cuts of the schedule."""

@@ -8,6 +8,8 @@ from mla_cupy.kernels.spec import Kernel, Params, Variant
 
 MAX_SPLITS = 1023
 CUT_BYTES = 8
+MAX_SHORT_LINE = 128
+"""Blocks of tokens whose tiles the kernels cut into shares themselves, without a schedule."""
 
 PARAMS = Params(
     begins="u8",

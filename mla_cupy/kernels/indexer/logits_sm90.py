@@ -15,6 +15,7 @@ from mla_cupy.kernels.indexer.logits_problem import (
     LogitsKernel,
     LogitsProblem,
 )
+from mla_cupy.kernels.indexer.logits_schedule import MAX_SHORT_LINE
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -100,7 +101,7 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     VARIANTS,
-    facts={"block_tokens": BLOCK_TOKENS},
+    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
     tile_keys=TILE_KEYS,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.indexer.logits_problem import BLOCK_TOKENS, CODES, MAX_HEADS, PARAMS, LogitsKernel, LogitsProblem
+from mla_cupy.kernels.indexer.logits_schedule import MAX_SHORT_LINE
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -98,7 +99,7 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     variants=tuple(PagedVariant(heads) for heads in BLOCK_HEADS),
-    facts={"page_keys": PAGE_KEYS},
+    facts={"page_keys": PAGE_KEYS, "max_short_line": MAX_SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
     tile_keys=PAGE_KEYS,

@@ -9,7 +9,12 @@ from mla_cupy.kernels.spec import Kernel, Params, Variant
 
 LANES = 8
 """Of a vector: RoPE turns elements of whole lanes."""
-BLOCK_VECTORS = 64
+BLOCK_GROUPS = 16
+"""Groups of lanes of a block: each works on a vector."""
+GROUP_VECTORS = 4
+"""That a group takes in turn where there are many."""
+MANY_VECTORS = 32768
+"""Fewer are one of each group: then what counts is how soon the last one is done."""
 HEAD_DIMS = (32, 64, 128)
 
 PARAMS = Params(
@@ -46,6 +51,7 @@ PARAMS = Params(
     num_pages="i4",
     page_size="i4",
     slots_are_64="i4",
+    group_vectors="i4",
     h_factor="f4",
     d_factor="f4",
 )
@@ -81,5 +87,10 @@ KERNEL: Kernel[PrepareProblem] = Kernel(
     "indexer/prepare.cu",
     PARAMS,
     variants=tuple(PrepareVariant(d) for d in HEAD_DIMS),
-    facts={"block_vectors": BLOCK_VECTORS},
+    facts={"block_groups": BLOCK_GROUPS},
 )
+
+
+def group_vectors(vectors: int) -> int:
+    """How many a group takes in turn."""
+    return GROUP_VECTORS if vectors >= MANY_VECTORS else 1

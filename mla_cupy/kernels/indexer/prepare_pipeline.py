@@ -59,12 +59,13 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             *(options.interleaved, options.hadamard, options.scales == "power_of_2", options.reference_rounding),
             config.aligned,
             *((*codes.shape[:2], slots_are_64(call)) if paged else (0, 0, False)),
+            prepare.group_vectors(vectors),
             *(heads**-0.5, config.head_dim**-0.5),
         )
         tables = (call.name(name) for name in ("cos", "sin", "positions"))
         names = (self._x, self._weights, *tables, "slots" if paged else NULL, self._codes, self._scales)
         record = Record(prepare.KERNEL, names, values)
-        blocks = -(-vectors // prepare.BLOCK_VECTORS)
+        blocks = -(-vectors // (prepare.BLOCK_GROUPS * prepare.group_vectors(vectors)))
         return [Launch(prepare.KERNEL, PrepareVariant(config.head_dim), (blocks, 1, 1), record)]
 
     @staticmethod

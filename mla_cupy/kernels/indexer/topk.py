@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from mla_cupy.kernels.indexer.problem import MAX_TOPK, TopkProblem
 from mla_cupy.kernels.spec import Kernel, Params, Variant
 
-BLOCK_ELEMS = 32768
-"""What a block holds in its registers."""
+ITEMS = 32
+"""Logits that a thread holds in its registers."""
+MAX_THREADS = 1024
+BLOCK_ELEMS = ITEMS * MAX_THREADS
+"""What a block holds at most."""
 
 PARAMS = Params(
     logits="u8",
@@ -43,9 +47,10 @@ PARAMS = Params(
 
 @dataclass(frozen=True)
 class TopkVariant(Variant):
-    """A build for as many blocks per row."""
+    """A build for as many blocks per row, of as many threads."""
 
     cluster_blocks: int
+    threads: int = MAX_THREADS
 
 
 KERNEL: Kernel[TopkProblem] = Kernel(
@@ -53,6 +58,13 @@ KERNEL: Kernel[TopkProblem] = Kernel(
     "exact top-k by radix select, a block per row",
     "indexer/topk.cu",
     PARAMS,
-    variants=(TopkVariant(1),),
-    facts={"max_sorted": MAX_TOPK, "block_elems": BLOCK_ELEMS, "cluster": 1},
+    variants=(TopkVariant(1), TopkVariant(1, MAX_THREADS // 2)),
+    facts={"max_sorted": MAX_TOPK, "items": ITEMS, "cluster": 1},
 )
+
+
+def variant(kernel: Kernel[TopkProblem], problem: TopkProblem) -> TopkVariant:
+    """The build with the fewest threads that hold a row; for longer rows, the one with the most."""
+    variants = cast(tuple[TopkVariant, ...], kernel.variants)
+    fits = [v for v in variants if problem.s_kv <= v.cluster_blocks * v.threads * ITEMS]
+    return min(fits or variants, key=lambda v: v.threads if fits else -v.threads)

@@ -8,6 +8,7 @@ from typing import Any
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import topk, topk_cluster
 from mla_cupy.kernels.indexer.problem import TopkOptions, TopkProblem
+from mla_cupy.kernels.indexer.topk import TopkVariant
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.spec import Kernel
 from mla_cupy.runtime.device import DeviceInfo
@@ -15,9 +16,10 @@ from mla_cupy.runtime.device import DeviceInfo
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """The kernel."""
+    """The kernel and its build."""
 
     kernel: Kernel[Any]
+    variant: TopkVariant
 
 
 class TopkPipeline(Pipeline[TopkConfig]):
@@ -27,7 +29,8 @@ class TopkPipeline(Pipeline[TopkConfig]):
 
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
-        return TopkConfig(choice.choose("indexer_topk", self.kernels, problem, device, kernel))
+        chosen = choice.choose("indexer_topk", self.kernels, problem, device, kernel)
+        return TopkConfig(chosen, topk.variant(chosen, problem))
 
     def workspace(self, config: TopkConfig) -> Layout:
         """None is needed."""
@@ -39,12 +42,11 @@ class TopkPipeline(Pipeline[TopkConfig]):
         s_q, s_kv = logits.shape
         if s_q == 0:
             return []
-        record = _record(config.kernel, call, options, s_q, s_kv)
-        (variant,) = config.kernel.variants
-        return [Launch(config.kernel, variant, (s_q * config.kernel.facts["cluster"], 1, 1), record)]
+        record = _record(config, call, options, s_q, s_kv)
+        return [Launch(config.kernel, config.variant, (s_q * config.variant.cluster_blocks, 1, 1), record)]
 
 
-def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
+def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
     table, ke = call.views["block_table"], call.views["ke"]
     names = ("logits", "ks", "ke", "block_table", "indices", "counts", "values")
     tables, max_pages = (1, 0) if table is None else table.shape
@@ -63,7 +65,7 @@ def _record(kernel: Kernel[Any], call: Call, options: TopkOptions, s_q: int, s_k
     )
     addresses = tuple(call.name(name) for name in names)
     assert NULL not in (addresses[0], addresses[4])
-    return Record(kernel, addresses, values)
+    return Record(config.kernel, addresses, values)
 
 
 TOPK = TopkPipeline()
