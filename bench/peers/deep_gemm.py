@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ class DeepGemm:
             logits = cupy.from_dlpack(latest[index])[:, : case.num_keys].reshape(shape)
             if case.b:  # it leaves what a token does not see undefined
                 for token in range(case.s_q):
-                    logits[:, token, max(0, case.keys_of_first + token) :] = -cupy.inf
+                    logits[:, token, max(0, case.keys_of_first + token) :] = -math.inf
             return outputs_of(case, logits)
 
         paged = "no -inf past a token's last key, and a schedule that is made in advance"

@@ -109,8 +109,9 @@ def _parts(
             mine, its = context.Pipe(duplex=False)
             process = context.Process(target=work, args=(index, its), daemon=True)
             with warnings.catch_warnings():
-                # The process has threads where NumPy's matrix products do; none of them is in a product now.
-                warnings.simplefilter("ignore", DeprecationWarning)
+                # Libraries of this process may have threads, and warn of it; the new one runs nothing of theirs but
+                # NumPy, none of whose threads is at work now.
+                warnings.simplefilter("ignore")
                 process.start()
             its.close()
             running[mine] = process
