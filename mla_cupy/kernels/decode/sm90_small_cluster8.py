@@ -31,13 +31,16 @@ def variant(problem: DecodeProblem) -> NarrowVariant:
     return NarrowVariant(problem.dtype, BLOCK_ROWS, problem.d_qk)
 
 
+_BUILDS = {d_qk: tuple(NarrowVariant(dtype, BLOCK_ROWS, d_qk) for dtype in HALF) for d_qk in (D_QK, D_V)}
+
 KERNEL = ClusterKernel(
     "decode_sm90_small_cluster8",
     f"dense decode of small batches in one launch: clusters of {BLOCKS} blocks share a request and merge",
     "decode/sm90_small_cluster8.cu",
     sm90_small.KERNEL.params,
     sm90_small.KERNEL.archs,
-    tuple(NarrowVariant(dtype, BLOCK_ROWS, d_qk) for dtype in HALF for d_qk in (D_QK, D_V)),
+    (*_BUILDS[D_QK], *_BUILDS[D_V]),
+    core=_BUILDS[D_QK],
     facts={
         **sm90_small.KERNEL.facts,
         "cluster": BLOCKS,
