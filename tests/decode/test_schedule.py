@@ -330,6 +330,19 @@ def test_kernel_counts_partials(b: int, num_splits: int, rows: int) -> None:
     assert_points(found, seqlens, MAX_TOKENS, num_splits, costs)
 
 
+@pytest.mark.parametrize(
+    ("num_splits", "rows", "seqlens"),
+    [  # here it counts that a whole request is no partial result, and that one in the middle of a split is one
+        (132, 128, [704, 364, 906, 224, 356, 48, 838, 563, 421, 968, 627, 1017, 778, 618, 529, 213]),
+        (132, 128, [62, 811, 757, 115, 638, 647, 231, 940, 824, 204, 543, 542, 922, 548, 814, 899, 99]),
+    ],
+)
+def test_kernel_counts_partials_of_ragged_batches(num_splits: int, rows: int, seqlens: list[int]) -> None:
+    costs, lengths = (schedule.merge_cost(rows), schedule.piece_cost(rows)), np.array(seqlens, np.int32)
+    found = simulated_points(lengths, 1, MAX_TOKENS, num_splits, costs)
+    assert_points(found, lengths, MAX_TOKENS, num_splits, costs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
 def test_kernel_gives_the_models_points(gpu: DeviceInfo, seed: int) -> None:

@@ -165,7 +165,7 @@ class AttentionKernel(Kernel[ProblemT]):
         Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
         neither a schedule nor a combine.
     counts_partials : bool
-        Whether its schedule counts partial results, see `cuda_src/attention/split_schedule.cuh`: where that was measured.
+        Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
     """
 
     variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
