@@ -9,10 +9,11 @@
 //   load     IK | token, heads | token, heads | ...
 //   math_w        a | M | dk += M IQ | a ...                      | stores
 //
-// Nothing is added atomically: a split has its own sums, and goes on where it stopped in the chunk before. Tokens that
-// see none of the keys are left out.
+// Nothing is added atomically: a split has its own sums, to which it adds those of each chunk. The splits of a tile of
+// keys divide the tokens from the first to the last that sees a key of it; those in between that see none are left out.
 //
-// Grid: x = tiles of keys, y = splits of the chunk's tokens.
+// Grid: one block per tile of keys and split of its tokens, the splits of a tile side by side. Under a causal limit a
+// sequence's first keys are seen by the most tokens: so long blocks start before short ones.
 #include "indexer/loss_params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -43,6 +44,10 @@ constexpr i32 kProducts = kBlockHeads / 2;               // of a thread
 constexpr i32 kMmaSteps = kBlockHeads / kMmaK;           // of the second product
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 
+struct TokenRange {
+    i32 begin, end;
+};
+
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries         waits   first phase
 // k_full        load (1)          the keys        math    blocked
@@ -53,7 +58,8 @@ struct Storage {
     u8 q[kStages][kIndexPieces][kSw128Bytes];
     alignas(16) u16 gradients[kStages][kTileKeys];
     alignas(16) float weights[kStages][kBlockHeads];
-    i32 last[kStages];  // there are no more tokens
+    i32 last[kStages];                            // there are no more tokens
+    TokenRange seen_by[kThreads / kWarpThreads];  // of the tokens that each warp has looked at
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory");
@@ -82,11 +88,52 @@ struct Place {
     }
 };
 
+// ---- The share -------------------------------------------------------------------------------------------------
+// What a block has to do.
+struct Share {
+    i32 first_key, split;
+    TokenRange tokens;
+};
+
+MLA_DEVICE bool is_seen(const LossParams& p, i32 token, i32 first_key) {
+    const KeyRange range = p.ranges[token];
+    return range.begin < first_key + kTileKeys && first_key < range.end;
+}
+
+// Of the chunk, from the first to the last that sees a key of the tile. By all threads: ranges may be in any order.
+MLA_DEVICE TokenRange tokens_of(const LossParams& p, Storage& s, i32 first_key) {
+    TokenRange tokens{p.first_token + p.num_tokens, p.first_token};
+#pragma unroll 8
+    for (i32 i = threadIdx.x; i < p.num_tokens; i += kThreads) {
+        const i32 token = p.first_token + i;
+        if (!is_seen(p, token, first_key)) continue;
+        tokens.begin = min(tokens.begin, token);
+        tokens.end = max(tokens.end, token + 1);
+    }
+    tokens.begin = __reduce_min_sync(kFullWarp, tokens.begin);
+    tokens.end = __reduce_max_sync(kFullWarp, tokens.end);
+    if (threadIdx.x % kWarpThreads == 0) s.seen_by[threadIdx.x / kWarpThreads] = tokens;
+    __syncthreads();
+    for (const TokenRange& of_warp : s.seen_by) {
+        tokens.begin = min(tokens.begin, of_warp.begin);
+        tokens.end = max(tokens.end, of_warp.end);
+    }
+    return tokens;
+}
+
+MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
+    const i32 tile = blockIdx.x / p.key_splits, split = blockIdx.x % p.key_splits;
+    const TokenRange all = tokens_of(p, s, tile * kTileKeys);
+    const i32 size = max(ceil_div(max(0, all.end - all.begin), p.key_splits), p.min_split_tokens);
+    const i32 begin = min(all.begin + split * size, all.end);
+    return Share{tile * kTileKeys, split, {begin, min(begin + size, all.end)}};
+}
+
 // ---- Load role -------------------------------------------------------------------------------------------------
 // By a whole warp: 64 heads of a token. Lanes have two weights each, and four gradients.
-MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, Place& place, i32 token,
-                           i32 first_head, i32 lane) {
-    const u16* gradients = p.gradient + row_offset(p, token, 0) + blockIdx.x * kTileKeys;
+MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, const Share& share, Place& place,
+                           i32 token, i32 first_head, i32 lane) {
+    const u16* gradients = p.gradient + row_offset(p, token, 0) + share.first_key;
     const uint2 four = reinterpret_cast<const uint2*>(gradients)[lane];
     float weights[2];
 #pragma unroll
@@ -112,31 +159,23 @@ MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_m
     place.advance();
 }
 
-MLA_DEVICE bool is_seen(const LossParams& p, i32 token, i32 end) {
-    if (token >= end) return false;
-    const KeyRange range = p.ranges[token];
-    const i32 first = blockIdx.x * kTileKeys;
-    return range.begin < first + kTileKeys && first < range.end;
-}
-
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
-                              i32 lane) {
+                              const Share& share, i32 lane) {
     if (lane == 0) {
         mbarrier_arrive_expect_tx(s.k_full, sizeof(s.k));
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-            cp_async_bulk_tensor_3d(smem_addr(s.k[piece]), k_map, s.k_full, piece * kSw128Columns,
-                                    blockIdx.x * kTileKeys, 0, kEvictFirst);
+            cp_async_bulk_tensor_3d(smem_addr(s.k[piece]), k_map, s.k_full, piece * kSw128Columns, share.first_key, 0,
+                                    kEvictFirst);
         }
     }
-    const i32 chunk_end = p.first_token + p.num_tokens;
-    const i32 begin = p.first_token + blockIdx.y * p.split_tokens, end = min(begin + p.split_tokens, chunk_end);
     Place place;
-    for (i32 first = begin; first < end; first += kWarpThreads) {
-        u32 seen = __ballot_sync(kFullWarp, is_seen(p, first + lane, end));
+    for (i32 first = share.tokens.begin; first < share.tokens.end; first += kWarpThreads) {
+        const i32 mine = first + lane;
+        u32 seen = __ballot_sync(kFullWarp, mine < share.tokens.end && is_seen(p, mine, share.first_key));
         for (; seen != 0; seen &= seen - 1) {
             const i32 token = first + __ffs(seen) - 1;
             for (i32 head = 0; head < p.index_heads; head += kBlockHeads) {
-                load_heads(p, s, q_map, place, token, head, lane);
+                load_heads(p, s, q_map, share, place, token, head, lane);
             }
         }
     }
@@ -205,12 +244,13 @@ MLA_DEVICE void add_token(Storage& s, i32 warpgroup, i32 stage, i32 thread, cons
 }
 
 // To the sums of the split, which hold those of earlier chunks.
-MLA_DEVICE void store_sums(const LossParams& p, i32 warpgroup, i32 thread, const float (&sums)[kSums]) {
+MLA_DEVICE void store_sums(const LossParams& p, const Share& share, i32 warpgroup, i32 thread,
+                           const float (&sums)[kSums]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 key = blockIdx.x * kTileKeys + warpgroup * kSw128Rows + fragment_row(thread) + 8 * r;
+        const i32 key = share.first_key + warpgroup * kSw128Rows + fragment_row(thread) + 8 * r;
         if (key >= p.s_kv) continue;
-        float* row = p.key_sums + ((i64)blockIdx.y * p.s_kv + key) * p.index_dim;
+        float* row = p.key_sums + ((i64)share.split * p.s_kv + key) * p.index_dim;
 #pragma unroll
         for (i32 i = 2 * r; i < kSums; i += 4) {
             const i32 column = fragment_column(thread, i);
@@ -222,7 +262,7 @@ MLA_DEVICE void store_sums(const LossParams& p, i32 warpgroup, i32 thread, const
     }
 }
 
-MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, i32 warpgroup, i32 thread) {
+MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Share& share, i32 warpgroup, i32 thread) {
     float sums[kSums];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
@@ -238,7 +278,7 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, i32 warpgroup, i3
         release(s.q_empty[place.stage], thread);
         place.advance();
     }
-    store_sums(p, warpgroup, thread, sums);
+    store_sums(p, share, warpgroup, thread, sums);
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
@@ -256,12 +296,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_wait();
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
-    if (warp < kMathWarps) {
-        setmaxnreg_inc<kRegsMath>();
-        run_math_role(p, s, warp / kWarpgroupWarps, thread);
-    } else {
-        setmaxnreg_dec<kRegsLoad>();
-        if (warp == kMathWarps) run_load_role(p, s, q_map, k_map, thread % kWarpThreads);
+    const Share share = share_of(p, s);
+    if (p.first_chunk || share.tokens.begin < share.tokens.end) {  // later nothing is added to the sums
+        if (warp < kMathWarps) {
+            setmaxnreg_inc<kRegsMath>();
+            run_math_role(p, s, share, warp / kWarpgroupWarps, thread);
+        } else {
+            setmaxnreg_dec<kRegsLoad>();
+            if (warp == kMathWarps) run_load_role(p, s, q_map, k_map, share, thread % kWarpThreads);
+        }
     }
     griddepcontrol_launch_dependents();
 }

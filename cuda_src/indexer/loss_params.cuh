@@ -69,7 +69,7 @@ struct LossParams {
     i32 first_target;             // the token of the first row of `target`
     i32 first_chunk, last_chunk;
     i32 d_index_q_fp32, d_index_k_fp32;
-    i32 key_splits, split_tokens;  // of the chunk: who adds to which sums of keys
+    i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has its own sums
     float scale, target_scale;
     float score_unit;  // factor of the indexer's weights
 };

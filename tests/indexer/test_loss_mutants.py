@@ -9,7 +9,7 @@ from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
-from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 
@@ -66,9 +66,16 @@ HOPPER_MUTANTS = [
     Mutant("keys are copied as they are", "indexer/loss_finite_keys.cu", "finite ? x : (u16)0", "x"),
     Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
     Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
-    Mutant("a split forgets tokens", KEYS_SM90, "min(begin + p.split_tokens,", "min(begin + p.split_tokens - 2,"),
-    Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
 ]  # fmt: skip
+SPLIT_MUTANTS = [
+    Mutant("a split forgets tokens", KEYS_SM90, "min(begin + size, all.end)", "min(begin + size - 1, all.end)"),
+    Mutant("splits overlap", KEYS_SM90, "all.begin + split * size", "all.begin + split * (size - 1)"),
+    Mutant("the last token is forgotten", KEYS_SM90, "max(tokens.end, token + 1)", "max(tokens.end, token)"),
+    Mutant("warps keep what they have seen", KEYS_SM90, "min(tokens.begin, of_warp.begin)", "tokens.begin"),
+    Mutant("sums without a token are not cleared", KEYS_SM90, "if (p.first_chunk || share", "if (share"),
+    Mutant("sums of earlier chunks are forgotten", KEYS_SM90, "before = p.first_chunk ?", "before = true ?"),
+    Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
+]
 
 
 def run(case: LossCase) -> None:
@@ -80,11 +87,14 @@ def run(case: LossCase) -> None:
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
 
 
-def run_hopper(mode: tuple[str, int], case: LossCase = TILES, **options: bool) -> None:
+def run_hopper(mode: tuple[str, int], case: LossCase = TILES, gradients: bool = True, **options: int) -> None:
     inputs = loss_inputs(case)
     with simulated(1, (9, 0), *mode):
-        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel="indexer_loss_scores_sm90", **options)
-    check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options, **options), TENSOR_CORE_ERROR)
+        got = mla_cupy.indexer_warmup_loss(
+            **inputs, **case.options, kernel="indexer_loss_scores_sm90", gradients=gradients, **options
+        )
+    exact = reference.indexer_warmup_loss(**inputs, **case.options, gradients=gradients)
+    check_loss(got, exact, TENSOR_CORE_ERROR)
 
 
 @pytest.mark.slow
@@ -104,6 +114,25 @@ def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.Mon
             except (AssertionError, SimError):
                 return
     raise AssertionError(f"{mutant.name} shows in no mode")
+
+
+def run_splits(mode: tuple[str, int] = ("late", 0)) -> None:
+    """Three of each tile of keys, some without a token, in chunks of seven tokens and five."""
+    with splits_of(2, most=3):
+        run_hopper(mode, buffer_bytes=7 * 10 * 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_splits_without_a_bug(mode: tuple[str, int]) -> None:
+    run_splits(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", SPLIT_MUTANTS, ids=lambda mutant: mutant.id)
+def test_shows_in_the_splits(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, SimError)):
+        run_splits()
 
 
 @pytest.mark.slow

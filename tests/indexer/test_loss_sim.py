@@ -12,7 +12,7 @@ import mla_cupy
 from mla_cupy import UnsupportedDeviceError, reference
 from mla_cupy.kernels.indexer import LOSS
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
-from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.sim_driver import fake_gpu, simulated
 
 GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_scores_sm90"
@@ -50,7 +50,7 @@ LARGE_HOPPER_CASES = [
     LossCase(s_q=130, s_kv=140, h=2, h_i=3, d=128, d_i=128, lse=True),
     LossCase(s_q=70, s_kv=300, h=2, h_i=66, d=576, d_i=64, lse=True, sequences=((30, 140), (39, 150))),
     LossCase(s_q=40, s_kv=520, h=3, h_i=5, d=64, d_i=32, d_v=16),
-    LossCase(s_q=300, s_kv=300, h=1, h_i=1, d=8, d_i=32, lse=True, row_weights=False),
+    LossCase(s_q=400, s_kv=400, h=1, h_i=1, d=8, d_i=32, lse=True, row_weights=False),
     LossCase(s_q=9, s_kv=300, h=2, h_i=2, d=136, d_i=128, sequences=((4, 2), (0, 3), (4, 295))),
     LossCase(s_q=130, s_kv=140, h=1, h_i=1, d=64, d_i=32, spread=6),
 ]
@@ -85,6 +85,22 @@ def test_chunks_on_hopper() -> None:
     whole, cut = (run_hopper(case, MODES[0], buffer_bytes=size) for size in (1 << 20, 7 * 10 * 256))
     for name, x, y in zip(FIELDS[:6], whole, cut, strict=False):
         assert name == "d_index_k" or x.tobytes() == y.tobytes(), name
+
+
+def test_splits_divide_the_tokens_that_see_a_tile() -> None:
+    """So a sequence's gradient by keys has the same bits alone and before another one."""
+    case = LossCase(s_q=16, s_kv=256, h=1, h_i=2, d=64, d_i=32, lse=True, sequences=((8, 128), (8, 128)))
+    packed = loss_inputs(case)
+    cut = {"k": 128, "index_k": 128, "cu_seqlens_q": 2, "cu_seqlens_kv": 2}
+    alone = {name: x[: cut.get(name, 8)] for name, x in packed.items()}
+    sums = []
+    for inputs in (packed, alone):
+        to = np.full(inputs["index_k"].shape, 7, np.float32)
+        with splits_of(2, most=2), simulated(2, (9, 0)):
+            mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HOPPER, d_index_k=to)
+        sums.append(to)
+    np.testing.assert_allclose(sums[0], reference.indexer_warmup_loss(**packed).d_index_k, atol=2e-2)
+    assert sums[0][:128].tobytes() == sums[1].tobytes()
 
 
 def test_what_hopper_does_not_take() -> None:

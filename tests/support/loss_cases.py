@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
 from mla_cupy import reference
+from mla_cupy.kernels.indexer import loss_pipeline, loss_sm90
 from mla_cupy.reference.sparse import selected_rows
 
 Array = np.ndarray[Any, Any]
@@ -104,6 +108,17 @@ def external_lse(inputs: dict[str, Array], rows: list[Array], rng: np.random.Gen
     if lse.shape[1] > 1:
         lse[::3, 1], lse[1::3, 0] = np.inf, -np.inf
     return lse.astype(np.float32)
+
+
+@contextmanager
+def splits_of(tokens: int, most: int = 16) -> Iterator[None]:
+    """While it lasts, the Hopper kernels divide the tokens that see a tile of keys even where they are few."""
+    with (
+        mock.patch.object(loss_sm90, "MIN_SPLIT_TOKENS", tokens),
+        mock.patch.object(loss_pipeline, "MIN_SPLIT_TOKENS", tokens),
+        mock.patch.object(loss_sm90, "_MAX_SPLITS", most),
+    ):
+        yield
 
 
 def shares(inputs: dict[str, Array], ranks: int) -> list[dict[str, Array]]:

@@ -23,8 +23,8 @@ BLOCK_HEADS = 64
 
 
 def grid(problem: LossProblem, tokens: int) -> Dim3:
-    """A block per tile of keys and split of the tokens."""
-    return -(-problem.s_kv // TILE_KEYS), key_splits(problem), 1
+    """A block per tile of keys and split of the tokens that see it."""
+    return -(-problem.s_kv // TILE_KEYS) * key_splits(problem), 1, 1
 
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:

@@ -29,7 +29,7 @@ from mla_cupy.kernels.indexer import (
 )
 from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.loss_scores_sm90 import TILE_TOKENS
-from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS, key_splits
+from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS, MIN_SPLIT_TOKENS, key_splits
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.sparse import rows
 from mla_cupy.runtime.device import DeviceInfo
@@ -197,7 +197,7 @@ def loss_record(
         "d_index_q_fp32": _is_float32(call.views.get("d_index_q")),
         "d_index_k_fp32": _is_float32(call.views.get("d_index_k")),
         "key_splits": config.key_splits,
-        "split_tokens": -(-tokens // config.key_splits),
+        "min_split_tokens": MIN_SPLIT_TOKENS,
         "scale": options.scale,
         "target_scale": options.target_scale,
         "score_unit": 1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,

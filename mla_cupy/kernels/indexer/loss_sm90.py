@@ -19,7 +19,9 @@ MANY_PIECES, FEW_PIECES = 9, 2
 INDEX_PIECES = (2, 1)
 FINITE_KEYS = "finite_keys"
 """The part of the workspace that the gradients take the index keys from."""
-_ENOUGH_BLOCKS, _MAX_SPLITS, _MIN_SPLIT_TOKENS, _MAX_SUM_BYTES = 1056, 16, 32, 64 << 20
+MIN_SPLIT_TOKENS = 32
+"""Of a split of the tokens that see a tile of keys: with fewer, a block starts and stores more than it multiplies."""
+_ENOUGH_BLOCKS, _MAX_SPLITS, _MAX_SUM_BYTES = 1056, 16, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ def index_variant(problem: LossProblem) -> IndexVariant:
 
 
 def key_splits(problem: LossProblem) -> int:
-    """Into how many parts the tokens of a chunk are divided for the gradient by keys: enough to fill a GPU with blocks,
-    while the sums of all parts stay small. By shapes alone, so that bits do not depend on the GPU.
+    """Into how many parts the tokens that see a tile of keys are divided for the gradient by them: enough to fill a GPU
+    with blocks, while the sums of all parts stay small. By shapes alone, so that bits do not depend on the GPU.
     """
     filling = _ENOUGH_BLOCKS // max(1, -(-problem.s_kv // TILE_KEYS))
     fitting = _MAX_SUM_BYTES // max(1, 4 * problem.s_kv * problem.index_dim)
-    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q // _MIN_SPLIT_TOKENS))
+    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q // MIN_SPLIT_TOKENS))
 
 
 def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
