@@ -2,11 +2,19 @@
 //
 //   cost(split) = tiles + kItemCost * work items;   makespan = longest split + merge_cost if a request is cut
 //
+// A batch may say what a partial result costs. Where splits are short, its price then counts too:
+//
+//   price(tiles, partials) = max(tiles, all tiles / kServedBlocks) + piece_cost * partials
+//
+// since each partial result is stored and read again, while no more than kServedBlocks blocks get all that memory
+// gives.
+//
 // One block works out four ways to cut, each with a thread per split, and keeps the one with the least makespan:
 //
 //   whole    boundary i = the request boundary nearest to i / num_splits of the total cost: nothing to merge
 //   pieces   for b <= num_splits: a split holds one piece; request r is cut into ceil(tiles / limit) equal ones, where
-//            limit is the least that num_splits allow
+//            limit is the least that num_splits allow, or, where partial results are counted, one of the 32 from there
+//            on: the one of the least price
 //   even     cut i = where i / num_splits of the total cost lies, but at a request boundary that is no further than
 //            kItemCost tiles away: a shorter piece would not pay
 //   loose    the same, up to a quarter of a split away
@@ -28,6 +36,11 @@ constexpr i32 kMaxSplits = 256;
 // What a work item costs besides its tiles, in tiles: fetching Q, starting the pipeline, writing the result.
 constexpr i32 kItemCost = 3;
 constexpr i32 kMaxTotal = 1 << 30;  // of units and item costs
+// Prices are in tiles / kPriceScale. Partial results are counted where no split needs more than kShortSplit tiles: with
+// longer ones, storing them hides behind loads of other blocks, and fewer pieces have not been faster.
+constexpr i32 kPriceScale = 1 << 14;
+constexpr i32 kShortSplit = 4;
+constexpr i32 kServedBlocks = 75;  // measured on an H200, 16 rows per block
 enum Way : i32 { kWhole, kPieces, kLoose, kEven, kWays };
 static_assert(kWays * kMaxSplits == kScheduleThreads, "a thread per split and way");
 static_assert(kScheduleWarps == kWarpThreads, "a lane per warp's sum");
@@ -70,7 +83,9 @@ struct ScheduleStorage {
     i32 warp_sums[kScheduleWarps];
     i32 units[kMaxSplits];  // per request, for `pieces`
     i32 max_units;
-    u32 fits;  // bit w: what warp w tries as limit does
+    u32 fits;        // bit w: what warp w tries as limit does
+    i32 best_limit;  // the least of price * kScheduleWarps + what is added to the limit
+    i32 partials[kWays];
     Cut ways[kWays][kMaxSplits + 1];
     i32 costs[kWays];
     u32 has_cuts;  // bit w: way w cuts a request
@@ -217,6 +232,26 @@ MLA_DEVICE i32 min_limit(const Batch& batch, ScheduleStorage& s, i32 total) {
     return high;
 }
 
+// What a schedule costs beside the price of its partial results, in tiles / kPriceScale.
+MLA_DEVICE i32 price_of_tiles(i32 tiles, i32 total) {
+    return max(tiles * kPriceScale, total * kPriceScale / kServedBlocks);
+}
+
+// Of the limits from `least` on, the one of the least price, and of several the shortest. Each warp tries one of them.
+template <class Batch>
+MLA_DEVICE i32 cheapest_limit(const Batch& batch, ScheduleStorage& s, i32 least, i32 total) {
+    const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, limit = least + warp;
+    i32 partials = 0;
+    for (i32 request = lane; request < batch.b; request += kWarpThreads) {
+        const i32 pieces = (i32)((u32)(s.units[request] + limit - 1) / (u32)limit);
+        partials += pieces > 1 ? pieces : 0;
+    }
+    const i32 price = price_of_tiles(limit, total) + batch.piece_cost * warp_sum(partials);
+    if (lane == 0) atomicMin(&s.best_limit, price * kScheduleWarps + warp);
+    __syncthreads();
+    return least + s.best_limit % kScheduleWarps;
+}
+
 // One thread per request: marks the split of its first piece.
 template <class Batch>
 MLA_DEVICE void mark_pieces(const Batch& batch, ScheduleStorage& s, i32 limit) {
@@ -244,31 +279,35 @@ MLA_DEVICE Cut piece_cut(const Batch& batch, const ScheduleStorage& s, i32 split
 }
 
 // ---- The choice ------------------------------------------------------------------------------------------------
-// One warp: the longest of its splits, and whether they cut a request.
+// One warp: the longest of its splits, whether they cut a request, and into how many partial results.
 template <class Batch>
 MLA_DEVICE void weigh_splits(const Batch& batch, ScheduleStorage& s, i32 way, i32 split) {
     i32 cost = 0;
-    bool cuts = false;
+    bool cuts = false, continues = false, continued = false;
     if (split < batch.num_splits) {
         const Cut begin = s.ways[way][split], end = s.ways[way][split + 1];
         cuts = end.unit > 0;
         cost = end.before - begin.before + kItemCost * (end.request - begin.request + cuts);
+        continues = begin.unit > 0;
+        continued = cuts && !(continues && begin.request == end.request);
     }
     cost = warp_max(cost);
     cuts = __any_sync(kFullWarp, cuts);
+    const i32 partials = __popc(__ballot_sync(kFullWarp, continues)) + __popc(__ballot_sync(kFullWarp, continued));
     if (threadIdx.x % kWarpThreads != 0) return;
+    if (batch.piece_cost > 0 && partials > 0) atomicAdd(&s.partials[way], partials);
     atomicMax(&s.costs[way], cost);
     if (cuts) atomicOr(&s.has_cuts, 1u << way);
 }
 
 // Writes the schedule of a batch, by all threads of a block. A batch has `b` requests and says how many tokens each one
-// has, at most `max_tokens`; `merge_cost` is in tiles.
+// has, at most `max_tokens`; `merge_cost` is in tiles, `piece_cost` in tiles / kPriceScale, 0 where it does not count.
 template <class Batch>
 MLA_DEVICE void write_schedule(const Batch& batch, ScheduleStorage& s) {
     const i32 thread = threadIdx.x, way = thread / kMaxSplits, split = thread % kMaxSplits;
     if (thread < kMaxSplits / kWarpThreads) s.cuts.bits[thread] = s.pieces.bits[thread] = 0;
-    if (thread < kWays) s.costs[thread] = 0;
-    if (thread == 0) s.max_units = s.has_cuts = 0;
+    if (thread < kWays) s.costs[thread] = s.partials[thread] = 0;
+    if (thread == 0) s.max_units = s.has_cuts = 0, s.best_limit = 0x7fffffff;
     __syncthreads();
 
     const Units units(batch);
@@ -277,8 +316,11 @@ MLA_DEVICE void write_schedule(const Batch& batch, ScheduleStorage& s) {
     __syncthreads();
     const bool in_pieces = 2 * batch.b <= batch.num_splits;
     i32 limit = 1;
+    bool counted = false;  // partial results
     if (in_pieces) {
         limit = min_limit(batch, s, total);
+        counted = batch.piece_cost > 0 && units.shift == 0 && limit <= kShortSplit;
+        if (counted) limit = cheapest_limit(batch, s, limit, total);
         mark_pieces(batch, s, limit);
         __syncthreads();
     }
@@ -292,11 +334,17 @@ MLA_DEVICE void write_schedule(const Batch& batch, ScheduleStorage& s) {
     weigh_splits(batch, s, way, split);
     __syncthreads();
     const i32 merge_units = batch.merge_cost >> units.shift;
-    i32 best = kWhole, makespan = s.costs[kWhole];
+    const auto makespan_of = [&](i32 way) {
+        const i32 merge = s.has_cuts >> way & 1 ? merge_units : 0, longest = s.costs[way];
+        if (!counted) return longest + merge;
+        return price_of_tiles(longest - kItemCost, total) + (kItemCost + merge) * kPriceScale +
+               batch.piece_cost * s.partials[way];
+    };
+    i32 best = kWhole, makespan = makespan_of(kWhole);
     for (i32 other = kPieces; other < kWays; ++other) {
         // Places closer than a unit could make empty pieces.
         const bool possible = other == kPieces ? in_pieces : places.step > 0;
-        const i32 found = s.costs[other] + (s.has_cuts >> other & 1 ? merge_units : 0);
+        const i32 found = makespan_of(other);
         if (!possible || found >= makespan) continue;
         best = other;
         makespan = found;

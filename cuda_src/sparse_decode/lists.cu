@@ -148,6 +148,7 @@ struct Batch {
     SchedulePoint* schedule;
     i64 max_tokens;
     i32 b, num_splits, merge_cost;
+    static constexpr i32 piece_cost = 0;  // has not been measured here
 
     MLA_DEVICE explicit Batch(const SparseDecodeListsParams& p)
         : p(p),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from mla_cupy.kernels.decode.schedule import PRICE_SCALE
 from mla_cupy.runtime.sources import source_root
 
 TILE_TOKENS = 64
@@ -19,14 +20,17 @@ NOT_SPLIT = -1
 MAX_TOTAL = 1 << 30
 
 
-def _item_cost() -> int:
+def _constant(name: str) -> int:
     text = (source_root() / "attention" / "split_schedule.cuh").read_text()
-    found = re.search(r"kItemCost = (\d+);", text)
+    found = re.search(rf"{name} = (\d+);", text)
     assert found is not None
     return int(found[1])
 
 
-ITEM_COST = _item_cost()
+ITEM_COST = _constant("kItemCost")
+SHORT_SPLIT = _constant("kShortSplit")
+SERVED_BLOCKS = _constant("kServedBlocks")
+TRIED_LIMITS = 32
 
 Point = tuple[int, int]
 """A request and one of its tiles (or units), before which a split begins."""
@@ -79,9 +83,31 @@ def min_limit(units: Sequence[int], num_splits: int) -> int:
     return low
 
 
-def pieces(units: Sequence[int], num_splits: int) -> list[Point]:
+def tiles_price(tiles: int, units: Sequence[int]) -> int:
+    """In tiles / PRICE_SCALE: memory serves so many blocks and no more."""
+    return max(tiles * PRICE_SCALE, sum(units) * PRICE_SCALE // SERVED_BLOCKS)
+
+
+def counts_partials(units: Sequence[int], num_splits: int, piece_cost: int) -> bool:
+    """Where splits are short, and each may hold one piece."""
+    return piece_cost > 0 and 2 * len(units) <= num_splits and min_limit(units, num_splits) <= SHORT_SPLIT
+
+
+def cheapest_limit(units: Sequence[int], num_splits: int, piece_cost: int) -> int:
+    """The length of pieces of the least price; of several the shortest."""
+
+    def price(limit: int) -> int:
+        counts = [-(-n // limit) for n in units]
+        return tiles_price(limit, units) + piece_cost * sum(count for count in counts if count > 1)
+
+    least = min_limit(units, num_splits)
+    return min(range(least, least + TRIED_LIMITS), key=price)
+
+
+def pieces(units: Sequence[int], num_splits: int, piece_cost: int = 0) -> list[Point]:
     """A piece per split, for at most as many requests as splits."""
-    limit = min_limit(units, num_splits)
+    counted = counts_partials(units, num_splits, piece_cost)
+    limit = cheapest_limit(units, num_splits, piece_cost) if counted else min_limit(units, num_splits)
     cuts = []
     for request, n in enumerate(units):
         count = -(-n // limit)
@@ -101,12 +127,20 @@ def makespan(cuts: Sequence[Point], units: Sequence[int], merge_cost: int) -> in
     return longest + merge_cost * any(unit > 0 for _, unit in cuts)
 
 
-def candidates(units: Sequence[int], num_splits: int) -> list[list[Point]]:
+def price(cuts: Sequence[Point], units: Sequence[int], merge_cost: int, piece_cost: int) -> int:
+    """The same, where partial results are counted."""
+    merge = merge_cost * any(unit > 0 for _, unit in cuts)
+    partials = sum(map(len, split_requests(list(cuts)).values()))
+    longest = makespan(cuts, units, 0) - ITEM_COST
+    return tiles_price(longest, units) + (ITEM_COST + merge) * PRICE_SCALE + piece_cost * partials
+
+
+def candidates(units: Sequence[int], num_splits: int, piece_cost: int = 0) -> list[list[Point]]:
     """The ways that are possible, in the order in which the first of the best is taken."""
     step = (sum(units) + ITEM_COST * len(units)) // num_splits
     ways = [snapped(units, num_splits, MAX_TOTAL)]
     if 2 * len(units) <= num_splits:
-        ways.append(pieces(units, num_splits))
+        ways.append(pieces(units, num_splits, piece_cost))
     if step > 0:
         ways += [snapped(units, num_splits, step // 4), snapped(units, num_splits, ITEM_COST)]
     return ways
@@ -120,11 +154,18 @@ def unit_shift(b: int, max_tokens: int) -> int:
     return shift
 
 
-def points(seqlens: Sequence[int], max_tokens: int, num_splits: int, merge_cost: int = 8) -> list[Point]:
+def points(
+    seqlens: Sequence[int], max_tokens: int, num_splits: int, merge_cost: int = 8, piece_cost: int = 0
+) -> list[Point]:
     """Where the splits begin, and the end."""
     shift = unit_shift(len(seqlens), max_tokens)
     units = [-(-tiles_of(seqlen, max_tokens) // (1 << shift)) for seqlen in seqlens]
-    best = min(candidates(units, num_splits), key=lambda cuts: makespan(cuts, units, merge_cost >> shift))
+    piece_cost = 0 if shift else piece_cost
+    ways = candidates(units, num_splits, piece_cost)
+    if counts_partials(units, num_splits, piece_cost):
+        best = min(ways, key=lambda cuts: price(cuts, units, merge_cost, piece_cost))
+    else:
+        best = min(ways, key=lambda cuts: makespan(cuts, units, merge_cost >> shift))
     return [(request, unit << shift) for request, unit in best]
 
 

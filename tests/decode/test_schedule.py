@@ -24,9 +24,11 @@ from tests.decode.schedule_model import (
     Point,
     WorkItem,
     candidates,
+    counts_partials,
     makespan,
     min_limit,
     points,
+    price,
     split_requests,
     tiles_of,
     work_items,
@@ -47,6 +49,8 @@ lengths = st.lists(
 )
 splits = st.integers(1, MAX_SPLITS)
 merge_costs = st.sampled_from([0, 2, 8])
+piece_costs = st.sampled_from([0, *map(schedule.piece_cost, (8, 16, 64, 128))])
+few_lengths = st.lists(st.one_of(st.integers(0, 400), st.integers(0, 9000)), min_size=1, max_size=20)
 
 
 def assert_covered(cuts: list[Point], seqlens: Sequence[int], most: int) -> list[list[WorkItem]]:
@@ -80,6 +84,25 @@ def test_model_covers_every_tile_once(seqlens: list[int], num_splits: int, merge
     """Of the algorithm. Only requests without a tile have an item without one."""
     for item in chain(*assert_covered(points(seqlens, MAX_TOKENS, num_splits, merge_cost), seqlens, MAX_TOKENS)):
         assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(few_lengths, splits, merge_costs, piece_costs)
+@example([8192], 132, 2, schedule.piece_cost(16))
+@example([8192, 1, 0, 640], 132, 2, schedule.piece_cost(16))
+def test_model_that_counts_partials_covers_every_tile_once(
+    seqlens: list[int], num_splits: int, merge_cost: int, piece_cost: int
+) -> None:
+    """Of the algorithm: no empty piece, and no higher price than when they are not counted."""
+    units = [tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens]
+    cuts = points(seqlens, MAX_TOKENS, num_splits, merge_cost, piece_cost)
+    for item in chain(*assert_covered(cuts, seqlens, MAX_TOKENS)):
+        assert item.begin < item.end or units[item.request] == 0
+    if counts_partials(units, num_splits, piece_cost):
+        old = points(seqlens, MAX_TOKENS, num_splits, merge_cost)
+        assert price(cuts, units, merge_cost, piece_cost) <= price(old, units, merge_cost, piece_cost)
+    else:
+        assert cuts == points(seqlens, MAX_TOKENS, num_splits, merge_cost)
 
 
 @settings(max_examples=300, deadline=None)
@@ -147,6 +170,52 @@ def test_equal_lengths(b: int, tokens: int, num_splits: int, merge_cost: int, lo
     assert all(len(split) <= 1 for split in work) or not cut_requests
 
 
+# Sequences, tokens of each, splits, query rows of all heads, those of a block; pieces with what a partial costs.
+FEWER_PIECES = [
+    (1, 4096, 132, 16, 16, 64),  # a tile each
+    (1, 8192, 132, 16, 16, 64),  # 128 without
+    (2, 8192, 132, 16, 16, 64),
+    (4, 8192, 132, 16, 16, 76),
+    (1, 32768, 132, 16, 16, 74),
+    (1, 8192, 132, 64, 64, 64),
+    (1, 8192, 66, 128, 64, 43),  # 64 without
+    (1, 8192, 33, 128, 32, 32),
+]
+SAME_PIECES = [
+    (8, 8192, 132, 16, 16),
+    (32, 8192, 132, 16, 16),
+    (128, 8192, 132, 16, 16),
+    (1, 131072, 132, 16, 16),
+    (8, 8192, 66, 128, 64),
+    (4, 8192, 66, 128, 64),
+    (1, 131072, 66, 128, 64),
+    (1, 1024, 132, 16, 16),
+    (8, 1024, 33, 128, 32),
+]
+
+
+def counted(b: int, tokens: int, num_splits: int, rows: int, block_rows: int) -> list[Point]:
+    """The model's cuts of dense decode with `rows` query rows."""
+    costs = schedule.merge_cost(block_rows), schedule.piece_cost(rows)
+    return points([tokens] * b, MAX_TOKENS, num_splits, *costs)
+
+
+@pytest.mark.parametrize(("b", "tokens", "num_splits", "rows", "block_rows", "pieces"), FEWER_PIECES)
+def test_short_splits_make_fewer_partial_results(
+    b: int, tokens: int, num_splits: int, rows: int, block_rows: int, pieces: int
+) -> None:
+    merged = split_requests(counted(b, tokens, num_splits, rows, block_rows))
+    assert sum(map(len, merged.values())) == pieces
+
+
+@pytest.mark.parametrize(("b", "tokens", "num_splits", "rows", "block_rows"), SAME_PIECES)
+def test_long_splits_are_as_if_partial_results_cost_nothing(
+    b: int, tokens: int, num_splits: int, rows: int, block_rows: int
+) -> None:
+    uncounted = points([tokens] * b, MAX_TOKENS, num_splits, schedule.merge_cost(block_rows))
+    assert counted(b, tokens, num_splits, rows, block_rows) == uncounted
+
+
 def test_the_model_can_fail() -> None:
     cuts = points([5000, 5000], MAX_TOKENS, 4)
     assert_covered(cuts, [5000, 5000], MAX_TOKENS)
@@ -174,40 +243,71 @@ def strided(seqlens: np.ndarray, stride: int) -> np.ndarray:
 
 
 def prepared(
-    gpu: DeviceInfo, b: int, stride: int, most: int, num_splits: int, merge_cost: int, stream: int
+    gpu: DeviceInfo, b: int, stride: int, most: int, num_splits: int, costs: Sequence[int], stream: int
 ) -> Prepared:
-    launch = schedule.launch("seqlens", stride, most, b, num_splits, merge_cost)
+    merge_cost, piece_cost = costs
+    launch = schedule.launch("seqlens", stride, most, b, num_splits, merge_cost, piece_cost=piece_cost)
     return Prepared([launch], ("seqlens",), Layout({"schedule": schedule.nbytes(num_splits)}), gpu, stream)
 
 
-def settings_of(seed: int) -> tuple[int, int, int, int]:
-    """Stride, longest possible request, splits, merge cost."""
+def settings_of(seed: int) -> tuple[int, int, int, tuple[int, int]]:
+    """Stride, longest possible request, splits, costs of a merge and of a piece."""
     num_splits = (1, 2, 7, 66, 132, MAX_SPLITS)[seed % 6]
     most = (MAX_TOKENS, INT_MAX, 100 * TILE_TOKENS + 1, 0)[seed % 4]
-    return 1 + seed % 3, most, num_splits, (0, 2, 8)[seed % 5 % 3]
+    piece_cost = 0 if seed % 2 else schedule.piece_cost((16, 64, 128)[seed % 7 % 3])
+    return 1 + seed % 3, most, num_splits, ((0, 2, 8)[seed % 5 % 3], piece_cost)
 
 
-def simulated_points(seqlens: np.ndarray, stride: int, most: int, num_splits: int, merge_cost: int) -> np.ndarray:
+def simulated_points(seqlens: np.ndarray, stride: int, most: int, num_splits: int, costs: Sequence[int]) -> np.ndarray:
     cuts, wide = np.full((num_splits + 4, 2), -77, np.int32), strided(seqlens, stride)
     with simulated(132) as target:
-        step = prepared(fake_gpu(132), len(seqlens), stride, most, num_splits, merge_cost, 0)
+        step = prepared(fake_gpu(132), len(seqlens), stride, most, num_splits, costs, 0)
         step.enqueue([0, target.memory.map(wide)], target.memory.map(cuts[1:]), 0)
     return cuts
 
 
-def assert_points(found: np.ndarray, seqlens: np.ndarray, most: int, num_splits: int, merge_cost: int) -> None:
+def assert_points(found: np.ndarray, seqlens: np.ndarray, most: int, num_splits: int, costs: Sequence[int]) -> None:
     assert (found[0] == -77).all()
     assert (found[num_splits + 2 :] == -77).all()
-    expected = [list(point) for point in points(seqlens.tolist(), most, num_splits, merge_cost)]
+    expected = [list(point) for point in points(seqlens.tolist(), most, num_splits, *costs)]
     assert found[1 : num_splits + 2].tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_kernel_gives_the_models_points_in_the_simulator(seed: int) -> None:
     seqlens = random_lengths(seed, [1, 2, 3, 31, 32, 33, 100, 255, 256, 257, 1025, 1100])
-    stride, most, num_splits, merge_cost = settings_of(seed)
-    found = simulated_points(seqlens, stride, most, num_splits, merge_cost)
-    assert_points(found, seqlens, most, num_splits, merge_cost)
+    stride, most, num_splits, costs = settings_of(seed)
+    found = simulated_points(seqlens, stride, most, num_splits, costs)
+    assert_points(found, seqlens, most, num_splits, costs)
+
+
+def short_batch(seed: int) -> tuple[np.ndarray, int, tuple[int, int]]:
+    """Lengths of few short sequences, splits, costs of a merge and of a piece."""
+    rng = np.random.default_rng(seed)
+    num_splits, rows = ((132, 16), (132, 64), (66, 128), (MAX_SPLITS, 8))[seed % 4]
+    b = int(rng.integers(1, 9 if seed % 3 else 33))
+    seqlens = rng.integers(0, num_splits * TILE_TOKENS * 5 // b, b).astype(np.int32)
+    return seqlens, num_splits, (schedule.merge_cost(rows), schedule.piece_cost(rows))
+
+
+def test_short_batches_count_partials() -> None:
+    """Most of them, and some are cut otherwise for it."""
+    counted, changed = 0, 0
+    for seed in range(8):
+        seqlens, num_splits, (merge_cost, piece_cost) = short_batch(seed)
+        units = [tiles_of(int(seqlen), MAX_TOKENS) for seqlen in seqlens]
+        counted += counts_partials(units, num_splits, piece_cost)
+        cuts = [points(seqlens.tolist(), MAX_TOKENS, num_splits, merge_cost, cost) for cost in (0, piece_cost)]
+        changed += cuts[0] != cuts[1]
+    assert counted >= 5
+    assert changed >= 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kernel_gives_the_models_points_for_short_batches(seed: int) -> None:
+    seqlens, num_splits, costs = short_batch(seed)
+    found = simulated_points(seqlens, 1, MAX_TOKENS, num_splits, costs)
+    assert_points(found, seqlens, MAX_TOKENS, num_splits, costs)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +318,29 @@ def test_kernel_gives_the_models_points_for_equal_lengths(
     b: int, tokens: int, num_splits: int, merge_cost: int
 ) -> None:
     seqlens = np.full(b, tokens, np.int32)
-    assert_points(
-        simulated_points(seqlens, 1, MAX_TOKENS, num_splits, merge_cost), seqlens, MAX_TOKENS, num_splits, merge_cost
-    )
+    for costs in ((merge_cost, 0), (merge_cost, schedule.piece_cost(16))):
+        found = simulated_points(seqlens, 1, MAX_TOKENS, num_splits, costs)
+        assert_points(found, seqlens, MAX_TOKENS, num_splits, costs)
+
+
+@pytest.mark.parametrize(("b", "num_splits", "rows"), [(1, 132, 16), (4, 132, 16), (1, 132, 64), (8, 132, 16)])
+def test_kernel_counts_partials(b: int, num_splits: int, rows: int) -> None:
+    seqlens, costs = np.full(b, 8192, np.int32), (schedule.merge_cost(rows), schedule.piece_cost(rows))
+    found = simulated_points(seqlens, 1, MAX_TOKENS, num_splits, costs)
+    assert_points(found, seqlens, MAX_TOKENS, num_splits, costs)
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "rows", "seqlens"),
+    [  # here it counts that a whole request is no partial result, and that one in the middle of a split is one
+        (132, 128, [704, 364, 906, 224, 356, 48, 838, 563, 421, 968, 627, 1017, 778, 618, 529, 213]),
+        (132, 128, [62, 811, 757, 115, 638, 647, 231, 940, 824, 204, 543, 542, 922, 548, 814, 899, 99]),
+    ],
+)
+def test_kernel_counts_partials_of_ragged_batches(num_splits: int, rows: int, seqlens: list[int]) -> None:
+    costs, lengths = (schedule.merge_cost(rows), schedule.piece_cost(rows)), np.array(seqlens, np.int32)
+    found = simulated_points(lengths, 1, MAX_TOKENS, num_splits, costs)
+    assert_points(found, lengths, MAX_TOKENS, num_splits, costs)
 
 
 @pytest.mark.gpu
@@ -229,12 +349,25 @@ def test_kernel_gives_the_models_points(gpu: DeviceInfo, seed: int) -> None:
     import cupy
 
     seqlens = random_lengths(seed, [1, 2, 3, 31, 32, 33, 100, 255, 256, 257, 1023, 1024, 1025, 2048, 5000])
-    stride, most, num_splits, merge_cost = settings_of(seed)
+    stride, most, num_splits, costs = settings_of(seed)
     cuts, wide = cupy.full((num_splits + 4, 2), -77, cupy.int32), cupy.asarray(strided(seqlens, stride))
     stream = cupy.cuda.get_current_stream().ptr
-    step = prepared(gpu, len(seqlens), stride, most, num_splits, merge_cost, stream)
+    step = prepared(gpu, len(seqlens), stride, most, num_splits, costs, stream)
     step.enqueue([0, wide.data.ptr], cuts[1:].data.ptr, stream)
-    assert_points(cupy.asnumpy(cuts), seqlens, most, num_splits, merge_cost)
+    assert_points(cupy.asnumpy(cuts), seqlens, most, num_splits, costs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(24))
+def test_kernel_gives_the_models_points_for_short_batches_on_a_gpu(gpu: DeviceInfo, seed: int) -> None:
+    import cupy
+
+    seqlens, num_splits, costs = short_batch(seed)
+    cuts, lengths = cupy.full((num_splits + 4, 2), -77, cupy.int32), cupy.asarray(seqlens)
+    stream = cupy.cuda.get_current_stream().ptr
+    step = prepared(gpu, len(seqlens), 1, MAX_TOKENS, num_splits, costs, stream)
+    step.enqueue([0, lengths.data.ptr], cuts[1:].data.ptr, stream)
+    assert_points(cupy.asnumpy(cuts), seqlens, MAX_TOKENS, num_splits, costs)
 
 
 @pytest.mark.gpu

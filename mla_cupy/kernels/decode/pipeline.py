@@ -151,8 +151,10 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             return [ZeroFill("tickets")] if launched > b else []
         if config.pieces:
             return [schedule_pieces.launch("seqlens", stride, max_tokens, b, config.pieces, shard)]
-        merge_cost = schedule.merge_cost(min(config.problem.rows, config.kernel.block_rows))
-        return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard)]
+        problem, kernel = config.problem, config.kernel
+        merge_cost = schedule.merge_cost(min(problem.rows, kernel.block_rows))
+        piece_cost = schedule.piece_cost(problem.s_q * problem.h_q) if kernel.counts_partials else 0
+        return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard, piece_cost)]
 
     def _record(self, config: DecodeConfig, call: Call, splits: int) -> Record:
         options: DecodeOptions = call.options

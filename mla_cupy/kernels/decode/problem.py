@@ -164,6 +164,8 @@ class AttentionKernel(Kernel[ProblemT]):
     cluster_blocks : int
         Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
         neither a schedule nor a combine.
+    counts_partials : bool
+        Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
     """
 
     variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
@@ -171,6 +173,7 @@ class AttentionKernel(Kernel[ProblemT]):
     blocks_per_sm: int = 1
     kv_map: Callable[[View], TensorMapSpec] | None = None
     cluster_blocks: int = 1
+    counts_partials: bool = False
 
     def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
         """As many splits as keep every block of the grid resident at once; `rows` are those of one KV head."""

@@ -20,4 +20,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     variant=key_variant,
     block_rows=BLOCK_M,
     kv_map=kv_map,
+    counts_partials=True,
 )

@@ -74,4 +74,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     variant=variant,
     block_rows=BLOCK_ROWS[-1],
     kv_map=partial(sm90.kv_map, l2="none"),
+    counts_partials=True,
 )
