@@ -77,17 +77,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     fence_mbarrier_init();
 }
 
-// A position in the ring of pieces.
-struct Pieces {
-    Ring<kStages> ring;
-    i32 stage = 0;
-
-    MLA_DEVICE void advance() {
-        ring.advance(stage);
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
-    MLA_DEVICE i32 before() const { return stage == 0 ? kStages - 1 : stage - 1; }
-};
+using Pieces = RingPosition<kStages>;
 
 // ---- The tile --------------------------------------------------------------------------------------------------
 struct Tile {

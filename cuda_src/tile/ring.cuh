@@ -15,6 +15,19 @@ struct Ring {
     MLA_DEVICE void advance(i32 stage) { phases ^= 1u << stage; }
 };
 
+// The same, with the stage: for rings that are walked by steps that no loop counter tells.
+template <i32 kStages>
+struct RingPosition {
+    Ring<kStages> ring;
+    i32 stage = 0;
+
+    MLA_DEVICE void advance() {
+        ring.advance(stage);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    MLA_DEVICE i32 before() const { return stage == 0 ? kStages - 1 : stage - 1; }
+};
+
 MLA_DEVICE void mbarrier_wait(MBarrier& barrier, u32 parity) {
     while (!mbarrier_try_wait_parity(barrier, parity)) {
     }

@@ -108,8 +108,10 @@ def sparse_loss(case: sparse_loss_cases.SparseLossCase, **options: Any) -> Bound
 
 
 def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **options: Any) -> BoundCall:
-    make = loss_cases.loss_inputs if isinstance(case, loss_cases.LossCase) else sparse_loss_cases.sparse_loss_inputs
-    inputs = make(case)  # type: ignore[operator]
+    if isinstance(case, loss_cases.LossCase):
+        inputs = loss_cases.loss_inputs(case)
+    else:
+        inputs = sparse_loss_cases.sparse_loss_inputs(case)
     names = ("q", "k", "lse", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
     arrays = _dense(**{name: inputs.get(name) for name in names})
     return BoundCall(

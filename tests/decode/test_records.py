@@ -219,7 +219,8 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) ->
     got = run(inputs, kernel, 1, ("late", 0))
     assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
     assert not np.isfinite(got[0][:, 1:, :, 3].astype(np.float32)).any()
-    check((got[0][:, :1], got[1][..., :1]), *((x[0][:, :1], x[1][..., :1]) for x in (inputs.exact, inputs.rounded)), "bfloat16")  # fmt: skip  # noqa: E501
+    first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
+    check(*first, "bfloat16")
 
 
 def test_a_plan_serves_records() -> None:
