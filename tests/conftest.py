@@ -7,10 +7,10 @@ import os
 import pytest
 
 os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers beside the tests
-if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    # The threads of NumPy's matrix products spin while they wait: more of them than cores take the time of the tests.
-    threads = max(1, len(os.sched_getaffinity(0)) // int(workers))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The threads of NumPy's matrix products spin while they wait for one another: where not all of them have a core of
+    # their own, a test that takes one second alone was seen to take thirty.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from mla_cupy.runtime import device
 from tests import durations

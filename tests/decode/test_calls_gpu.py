@@ -160,7 +160,7 @@ def test_workspace_of_the_caller_is_all_that_is_written(kernel: str) -> None:
     host = whole.get()
     assert (host[:begin] == 0xA5).all()
     assert (host[begin + nbytes :] == 0xA5).all()
-    assert (host[begin : begin + nbytes] != 0xA5).any()
+    assert nbytes == 0 or (host[begin : begin + nbytes] != 0xA5).any()
 
 
 def test_planned_call_allocates_nothing(kernel: str) -> None:
