@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import mla_cupy
 from bench.core import report
 from bench.core.implementation import Choices, make
 from bench.core.runner import Options, run_case
@@ -61,6 +62,21 @@ def test_times_and_ratios(device, options, fake):
     assert set(row["host_us"]) == {"call", "repeated_call", "empty_launch", "plan_update"}
     assert row["workspace_bytes"] == 5000
     assert (row["l2_bytes"], row["l2_tbps"]) == (None, None)
+
+
+def test_batch_invariant_plans_are_asked_for(device, numpy_backend, monkeypatch):
+    asked, plan_decode = [], mla_cupy.plan_decode
+
+    def noted(**options):
+        asked.append({name: options.get(name) for name in ("batch_invariant", "split_tokens")})
+        return plan_decode(**options)
+
+    monkeypatch.setattr(mla_cupy, "plan_decode", noted)
+    sets = [make_inputs(CASE, "bfloat16", seed, device) for seed in range(2)]
+    for implementation in make(["batch_invariant", "batch_invariant_512"], DECODE.implementations(Choices())):
+        implementation.prepare(CASE, "bfloat16", sets, device)
+    usual = {"batch_invariant": None, "split_tokens": None}
+    assert asked == [usual, *({"batch_invariant": True, "split_tokens": split} for split in (4096, 512))]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)

@@ -20,6 +20,8 @@ LAYERS = (1, 61)
 GENERIC = "decode_generic"  # without tensor cores
 #: Kernels among which the size of a batch decides, to be compared with the one that is chosen.
 NAMED = ("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8")
+#: Batch-invariant plans, and the `split_tokens` of each.
+INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
 
 
 class Decode:
@@ -78,6 +80,17 @@ class Decode:
             kernel=kernel_of(plan),
             figures=figures if self.name in (OWN, *NAMED) else {},
         )
+
+
+class BatchInvariant(Decode):
+    """The same with a batch-invariant plan: what its bits cost."""
+
+    def __init__(self, name: str, split_tokens: int) -> None:
+        super().__init__(name=name)
+        self._split_tokens = split_tokens
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "batch_invariant": True, "split_tokens": self._split_tokens}
 
 
 def _steps(updates: Sequence[Call], planned: Sequence[Call], layers: int) -> list[Call]:
