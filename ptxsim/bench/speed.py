@@ -1,18 +1,23 @@
 """How fast the simulator is: ``python bench/speed.py [--json FILE]``, in ptxsim. Needs NVRTC's wheels.
 
-Times are CPU time of one process, the best of several runs: microseconds for each warp-instruction (one PTX instruction
-of one warp) of the test kernels, with and without race detection, and the seconds that loading takes.
+Times are CPU time of one process with one thread for matrix products, the best of several runs: microseconds for each
+warp-instruction (one PTX instruction of one warp) of the test kernels, with and without race detection, and the seconds
+that loading takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
+
+for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ[name] = "1"  # threads that wait for products are CPU time, too
 
 HOUSE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(HOUSE), str(HOUSE / "tests")]

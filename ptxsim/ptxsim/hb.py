@@ -14,7 +14,7 @@ import numpy as np
 from .clocks import Clocks, View
 from .numeric import count_nonzero
 from .rules import CLOCKED
-from .shadow import PENDING, Shadow
+from .shadow import PENDING, Box, Shadow
 from .strong import SCOPES, Flags, includes
 
 
@@ -174,6 +174,25 @@ class Detector(Clocks):
         self._against_reads(agent, shadow, words, where, 15, 0, view.clocks, view, verb)
         self._wrote(writer, shadow, words, clock, where, 0, verb)
 
+    def tensor_write_box(
+        self, agent: int, view: View, shadow: Shadow, box: Box, writer: int, clock: int, where: object
+    ) -> None:
+        """Do as tensor_write for a block of lanes and columns: faster, as long as nothing conflicts."""
+        late = shadow.row_tops > view.clocks[shadow.row_agents]
+        if (
+            self.watch is not None
+            or shadow.strong
+            or count_nonzero(box.of(shadow.clock) > view.clocks.take(box.of(shadow.writer)))
+            or any(
+                count_nonzero(box.of(shadow.reads[i][0]) > view.clocks[shadow.row_agents[i]])
+                for i in np.flatnonzero(late)
+            )
+        ):
+            self.tensor_write(agent, view, shadow, box.cells(), writer, clock, where)
+            return
+        for table, value in ((shadow.writer, writer), (shadow.clock, clock), (shadow.sites, where.ins.number)):
+            box.of(table)[...] = value
+
     def finish_write(self, shadow: Shadow, words: np.ndarray, writer: int, clock: int) -> None:
         """Turn a pending write into one that happened at a clock of its agent."""
         mine = words[(shadow.writer[words] == writer) & (shadow.clock[words] == PENDING)]
@@ -263,24 +282,25 @@ class Detector(Clocks):
         verb: str = "writes",
     ) -> None:
         """Report a write that earlier reads conflict with; a strong one does not conflict with strong reads."""
-        count = len(shadow.rows)
-        if not count or not count_nonzero(shadow.row_tops[:count] > row[shadow.row_agents]):
+        late = shadow.row_tops > row[shadow.row_agents]
+        if not count_nonzero(late):
             return
-        clocks, agents = shadow.reads[:count].take(words, axis=1), shadow.row_agents[:count]
+        late = np.flatnonzero(late)
+        clocks, agents = np.stack([shadow.reads[i][0][words] for i in late]), shadow.row_agents[late]
         if not count_nonzero(clocks > row[agents][:, None]):
             return
 
         def find(known: np.ndarray, loosely: bool) -> Conflict | None:
             bad = clocks > known[agents][:, None]
             if strength:
-                bad &= ~shadow.strong_rows[:count, None]
+                bad &= ~shadow.strong_rows[late, None]
             if not isinstance(mask, int):
-                bad &= (shadow.row_masks[:count, None] & mask) != 0
+                bad &= (shadow.row_masks[late, None] & mask) != 0
             if not bad.any():
                 return None
             hit, at = np.argwhere(bad)[0]
             word = int(np.asarray(words).reshape(-1)[at])
-            return Conflict(word, int(agents[hit]), int(shadow.read_sites[hit, word]), "a read")
+            return Conflict(word, int(agents[hit]), int(shadow.reads[late[hit]][1][word]), "a read")
 
         self._judge(find, agent, shadow, view or self.generic_view(agent), where, verb)
 

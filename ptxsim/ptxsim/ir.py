@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 TYPE_BITS = {
     "pred": 1,
@@ -126,7 +127,7 @@ class Instr:
     number: int = -1
     registers: tuple[list[Reg], list[Reg]] | None = None
 
-    @property
+    @cached_property
     def opcode(self) -> str:
         """The full dotted opcode."""
         return ".".join([self.op, *self.mods])

@@ -198,7 +198,8 @@ def _arrive(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
             elif detector := W.cta.cluster.detector:
                 barrier.gather_known(detector.flags.fenced(W.agent, scope))
             for lane in lanes:
-                out[lane] = barrier.phase << 32 | barrier.pending
+                phase = barrier.phase
+                out[lane] = phase << 32 | barrier.pending
                 try:
                     if expect:
                         barrier.expect(int(n[lane]))
@@ -207,7 +208,7 @@ def _arrive(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
                         barrier.arrive(1 if n is None else int(n[lane]), drop)
                 except SyncError as error:
                     W.fail(SyncError, ins, str(error))
-                if no_complete and barrier.pending == barrier.count:
+                if no_complete and barrier.phase != phase:
                     W.sync_error(ins, "an arrive.noComplete completed the phase")
         W.launch.counters["mbarrier arrivals"] += len(a)
         return (out, None) if state is not SINK else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from .numeric import count_nonzero
@@ -10,11 +12,28 @@ PENDING = np.uint32(0xFFFFFFFF)
 """The clock of a write that has not finished."""
 
 
+@dataclass(frozen=True)
+class Box:
+    """Lanes and columns of tensor memory that lie side by side, ``width`` columns a lane."""
+
+    lanes: slice
+    columns: slice
+    width: int
+
+    def of(self, table: np.ndarray) -> np.ndarray:
+        """Return the part of a table of all cells."""
+        return table.reshape(-1, self.width)[self.lanes, self.columns]
+
+    def cells(self) -> np.ndarray:
+        """Return the numbers of the cells."""
+        return self.of(np.arange(self.lanes.stop * self.width)).reshape(-1)
+
+
 class Shadow:
     """What the detector knows about each 4-byte word of one block's shared memory, tensor memory or a global array.
 
-    ``sites`` and ``read_sites`` hold the numbers of the instructions that wrote and read; ``read_rows`` are the rows of
-    ``reads`` and ``read_sites``, one by one.
+    ``sites`` holds the numbers of the instructions that wrote; ``reads`` holds, per row, when each word was read and by
+    which instruction.
 
     ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array,
     ``block`` whose shared memory it is. ``mask`` tells which bytes
@@ -39,13 +58,11 @@ class Shadow:
         self.observed: dict[int, np.ndarray] = {}
         self.count = 0
         self.sites = np.full(words, -1, np.int32)
-        self.read_sites = np.zeros((0, words), np.int32)
-        self.read_rows: list[tuple[np.ndarray, np.ndarray]] = []
+        self.reads: list[tuple[np.ndarray, np.ndarray]] = []
         self.rows: dict[tuple, int] = {}
         self.row_agents = np.zeros(0, np.intp)
         self.strong_rows = np.zeros(0, bool)
         self.row_masks = np.zeros(0, np.uint8)
-        self.reads = np.zeros((0, words), np.uint32)
         self.row_tops = np.zeros(0, np.uint32)
         self.bytes: dict[tuple[int, int], np.ndarray] = {}
         self.aside = self.partial = self.strong = False
@@ -70,7 +87,7 @@ class Shadow:
 
     def note_read(self, row: int, words: np.ndarray, clock: int, site: int) -> None:
         """Record a read in a row."""
-        clocks, sites = self.read_rows[row]
+        clocks, sites = self.reads[row]
         clocks[words] = clock
         sites[words] = site
         if clock > self.row_tops[row]:
@@ -91,10 +108,7 @@ class Shadow:
         index = self.rows.get(key)
         if index is None:
             index = self.rows[key] = len(self.rows)
-            if index >= len(self.reads):
-                rows = max(8, 2 * len(self.reads))
-                self.reads, self.read_sites = _more_rows(self.reads, rows), _more_rows(self.read_sites, rows)
-                self.read_rows = list(zip(self.reads, self.read_sites, strict=True))
+            self.reads.append((np.zeros(len(self.clock), np.uint32), np.zeros(len(self.clock), np.int32)))
             self.row_agents = np.append(self.row_agents, agent)
             self.strong_rows = np.append(self.strong_rows, strong)
             self.row_masks = np.append(self.row_masks, np.uint8(mask))
@@ -144,9 +158,3 @@ class Shadow:
             clocks = self.bytes.setdefault((writer, bits), np.zeros(len(self.clock), np.uint32))
             clocks[at] = self.clock[at]
             self._hide(writer, int(clocks[at].max()))
-
-
-def _more_rows(table: np.ndarray, rows: int) -> np.ndarray:
-    grown = np.zeros((rows, table.shape[1]), table.dtype)
-    grown[: len(table)] = table
-    return grown

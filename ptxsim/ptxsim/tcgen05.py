@@ -24,6 +24,7 @@ _TYPES = {
 _OUTPUTS = {"f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"}, "i8": {2: "s32"}}
 
 
+@lru_cache(maxsize=4096)
 def decode_smem_descriptor(bits: int) -> SmemLayout:
     """Decode an sm_100 shared-memory descriptor (ISA table 40), refusing reserved bits."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class Decoded:
         """Number of dimensions."""
         return len(self.dims)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Units of the box per dimension."""
         if self.im2col:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from .accesses import Where
@@ -12,6 +14,12 @@ from .numeric import count_nonzero
 from .tcpipe import Pipe, pipe_of
 from .tmem import COLUMNS, LANES, TensorMemory, fragment, tmem_of
 from .warp import Warp
+
+
+@lru_cache(maxsize=512)
+def _columns(shape: str, count: int, split: int, packed: bool) -> np.ndarray:
+    """Return the columns of an access, each once."""
+    return np.unique(fragment(shape, count, split, packed)[1])
 
 
 def cells_of(
@@ -37,7 +45,7 @@ def cells_of(
         lane = quadrant + lane % 32
     lanes, columns = fragment(shape, count, split, packed)
     tmem = tmem_of(W.cta)
-    why = tmem.outside(np.unique(columns + column))
+    why = tmem.outside(_columns(shape, count, split, packed) + column)
     if why:
         W.fail(MemoryFault, ins, why)
     return tmem, (lanes + lane) * COLUMNS + columns + column

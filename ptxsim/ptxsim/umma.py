@@ -13,6 +13,7 @@ from .machine import AsyncOp
 from .memory import RANK_SHIFT
 from .operand import fetch, from_containers, multiply, nibbles, placed, widen
 from .ops_mbar import find
+from .shadow import Box
 from .tcgen05 import (
     DEPTH,
     InstructionDescriptor,
@@ -179,11 +180,16 @@ class Mma:
         """Tell the detector of the writes of D."""
         if not self.detector:
             return
-        cells = (self.lanes[:, :, None] * COLUMNS + self.columns).reshape(-1)
+        blocks = [_block(self.lanes[:, part], self.columns) for part in range(self.parts)]
+        agent, where = self.pipe.agents[0], Where(self.W, self.ins)
         for cta in self.ctas:
-            shadow, where = tmem_of(cta).shadow, Where(self.W, self.ins)
-            agent = self.pipe.agents[0]
-            self.detector.tensor_write(self.W.agent, self.tensor, shadow, cells, agent, self.clock, where)
+            told = (self.W.agent, self.tensor, tmem_of(cta).shadow)
+            for lanes, columns in blocks:
+                if isinstance(lanes, slice):
+                    self.detector.tensor_write_box(*told, Box(lanes, columns, COLUMNS), agent, self.clock, where)
+                else:
+                    cells = (lanes * COLUMNS + columns).reshape(-1)
+                    self.detector.tensor_write(*told, cells, agent, self.clock, where)
 
     def _compute(self, a_places: object, b_places: list) -> None:
         desc = self.desc
@@ -230,7 +236,7 @@ class Mma:
             product, defined = self._product(tmem, own, own_bad, b[some], b_bad[some])
             product = -product if negative else product
             rows = self.lanes[:, part]
-            cells = np.ix_(rows, self.columns)
+            cells = _block(rows, self.columns)
             if self.operands.enable:
                 old = _numbers(tmem.cells[cells], desc.out)
                 product = product + (old * 2.0**-scale if scale else old)
@@ -242,6 +248,14 @@ class Mma:
                 defined = np.where(keep[:, None], defined, tmem.defined[cells])
             tmem.cells[cells] = result
             tmem.defined[cells] = defined
+
+
+def _block(rows: np.ndarray, columns: np.ndarray) -> tuple:
+    """Return the index of rows x columns (consecutive ones) of tensor memory: slices, as a rule."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return slice(first, last + 1), slice(int(columns[0]), int(columns[-1]) + 1)
+    return rows[:, None], columns
 
 
 def _lanes_enabled(mask: tuple[int, ...], rows: np.ndarray, index: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from simtest.golden import copies, matrices
+from simtest.golden import copies, matrices, more_copies
 from simtest.golden.case import Case, Map
 from simtest.golden.rows import LANES, TABLES, given, inputs, kernel, rows
 from simtest.nvrtc import KERNELS
@@ -51,6 +51,7 @@ def cases() -> Iterator[Case]:
     yield from tables()
     yield from matrices.cases()
     yield from copies.cases()
+    yield from more_copies.cases()
     yield from compiled()
 
 

@@ -42,9 +42,9 @@ MMA = [
 ]  # fmt: skip
 
 
-def mma(rng: np.random.Generator) -> Iterator[Case]:
-    """Yield mma.sync in every shape: registers come from an array and go to one."""
-    for shape, types, na, nb, nc in MMA:
+def mma(rng: np.random.Generator, table: list[tuple]) -> Iterator[Case]:
+    """Yield mma.sync in the shapes of a table: registers come from an array and go to one."""
+    for shape, types, na, nb, nc in table:
         kinds = types.split(".")
         width = 8 if kinds[0] == "f64" else 4
         reg, bits = ("d", "b64") if width == 8 else ("r", "b32")
@@ -129,7 +129,7 @@ def operand(mn: int, bits: int, depth: int, span: int, mn_major: bool) -> tuple[
 
 
 def wgmma_case(name: str, rng: np.random.Generator, kinds: str, n: int, depth: int, a: list[int] | None, b: list[int], *,
-               out: str = "f32", tail: str = "", scale_d: bool = False, random: bool = False) -> Case:  # fmt: skip
+               out: str = "f32", tail: str = "", scale_d: bool = False, random: bool = False, form: str = "") -> Case:  # fmt: skip
     """Return a case of chained wgmma: ``a`` (None: in registers) and ``b`` hold a descriptor per step."""
     first, second = kinds.split(".")
     image = np.concatenate(
@@ -160,7 +160,7 @@ def wgmma_case(name: str, rng: np.random.Generator, kinds: str, n: int, depth: i
         flag = "%p2" if step == 0 else "%p1"
         steps.append(f"add.u64 %d6, %d4, {desc_b};")
         steps.append(
-            f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{out}.{kinds} {{{regs}}}, {left}, %d6, {flag}{tail};"
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{out}.{kinds}{form} {{{regs}}}, {left}, %d6, {flag}{tail};"
         )
     stores = "".join(f"st.global.{kind} [%d7+{512 * i}], %x{i};" for i in range(count))
     loads = "".join(f"ld.global.b32 %r{20 + i}, [%d9+{512 * i}];" for i in range(4 * len(b))) if a is None else ""
@@ -236,6 +236,6 @@ def wgmma(rng: np.random.Generator) -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """Yield the matrix cases."""
     rng = np.random.default_rng(5)
-    yield from mma(rng)
+    yield from mma(rng, MMA)
     yield from matrices(rng)
     yield from wgmma(rng)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from simtest.golden.more import MORE
+
 LANES = 64
 RESULTS = {"b2": 16, "f2": 16, "bf": 16, "b4": 32, "f4": 32, "hh": 32, "bb": 32, "b8": 64, "f8": 64}
 """Result types: raw bits, f16, bf16, float32, pairs of f16 and bf16, float64; and the width of ``%d``."""
@@ -324,6 +326,7 @@ TABLES = {
         b4 0 | and.b32 %t0, %lane, 5; setp.eq.u32 %p1, %t0, 1; mov.b32 %d, 0; @%p1 redux.sync.add.u32 %d, %i0, 0x0A0A0A0A;
         b4 0 | and.b32 %t0, %lane, 5; setp.eq.u32 %p1, %t0, 1; mov.b32 %d, 0; @%p1 shfl.sync.bfly.b32 %d, %i0, 2, 31, 0x0A0A0A0A;
     """,
+    **MORE,
 }  # fmt: skip
 
 
