@@ -28,6 +28,8 @@ struct LossParams {
     float* scores;             // (chunk, rows, keys): the indexer's scores, then the gradient by them
     u16* gradient;             // (chunk, keys), bf16, zero up to the end of a tile of keys; or null: over the scores
     u16* finite_keys;          // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
+    u16* finite_values;        // (s_kv, d_v), bf16: v with zeros for what is not finite, rows of 16 bytes; or null
+    i32* nonfinite_tiles;      // (tiles of keys,): whether v has such elements there; or null
     float* key_sums;           // (key_splits, s_kv, d_i): d_index_k of the chunks so far
     float* kl;                 // (s_q, rows)
     float* mass;               // (s_q, rows)
@@ -103,6 +105,23 @@ MLA_DEVICE const u16* index_query_row(const LossParams& p, i32 token, i32 head) 
 MLA_DEVICE float index_weight(const LossParams& p, i32 token, i32 head) {
     return p.score_unit * p.weights[token * p.weights_stride_token_elems + head * p.weights_stride_head_elems];
 }
+
+// What the gradients per head need of a row, in base 2.
+struct HeadRow {
+    bool live;  // has a divergence
+    float weight_log2, minus_mass, minus_index_lse;
+};
+
+MLA_DEVICE HeadRow head_row(const LossParams& p, i32 token, i32 head) {
+    if (token >= p.s_q) return HeadRow{false, 0.f, 0.f, 0.f};
+    const float mass = p.mass[token * p.mass_stride_token_elems + head * p.mass_stride_head_elems];
+    const float index_lse = p.index_lse[token * p.index_lse_stride_token_elems + head * p.index_lse_stride_head_elems];
+    const bool live = fabsf(mass) <= kMaxFloat && fabsf(index_lse) <= kMaxFloat;
+    return HeadRow{live, index_weight(p, token, head) * kLog2E, -mass * kLog2E, -index_lse * kLog2E};
+}
+
+// Of the copy of the values: rows start at multiples of 16 bytes.
+MLA_DEVICE i64 finite_value_stride(const LossParams& p) { return ceil_div(p.value_dim, 8) * 8; }
 
 // A gradient in its own dtype.
 MLA_DEVICE void store_gradient(void* to, bool fp32, i64 at, float x) {

@@ -29,6 +29,9 @@ CASES = [
     LossCase(s_q=257, s_kv=257, h=16, h_i=8, d=64, d_i=32, spread=3),
     LossCase(s_q=90, s_kv=190, h=8, h_i=8, d=576, d_i=32, d_v=512, causal=False),
     LossCase(s_q=100, s_kv=260, h=16, h_i=16, d=128, d_i=64, d_v=128, target="per_head"),
+    LossCase(s_q=300, s_kv=500, h=16, h_i=16, d=128, d_i=128, target="per_head", sequences=RAGGED),
+    LossCase(s_q=400, s_kv=400, h=4, h_i=4, d=64, d_i=32, d_v=72, target="per_head", target_scale=0.1, spread=3),
+    LossCase(s_q=300, s_kv=500, h=16, h_i=8, d=128, d_i=64, d_v=128, sequences=RAGGED),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_
 from tests.support.sim_driver import fake_gpu, simulated
 
 GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_scores_sm90"
+HEADS = "indexer_loss_heads_sm90"
 CASES = [
     LossCase(),
     LossCase(s_q=4, s_kv=7, causal=False, lse=True, d_v=20, row_weights=False),
@@ -39,6 +40,7 @@ def test_generic(case: LossCase) -> None:
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
 
 
+SIZES = {"s_q": 4, "s_kv": 4, "heads": 2, "index_heads": 2, "head_dim": 128, "index_dim": 64}
 #: (mode of completion, seed)
 MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
 HOPPER_CASES = [
@@ -56,12 +58,37 @@ LARGE_HOPPER_CASES = [
 ]
 
 
+HEAD_CASES = [
+    LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=128, d_i=64, d_v=128, target="per_head", causal=False),
+    LossCase(s_q=9, s_kv=12, h=2, h_i=2, d=40, d_i=128, target="per_head", sequences=((4, 2), (0, 3), (4, 6))),
+    LossCase(s_q=2, s_kv=4, h=2, h_i=1, d=64, d_i=32, d_v=20),  # attention alone, beside sums over heads
+]
+LARGE_HEAD_CASES = [
+    LossCase(s_q=130, s_kv=140, h=1, h_i=1, d=64, d_i=32, d_v=20, target="per_head", target_scale=0.3),
+    LossCase(s_q=150, s_kv=400, h=2, h_i=2, d_i=128, d_v=128, target="per_head", sequences=((60, 140), (90, 260))),
+    LossCase(s_q=40, s_kv=300, h=3, h_i=3, d=16, d_i=64, target="per_head", spread=8, row_weights=False),
+    LossCase(s_q=140, s_kv=280, h=2, h_i=1, d=128, d_i=32, d_v=128, sequences=((70, 140), (70, 140))),
+]
+ALL_HOPPER_CASES = [*HOPPER_CASES, *LARGE_HOPPER_CASES, *HEAD_CASES, *LARGE_HEAD_CASES]
+
+
+def hopper_kernels(case: LossCase) -> tuple[str, set[str]]:
+    """The main kernel, and what makes that of the attention which is asked for or missing."""
+    if case.target == "per_head":
+        return HEADS, set()
+    if case.d_v:
+        return HOPPER, {f"mla_{HEADS}" if max(case.d, case.d_v) <= 128 else "mla_indexer_loss_attention_generic"}
+    return HOPPER, set() if case.lse else {"mla_indexer_loss_lse_sm90"}
+
+
 def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[Any, ...]:
     inputs = loss_inputs(case)
+    main, attention = hopper_kernels(case)
     with simulated(2, (9, 0), *mode) as target:
-        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HOPPER, **options)
-    assert f"mla_{HOPPER}" in target.launched
-    assert ("mla_indexer_loss_lse_sm90" in target.launched) == (not case.lse and not case.d_v)
+        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=main, **options)
+    makers = {f"mla_{HEADS}", "mla_indexer_loss_attention_generic", "mla_indexer_loss_lse_sm90"}
+    assert f"mla_{main}" in target.launched
+    assert makers & set(target.launched) == attention | ({f"mla_{main}"} & makers)
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options), TENSOR_CORE_ERROR)
     return got
 
@@ -71,9 +98,29 @@ def test_hopper(case: LossCase) -> None:
     run_hopper(case, MODES[HOPPER_CASES.index(case)])
 
 
+@pytest.mark.parametrize("case", HEAD_CASES, ids=lambda case: case.id)
+def test_heads_on_hopper(case: LossCase) -> None:
+    run_hopper(case, MODES[HEAD_CASES.index(case)])
+
+
+def test_values_that_are_not_finite() -> None:
+    """They reach the tokens that see them, and no other of a tile."""
+    case = LossCase(s_q=4, s_kv=6, h=1, h_i=1, d=8, d_i=32, d_v=16, target="per_head")
+    inputs = loss_inputs(case)
+    inputs["v"][4, 1], inputs["v"][3, 9] = np.nan, -np.inf
+    with simulated(1, (9, 0)):
+        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HEADS, gradients=False)
+    exact = reference.indexer_warmup_loss(**inputs, **case.options, gradients=False)
+    check_loss(got, exact, TENSOR_CORE_ERROR)
+    assert np.isnan(got[6][2:, :, 1].astype(float)).all()
+    assert np.isfinite(got[6][:1].astype(float)).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("case", [*HOPPER_CASES, *LARGE_HOPPER_CASES], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [*HOPPER_CASES, *LARGE_HOPPER_CASES, *HEAD_CASES, *LARGE_HEAD_CASES], ids=lambda case: case.id
+)
 def test_hopper_in_every_mode(case: LossCase, mode: tuple[str, int]) -> None:
     run_hopper(case, mode)
 
@@ -104,17 +151,27 @@ def test_splits_divide_the_tokens_that_see_a_tile() -> None:
 
 
 def test_what_hopper_does_not_take() -> None:
-    """Targets per head, odd addresses, no token: the plain kernels do."""
-    for changes, word in (
-        ({"per_head": True}, "summed over heads"),
-        ({"aligned": False}, "16 bytes"),
-        ({"s_q": 0}, "one"),
+    """Odd addresses, no token, wide heads with targets of their own: the plain kernels do."""
+    per_head = {"per_head": True}
+    for kernel, changes, word in (
+        (HOPPER, {"aligned": False}, "16 bytes"),
+        (HOPPER, {"s_q": 0}, "one"),
+        (HEADS, {**per_head, "aligned": False}, "16 bytes"),
+        (HEADS, {**per_head, "head_dim": 136}, "d up to 128"),
+        (HEADS, {**per_head, "value_dim": 136}, "d_v up to 128"),
     ):
-        sizes = {"s_q": 4, "s_kv": 4, "heads": 2, "index_heads": 2, "head_dim": 128, "index_dim": 64}
-        problem = LossProblem(**{**sizes, **changes})  # type: ignore[arg-type]
+        problem = LossProblem(**{**SIZES, **changes})  # type: ignore[arg-type]
         assert LOSS.configure(problem, fake_gpu(1)).kernel.name == GENERIC
         with pytest.raises(UnsupportedDeviceError, match=word):
-            LOSS.configure(problem, fake_gpu(1), HOPPER)
+            LOSS.configure(problem, fake_gpu(1), kernel)
+
+
+def test_each_target_has_its_kernel() -> None:
+    for changes, taken, other, word in (({}, HOPPER, HEADS, "per head"), ({"per_head": True}, HEADS, HOPPER, "summed")):
+        problem = LossProblem(**{**SIZES, **changes})  # type: ignore[arg-type]
+        assert LOSS.configure(problem, fake_gpu(1)).kernel.name == taken
+        with pytest.raises(UnsupportedDeviceError, match=word):
+            LOSS.configure(problem, fake_gpu(1), other)
 
 
 @pytest.mark.slow

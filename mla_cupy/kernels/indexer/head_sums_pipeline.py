@@ -17,7 +17,7 @@ from mla_cupy.kernels.indexer.loss_pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
-    attention_launch,
+    attention_kernel,
     chunk_tokens,
     loss_launch,
     loss_record,
@@ -37,8 +37,9 @@ class HeadSumsPipeline(Pipeline[LossConfig]):
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the sums over heads", self.kernels, problem, device, kernel)
-        unit = TILE_TOKENS if chosen is loss_scores_sm90.KERNEL else 1
-        return LossConfig(problem, chosen, chunk_tokens(problem, FLOAT, unit))
+        on_hopper = chosen is loss_scores_sm90.KERNEL
+        chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if on_hopper else 1)
+        return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:
         """The lists if there are any, the tokens' keys, the log-sum-exps if nobody else has them, rows of a chunk."""
@@ -65,7 +66,8 @@ class HeadSumsPipeline(Pipeline[LossConfig]):
             parts |= {"rows": "rows", "counts": "counts"}
         whole = loss_record(config, call, 0, problem.s_q, parts)
         steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
-        steps += attention_launch(config, whole, call)
+        if config.attention is not None:
+            steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             record = loss_record(config, call, first, tokens, parts)

@@ -16,6 +16,10 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
     loss_attention_generic,
     loss_finite_keys,
+    loss_finite_values,
+    loss_head_keys_sm90,
+    loss_head_queries_sm90,
+    loss_heads_sm90,
     loss_keys_generic,
     loss_keys_sm90,
     loss_keys_sum,
@@ -29,7 +33,15 @@ from mla_cupy.kernels.indexer import (
 )
 from mla_cupy.kernels.indexer.loss_problem import PARAMS, LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.loss_scores_sm90 import TILE_TOKENS
-from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS, MIN_SPLIT_TOKENS, key_splits
+from mla_cupy.kernels.indexer.loss_sm90 import (
+    FINITE_KEYS,
+    FINITE_VALUES,
+    MIN_SPLIT_TOKENS,
+    NONFINITE_TILES,
+    TILE_KEYS,
+    finite_value_stride,
+    key_splits,
+)
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.sparse import rows
 from mla_cupy.runtime.device import DeviceInfo
@@ -43,11 +55,14 @@ _NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Everything about a call that does not depend on pointers or strides. A chunk is `chunk` tokens."""
+    """Everything about a call that does not depend on pointers or strides. A chunk is `chunk` tokens. `attention` makes
+    the attention's output and log-sum-exps, or the latter alone, where the main kernel does not.
+    """
 
     problem: LossProblem
     kernel: LossKernel
     chunk: int
+    attention: LossKernel | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -57,7 +72,17 @@ class LossConfig:
     @property
     def on_tensor_cores(self) -> bool:
         """Whether gradients are made by the kernels for Hopper, which have them in bf16."""
-        return self.problem.gradients and self.kernel is loss_scores_sm90.KERNEL
+        return self.problem.gradients and self.kernel is not loss_scores_generic.KERNEL
+
+    @property
+    def without_rows(self) -> bool:
+        """Whether nothing of a query and a key is stored: divergences per head, at once for all tokens."""
+        return self.kernel is loss_heads_sm90.KERNEL
+
+    @property
+    def copies_values(self) -> bool:
+        """Whether an attention on tensor cores has values."""
+        return self.problem.value_dim > 0 and loss_heads_sm90.KERNEL in (self.kernel, self.attention)
 
     @property
     def key_splits(self) -> int:
@@ -73,20 +98,24 @@ class LossConfig:
 class LossPipeline(Pipeline[LossConfig]):
     """The kernels of the warm-up loss."""
 
-    kernels = (loss_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
+    kernels = (loss_scores_sm90.KERNEL, loss_heads_sm90.KERNEL, loss_scores_generic.KERNEL)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
+        if chosen is loss_heads_sm90.KERNEL:
+            return LossConfig(problem, chosen, problem.s_q)
         on_hopper = chosen is loss_scores_sm90.KERNEL
         bytes_per_key = (1 if problem.given_sums else 2) * FLOAT + (_HALF if on_hopper else 0)
-        return LossConfig(problem, chosen, chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1))
+        chunk = chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1)
+        return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:
         """The tokens' keys, the attention's log-sum-exps if nobody else has them, the rows of a chunk, the sums."""
         problem = config.problem
-        elements = config.chunk * problem.rows_per_token * problem.row_stride
+        elements = 0 if config.without_rows else config.chunk * problem.rows_per_token * problem.row_stride
         keys = problem.s_kv * problem.index_dim
+        values = problem.s_kv * finite_value_stride(problem.value_dim) if config.copies_values else 0
         own_lse = problem.needs_lse and not problem.value_dim
         return Layout(
             {
@@ -96,6 +125,8 @@ class LossPipeline(Pipeline[LossConfig]):
                 "score_rows": FLOAT * elements,
                 "gradient_rows": _HALF * elements if config.on_tensor_cores else 0,
                 FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
+                FINITE_VALUES: _HALF * values,
+                NONFINITE_TILES: FLOAT * -(-problem.s_kv // TILE_KEYS) if config.copies_values else 0,
                 "key_sums": FLOAT * config.key_splits * keys if config.carries_sums else 0,
             }
         )
@@ -106,7 +137,10 @@ class LossPipeline(Pipeline[LossConfig]):
         steps: list[Step] = []
         whole = loss_record(config, call, 0, problem.s_q)
         steps += loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole, call)
-        steps += attention_launch(config, whole, call)
+        if config.copies_values:
+            steps += loss_launch(loss_finite_values.KERNEL, problem, problem.s_q, whole, call)
+        if config.attention is not None:
+            steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.on_tensor_cores:
             steps += loss_launch(loss_finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
@@ -131,23 +165,28 @@ def chunk_tokens(problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
     """Those that run for each chunk."""
     yield config.kernel
-    yield loss_rows.KERNEL
+    if not config.without_rows:
+        yield loss_rows.KERNEL
     if config.problem.gradients:
-        yield loss_queries_sm90.KERNEL if config.on_tensor_cores else loss_queries_generic.KERNEL
-        yield loss_keys_sm90.KERNEL if config.on_tensor_cores else loss_keys_generic.KERNEL
+        yield from _gradient_kernels(config)
 
 
-def attention_launch(config: LossConfig, whole: Record, call: Call) -> list[Step]:
-    """What the attention itself has to give, where it is asked for or missing."""
-    problem = config.problem
+def _gradient_kernels(config: LossConfig) -> tuple[LossKernel, LossKernel]:
+    if config.without_rows:
+        return loss_head_queries_sm90.KERNEL, loss_head_keys_sm90.KERNEL
+    if config.on_tensor_cores:
+        return loss_queries_sm90.KERNEL, loss_keys_sm90.KERNEL
+    return loss_queries_generic.KERNEL, loss_keys_generic.KERNEL
+
+
+def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) -> LossKernel | None:
+    """What makes that of the attention which is asked for or missing."""
     if problem.value_dim:
-        kernel = loss_attention_generic.KERNEL
-    elif problem.needs_lse:
-        on_hopper = config.kernel is loss_scores_sm90.KERNEL
-        kernel = loss_lse_sm90.KERNEL if on_hopper else loss_attention_generic.KERNEL
-    else:
-        return []
-    return loss_launch(kernel, problem, problem.s_q, whole, call)
+        on_rows = on_hopper and loss_heads_sm90.attends(problem, device)
+        return loss_heads_sm90.KERNEL if on_rows else loss_attention_generic.KERNEL
+    if problem.needs_lse:
+        return loss_lse_sm90.KERNEL if on_hopper else loss_attention_generic.KERNEL
+    return None
 
 
 def loss_launch(
@@ -222,6 +261,8 @@ def _parts(config: LossConfig, call: Call) -> dict[str, str]:
         "scores": "score_rows",
         "gradient": "gradient_rows" if config.on_tensor_cores else NULL,
         FINITE_KEYS: FINITE_KEYS if config.on_tensor_cores else NULL,
+        FINITE_VALUES: FINITE_VALUES if config.copies_values else NULL,
+        NONFINITE_TILES: NONFINITE_TILES if config.copies_values else NULL,
         "key_sums": "key_sums" if config.carries_sums else NULL,
         "lse": lse,
         "attention_lse": own,

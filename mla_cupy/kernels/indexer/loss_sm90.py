@@ -19,6 +19,10 @@ MANY_PIECES, FEW_PIECES = 9, 2
 INDEX_PIECES = (2, 1)
 FINITE_KEYS = "finite_keys"
 """The part of the workspace that the gradients take the index keys from."""
+FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
+"""Those that the attention takes its values from, and which tiles of keys of them are not whole."""
+HEAD_TILE_TOKENS = 128
+"""Of a step of the gradients per head."""
 MIN_SPLIT_TOKENS = 32
 """Of a split of the tokens that see a tile of keys: with fewer, a block starts and stores more than it multiplies."""
 _ENOUGH_BLOCKS, _MAX_SPLITS, _MAX_SUM_BYTES = 1056, 16, 64 << 20
@@ -54,20 +58,39 @@ def key_splits(problem: LossProblem) -> int:
     """
     filling = _ENOUGH_BLOCKS // max(1, -(-problem.s_kv // TILE_KEYS))
     fitting = _MAX_SUM_BYTES // max(1, 4 * problem.s_kv * problem.index_dim)
-    return max(1, min(filling, fitting, _MAX_SPLITS, problem.s_q // MIN_SPLIT_TOKENS))
+    head_tiles = -(-problem.s_q // HEAD_TILE_TOKENS) * problem.heads
+    parts = head_tiles if problem.per_head else problem.s_q // MIN_SPLIT_TOKENS
+    return max(1, min(filling, fitting, _MAX_SPLITS, parts))
 
 
-def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernels cannot take the problem; None if they can."""
+def takes(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why none of the kernels can take the problem; None if they can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if 0 in (problem.s_q, problem.s_kv):
         return Reason("takes one token and one key at least")
     if problem.topk is not None:
         return Reason("takes all keys, not lists of them")
-    if problem.per_head:
-        return Reason("takes targets that are summed over heads")
     return None if problem.aligned else needs_alignment("queries and keys, of both kinds,")
+
+
+def takes_rows(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """The same of those whose rows are the tokens of one head."""
+    widest = FEW_PIECES * PIECE_COLUMNS
+    too_wide = Reason(f"takes d up to {widest}") if problem.head_dim > widest else None
+    return takes(problem, device) or too_wide
+
+
+def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernels of sums over heads cannot take the problem; None if they can."""
+    reason = Reason("takes targets that are summed over heads") if problem.per_head else None
+    return takes(problem, device) or reason
+
+
+def unsupported_per_head(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernels of targets per head cannot take the problem; None if they can."""
+    reason = None if problem.per_head else Reason("takes targets per head")
+    return takes_rows(problem, device) or reason
 
 
 def query_map(q: View, box: tuple[int, int]) -> TensorMapSpec:
@@ -88,6 +111,28 @@ def finite_key_map(call: Call) -> TensorMapSpec:
     """The contiguous copy of the index keys."""
     keys = call.view("index_k")
     return key_map(keys._replace(ptr=0, strides=(keys.shape[1], 1)))
+
+
+def finite_value_map(call: Call) -> tuple[str, TensorMapSpec]:
+    """The copy of the values, whose rows start at multiples of 16 bytes."""
+    values = call.view("v")
+    return FINITE_VALUES, key_map(values._replace(ptr=0, strides=(finite_value_stride(values.shape[1]), 1)))
+
+
+def finite_value_stride(value_dim: int) -> int:
+    """Elements between two rows of the copy of the values."""
+    return -(-value_dim // 8) * 8
+
+
+def head_gradient_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
+    """Of the gradients per head: queries, a head of a tile of tokens at a time, and keys."""
+    box = (HEAD_TILE_TOKENS, 1)
+    return (
+        ("q", query_map(call.view("q"), box)),
+        ("k", key_map(call.view("k"))),
+        ("index_q", query_map(call.view("index_q"), box)),
+        (FINITE_KEYS, finite_key_map(call)),
+    )
 
 
 def key_map(k: View) -> TensorMapSpec:
