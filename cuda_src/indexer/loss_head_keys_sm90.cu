@@ -67,9 +67,9 @@ enum StepKind { kLast, kInside, kEdge, kBlind };
 // q_full[s]     load warps (4)      a step: queries; numbers, ranges   math    blocked
 // q_empty[s]    math warps (8)      -                                  load    free
 struct Storage {
-    alignas(kSwizzleAtomBytes) u8 k[kPieces][kPieceBytes];
+    alignas(kSwizzleAtomBytes) u8 k[kUnitPieces][kPieceBytes];
     u8 index_k[kIndexPieces][kPieceBytes];
-    u8 q[kStages][kPieces][kPieceBytes];
+    u8 q[kStages][kUnitPieces][kPieceBytes];
     u8 index_q[kStages][kIndexPieces][kPieceBytes];
     alignas(16) TokenNumbers numbers[kStages][kTileTokens];
     alignas(16) Visible visible[kStages][kTileTokens];
@@ -165,9 +165,9 @@ MLA_DEVICE void load_step(const LossParams& p, Storage& s, const Maps& maps, con
     if (thread % kWarpThreads == 0) s.kind[stage][thread / kWarpThreads] = blind ? kBlind : kind;
     __syncwarp();
     if (thread == 0) {
-        mbarrier_arrive_expect_tx(s.q_full[stage], (kPieces + kIndexPieces) * kPieceBytes);
+        mbarrier_arrive_expect_tx(s.q_full[stage], (kUnitPieces + kIndexPieces) * kPieceBytes);
 #pragma unroll 1
-        for (i32 piece = 0; piece < kPieces; ++piece) {
+        for (i32 piece = 0; piece < kUnitPieces; ++piece) {
             cp_async_bulk_tensor_3d(smem_addr(s.q[stage][piece]), maps.q, s.q_full[stage], piece * kSw128Columns,
                                     first_token, head, kEvictNormal);
         }
@@ -183,9 +183,9 @@ MLA_DEVICE void load_step(const LossParams& p, Storage& s, const Maps& maps, con
 }
 
 MLA_DEVICE void load_keys(Storage& s, const Maps& maps, const Share& share) {
-    mbarrier_arrive_expect_tx(s.k_full, (kPieces + kIndexPieces) * kPieceBytes);
+    mbarrier_arrive_expect_tx(s.k_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
 #pragma unroll 1
-    for (i32 piece = 0; piece < kPieces; ++piece) {
+    for (i32 piece = 0; piece < kUnitPieces; ++piece) {
         cp_async_bulk_tensor_3d(smem_addr(s.k[piece]), maps.k, s.k_full, piece * kSw128Columns, share.first_key, 0,
                                 kEvictNormal);
     }

@@ -36,9 +36,9 @@ constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 // unit_full[s]     load (1)          K or IK        math    blocked
 // unit_empty[s]    math warps (8)    -              load    free
 struct Storage {
-    alignas(kSwizzleAtomBytes) u8 q[kPieces][kPieceBytes];
+    alignas(kSwizzleAtomBytes) u8 q[kUnitPieces][kPieceBytes];
     u8 index_q[kIndexPieces][kPieceBytes];
-    u8 units[kStages][kPieces][kPieceBytes];
+    u8 units[kStages][kUnitPieces][kPieceBytes];
     MBarrier q_full, unit_full[kStages], unit_empty[kStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory");
@@ -65,13 +65,13 @@ struct Maps {
 // ---- Load role -------------------------------------------------------------------------------------------------
 // By one thread.
 MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile) {
-    mbarrier_arrive_expect_tx(s.q_full, (kPieces + kIndexPieces) * kPieceBytes);
+    mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);
     load_rows(s.index_q, maps.index_q, s.q_full, tile);
     Units units;
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
-        load_unit<kPieces>(s, units, maps.k, keys);
+        load_unit<kUnitPieces>(s, units, maps.k, keys);
         load_unit<kIndexPieces>(s, units, maps.index_k, keys);
     }
 }

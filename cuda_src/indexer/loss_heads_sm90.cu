@@ -28,8 +28,8 @@ constexpr bool kWithOutput = MLA_WITH_OUTPUT;
 // math_1   4..7    240    tokens 64 .. 127
 // load     8       24     all copies
 constexpr i32 kStages = 5;
-constexpr i32 kHalf = kAccumulators / 2;            // of the indexer's products: registers are scarce
-constexpr i32 kSums = kPieces * kSw128Columns / 2;  // of the output, of a thread
+constexpr i32 kHalf = kAccumulators / 2;                // of the indexer's products: registers are scarce
+constexpr i32 kSums = kUnitPieces * kSw128Columns / 2;  // of the output, of a thread
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier          arrives (count)   carries        waits   first phase
@@ -37,9 +37,9 @@ constexpr i32 kSums = kPieces * kSw128Columns / 2;  // of the output, of a threa
 // unit_full[s]     load (1)          K, IK or V     math    blocked
 // unit_empty[s]    math warps (8)    -              load    free
 struct Storage {
-    alignas(kSwizzleAtomBytes) u8 q[kPieces][kPieceBytes];
+    alignas(kSwizzleAtomBytes) u8 q[kUnitPieces][kPieceBytes];
     u8 index_q[kIndexPieces > 0 ? kIndexPieces : 1][kPieceBytes];
-    u8 units[kStages][kPieces][kPieceBytes];
+    u8 units[kStages][kUnitPieces][kPieceBytes];
     MBarrier q_full, unit_full[kStages], unit_empty[kStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory");
@@ -66,15 +66,15 @@ struct Maps {
 // ---- Load role -------------------------------------------------------------------------------------------------
 // By one thread.
 MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile) {
-    mbarrier_arrive_expect_tx(s.q_full, (kPieces + kIndexPieces) * kPieceBytes);
+    mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);
     if constexpr (kIndexPieces > 0) load_rows(s.index_q, maps.index_q, s.q_full, tile);
     Units units;
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
-        load_unit<kPieces>(s, units, maps.k, keys);
+        load_unit<kUnitPieces>(s, units, maps.k, keys);
         if constexpr (kIndexPieces > 0) load_unit<kIndexPieces>(s, units, maps.index_k, keys);
-        if constexpr (kWithOutput) load_unit<kPieces>(s, units, maps.v, keys);
+        if constexpr (kWithOutput) load_unit<kUnitPieces>(s, units, maps.v, keys);
     }
 }
 
@@ -251,7 +251,7 @@ MLA_DEVICE void store_output(const LossParams& p, const RowTile& tile, const Mat
     const float factor = sum == 0.f ? 0.f : 1.f / sum;
     const i64 token = math.token(r);
     u16* to = p.out + token * p.out_stride_token_elems + tile.head * p.out_stride_head_elems;
-    const bool whole = p.value_dim == kPieces * kSw128Columns && reinterpret_cast<u64>(to) % 16 == 0;
+    const bool whole = p.value_dim == kUnitPieces * kSw128Columns && reinterpret_cast<u64>(to) % 16 == 0;
     if (__all_sync(kFullWarp, whole || !there)) {
         store_row(bfloat16{}, to, out, r, factor, there, math.thread);
         return;

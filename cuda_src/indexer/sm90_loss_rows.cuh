@@ -21,7 +21,7 @@ static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThrea
 
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows, kTileKeys = 128;
 constexpr u32 kPieceBytes = 128 * kSw128RowBytes;  // 64 columns of 128 tokens, or keys
-constexpr i32 kPieces = 2;                         // of a unit at most; what a row lacks is zeros
+constexpr i32 kUnitPieces = 2;                     // of a unit at most; what a row lacks is zeros
 constexpr i32 kAccumulators = kTileKeys / 2;       // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;       // of products that run along the keys
 

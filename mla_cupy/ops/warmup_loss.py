@@ -149,17 +149,17 @@ def indexer_warmup_loss(
     of it whose derivative multiplies these gradients. Nothing flows to q, k or v.
 
     All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
-    are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with sums over heads and arrays that
-    start at and step by multiples of 16 bytes, everything but the attention's output runs on tensor cores, and the
-    gradients by the scores are rounded to bfloat16.
+    are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with arrays that start at and step by
+    multiples of 16 bytes, and with d at most 128 per head, everything runs on tensor cores but an output of d or d_v
+    above 128; the gradients by the scores are rounded to bfloat16.
 
     Without `lse` the scores of the attention are computed twice: give it where attention has it at hand, as
-    `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` a plain kernel computes
-    it along with the output, which takes longer than all the rest.
+    `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` it comes along with the
+    output; a wide one of a plain kernel, which takes longer than all the rest.
 
-    Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv), 8 * s_q bytes,
-    for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, and 4 * s_q * h without `lse` and `v`. It
-    grows with the keys, not with their square. A pair of a query and a key that it sees takes 2 * h * d FLOPs for the
+    Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv; per head on
+    Hopper nothing), 8 * s_q bytes, for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, 4 * s_q * h
+    without `lse` and `v`, and 2 * s_kv * d_v with `v` on Hopper. It grows with the keys, not with their square. A pair of a query and a key that it sees takes 2 * h * d FLOPs for the
     target and 10 * h_i * d_i for the scores and the gradients.
 
     Source: the report of DeepSeek-V3.2-Exp, dense warm-up stage; "per_head" is the loss of lemyx/tilelang-dsa.

@@ -76,6 +76,35 @@ SPLIT_MUTANTS = [
     Mutant("sums of earlier chunks are forgotten", KEYS_SM90, "before = p.first_chunk ?", "before = true ?"),
     Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
 ]
+HEADS, HEAD_QUERIES, HEAD_KEYS = (f"indexer/loss_{name}_sm90.cu" for name in ("heads", "head_queries", "head_keys"))
+ROW_TILES = "indexer/sm90_loss_rows.cuh"
+HEAD_TILES = LossCase(
+    s_q=70, s_kv=270, h=4, h_i=4, d=72, d_i=64, d_v=24, spread=2, target="per_head", sequences=((30, 230), (38, 38))
+)
+UNIT_FREE = "    mbarrier_wait(s.unit_empty[units.stage], units.ring.empty_parity(units.stage));\n"
+STEP_FREE = "    mbarrier_wait(s.q_empty[stage], steps.ring.empty_parity(stage));\n"
+CLEAR_BLIND = "        if (kind == kBlind) clear_blind(s, stage, warpgroup, thread);\n"
+ADD_VALUES = "        add_products(weights, s.units[v][0], out);\n"
+FREE_VALUES = "        release(s.unit_empty[v], math.thread);\n"
+HEAD_MUTANTS = [
+    Mutant("keys out of sight count", HEADS, "first_key, negative_infinity(), d)", "first_key, 0.f, d)"),
+    Mutant("scores out of sight count", HEADS, "first_key, unseen_score(), a)", "first_key, 0.f, a)"),
+    Mutant("the output keeps its factor", HEADS, "out[i] *= decay, out[i + 1] *= decay;", ";"),
+    Mutant("sums keep their factor", HEADS, "        target *= ex2_approx(-more);\n", ""),
+    Mutant("the target's maximum is not in the sum", HEADS, "fmaf(-target, more, divergence)", "divergence"),
+    Mutant("the score's maximum is not in the sum", HEADS, "divergence = fmaf(target, more, divergence);", ""),
+    Mutant("the lanes of a quad are not merged", HEADS, "quad_sum(row.divergence)", "row.divergence"),
+    Mutant("values are released before they are read", HEADS, ADD_VALUES + FREE_VALUES, FREE_VALUES + ADD_VALUES),
+    Mutant("values are copied as they are", "indexer/loss_finite_values.cu", "finite ? x : (u16)0", "x"),
+    Mutant("a unit is filled that is in use", ROW_TILES, UNIT_FREE, ""),
+    Mutant("inactive heads have a part", HEAD_QUERIES, "a > 0.f ? score - target : 0.f", "score - target"),
+    Mutant("rows have no factor", HEAD_QUERIES, "there && live ? row_weight(p, token)", "there && live ? 1.f"),
+    Mutant("tokens see all keys", HEAD_KEYS, "seen ? a[i] : -1.f", "a[i]"),
+    Mutant("both halves have the numbers of the first", HEAD_KEYS, "numbers + kHalfTokens", "numbers"),
+    Mutant("what is blind is multiplied", HEAD_KEYS, CLEAR_BLIND, ""),
+    Mutant("a stage is filled that is in use", HEAD_KEYS, STEP_FREE, ""),
+    Mutant("a split forgets a step", HEAD_KEYS, "min(begin + size, steps)}", "min(begin + size, steps) - 1}"),
+]
 
 
 def run(case: LossCase) -> None:
@@ -89,10 +118,9 @@ def run(case: LossCase) -> None:
 
 def run_hopper(mode: tuple[str, int], case: LossCase = TILES, gradients: bool = True, **options: int) -> None:
     inputs = loss_inputs(case)
+    kernel = "indexer_loss_heads_sm90" if case.target == "per_head" else "indexer_loss_scores_sm90"
     with simulated(1, (9, 0), *mode):
-        got = mla_cupy.indexer_warmup_loss(
-            **inputs, **case.options, kernel="indexer_loss_scores_sm90", gradients=gradients, **options
-        )
+        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=kernel, gradients=gradients, **options)
     exact = reference.indexer_warmup_loss(**inputs, **case.options, gradients=gradients)
     check_loss(got, exact, TENSOR_CORE_ERROR)
 
@@ -149,6 +177,31 @@ def test_shows_in_the_lse(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.Mo
         for mode in MODES:
             try:
                 run_hopper(mode, LSE_TILES, gradients=False)
+            except (AssertionError, SimError):
+                return
+    raise AssertionError(f"{mutant.name} shows in no mode")
+
+
+def run_heads(mode: tuple[str, int]) -> None:
+    """All heads in one split, so that its stages are used again."""
+    with splits_of(2, most=1):
+        run_hopper(mode, HEAD_TILES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_heads_without_a_bug(mode: tuple[str, int]) -> None:
+    run_heads(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", HEAD_MUTANTS, ids=lambda mutant: mutant.id)
+def test_shows_in_the_heads(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the modes."""
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        for mode in MODES:
+            try:
+                run_heads(mode)
             except (AssertionError, SimError):
                 return
     raise AssertionError(f"{mutant.name} shows in no mode")
