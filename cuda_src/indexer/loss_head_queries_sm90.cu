@@ -42,7 +42,7 @@ struct Storage {
     MBarrier q_full, unit_full[kStages], unit_empty[kStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory");
-using Units = RingPosition<kStages>;
+using UnitRing = RingPosition<kStages>;
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);
@@ -68,7 +68,7 @@ MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile)
     mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);
     load_rows(s.index_q, maps.index_q, s.q_full, tile);
-    Units units;
+    UnitRing units;
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
         load_unit<kUnitPieces>(s, units, maps.k, keys);
@@ -125,7 +125,7 @@ MLA_DEVICE void make_gradients(const RowNumbers& numbers, const float (&d)[kAccu
     }
 }
 
-MLA_DEVICE void take_tile(const LossParams& p, Storage& s, Units& units, const Math& math, const RowNumbers& numbers,
+MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, const Math& math, const RowNumbers& numbers,
                           i32 first_key, float (&sums)[kSums]) {
     float d[kAccumulators], a[kAccumulators];
     const i32 k = wait_unit(s, units);
@@ -182,7 +182,7 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const RowTile& ti
     float sums[kSums];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
-    Units units;
+    UnitRing units;
     mbarrier_wait(s.q_full, 0);
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {

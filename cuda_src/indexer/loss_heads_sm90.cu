@@ -43,7 +43,7 @@ struct Storage {
     MBarrier q_full, unit_full[kStages], unit_empty[kStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory");
-using Units = RingPosition<kStages>;
+using UnitRing = RingPosition<kStages>;
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);
@@ -69,7 +69,7 @@ MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile)
     mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);
     if constexpr (kIndexPieces > 0) load_rows(s.index_q, maps.index_q, s.q_full, tile);
-    Units units;
+    UnitRing units;
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
         load_unit<kUnitPieces>(s, units, maps.k, keys);
@@ -300,7 +300,7 @@ MLA_DEVICE void add_scores(const LossParams& p, const Math& math, const Factors&
     add_pairs<kFirst>(factors, d, a, rows);
 }
 
-MLA_DEVICE void take_tile(const LossParams& p, Storage& s, Units& units, const Math& math, const Factors& factors,
+MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, const Math& math, const Factors& factors,
                           i32 first_key, RowSums (&rows)[kFragmentRows], float (&out)[kSums]) {
     float d[kAccumulators], a[kHalf];
     u32 weights[kKeySteps][4];
@@ -341,7 +341,7 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const RowTile& ti
     float out[kSums];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) out[i] = 0.f;
-    Units units;
+    UnitRing units;
     mbarrier_wait(s.q_full, 0);
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {

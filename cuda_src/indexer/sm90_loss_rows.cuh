@@ -19,7 +19,8 @@ constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 240, kRegsLoad = 24;
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
 
-constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows, kTileKeys = 128;
+constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
+constexpr i32 kTileKeys = 128;
 constexpr u32 kPieceBytes = 128 * kSw128RowBytes;  // 64 columns of 128 tokens, or keys
 constexpr i32 kUnitPieces = 2;                     // of a unit at most; what a row lacks is zeros
 constexpr i32 kAccumulators = kTileKeys / 2;       // of a thread

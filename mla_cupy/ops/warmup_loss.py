@@ -159,8 +159,9 @@ def indexer_warmup_loss(
 
     Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv; per head on
     Hopper nothing), 8 * s_q bytes, for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, 4 * s_q * h
-    without `lse` and `v`, and 2 * s_kv * d_v with `v` on Hopper. It grows with the keys, not with their square. A pair of a query and a key that it sees takes 2 * h * d FLOPs for the
-    target and 10 * h_i * d_i for the scores and the gradients.
+    without `lse` and `v`, and 2 * s_kv * d_v with `v` on Hopper. It grows with the keys, not with their square. A pair
+    of a query and a key that it sees takes 2 * h * d FLOPs for the target and 10 * h_i * d_i for the scores and the
+    gradients.
 
     Source: the report of DeepSeek-V3.2-Exp, dense warm-up stage; "per_head" is the loss of lemyx/tilelang-dsa.
 
