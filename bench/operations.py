@@ -14,6 +14,7 @@ from .ops.indexer_topk.operation import INDEXER_TOPK
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
+from .ops.sparse_forward_fp8.operation import SPARSE_FORWARD_FP8
 
 OPERATIONS: dict[str, BenchOperation] = {
     operation.name: operation
@@ -23,6 +24,7 @@ OPERATIONS: dict[str, BenchOperation] = {
         CACHE,
         CASCADE,
         SPARSE_FORWARD,
+        SPARSE_FORWARD_FP8,
         SPARSE_BACKWARD,
         INDEXER_LOGITS,
         SPARSE_DECODE,

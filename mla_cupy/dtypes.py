@@ -49,6 +49,7 @@ TABLE: dict[str, DType] = {
         DType("float8_e8m0fnu", np.dtype(ml_dtypes.float8_e8m0fnu), 0, 2.0**-1),
         DType("int32", np.dtype(np.int32), 3),
         DType("int64", np.dtype(np.int64), 5),
+        DType("uint64", np.dtype(np.uint64), 4),
         DType("uint8", np.dtype(np.uint8), 0),
     )
 }

@@ -30,6 +30,7 @@ struct DecodeParams {
     float* partial_lse;             // (2 num_splits, h_q * s_q), base 2
     float* partial_max;             // (2 num_splits, h_q * s_q), base 2
     u32* tickets;                   // of kernels whose last block merges, see decode/cluster_work.cuh: zeros
+    const u64* tree_mask;           // (b, s_q), or null: see attention/tree_mask.cuh
     i64 q_stride_b_elems, q_stride_s_elems, q_stride_h_elems;
     i64 kv_stride_page_elems, kv_stride_token_elems, kv_stride_h_elems;
     i64 table_stride_b_elems, table_stride_page_elems, seqlens_stride_elems;
@@ -37,6 +38,7 @@ struct DecodeParams {
     i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
     i64 max_stride_b_elems, max_stride_h_elems, max_stride_s_elems;
     i64 sink_stride_elems;
+    i64 tree_stride_b_elems, tree_stride_s_elems;
     i32 b, s_q, h_q, h_kv;
     i32 num_pages, page_size, max_pages, num_splits;
     i32 causal, out_is_fp32;
@@ -45,6 +47,7 @@ struct DecodeParams {
     float scale_log2;       // softmax scale * log2(e)
     float lse_factor;       // from base-2 logarithm to the caller's base
     float empty_lse;        // lse of a row without a key
+    float value_scale;      // factor of the values, of caches with one scale for all; `scale_log2` has it, too
 };
 
 // What a request has in this cache.

@@ -9,6 +9,7 @@
 #include "attention/generic_rows.cuh"
 #include "attention/record_tokens.cuh"
 #include "attention/row_block.cuh"
+#include "attention/tree_mask.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::attention {
@@ -125,13 +126,13 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const WorkItem& item) {
     for (i32 i = 0; i < kGenericRows; ++i) out[i] = make_float2(0.f, 0.f);
 
     fetch_query(block, item.request, warp, lane);
-    const i32 visible = visible_tokens(block.p, item, block.row0 + warp);
+    const SeenTokens seen = seen_tokens(block.p, item, block.row0 + warp);
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kGenericTokens) {
         __syncthreads();  // the previous step's keys have been read
         fetch_keys(block, item, first, end, warp, lane);
         __syncthreads();
-        const bool counts = first + token < min(end, visible) && block.s.present[token];
+        const bool counts = first + token < end && seen.contain(first + token) && block.s.present[token];
         const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);
@@ -139,6 +140,10 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const WorkItem& item) {
         if (lane == 0) block.s.scale[warp] = scale;
         __syncthreads();
         add_values(block.s, out, min(kGenericTokens, end - first), threadIdx.x);
+    }
+    if constexpr (kHasValueScale<typename C::TokenRecord>) {
+#pragma unroll
+        for (float2& x : out) x = make_float2(x.x * block.p.value_scale, x.y * block.p.value_scale);
     }
     store_result<typename C::Element>(block, item, row, out, warp, lane);
     __syncthreads();  // the next work item may overwrite the storage

@@ -70,6 +70,15 @@ MLA_DEVICE void mask_keys(float (&scores)[kHeads / 2], const KeyMask<kHeads>& ma
     }
 }
 
+// Masks what is not in `seen` of the k-th of a thread's heads (bit = key).
+template <i32 kCount>
+MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (head_number(i) == k && !(seen >> fragment_row(thread, i) & 1)) scores[i] = negative_infinity();
+    }
+}
+
 // The maxima of a warp's 16 rows, unscaled, one float per head.
 template <i32 kHeads>
 MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {

@@ -1,7 +1,9 @@
-// Where the tokens of a request lie, as FP8 records: in a list of addresses, or in the pages of a block table.
+// Where the tokens of a request lie, as FP8 records: in a list of addresses or of rows, or in the pages of a block
+// table.
 //
 // `place` only loads, and is called a tile ahead; `bytes` computes on what has been loaded.
 #pragma once
+#include "attention/row_list.cuh"
 #include "attention/split_work.cuh"
 #include "attention/token_record.cuh"
 #include "ptx/control.cuh"
@@ -10,7 +12,7 @@
 namespace mla::attention {
 // The lists of sparse_decode/lists.cu. Every row sees all of a list, and all of it is there. A request is a query.
 struct ListedTokens {
-    static constexpr bool kMasked = false;
+    static constexpr bool kMasked = false, kWithRowMax = false;
     using Place = TokenBytes;
 
     MLA_DEVICE static Place nowhere() { return {nullptr, nullptr}; }
@@ -33,9 +35,37 @@ struct ListedTokens {
     }
 };
 
+// The lists of sparse/rows.cu, where row r is token r % page_size of page r / page_size. A list ends in kNoRow up to
+// the end of its last tile. Every row sees all of a list; the largest score is wanted, too. Strides of the cache are in
+// bytes.
+struct ListedRows {
+    static constexpr bool kMasked = false, kWithRowMax = true;
+    using Place = i32;
+
+    MLA_DEVICE static Place nowhere() { return kNoRow; }
+
+    MLA_DEVICE static Place place(const DecodeParams& p, const WorkItem& item, i32 token) {
+        return p.block_table[item.request * p.table_stride_b_elems + token];
+    }
+
+    template <class Record>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, Place row) {
+        opaque(row);  // is waited for here, not where it was loaded
+        if (row < 0) return {nullptr, nullptr};
+        const u32 page = (u32)row / (u32)p.page_size, token = (u32)row - page * p.page_size;
+        u8* from = const_cast<u8*>(reinterpret_cast<const u8*>(p.kv)) + page * p.kv_stride_page_elems;
+        u8* data = from + token * p.kv_stride_token_elems;
+        return {data, Record::scales(from, data, p.page_size, token)};
+    }
+
+    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32, i32 row) {
+        return p.q + request * p.q_stride_b_elems + row * p.q_stride_h_elems;
+    }
+};
+
 // Pages may be missing, and of the last tokens some rows see fewer than others. Strides of the cache are in bytes.
 struct PagedTokens {
-    static constexpr bool kMasked = true;
+    static constexpr bool kMasked = true, kWithRowMax = false;
     struct Place {
         i32 page;  // as in the block table, or kNoPage
         i32 token;

@@ -8,6 +8,7 @@ namespace mla::attention {
 struct v32 {
     static constexpr i32 kLatentChunks = 32, kGroupChunks = 8, kRopeOffset = 528;
     static constexpr ScaleKind kScale = kScaleFloat32;
+    static constexpr ElementKind kRopeKind = kBfloat16;
 
     // Where the scales of a token in a page are.
     MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data + kLatentChunks * kRecordChunk; }
@@ -15,12 +16,25 @@ struct v32 {
 struct v4 {
     static constexpr i32 kLatentChunks = 28, kGroupChunks = 4, kRopeOffset = 448;
     static constexpr ScaleKind kScale = kScaleE8m0;
+    static constexpr ElementKind kRopeKind = kBfloat16;
     static constexpr i32 kPlaneBytes = 576, kScalesBytes = 8;  // of a token in each plane of a page
 
     MLA_DEVICE static u8* scales(u8* page, u8*, i32 page_size, i32 token) {
         return page + (i64)page_size * kPlaneBytes + token * kScalesBytes;
     }
 };
+
+// One scale for the whole cache: scores and results are multiplied by it, not keys.
+struct fp8 {
+    static constexpr i32 kLatentChunks = 32, kGroupChunks = 0, kRopeOffset = 512;
+    static constexpr ScaleKind kScale = kScaleOfTensor;
+    static constexpr ElementKind kRopeKind = kE4m3;
+
+    MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data; }
+};
+
+template <class Record>
+constexpr bool kHasValueScale = Record::kScale == kScaleOfTensor;
 
 template <class Record>
 constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunks) * kRecordChunk;
@@ -29,10 +43,10 @@ constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunks) * kRecordChunk
 template <class Record>
 MLA_DEVICE RecordLayout token_layout() {
     RecordLayout layout{};
-    layout.kind = kE4m3, layout.rope_kind = kBfloat16;
+    layout.kind = kE4m3, layout.rope_kind = Record::kRopeKind;
     layout.latent_chunks = Record::kLatentChunks, layout.rope_chunks = kRopeChunks;
     layout.group_chunks = Record::kGroupChunks, layout.scale_kind = Record::kScale;
-    layout.rope_offset = Record::kRopeOffset;
+    layout.rope_offset = Record::kRopeOffset, layout.kv_scale = 1.f;
     return layout;
 }
 }  // namespace mla::attention

@@ -11,6 +11,7 @@
 //
 // Everything is fp32 after the load; P is not rounded. Any token stride is supported.
 #include "attention/generic_rows.cuh"
+#include "attention/tree_mask.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 
@@ -107,7 +108,7 @@ MLA_DEVICE void add_values(const Storage& s, float2 (&out)[kBlockM], i32 thread)
 MLA_DEVICE void run_item(const Block& block, const WorkItem& item) {
     const DecodeParams& p = block.p;
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-    const i32 visible = min(visible_tokens(p, item, block.row0 + warp), item.tokens);
+    const SeenTokens seen = seen_tokens(p, item, block.row0 + warp);
     Row row;
     float2 out[kBlockM];
 #pragma unroll
@@ -122,7 +123,7 @@ MLA_DEVICE void run_item(const Block& block, const WorkItem& item) {
         const u32 fetched = fetch_keys(block, item, first, warp, lane);
         if (lane == 0) atomicOr(&present, fetched);
         __syncthreads();
-        const bool counts = first + lane < visible && ((present >> lane) & 1);
+        const bool counts = first + lane < item.tokens && seen.contain(first + lane) && ((present >> lane) & 1);
         const float score =
             counts ? dot<Element>(block.s.q[warp], block.s.k[lane], kHeadDimQk) * p.scale_log2 : negative_infinity();
         float scale;

@@ -52,9 +52,10 @@ MLA_DEVICE void load_query_rows(const Block& block, SmemAddr q, const u16* my_ro
     }
 }
 
-// `block.items()` iterates over the block's work items.
-template <class Tile, class Block, i32 kStages>
-MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread) {
+// `block.items()` iterates over the block's work items; `store_more(item)` stores what comes with the rows.
+template <class Tile, class Block, i32 kStages, class StoreMore>
+MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread,
+                               StoreMore store_more) {
     constexpr i32 kRows = Block::kRows;
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads, first_row = thread / kWarpThreads;
@@ -73,6 +74,7 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
         mbarrier_wait(stages.empty[stage], ring.empty_parity(stage));
         const u32 offset = stage * Tile::kSwTilesQk * kRows * kSw128RowBytes;
         load_query_rows<Tile>(block, smem_addr(stages.q) + offset, my_row, first_row, lane);
+        store_more(item);
         cp_async_wait_all();
         fence_proxy_async();
         mbarrier_arrive(stages.full[stage]);
@@ -80,6 +82,11 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
         stage = stages.next(stage);
         others_at_work = true;
     }
+}
+
+template <class Tile, class Block, i32 kStages>
+MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread) {
+    run_query_role<Tile>(block, stages, thread, [](const WorkItem&) {});
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------

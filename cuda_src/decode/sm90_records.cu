@@ -12,13 +12,18 @@
 // Source: as sparse_decode/sm90_small.cu.
 #include "attention/sm90/small_records.cuh"
 
+// A mask says which drafts a query sees, if a variant says so.
+#ifndef MLA_TREE_MASK
+#define MLA_TREE_MASK 0
+#endif
+
 namespace mla::decode {
 using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using TokenRecord = MLA_RECORD;
-using Small = SmallRecords<MLA_DTYPE, TokenRecord, PagedTokens, MLA_BLOCK_ROWS>;
+using Small = SmallRecords<MLA_DTYPE, TokenRecord, PagedTokens, MLA_BLOCK_ROWS, MLA_TREE_MASK>;
 
 static_assert(sizeof(SmallStorage<Small>) <= kMaxDynamicSmem, "shared memory");
 

@@ -26,9 +26,14 @@
 #define MLA_HEAD_DIM_QK 576
 #endif
 
+// A mask says which drafts a query sees, if a variant says so.
+#ifndef MLA_TREE_MASK
+#define MLA_TREE_MASK 0
+#endif
+
 namespace mla::decode {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Dense = Config<MLA_DTYPE, MLA_HEAD_DIM_QK, /*kSparse=*/false>;
+using Dense = Config<MLA_DTYPE, MLA_HEAD_DIM_QK, /*kSparse=*/false, MLA_TREE_MASK>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -74,6 +79,20 @@ struct HalvesLoader {
     }
 };
 
+// ---- Query role ------------------------------------------------------------------------------------------------
+// Which drafts each row sees, by a thread per row.
+template <class C>
+MLA_DEVICE void store_tree_words(Block<C>& block, const WorkItem& item, i32 thread) {
+    if constexpr (C::kTree) {
+        static_assert(kBlockM <= kQueryThreads, "a thread per row");
+        if (thread >= kBlockM) return;
+        const SeenTokens seen = seen_of_tree(block.p, item, block.row0 + thread);
+        const i32 first_tile = first_tile_of_drafts(seen.first);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) block.s.tree.of_tile[i][thread] = seen.of_tile((first_tile + i) * kTileTokens);
+    }
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_sm90_seesaw(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap kv_map) {
@@ -100,7 +119,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == kLoaderWarp) {
             run_load_role(block, thread, HalvesLoader{block, kv_map});
         } else {
-            run_query_role<Dense>(block, QueryStages<1>{s.q, &s.q_full, &s.q_empty}, thread - kWarpThreads);
+            const i32 query_thread = thread - kWarpThreads;
+            const QueryStages<1> stages{s.q, &s.q_full, &s.q_empty};
+            run_query_role<Dense>(block, stages, query_thread,
+                                  [&](const WorkItem& item) { store_tree_words(block, item, query_thread); });
         }
     }
     griddepcontrol_launch_dependents();

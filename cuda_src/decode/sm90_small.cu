@@ -28,9 +28,14 @@
 #define MLA_HEAD_DIM_QK 576
 #endif
 
+// A mask says which drafts a query sees, if a variant says so.
+#ifndef MLA_TREE_MASK
+#define MLA_TREE_MASK 0
+#endif
+
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Small = Config<MLA_DTYPE, MLA_BLOCK_ROWS, MLA_HEAD_DIM_QK>;
+using Small = Config<MLA_DTYPE, MLA_BLOCK_ROWS, MLA_HEAD_DIM_QK, MLA_TREE_MASK>;
 
 static_assert(sizeof(Storage<Small>) <= kMaxDynamicSmem, "shared memory");
 

@@ -10,11 +10,12 @@
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 // SW128 tiles of a tile of keys arrive in the order of their columns, in groups: three of three, or two of four.
-template <class Element_, i32 kBlockRows_, i32 kHeadDimQk>
+template <class Element_, i32 kBlockRows_, i32 kHeadDimQk, bool kTree_ = false>
 struct Config : KeyTile<kHeadDimQk> {
     using Element = Element_;
     using Tile = KeyTile<kHeadDimQk>;
     static constexpr i32 kBlockRows = kBlockRows_;
+    static constexpr bool kTree = kTree_;  // a mask says which drafts a query sees
     static constexpr i32 kGroupSwTiles = Tile::kSwTilesQk % 3 == 0 ? 3 : 4;
     static constexpr i32 kGroups = Tile::kSwTilesQk / kGroupSwTiles;
     static constexpr u32 kGroupBytes = kGroupSwTiles * kSw128Bytes;
@@ -61,11 +62,12 @@ enum NamedBarrier : i32 { MathOnly = 1 };
 
 // What every role knows.
 template <class C>
-struct Block : RowBlock<C::kBlockRows> {
+struct Block : RowBlock<C::kBlockRows, C::kTree> {
+    using Rows = RowBlock<C::kBlockRows, C::kTree>;
     Storage<C>& s;
 
-    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<C::kBlockRows>(p), s(s) {}
-    MLA_DEVICE Block(const DecodeParams& p, i32 index, Storage<C>& s) : RowBlock<C::kBlockRows>(p, index), s(s) {}
+    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}
+    MLA_DEVICE Block(const DecodeParams& p, i32 index, Storage<C>& s) : Rows(p, index), s(s) {}
 };
 
 // By one thread, before the block's first barrier.
@@ -146,6 +148,14 @@ MLA_DEVICE void mask_tile(const Block<C>& block, Math<C>& math, const WorkItem& 
     if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
     i32 row0 = block.row0;
     opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
+    if constexpr (C::kTree) {
+#pragma unroll
+        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+            const SeenTokens seen = seen_of_tree(block.p, item, row0 + kth_head(k, thread));
+            mask_head(math.scores, k, seen.of_tile(tile * kTileTokens) & present, thread);
+        }
+        return;
+    }
     KeyMask<C::kBlockRows> mask;
     mask.present = present;
 #pragma unroll

@@ -39,7 +39,7 @@ struct Fp8 : RecordTile<TokenRecord> {
     using Element = MLA_DTYPE;
     using Latent = KeyFormats<TokenRecord, Element>::Latent;
     using Rope = KeyFormats<TokenRecord, Element>::Rope;
-    static constexpr bool kSparse = true;
+    static constexpr bool kSparse = true, kTree = false;
     // The dequantising warps have loads in flight, for which a fence would most likely wait.
     static constexpr bool kFencedByConsumers = true;
     static constexpr i32 kResidentSwTile = kNothingResident;

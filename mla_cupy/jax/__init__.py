@@ -53,6 +53,7 @@ def mla_decode(
     block_table: jax.Array,
     seqlens: jax.Array,
     *,
+    tree_mask: jax.Array | None = None,
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
     exportable: bool = False,
@@ -62,13 +63,14 @@ def mla_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens : array
+    q, kv_cache, block_table, seqlens, tree_mask : array
+        A `tree_mask` has 64 bits, which JAX has with `jax_enable_x64` only.
     out, lse : array, optional
         Whose memory the results take over.
     exportable : bool
         For `jax.export`.
     **options
-        d_v, scale, causal, cp_world, cp_rank, out_dtype, lse_base, empty_lse, kernel.
+        d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel.
 
     Returns
     -------
@@ -88,7 +90,8 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    given = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens, "out": out, "lse": lse}
+    given = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens, "tree_mask": tree_mask}
+    given |= {"out": out, "lse": lse}
     out, lse = call(OPERATIONS["mla_decode"], given, options, exportable)
     return out, lse
 

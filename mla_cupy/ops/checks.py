@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.errors import ArgumentError, DTypeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.shapes import D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -16,6 +16,8 @@ _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 """What float32 can hold, also when it is multiplied by log2(e)."""
 
 
+MAX_DRAFTS = 64
+"""Of a tree: one bit each."""
 MAX_CP_WORLD = 1 << 16
 """Ranks that may share a sequence: far more than there are, so that sums of tokens and ranks fit 32 bits."""
 
@@ -68,6 +70,12 @@ def check_shard(cp_world: Any, cp_rank: Any) -> tuple[int, int]:
     if not is_integer(cp_rank) or not 0 <= cp_rank < cp_world:
         raise ArgumentError(explain("cp_rank", repr(cp_rank), f"an integer of 0 to cp_world - 1 = {cp_world - 1}"))
     return int(cp_world), int(cp_rank)
+
+
+def check_drafts(tree_mask: bool, s_q: int) -> None:
+    """Check the number of query tokens of a call with a mask of drafts, if there is one."""
+    if tree_mask and s_q > MAX_DRAFTS:
+        raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
 
 
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:

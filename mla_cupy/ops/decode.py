@@ -12,10 +12,19 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
-from mla_cupy.kernels.decode.records import RECORDS as READ
+from mla_cupy.kernels.decode.records import DENSE_RECORDS as READ
 from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_d_v, check_empty_lse, check_flag, check_lse_base, check_shard, resolve_scale
+from mla_cupy.ops.checks import (
+    check_d_v,
+    check_drafts,
+    check_empty_lse,
+    check_factor,
+    check_flag,
+    check_lse_base,
+    check_shard,
+    resolve_scale,
+)
 from mla_cupy.ops.decode_plan import DecodePlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -29,11 +38,13 @@ def mla_decode(
     block_table: Any,
     seqlens: Any,
     *,
+    tree_mask: Any = None,
     d_v: int = D_V,
     scale: float | None = None,
     causal: bool = True,
     cp_world: int = 1,
     cp_rank: int = 0,
+    kv_scale: float = 1.0,
     plan: DecodePlan | None = None,
     out: Any = None,
     lse: Any = None,
@@ -58,24 +69,31 @@ def mla_decode(
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
         (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
-        is 512 and whose values include the RoPE part; or with a head axis of size 1.
+        is 512 and whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all;
+        or with a head axis of size 1.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
     seqlens : array, (b,), int32
         Tokens of each sequence in the cache, the query tokens included; clamped to
         [0, max_pages * page_size * cp_world + cp_rank].
+    tree_mask : array, (b, s_q), uint64 or int64, optional
+        Where the last s_q tokens of a sequence are drafts that form a tree, to be verified in one call: query i sees
+        draft j iff bit j of tree_mask[b, i] is set, and every token before the drafts. This takes the place of
+        `causal`. Up to 64 drafts; see `examples/tree_verification.py`.
     d_v : int
         Width of the values: 512.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
-        Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens.
+        Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens. Leave it out with a `tree_mask`.
     cp_world, cp_rank : int
         Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
         `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The
         results of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has
         `empty_lse`.
+    kv_scale : float
+        Of the record "fp8": what its numbers are multiplied by.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
@@ -122,8 +140,8 @@ def mla_decode(
     (d_qk + 512) FLOPs.
 
     FP8 records are read as they are: nothing is converted in memory. On Hopper latents of "v32" are rounded to float16,
-    see `sparse_mla_decode`, and more than 32 rows (s_q * h_q) are blocks of 32, each of which converts for itself; "v4"
-    runs on CUDA cores.
+    see `sparse_mla_decode`, those of "fp8" are exact, and more than 32 rows (s_q * h_q) are blocks of 32, each of which
+    converts for itself; "v4" runs on CUDA cores.
 
     Examples
     --------
@@ -136,8 +154,8 @@ def mla_decode(
     """
     if plan is not None and not isinstance(plan, DecodePlan):
         raise PlanError(explain("plan", repr(plan), "a DecodePlan, from plan_decode"))
-    options = (d_v, scale, causal, cp_world, cp_rank, out_dtype, lse_base, empty_lse, kernel)
-    arrays = (q, kv_cache, block_table, seqlens, out, lse, workspace)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse, workspace)
     out, lse = call(OPERATION, arrays, options, plan, check, stream)
     return out, lse
 
@@ -150,6 +168,7 @@ class _Options(NamedTuple):
     causal: Any
     cp_world: Any
     cp_rank: Any
+    kv_scale: Any
     out_dtype: Any
     lse_base: Any
     empty_lse: Any
@@ -170,16 +189,23 @@ def _examine(views: Views, given: _Options) -> Examined:
         check_lse_base(given.lse_base),
         check_empty_lse(given.empty_lse),
         *check_shard(given.cp_world, given.cp_rank),
+        check_factor("kv_scale", given.kv_scale),
     )
     if h_q % h_kv:
         raise ShapeError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}", "every KV head serves as many query heads"))
+    tree_mask = views["tree_mask"] is not None
+    check_drafts(tree_mask, s_q)
+    if tree_mask and not options.causal:
+        remedy = "leave causal out: the mask says which drafts a query sees"
+        raise ArgumentError(explain("causal", given.causal, "True with a tree_mask", remedy))
     tokens = block_table.shape[1] * page_size
     if tokens > MAX_TOKENS:
         expected = f"at most {MAX_TOKENS} = 2^31 - 64"
         raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
     record = _record(kv_cache, q)
+    _check_kv_scale(record, options)
     aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
-    problem = DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record, Batch(b, tokens))
+    problem = DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record, tree_mask, Batch(b, tokens))
     return Examined(problem, options, given.kernel)
 
 
@@ -201,6 +227,16 @@ def _record(kv_cache: View, q: View) -> str:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
     check_layout(record, _without_heads(kv_cache), "kv_cache")
     return record.name
+
+
+def _check_kv_scale(record: str, options: DecodeOptions) -> None:
+    """Only a record without scales of its own has one for the whole cache."""
+    if options.kv_scale == 1:
+        return
+    if not record or "tensor" not in RECORDS[record].scales:
+        what = f"{record}: its scales are in the record" if record else "16-bit rows"
+        raise ArgumentError(explain("kv_scale", options.kv_scale, f"1 for {what}"))
+    check_factor("scale * kv_scale", options.scale * options.kv_scale)
 
 
 def _without_heads(cache: View) -> View:
@@ -236,6 +272,7 @@ OPERATION = Operation(
         Input("kv_cache", "num_pages page_size h_kv? d_kv", ("=q", *BYTE_DTYPES), contiguous=True),
         Input("block_table", "b max_pages", ("int32",)),
         Input("seqlens", "b", ("int32",)),
+        Input("tree_mask", "b s_q", ("uint64", "int64"), optional=True),
     ),
     outputs=(
         Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide"),
@@ -246,6 +283,6 @@ OPERATION = Operation(
     options=_Options,
     examine=_examine,
     check_values=_check_values,
-    reference_options=("scale", "causal", "lse_base", "empty_lse", "cp_world", "cp_rank"),
+    reference_options=("scale", "causal", "lse_base", "empty_lse", "cp_world", "cp_rank", "kv_scale"),
     pipeline=DECODE,
 )

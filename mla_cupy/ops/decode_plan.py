@@ -17,11 +17,11 @@ from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
-from mla_cupy.kernels.decode.records import RECORDS
+from mla_cupy.kernels.decode.records import DENSE_RECORDS as RECORDS
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES, Request, check_memory
-from mla_cupy.ops.checks import check_shard, is_integer
+from mla_cupy.ops.checks import check_drafts, check_flag, check_shard, is_integer
 from mla_cupy.ops.decode_pieces import check_pieces
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
@@ -212,6 +212,7 @@ def plan_decode(
     dtype: Any,
     cp_world: int = 1,
     cp_rank: int = 0,
+    tree_mask: bool = False,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: int | None = None,
@@ -229,13 +230,15 @@ def plan_decode(
     d_qk : int
         Width of the keys: 576, or 512.
     record : str, optional
-        "v32" or "v4" for a cache of these FP8 records; "v4" goes with a d_qk of 512.
+        "v32", "v4" or "fp8" for a cache of these FP8 records; "v4" goes with a d_qk of 512.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
         "bfloat16" or "float16", or a dtype of that name.
     cp_world, cp_rank : int
         As in the calls.
+    tree_mask : bool
+        Whether the calls have one.
     batch_invariant : bool
         Whether `out` and `lse` of a sequence have the same bits whatever else is in the batch, and wherever in the
         batch it is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
@@ -282,7 +285,10 @@ def plan_decode(
     check_kernel(DECODE.kernels, kernel)
     shard = check_shard(cp_world, cp_rank)
     pieces = check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
-    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=_record(record, d_qk, h_kv))
+    masked = check_flag("tree_mask", tree_mask)
+    check_drafts(masked, s_q)
+    chosen = _record(record, d_qk, h_kv)
+    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=chosen, tree_mask=masked)
     if not batch_invariant:  # with it, results must not depend on these sizes
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
     limits = _Limits(max_b, max_pages, page_size, *shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from mla_cupy.kernels.decode.records import RECORDS as READ
 from mla_cupy.kernels.sparse import SPARSE_FORWARD
 from mla_cupy.kernels.sparse.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.ops.call import call
@@ -14,12 +15,14 @@ from mla_cupy.ops.sparse_inputs import (
     INDICES,
     MIN_SIZES,
     OPTIONAL_INPUTS,
-    Q_KV,
+    Q_ROWS_OR_PAGES,
     SIZES,
     aligned,
+    check_rows_or_pages,
     check_selection,
     check_sparse_values,
 )
+from mla_cupy.records import RECORDS
 from mla_cupy.shapes import D_V
 
 
@@ -56,8 +59,11 @@ def sparse_mla_forward(
     q : array, (s_q, h_q, d_qk), bfloat16 or float16
         Absorbed queries, d_qk 576 or 512. The last axis is contiguous; other strides are free (multiples of 16 bytes
         are fastest).
-    kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q
-        Latents; the values are the first 512 elements of the keys. Strides as for q.
+    kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
+        Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
+        `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
+        include the RoPE part. Its rows are slots, page * page_size + token; tokens of 656 bytes need no pages, (s_kv,
+        656).
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, counted from the start of its sequence, in any order. Any topk, any strides. A slot
         counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the sequence's
@@ -115,6 +121,9 @@ def sparse_mla_forward(
     Notes
     -----
     NumPy arrays (and PyTorch tensors on the CPU) are computed on the GPU if there is one, else by the NumPy oracle.
+    FP8 records are read as they are: nothing is converted in memory. On Hopper latents of "v32" are rounded to float16,
+    see `sparse_mla_decode`. They have no backward.
+
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
     there. The result does not change from run to run; it depends on how the queries are split over the GPU, that is
     on s_q and on the other queries' numbers of rows, within rounding. Workspace: 4 * s_q * topk bytes for the lists of
@@ -151,6 +160,7 @@ class _Options(NamedTuple):
 
 def _examine(views: Views, given: _Options) -> Examined:
     check_d_v(given.d_v)
+    record = check_rows_or_pages(views)
     sizes = check_selection(views)
     options = SparseForwardOptions(
         resolve_scale(given.scale, sizes.d_qk),
@@ -158,18 +168,19 @@ def _examine(views: Views, given: _Options) -> Examined:
         check_lse_base(given.lse_base),
         check_empty_lse(given.empty_lse),
     )
-    return Examined(SparseForwardProblem(*sizes, aligned=aligned(views, "q", "kv")), options, given.kernel)
+    fast = True if record else aligned(views, "q", "kv")
+    return Examined(SparseForwardProblem(*sizes, fast, record), options, given.kernel)
 
 
 OPERATION = Operation(
     "sparse_mla_forward",
-    inputs=(*Q_KV, INDICES, *OPTIONAL_INPUTS),
+    inputs=(*Q_ROWS_OR_PAGES, INDICES, *OPTIONAL_INPUTS),
     outputs=(
         Output("out", "s_q h_q d_v", like_first_or_float32, "out_dtype", "wide"),
         Output("lse", "s_q h_q"),
         Output("max_logits", "s_q h_q"),
     ),
-    sizes=SIZES,
+    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(RECORDS[name].width for name in READ))},
     min_sizes=MIN_SIZES,
     options=_Options,
     examine=_examine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,17 +10,20 @@ import numpy as np
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
+from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.operation import Arrays, Input, Views
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.records import BYTE_DTYPES, record_of
 from mla_cupy.shapes import D_V, MAX_TOKENS
 
 Array = np.ndarray[Any, Any]
 
-Q_KV = (
-    Input("q", "s_q h_q d_qk", HALF, contiguous=True),
-    Input("kv", "s_kv 1? d_qk", ("=q",), contiguous=True),
-)
+Q = Input("q", "s_q h_q d_qk", HALF, contiguous=True)
+Q_KV = (Q, Input("kv", "s_kv 1? d_qk", ("=q",), contiguous=True))
+#: Rows, or pages of records.
+Q_ROWS_OR_PAGES = (Q, Input("kv", "s_kv page_tokens? d_kv", ("=q", *BYTE_DTYPES), contiguous=True))
 INDICES = Input("indices", "s_q 1? topk", ("int32",))
 OPTIONAL_INPUTS = (
     Input("topk_length", "s_q", ("int32",), optional=True),
@@ -44,6 +48,32 @@ class SparseSizes(NamedTuple):
     dtype: str
 
 
+def check_rows_or_pages(views: Views) -> str:
+    """The FP8 record of the pages that `kv` has, "" for 16-bit rows; and checks what it has of either.
+
+    Raises
+    ------
+    ShapeError
+    """
+    q, kv = _present(views, "q"), _present(views, "kv")
+    d_qk, (_, page_size, width) = q.shape[2], kv.shape
+    if kv.dtype not in BYTE_DTYPES:
+        if page_size != 1:
+            remedy = "all query heads share the rows, and what selects them"
+            raise ShapeError(explain("kv.shape[1]", page_size, "1 head", remedy))
+        if width != d_qk:
+            raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))
+        return ""
+    record = record_of(kv.dtype, width, "kv")
+    if record.name not in RECORDS:
+        remedy = "read it by cache_gather"
+        raise ShapeError(explain("kv", f"pages of {record.name}", " or ".join(RECORDS), remedy))
+    if d_qk != record.d_qk:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
+    check_layout(record, kv, "kv")
+    return record.name
+
+
 def check_selection(views: Views) -> SparseSizes:
     """Check what the axes and dtypes of the inputs do not say.
 
@@ -53,10 +83,10 @@ def check_selection(views: Views) -> SparseSizes:
     """
     q, kv, indices = (_present(views, name) for name in ("q", "kv", "indices"))
     s_q, h_q, d_qk = q.shape
-    s_kv, topk = kv.shape[0], indices.shape[1]
+    s_kv, topk = math.prod(kv.shape[:-1]), indices.shape[1]
     for argument, size, limit in (
         ("q.shape[0]", s_q, _MAX_INT32),
-        ("kv.shape[0]", s_kv, _MAX_INT32),
+        ("kv.shape[0]" if len(kv.shape) == 2 else "kv.shape[0] * kv.shape[1]", s_kv, _MAX_INT32),
         ("topk", topk, MAX_TOKENS),
     ):
         if size > limit:
@@ -90,7 +120,7 @@ def check_sparse_values(arrays: Arrays, options: Any) -> None:
     kv, indices, lengths, starts_q, starts_kv = (arrays[name] for name in names)
     assert kv is not None
     assert indices is not None
-    s_kv = kv.shape[0]
+    s_kv = math.prod(kv.shape[:-1])
     indices = indices.reshape(indices.shape[0], indices.shape[-1])
     s_q, topk = indices.shape
     if lengths is None:

@@ -25,11 +25,13 @@ def mla_decode(
     block_table: npt.ArrayLike,
     seqlens: npt.ArrayLike,
     *,
+    tree_mask: npt.ArrayLike | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
     cp_world: int = 1,
     cp_rank: int = 0,
+    kv_scale: float = 1.0,
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     rounding: str | None = None,
@@ -37,7 +39,7 @@ def mla_decode(
     """Attend from a few query tokens per sequence to a paged latent cache.
 
     out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :d_v], where j runs over the visible tokens: those
-    below the sequence's length and, if causal, with j <= i + length - s_q.
+    below the sequence's length and, if causal, with j <= i + length - s_q; or those of the mask.
 
     Parameters
     ----------
@@ -45,13 +47,16 @@ def mla_decode(
         Absorbed queries: d_qk is 576 in DeepSeek-V3.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk)
         The pool of pages. The values are the first `d_v` elements of the keys. Query head h reads head
-        h // (h_q // h_kv). Or the pages of an FP8 record, "v32" or "v4": see `cache_append`.
+        h // (h_q // h_kv). Or the pages of an FP8 record, "v32", "v4" or "fp8": see `cache_append`.
     block_table : array, (b, max_pages), integers
         The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
         tokens are invisible.
     seqlens : array, (b,), integers
         Tokens in the cache of each sequence, the query tokens included; clamped to
         [0, max_pages * page_size * cp_world + cp_rank].
+    tree_mask : array, (b, s_q), 64-bit integers, optional
+        In place of `causal`: query token i sees the tokens before the last s_q of the sequence, and token
+        length - s_q + j iff bit j of its entry is set.
     d_v : int
         Width of the values.
     scale : float, optional
@@ -61,6 +66,8 @@ def mla_decode(
     cp_world, cp_rank : int
         Token j of the cache is token j * cp_world + cp_rank of the sequence; `seqlens`, and i + length - s_q, count the
         tokens of the whole sequence.
+    kv_scale : float
+        Scale of the record "fp8".
     lse_base : str
         "e" or "2".
     empty_lse : float
@@ -96,15 +103,16 @@ def mla_decode(
     lse = np.full((b, h_q, s_q), -np.inf)
     for i in range(b):
         length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1] * cp_world + cp_rank))
-        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)))
+        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)), kv_scale)
         if is_record and rounding is not None:
             keys = round_to(keys, rounding)
         positions = here * cp_world + cp_rank
-        for tokens, visible in _visible_prefixes(positions, length, s_q, causal):
+        words = None if tree_mask is None else np.asarray(tree_mask)[i].astype(np.uint64)
+        for tokens, visible in _visible(positions, length, s_q, causal, words):
             for h in range(h_kv):
                 heads = slice(h * group, (h + 1) * group)
                 rows = q[i, tokens, heads].astype(keys.dtype)
-                row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[:visible, h], d_v, scale, rounding)
+                row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible, h], d_v, scale, rounding)
                 out[i, tokens, heads] = row_out.reshape(*rows.shape[:2], d_v)
                 lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
     if rounding is not None:
@@ -112,7 +120,7 @@ def mla_decode(
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
 
 
-def _present_tokens(cache: Array, table: Array, length: int) -> tuple[Array, Array]:
+def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:
     """The keys of one sequence without those in missing pages, (n, h_kv, d_qk), and their positions, (n,)."""
     page_size = cache.shape[1]
     positions = np.arange(length)
@@ -120,16 +128,22 @@ def _present_tokens(cache: Array, table: Array, length: int) -> tuple[Array, Arr
     present = (pages >= 0) & (pages < cache.shape[0])
     positions = positions[present]
     if str(cache.dtype) in BYTE_DTYPES:
-        rows = cache_gather(cache, pages[present] * page_size + positions % page_size)[0]
+        rows = cache_gather(cache, pages[present] * page_size + positions % page_size, kv_scale=kv_scale)[0]
         return rows[:, None].astype(np.float64), positions
     return cache[pages[present], positions % page_size].astype(np.float64), positions
 
 
-def _visible_prefixes(positions: Array, length: int, s_q: int, causal: bool) -> Iterator[tuple[slice, int]]:
-    """Groups of query tokens, and how many of the present keys each group sees (always the first ones)."""
+def _visible(
+    positions: Array, length: int, s_q: int, causal: bool, words: Array | None
+) -> Iterator[tuple[slice, slice | Array]]:
+    """Groups of query tokens, and which of the present keys each group sees; `words` are those of a tree's mask."""
     if not causal:
-        yield slice(0, s_q), len(positions)
+        yield slice(0, s_q), slice(None)
         return
+    drafts = positions - (length - s_q)
     for i in range(s_q):
-        last = i + length - s_q
-        yield slice(i, i + 1), int(np.searchsorted(positions, last, side="right"))
+        if words is None:
+            yield slice(i, i + 1), slice(int(np.searchsorted(drafts, i, side="right")))
+        else:
+            bits = words[i] >> np.maximum(drafts, 0).astype(np.uint64)
+            yield slice(i, i + 1), (drafts < 0) | ((bits & np.uint64(1)) == 1)

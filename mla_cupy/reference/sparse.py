@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.dtypes import dtype_name, round_to
+from mla_cupy.records import BYTE_DTYPES
 from mla_cupy.reference.attend import attend
+from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.lse import log_of_base
 
 Array = npt.NDArray[Any]
@@ -43,7 +46,8 @@ def sparse_mla_forward(
     q : array, (s_q, h_q, d_qk)
         Absorbed queries.
     kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk)
-        Latents. The values are the first `d_v` elements of the keys.
+        Latents. The values are the first `d_v` elements of the keys. Or the pages of an FP8 record, (num_pages,
+        page_size, width): row r is token r % page_size of page r / page_size.
     indices : array, (s_q, topk) or (s_q, 1, topk), integers
         The rows that each query attends to, counted from the start of its sequence. A slot counts if
         0 <= index < limit, where the limit is the length of the sequence, or, if causal, what `selected_rows` says.
@@ -82,15 +86,16 @@ def sparse_mla_forward(
     -----
     Not a number or infinity in a row that a query does not select has no effect on it.
     """
-    q, kv, indices = np.asarray(q), _without_head_axis(kv), _without_head_axis(indices)
+    q, kv, indices = np.asarray(q), np.asarray(kv), _without_head_axis(indices)
     s_q, h_q, d_qk = q.shape
     scale = d_qk**-0.5 if scale is None else scale
-    rows_of = selected_rows(indices, len(kv), topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
+    s_kv = math.prod(kv.shape[:-1])
+    rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
 
     out = np.zeros((s_q, h_q, d_v))
     lse, max_logits = np.full((2, s_q, h_q), -np.inf)
     for i, rows in enumerate(rows_of):
-        keys = kv[rows].astype(np.float64)
+        keys = _keys(kv, rows, rounding)
         out[i], lse[i], max_logits[i] = attend(q[i].astype(keys.dtype), keys, d_v, scale, rounding)
     if attn_sink is not None:
         out *= _share(lse, np.asarray(attn_sink, np.float64))[..., None]
@@ -184,6 +189,15 @@ def sparse_mla_backward(
     dq = _rounded(dq, rounding and dtype_name(q.dtype))
     dkv = _rounded(dkv, rounding and (dkv_dtype or dtype_name(kv.dtype)))
     return dq.astype(np.float64), dkv.astype(np.float64).reshape(shape), d_sink
+
+
+def _keys(kv: Array, rows: Array, rounding: str | None) -> Array:
+    """Rows of a cache, dequantised, or of an array of them."""
+    if str(kv.dtype) not in BYTE_DTYPES:
+        found: Array = _without_head_axis(kv)[rows].astype(np.float64)
+        return found
+    keys = cache_gather(kv if kv.ndim > 2 else kv[:, None], rows)[0].astype(np.float64)
+    return keys if rounding is None else round_to(keys, rounding)
 
 
 def selected_rows(

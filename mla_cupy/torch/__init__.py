@@ -56,11 +56,13 @@ def plan_decode(
     h_q: int,
     h_kv: int = 1,
     d_qk: int = D_QK,
+    record: str | None = None,
     max_pages: int,
     page_size: int,
     dtype: Any,
     cp_world: int = 1,
     cp_rank: int = 0,
+    tree_mask: bool = False,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: torch.device | str | None = None,
@@ -70,7 +72,9 @@ def plan_decode(
 
     Parameters
     ----------
-    max_b, s_q, h_q, h_kv, d_qk, max_pages, page_size, dtype, cp_world, cp_rank, batch_invariant, split_tokens, kernel
+    max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank, tree_mask, batch_invariant
+        As there.
+    split_tokens, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.
@@ -81,8 +85,9 @@ def plan_decode(
     """
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "d_qk": d_qk, "max_pages": max_pages}
     shard = {"cp_world": cp_world, "cp_rank": cp_rank}
-    cuts = {"batch_invariant": batch_invariant, "split_tokens": split_tokens}
-    return make_plan(device, **sizes, page_size=page_size, dtype=dtype, **shard, **cuts, kernel=kernel)
+    cuts = {"tree_mask": tree_mask, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
+    kind = {"record": record, "page_size": page_size, "dtype": dtype}
+    return make_plan(device, **sizes, **kind, **shard, **cuts, kernel=kernel)
 
 
 def mla_decode(
@@ -91,6 +96,7 @@ def mla_decode(
     block_table: torch.Tensor,
     seqlens: torch.Tensor,
     *,
+    tree_mask: torch.Tensor | None = None,
     plan: TorchDecodePlan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -101,7 +107,7 @@ def mla_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens : tensor
+    q, kv_cache, block_table, seqlens, tree_mask : tensor
     plan : TorchDecodePlan, optional
         Updated for these `seqlens`.
     out, lse : tensor, optional
@@ -109,7 +115,7 @@ def mla_decode(
     workspace : tensor, uint8, optional
         With `out` and `lse`, without a plan.
     **options
-        d_v, scale, causal, cp_world, cp_rank, out_dtype, lse_base, empty_lse, kernel.
+        d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel.
 
     Returns
     -------
@@ -132,8 +138,9 @@ def mla_decode(
     given = _targets(out=out, lse=lse)
     if is_plain_call(q):
         held = None if plan is None else plan.plan
-        return ops.mla_decode(q, kv_cache, block_table, seqlens, **options, **given, plan=held, workspace=workspace)
-    inputs = (q, kv_cache, block_table, seqlens)
+        options |= {"tree_mask": tree_mask, "workspace": workspace}
+        return ops.mla_decode(q, kv_cache, block_table, seqlens, **options, **given, plan=held)
+    inputs = (q, kv_cache, block_table, seqlens, tree_mask)
     if plan is not None:
         if workspace is not None:
             raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))

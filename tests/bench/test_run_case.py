@@ -97,6 +97,7 @@ def test_host_times_of_every_operation(device, options, numpy_backend, monkeypat
         "decode": "b1-sq1-hq2-skv20",
         "dense-decode-fp8": "b1-sq1-hq2-skv20",
         "indexer-logits": "sq3-skv8-h2-d32",
+        "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
     }
     small |= {"indexer-topk": "sq3-skv40-k4", "indexer-prepare": "sq5-h2-d32"}
     small |= {"sparse-decode": "b1-sq1-hq2-topk4-pool64", "indexer-loss": "b2-s7-h3x8-i2x32"}

@@ -24,6 +24,7 @@ SMALL = {
     "decode": CASE.name,
     "dense-decode-fp8": CASE.name,
     "sparse-forward": "sq3-skv8-hq2-topk4",
+    "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
     "sparse-backward": "sq3-skv8-hq2-topk4",
     "indexer-logits": "sq3-skv8-h2-d32",
     "sparse-decode": "b1-sq1-hq2-topk4-pool64",

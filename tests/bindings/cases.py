@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,11 @@ def decode(h_q: int = 4, **options: Any) -> BoundCall:
     names = ("q", "kv_cache", "block_table", "seqlens")
     arrays = _dense(**dict(zip(names, inputs.arguments, strict=True)))
     return BoundCall(_id("decode", options), "mla_decode", arrays, options)
+
+
+def decode_with_drafts() -> BoundCall:
+    masks = np.array([[1, 2], [1, 3], [0, 2]], np.int64)
+    return replace(decode(), id="decode-drafts", arrays={**decode().arrays, "tree_mask": masks})
 
 
 def sparse_inputs(**changes: Any) -> sparse_cases.SparseInputs:
@@ -128,6 +133,7 @@ CALLS = [
     decode(),
     decode(out_dtype="float32", lse_base="2", empty_lse=-7.0, causal=False, scale=0.02),
     decode(cp_world=3, cp_rank=1),
+    decode_with_drafts(),
     forward(),
     forward({**ALL, "causal": True}, out_dtype="float32", lse_base="2"),
     forward({"dtype": "float16", "head_axis": True, "d_qk": 512}),
@@ -156,4 +162,7 @@ def test_every_operation_has_a_call() -> None:
     assert {call.operation for call in CALLS} == set(ops.OPERATIONS)
 
 
+#: What JAX takes as it is by default: without 64-bit numbers.
+CALLS_OF_JAX = [call for call in CALLS if all(x.dtype.itemsize < 8 for x in call.arrays.values())]
+every_call_of_jax = pytest.mark.parametrize("call", CALLS_OF_JAX, ids=[call.id for call in CALLS_OF_JAX])
 every_call = pytest.mark.parametrize("call", CALLS, ids=[call.id for call in CALLS])

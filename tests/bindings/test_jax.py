@@ -11,7 +11,17 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError
-from tests.bindings.cases import Array, BoundCall, as_tuple, backward, decode, every_call, forward, merge
+from tests.bindings.cases import (
+    Array,
+    BoundCall,
+    as_tuple,
+    backward,
+    decode,
+    decode_with_drafts,
+    every_call_of_jax,
+    forward,
+    merge,
+)
 from tests.support.calls import assert_same
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
@@ -38,15 +48,24 @@ def check(got: Any, wanted: tuple[Array | None, ...]) -> None:
             assert_same(np.asarray(x), expected)
 
 
-@every_call
+@every_call_of_jax
 @both_roads
 def test_under_jit(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> None:
     check(jitted(jax, of_jax, call, exportable)(on_cpu(jax, call)), call.eager())
 
 
-@every_call
+@every_call_of_jax
 def test_outside_jit(jax: Any, of_jax: Any, call: BoundCall) -> None:
     check(getattr(of_jax, call.operation)(**on_cpu(jax, call), **call.options), call.eager())
+
+
+@both_roads
+def test_a_mask_of_drafts_has_64_bits(jax: Any, of_jax: Any, exportable: bool) -> None:
+    call = decode_with_drafts()
+    with pytest.raises(DTypeError, match=r"tree_mask\.dtype: got int32, expected uint64 or int64"):
+        jitted(jax, of_jax, call, exportable)(on_cpu(jax, call))
+    with jax.enable_x64(True):
+        check(jitted(jax, of_jax, call, exportable)(on_cpu(jax, call)), call.eager())
 
 
 @both_roads

@@ -11,7 +11,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.ops.bind import Launcher
-from tests.bindings.cases import BoundCall, as_tuple, every_call, sparse_inputs
+from tests.bindings.cases import BoundCall, as_tuple, every_call_of_jax, sparse_inputs
 from tests.interop.test_jax import put
 from tests.support import cases
 from tests.support.calls import assert_same
@@ -42,7 +42,7 @@ def on_gpu(jax: Any, call: BoundCall) -> dict[str, Any]:
     return dict(zip(call.arrays, put(jax, tuple(call.arrays.values()), "gpu"), strict=True))
 
 
-@every_call
+@every_call_of_jax
 @both_roads
 def test_under_jit(
     jax_gpu: Any, of_jax: Any, call: BoundCall, exportable: bool, entries: list[tuple[str, int]]

@@ -38,6 +38,10 @@ def v4(**changes: Any) -> DecodeCase:
     return DecodeCase(record="v4", d_qk=512, **changes)
 
 
+def fp8(**changes: Any) -> DecodeCase:
+    return DecodeCase(**{"record": "fp8", "kv_scale": 0.03, **changes})
+
+
 CASES = (
     v32(b=1, seqlens=129, h_q=16),  # an odd number of tiles, the last one with a single token
     v32(b=3, seqlens=(200, 0, 70), h_q=5, dtype="float16", page_size=24),
@@ -45,35 +49,43 @@ CASES = (
     v32(b=2, seqlens=(3, 130), s_q=3, h_q=11, scales="plain", missing_pages=1, page_size=16),  # two blocks of rows
     v32(b=2, seqlens=(100, 31), s_q=2, h_q=3, causal=False, head_axis=False, page_size=128),
     v32(b=3, seqlens=(189, 1, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
+    fp8(b=1, seqlens=129, h_q=7),
+    fp8(b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=16, dtype="float16", kv_scale=1.0),
+    fp8(b=1, seqlens=66, s_q=2, h_q=12),
 )
 GENERIC_CASES = (
     CASES[3],
     v4(b=3, seqlens=(66, 5, 131), s_q=3, h_q=3, missing_pages=1, page_size=16),
     v4(b=1, seqlens=70, h_q=9, dtype="float16", scales="power_of_2"),
+    fp8(b=2, seqlens=(3, 70), s_q=2, h_q=2, missing_pages=1, page_size=16),
 )
 MORE_CASES = (
     v32(b=1, seqlens=400, h_q=16),  # split
     v32(b=5, seqlens=(70, 1, 0, 200, 130), h_q=8),
     v32(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
     v32(b=1, seqlens=66, s_q=5, h_q=20),
+    fp8(b=1, seqlens=400, h_q=16),
+    fp8(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
 )
 
 
 # ---- The oracle and the NumPy backend --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[5], GENERIC_CASES[1]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[6], GENERIC_CASES[1]], ids=lambda case: case.id)
 def test_the_oracle_attends_to_dequantised_rows(case: DecodeCase) -> None:
     inputs = make(case)
     pages, page_size = inputs.kv_cache.shape[:2]
-    rows = reference.cache_gather(inputs.kv_cache, np.arange(pages * page_size))[0].reshape(pages, page_size, 1, -1)
-    expected = reference.mla_decode(inputs.q, rows, inputs.block_table, inputs.seqlens, **case.options)
+    slots = np.arange(pages * page_size)
+    rows = reference.cache_gather(inputs.kv_cache, slots, kv_scale=case.kv_scale)[0].reshape(pages, page_size, 1, -1)
+    options = {**case.options, "kv_scale": 1.0}
+    expected = reference.mla_decode(inputs.q, rows, inputs.block_table, inputs.seqlens, **options)
     for got, want in zip(inputs.exact, expected, strict=True):
         np.testing.assert_array_equal(got, want)
         assert not np.isnan(got).any()
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], GENERIC_CASES[1]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[6], GENERIC_CASES[1]], ids=lambda case: case.id)
 def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(case)
@@ -116,7 +128,7 @@ def _cache(record: str, heads: int = 1) -> Array:
         (_cache("v32", 2), 576, ShapeError, r"kv_cache.shape\[2\]: got 2, expected 1.*v32 has one KV head"),
         (_cache("v32"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
         (_cache("v4"), 576, ShapeError, r"q.shape\[-1\]: got 576, expected 512 for v4"),
-        (_cache("fp8"), 576, ShapeError, r"kv_cache: got pages of fp8, expected v32 or v4"),
+        (_cache("fp8"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
         (np.zeros((3, 8, 1, 664), np.uint8)[..., :656], 576, ShapeError, "multiples of 16 bytes"),
     ],
     ids=[
@@ -126,7 +138,7 @@ def _cache(record: str, heads: int = 1) -> Array:
         "heads",
         "d_qk of v4",
         "d_qk of v32",
-        "a record that no kernel reads",
+        "d_qk of fp8",
         "odd strides",
     ],
 )
@@ -140,7 +152,7 @@ def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, r
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"record": "v31"}, "record: got 'v31', expected None, or one of v32, v4"),
+        ({"record": "v31"}, "record: got 'v31', expected None, or one of v32, v4, fp8"),
         ({"record": "v4"}, "d_qk: got 576, expected 512 for v4"),
         ({"record": "v32", "h_kv": 2}, "h_kv: got 2, expected 1"),
     ],
@@ -149,6 +161,23 @@ def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, r
 def test_mistakes_of_plans(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         plan_of(make(DecodeCase(b=1, seqlens=3)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("cache", "kv_scale", "match"),
+    [
+        (_cache("v32"), 0.5, r"kv_scale: got 0.5, expected 1 for v32: its scales are in the record"),
+        (_cache("bf16").view(np.float16), 0.5, r"kv_scale: got 0.5, expected 1 for 16-bit rows"),
+        (_cache("fp8"), 0.0, r"kv_scale: got 0.0, expected a finite number above 0"),
+        (_cache("fp8"), 2.0**126, r"scale \* kv_scale: got .*, expected a finite number above 0"),
+    ],
+    ids=["v32", "rows", "zero", "huge"],
+)
+def test_mistakes_of_scales(cache: Array, kv_scale: float, match: str, recorder: Recorder) -> None:
+    q, table, seqlens = np.ones((1, 1, 2, 576), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
+    with pytest.raises(ArgumentError, match=match):
+        mla_cupy.mla_decode(q, cache, table, seqlens, kv_scale=kv_scale, scale=4.0)
+    assert recorder.launches == []
 
 
 def test_a_plan_is_for_one_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +325,10 @@ ON_GPU = (
     v32(b=1, h_q=16, seqlens=20000),
     v32(b=300, h_q=8, seqlens="ragged-200"),
     v32(b=4, missing_pages=2, page_size=16, seqlens="ragged-300"),
+    fp8(b=len(EDGES), seqlens=EDGES, h_q=16),
+    fp8(b=3, s_q=4, h_q=128, seqlens="ragged-500", dtype="float16"),
+    fp8(b=300, h_q=8, seqlens="ragged-200", kv_scale=1.0),
+    fp8(b=1, h_q=16, seqlens=20000),
 )
 
 

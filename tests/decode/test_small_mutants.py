@@ -104,7 +104,7 @@ MUTANTS = [
     # Values
     Mutant("hidden values not sanitized", SMALL, "    sanitize_v(block, math, item, tile, thread);\n", ""),
     Mutant("NaN not given back", KERNEL_FILE, "if (s.nonfinite_request == item.request)", "if (false)"),
-    Mutant("NaN given to every row", NONFINITE, "if (token < visible_tokens(p, item, row))", "if (true)"),
+    Mutant("NaN given to every row", NONFINITE, "if (row_sees<kTree>(p, item, row, token))", "if (true)"),
     Mutant(
         "values of the wrong SW128 tile",
         SWAPPED,

@@ -62,6 +62,26 @@ def test_numpy_decode_on_gpu(gpu: object) -> None:
     check_numpy_decode("cuda")
 
 
+def check_tree_verification(backend: str) -> None:
+    text = run("tree_verification.py", "--heads", "2", "--lengths", "70", "0", "63", "5", backend=backend)
+    paths = re.findall(r"(\d+) tokens: accepted drafts \[(.*)\], now (\d+) tokens", text)
+    assert [int(length) for length, *_ in paths] == [70, 0, 63, 5]
+    counts = [len(path.split(", ")) if path else 0 for _, path, _ in paths]
+    assert [int(now) for *_, now in paths] == [n + kept for n, kept in zip((70, 0, 63, 5), counts, strict=True)]
+    errors = [float(error) for error in re.findall(r"differs by (\S+)", text)]
+    assert len(errors) == sum(count > 0 for count in counts) > 0
+    assert max(errors) < 0.02
+
+
+def test_tree_verification() -> None:
+    check_tree_verification("numpy")
+
+
+@pytest.mark.gpu
+def test_tree_verification_on_gpu(gpu: object) -> None:
+    check_tree_verification("cuda")
+
+
 def check_continuous_batching(backend: str, *arguments: str) -> None:
     sizes = ("--steps", "40", "--heads", "2", "--pages", "48", "--arrivals", "0.7")
     text = run("continuous_batching.py", *sizes, *arguments, backend=backend)

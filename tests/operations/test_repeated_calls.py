@@ -309,6 +309,7 @@ def test_another_gpu_is_another_configuration(recorder: Recorder) -> None:
 # ---- Plans ------------------------------------------------------------------------------------------------------
 
 PLAN = {"max_b": 2, "s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
+PLAN |= {"tree_mask": True}  # as `good_call` has one
 
 
 def test_a_plan_is_used_again(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +334,7 @@ def test_another_plan_of_the_same_shape_has_its_own_memory(recorder: Recorder) -
     for plan in (*plans, *reversed(plans)):
         recorder.launches.clear()
         mla_cupy.mla_decode(**call, plan=plan)
-        (launch,) = recorder.launches
+        launch = recorder.launches[0]
         assert plan.address <= int(launch.params["partial_out"]) < plan.address + plan.workspace_bytes
     assert len({plan.address for plan in plans}) == 3
 
@@ -363,6 +364,7 @@ def test_plans_are_neither_copied_nor_pickled(
         ({"s_q": "3"}, mla_cupy.ArgumentError, "s_q"),
         ({"kernel": []}, mla_cupy.ArgumentError, "kernel"),
         ({"kernel": np.zeros(3)}, mla_cupy.ArgumentError, "kernel"),
+        ({"tree_mask": 3}, mla_cupy.ArgumentError, "tree_mask"),
         ({"dtype": 3}, mla_cupy.DTypeError, "dtype"),
         ({"dtype": []}, mla_cupy.DTypeError, "dtype"),
         ({"dtype": np.zeros(3)}, mla_cupy.DTypeError, "dtype"),

@@ -42,7 +42,9 @@ class DecodeCase:
     head_axis
         False drops the cache's head axis; needs h_kv 1.
     record, scales
-        "v32" or "v4" for a cache of FP8 records, and the rule of its scales; needs h_kv 1, and d_qk 512 for "v4".
+        "v32", "v4" or "fp8" for a cache of FP8 records, and the rule of its scales; needs h_kv 1, "v4" a d_qk of 512.
+    kv_scale
+        Of "fp8".
     """
 
     b: int = 3
@@ -63,6 +65,7 @@ class DecodeCase:
     cp_rank: int = 0
     record: str = ""
     scales: str | None = None
+    kv_scale: float = 1.0
 
     @property
     def id(self) -> str:
@@ -77,6 +80,7 @@ class DecodeCase:
             f"rank{self.cp_rank}of{self.cp_world}" if self.cp_world > 1 else "",
             self.record,
             self.scales or "",
+            f"scale{self.kv_scale:g}" if self.kv_scale != 1 else "",
             f"seed{self.seed}" if self.seed else "",
         ]
         return "-".join(part for part in parts if part)
@@ -84,7 +88,8 @@ class DecodeCase:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `mla_decode` that say which tokens there are and who sees them."""
-        return {"causal": self.causal, "cp_world": self.cp_world, "cp_rank": self.cp_rank}
+        options = {"causal": self.causal, "cp_world": self.cp_world, "cp_rank": self.cp_rank}
+        return options if self.kv_scale == 1 else {**options, "kv_scale": self.kv_scale}
 
     def lengths(self) -> Array:
         """The lengths themselves, (b,) int32."""
@@ -124,7 +129,7 @@ class DecodeInputs:
         if not self.case.record:
             return reference.mla_decode(*self.arguments, **self.case.options, rounding=self.case.dtype)
         arguments = self.q, as_read(self.case.record, self.kv_cache), self.block_table, self.seqlens
-        rounding = "float16" if self.case.record == "v32" else self.case.dtype
+        rounding = self.case.dtype if self.case.record == "v4" else "float16"
         return reference.mla_decode(*arguments, **self.case.options, rounding=rounding)
 
 
@@ -205,7 +210,7 @@ def _append(case: DecodeCase, cache: Array, slots: Array, tokens: Array) -> None
     latent = RECORDS[case.record].d_latent
     parts = (tokens[:, :latent], tokens[:, latent:])
     latent_part, rope = (part.astype(dtypes.numpy_dtype("bfloat16")) for part in parts)
-    reference.cache_append(latent_part, rope, cache, slots, scales=case.scales)
+    reference.cache_append(latent_part, rope, cache, slots, scales=case.scales, kv_scale=case.kv_scale)
 
 
 def _block_table(rng: np.random.Generator, pages_of: Array, num_pages: int, max_pages: int, strides: str) -> Array:

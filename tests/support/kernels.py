@@ -31,7 +31,9 @@ RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECO
 #: Those that need no schedule; they have tests of their own.
 CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
 SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}
-FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = by_name(SPARSE_FORWARD)
+FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {
+    k: v for k, v in by_name(SPARSE_FORWARD).items() if "records" not in k
+}
 BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
 #: Those with tcgen05; there are none of other operations.
 BLACKWELL = tuple(name for name in BACKWARD_KERNELS if "sm100" in name)

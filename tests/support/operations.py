@@ -29,13 +29,14 @@ SIZES = {
     "page_size": 16,
     "max_pages": 4,
     "s_kv": 20,
+    "page_tokens": 1,
     "topk": 5,
     "keys": 5,
 }
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
 #: Values of whole numbers, where any others would say little.
 VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 3], "cu_seqlens_kv": [0, 12, 20]}
-#: No array of any operation has them.
+#: Hardly an array of any operation has them.
 FOREIGN_DTYPES = ("float64", "int64")
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +77,9 @@ def good_call(operation: Operation, seed: int = 0) -> Call:
     for array in operation.inputs:
         shape = tuple(size_of(operation, axis) for axis in axes_of(array))
         dtype = _dtype_of(operation, array)
-        if dtype == "int32":
+        if dtype == "uint64":
+            call[array.name] = rng.integers(0, 8, shape).astype(np.uint64)
+        elif dtype == "int32":
             values = np.resize(VALUES[array.name], shape) if array.name in VALUES else rng.integers(0, 8, shape)
             call[array.name] = values.astype(np.int32)
         else:
@@ -157,9 +160,10 @@ def _resized(at: int, more: int | None) -> Callable[[Array], Array]:
 def _dtypes(operation: Operation, array: Input | Output) -> Iterator[Bad]:
     first = operation.inputs[0].dtypes[0]
     other = "float16" if first != "float16" else "bfloat16"
-    wrong = [*FOREIGN_DTYPES]
+    allowed = array.dtypes if isinstance(array, Input) else array.dtypes(first)
+    wrong = [dtype for dtype in FOREIGN_DTYPES if dtype not in allowed]
     if isinstance(array, Output):
-        wrong += [other] if other not in array.dtypes(first) else []
+        wrong += [other] if other not in allowed else []
     elif array is not operation.inputs[0]:
         wrong += [other] if "=q" in array.dtypes or other not in array.dtypes else []
     for dtype in wrong:

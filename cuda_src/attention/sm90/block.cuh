@@ -7,11 +7,12 @@
 
 namespace mla::attention::sm90 {
 // What a kernel chooses. With kSparse_ a query's keys are a list of rows, all of them readable, instead of pages, and
-// its largest score is wanted, too.
-template <class Element_, i32 kHeadDimQk_, bool kSparse_>
+// its largest score is wanted, too. With kTree_ a mask says which drafts a query sees.
+template <class Element_, i32 kHeadDimQk_, bool kSparse_, bool kTree_ = false>
 struct Config : KeyTile<kHeadDimQk_> {
     using Element = Element_;
     static constexpr bool kSparse = kSparse_;
+    static constexpr bool kTree = kTree_;
     // Tiles are written by cp.async, whose threads do not wait for it: the fence before WGMMA is the consumers'.
     static constexpr bool kFencedByConsumers = kSparse_;
     // The SW128 tile of Q that is kept in registers during a work item: P takes its place in shared memory.
@@ -60,6 +61,16 @@ constexpr i32 kRegsEntry = 168;  // 65536 / 384, rounded down to a multiple of 8
 //
 // P of the tile in stage s goes to p(s). It needs no "free" barrier: it is overwritten only after the next tile has
 // arrived in stage s, for which both warpgroups had to release that stage, and so had multiplied the previous P.
+//
+// What rows see of the two tiles that may have drafts comes with Q: the math warpgroups have no registers to compute
+// it.
+template <bool kTree>
+struct TreeWords {};
+template <>
+struct TreeWords<true> {
+    u64 of_tile[2][kBlockM];  // bit t: the row sees token t; first tile: that of the first draft
+};
+
 template <class C>
 struct Storage : C::Extra {
     alignas(kSwizzleAtomBytes) u8 q[C::kTileBytes];  // the resident SW128 tile's place is p(1)
@@ -73,6 +84,7 @@ struct Storage : C::Extra {
     HalfBarriers kv_full[kStagesKV], kv_empty[kStagesKV];
     MBarrier q_full, q_empty;
     MBarrier sums_ready[2];  // left, right: the share of l is in sums
+    TreeWords<C::kTree> tree;
 
     MLA_DEVICE u8* q_resident() { return q + C::kResidentSwTile * kSw128Bytes; }
     MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p_buffers[0] : C::second_p(*this); }
@@ -80,10 +92,10 @@ struct Storage : C::Extra {
 
 // What every role knows.
 template <class C>
-struct Block : RowBlock<kBlockM> {
+struct Block : RowBlock<kBlockM, C::kTree> {
     Storage<C>& s;
 
-    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<kBlockM>(p), s(s) {}
+    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<kBlockM, C::kTree>(p), s(s) {}
 };
 
 // By one thread, before the block's first barrier.

@@ -152,6 +152,15 @@ MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& ite
     if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
     i32 row = block.row0 + fragment_row(thread);
     opaque(row);
+    if constexpr (C::kTree) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const i32 place = tile - first_tile_of_drafts(item.seen_by_all);
+            const u64 seen = place < 0 ? ~0ull : block.s.tree.of_tile[place][row - block.row0 + 8 * r];
+            mask_row(math.scores, r, seen & present, thread);
+        }
+        return;
+    }
     TileMask mask;
     mask.present = present;
 #pragma unroll

@@ -6,6 +6,7 @@
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/row_block.cuh"
+#include "attention/tree_mask.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/nonfinite.cuh"
 #include "tile/sw128.cuh"
@@ -32,9 +33,9 @@ MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_r
 // Cold path, by one warpgroup: calls `add(row, column, value)` for the non-finite elements that sanitize_rows zeroed in
 // columns [first_column, + kColumns), for each row of the block that sees them; a column always by the same thread. The
 // weights do not matter, since any multiple of an infinity is infinite.
-template <class Element, i32 kColumns, i32 kRows, class Add>
-MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread,
-                                   Add add) {
+template <class Element, i32 kColumns, i32 kRows, bool kTree, class Add>
+MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, kTree>& block, const WorkItem& item, i32 first_column,
+                                   i32 thread, Add add) {
     const DecodeParams& p = block.p;
     const i32 first = max(item.seen_by_all, item.tile_begin * kTileTokens);
     const i32 last = min(item.tokens, item.tile_end * kTileTokens);
@@ -49,15 +50,16 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows>& block, const WorkItem&
             if (fabsf(value) <= kMaxFloat) continue;
 #pragma unroll 1
             for (i32 row = block.row0; row < min(block.row0 + kRows, block.rows); ++row) {
-                if (token < visible_tokens(p, item, row)) add(row, column, value);
+                if (row_sees<kTree>(p, item, row, token)) add(row, column, value);
             }
         }
     }
 }
 
 // The same, added to the stored results.
-template <class Element, i32 kColumns, i32 kRows>
-MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows>& block, const WorkItem& item, i32 first_column, i32 thread) {
+template <class Element, i32 kColumns, i32 kRows, bool kTree>
+MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows, kTree>& block, const WorkItem& item, i32 first_column,
+                                i32 thread) {
     for_each_nonfinite<Element, kColumns>(block, item, first_column, thread, [&](i32 row, i32 column, float value) {
         add_to_output<Element>(block.p, item, block.kv_head, row, column, value);
     });

@@ -21,17 +21,21 @@ struct KeyFormats<v32, Element> {
     using Latent = float16;
     using Rope = Element;
 };
+template <class Element>
+struct KeyFormats<fp8, Element> : KeyFormats<v32, Element> {};
 
-// A row is read in pieces of 64 bytes: each is 64 latent columns, or half of the 64 RoPE columns.
+// A row is read in pieces of 64 bytes: each is 64 latent columns, or half of the 64 RoPE columns, or all of them where
+// those have 8 bits, too.
 constexpr i32 kPieceBytes = 64;
 constexpr i32 kPieceLanes = kPieceBytes / 16;
-constexpr i32 kRopePieces = 2;
+template <class Record>
+constexpr i32 kRopePieces = Record::kRopeKind == kE4m3 ? 1 : 2;
 
 template <class Record>
 struct RecordTile : KeyTile<kKeyColumns<Record>> {
     static constexpr i32 kLatentSwTiles = Record::kLatentChunks / kPieceLanes;
     static constexpr i32 kRopeSwTile = kLatentSwTiles;
-    static constexpr i32 kRowPieces = kLatentSwTiles + kRopePieces;
+    static constexpr i32 kRowPieces = kLatentSwTiles + kRopePieces<Record>;
     static_assert(kRopeSwTile + 1 == RecordTile::kSwTilesQk, "latent, then RoPE");
 
     // The SW128 tile that a piece goes to.
@@ -70,8 +74,9 @@ template <class Record>
 MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
     constexpr i32 kLatentPieces = RecordTile<Record>::kLatentSwTiles;
     const i32 odd_row = lane / kPieceLanes & 1;
-    const i32 at = piece < kLatentPieces ? piece * kPieceBytes
-                                         : Record::kRopeOffset + ((piece - kLatentPieces) ^ odd_row) * kPieceBytes;
+    const i32 at = piece < kLatentPieces || kRopePieces<Record> == 1
+                       ? piece * kPieceBytes
+                       : Record::kRopeOffset + ((piece - kLatentPieces) ^ odd_row) * kPieceBytes;
     return ld_global_16(token.data + at + lane % kPieceLanes * 16, token.data != nullptr);
 }
 
@@ -102,6 +107,11 @@ struct LaneScales<v4> {
     MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
 };
 
+template <>
+struct LaneScales<fp8> {
+    MLA_DEVICE static LaneScales load(const TokenBytes&, i32) { return {}; }
+};
+
 // The same as pairs of 16-bit elements, for packed products.
 template <class Record, class Latent>
 struct RowScales {
@@ -124,11 +134,25 @@ struct RowScales {
     }
 };
 
+struct NoScale {};
+
+template <class Latent>
+struct RowScales<fp8, Latent> {
+    MLA_DEVICE explicit RowScales(const LaneScales<fp8>&) {}
+    MLA_DEVICE NoScale of_piece(i32, i32) const { return {}; }
+};
+
 // Two e4m3 numbers times their scale.
 MLA_DEVICE u32 dequantise(float16, u32 codes, u32 scale) { return mul_x2(float16{}, cvt_f16_x2_e4m3(codes), scale); }
 MLA_DEVICE u32 dequantise(bfloat16, u32 codes, u32 scale) {
     const float2 x = cvt_f32_x2_e4m3(codes);
     return mul_x2(bfloat16{}, cvt_x2(bfloat16{}, x.x, x.y), scale);
+}
+
+MLA_DEVICE u32 dequantise(float16, u32 codes, NoScale) { return cvt_f16_x2_e4m3(codes); }
+MLA_DEVICE u32 dequantise(bfloat16, u32 codes, NoScale) {
+    const float2 x = cvt_f32_x2_e4m3(codes);
+    return cvt_x2(bfloat16{}, x.x, x.y);
 }
 
 MLA_DEVICE u32 convert_rope(bfloat16, u32 pair) { return pair; }
@@ -138,8 +162,8 @@ MLA_DEVICE u32 convert_rope(float16, u32 pair) {
 }
 
 // A lane's 16 latent bytes of row `row` to two chunks of an SW128 tile.
-template <class Latent>
-MLA_DEVICE void store_latent(u8* sw_tile, const uint4& codes, u32 scale, i32 row, i32 lane) {
+template <class Latent, class Scale>
+MLA_DEVICE void store_latent(u8* sw_tile, const uint4& codes, Scale scale, i32 row, i32 lane) {
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
@@ -150,7 +174,7 @@ MLA_DEVICE void store_latent(u8* sw_tile, const uint4& codes, u32 scale, i32 row
     }
 }
 
-// A lane's 16 bytes of half of the RoPE columns, as `load_piece` has read them, to one chunk.
+// A lane's 16 bytes of RoPE columns, as `load_piece` has read them: of half of the columns, to one chunk ...
 template <class Rope>
 MLA_DEVICE void store_rope(u8* sw_tile, const uint4& pairs, i32 half, i32 row, i32 lane) {
     const i32 odd_row = lane / kPieceLanes & 1;
@@ -158,5 +182,15 @@ MLA_DEVICE void store_rope(u8* sw_tile, const uint4& pairs, i32 half, i32 row, i
     *reinterpret_cast<uint4*>(sw_tile + sw128_offset(row, chunk)) =
         make_uint4(convert_rope(Rope{}, pairs.x), convert_rope(Rope{}, pairs.y), convert_rope(Rope{}, pairs.z),
                    convert_rope(Rope{}, pairs.w));
+}
+
+// ... or of all of them, where they are e4m3.
+template <class Record, class Rope>
+MLA_DEVICE void store_rope_piece(u8* sw_tile, const uint4& bytes, i32 piece, i32 row, i32 lane) {
+    if constexpr (Record::kRopeKind == kE4m3) {
+        store_latent<Rope>(sw_tile, bytes, NoScale{}, row, lane);
+    } else {
+        store_rope<Rope>(sw_tile, bytes, piece, row, lane);
+    }
 }
 }  // namespace mla::attention::sm90

@@ -23,8 +23,9 @@
 
 namespace mla::attention::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
-template <class Element_, class TokenRecord_, class Tokens_, i32 kBlockRows_>
+// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh. With kTree_ a mask says which drafts a query
+// sees.
+template <class Element_, class TokenRecord_, class Tokens_, i32 kBlockRows_, bool kTree_ = false>
 struct SmallRecords : RecordTile<TokenRecord_> {
     using Element = Element_;
     using TokenRecord = TokenRecord_;
@@ -33,6 +34,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     using Latent = typename KeyFormats<TokenRecord, Element>::Latent;  // also of P
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
     static constexpr i32 kBlockRows = kBlockRows_;
+    static constexpr bool kTree = kTree_;
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
@@ -88,10 +90,10 @@ struct SmallStorage {
 enum SmallBarrier : i32 { MathOnly = 1 };
 
 template <class C>
-struct SmallBlock : RowBlock<C::kBlockRows> {
+struct SmallBlock : RowBlock<C::kBlockRows, C::kTree> {
     SmallStorage<C>& s;
 
-    MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : RowBlock<C::kBlockRows>(p), s(s) {}
+    MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : RowBlock<C::kBlockRows, C::kTree>(p), s(s) {}
 };
 
 // By one thread, before the block's first barrier.
@@ -187,7 +189,8 @@ struct Dequantiser {
                 if (piece < C::kLatentSwTiles) {
                     store_latent<Latent>(to, tile.piece[piece], scales.of_piece(piece, lane), row, lane);
                 } else {
-                    store_rope<typename C::Rope>(to, tile.piece[piece], piece - C::kLatentSwTiles, row, lane);
+                    store_rope_piece<TokenRecord, typename C::Rope>(to, tile.piece[piece], piece - C::kLatentSwTiles,
+                                                                    row, lane);
                 }
             }
             if (!C::kFencedByReaders) fence_proxy_async();
@@ -321,6 +324,14 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, const 
         if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
         i32 row0 = block.row0;
         opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
+        if constexpr (C::kTree) {
+#pragma unroll
+            for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+                const SeenTokens seen = seen_of_tree(block.p, item, row0 + kth_head(k, thread));
+                mask_head(math.scores, k, seen.of_tile(tile * kTileTokens) & present, thread);
+            }
+            return;
+        }
         KeyMask<C::kBlockRows> mask;
         mask.present = present;
 #pragma unroll
@@ -380,8 +391,15 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
             }
             math.q_stage ^= 1;
         }
-        store_result</*kWithRowMax=*/false>(Element{}, p, item, heads, math, s.warp_values, s.stats, 0, true, MathOnly,
-                                            thread);
+        if constexpr (kHasValueScale<typename C::TokenRecord>) {
+#pragma unroll
+            for (auto& columns : math.out) {
+#pragma unroll
+                for (float& x : columns) x *= p.value_scale;
+            }
+        }
+        store_result<C::Tokens::kWithRowMax>(Element{}, p, item, heads, math, s.warp_values, s.stats, 0, true, MathOnly,
+                                             thread);
     }
 }
 

@@ -25,8 +25,8 @@ def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
 
 
 def unsupported_rows(problem: Any, device: DeviceInfo) -> Reason | None:
-    """The same, if it is about 16-bit rows: the problems of the sparse forward always are."""
-    return READS_ROWS if getattr(problem, "record", "") else unsupported(problem, device)
+    """The same, if it is about 16-bit rows."""
+    return READS_ROWS if problem.record else unsupported(problem, device)
 
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(

@@ -170,17 +170,18 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             *call.strides("seqlens", 1),
             *call.strides("out", 3),
             *call.strides("lse", 3),
-            *_NO_STRIDES,
+            *(*_NO_STRIDES, *call.strides("tree_mask", 2)),
             *(b, s_q, h_q, h_kv),
             *(num_pages, page_size, call.view("block_table").shape[1], splits),
             *(options.causal, out.dtype == "float32", 0 if config.pieces else config.num_splits),
             *(options.cp_world, options.cp_rank),
-            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
+            *(options.scale * options.kv_scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
+            options.kv_scale,  # of the values
         )
         kv_map = config.kernel.kv_map
         return Record(
             config.kernel,
-            (*attention, NULL, NULL, "partial_out", "partial_lse", NULL, tickets),
+            (*attention, NULL, NULL, "partial_out", "partial_lse", NULL, tickets, call.name("tree_mask")),
             values,
             maps=(("kv_cache", kv_map(kv_cache)),) if kv_map else (),
         )

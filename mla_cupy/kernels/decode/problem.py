@@ -29,6 +29,7 @@ PARAMS = Params(
     partial_lse="u8",
     partial_max="u8",
     tickets="u8",
+    tree_mask="u8",
     q_stride_b_elems="i8",
     q_stride_s_elems="i8",
     q_stride_h_elems="i8",
@@ -48,6 +49,8 @@ PARAMS = Params(
     max_stride_h_elems="i8",
     max_stride_s_elems="i8",
     sink_stride_elems="i8",
+    tree_stride_b_elems="i8",
+    tree_stride_s_elems="i8",
     b="i4",
     s_q="i4",
     h_q="i4",
@@ -64,11 +67,13 @@ PARAMS = Params(
     scale_log2="f4",
     lse_factor="f4",
     empty_lse="f4",
+    value_scale="f4",
 )
 
 
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
+NO_TREE = Reason("takes no tree_mask")
 
 
 class Batch(NamedTuple):
@@ -88,7 +93,7 @@ class DecodeProblem:
     """What decides which kernels run and how: no pointers, no device.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`.
+    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one.
 
     `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
     nothing else are equal, since a plan serves smaller batches than its own.
@@ -101,6 +106,7 @@ class DecodeProblem:
     aligned: bool = True
     d_qk: int = D_QK
     record: str = ""
+    tree_mask: bool = False
     batch: Batch | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -118,6 +124,7 @@ class DecodeOptions(NamedTuple):
     empty_lse: float
     cp_world: int = 1
     cp_rank: int = 0
+    kv_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,18 @@ class HeadDimVariant(Variant):
     head_dim_qk: int
 
 
+@dataclass(frozen=True)
+class TreeVariant(HeadDimVariant):
+    """The same for calls with a mask of drafts."""
+
+    tree_mask: int = 1
+
+
+def tree_variant(problem: DecodeProblem) -> Variant:
+    """The build for a problem's `dtype`, `d_qk` and mask."""
+    return TreeVariant(problem.dtype, problem.d_qk) if problem.tree_mask else key_variant(problem)
+
+
 def key_variant(problem: Any) -> Variant:
     """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
     if problem.d_qk == D_QK:
@@ -145,6 +164,8 @@ def key_variant(problem: Any) -> Variant:
 
 KEY_VARIANTS: tuple[Variant, ...] = (*DTYPE_VARIANTS, *(HeadDimVariant(v.dtype, D_V) for v in DTYPE_VARIANTS))
 """All that `key_variant` may ask for."""
+TREE_VARIANTS: tuple[Variant, ...] = tuple(TreeVariant(v.dtype, d_qk) for v in DTYPE_VARIANTS for d_qk in (D_QK, D_V))
+"""What `tree_variant` may ask for besides."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.spec import Variant
 
 RECORDS = ("v32", "v4")
 """Names of the records that the kernels read."""
+DENSE_RECORDS = (*RECORDS, "fp8")
+"""Of those of dense decode."""
 BLOCK_ROWS = (8, 16, 32)
 """Of the kernels with swapped operands: how many query rows a block may compute."""
 
@@ -26,6 +29,24 @@ class SmallRecordVariant(RecordVariant):
     """`block_rows` is how many query rows a block computes, whether they are there or not."""
 
     block_rows: int
+
+
+@dataclass(frozen=True)
+class TreeRecordVariant(SmallRecordVariant):
+    """The same for calls with a mask of drafts."""
+
+    tree_mask: int = 1
+
+
+TREE_BLOCK_ROWS = BLOCK_ROWS[1:]
+
+
+def tree_record_variant(problem: DecodeProblem) -> SmallRecordVariant:
+    """The build for a problem of dense decode."""
+    if not problem.tree_mask:
+        return small_record_variant(problem, problem.rows)
+    block_rows = next((block for block in TREE_BLOCK_ROWS if problem.rows <= block), TREE_BLOCK_ROWS[-1])
+    return TreeRecordVariant(problem.dtype, problem.record, block_rows)
 
 
 def record_variant(problem: Any) -> RecordVariant:

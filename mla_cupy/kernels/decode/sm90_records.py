@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode.problem import PARAMS, READS_RECORDS, AttentionKernel, DecodeProblem
-from mla_cupy.kernels.decode.records import BLOCK_ROWS, SmallRecordVariant, small_record_variant
+from mla_cupy.kernels.decode.records import (
+    BLOCK_ROWS,
+    TREE_BLOCK_ROWS,
+    SmallRecordVariant,
+    TreeRecordVariant,
+    tree_record_variant,
+)
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
-RECORD = "v32"
+READ = ("v32", "fp8")
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernel cannot take the problem; None if it can."""
     if not problem.record:
         return READS_RECORDS
-    if problem.record != RECORD:
-        return Reason(f"reads records of {RECORD}")
+    if problem.record not in READ:
+        return Reason("reads records of " + " and ".join(READ))
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
@@ -27,9 +33,12 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_records.cu",
     PARAMS,
     HOPPER,
-    tuple(SmallRecordVariant(dtype, RECORD, rows) for dtype in HALF for rows in BLOCK_ROWS),
+    (
+        *(SmallRecordVariant(dtype, name, rows) for dtype in HALF for name in READ for rows in BLOCK_ROWS),
+        *(TreeRecordVariant(dtype, name, rows) for dtype in HALF for name in READ for rows in TREE_BLOCK_ROWS),
+    ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: small_record_variant(problem, problem.rows),
+    variant=tree_record_variant,
     block_rows=BLOCK_ROWS[-1],
 )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.decode.problem import KEY_VARIANTS, PARAMS, AttentionKernel, DecodeProblem, key_variant
+from mla_cupy.kernels.decode.problem import (
+    KEY_VARIANTS,
+    PARAMS,
+    TREE_VARIANTS,
+    AttentionKernel,
+    DecodeProblem,
+    tree_variant,
+)
 from mla_cupy.kernels.decode.sm90 import BLOCK_M, kv_map, unsupported
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER
 from mla_cupy.shapes import TILE_TOKENS
@@ -13,11 +20,11 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_seesaw.cu",
     PARAMS,
     HOPPER,
-    KEY_VARIANTS,
+    (*KEY_VARIANTS, *TREE_VARIANTS),
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=key_variant,
+    variant=tree_variant,
     block_rows=BLOCK_M,
     kv_map=kv_map,
     counts_partials=True,

@@ -8,7 +8,7 @@ from functools import partial
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel, DecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Variant
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
@@ -35,6 +35,20 @@ class NarrowVariant(SmallVariant):
     head_dim_qk: int
 
 
+@dataclass(frozen=True)
+class TreeVariant(SmallVariant):
+    """The same for calls with a mask of drafts."""
+
+    tree_mask: int = 1
+
+
+def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if problem.tree_mask and problem.d_qk != D_QK:
+        return Reason(f"takes a tree_mask with keys of {D_QK} only")
+    return sm90.unsupported(problem, device)
+
+
 def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     """With more rows than a block has, only in small batches.
 
@@ -52,13 +66,16 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
 def variant(problem: DecodeProblem) -> SmallVariant:
     """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
     wide = problem.d_qk == D_QK
-    builds = BLOCK_ROWS if wide else NARROW_BLOCK_ROWS
+    builds = BLOCK_ROWS if wide and not problem.tree_mask else NARROW_BLOCK_ROWS
     rows = next((rows for rows in builds if problem.rows <= rows), builds[-1])
+    if problem.tree_mask:
+        return TreeVariant(problem.dtype, rows)
     return SmallVariant(problem.dtype, rows) if wide else NarrowVariant(problem.dtype, rows, problem.d_qk)
 
 
 WIDE = tuple(SmallVariant(dtype, rows) for dtype in HALF for rows in BLOCK_ROWS)
 NARROW = tuple(NarrowVariant(dtype, rows, D_V) for dtype in HALF for rows in NARROW_BLOCK_ROWS)
+TREE = tuple(TreeVariant(dtype, rows) for dtype in HALF for rows in NARROW_BLOCK_ROWS)
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
@@ -66,10 +83,10 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_small.cu",
     PARAMS,
     HOPPER,
-    (*WIDE, *NARROW),
+    (*WIDE, *NARROW, *TREE),
     core=tuple(variant for variant in WIDE if variant.block_rows == 16),
     facts={"tile_tokens": TILE_TOKENS},
-    unsupported=sm90.unsupported,
+    unsupported=unsupported,
     preferred=preferred,
     variant=variant,
     block_rows=BLOCK_ROWS[-1],

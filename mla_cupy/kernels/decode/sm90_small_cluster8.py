@@ -5,8 +5,9 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.decode import sm90, sm90_small
 from mla_cupy.kernels.decode.clusters import MAX_CLUSTERS, MIN_TILES_PER_BLOCK, ClusterKernel
-from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.problem import NO_TREE, DecodeProblem
 from mla_cupy.kernels.decode.sm90_small import NarrowVariant
+from mla_cupy.kernels.spec import Reason
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
@@ -15,6 +16,11 @@ BLOCKS = 8
 BLOCK_ROWS = 16
 MAX_TOKENS = BLOCKS * MIN_TILES_PER_BLOCK * TILE_TOKENS
 """Of sequences that it is preferred for."""
+
+
+def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    return NO_TREE if problem.tree_mask else sm90.unsupported(problem, device)
 
 
 def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
@@ -47,7 +53,7 @@ KERNEL = ClusterKernel(
         "max_clusters": MAX_CLUSTERS,
         "min_tiles_per_block": MIN_TILES_PER_BLOCK,
     },
-    unsupported=sm90.unsupported,
+    unsupported=unsupported,
     preferred=preferred,
     variant=variant,
     block_rows=BLOCK_ROWS,

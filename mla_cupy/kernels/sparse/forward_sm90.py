@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel, HeadDimVariant
+from mla_cupy.kernels.decode.problem import PARAMS, READS_ROWS, AttentionKernel, HeadDimVariant
 from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK, SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -16,6 +16,8 @@ def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | N
     """Why the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
+    if problem.record:
+        return READS_ROWS
     return None if problem.aligned else needs_alignment("q and kv")
 
 

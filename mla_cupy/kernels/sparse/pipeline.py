@@ -10,12 +10,20 @@ from typing import cast
 
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
+from mla_cupy.kernels.cache.layout import page_and_token_bytes
 from mla_cupy.kernels.decode import combine, generic, schedule
 from mla_cupy.kernels.decode.problem import AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
-from mla_cupy.kernels.sparse import forward_sm90, forward_sm90_small, rows
+from mla_cupy.kernels.sparse import (
+    forward_generic_records,
+    forward_sm90,
+    forward_sm90_records,
+    forward_sm90_small,
+    rows,
+)
 from mla_cupy.kernels.sparse.problem import SparseForwardOptions, SparseForwardProblem
+from mla_cupy.records import RECORDS
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -44,7 +52,13 @@ class SparseForwardConfig:
 class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
     """The kernels of the sparse forward."""
 
-    kernels = (forward_sm90_small.KERNEL, forward_sm90.KERNEL, GENERIC)
+    kernels = (
+        forward_sm90_small.KERNEL,
+        forward_sm90.KERNEL,
+        GENERIC,
+        forward_sm90_records.KERNEL,
+        forward_generic_records.KERNEL,
+    )
 
     def configure(
         self, problem: SparseForwardProblem, device: DeviceInfo, kernel: str | None = None
@@ -52,14 +66,16 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         """See `Pipeline.configure`."""
         chosen = choice.choose("the sparse forward", self.kernels, problem, device, kernel)
         splits = chosen.splits(problem.h_q, device)
-        kv_bytes = TABLE[problem.dtype].nbytes * problem.d_qk * problem.s_kv
+        row_bytes = TABLE[problem.dtype].nbytes * problem.d_qk
+        if problem.record:
+            row_bytes = RECORDS[problem.record].token_bytes
         return SparseForwardConfig(
             problem,
             chosen,
             splits.row_blocks,
             splits.num_splits,
             combine.blocks(splits.num_splits, device),
-            kv_bytes >= int(ORDERED_FROM * device.l2_bytes),
+            row_bytes * problem.s_kv >= int(ORDERED_FROM * device.l2_bytes),
         )
 
     def workspace(self, config: SparseForwardConfig) -> Layout:
@@ -85,7 +101,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         list_stride = rows.rows_stride(problem.topk)
         merge_cost = schedule.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
-            rows.launch(call, options.causal, ordered=config.ordered),
+            rows.launch(call, options.causal, ordered=config.ordered, s_kv=problem.s_kv),
             schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
             Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), record),
         ]
@@ -97,26 +113,29 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
     def _record(self, config: SparseForwardConfig, call: Call) -> Record:
         problem, options = config.problem, cast(SparseForwardOptions, call.options)
         q, out, lse, maxima = (call.strides(name, 2) for name in ("q", "out", "lse", "max_logits"))
-        list_stride = rows.rows_stride(problem.topk)
+        kv, list_stride = call.view("kv"), rows.rows_stride(problem.topk)
+        cache = (kv.strides[0], 0, 0)
+        if problem.record:
+            cache = (*page_and_token_bytes(RECORDS[problem.record], kv), 0)
         addresses = (
             *("q", "kv", "rows", "counts", "schedule", "out", "lse"),
-            *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max", NULL),
+            *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max", NULL, NULL),
         )
         values = (
             *(q[0], 0, q[1]),
-            *(call.strides("kv", 1)[0], 0, 0),
+            *cache,
             *(list_stride, 1, 1),  # of the lists, and of their lengths
             *(out[0], 0, out[1]),
             *(lse[0], lse[1], 0),
             *(maxima[0], maxima[1], 0),
-            *call.strides("attn_sink", 1),
+            *(*call.strides("attn_sink", 1), 0, 0),
             *(problem.s_q, 1, problem.h_q, 1),
-            *(problem.s_kv, 1, list_stride, config.num_splits),
+            *(kv.shape[0], kv.shape[1], list_stride, config.num_splits),
             False,  # causal: the lists are
             call.view("out").dtype == "float32",
             config.num_splits,  # continued_index
             *(1, 0),  # every row of kv is here
-            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
+            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
         )
         return Record(config.kernel, addresses, values)
 

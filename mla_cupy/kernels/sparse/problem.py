@@ -15,7 +15,8 @@ HEAD_DIMS_QK = (D_QK, D_V)
 class SparseForwardProblem:
     """What decides which kernels run and how: no pointers, no device.
 
-    `aligned` says that q and kv start at, and step by, multiples of 16 bytes.
+    `aligned` says that q and kv start at, and step by, multiples of 16 bytes. `record` is the FP8 record of kv, "" for
+    rows of `dtype`.
     """
 
     s_q: int
@@ -25,6 +26,7 @@ class SparseForwardProblem:
     d_qk: int
     dtype: str
     aligned: bool = True
+    record: str = ""
 
 
 class SparseForwardOptions(NamedTuple):

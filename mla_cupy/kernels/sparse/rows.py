@@ -53,14 +53,17 @@ def list_sizes(s_q: int, topk: int) -> dict[str, int]:
     return {"rows": 4 * s_q * rows_stride(topk), "counts": 4 * s_q}
 
 
-def launch(call: Call, causal: bool, *, ordered: bool, selected: str = NULL, keys: str = "kv") -> Launch:
+def launch(
+    call: Call, causal: bool, *, ordered: bool, selected: str = NULL, keys: str = "kv", s_kv: int = -1
+) -> Launch:
     """Write the lists and their lengths to the workspace.
 
     `selected`, if given, is an array of (s_kv,) zeros: how many entries select each row is added to it. `ordered`
     lists are sorted by the 256th of kv that a row is in; the others keep the order of the indices. `keys` is the array
-    that the rows are of.
+    that the rows are of, as many as `s_kv` if that is not the size of its first axis.
     """
-    (s_q, topk), s_kv = call.view("indices").shape, call.view(keys).shape[0]
+    s_q, topk = call.view("indices").shape
+    s_kv = call.view(keys).shape[0] if s_kv < 0 else s_kv
     starts = call.views["cu_seqlens_q"]
     arrays = ("indices", *(call.name(name) for name in ("topk_length", "cu_seqlens_q", "cu_seqlens_kv")))
     values = (

@@ -81,7 +81,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         q, out, lse = (call.strides(name, 3) for name in ("q", "out", "lse"))
         addresses = (
             *("q", NULL, "lists", "counts", "schedule", "out", "lse"),
-            *(call.name("attn_sink"), NULL, "partial_out", "partial_lse", NULL, NULL),
+            *(call.name("attn_sink"), NULL, "partial_out", "partial_lse", NULL, NULL, NULL),
         )
         values = (
             *(q[of_query], 0, q[2]),
@@ -90,12 +90,12 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             *(out[of_query], 0, out[2]),
             *(lse[of_query], lse[2], 0),
             *(0, 0, 0),
-            *call.strides("attn_sink", 1),
+            *(*call.strides("attn_sink", 1), 0, 0),
             *(problem.queries, 1, problem.h_q, 1),
             *(0, 1, stride, config.num_splits),
             *(False, call.view("out").dtype == "float32"),  # not causal
             *(config.num_splits, 1, 0),  # continued_index; one rank
-            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
+            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
         )
         return Record(config.kernel, addresses, values)
 

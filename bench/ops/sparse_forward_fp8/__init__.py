@@ -1,0 +1,1 @@
+"""The sparse forward from FP8 records."""

@@ -1,0 +1,49 @@
+"""The record of the sparse forward from FP8 records."""
+
+from __future__ import annotations
+
+from ...core.implementation import OWN, Choices, Known
+from ...core.operation import BenchOperation
+from ...peers.flashmla_sparse import FlashMlaSparse
+from ..sparse import check
+from ..sparse.cases import CASE_OPTIONS, FORM
+from ..sparse_forward.own import SparseForward
+from . import cases, inputs
+from .own import GENERIC, Fp8Forward, GatheredForward
+
+EXAMPLES = """examples:
+  run sparse-forward-fp8 --peers-dir peers                 all cases, our own over rows, FlashMLA
+  run sparse-forward-fp8 --quick --peers rows,gathered
+  run sparse-forward-fp8 --case sq512-skv4096-hq16-topk512 any other shape, named in the same form
+"""
+
+
+def implementations(choices: Choices) -> Known:
+    """Everything that computes it: ours from the records, the others from rows of the same numbers."""
+    return {
+        OWN: lambda: Fp8Forward(choices.kernel),
+        "rows": lambda: SparseForward(None, "rows"),
+        "gathered": GatheredForward,
+        "generic": lambda: Fp8Forward(GENERIC, "generic"),
+        "flashmla": lambda: FlashMlaSparse(choices.directory("flashmla")),
+    }
+
+
+SPARSE_FORWARD_FP8 = BenchOperation(
+    name="sparse-forward-fp8",
+    title="sparse forward from FP8 records; the peers read 16-bit rows of the same numbers",
+    examples=EXAMPLES,
+    peers="rows (our own over 16-bit rows), gathered (the same, after all records have been made rows), flashmla "
+    "(imports torch and needs --peers-dir), generic; or none. Default: rows, and flashmla where --peers-dir is given",
+    suites=cases.SUITES,
+    case_form=FORM,
+    parse=cases.parse,
+    inputs=inputs.make_inputs,
+    expect=check.expect_forward,
+    judge=check.judge,
+    results=("out",),
+    implementations=implementations,
+    default_peers=lambda choices: ["rows", *(["flashmla"] if choices.peers_dir else [])],
+    peers_dir=True,
+    case_options=CASE_OPTIONS,
+)

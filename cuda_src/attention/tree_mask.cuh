@@ -1,0 +1,58 @@
+// Which tokens a query row sees where the last s_q tokens of a sequence are drafts that form a tree.
+//
+// Query token i sees draft j, the j-th of the last s_q tokens, where bit j of tree_mask[i] is set, and every token
+// before the drafts.
+#pragma once
+#include "attention/split_work.cuh"
+
+namespace mla::attention {
+constexpr i32 kWordBits = 64;
+
+// A row sees the tokens before `first`, and of those from there on what `seen` says.
+struct SeenTokens {
+    i32 first;  // below 0 where the sequence is shorter than s_q
+    u64 seen;   // bit k: token first + k
+
+    MLA_DEVICE bool contain(i32 token) const {
+        return token < first || (token - first < kWordBits && (seen >> (token - first) & 1));
+    }
+
+    // Of the tile that begins with token `token`: bit t is token + t.
+    MLA_DEVICE u64 of_tile(i32 token) const {
+        const i32 shift = first - token;
+        if (shift >= kWordBits) return ~0ull;
+        if (shift <= -kWordBits) return 0;
+        return shift >= 0 ? seen << shift | ((1ull << shift) - 1) : seen >> -shift;
+    }
+};
+
+// Of the two tiles that may have drafts; -1 where the sequence is shorter than s_q.
+MLA_DEVICE i32 first_tile_of_drafts(i32 first) { return first >> 6; }
+static_assert(kTileTokens == 1 << 6 && kTileTokens == kWordBits, "s_q drafts are in two tiles at most");
+
+// By the row's word of the mask. Rows past the last one do not matter.
+MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, i32 row) {
+    const i32 query = min(row / (p.h_q / p.h_kv), p.s_q - 1);
+    const u64 word = p.tree_mask[item.request * p.tree_stride_b_elems + query * p.tree_stride_s_elems] &
+                     ~0ull >> (kWordBits - p.s_q);
+    const i32 here = hidden_here(p, p.s_q, item.behind_last);
+    if (p.cp_world == 1) return {item.tokens - here, word};
+    u64 seen = 0;  // of the drafts in this cache, every cp_world-th one
+    i32 draft = p.s_q - 1 - item.behind_last;
+#pragma unroll 1
+    for (i32 k = here - 1; k >= 0; --k, draft -= p.cp_world) seen |= (word >> draft & 1) << k;
+    return {item.tokens - here, seen};
+}
+
+// Of kernels that serve calls with a mask and without.
+MLA_DEVICE SeenTokens seen_tokens(const DecodeParams& p, const WorkItem& item, i32 row) {
+    return p.tree_mask == nullptr ? SeenTokens{visible_tokens(p, item, row), 0} : seen_of_tree(p, item, row);
+}
+
+// Of a build for one kind of calls.
+template <bool kTree>
+MLA_DEVICE bool row_sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
+    if constexpr (kTree) return seen_of_tree(p, item, row).contain(token);
+    return token < visible_tokens(p, item, row);
+}
+}  // namespace mla::attention

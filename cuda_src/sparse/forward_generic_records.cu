@@ -1,0 +1,31 @@
+// Sparse MLA straight from FP8 records on the CUDA cores of any GPU: the plain baseline.
+//
+//   s = q k^T * scale,   p = exp2(s log2(e) - m),   o = sum p v / (sum p + exp2(sink - m)),   lse = ln 2 (m + log2 sum
+//   p),   max_logits = max of s
+//
+// To the schedule each query is a request whose tokens are its list of rows (sparse/rows.cu).
+//
+// Grid: x = blocks of 8 heads, y = splits (attention/split_work.cuh). See attention/generic_records.cuh.
+#include "attention/generic_records.cuh"
+
+namespace mla::sparse {
+using namespace attention;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using TokenRecord = MLA_RECORD;
+using Records = GenericRecords<MLA_DTYPE, TokenRecord, ListedRows>;
+
+static_assert(sizeof(GenericStorage<Records>) <= 48 * 1024, "static shared memory");
+
+MLA_DECODE_FACTS();
+MLA_FACT(threads, kGenericThreads);
+MLA_FACT(block_m, kGenericRows);
+MLA_RECORD_FACT(TokenRecord);
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kGenericThreads, 2)
+    mla_sparse_forward_generic_records(const __grid_constant__ DecodeParams p) {
+    __shared__ GenericStorage<Records> s;
+    run_generic_records(p, s);
+}
+}  // namespace mla::sparse

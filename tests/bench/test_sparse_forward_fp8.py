@@ -1,0 +1,60 @@
+"""The benchmark of the sparse forward from FP8 records, on the NumPy device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bench.core import report
+from bench.core.errors import BenchError
+from bench.core.implementation import Choices, make
+from bench.core.runner import Options, run_case
+from bench.operations import SPARSE_FORWARD_FP8
+from bench.ops.sparse_forward_fp8.cases import CASES, Fp8ForwardCase
+from mla_cupy import reference
+
+SMALL = "sq3-skv128-hq2-topk20"
+
+
+def test_names_round_trip():
+    assert SPARSE_FORWARD_FP8.select([], "targets") == CASES
+    for case in CASES:
+        assert SPARSE_FORWARD_FP8.parse(case.name) is case
+    assert SPARSE_FORWARD_FP8.parse(SMALL) == Fp8ForwardCase(3, 128, 2, 20)
+
+
+@pytest.mark.parametrize("name", ["", "sq3-skv100-hq2-topk20"])
+def test_a_bad_name_is_refused(name):
+    with pytest.raises(BenchError, match="case"):
+        SPARSE_FORWARD_FP8.parse(name)
+
+
+def test_bytes_are_those_of_records():
+    case = CASES[0]
+    assert case.cost.l2_bytes == 4096 * 2048 * 656
+    assert case.cost.nbytes == 8192 * 656 + 2 * 4096 * 128 * 1088 + 4 * 4096 * 2048
+    assert CASES[-1].cost.l2_bytes == 4096 * 2048 * 584
+
+
+@pytest.mark.parametrize("name", [SMALL, SMALL + "-dqk512"])
+def test_rows_are_the_numbers_of_the_records(device, numpy_backend, name):
+    case = SPARSE_FORWARD_FP8.parse(name)
+    inputs = SPARSE_FORWARD_FP8.inputs(case, "bfloat16", 1, device)
+    exact = reference.cache_gather(inputs.records, np.arange(case.s_kv))[0]
+    np.testing.assert_array_equal(inputs.kv.astype(np.float32), exact)
+    assert np.abs(exact).max() > 2
+
+
+@pytest.mark.parametrize("name", [SMALL, SMALL + "-dqk512"])
+def test_ours_and_ours_over_rows(device, limits, numpy_backend, name):
+    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
+    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
+    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+    implementations = make(["rows", "gathered"], SPARSE_FORWARD_FP8.implementations(Choices()))
+    rows = run_case(SPARSE_FORWARD_FP8, SPARSE_FORWARD_FP8.parse(name), implementations, device, options)
+    for row in rows:
+        report.validate(row)
+        assert (row["status"], row["reason"]) == ("ok", "")
+    assert [row["implementation"] for row in rows] == ["mla_cupy", "rows", "gathered"]
