@@ -18,7 +18,7 @@ from .cuda_file import compile_cuda
 from .errors import SimError
 from .host.command import add_commands, replay_launches, run_host
 from .module import Module
-from .mutate import mutate
+from .mutate import mutate, tally
 from .progress import ProgressLine
 from .report import Report
 from .rules import RULES
@@ -100,6 +100,7 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
         "--max-steps", type=int, default=50_000_000, help="basic blocks after which a launch is a hang"
     )
     command.add_argument("--race-global", action="store_true", help="look for races in global memory too")
+    command.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
     command.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
     command.add_argument(
         "--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help=_RULES_HELP
@@ -138,7 +139,7 @@ def mutate_file(options: argparse.Namespace) -> int:
     name = options.kernel or first_kernel(plain)
     steps, expected, known = options.max_steps, None, set()
 
-    def test(module: Module, mode: str) -> None:
+    def test(module: Module, mode: str) -> Report:
         nonlocal steps, expected
         args, arrays = build_arguments(module, options.args, options.seed)
         with warnings.catch_warnings():
@@ -151,14 +152,14 @@ def mutate_file(options: argparse.Namespace) -> int:
             known.update(rules)
         if not rules <= known or not all(map(close, arrays, expected)):
             raise AssertionError
+        return report
 
     modes = (options.mode,) if options.mode else ("early", "late")
     outcomes = []
     for outcome in mutate(plain, name, [functools.partial(test, mode=mode) for mode in modes]):
         outcomes.append(outcome)
         print(outcome, flush=True)
-    caught = sum(bool(each.caught) for each in outcomes)
-    print(f"{caught} of {len(outcomes)} caught")
+    print(tally(outcomes))
     return 0
 
 
@@ -173,7 +174,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: object) -> Report:
     """Launch a kernel as the command line tells."""
     shape = (options.grid, options.block, args, options.smem, options.cluster)
-    common = ("seed", "resident", "race_global", "elect", "allow", "jobs")
+    common = ("seed", "resident", "race_global", "race_lanes", "elect", "allow", "jobs")
     given = {key: getattr(options, key) for key in common}
     line = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
     try:

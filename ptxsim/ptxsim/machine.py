@@ -14,6 +14,7 @@ from .errors import DeadlockError, SimError, StepLimitError, StrictWarning, Sync
 from .findings import Finding
 from .globalrace import GlobalShadows
 from .hb import Detector
+from .lanes import Lanes
 from .memory import RANK_SHIFT, Buffer, Shared
 from .numeric import constant
 from .shadow import Shadow
@@ -57,6 +58,7 @@ class Cta:
         self.tmem: object = None
         self.warps: list[Warp] = []
         threads = int(np.prod(self.launch.block))
+        self.lanes = Lanes(self.shared.size) if self.launch.race_lanes else None
         for index in range(-(-threads // 32)):
             self.warps.append(Warp(self, index, min(32, threads - 32 * index)))
         self.state: dict = {}
@@ -210,6 +212,8 @@ class Launch:
         self.parked: list = []
         self.banks = options.get("banks")
         self.timeline = options.get("timeline")
+        self.race_lanes = bool(options.get("race_lanes"))
+        self.epochs = itertools.count(1)
         race_global = options.get("race_global")
         self.detector = Detector(self.allow) if race_global else None
         self.shadows = GlobalShadows(memory) if race_global else None

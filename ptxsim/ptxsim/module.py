@@ -157,6 +157,7 @@ class Module:
         banks: bool = False,
         timeline: object = None,
         race_global: bool = False,
+        race_lanes: bool = False,
         tmem_base: int = 0,
         elect: str = "lowest",
         progress: Callable[[int, int, int], None] | None = None,
@@ -198,6 +199,8 @@ class Module:
             Records what every warp and asynchronous unit does.
         race_global : bool, optional
             Race and proxy detection in global memory as well (blocks that exchange data).
+        race_lanes : bool, optional
+            Race detection between lanes of one warp, too: what only their common execution orders in shared memory.
         tmem_base : int, optional
             First tensor-memory column that allocations start at.
         elect : {'lowest', 'random'}, optional
@@ -252,6 +255,7 @@ class Module:
             banks=BankCounter() if banks else None,
             timeline=timeline,
             race_global=race_global,
+            race_lanes=race_lanes,
             tmem_base=tmem_base,
             elect=elect,
             progress=progress,

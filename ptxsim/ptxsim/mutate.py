@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from .errors import SimError
 from .ir import Imm, Instr
 from .module import Module
+from .report import Report
 from .survey import nothing
 
 _DROPPED = {
@@ -57,13 +58,24 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a bug: the error or mismatch that caught it, or '' when it survived."""
+    """What became of a bug: the error or mismatch that caught it, or '' when it survived.
+
+    ``reached`` is False where no test executes the step that is changed.
+    """
 
     mutation: Mutation
     caught: str
+    reached: bool = True
 
     def __str__(self) -> str:
-        return f"{self.caught or 'SURVIVES':16} {self.mutation}"
+        return f"{self.caught or ('SURVIVES' if self.reached else 'NOT REACHED'):16} {self.mutation}"
+
+
+def tally(outcomes: Sequence[Outcome]) -> str:
+    """Say how many bugs were caught."""
+    reached = [each for each in outcomes if each.reached]
+    text = f"{sum(bool(each.caught) for each in reached)} of {len(reached)} caught"
+    return text + (f", {len(outcomes) - len(reached)} not reached" if len(reached) < len(outcomes) else "")
 
 
 def mutations(module: Module, kernel: str) -> Iterator[Mutation]:
@@ -91,7 +103,7 @@ def _changes(ins: Instr) -> Iterator[tuple[str, Instr]]:
             yield f"{number.value} made {value}", replace(ins, args=args)
 
 
-def mutate(module: Module, kernel: str, tests: Sequence[Callable[[Module], None]]) -> Iterator[Outcome]:
+def mutate(module: Module, kernel: str, tests: Sequence[Callable[[Module], Report | None]]) -> Iterator[Outcome]:
     """Run tests on a kernel with each bug in turn.
 
     Parameters
@@ -102,16 +114,18 @@ def mutate(module: Module, kernel: str, tests: Sequence[Callable[[Module], None]
         Which kernel is changed.
     tests : sequence of callable
         Each launches the kernel of the module that it is given, and raises an ``AssertionError`` for a wrong result.
-        The kernel without bugs must pass them.
+        The kernel without bugs must pass them. If all return reports of it, steps that none has executed are skipped.
 
     Yields
     ------
     Outcome
         One per bug, in the text's order. Where rules may be broken, a test has to look at its report's findings itself.
     """
-    for test in tests:
-        test(module)
+    missed = _missed([test(module) for test in tests])
     for mutation in mutations(module, kernel):
+        if mutation.line in missed:
+            yield Outcome(mutation, "", reached=False)
+            continue
         caught = ""
         for test in tests:
             try:
@@ -123,3 +137,10 @@ def mutate(module: Module, kernel: str, tests: Sequence[Callable[[Module], None]
             if caught:
                 break
         yield Outcome(mutation, caught)
+
+
+def _missed(reports: Sequence[Report | None]) -> set[int]:
+    """Return the lines that no report tells to be executed (none where a report is missing)."""
+    if not reports or any(report is None for report in reports):
+        return set()
+    return set.intersection(*({place.line for place in report.missed} for report in reports))

@@ -200,6 +200,8 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order |
             W.out_of_shared(ins, a, L)
         if shadow is not None:
             W.shared_read(shadow, offset, width, count, ins, order)
+        if cta.lanes is not None:
+            cta.lanes.read(W, ins, offset, width * count, L)
         W.traffic[0] += len(a) * width * count
         if W.banks is not None:
             W.banks.access(ins, offset, width * count)
@@ -257,6 +259,8 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
             W.out_of_shared(ins, a, L)
         if shadow is not None:
             W.shared_write(shadow, offset, width, count, ins, order, stored=(view, index, values))
+        if cta.lanes is not None:
+            cta.lanes.write(W, ins, offset, width * count, L)
         for k in range(count):
             at = index + k if k else index
             value, poison = values[2 * k], values[2 * k + 1]

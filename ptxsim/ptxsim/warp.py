@@ -63,6 +63,7 @@ class Warp(Faults, Accesses):
         self.wgmma_state: object = None
         self.state: dict = {}
         self.synchronisations: list[int] = []
+        self.epoch = next(cta.launch.epochs)
 
     @property
     def name(self) -> str:
@@ -192,8 +193,10 @@ class Warp(Faults, Accesses):
             except Exception as error:
                 self._broken(index, error)
             ran += 1
-            if program.blocks[index].synchronises and self.synchronisations[-1:] != [index]:
-                self.synchronisations = [*self.synchronisations[-2:], index]
+            if program.blocks[index].synchronises:
+                self.epoch = next(self.launch.epochs)
+                if self.synchronisations[-1:] != [index]:
+                    self.synchronisations = [*self.synchronisations[-2:], index]
             if following.__class__ is int:
                 if following == EXIT:
                     self._exit(fragment)

@@ -22,7 +22,8 @@ from typing import BinaryIO
 
 from ..errors import SimError, StrictWarning
 from ..module import Module
-from ..mutate import mutate
+from ..mutate import mutate, tally
+from ..report import Report
 from ..rules import RULES
 from .builder import stub_directory
 from .record import Recording, Replay
@@ -139,6 +140,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     for each in (host, replay):
         each.add_argument("--resident", type=int, help="clusters that run interleaved (default 1; cooperative: all)")
         each.add_argument("--race-global", action="store_true", help="look for races in global memory too")
+        each.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
         each.add_argument("--max-steps", type=int, default=50_000_000, help="basic blocks after which a launch hangs")
         each.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
         each.add_argument(
@@ -148,7 +150,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def _options(options: argparse.Namespace) -> dict:
     """Return what both commands pass to every launch."""
-    given = {"race_global": options.race_global, "max_steps": options.max_steps}
+    names = ("race_global", "race_lanes", "max_steps")
+    given = {name: getattr(options, name) for name in names}
     return {**given, **({"resident": options.resident} if options.resident else {})}
 
 
@@ -182,7 +185,7 @@ def _modes(replay: Replay, options: argparse.Namespace) -> int:
     status = 0
     for mode, seed in _MODES:
         try:
-            rules = _run(replay, options, replay.module, mode, seed)
+            rules = _rules(_run(replay, options, replay.module, mode, seed))
             said = "right" + "".join(f", {rule}" for rule in sorted({rule for rule, _ in rules}))
         except (SimError, AssertionError) as error:
             said, status = f"{type(error).__name__}: {error}", 1
@@ -190,8 +193,8 @@ def _modes(replay: Replay, options: argparse.Namespace) -> int:
     return status
 
 
-def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str, seed: int, **more: object) -> set:
-    """Run once; return the rules broken and where. Raises AssertionError for a result that is not as recorded."""
+def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str, seed: int, **more: object) -> Report:
+    """Run once and return the report. Raises AssertionError for a result that is not as recorded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StrictWarning)
         report = replay.run(module, mode=mode, seed=seed, **{**_options(options), **more})
@@ -200,6 +203,11 @@ def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str,
     if wrong:
         raise AssertionError(", ".join(f"{count} wrong elements at {at:#x}" for at, count in wrong.items()))
     replay.steps = report.steps
+    return report
+
+
+def _rules(report: Report) -> set[tuple[str, int]]:
+    """Return the rules broken and where."""
     return {(each.rule, each.at.line) for each in report.findings}
 
 
@@ -208,18 +216,20 @@ def _mutants(replay: Replay, options: argparse.Namespace) -> int:
     known: set = set()
     limit = options.max_steps
 
-    def test(module: Module, mode: str) -> None:
+    def test(module: Module, mode: str) -> Report:
         nonlocal limit
-        rules = _run(replay, options, module, mode, 0, max_steps=limit)
+        report = _run(replay, options, module, mode, 0, max_steps=limit)
+        rules = _rules(report)
         if module is replay.module:
             known.update(rules)
             limit = min(limit, 20 * replay.steps + 100_000)
         if not rules <= known:
             raise AssertionError("a rule is broken where it was not before")
+        return report
 
     outcomes = []
     for outcome in mutate(replay.module, replay.kernel, [partial(test, mode=mode) for mode in ("early", "late")]):
-        outcomes.append(bool(outcome.caught))
+        outcomes.append(outcome)
         print(f"  {outcome}", flush=True)
-    print(f"  {sum(outcomes)} of {len(outcomes)} caught")
+    print(f"  {tally(outcomes)}")
     return 0

@@ -62,6 +62,16 @@ def test_bugs_of_a_small_kernel() -> None:
     test(module)
 
 
+def test_steps_that_no_test_reaches() -> None:
+    """Tests that return reports have bugs left out in what they do not execute."""
+    module = ptxsim.Module(HEADER + KERNEL.replace("add.u32 %r4, %r4, 5;", "membar.gl;"))
+    outcomes = list(ptxsim.mutate(module, "k", [lambda changed: changed.launch("k", 1, 64, [np.zeros(64, "u4")])]))
+    assert [each.mutation.line for each in outcomes if not each.reached] == [20]
+    assert str(outcomes[-1]) == "NOT REACHED      line 20: left out: membar.gl"
+    silent = ptxsim.mutate(module, "k", [lambda changed: changed.launch("k", 1, 64, [np.zeros(64, "u4")]) and None])
+    assert all(each.reached for each in silent)
+
+
 def test_wrong_kernels_are_not_mutated() -> None:
     module = ptxsim.Module(HEADER + KERNEL.replace("bar.sync 0;", ""))
     with pytest.raises(ptxsim.RaceError):

@@ -116,7 +116,6 @@ MORE = {
         b8 0 | st.{volatile.global,relaxed.gpu.global,relaxed.sys.global,release.cta.global,release.cluster.global,release.gpu.global,release.sys.global,mmio.relaxed.sys.global,weak.global}.u32 [%gq+4], %i0; ld.global.u64 %d, [%gq];
         b8 0 | st.{u32,volatile.u32,relaxed.gpu.u32} [%gq+4], %i1; ld.global.u64 %d, [%gq];
         b8 0 | st.global.{u32,s32,b32,f32,wb.u32,cg.u32,cs.u32,wt.u32} [%gq], %i2; ld.global.u64 %d, [%gq];
-        b8 0 | cvta.to.{global,shared,local}.u64 %w0, %l0; sub.u64 %w1, %w0, %l0; cvta.to.{global,shared,local}.u64 %w2, %l1; sub.u64 %w2, %w2, %l1; setp.eq.u64 %p1, %w1, %w2; selp.b64 %d, 1, 2, %p1;
         b8 0 | prefetch.global.{L1,L2,L2::evict_last,L2::evict_normal} [%gp]; ld.global.u64 %d, [%gp];
         b8 0 | prefetch.{L1,L2} [%gp]; prefetchu.L1 [%gp]; prefetch.local.L1 [%lp]; ld.global.u64 %d, [%gp];
         b8 0 | createpolicy.range.global.L2::evict_last.L2::evict_first.b64 %w0, [%gp], 4096, 8192; ld.global.L2::cache_hint.u32 %t0, [%gp], %w0; cvt.u64.u32 %d, %t0;
