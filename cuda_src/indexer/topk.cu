@@ -13,7 +13,7 @@
 // find the same digits.
 //
 // Bins: keys that differ in a few bits only would often share a bank of shared memory, which costs up to ten times
-// as much as any other set of digits; `place` folds the upper bits of a digit into its bank.
+// as much as any other set of digits; `place` leaves out a word after every 32.
 //
 // Emission: in ascending order of the index, positions are prefix sums over items, warps and lanes. By value, the
 // selected keys are then sorted in shared memory.
@@ -25,6 +25,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
+#include "ptx/reduce.cuh"
 
 namespace mla::indexer {
 
@@ -39,13 +40,15 @@ constexpr i32 kItems = 32;                   // keys of a thread that are in reg
 constexpr i32 kChunk = 4;                    // of these are worked on together, be they there or not
 constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
 constexpr i32 kBins = 1 << kDigitBits;
+constexpr i32 kCapacity = kItems * kThreads;
 constexpr i32 kBinsPerThread = kBins / kThreads;
+constexpr i32 kHistograms = kClusterBlocks == 1 ? 1 : kPasses;  // other blocks of a cluster read that of a pass
 constexpr i32 kMaxSorted = 8192;
 constexpr i32 kWarpEntries = 2 * kWarpThreads;  // that a warp sorts without the others
 constexpr u32 kNoKey = 0, kNanKey = 1, kKeptKey = 0xffffffffu;
 static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
 static_assert(kWarps <= kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
-static_assert(kItems * kThreads < 1 << 16, "half a word holds a count of keys");
+static_assert(kCapacity < 1 << 16, "half a word holds a count of keys");
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct TopkParams {
@@ -91,27 +94,38 @@ struct Before {
     i32 above, equal;
 };
 
-// What a pass finds: the bits of T so far, how many keys with these bits are selected, and how many there are.
+// What a pass finds: the digit of T, how many keys with the bits so far are selected, and how many there are.
 struct Found {
-    u32 bits;
+    i32 digit;
     i32 rank, count;
     i32 equal_before;  // of these, how many earlier blocks of the cluster hold
 };
 
-// Which of 32 neighbouring keys are above T, and equal to it.
+// Which of 32 neighbouring keys are above T, and not below it.
 struct alignas(8) Word {
-    u32 above, equal;
+    u32 above, reaching;
+
+    MLA_DEVICE u32 equal() const { return reaching & ~above; }
 };
 
-struct Storage {
-    union {
-        u32 histogram[kPasses][kBins];
-        Sorted sorted;
-    };
+// Where a bin lies: digits that agree in their lower bits are in different banks. The last place is for keys that do
+// not count.
+MLA_DEVICE constexpr u32 place(u32 digit) { return digit + (digit >> 5); }
+constexpr i32 kPlaces = place(kBins) + 1;
+
+struct Scratch {
+    u32 histogram[kHistograms][kPlaces];
     Word words[kThreads];
     Before all;
     u32 warp_sums[kWarps];
     Found found;
+};
+
+struct Storage {
+    union {
+        Scratch scratch;
+        Sorted sorted;
+    };
 };
 MLA_FACT(smem_bytes, sizeof(Storage));
 
@@ -153,7 +167,7 @@ MLA_DEVICE u32 order_key(float x) {
 
 MLA_DEVICE u32 key_of(const Row& row, i32 s, float x) { return row.keeps(s) ? kKeptKey : order_key(x); }
 
-MLA_DEVICE bool fits(const Row& row) { return row.last - row.first <= kItems * kThreads; }
+MLA_DEVICE bool fits(const Row& row) { return row.last - row.first <= kCapacity; }
 
 // kItems keys of each thread, kThreads apart.
 struct Keys {
@@ -203,9 +217,6 @@ MLA_DEVICE void sync_row() {
     }
 }
 
-// Where a bin lies: digits that agree in their lower bits are in different banks.
-MLA_DEVICE i32 place(i32 digit) { return digit ^ (digit >> 5 & 31) ^ digit >> 10; }
-
 MLA_DEVICE u32 warp_inclusive_sum(u32 x) {
     const i32 lane = threadIdx.x % kWarpThreads;
 #pragma unroll
@@ -217,23 +228,23 @@ MLA_DEVICE u32 warp_inclusive_sum(u32 x) {
 }
 
 // The sum of the threads before this one. Called by all threads, not again before another barrier.
-MLA_DEVICE u32 block_exclusive_sum(Storage& storage, u32 x) {
+MLA_DEVICE u32 block_exclusive_sum(Scratch& s, u32 x) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     const u32 inclusive = warp_inclusive_sum(x);
-    if (lane == kWarpThreads - 1) storage.warp_sums[warp] = inclusive;
+    if (lane == kWarpThreads - 1) s.warp_sums[warp] = inclusive;
     __syncthreads();
-    const u32 sums = warp_inclusive_sum(lane < kWarps ? storage.warp_sums[lane] : 0);
+    const u32 sums = warp_inclusive_sum(lane < kWarps ? s.warp_sums[lane] : 0);
     const u32 before = __shfl_sync(kFullWarp, sums, max(warp - 1, 0));
     return (warp == 0 ? 0 : before) + inclusive - x;
 }
 
 // The sum of all threads.
-MLA_DEVICE u32 block_sum(Storage& storage, u32 x) {
+MLA_DEVICE u32 block_sum(Scratch& s, u32 x) {
     const i32 lane = threadIdx.x % kWarpThreads;
     const u32 own = warp_inclusive_sum(x);
-    if (lane == kWarpThreads - 1) storage.warp_sums[threadIdx.x / kWarpThreads] = own;
+    if (lane == kWarpThreads - 1) s.warp_sums[threadIdx.x / kWarpThreads] = own;
     __syncthreads();
-    return __shfl_sync(kFullWarp, warp_inclusive_sum(lane < kWarps ? storage.warp_sums[lane] : 0), kWarpThreads - 1);
+    return __shfl_sync(kFullWarp, warp_inclusive_sum(lane < kWarps ? s.warp_sums[lane] : 0), kWarpThreads - 1);
 }
 
 // How many keys a bin has, in all blocks of the cluster and in those before this one.
@@ -241,9 +252,14 @@ struct BinCount {
     i32 all, before;
 };
 
-MLA_DEVICE BinCount bin_count(Storage& storage, i32 pass, i32 digit, i32 own_rank) {
-    const u32& bin = storage.histogram[pass][place(digit)];
-    if (kClusterBlocks == 1) return BinCount{(i32)bin, 0};
+// A bin that no other block reads is emptied for the next pass.
+MLA_DEVICE BinCount take_bin(Scratch& s, i32 pass, i32 digit, i32 own_rank) {
+    u32& bin = s.histogram[pass % kHistograms][place(digit)];
+    if (kClusterBlocks == 1) {
+        const BinCount count{(i32)bin, 0};
+        bin = 0;
+        return count;
+    }
     BinCount count{0, 0};
 #pragma unroll
     for (i32 rank = 0; rank < kClusterBlocks; ++rank) {
@@ -256,67 +272,75 @@ MLA_DEVICE BinCount bin_count(Storage& storage, i32 pass, i32 digit, i32 own_ran
 
 // The digit of the key that is the rank-th largest of those counted. `before` grows by what earlier blocks of the
 // cluster have above the digit. Called by all threads.
-MLA_DEVICE Found find_digit(Storage& storage, i32 pass, u32 upper, i32 rank, i32 own_rank, i32& above_before) {
+MLA_DEVICE Found find_digit(Scratch& s, i32 pass, i32 rank, i32 own_rank, i32& above_before) {
     const i32 top = kBins - 1 - kBinsPerThread * (i32)threadIdx.x;
     BinCount counts[kBinsPerThread];
     i32 sum = 0;
 #pragma unroll
     for (i32 n = 0; n < kBinsPerThread; ++n) {
-        counts[n] = bin_count(storage, pass, top - n, own_rank);
+        counts[n] = take_bin(s, pass, top - n, own_rank);
         sum += counts[n].all;
     }
-    i32 above = (i32)block_exclusive_sum(storage, (u32)sum);
+    i32 above = (i32)block_exclusive_sum(s, (u32)sum);
 #pragma unroll
     for (i32 n = 0; n < kBinsPerThread; ++n) {
         if (above < rank && rank <= above + counts[n].all) {
-            storage.found = Found{upper | (u32)(top - n), rank - above, counts[n].all, counts[n].before};
+            s.found = Found{top - n, rank - above, counts[n].all, counts[n].before};
         }
         above += counts[n].all;
     }
     __syncthreads();
-    const Found found = storage.found;
+    const Found found = s.found;
     if (kClusterBlocks > 1) {
         i32 earlier = 0;
 #pragma unroll
-        for (i32 n = 0; n < kBinsPerThread; ++n)
-            earlier += (upper | (u32)(top - n)) > found.bits ? counts[n].before : 0;
-        above_before += (i32)block_sum(storage, (u32)earlier);
+        for (i32 n = 0; n < kBinsPerThread; ++n) earlier += top - n > found.digit ? counts[n].before : 0;
+        above_before += (i32)block_sum(s, (u32)earlier);
     }
     return found;
 }
 
-// T: key >> shift is compared with `bits`; of the equal ones the first `rank` are selected.
+// T lies in [lowest, highest]; of the keys there, the first `rank` are selected.
 struct Threshold {
-    u32 bits;
-    i32 shift, rank;
-
-    MLA_DEVICE bool above(u32 key) const { return key >> shift > bits; }
-    MLA_DEVICE bool equal(u32 key) const { return key >> shift == bits; }
+    u32 lowest, highest;
+    i32 rank;
+    bool takes_all;  // of them
 };
 
-// `before` is what earlier blocks of the cluster hold.
-MLA_DEVICE Threshold find_threshold(Storage& storage, const Row& row, Keys& keys, i32 own_rank, Before& before) {
-    Found found{0, row.p.k, -1, 0};
-    i32 shift = 0;
-    for (i32 pass = 0; pass < kPasses && found.rank != found.count; ++pass) {
-        shift = max(32 - (pass + 1) * kDigitBits, 0);
-        const i32 bits = pass < kPasses - 1 ? kDigitBits : kDigitBits - 1;
-        const u32 upper = found.bits << bits, max_digit = (1u << bits) - 1;
-        u32* histogram = storage.histogram[pass];
-        for (i32 start = row.first; start < row.last; start += kItems * kThreads) {
-            if (pass == 0 || !fits(row)) keys.load(row, start);
+// Counts the digits of the keys from `base` on; a branch would cost more than the place of all others. Items that begin
+// at `left` keys or later are not there.
+MLA_DEVICE void count_digits(const Keys& keys, SmemAddr histogram, u32 base, i32 shift, i32 left) {
 #pragma unroll
-            for (i32 i = 0; i < kItems; ++i) {
-                if (i % kChunk == 0 && start + i * kThreads >= row.last) break;
-                const u32 digit = (keys.at[i] >> shift) - upper;  // larger where the upper bits are not those of T
-                if (digit <= max_digit) atomicAdd(&histogram[place((i32)digit)], 1u);
-            }
+    for (i32 i = 0; i < kItems; ++i) {
+        if (i % kChunk == 0 && i * kThreads >= left) break;
+        red_shared_inc(histogram + 4 * place(min((keys.at[i] - base) >> shift, (u32)kBins)));
+    }
+}
+
+// `before` is what earlier blocks of the cluster hold.
+MLA_DEVICE Threshold find_threshold(Scratch& s, const Row& row, Keys& keys, i32 own_rank, Before& before) {
+    Found found{0, row.p.k, -1, 0};
+    u32 lowest = 0;
+    i32 shift = 32;
+    for (i32 pass = 0; pass < kPasses && found.rank != found.count; ++pass) {
+        shift -= kDigitBits;
+        u32 base = lowest;
+        if (shift < 0) {  // one bit less: the lower half of the bins holds keys below T
+            shift = 0;
+            base -= kBins / 2;
+        }
+        const SmemAddr histogram = smem_addr(s.histogram[pass % kHistograms]);
+        for (i32 start = row.first; start < row.last; start += kCapacity) {
+            if (pass == 0 || !fits(row)) keys.load(row, start);
+            count_digits(keys, histogram, base, shift, row.last - start);
+            if (fits(row)) break;
         }
         sync_row();
-        found = find_digit(storage, pass, upper, found.rank, own_rank, before.above);
+        found = find_digit(s, pass, found.rank, own_rank, before.above);
+        lowest = base + ((u32)found.digit << shift);
     }
     before.equal = found.equal_before;
-    return Threshold{found.bits, shift, found.rank};
+    return Threshold{lowest, lowest + ((1u << shift) - 1), found.rank, found.rank == found.count};
 }
 
 // ---- Emission --------------------------------------------------------------------------------------------------
@@ -333,36 +357,48 @@ MLA_DEVICE u32 first_bits(u32 bits, i32 count) {
 
 // Writes the selected ones of 32 neighbouring keys, of which the first has index s.
 MLA_DEVICE void emit_word(i32* indices, const Threshold& threshold, const Word& word, i32 s, Before before) {
-    u32 selected = word.above | first_bits(word.equal, threshold.rank - before.equal);
+    u32 selected = word.above | first_bits(word.equal(), threshold.rank - before.equal);
     i32* to = indices + before.above + min(before.equal, threshold.rank);
     for (; selected != 0; selected &= selected - 1) *to++ = s + __ffs(selected) - 1;
 }
 
-// Writes the selected indices of this block's share. `before` is what earlier blocks hold. A warp's votes on an item
-// are a word; each thread then owns one of the words, which lie in the order of the keys.
-MLA_DEVICE void emit(Storage& storage, const Row& row, Keys& keys, const Threshold& threshold, Before before) {
-    const i32 thread = threadIdx.x, lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-    for (i32 start = row.first; start < row.last; start += kItems * kThreads) {
-        if (!fits(row)) keys.load(row, start);
+// A warp's votes on an item are a word. Where all of the keys that reach T are selected, they count as above it.
+template <bool kTakesAll>
+MLA_DEVICE void vote(Scratch& s, const Keys& keys, const Threshold& threshold, i32 left) {
+    const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
 #pragma unroll
-        for (i32 i = 0; i < kItems; ++i) {
-            if (i % kChunk == 0 && start + i * kThreads >= row.last) break;
-            const u32 above = __ballot_sync(kFullWarp, threshold.above(keys.at[i]));
-            const u32 equal = __ballot_sync(kFullWarp, threshold.equal(keys.at[i]));
-            if (lane == 0) storage.words[i * kWarps + warp] = Word{above, equal};
+    for (i32 i = 0; i < kItems; ++i) {
+        if (i % kChunk == 0 && i * kThreads >= left) break;
+        const u32 reaching = __ballot_sync(kFullWarp, keys.at[i] >= threshold.lowest);
+        const u32 above = kTakesAll ? reaching : __ballot_sync(kFullWarp, keys.at[i] > threshold.highest);
+        if (lane == 0) s.words[i * kWarps + warp] = Word{above, reaching};
+    }
+}
+
+// Writes the selected indices of this block's share. `before` is what earlier blocks hold. Each thread owns one of the
+// words of votes, which lie in the order of the keys.
+MLA_DEVICE void emit(Scratch& s, const Row& row, Keys& keys, const Threshold& threshold, Before before) {
+    const i32 thread = threadIdx.x;
+    for (i32 start = row.first;; start += kCapacity) {
+        if (!fits(row)) keys.load(row, start);
+        if (threshold.takes_all) {
+            vote<true>(s, keys, threshold, row.last - start);
+        } else {
+            vote<false>(s, keys, threshold, row.last - start);
         }
         __syncthreads();
-        const i32 s = start + thread * kWarpThreads;
-        const Word word = s < row.last ? storage.words[thread] : Word{0, 0};
-        const u32 own = (u32)__popc(word.above) | (u32)__popc(word.equal) << 16;
-        const u32 sum = block_exclusive_sum(storage, own);
+        const i32 first = start + thread * kWarpThreads;
+        const Word word = first < row.last ? s.words[thread] : Word{0, 0};
+        const u32 own = (u32)__popc(word.above) | (u32)__popc(word.equal()) << 16;
+        const u32 sum = block_exclusive_sum(s, own);
         const Before mine{before.above + (i32)(sum & 0xffff), before.equal + (i32)(sum >> 16)};
-        emit_word(row.indices(), threshold, word, s, mine);
+        emit_word(row.indices(), threshold, word, first, mine);
+        if (fits(row) || start + kCapacity >= row.last) return;
         if (thread == kThreads - 1) {
-            storage.all = Before{mine.above + __popc(word.above), mine.equal + __popc(word.equal)};
+            s.all = Before{mine.above + __popc(word.above), mine.equal + __popc(word.equal())};
         }
         __syncthreads();
-        before = storage.all;
+        before = s.all;
     }
 }
 
@@ -463,16 +499,18 @@ MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
     for (i32 n = threadIdx.x; n < count; n += kThreads) to.put(n, (i32)sorted.keys[n]);
 }
 
-// The blocks of a row share this work in steps of their threads.
+// Fills up what is behind the selected ones; what is not in place gets the form that the caller wants. The blocks of a
+// row share this work in steps of their threads.
 MLA_DEVICE void finish(const Target& to, i32 rank, i32 count) {
     const TopkParams& p = to.row.p;
-    const bool raw = !p.relative && to.table == nullptr && to.values == nullptr;
-    for (i32 n = rank * kThreads + (i32)threadIdx.x; n < p.k; n += kClusterBlocks * kThreads) {
-        if (n >= count) {
+    const bool in_place = p.by_value || (!p.relative && to.table == nullptr && to.values == nullptr);
+    const i32 first = (in_place ? count : 0) + rank * kThreads + (i32)threadIdx.x;
+    for (i32 n = first; n < p.k; n += kClusterBlocks * kThreads) {
+        if (n < count) {
+            to.put(n, to.indices[n]);
+        } else {
             to.indices[n] = -1;
             if (to.values != nullptr) to.values[n] = negative_infinity();
-        } else if (!p.by_value && !raw) {
-            to.put(n, to.indices[n]);
         }
     }
 }
@@ -480,19 +518,19 @@ MLA_DEVICE void finish(const Target& to, i32 rank, i32 count) {
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 
 // Writes the indices of the selected logits in ascending order.
-MLA_DEVICE void select(Storage& storage, const Row& row, i32 rank) {
+MLA_DEVICE void select(Scratch& s, const Row& row, i32 rank) {
     if (row.length() <= row.p.k) {  // all of them: no logit is read
         for (i32 n = rank * kThreads + (i32)threadIdx.x; n < row.length(); n += kClusterBlocks * kThreads) {
             row.indices()[n] = row.begin + n;
         }
         return;
     }
-    for (i32 n = threadIdx.x; n < kPasses * kBins; n += kThreads) storage.histogram[0][n] = 0;
+    for (i32 n = threadIdx.x; n < kHistograms * kPlaces; n += kThreads) s.histogram[0][n] = 0;
     __syncthreads();
     Keys keys;
     Before before{0, 0};
-    const Threshold threshold = find_threshold(storage, row, keys, rank, before);
-    emit(storage, row, keys, threshold, before);
+    const Threshold threshold = find_threshold(s, row, keys, rank, before);
+    emit(s, row, keys, threshold, before);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
@@ -504,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     const i32 t = p.s_q - 1 - (i32)(blockIdx.x / kClusterBlocks);
     const Row row = resolve_row(p, t, rank);
     const i32 count = min(p.k, row.length());
-    select(storage, row, rank);
+    select(storage.scratch, row, rank);
     sync_row();  // all is written, and no block reads another's memory any more
     const Target to{row, row.indices(), p.values == nullptr ? nullptr : p.values + t * p.values_stride_q_elems,
                     p.block_table == nullptr ? nullptr : p.block_table + t / p.rows_per_table * p.table_stride_b_elems};

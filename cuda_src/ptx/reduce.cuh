@@ -1,4 +1,4 @@
-// Relaxed additions to global memory, without a result.
+// Relaxed additions, without a result: to global memory, and to shared memory.
 #pragma once
 #include "common/types.cuh"
 
@@ -18,6 +18,11 @@ MLA_DEVICE void red_add_v2(float* to, float x, float y, i32 wanted) {
         "{\n .reg .pred p;\n setp.ne.s32 p, %3, 0;\n @p red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n}" ::"l"(to),
         "f"(x), "f"(y), "r"(wanted)
         : "memory");
+}
+
+// By one. The hardware adds up what lanes add to the same address.
+MLA_DEVICE void red_shared_inc(SmemAddr to) {
+    asm volatile("red.relaxed.cta.shared.add.u32 [%0], 1;" ::"r"(to.value) : "memory");
 }
 
 // Wraps around.

@@ -93,11 +93,11 @@ def mutant(name: str, old: str, new: str) -> Mutant:
 
 LEVELS = "for (i32 step = 1; step < kLanes; step *= 2) "
 MUTANTS = [
-    mutant("the other sign of RoPE", "(first ? -sin_row[at] : sin_row[at])", "(first ? sin_row[at] : -sin_row[at])"),
+    mutant("the other sign of RoPE", "__fmul_rn(y, -sin)", "__fmul_rn(y, sin)"),
     mutant("scale of a lane", LEVELS + "amax", "for (i32 step = 1; step < 1; step *= 2) amax"),
     mutant("exact powers of 2 are doubled", "((bits & 0x7fffff) != 0)", "1"),
-    mutant("angles of the token before", "if (next.token != token) rotation", "if (false) rotation"),
-    mutant("a vector twice", "next.advance(p);  //", "(void)0;  //"),
+    mutant("angles of the token before", "if (next.token != place.token)", "if (false)"),
+    mutant("a vector twice", "next.advance(p);", "(void)0;"),
 ]
 
 

@@ -22,16 +22,16 @@ def mutant(kernel: str, name: str, old: str, new: str, quick: bool = False) -> o
 
 
 MUTANTS = [
-    mutant(BLOCK, "ties are all taken", "first_bits(word.equal, threshold.rank - before.equal)", "word.equal"),
+    mutant(BLOCK, "ties are all taken", "first_bits(word.equal(), threshold.rank - before.equal)", "word.equal()"),
     mutant(BLOCK, "minus zero is below zero", "__float_as_uint(x + 0.f)", "__float_as_uint(x)"),
     mutant(BLOCK, "NaN is first", "return kNanKey;", "return kKeptKey;"),
-    mutant(BLOCK, "two digits share a bin", "digit ^ (digit >> 5 & 31)", "digit & ~31 ^ (digit >> 5 & 31)"),
+    mutant(BLOCK, "two digits share a bin", "return digit + (digit >> 5)", "return (digit & ~1u) + (digit >> 5)"),
     mutant(BLOCK, "passes end a digit early", "pass < kPasses && found", "pass < kPasses - 1 && found"),
     mutant(
         BLOCK,
         "words are read before they are written",
-        "        __syncthreads();\n        const i32 s = start",
-        "        const i32 s = start",
+        "        __syncthreads();\n        const i32 first = start",
+        "        const i32 first = start",
         quick=True,
     ),
     mutant(
@@ -49,6 +49,7 @@ MUTANTS = [
     ),
     mutant(CLUSTER, "blocks write where the first one does", "above_before += (i32)block_sum", "(void)block_sum"),
     mutant(CLUSTER, "every block takes the ties", "before.equal = found.equal_before;", "before.equal = 0;"),
+    mutant(BLOCK, "bins are not emptied", "        bin = 0;\n", ""),
 ]
 ENDS = Mutant("every row sees the last key", "indexer/topk.cu", "- rows_after;", ";")
 

@@ -10,7 +10,9 @@ from mla_cupy.kernels.spec import Kernel, Params, Variant
 LANES = 8
 """Of a vector: RoPE turns elements of whole lanes."""
 BLOCK_GROUPS = 16
-"""Groups of lanes of a block: each works on a vector."""
+"""Groups of lanes of a block: each works on a vector at a time."""
+WARP_VECTORS = 4
+"""That a warp works on at once: neighbours."""
 GROUP_VECTORS = 4
 """That a group takes in turn where there are many."""
 MANY_VECTORS = 32768
@@ -48,10 +50,13 @@ PARAMS = Params(
     power_of_2="i4",
     rounded="i4",
     x_aligned="i4",
+    tables_aligned="i4",
     num_pages="i4",
     page_size="i4",
     slots_are_64="i4",
     group_vectors="i4",
+    step_tokens="i4",
+    step_heads="i4",
     h_factor="f4",
     d_factor="f4",
 )
@@ -59,9 +64,10 @@ PARAMS = Params(
 
 @dataclass(frozen=True)
 class PrepareVariant(Variant):
-    """A build for one width of vectors."""
+    """A build for one width of vectors, and for any options or for the usual ones."""
 
     head_dim: int
+    usual: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ KERNEL: Kernel[PrepareProblem] = Kernel(
     "RoPE, Hadamard transform and e4m3 codes of index queries and keys",
     "indexer/prepare.cu",
     PARAMS,
-    variants=tuple(PrepareVariant(d) for d in HEAD_DIMS),
+    variants=(*(PrepareVariant(d, 0) for d in HEAD_DIMS), PrepareVariant(HEAD_DIMS[-1], 1)),
     facts={"block_groups": BLOCK_GROUPS},
 )
 

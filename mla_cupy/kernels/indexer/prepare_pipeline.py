@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
+from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import gather_keys, prepare
@@ -48,6 +50,8 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         if vectors == 0 or 0 in codes.shape:
             return []
         axes = 2 if self._weights else 1
+        variant = PrepareVariant(config.head_dim, int(self._is_usual(config, call)))
+        group_vectors = prepare.group_vectors(vectors)
         values = (
             *self._strides(call, self._x, axes),
             *(call.strides(self._weights, 2) if self._weights else (0, 0)),
@@ -57,22 +61,46 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             *((slots_stride_bytes(call), codes.strides[0]) if paged else (0, 0)),
             *(x.shape[0], heads, *(cos.shape[::-1] if cos else (0, 0))),
             *(options.interleaved, options.hadamard, options.scales == "power_of_2", options.reference_rounding),
-            config.aligned,
+            *(config.aligned, _tables_are_aligned(call)),
             *((*codes.shape[:2], slots_are_64(call)) if paged else (0, 0, False)),
-            prepare.group_vectors(vectors),
+            *(group_vectors, *divmod(prepare.WARP_VECTORS, heads)),
             *(heads**-0.5, config.head_dim**-0.5),
         )
         tables = (call.name(name) for name in ("cos", "sin", "positions"))
         names = (self._x, self._weights, *tables, "slots" if paged else NULL, self._codes, self._scales)
         record = Record(prepare.KERNEL, names, values)
-        blocks = -(-vectors // (prepare.BLOCK_GROUPS * prepare.group_vectors(vectors)))
-        return [Launch(prepare.KERNEL, PrepareVariant(config.head_dim), (blocks, 1, 1), record)]
+        blocks = -(-vectors // (prepare.BLOCK_GROUPS * group_vectors))
+        return [Launch(prepare.KERNEL, variant, (blocks, 1, 1), record)]
+
+    def _is_usual(self, config: PrepareProblem, call: Call) -> bool:
+        """Whether the build for DeepSeek-V3.2's options and dense arrays takes the call."""
+        options, cos = call.options, call.views["cos"]
+        asked = (options.interleaved, options.hadamard, options.scales, options.reference_rounding)
+        names = [name for name in (self._x, self._weights, self._codes, self._scales) if name]
+        return (
+            (config.head_dim, cos and cos.shape[1], config.aligned) == (128, 32, True)
+            and asked == (False, True, "power_of_2", True)
+            and bool(self._scales)
+            and _tables_are_aligned(call)
+            and all(_is_dense(call.view(name)) for name in names)
+        )
 
     @staticmethod
     def _strides(call: Call, name: str, axes: int) -> tuple[int, int]:
         """Between tokens, and between the heads of one."""
         strides = call.strides(name, axes)
         return strides[0], strides[1] if axes == 2 else 0
+
+
+def _is_dense(view: View) -> bool:
+    steps = tuple(prod(view.shape[axis + 1 :]) for axis in range(len(view.shape)))
+    return all(size == 1 or stride == step for size, stride, step in zip(view.shape, view.strides, steps, strict=True))
+
+
+def _tables_are_aligned(call: Call) -> bool:
+    """Whether rows of cos and sin start at multiples of 16 bytes."""
+    tables = [table for table in (call.views["cos"], call.views["sin"]) if table]
+    return all(not table.ptr % 16 and not table.strides[0] % 4 for table in tables)
 
 
 class GatherKeysPipeline(Pipeline[None]):
