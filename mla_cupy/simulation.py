@@ -33,7 +33,7 @@ def fake_gpu(sm_count: int, cc: tuple[int, int] = (9, 0), l2_bytes: int = 50 << 
     return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, 232448, l2_bytes, 1 << 34)
 
 
-_LAUNCH_OPTIONS = ("mode", "seed", "resident", "race_global", "timeline")
+_LAUNCH_OPTIONS = ("mode", "seed", "resident", "race_global", "race_lanes", "timeline")
 
 
 def _memory() -> Any:
@@ -50,6 +50,8 @@ class SimDriver:
         How many blocks run interleaved: as many as wait for each other.
     race_global
         Look for races in global memory, too.
+    race_lanes
+        Look for races between lanes of one warp in shared memory, too.
     timeline
         A `ptxsim.Timeline` that records the launches, or None.
     """
@@ -61,6 +63,7 @@ class SimDriver:
     reports: list[Any] = field(default_factory=list)
     resident: int = 1
     race_global: bool = False
+    race_lanes: bool = False
     timeline: Any = None
 
     def load(self, build: Build, device: int) -> Kernel:
