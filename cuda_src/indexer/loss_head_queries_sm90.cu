@@ -126,12 +126,14 @@ MLA_DEVICE void make_gradients(const RowNumbers& numbers, const float (&d)[kAccu
 }
 
 MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, const Math& math, const RowNumbers& numbers,
-                          i32 first_key, float (&sums)[kSums]) {
+                          const Turns& turns, i32 first_key, float (&sums)[kSums]) {
     float d[kAccumulators], a[kAccumulators];
     const i32 k = wait_unit(s, units);
+    turns.take();
     issue_products(s.q, s.units[k][0], math.warpgroup, d);
     const i32 index_k = wait_unit(s, units);
     issue_products(s.index_q, s.units[index_k][0], math.warpgroup, a);
+    turns.pass();
     wgmma_wait_group<0>();
     pin(d);
     pin(a);
@@ -183,11 +185,13 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const RowTile& ti
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
     UnitRing units;
+    const Turns turns(warpgroup);
     mbarrier_wait(s.q_full, 0);
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
-        take_tile(p, s, units, math, numbers, keys * kTileKeys, sums);
+        take_tile(p, s, units, math, numbers, turns, keys * kTileKeys, sums);
     }
+    turns.end();
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) store_row_gradients(p, s, tile, math, r, numbers.live[r], sums);
 }

@@ -10,7 +10,7 @@ from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
-from tests.indexer.test_sparse_loss_sim import bits_of_both_orders
+from tests.indexer.test_sparse_loss_sim import GENERIC, MODES, bits_of_both_orders, run_hopper
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
@@ -26,6 +26,30 @@ MUTANTS = [
     Mutant("lists are as long as all keys", RANGES, "KeyRange{0, p.counts[token]}", "KeyRange{0, p.s_kv}"),
     Mutant("all numbers in one bin", SCATTER, "bins.index(fabsf(value))", "0"),
 ]  # fmt: skip
+LIST_SCORES, LIST_GRADIENTS = (f"indexer/loss_list_{name}_sm90.cu" for name in ("scores", "gradients"))
+LISTS = "indexer/sm90_loss_lists.cuh"
+#: More pieces and tiles than stages, lists that end within a tile's half, and both kinds of queries in one place.
+HOPPER_CASE = SparseLossCase(s_q=3, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
+M_BARRIER = "    bar_sync(kMathBarrier + 1 + math.warpgroup, kWarpgroupThreads);\n"
+HOPPER_MUTANTS = [
+    Mutant("halves past the list are read", LISTS, "if (first < list.count) ", ""),
+    Mutant("what a row lacks is read", LISTS, "inside && rows.present[i]", "rows.present[i]"),
+    Mutant("both halves are the first", LISTS, "half * kSw128Bytes + sw128_offset", "sw128_offset"),
+    Mutant("a piece is released before it is read", LIST_SCORES, "            wgmma_wait_group<1>();\n", ""),
+    Mutant(
+        "index queries come over queries in use",
+        LIST_SCORES,
+        "            if (p.heads > 0) mbarrier_wait(s.q_empty, 0);\n",
+        "",
+    ),
+    Mutant("the lanes of a quad are not summed", LIST_SCORES, "quad_sum(sums[r])", "sums[r]"),
+    Mutant("pieces are not fenced", LIST_SCORES, "        fence_proxy_async();\n", ""),
+    Mutant("tiles are not fenced", LIST_GRADIENTS, "        fence_proxy_async();\n", ""),
+    Mutant("M is not waited for", LIST_GRADIENTS, M_BARRIER, ""),
+    Mutant("M has weights", LIST_GRADIENTS, "= cvt_x2(bfloat16{}, low, high)", "= cvt_x2(bfloat16{}, low * weights.x, high)"),
+    Mutant("four columns are in another order", LIST_GRADIENTS, "math.thread % 4 / 2 * 4", "math.thread % 2 * 4"),
+    Mutant("the second warpgroup's sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]"),
+]  # fmt: skip
 LOW_BOUND = Mutant("bounds without weights", BOUNDS, "finite_or_0(index_weight(p, token, head))", "1e-6f")
 
 
@@ -35,7 +59,7 @@ def run() -> None:
     inputs["weights"] *= np.array([1, 1e-4, 1e-4, 1], np.float32)[:, None]
     wide = {"d_index_k": np.zeros(inputs["index_k"].shape, np.float32)}
     with simulated(1):
-        got = mla_cupy.indexer_sparse_loss(**inputs, deterministic=True, buffer_bytes=1, **wide)
+        got = mla_cupy.indexer_sparse_loss(**inputs, deterministic=True, buffer_bytes=1, kernel=GENERIC, **wide)
     exact = reference.indexer_sparse_loss(**inputs)
     check_sparse_loss(got, exact)
     assert exact.d_index_k is not None
@@ -61,3 +85,22 @@ def test_shows(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_order_shows_bounds_that_are_too_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(LOW_BOUND, tmp_path / "cuda_src", monkeypatch):
         assert len(bits_of_both_orders(deterministic=True)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_hopper_without_a_bug(mode: tuple[str, int]) -> None:
+    run_hopper(HOPPER_CASE, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", HOPPER_MUTANTS, ids=lambda mutant: mutant.id)
+def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the modes."""
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        for mode in MODES:
+            try:
+                run_hopper(HOPPER_CASE, mode)
+            except (AssertionError, SimError):
+                return
+    raise AssertionError(f"{mutant.name} shows in no mode")

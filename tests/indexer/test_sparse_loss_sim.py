@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, reference
+from mla_cupy import ArgumentError, UnsupportedDeviceError, reference
 from mla_cupy.kernels.indexer import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from mla_cupy.simulation import fake_gpu
+from tests.support.loss_cases import TENSOR_CORE_ERROR
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
@@ -24,11 +25,63 @@ CASES = [
     SparseLossCase(s_q=1, s_kv=1, topk=1, h=1, h_i=1, d=1),
 ]
 FIRST = CASES[0]
+GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_list_scores_sm90"
+#: (mode of completion, seed)
+MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
+HOPPER_CASES = [
+    SparseLossCase(s_q=3, s_kv=150, topk=140, h=3, h_i=2, d=128, d_i=64, lse=True),
+    SparseLossCase(s_q=4, s_kv=14, topk=9, h=5, h_i=3, d=136, d_i=128, lse=True, sequences=((1, 3), (0, 2), (3, 8))),
+    SparseLossCase(s_q=3, s_kv=40, topk=70, h=2, h_i=66, d=8, lengths=True, causal=True),
+]
+LARGE_HOPPER_CASES = [
+    SparseLossCase(s_q=3, s_kv=900, topk=700, h=128, h_i=64, d=576, d_i=128, lse=True),
+    SparseLossCase(s_q=3, s_kv=900, topk=650, h=17, h_i=128, d=64, lse=True, lengths=True),
+]
 
 
 def run(case: SparseLossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **options: Any) -> tuple[Any, ...]:
     with simulated(2, cc):
-        return mla_cupy.indexer_sparse_loss(**inputs, causal=case.causal, **options)
+        return mla_cupy.indexer_sparse_loss(**inputs, **{"causal": case.causal, "kernel": GENERIC, **options})
+
+
+def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> tuple[Any, ...]:
+    inputs = sparse_loss_inputs(case)
+    with simulated(2, (9, 0), *mode) as target:
+        got = mla_cupy.indexer_sparse_loss(**inputs, causal=case.causal, kernel=HOPPER, **options)
+    assert {f"mla_{HOPPER}", "mla_indexer_loss_list_gradients_sm90"} <= set(target.launched)
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal), TENSOR_CORE_ERROR)
+    return got
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
+def test_hopper(case: SparseLossCase) -> None:
+    at = HOPPER_CASES.index(case)
+    run_hopper(case, MODES[at], deterministic=at == 0, buffer_bytes=1 if at == 1 else 1 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", [*HOPPER_CASES, *LARGE_HOPPER_CASES], ids=lambda case: case.id)
+def test_hopper_in_every_mode(case: SparseLossCase, mode: tuple[str, int], deterministic: bool) -> None:
+    run_hopper(case, mode, deterministic=deterministic)
+
+
+def test_what_hopper_does_not_take() -> None:
+    """Odd addresses and widths, no token, more heads: the plain kernels do."""
+    sizes = {"s_q": 4, "s_kv": 4, "heads": 2, "index_heads": 2, "head_dim": 128, "index_dim": 64, "topk": 3}
+    assert SPARSE_LOSS.configure(LossProblem(**sizes), fake_gpu(1)).kernel.name == HOPPER
+    for changes, word in (
+        ({"aligned": False}, "16 bytes"),
+        ({"s_q": 0}, "one"),
+        ({"head_dim": 100}, "multiples of 8"),
+        ({"heads": 129}, "up to 128"),
+        ({"index_heads": 129}, "up to 128"),
+    ):
+        problem = LossProblem(**{**sizes, **changes})  # type: ignore[arg-type]
+        assert SPARSE_LOSS.configure(problem, fake_gpu(1)).kernel.name == GENERIC
+        with pytest.raises(UnsupportedDeviceError, match=word):
+            SPARSE_LOSS.configure(problem, fake_gpu(1), HOPPER)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -63,15 +63,19 @@ def key_splits(problem: LossProblem) -> int:
     return max(1, min(filling, fitting, _MAX_SPLITS, parts))
 
 
-def takes(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why none of the kernels can take the problem; None if they can."""
+def needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why none of the kernels for Hopper can take the problem; None if they can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if 0 in (problem.s_q, problem.s_kv):
         return Reason("takes one token and one key at least")
-    if problem.topk is not None:
-        return Reason("takes all keys, not lists of them")
     return None if problem.aligned else needs_alignment("queries and keys, of both kinds,")
+
+
+def takes(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """The same of those that take all keys."""
+    lists = Reason("takes all keys, not lists of them") if problem.topk is not None else None
+    return needs_hopper(problem, device) or lists
 
 
 def takes_rows(problem: LossProblem, device: DeviceInfo) -> Reason | None:

@@ -14,6 +14,9 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
     loss_attention_generic,
     loss_bounds,
+    loss_finite_keys,
+    loss_list_gradients_sm90,
+    loss_list_scores_sm90,
     loss_queries_generic,
     loss_ranges,
     loss_rows,
@@ -28,7 +31,8 @@ from mla_cupy.kernels.indexer.loss_pipeline import (
     loss_launch,
     loss_record,
 )
-from mla_cupy.kernels.indexer.loss_problem import LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss_problem import LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss_sm90 import FINITE_KEYS
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
 from mla_cupy.kernels.sparse import rows
 from mla_cupy.kernels.sparse_backward import bins, dkv
@@ -45,6 +49,20 @@ class SparseLossConfig(LossConfig):
     """As of the warm-up loss, with sums of bins."""
 
     @property
+    def on_tensor_cores(self) -> bool:
+        """Whether gradients are made by the kernel for Hopper; it has those by the scores in float32."""
+        return self.problem.gradients and self.kernel is loss_list_scores_sm90.KERNEL
+
+    @property
+    def gradient_kernels(self) -> tuple[LossKernel, ...]:
+        """Those that run after the rows of a chunk."""
+        if not self.problem.gradients:
+            return ()
+        if self.on_tensor_cores:
+            return (loss_list_gradients_sm90.KERNEL,)
+        return loss_queries_generic.KERNEL, loss_scatter_generic.KERNEL
+
+    @property
     def binned(self) -> bool:
         """Whether gradients by keys are added to bins."""
         return self.problem.gradients and self.problem.deterministic
@@ -58,7 +76,7 @@ class SparseLossConfig(LossConfig):
 class SparseLossPipeline(Pipeline[SparseLossConfig]):
     """The kernels of the sparse stage's loss."""
 
-    kernels = (loss_scores_generic.KERNEL,)
+    kernels = (loss_list_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> SparseLossConfig:
         """See `Pipeline.configure`; a deterministic call of too many additions is an ArgumentError, too."""
@@ -82,6 +100,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
                 "own_lse": FLOAT * problem.s_q * problem.heads if problem.needs_lse else 0,
                 "target_rows": 0 if problem.given_sums else FLOAT * elements,
                 "score_rows": FLOAT * elements,
+                FINITE_KEYS: 2 * problem.s_kv * problem.index_dim if config.on_tensor_cores else 0,
                 "extractors": per_row + one,
                 _FIRST_ZEROED: per_row,
                 "largest": one,
@@ -106,6 +125,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
     def _tokens(self, config: SparseLossConfig, call: Call) -> list[Step]:
         problem = config.problem
         parts = {"rows": "rows", "counts": "counts", "key_sums": "key_sums" if problem.gradients else NULL}
+        parts["gradient"] = NULL
         if config.binned:
             parts |= {"extractors": "extractors", "largest": "largest"}
         whole = loss_record(config, call, 0, problem.s_q, parts)
@@ -117,12 +137,13 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
             record = Record(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
             blocks = problem.s_kv // bins.ROWS_PER_BLOCK + 1
             steps.append(Launch(bins.KERNEL, PLAIN[0], (blocks, 1, 1), record))
-        kernels = (loss_queries_generic.KERNEL, loss_scatter_generic.KERNEL) if problem.gradients else ()
+        if config.on_tensor_cores:
+            steps += loss_launch(loss_finite_keys.KERNEL, problem, problem.s_q, whole)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             record = loss_record(config, call, first, tokens, parts, problem.target_heads)
-            for kernel in (config.kernel, loss_rows.KERNEL, *kernels):
-                steps += loss_launch(kernel, problem, tokens, record)
+            for kernel in (config.kernel, loss_rows.KERNEL, *config.gradient_kernels):
+                steps += loss_launch(kernel, problem, tokens, record, call)
         return steps
 
 

@@ -1,0 +1,58 @@
+// What the kernels of the sparse stage's loss have in common on Hopper: a block has one token, and the keys of its list
+// come as tiles of 128, which one warpgroup gathers with cp.async, 64 columns at a time.
+#pragma once
+#include "indexer/loss_params.cuh"
+#include "sparse/gather.cuh"
+#include "tile/ring.cuh"
+#include "tile/sw128.cuh"
+
+namespace mla::indexer {
+constexpr i32 kListTileKeys = 2 * kSw128Rows;
+constexpr u32 kListPieceBytes = kListTileKeys * kSw128RowBytes;
+
+// The list of a block's token.
+struct KeyList {
+    const i32* rows;
+    i32 token, count;
+
+    MLA_DEVICE i32 tiles() const { return ceil_div(count, kListTileKeys); }
+};
+
+MLA_DEVICE KeyList key_list(const LossParams& p, i32 token) {
+    return KeyList{p.rows + token * p.rows_stride_elems, token, p.ranges[token].end};
+}
+
+// Addresses of a thread's part of a tile's rows. Lists are padded to 64 keys only, with no row.
+struct TileSources {
+    sparse::RowSources halves[2];
+};
+
+MLA_DEVICE TileSources tile_sources(const KeyList& list, const u16* matrix, i64 stride_elems, i32 count, i32 tile,
+                                    i32 thread) {
+    TileSources sources;
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        const i32 first = tile * kListTileKeys + half * kSw128Rows;
+        sparse::RowNumbers numbers{{-1, -1, -1, -1}};
+        if (first < list.count) numbers = sparse::read_row_numbers(list.rows + first, thread);
+        sources.halves[half] = sparse::rows_by_number(matrix, stride_elems, count, numbers, thread);
+    }
+    return sources;
+}
+
+// Starts the copy of 64 columns; beyond `width`, a multiple of 8, they become zeros.
+MLA_DEVICE void gather_piece(SmemAddr to, const TileSources& sources, i32 piece, i32 width, i32 thread) {
+    const i32 chunk = thread % kSw128Chunks;
+    const bool inside = piece * kSw128Columns + chunk * 8 < width;
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        const sparse::RowSources& rows = sources.halves[half];
+#pragma unroll
+        for (i32 i = 0; i < sparse::kRowsPerThread; ++i) {
+            const u32 at = half * kSw128Bytes + sw128_offset(sparse::first_row_of(thread) + i, chunk);
+            cp_async_16<sparse::kFetchBytes>(to + at, rows.from[i] + piece * kSw128Columns, inside && rows.present[i],
+                                             kEvictLast);
+        }
+    }
+}
+}  // namespace mla::indexer
