@@ -269,17 +269,14 @@ struct Keys {
     float target_log2;
 };
 
-MLA_DEVICE void take_step(Storage& s, i32 stage, bool inside, const Keys& keys, const Turns& turns,
-                          float (&sums)[kSums]) {
+MLA_DEVICE void take_step(Storage& s, i32 stage, bool inside, const Keys& keys, float (&sums)[kSums]) {
     float d[kAccumulators], a[kHalf];
     u32 m[2][kTokenSteps][4];
     const TokenNumbers* numbers = s.numbers[stage];
     const Visible* visible = s.visible[stage];
     const u8* index_q = s.index_q[stage][0];
-    turns.take();
     issue_products(s.k, s.q[stage][0], keys.warpgroup, d);
     issue_products(s.index_k, index_q, keys.warpgroup, a);
-    turns.pass();
     wgmma_wait_group<0>();
     pin(d);
     pin(a);
@@ -316,7 +313,6 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Share& shar
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
     Steps steps;
-    const Turns turns(warpgroup);
     mbarrier_wait(s.k_full, 0);
 #pragma unroll 1
     while (true) {
@@ -326,11 +322,10 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Share& shar
         if (kinds.x == kLast) break;
         const i32 kind = max(max(kinds.x, kinds.y), max(kinds.z, kinds.w));
         if (kind == kBlind) clear_blind(s, stage, warpgroup, thread);
-        take_step(s, stage, kind == kInside, keys, turns, sums);
+        take_step(s, stage, kind == kInside, keys, sums);
         release(s.q_empty[stage], thread);
         steps.advance();
     }
-    turns.end();
     store_sums(p, share, warpgroup, thread, sums);
 }
 

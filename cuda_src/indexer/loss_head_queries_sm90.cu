@@ -78,14 +78,14 @@ MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile)
 
 // ---- Math role -------------------------------------------------------------------------------------------------
 // Of a thread's rows, in base 2. Rows without a divergence see nothing.
-struct RowNumbers {
+struct RowExponents {
     float target_log2;
     float weight[kFragmentRows], minus_mass[kFragmentRows], minus_index_lse[kFragmentRows];
     bool live[kFragmentRows];
 };
 
-MLA_DEVICE RowNumbers row_numbers(const LossParams& p, const RowTile& tile, const Math& math) {
-    RowNumbers numbers;
+MLA_DEVICE RowExponents row_numbers(const LossParams& p, const RowTile& tile, const Math& math) {
+    RowExponents numbers;
     numbers.target_log2 = p.target_scale * kLog2E;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
@@ -99,7 +99,7 @@ MLA_DEVICE RowNumbers row_numbers(const LossParams& p, const RowTile& tile, cons
 }
 
 // Products of the indexer become -1, which has no gradient, where a row does not see the key.
-MLA_DEVICE void hide_keys(const LossParams& p, const Math& math, const RowNumbers& numbers, i32 first_key,
+MLA_DEVICE void hide_keys(const LossParams& p, const Math& math, const RowExponents& numbers, i32 first_key,
                           float (&a)[kAccumulators]) {
     RowRanges ranges(p, math);
 #pragma unroll
@@ -109,13 +109,13 @@ MLA_DEVICE void hide_keys(const LossParams& p, const Math& math, const RowNumber
     if (!ranges.hold(first_key)) hide(ranges, math.thread, first_key, -1.f, a);
 }
 
-MLA_DEVICE float masked_gradient(const RowNumbers& numbers, i32 r, float product, float a) {
+MLA_DEVICE float masked_gradient(const RowExponents& numbers, i32 r, float product, float a) {
     const float target = ex2_approx(fmaf(product, numbers.target_log2, numbers.minus_mass[r]));
     const float score = ex2_approx(fmaf(a, numbers.weight[r], numbers.minus_index_lse[r]));
     return a > 0.f ? score - target : 0.f;
 }
 
-MLA_DEVICE void make_gradients(const RowNumbers& numbers, const float (&d)[kAccumulators],
+MLA_DEVICE void make_gradients(const RowExponents& numbers, const float (&d)[kAccumulators],
                                const float (&a)[kAccumulators], u32 (&m)[kKeySteps][4]) {
 #pragma unroll
     for (i32 i = 0; i < kAccumulators; i += 2) {
@@ -125,15 +125,13 @@ MLA_DEVICE void make_gradients(const RowNumbers& numbers, const float (&d)[kAccu
     }
 }
 
-MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, const Math& math, const RowNumbers& numbers,
-                          const Turns& turns, i32 first_key, float (&sums)[kSums]) {
+MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, const Math& math,
+                          const RowExponents& numbers, i32 first_key, float (&sums)[kSums]) {
     float d[kAccumulators], a[kAccumulators];
     const i32 k = wait_unit(s, units);
-    turns.take();
     issue_products(s.q, s.units[k][0], math.warpgroup, d);
     const i32 index_k = wait_unit(s, units);
     issue_products(s.index_q, s.units[index_k][0], math.warpgroup, a);
-    turns.pass();
     wgmma_wait_group<0>();
     pin(d);
     pin(a);
@@ -180,18 +178,16 @@ MLA_DEVICE void store_row_gradients(const LossParams& p, const Storage& s, const
 
 MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const RowTile& tile, i32 warpgroup, i32 thread) {
     const Math math(tile, warpgroup, thread);
-    const RowNumbers numbers = row_numbers(p, tile, math);
+    const RowExponents numbers = row_numbers(p, tile, math);
     float sums[kSums];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
     UnitRing units;
-    const Turns turns(warpgroup);
     mbarrier_wait(s.q_full, 0);
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
-        take_tile(p, s, units, math, numbers, turns, keys * kTileKeys, sums);
+        take_tile(p, s, units, math, numbers, keys * kTileKeys, sums);
     }
-    turns.end();
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) store_row_gradients(p, s, tile, math, r, numbers.live[r], sums);
 }

@@ -301,18 +301,16 @@ MLA_DEVICE void add_scores(const LossParams& p, const Math& math, const Factors&
 }
 
 MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, const Math& math, const Factors& factors,
-                          const Turns& turns, i32 first_key, RowSums (&rows)[kFragmentRows], float (&out)[kSums]) {
+                          i32 first_key, RowSums (&rows)[kFragmentRows], float (&out)[kSums]) {
     float d[kAccumulators], a[kHalf];
     u32 weights[kKeySteps][4];
     const i32 k = wait_unit(s, units);
-    turns.take();
     issue_products(s.q, s.units[k][0], math.warpgroup, d);
     i32 index_k = 0;
     if constexpr (kIndexPieces > 0) {
         index_k = wait_unit(s, units);
         issue_products(s.index_q, s.units[index_k][0], math.warpgroup, a);
     }
-    turns.pass();
     wgmma_wait_group<kIndexPieces == 0 ? 0 : 1>();
     pin(d);
     release(s.unit_empty[k], math.thread);
@@ -344,13 +342,11 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const RowTile& ti
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) out[i] = 0.f;
     UnitRing units;
-    const Turns turns(warpgroup);
     mbarrier_wait(s.q_full, 0);
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
-        take_tile(p, s, units, math, factors, turns, keys * kTileKeys, rows, out);
+        take_tile(p, s, units, math, factors, keys * kTileKeys, rows, out);
     }
-    turns.end();
     if constexpr (kWithOutput) add_nonfinite(p, tile, math, out);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {

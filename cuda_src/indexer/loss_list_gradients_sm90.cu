@@ -67,7 +67,7 @@ MLA_FACT(block_heads, kBlockHeads);
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);
     for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], sparse::kGatherArrivals);
+        mbarrier_init(s.k_full[stage], kGatherArrivals);
         mbarrier_init(s.k_empty[stage], kMathWarps);
     }
     fence_mbarrier_init();
@@ -95,7 +95,7 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
             gather_piece(smem_addr(s.k[tiles.stage][piece]), sources, piece, p.index_dim, thread);
         }
-        sparse::arrive_when_gathered(s.k_full[tiles.stage], thread);
+        arrive_when_gathered(s.k_full[tiles.stage], thread);
     }
     cp_async_wait_all();
 }

@@ -64,7 +64,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);
     mbarrier_init(s.q_empty, kMathWarps);
     for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], sparse::kGatherArrivals);
+        mbarrier_init(s.k_full[stage], kGatherArrivals);
         mbarrier_init(s.k_empty[stage], kMathWarps);
     }
     fence_mbarrier_init();
@@ -92,7 +92,7 @@ MLA_DEVICE void gather_keys(Storage& s, Pieces& pieces, const KeyList& list, con
         for (i32 piece = 0; piece < kCount; ++piece, pieces.advance()) {
             mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));
             gather_piece(smem_addr(s.k[pieces.stage]), sources, piece, width, thread);
-            sparse::arrive_when_gathered(s.k_full[pieces.stage], thread);
+            arrive_when_gathered(s.k_full[pieces.stage], thread);
         }
     }
 }

@@ -2,7 +2,7 @@
 // come as tiles of 128, which one warpgroup gathers with cp.async, 64 columns at a time.
 #pragma once
 #include "indexer/loss_params.cuh"
-#include "sparse/gather.cuh"
+#include "tile/gather.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 
@@ -24,7 +24,7 @@ MLA_DEVICE KeyList key_list(const LossParams& p, i32 token) {
 
 // Addresses of a thread's part of a tile's rows. Lists are padded to 64 keys only, with no row.
 struct TileSources {
-    sparse::RowSources halves[2];
+    RowSources halves[2];
 };
 
 MLA_DEVICE TileSources tile_sources(const KeyList& list, const u16* matrix, i64 stride_elems, i32 count, i32 tile,
@@ -33,9 +33,9 @@ MLA_DEVICE TileSources tile_sources(const KeyList& list, const u16* matrix, i64 
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
         const i32 first = tile * kListTileKeys + half * kSw128Rows;
-        sparse::RowNumbers numbers{{-1, -1, -1, -1}};
-        if (first < list.count) numbers = sparse::read_row_numbers(list.rows + first, thread);
-        sources.halves[half] = sparse::rows_by_number(matrix, stride_elems, count, numbers, thread);
+        RowNumbers numbers{{-1, -1, -1, -1}};
+        if (first < list.count) numbers = read_row_numbers(list.rows + first, thread);
+        sources.halves[half] = rows_by_number(matrix, stride_elems, count, numbers, thread);
     }
     return sources;
 }
@@ -46,12 +46,12 @@ MLA_DEVICE void gather_piece(SmemAddr to, const TileSources& sources, i32 piece,
     const bool inside = piece * kSw128Columns + chunk * 8 < width;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
-        const sparse::RowSources& rows = sources.halves[half];
+        const RowSources& rows = sources.halves[half];
 #pragma unroll
-        for (i32 i = 0; i < sparse::kRowsPerThread; ++i) {
-            const u32 at = half * kSw128Bytes + sw128_offset(sparse::first_row_of(thread) + i, chunk);
-            cp_async_16<sparse::kFetchBytes>(to + at, rows.from[i] + piece * kSw128Columns, inside && rows.present[i],
-                                             kEvictLast);
+        for (i32 i = 0; i < kRowsPerThread; ++i) {
+            const u32 at = half * kSw128Bytes + sw128_offset(first_row_of(thread) + i, chunk);
+            cp_async_16<kFetchBytes>(to + at, rows.from[i] + piece * kSw128Columns, inside && rows.present[i],
+                                     kEvictLast);
         }
     }
 }

@@ -114,24 +114,6 @@ MLA_DEVICE void hide(const RowRanges& ranges, i32 thread, i32 first_key, float x
     }
 }
 
-// The warpgroups take turns at issuing the products of a tile, so that they do not come to wait for the tensor cores,
-// and then for the exponentials, at the same time.
-struct Turns {
-    static constexpr i32 kBarriers = 2;  // named ones, from there: of each warpgroup
-    static constexpr i32 kMathThreads = kMathWarpgroups * kWarpgroupThreads;
-    i32 warpgroup;
-
-    MLA_DEVICE explicit Turns(i32 warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == 1) bar_arrive(kBarriers, kMathThreads);
-    }
-    MLA_DEVICE void take() const { bar_sync(kBarriers + warpgroup, kMathThreads); }
-    MLA_DEVICE void pass() const { bar_arrive(kBarriers + 1 - warpgroup, kMathThreads); }
-    // The last turn is nobody's.
-    MLA_DEVICE void end() const {
-        if (warpgroup == 0) bar_sync(kBarriers, kMathThreads);
-    }
-};
-
 // Waits for the next unit and returns its stage.
 template <class Storage, class Units>
 MLA_DEVICE i32 wait_unit(Storage& s, Units& units) {

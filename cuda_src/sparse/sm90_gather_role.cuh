@@ -3,7 +3,7 @@
 #pragma once
 #include "attention/sm90/tile.cuh"
 #include "ptx/control.cuh"
-#include "sparse/gather.cuh"
+#include "tile/gather.cuh"
 
 namespace mla::sparse {
 using namespace attention;

@@ -128,7 +128,8 @@ def indexer_sparse_loss(
     -----
     Nothing flows to q and k. `mla_cupy.torch.indexer_sparse_objective` and that of `mla_cupy.jax` make a scalar of it
     whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the NumPy
-    oracle.
+    oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of 8, and arrays that start at and step by
+    multiples of 16 bytes, everything runs on tensor cores; what is multiplied for the gradients is rounded to bfloat16.
 
     Without `lse` a plain kernel computes it, which takes as long as the targets: `sparse_mla_forward` over the same
     `indices` returns it.
@@ -137,8 +138,8 @@ def indexer_sparse_loss(
     partial sum is exact: `cuda_src/tile/binned_sum.cuh`.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 8 * topk bytes), 4 * s_q * topk and 12 * s_q for the
-    lists, 4 * s_kv * d_i for sums of gradients by keys, six times that and 8 * s_kv if deterministic, and 4 * s_q * h
-    without `lse`. There is nothing of s_q * s_kv.
+    lists, 4 * s_kv * d_i for sums of gradients by keys, six times that and 8 * s_kv if deterministic, 2 * s_kv * d_i on
+    Hopper, and 4 * s_q * h without `lse`. There is nothing of s_q * s_kv.
 
     Source: the report of DeepSeek-V3.2-Exp, sparse training stage.
 

@@ -32,7 +32,6 @@ LISTS = "indexer/sm90_loss_lists.cuh"
 HOPPER_CASE = SparseLossCase(s_q=3, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
 M_BARRIER = "    bar_sync(kMathBarrier + 1 + math.warpgroup, kWarpgroupThreads);\n"
 HOPPER_MUTANTS = [
-    Mutant("halves past the list are read", LISTS, "if (first < list.count) ", ""),
     Mutant("what a row lacks is read", LISTS, "inside && rows.present[i]", "rows.present[i]"),
     Mutant("both halves are the first", LISTS, "half * kSw128Bytes + sw128_offset", "sw128_offset"),
     Mutant("a piece is released before it is read", LIST_SCORES, "            wgmma_wait_group<1>();\n", ""),
@@ -46,7 +45,7 @@ HOPPER_MUTANTS = [
     Mutant("pieces are not fenced", LIST_SCORES, "        fence_proxy_async();\n", ""),
     Mutant("tiles are not fenced", LIST_GRADIENTS, "        fence_proxy_async();\n", ""),
     Mutant("M is not waited for", LIST_GRADIENTS, M_BARRIER, ""),
-    Mutant("M has weights", LIST_GRADIENTS, "= cvt_x2(bfloat16{}, low, high)", "= cvt_x2(bfloat16{}, low * weights.x, high)"),
+    Mutant("M has weights", LIST_GRADIENTS, "(bfloat16{}, low, high)", "(bfloat16{}, low * weights.x, high)"),
     Mutant("four columns are in another order", LIST_GRADIENTS, "math.thread % 4 / 2 * 4", "math.thread % 2 * 4"),
     Mutant("the second warpgroup's sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@
 #include "ptx/copy.cuh"
 #include "tile/sw128.cuh"
 
-namespace mla::sparse {
+namespace mla {
 constexpr i32 kGatherThreads = kWarpgroupThreads;
 constexpr i32 kRowsPerThread = 4;
 static_assert(kGatherThreads / kSw128Chunks * kRowsPerThread == kSw128Rows, "each row has its eight lanes");
@@ -74,4 +74,4 @@ MLA_DEVICE void prefetch_rows(const RowSources& rows, i32 sw_tiles, i32 thread) 
         }
     }
 }
-}  // namespace mla::sparse
+}  // namespace mla
