@@ -58,7 +58,7 @@ static_assert(sizeof(Storage) <= 232448, "shared memory");
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
-MLA_FACT(max_heads, kMaxHeads);
+MLA_FACT(block_heads, kMaxHeads);
 
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);

@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
-from mla_cupy.kernels.indexer import HEAD_SUMS, LOGITS, LOGITS_PAGED, LOSS, TOPK
+from mla_cupy.kernels.indexer import HEAD_SUMS, LOGITS, LOGITS_PAGED, LOSS, SPARSE_LOSS, TOPK
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from mla_cupy.kernels.indexer.problem import TopkProblem
@@ -82,6 +82,8 @@ SITUATIONS = (
     ("`indexer_head_sums`, all keys", HEAD_SUMS, LossProblem(8192, 8192, 16, 0, 576, 0)),
     ("`indexer_head_sums`, with indices", HEAD_SUMS, LossProblem(8192, 8192, 16, 0, 576, 0, topk=2048)),
     ("`indexer_warmup_loss`, per head", LOSS, LossProblem(8192, 8192, 64, 64, 128, 64, per_head=True)),
+    ("`indexer_sparse_loss`", SPARSE_LOSS, LossProblem(4096, 4096, 128, 64, 576, 128, topk=2048)),
+    ("`indexer_sparse_loss`, 256 heads", SPARSE_LOSS, LossProblem(4096, 4096, 256, 64, 576, 128, topk=2048)),
 )
 
 

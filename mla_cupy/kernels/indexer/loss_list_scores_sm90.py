@@ -56,7 +56,7 @@ KERNEL = LossKernel(
     PARAMS,
     HOPPER,
     variants=tuple(ScoresVariant(index, main) for main in (MANY_PIECES, FEW_PIECES) for index in INDEX_PIECES),
-    facts={"max_heads": MAX_HEADS},
+    facts={"block_heads": MAX_HEADS},
     unsupported=unsupported,
     grid=grid,
     variant=variant,
