@@ -146,6 +146,7 @@ class CudaDriver:
 
     def encode_tiled(self, spec: tensormap.TensorMapSpec) -> bytes:
         """See `tensormap.encode`."""
+        self._have_context()
         return tensormap.encode(spec)
 
     def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
@@ -201,9 +202,16 @@ class CudaDriver:
     def device_guard(self, device: int) -> AbstractContextManager[object]:
         """CuPy's guard, or nothing where `device` is current."""
         if self._cupy.cuda.runtime.getDevice() == device:
+            self._have_context()
             return _NO_GUARD
         guard: AbstractContextManager[object] = self._cupy.cuda.Device(device)
         return guard
+
+    def _have_context(self) -> None:
+        """A new thread has a current device but no context until it calls the runtime, and the driver refuses it."""
+        if not self._context():
+            runtime = self._cupy.cuda.runtime
+            runtime.setDevice(runtime.getDevice())
 
     def _context(self) -> int:
         self._get_context(self._thread.context_cell)

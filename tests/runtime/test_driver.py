@@ -20,9 +20,11 @@ from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import cuda_driver, device, driver, loader
 from mla_cupy.runtime.build import Build, compile_kernel
 from mla_cupy.runtime.driver import ArgumentBlock, Kernel
+from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 FAKE = Path(__file__).parent / "fake_cuda.c"
+SPEC = TensorMapSpec("float16", 0x7000, (576, 64, 9), (1152, 73728), (64, 32, 1))
 
 PRELUDE = """
 import ctypes, struct, threading
@@ -278,12 +280,47 @@ def _arch() -> str:
 def test_a_tensor_map_is_encoded(gpu: object) -> None:
     import cupy
 
-    from mla_cupy.runtime.tensormap import TensorMapSpec
-
     x = cupy.zeros((9, 64, 576), dtype=cupy.float16)
-    made = driver.current().encode_tiled(TensorMapSpec("float16", x.data.ptr, (576, 64, 9), (1152, 73728), (64, 32, 1)))
+    made = driver.current().encode_tiled(replace(SPEC, base=x.data.ptr))
     assert len(made) == 128
     assert any(made)
+
+
+def test_a_thread_without_a_context_gets_one(loading: cuda_driver.CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses tensor maps and fills where the thread has not called the runtime yet."""
+    chosen: list[int] = []
+    loading._cupy.cuda.runtime.setDevice = chosen.append
+    monkeypatch.setattr(cuda_driver.tensormap, "encode", lambda spec: bytes(128))
+    monkeypatch.setattr(loading, "_context", lambda: 0xC0)
+    loading.encode_tiled(SPEC)
+    with loading.device_guard(0):
+        assert chosen == []
+    monkeypatch.setattr(loading, "_context", lambda: 0)
+    loading.encode_tiled(SPEC)
+    with loading.device_guard(0):
+        assert chosen == [0, 0]
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_a_thread_may_be_ours(gpu: object) -> None:
+    import threading
+
+    import cupy
+
+    x = cupy.zeros((9, 64, 576), dtype=cupy.float16)
+    cupy.cuda.Device().synchronize()
+    made: list[bytes] = []
+
+    def work() -> None:
+        made.append(driver.current().encode_tiled(replace(SPEC, base=x.data.ptr)))
+        with driver.device_guard(0):
+            driver.current().memset(x.data.ptr, 7, x.nbytes, 0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert any(made[0])
+    assert (x.view(cupy.uint8) == 7).all()
 
 
 @pytest.mark.gpu
