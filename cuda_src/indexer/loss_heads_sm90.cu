@@ -304,6 +304,7 @@ MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, cons
                           i32 first_key, RowSums (&rows)[kFragmentRows], float (&out)[kSums]) {
     float d[kAccumulators], a[kHalf];
     u32 weights[kKeySteps][4];
+    const bool edge = !RowRanges(p, math).hold(first_key);
     const i32 k = wait_unit(s, units);
     issue_products(s.q, s.units[k][0], math.warpgroup, d);
     i32 index_k = 0;
@@ -314,7 +315,6 @@ MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, cons
     wgmma_wait_group<kIndexPieces == 0 ? 0 : 1>();
     pin(d);
     release(s.unit_empty[k], math.thread);
-    const bool edge = !RowRanges(p, math).hold(first_key);
     if (edge) hide(RowRanges(p, math), math.thread, first_key, negative_infinity(), d);
     raise_products(factors, d, rows, out);
     if constexpr (kIndexPieces > 0) {

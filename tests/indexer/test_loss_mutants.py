@@ -86,6 +86,7 @@ STEP_FREE = "    mbarrier_wait(s.q_empty[stage], steps.ring.empty_parity(stage))
 CLEAR_BLIND = "        if (kind == kBlind) clear_blind(s, stage, warpgroup, thread);\n"
 ADD_VALUES = "        add_products(weights, s.units[v][0], out);\n"
 FREE_VALUES = "        release(s.unit_empty[v], math.thread);\n"
+ZEROED = "zero_nonfinite<bfloat16>(chunk)"
 HEAD_MUTANTS = [
     Mutant("keys out of sight count", HEADS, "first_key, negative_infinity(), d)", "first_key, 0.f, d)"),
     Mutant("scores out of sight count", HEADS, "first_key, unseen_score(), a)", "first_key, 0.f, a)"),
@@ -95,7 +96,7 @@ HEAD_MUTANTS = [
     Mutant("the score's maximum is not in the sum", HEADS, "divergence = fmaf(target, more, divergence);", ""),
     Mutant("the lanes of a quad are not merged", HEADS, "quad_sum(row.divergence)", "row.divergence"),
     Mutant("values are released before they are read", HEADS, ADD_VALUES + FREE_VALUES, FREE_VALUES + ADD_VALUES),
-    Mutant("values are copied as they are", "indexer/loss_finite_values.cu", "finite ? x : (u16)0", "x"),
+    Mutant("values are copied as they are", "indexer/loss_finite_values.cu", ZEROED, "false"),
     Mutant("a unit is filled that is in use", ROW_TILES, UNIT_FREE, ""),
     Mutant("inactive heads have a part", HEAD_QUERIES, "a > 0.f ? score - target : 0.f", "score - target"),
     Mutant("rows have no factor", HEAD_QUERIES, "there && live ? row_weight(p, token)", "there && live ? 1.f"),
