@@ -34,7 +34,7 @@ BOTH = [
     # rank
     Bad("q 4-D", swap("q", lambda x: x[None]), ShapeError, ("q.shape", "(1, 3, 4, 576)", "(s_q, h_q, 576 or 512)")),
     Bad("q 2-D", swap("q", lambda x: x[0]), ShapeError, ("q.shape", "(4, 576)")),
-    Bad("kv 1-D", swap("kv", lambda x: x[0]), ShapeError, ("kv.shape", "(576,)", "(s_kv, page_tokens, 576 or 512")),
+    Bad("kv 1-D", swap("kv", lambda x: x[0]), ShapeError, ("kv.shape", "(576,)", "(s_kv, ", "576 or 512")),
     Bad("kv 4-D", swap("kv", lambda x: x[None, None]), ShapeError, ("kv.shape", "(1, 1, 20, 576)")),
     Bad("indices 1-D", swap("indices", lambda x: x[0]), ShapeError, ("indices.shape", "(5,)", "(s_q, topk)")),
     Bad(

@@ -98,7 +98,7 @@ def test_mma_sync(shape: str, types: str, na: int, nb: int, nc: int) -> None:
             fragments[1][lane, i] = b[row_of_b(i, lane, per)]
         for i in range(fragments[2].shape[1]):
             fragments[2][lane, i] = c[row_of_c(i, lane)]
-    case = next(case for case in mma(rng) if case.name == f"mma {shape} {types}")
+    case = next(case for case in mma(rng, MMA) if case.name == f"mma {shape} {types}")
     case.data[0][...] = np.concatenate([f.view("u1").reshape(32, -1) for f in fragments], 1)
     (out,) = simulate(case)
     got = out.view(c.dtype).reshape(32, -1)
