@@ -13,7 +13,8 @@
 // find the same digits.
 //
 // Bins: keys that differ in a few bits only would often share a bank of shared memory, which costs up to ten times
-// as much as any other set of digits; `place` leaves out a word after every 32.
+// as much as any other set of digits; `place` leaves out a word after every 32. Blocks of a cluster read each other's
+// bins by lines of 128 bytes, so there it is the order within a line that differs.
 //
 // Emission: in ascending order of the index, positions are prefix sums over items, warps and lanes. By value, the
 // selected keys are then sorted in shared memory.
@@ -108,13 +109,16 @@ struct alignas(8) Word {
     MLA_DEVICE u32 equal() const { return reaching & ~above; }
 };
 
-// Where a bin lies: digits that agree in their lower bits are in different banks. The last place is for keys that do
-// not count.
-MLA_DEVICE constexpr u32 place(u32 digit) { return digit + (digit >> 5); }
-constexpr i32 kPlaces = place(kBins) + 1;
+// Where a bin lies: digits that agree in their lower bits are in different banks. The place of digit kBins is for keys
+// that do not count.
+MLA_DEVICE constexpr u32 place(u32 digit) {
+    return kClusterBlocks == 1 ? digit + (digit >> 5) : digit ^ (digit >> 5 & 31) ^ digit >> 10;
+}
+constexpr i32 kLineBins = 32;
+constexpr i32 kPlaces = (place(kBins) / kLineBins + 1) * kLineBins;
 
 struct Scratch {
-    u32 histogram[kHistograms][kPlaces];
+    alignas(4 * kLineBins) u32 histogram[kHistograms][kPlaces];
     Word words[kThreads];
     Before all;
     u32 warp_sums[kWarps];
@@ -307,13 +311,15 @@ struct Threshold {
     bool takes_all;  // of them
 };
 
-// Counts the digits of the keys from `base` on; a branch would cost more than the place of all others. Items that begin
-// at `left` keys or later are not there.
+// Counts the digits of the keys from `base` on. For a whole row, a branch costs more than the place of all others.
+// Items that begin at `left` keys or later are not there.
 MLA_DEVICE void count_digits(const Keys& keys, SmemAddr histogram, u32 base, i32 shift, i32 left) {
 #pragma unroll
     for (i32 i = 0; i < kItems; ++i) {
         if (i % kChunk == 0 && i * kThreads >= left) break;
-        red_shared_inc(histogram + 4 * place(min((keys.at[i] - base) >> shift, (u32)kBins)));
+        const u32 digit = min((keys.at[i] - base) >> shift, (u32)kBins);
+        if (kClusterBlocks > 1 && digit == kBins) continue;
+        red_shared_inc(histogram + 4 * place(digit));
     }
 }
 
@@ -535,7 +541,7 @@ MLA_DEVICE void select(Scratch& s, const Row& row, i32 rank) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     mla_indexer_topk(const __grid_constant__ TopkParams p) {
-    extern __shared__ __align__(16) u8 smem[];
+    extern __shared__ __align__(4 * kLineBins) u8 smem[];
     Storage& storage = *reinterpret_cast<Storage*>(smem);
     griddepcontrol_wait();
     const i32 rank = (i32)blockIdx.x % kClusterBlocks;

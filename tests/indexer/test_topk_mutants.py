@@ -25,7 +25,14 @@ MUTANTS = [
     mutant(BLOCK, "ties are all taken", "first_bits(word.equal(), threshold.rank - before.equal)", "word.equal()"),
     mutant(BLOCK, "minus zero is below zero", "__float_as_uint(x + 0.f)", "__float_as_uint(x)"),
     mutant(BLOCK, "NaN is first", "return kNanKey;", "return kKeptKey;"),
-    mutant(BLOCK, "two digits share a bin", "return digit + (digit >> 5)", "return (digit & ~1u) + (digit >> 5)"),
+    mutant(BLOCK, "two digits share a bin", "? digit + (digit >> 5)", "? (digit & ~1u) + (digit >> 5)"),
+    mutant(CLUSTER, "two digits share a bin of a cluster", ": digit ^ (digit >> 5", ": digit & ~1u ^ (digit >> 5"),
+    mutant(
+        CLUSTER,
+        "keys that do not count share a bin",
+        "min((keys.at[i] - base) >> shift, (u32)kBins)",
+        "min((keys.at[i] - base) >> shift, (u32)kBins - 1)",
+    ),
     mutant(BLOCK, "passes end a digit early", "pass < kPasses && found", "pass < kPasses - 1 && found"),
     mutant(
         BLOCK,
