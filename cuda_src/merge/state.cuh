@@ -37,6 +37,18 @@ MLA_DEVICE Floats4 read_elements4(const void* from, i64 at, i32 is_fp32) {
 }
 
 template <typename Element>
+MLA_DEVICE void write_elements4(void* to, i64 at, const Floats4& x, i32 is_fp32) {
+    if (is_fp32) {
+        *reinterpret_cast<Floats4*>(static_cast<float*>(to) + at) = x;
+        return;
+    }
+    Elements4 narrow;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) narrow.x[i] = Element::from_float(x.x[i]);
+    *reinterpret_cast<Elements4*>(static_cast<u16*>(to) + at) = narrow;
+}
+
+template <typename Element>
 MLA_DEVICE void write_element(void* to, i64 at, float x, i32 is_fp32) {
     if (is_fp32) {
         static_cast<float*>(to)[at] = x;

@@ -25,7 +25,7 @@ from mla_cupy.ops.checks import (
     check_shard,
     resolve_scale,
 )
-from mla_cupy.ops.decode_plan import DecodePlan
+from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.records import BYTE_DTYPES, RECORDS, record_of
@@ -158,6 +158,27 @@ def mla_decode(
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse, workspace)
     out, lse = call(OPERATION, arrays, options, plan, check, stream)
     return out, lse
+
+
+def decode_unmerged(
+    plan: DecodePlan,
+    arrays: tuple[Any, Any, Any, Any, Any, Any],
+    *,
+    scale: float | None,
+    causal: bool,
+    cp_world: int,
+    cp_rank: int,
+    lse_base: str,
+    kernel: str | None,
+    check: bool,
+    stream: Any,
+) -> None:
+    """`mla_decode` with a plan, but for the merge of split requests: `plan.splits` says where their pieces are.
+
+    `arrays` are q, kv_cache, block_table, seqlens, out and lse.
+    """
+    options = (D_V, scale, causal, cp_world, cp_rank, None, lse_base, -math.inf, kernel)
+    call(OPERATION, (*arrays, None), options, UnmergedPlan(plan), check, stream)
 
 
 class _Options(NamedTuple):

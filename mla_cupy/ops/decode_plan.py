@@ -18,6 +18,7 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.records import DENSE_RECORDS as RECORDS
+from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES, Request, check_memory
@@ -85,6 +86,16 @@ class DecodePlan:
     def kernel(self) -> str:
         """Name of the kernel that it runs."""
         return self._config.kernel.name if self._config else "numpy"
+
+    @property
+    def splits(self) -> Splits | None:
+        """Where its calls leave the pieces of split requests; None if they do not, or not as `Splits` says."""
+        config = self._config
+        if config is None or config.pieces or not config.combine_blocks:
+            return None
+        at = {name: self.address + offset for name, offset in DECODE.workspace(config).offsets.items()}
+        addresses = at["schedule"], at["partial_out"], at["partial_lse"]
+        return Splits(*addresses, config.num_splits, config.num_splits, self._problem.h_kv)
 
     def __repr__(self) -> str:
         place = "numpy" if self.device == HOST else f"device {self.device}"
@@ -197,6 +208,33 @@ class DecodePlan:
         if request.examined.kernel not in (None, self.kernel) and self._config is not None:
             raise PlanError(explain("kernel", repr(request.examined.kernel), f"{self.kernel!r}, the plan's, or None"))
         return self._config
+
+
+class UnmergedPlan:
+    """A plan whose calls leave the pieces of split requests in its workspace: for whoever merges them."""
+
+    def __init__(self, plan: DecodePlan) -> None:
+        self._plan = plan
+
+    @property
+    def address(self) -> int:
+        """Of the workspace."""
+        return self._plan.address
+
+    @property
+    def device(self) -> int:
+        """Where it is."""
+        return self._plan.device
+
+    @property
+    def state(self) -> Hashable:
+        """See `ops.call.Plan`."""
+        return "unmerged", self._plan.state
+
+    def configuration(self, request: Request) -> DecodeConfig | None:
+        """The plan's own, without the last step."""
+        config = self._plan.configuration(request)
+        return config and replace(config, merged=False)
 
 
 def plan_decode(

@@ -8,8 +8,9 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, name_of
 from mla_cupy.errors import DTypeError, explain
-from mla_cupy.ops.decode import mla_decode
-from mla_cupy.parallel.transport import Result, Transport, heads_per_rank
+from mla_cupy.ops.decode import decode_unmerged, mla_decode
+from mla_cupy.ops.decode_plan import DecodePlan
+from mla_cupy.parallel.transport import MergesSplits, Result, Transport, heads_per_rank
 
 
 class ContextParallel:
@@ -50,6 +51,7 @@ class ContextParallel:
     def __init__(self, transport: Transport, *, partial_dtype: Any = "float32") -> None:
         self.transport = transport
         self.world, self.rank = transport.world, transport.rank
+        self._merger = transport if isinstance(transport, MergesSplits) else None
         self._partial_dtype = name_of(partial_dtype)
         if self._partial_dtype not in FLOATS:
             raise DTypeError(explain("partial_dtype", repr(partial_dtype), " or ".join(FLOATS)))
@@ -122,29 +124,21 @@ class ContextParallel:
         shape = tuple(q.shape)
         if len(shape) == 4:  # else mla_decode says what is wrong
             heads_per_rank(shape, (shape[0], shape[2], shape[1]), self.world)
-        kept_out, kept_lse = self._partials(family, q, stream)
-        partial_out, partial_lse = mla_decode(
-            q,
-            kv_cache,
-            block_table,
-            seqlens,
-            scale=scale,
-            causal=causal,
-            cp_world=self.world,
-            cp_rank=self.rank,
-            plan=plan,
-            out=kept_out,
-            lse=kept_lse,
-            out_dtype=None if kept_out is not None else self._partial_dtype,
-            lse_base=lse_base,
-            kernel=kernel,
-            check=check,
-            stream=stream,
-        )
         if out is None and out_dtype is None:
             out_dtype = q.dtype
         result = Result(out, lse, out_dtype, lse_base, empty_lse, stream)
-        return self.transport.merge(partial_out, partial_lse, result)
+        kept, call = self._partials(family, q, stream), (q, kv_cache, block_table, seqlens)
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "cp_world": self.world, "cp_rank": self.rank}
+        options |= {"lse_base": lse_base, "kernel": kernel, "check": check, "stream": stream}
+        splits = plan.splits if isinstance(plan, DecodePlan) and kept is not None else None
+        if kept is None:
+            partials = mla_decode(*call, plan=plan, out_dtype=self._partial_dtype, **options)
+        elif splits is None or self._merger is None:
+            partials = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
+        else:
+            decode_unmerged(plan, (*call, *kept), **options)
+            return self._merger.merge_splits(*kept, splits, result)
+        return self.transport.merge(*partials, result)
 
     def merge(
         self,
@@ -185,10 +179,10 @@ class ContextParallel:
         self.transport.check()
         return self.transport.merge(outs, lses, Result(out, lse, out_dtype, lse_base, empty_lse, stream))
 
-    def _partials(self, family: arrays.Family, q: Any, stream: Any) -> tuple[Any, Any]:
+    def _partials(self, family: arrays.Family, q: Any, stream: Any) -> tuple[Any, Any] | None:
         """Arrays for the partial results of such queries, heads outermost; None where a library's cannot be written."""
         if not (family.on_gpu and family.mutable) or len(q.shape) != 4:
-            return None, None
+            return None
         b, s_q, h_q, _ = q.shape
         key = family.name, b, s_q, h_q, self._device_of(family, q)
         if key not in self._buffers:

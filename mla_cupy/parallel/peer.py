@@ -1,4 +1,4 @@
-"""Partial results straight into the memory of the other GPUs: one launch exchanges and merges them."""
+"""Results straight into the memory of the other GPUs: one launch merges pieces, exchanges, and merges again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_cupy.arrays import Family, View
 from mla_cupy.dtypes import TABLE, name_of
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ParallelError, ShapeError, explain
 from mla_cupy.kernels.merge import exchange
-from mla_cupy.kernels.merge.exchange import MAILBOX, MAX_WORLD, REPORT, STATE, Exchange
+from mla_cupy.kernels.merge.exchange import MAILBOX, MAX_WORLD, REPORT, STATE, UNSPLIT, Exchange, Splits
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Launch, Layout, Prepared
 from mla_cupy.ops import overlap
@@ -47,8 +47,9 @@ class PeerTransport:
     """GPUs of one host that reach each other's memory; one process, or one thread, per GPU.
 
     After a decode one launch stores each rank's partial results into the others' memory, waits for theirs and merges.
-    The host takes no part, so it can be captured in a CUDA graph. A wait is bounded: a rank whose wait has failed
-    returns NaN from then on, and says why at the next call or `check`.
+    Where the decode has a plan, that launch also merges the requests that were split, in place of the decode's own
+    merge. The host takes no part, so it can be captured in a CUDA graph. A wait is bounded: a rank whose wait has
+    failed returns NaN from then on, and says why at the next call or `check`.
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ class PeerTransport:
 
     Notes
     -----
-    It takes 4 * world * max_rows * (4 * max_d + 16) bytes at most, half of them for the step at hand.
+    It takes 2 * world * (max_rows * (4 * max_d + 16) + 2^15) bytes, and a few more, half of them for the step at hand.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PeerTransport:
         self._group, self._timeout_ns = group, int(timeout * 1e9)
         self._cupy = arrays.cupy_family()
         self._device = self._cupy.current_device() if device is None else device
-        self._slab = exchange.slab_bytes(max_rows, -(-max_d // 4) * 4, "float32")
+        self._slab = exchange.slab_bytes(max_rows, -(-max_d // 4) * 4)
         self._own = self._allocate()
         self._report = self._own.report[0].view(REPORT)
         self._prepared: dict[Hashable, Prepared] = {}
@@ -136,6 +137,10 @@ class PeerTransport:
 
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
         """See `Transport.merge`."""
+        return self.merge_splits(outs, lses, UNSPLIT, result)
+
+    def merge_splits(self, outs: Any, lses: Any, splits: Splits, result: Result) -> tuple[Any, Any]:
+        """See `MergesSplits.merge_splits`."""
         self.check()
         family = arrays.common_family(
             {"out": outs, "lse": lses, "out=": result.out, "lse=": result.lse}, ("out=", "lse=")
@@ -149,12 +154,12 @@ class PeerTransport:
         made = self._results(family, call, views[0].dtype, result, handle)
         views += [native.view(x) for x in made]
         overlap.check_apart(dict(zip(("outs", "lses", "out", "lse"), views, strict=True)), ["out", "lse"])
-        key = (call, tuple(view._replace(ptr=0) for view in views), result.lse_base, result.empty_lse)
+        key = (call, splits[3:], tuple(view._replace(ptr=0) for view in views), result.lse_base, result.empty_lse)
         if key not in self._prepared:
-            self._prepared[key] = self._prepare(call, views, result, handle)
+            self._prepared[key] = self._prepare(call, views, splits, result, handle)
         own = self._own
-        addresses = [0, *(view.ptr for view in views), own.mailboxes.ptr, own.states.ptr, own.report[1]]
-        self._prepared[key].enqueue(addresses, 0, handle)
+        shared = own.mailboxes.ptr, own.states.ptr, own.report[1]
+        self._prepared[key].enqueue([0, *(view.ptr for view in views), *splits[:3], *shared], 0, handle)
         kept = [x if x is not None else family.release(y) for x, y in zip((result.out, result.lse), made, strict=True)]
         return kept[0], kept[1]
 
@@ -185,6 +190,7 @@ class PeerTransport:
             "process": os.getpid(),
             "device": self._device,
             "slab": self._slab,
+            "blocks": exchange.max_blocks(devices.describe(self._device).sm_count),
             "memory": [own.slabs.ptr, own.flags.ptr],
         }
         members = [json.loads(payload) for payload in self._group.gather(json.dumps(me).encode())]
@@ -194,6 +200,7 @@ class PeerTransport:
                 raise ParallelError(explain("the group", f"rank {rank} on another host", "one host", remedy))
             if member["slab"] != self._slab:
                 raise ParallelError(explain("max_rows, max_d", f"others on rank {rank}", "the same on all ranks"))
+        self._max_blocks = min(member["blocks"] for member in members)
         local = [member["device"] for member in members if member["process"] == me["process"]]
         cupy.open_peers(self._device, local)
         # Not every system can share memory between processes; one process does without.
@@ -227,10 +234,10 @@ class PeerTransport:
             raise ShapeError(explain("out.strides", outs.strides, f"a start, rows and steps of {_CHUNK} bytes"))
         check_lse_base(result.lse_base)
         check_empty_lse(result.empty_lse)
-        call = Exchange(self.world, b, s_q, heads, d, outs.dtype, result.lse_base)
-        if exchange.slab_bytes(call.rows, d, outs.dtype) > self._slab:
+        call = Exchange(self.world, b, s_q, heads, d, outs.dtype, result.lse_base, self._max_blocks)
+        if call.slab_bytes > self._slab:
             got = f"b * s_q * h_q / world = {call.rows} rows of {d} {outs.dtype}"
-            expected = f"at most {self._slab} bytes with {_CHUNK} for each row"
+            expected = f"at most {self._slab} bytes with {_CHUNK} for each slice of a row"
             raise ShapeError(explain("out", got, expected, "make the transport with more max_rows"))
         return call
 
@@ -258,11 +265,11 @@ class PeerTransport:
             made.append(lent)
         return made
 
-    def _prepare(self, call: Exchange, views: list[View], result: Result, stream: int) -> Prepared:
-        steps = [] if not call.rows else [self._launch(call, views, result)]
+    def _prepare(self, call: Exchange, views: list[View], splits: Splits, result: Result, stream: int) -> Prepared:
+        steps = [] if not call.rows else [self._launch(call, views, splits, result)]
         return Prepared(steps, exchange.ADDRESSES, Layout({}), devices.describe(self._device), stream)
 
-    def _launch(self, call: Exchange, views: list[View], result: Result) -> Launch:
+    def _launch(self, call: Exchange, views: list[View], splits: Splits, result: Result) -> Launch:
         grid_of_one = [view._replace(shape=(1, *view.shape), strides=(0, *view.strides)) for view in views]
         return exchange.launch(
             call,
@@ -271,6 +278,7 @@ class PeerTransport:
             slab=self._slab,
             timeout_ns=self._timeout_ns,
             rank=self.rank,
+            splits=splits,
         )
 
 

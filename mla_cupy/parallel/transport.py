@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mla_cupy.errors import ShapeError, explain
+from mla_cupy.kernels.merge.exchange import Splits
 
 
 class Result(NamedTuple):
@@ -46,6 +47,14 @@ class Transport(Protocol):
 
     def check(self) -> None:
         """Raise ParallelError if another rank is gone, or an earlier exchange has failed."""
+
+
+@runtime_checkable
+class MergesSplits(Protocol):
+    """A transport that merges the pieces of a decode's split requests itself."""
+
+    def merge_splits(self, outs: Any, lses: Any, splits: Splits, result: Result) -> tuple[Any, Any]:
+        """See `Transport.merge`; `outs` and `lses` lack the rows of the requests that `splits` has pieces of."""
 
 
 def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> int:

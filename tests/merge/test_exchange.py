@@ -17,10 +17,14 @@ from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import SimDriver, fake_gpu, simulated
 
 CASES = (
-    Ranks(Exchange(2, 1, 1, 4, 512, "float32", "e"), "bfloat16"),
-    Ranks(Exchange(2, 3, 2, 3, 64, "bfloat16", "2"), "bfloat16", MergeOptions("e", 0.0)),
-    Ranks(Exchange(3, 1, 2, 5, 128, "float16", "e"), "float32", MergeOptions("2", float("inf"))),
+    Ranks(Exchange(2, 1, 1, 4, 512, "float32", "e", 3), "bfloat16"),
+    Ranks(Exchange(2, 3, 2, 3, 64, "bfloat16", "2", 10), "bfloat16", MergeOptions("e", 0.0)),
+    Ranks(Exchange(3, 1, 2, 5, 128, "float16", "e", 4), "float32", MergeOptions("2", float("inf"))),
     Ranks(Exchange(5, 2, 1, 1, 8, "float32", "2"), "float32"),
+    Ranks(Exchange(2, 1, 1, 2, 520, "float16", "e", 3), "float32"),  # a wide slice and a short one
+    Ranks(Exchange(2, 1, 1, 1, 512, "float32", "e", 4), "float32", num_splits=20),  # narrow slices
+    Ranks(Exchange(2, 5, 1, 1, 512, "float32", "2", 4), "float16", num_splits=9),  # wide ones, in turn
+    Ranks(Exchange(3, 2, 2, 2, 512, "float16", "e", 2), "float32", num_splits=5, h_kv=3),
 )
 
 
@@ -35,12 +39,16 @@ def machine(ranks: Ranks, mode: str = "early", seed: int = 0) -> Iterator[SimDri
 
 
 def run(target: SimDriver, ranks: Ranks, rank: int = 0, count: int | None = None) -> None:
-    addresses = [0, *(target.memory.map(x) for x in ranks.arrays)]
+    addresses = [0, *(target.memory.map(x) if x.size else 0 for x in ranks.arrays)]
+    if not ranks.num_splits:
+        addresses[5] = 0  # no schedule
     ranks.prepared(fake_gpu(2), 0, rank, count).enqueue(addresses, 0, 0)
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
-@pytest.mark.parametrize("ranks", CASES, ids=lambda ranks: f"world{ranks.call.world}-{ranks.call.partial_dtype}")
+@pytest.mark.parametrize(
+    "ranks", CASES, ids=lambda ranks: f"world{ranks.call.world}-d{ranks.call.d}-splits{ranks.num_splits}"
+)
 def test_calls_in_a_row(ranks: Ranks, mode: str, seed: int) -> None:
     ranks.__post_init__()
     with machine(ranks, mode, seed) as target:
@@ -136,31 +144,45 @@ def test_what_is_pushed_goes_nowhere_else() -> None:
 
 # ---- Mutants ---------------------------------------------------------------------------------------------------
 
-FILE = "merge/exchange.cu"
-PUSH = "for (i32 row = first; row < rows; row += step) push_row(p, m, row, lane);"
+FILE, FLAGS, SLICES = "merge/exchange.cu", "merge/exchange_flags.cuh", "merge/local_slices.cuh"
+SIGNAL = "if (owner == m.rank) sent = signal(p, m);"
 MUTANTS = [
-    Mutant("signal without the block's barrier", FILE, "__syncthreads();  // the block's rows", "// the block's rows"),
-    Mutant("signal without a release", FILE, "store_release_system(flag", "store_relaxed_system(flag"),
-    Mutant("signal before the rows", FILE, PUSH, f"complete = exchange(p, m); {PUSH}"),
-    Mutant("no wait", FILE, "speaks ? wait_for(p, m, other) : kNone", "kNone"),
-    Mutant("a flag of any call", FILE, "if ((u32)seen == m.epoch)", "if (true)"),
-    Mutant("waits for the other half", FILE, "flag(p, m.half, m.rank, source)", "flag(p, m.half ^ 1, m.rank, source)"),
-    Mutant("one slab for all ranks", FILE, "(half * p.world + source) * p.slab_bytes", "half * p.slab_bytes"),
-    Mutant("tickets never return to 0", FILE, "m.state->tickets = 0;", ""),
-    Mutant("the epoch ends with the first block", FILE, "!= gridDim.x - 1) return;", "!= 0) return;"),
-    Mutant("empty states are read", FILE, "if (lse == negative_infinity()) continue;", ""),
+    Mutant("signal without the block's barrier", FLAGS, "__syncthreads_or(m.failed)", "m.failed"),
+    Mutant("signal without a release", FLAGS, "store_release_system(to", "store_relaxed_system(to"),
+    Mutant("signal before the rows", FILE, SIGNAL, "if (step == 1) sent = signal(p, m);"),
+    Mutant("no wait", FLAGS, "m.speaks(p.world) ? wait_for(p, m, other) : kNone", "kNone"),
+    Mutant("a flag of any call", FLAGS, "if ((u32)seen == m.epoch)", "if (true)"),
+    Mutant("waits for the other half", FLAGS, "flag_index(p, m, source)", "(flag_index(p, m, source) ^ kMaxBlocks)"),
+    Mutant("one slab for all ranks", FILE, "(m.half() * p.world + source) * p.slab_bytes", "m.half() * p.slab_bytes"),
+    Mutant("tickets never return to 0", FLAGS, "state(p).tickets = 0;", ""),
+    Mutant("the epoch ends with the first block", FLAGS, "!= gridDim.x - 1) return;", "!= 0) return;"),
+    Mutant("empty states count", FILE, "if (state.lse2 == negative_infinity()) return;", ""),
+    Mutant("one's own heads are pushed", FILE, "Place(p, unit, owner)", "Place(p, unit, m.rank)"),
+    Mutant("the own slice is that of another rank", FILE, "if (source != m.rank) {", "if (source != 0) {"),
+    Mutant("the first piece is sought behind its cut", SLICES, "(piece == 0 ? shift : 0)", "0"),
+    Mutant("a cut before a request splits it", SLICES, "x.tile > 0", "x.tile >= 0"),
+    Mutant("the last piece is left out", SLICES, "end - begin + 1", "end - begin"),
+    Mutant("heads of a KV head are one row", SLICES, "at.head % group", "kv_head"),
+    Mutant("pieces beyond the first load are lost", SLICES, "if (first >= pieces.count) break;", "break;"),
     Mutant(
-        "log-sum-exps of one's own heads are pushed",
-        FILE,
-        "local_lse(p, m, at, owner);",
-        "local_lse(p, m, at, m.rank);",
+        "sums are read before they are there", SLICES, "bar_sync(barrier, kTeamThreads);  // all sums", "// all sums"
+    ),
+    Mutant(
+        "weights are read before they are there",
+        SLICES,
+        "sum = warp_sum(sum);",
+        "return Weights{1.f / warp_sum(sum), max_lse};",
     ),
 ]
 
 
-def verdict(mode: str, seed: int) -> str:
+WHOLE = Ranks(Exchange(3, 1, 2, 6, 64, "float32", "e", 4), timeout_ns=20000)
+SPLIT = Ranks(Exchange(2, 2, 2, 1, 512, "float32", "e", 4), timeout_ns=40000, num_splits=16, h_kv=2)
+
+
+def verdict(ranks: Ranks, mode: str, seed: int) -> str:
     """What three calls in a row show; empty if nothing."""
-    ranks = Ranks(Exchange(3, 1, 2, 6, 64, "float32", "e"), timeout_ns=20000)
+    ranks.__post_init__()
     try:
         with machine(ranks, mode, seed) as target:
             for call in range(3):
@@ -180,9 +202,11 @@ MODES = (("early", 0), ("random", 1), ("random", 2))
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(*mode) for mode in MODES), f"nothing shows that {mutant.name}"
+        ranks = SPLIT if mutant.file == SLICES else WHOLE
+        assert any(verdict(ranks, *mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.parametrize("ranks", [WHOLE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
-    assert verdict(*mode) == ""
+def test_kernel_as_it_is(mode: tuple[str, int], ranks: Ranks) -> None:
+    assert verdict(ranks, *mode) == ""

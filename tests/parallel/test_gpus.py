@@ -13,7 +13,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ParallelError
-from mla_cupy.kernels.merge.exchange import ADDRESSES, Exchange
+from mla_cupy.kernels.merge.exchange import ADDRESSES, BLOCKS_PER_SM, Exchange
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from mla_cupy.parallel import ContextParallel, LocalGroup, NcclTransport, PeerTransport
@@ -39,6 +39,14 @@ def on_gpu(ranks: Ranks) -> tuple[list[Any], list[Any]]:
     return shared, [cupy.asarray(x if x.dtype.isbuiltin else x.view(np.uint8)) for x in ranks.arrays]
 
 
+def addresses_of(ranks: Ranks, placed: list[Any]) -> list[int]:
+    """Those of the kernel; without pieces there is no schedule."""
+    addresses = [0, *(x.data.ptr for x in placed)]
+    if not ranks.num_splits:
+        addresses[1 + ADDRESSES.index("schedule")] = 0
+    return addresses
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -46,15 +54,18 @@ def on_gpu(ranks: Ranks) -> tuple[list[Any], list[Any]]:
         Ranks(Exchange(2, 4, 2, 64, 512, "float32", "2"), "float16"),
         Ranks(Exchange(4, 3, 1, 7, 128, "float16", "e"), "float32", MergeOptions("2", 0.0)),
         Ranks(Exchange(8, 1, 4, 2, 64, "float32", "e"), "float16"),
+        Ranks(Exchange(2, 1, 1, 64, 512, "float32", "e", 128), "float32", num_splits=66),
+        Ranks(Exchange(2, 5, 2, 8, 512, "float32", "2", 64), "float16", num_splits=33, h_kv=2),
+        Ranks(Exchange(4, 2, 1, 4, 512, "float32", "e", 32), "float32", num_splits=132),
     ],
-    ids=lambda ranks: f"world{ranks.call.world}-rows{ranks.call.rows}",
+    ids=lambda ranks: f"world{ranks.call.world}-rows{ranks.call.rows}-splits{ranks.num_splits}",
 )
 def test_ranks_of_one_gpu(gpu: DeviceInfo, ranks: Ranks) -> None:
     """All blocks of all ranks are resident, so they can wait for each other; a hundred calls, then the results."""
     import cupy
 
-    if ranks.call.blocks * ranks.call.world > gpu.sm_count:
-        pytest.skip("more blocks than multiprocessors")
+    if ranks.call.blocks * ranks.call.world > BLOCKS_PER_SM * gpu.sm_count:
+        pytest.skip("more blocks than are resident at once")
     ranks.__post_init__()
     ranks.fill(0)
     shared, placed = on_gpu(ranks)
@@ -62,7 +73,7 @@ def test_ranks_of_one_gpu(gpu: DeviceInfo, ranks: Ranks) -> None:
     with stream:
         step: Prepared = ranks.prepared(gpu, stream.ptr)
         for _ in range(100):
-            step.enqueue([0, *(x.data.ptr for x in placed)], 0, stream.ptr)
+            step.enqueue(addresses_of(ranks, placed), 0, stream.ptr)
     stream.synchronize()
     for mine, theirs in zip(ranks.arrays, placed, strict=True):
         mine.reshape(-1).view(np.uint8)[:] = cupy.asnumpy(theirs).reshape(-1).view(np.uint8)
@@ -81,7 +92,7 @@ def test_a_rank_without_peers_gives_up(gpu: DeviceInfo) -> None:
     stream = cupy.cuda.get_current_stream()
     step = ranks.prepared(gpu, stream.ptr, rank=1, ranks=1)
     begin = time.monotonic()
-    step.enqueue([0, *(x.data.ptr for x in placed)], 0, stream.ptr)
+    step.enqueue(addresses_of(ranks, placed), 0, stream.ptr)
     stream.synchronize()
     assert 0.04 < time.monotonic() - begin < 5
     assert np.isnan(cupy.asnumpy(placed[2])[0]).all()
@@ -124,6 +135,18 @@ def each(task: Callable[[int], Any]) -> list[Any]:
         return [future.result() for future in [threads.submit(run, rank) for rank in range(WORLD)]]
 
 
+def plan_of(shard: list[Any], rank: int) -> mla_cupy.DecodePlan:
+    """A plan for one rank's shard, scheduled."""
+    q, cache, table, seqlens = shard
+    b, s_q, h_q, d_qk = q.shape
+    plan = mla_cupy.plan_decode(
+        max_b=b, s_q=s_q, h_q=h_q, d_qk=d_qk, max_pages=table.shape[1], page_size=cache.shape[1], dtype=q.dtype,
+        cp_world=WORLD, cp_rank=rank,
+    )  # fmt: skip
+    plan.update(seqlens)
+    return plan
+
+
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("kind", ["peer", "nccl"])
 @pytest.mark.parametrize("partial_dtype", ["float32", "bfloat16"])
@@ -136,13 +159,18 @@ def test_random_batches(kind: str, partial_dtype: str) -> None:
         s_q = int(rng.choice([1, 1, 2, 4]))
         lengths = tuple(int(x) for x in rng.integers(0, rng.choice([3, 200, 3000]), int(rng.integers(1, 7))))
         batch = Batch(lengths, s_q, int(rng.choice([8, 16, 128])), int(rng.choice([576, 512])), seed=seed)
-        causal = bool(rng.integers(2))
+        causal, planned = bool(rng.integers(2)), seed % 2 == 1
         exact, rounded = batch.expected(causal), batch.expected(causal, rounding="bfloat16")
 
         # Copies and calls apart: one thread's copy, which waits for a result, would hold up another's, which the
         # result waits for.
         shards = each(lambda rank, batch=batch: [cupy.asarray(x) for x in batch.shard(WORLD, rank)])
-        made = each(lambda rank, shards=shards, causal=causal: contexts[rank].decode(*shards[rank], causal=causal))
+        plans = each(lambda rank, shards=shards: plan_of(shards[rank], rank)) if planned else [None] * WORLD
+        made = each(
+            lambda rank, shards=shards, plans=plans, causal=causal: contexts[rank].decode(
+                *shards[rank], plan=plans[rank], causal=causal
+            )
+        )
         found = each(lambda rank, made=made: tuple(map(cupy.asnumpy, made[rank])))
         for context in contexts:
             context.transport.check()
@@ -162,11 +190,8 @@ def test_replays_of_graphs(kind: str, replays: int) -> None:
     batch = Batch((900, 450, 33), h_q=128)
 
     def decode(rank: int) -> tuple[int, tuple[Any, Any]]:
-        q, cache, table, seqlens = (cupy.asarray(x) for x in batch.shard(WORLD, rank))
-        plan = mla_cupy.plan_decode(
-            max_b=3, s_q=1, h_q=128, max_pages=table.shape[1], page_size=16, dtype="bfloat16",
-            cp_world=WORLD, cp_rank=rank,
-        )  # fmt: skip
+        q, cache, table, seqlens = shard = [cupy.asarray(x) for x in batch.shard(WORLD, rank)]
+        plan = plan_of(shard, rank)
         out = cupy.empty((3, 1, 64, 512), cupy.float32)
         lse = cupy.empty((3, 64, 1), cupy.float32)
         stream = cupy.cuda.Stream(non_blocking=True)

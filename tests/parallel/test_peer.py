@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError, reference
 from mla_cupy.parallel import ContextParallel, LocalGroup, PeerTransport
+from tests.parallel.shards import PAGE, Batch
 from tests.support.sim_driver import SimDriver, simulated
 
 
@@ -29,7 +31,7 @@ def partials(h_q: int = 6, d: int = 64, dtype: str = "float32") -> tuple[Any, An
 
 
 def transport(**options: Any) -> PeerTransport:
-    return PeerTransport(LocalGroup(1).member(0), max_rows=40, max_d=64, **options)
+    return PeerTransport(LocalGroup(1).member(0), **{"max_rows": 40, "max_d": 64, **options})
 
 
 @pytest.mark.parametrize("lse_base", ["e", "2"])
@@ -51,6 +53,48 @@ def test_results_may_be_narrow(gpu_alone: SimDriver) -> None:
     outs, lses = partials()
     out, _ = ContextParallel(transport()).merge(outs, lses, out_dtype="float16")
     assert out.dtype == np.float16
+
+
+@pytest.mark.parametrize("partial_dtype", ["float32", "bfloat16"])
+def test_split_requests_are_merged_on_the_way(gpu_alone: SimDriver, partial_dtype: str) -> None:
+    """A decode with a plan needs no launch for its own merge."""
+    batch = Batch((140, 70, 3), s_q=2, h_q=4)
+    shard = batch.shard(1, 0)
+    table = shard[2]
+    plan = mla_cupy.plan_decode(
+        max_b=3,
+        s_q=2,
+        h_q=4,
+        max_pages=table.shape[1],
+        page_size=PAGE,
+        dtype="bfloat16",
+        kernel="decode_sm90_small",
+        device=0,
+    )
+    plan.update(shard[3])
+    context = ContextParallel(transport(max_d=512), partial_dtype=partial_dtype)
+    out, lse = context.decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
+    assert gpu_alone.launched == ["mla_decode_schedule", "mla_decode_sm90_small", "mla_merge_exchange"]
+    expected, expected_lse = batch.expected(rounding="bfloat16")
+    np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse / np.log(2), rtol=1e-3, atol=1e-3)
+    plain = mla_cupy.mla_decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
+    assert gpu_alone.launched[-1] == "mla_decode_combine"
+    for found, wanted in zip((out, lse), plain, strict=True):
+        exact = partial_dtype == "float32"
+        np.testing.assert_allclose(found, wanted, rtol=1e-5 if exact else 2**-7, atol=1e-6 if exact else 1e-3)
+
+
+def test_plans_whose_requests_are_not_split(gpu_alone: SimDriver) -> None:
+    """Batch-invariant plans have a merge of their own, clusters none at all."""
+    batch = Batch((140, 3), h_q=2)
+    shard = batch.shard(1, 0)
+    sizes = {"max_b": 2, "s_q": 1, "h_q": 2, "max_pages": shard[2].shape[1], "page_size": PAGE, "dtype": "bfloat16"}
+    plan = mla_cupy.plan_decode(**sizes, batch_invariant=True, split_tokens=64, kernel="decode_sm90_small", device=0)
+    plan.update(shard[3])
+    out, _ = ContextParallel(transport(max_d=512)).decode(*shard, plan=plan, out_dtype="float32")
+    assert gpu_alone.launched[-2:] == ["mla_decode_combine_pieces", "mla_merge_exchange"]
+    np.testing.assert_allclose(out, batch.expected(rounding="bfloat16")[0], rtol=0.02, atol=0.02)
 
 
 def test_no_rows(gpu_alone: SimDriver) -> None:

@@ -38,7 +38,8 @@ class DecodeConfig:
     """Everything about a decode that does not depend on pointers or on the batch size.
 
     `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan. Of a kernel that runs in
-    clusters, `num_splits` are the clusters that are resident at once.
+    clusters, `num_splits` are the clusters that are resident at once. With `merged` False partial results stay in the
+    workspace.
     """
 
     problem: DecodeProblem
@@ -47,6 +48,7 @@ class DecodeConfig:
     num_splits: int
     combine_blocks: int
     pieces: Pieces | None = None
+    merged: bool = True
 
     @property
     def in_clusters(self) -> bool:
@@ -114,7 +116,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if not call.planned:
             shard = (call.options.cp_world, call.options.cp_rank)
             steps[:0] = self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard)
-        if config.combine_blocks:
+        if config.combine_blocks and config.merged:
             steps.append(self._combine(config, b, record))
         return steps
 

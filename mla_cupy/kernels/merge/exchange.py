@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,15 +15,31 @@ from mla_cupy.kernels.numbers import from_log2, to_log2
 from mla_cupy.kernels.pipeline import Launch, Record
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
 
-ROWS_PER_BLOCK = 4
-MAX_BLOCKS = 128
+TEAMS = 2
+"""Slices of rows that a block works at side by side."""
+BLOCKS_PER_SM = 4
+MAX_BLOCKS = 1024
+MAX_SPLITS = 256
 MAX_WORLD = 128
 CHUNK_BYTES = 16
+SLICE_COLUMNS = (32, 64, 128, 256, 512)
+"""How wide a slice may be: the narrowest that gives no team more than one slice of a rank's heads."""
 STATE = np.dtype([("epoch", "<u4"), ("tickets", "<u4"), ("failed", "<u4"), ("unused", "<u4")])
 REPORT = np.dtype([("failure", "<u8"), ("abort", "<u4"), ("unused", "<u4")])
 MAILBOX = np.dtype([("slabs", "<u8"), ("flags", "<u8")])
 
-ADDRESSES = ("outs", "lses", "out", "lse", "mailboxes", "states", "reports")
+ADDRESSES = (
+    "outs",
+    "lses",
+    "out",
+    "lse",
+    "schedule",
+    "partial_out",
+    "partial_lse",
+    "mailboxes",
+    "states",
+    "reports",
+)
 PARAMS = Params(
     **dict.fromkeys(ADDRESSES, "u8"),
     outs_stride_r_elems="i8",
@@ -41,6 +58,8 @@ PARAMS = Params(
     lse_stride_b_elems="i8",
     lse_stride_h_elems="i8",
     lse_stride_s_elems="i8",
+    schedule_stride_r="i8",
+    partial_stride_r_rows="i8",
     slab_bytes="i8",
     timeout_ns="i8",
     world="i4",
@@ -49,6 +68,11 @@ PARAMS = Params(
     s_q="i4",
     heads="i4",
     d="i4",
+    slice_columns="i4",
+    slices="i4",
+    num_splits="i4",
+    continued_index="i4",
+    h_kv="i4",
     call="i4",
     outs_are_fp32="i4",
     out_is_fp32="i4",
@@ -64,8 +88,10 @@ KERNEL: Kernel[object] = Kernel(
     PARAMS,
     variants=DTYPE_VARIANTS,
     facts={
-        "rows_per_block": ROWS_PER_BLOCK,
+        "teams": TEAMS,
+        "blocks_per_sm": BLOCKS_PER_SM,
         "max_blocks": MAX_BLOCKS,
+        "max_splits": MAX_SPLITS,
         "max_world": MAX_WORLD,
         "chunk_bytes": CHUNK_BYTES,
         "state_bytes": STATE.itemsize,
@@ -85,6 +111,8 @@ class Exchange:
     partial_dtype : str
         Of the partial results, which travel.
     lse_base : str
+    max_blocks : int
+        What every rank's GPU has room for at once.
     """
 
     world: int
@@ -94,6 +122,7 @@ class Exchange:
     d: int
     partial_dtype: str
     lse_base: str
+    max_blocks: int = 128
 
     @property
     def rows(self) -> int:
@@ -106,14 +135,60 @@ class Exchange:
         return zlib.crc32(repr(astuple(self)).encode()) >> 1
 
     @property
+    def slice_columns(self) -> int:
+        """How many columns of a row a team works at."""
+        teams = TEAMS * self.max_blocks
+        fitting = (columns for columns in SLICE_COLUMNS if self.rows * -(-self.d // columns) <= teams)
+        return next(fitting, SLICE_COLUMNS[-1])
+
+    @property
+    def slices(self) -> int:
+        """Of a row."""
+        return -(-self.d // self.slice_columns)
+
+    @property
     def blocks(self) -> int:
         """Of each rank."""
-        return min(MAX_BLOCKS, -(-self.rows // ROWS_PER_BLOCK))
+        return min(self.max_blocks, -(-self.rows * self.slices // TEAMS))
+
+    @property
+    def slab_bytes(self) -> int:
+        """What one rank sends another: every slice, and a log-sum-exp behind each."""
+        return self.rows * (self.d * TABLE[self.partial_dtype].nbytes + self.slices * CHUNK_BYTES)
 
 
-def slab_bytes(rows: int, d: int, partial_dtype: str) -> int:
-    """What one rank sends another at a time."""
-    return rows * (d * TABLE[partial_dtype].nbytes + CHUNK_BYTES)
+class Splits(NamedTuple):
+    """A decode that has left the pieces of split requests in its workspace.
+
+    Attributes
+    ----------
+    schedule, partial_out, partial_lse : int
+        Addresses.
+    num_splits, continued_index, h_kv : int
+        As the decode had them.
+    """
+
+    schedule: int
+    partial_out: int
+    partial_lse: int
+    num_splits: int
+    continued_index: int
+    h_kv: int
+
+
+UNSPLIT = Splits(0, 0, 0, 0, 0, 1)
+"""Every row has its result."""
+
+
+def max_blocks(sm_count: int) -> int:
+    """As many blocks as are resident at once on such a GPU."""
+    return min(MAX_BLOCKS, BLOCKS_PER_SM * sm_count)
+
+
+def slab_bytes(max_rows: int, max_d: int) -> int:
+    """Enough for every call of up to `max_rows` rows of `max_d` columns."""
+    wide = -(-max_d // SLICE_COLUMNS[-1])
+    return max_rows * (4 * max_d + wide * CHUNK_BYTES) + TEAMS * MAX_BLOCKS * CHUNK_BYTES
 
 
 def slabs_bytes(world: int, slab: int) -> int:
@@ -135,18 +210,22 @@ def launch(
     timeout_ns: int,
     rank: int,
     ranks: int = 1,
+    splits: Splits = UNSPLIT,
+    split_strides: tuple[int, int] = (0, 0),
 ) -> Launch:
     """One launch for `ranks` ranks from `rank` on; the views' first axis is that of those ranks.
 
-    `slab` is the room of a slab in bytes, `options` say what the resulting lse is like.
+    `slab` is the room of a slab in bytes, `options` say what the resulting lse is like. Of `splits` the numbers count,
+    not the addresses; `split_strides` are those from rank to rank, of the schedule and of rows of partial results.
     """
     outs, lses, out, lse = views
-    assert 0 < slab_bytes(exchange.rows, exchange.d, exchange.partial_dtype) <= slab
+    assert 0 < exchange.slab_bytes <= slab
     kinds = (outs.dtype, out.dtype)
     values = (
         *(*outs.strides[:4], *lses.strides[:4], *out.strides[:4], *lse.strides[:4]),
-        *(slab, timeout_ns, exchange.world, rank),
-        *(exchange.b, exchange.s_q, exchange.heads, exchange.d, exchange.digest),
+        *(*split_strides, slab, timeout_ns, exchange.world, rank),
+        *(exchange.b, exchange.s_q, exchange.heads, exchange.d, exchange.slice_columns, exchange.slices),
+        *(splits.num_splits, splits.continued_index, splits.h_kv, exchange.digest),
         *(kind == "float32" for kind in kinds),
         *(to_log2(exchange.lse_base), from_log2(options.lse_base), options.empty_lse),
     )

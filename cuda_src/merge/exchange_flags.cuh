@@ -1,0 +1,79 @@
+// How blocks of one index tell each other, over all ranks, that their slices have come.
+#pragma once
+#include "merge/exchange_params.cuh"
+#include "ptx/system.cuh"
+
+namespace mla::merge {
+// One rank of the grid, as its blocks see it.
+struct Member {
+    const Mailbox* mailboxes;  // of all ranks, in shared memory
+    i32 rank;
+    u32 failed;  // an earlier wait has
+    u32 epoch;
+
+    MLA_DEVICE i32 half() const { return epoch & 1; }  // of the slabs and flags
+
+    // Whether this thread signals, and waits for, the rank of its number.
+    MLA_DEVICE bool speaks(i32 world) const { return threadIdx.x < world && threadIdx.x != rank; }
+};
+
+MLA_DEVICE State& state(const MergeExchangeParams& p) { return p.states[blockIdx.y]; }
+MLA_DEVICE Report& report(const MergeExchangeParams& p) { return p.reports[blockIdx.y]; }
+
+MLA_DEVICE Member member(const MergeExchangeParams& p, const Mailbox* mailboxes) {
+    return Member{mailboxes, p.rank + (i32)blockIdx.y, load_relaxed_system(&state(p).failed), state(p).epoch + 1};
+}
+
+// Of block `blockIdx.x` of `source`, among a rank's flags.
+MLA_DEVICE i32 flag_index(const MergeExchangeParams& p, const Member& m, i32 source) {
+    return (m.half() * p.world + source) * kMaxBlocks + blockIdx.x;
+}
+
+MLA_DEVICE u64 signal_of(const MergeExchangeParams& p, const Member& m) { return (u64)(u32)p.call << 32 | m.epoch; }
+
+// Tells the blocks of this index on all other ranks that this one has pushed, unless this rank has failed before.
+// Whether it has told them, the same in all threads.
+MLA_DEVICE bool signal(const MergeExchangeParams& p, const Member& m) {
+    const bool failed = __syncthreads_or(m.failed);  // the slices have been written; each release covers them all
+    u64* to = m.mailboxes[threadIdx.x % p.world].flags + flag_index(p, m, m.rank);
+    if (!failed && m.speaks(p.world)) store_release_system(to, signal_of(p, m));
+    return !failed;
+}
+
+// One thread: until block `blockIdx.x` of `source` has pushed its slices of this call.
+MLA_DEVICE Failure wait_for(const MergeExchangeParams& p, const Member& m, i32 source) {
+    const u64* from = m.mailboxes[m.rank].flags + flag_index(p, m, source);
+    const u64 start = globaltimer();
+    for (u32 polls = 1;; ++polls) {
+        const u64 seen = load_acquire_system(from);
+        if ((u32)seen == m.epoch) return seen == signal_of(p, m) ? kNone : kMismatch;
+        if (polls % 64) continue;
+        if (load_relaxed_system(&state(p).failed)) return kAborted;
+        if (load_relaxed_system(&report(p).abort)) return kAborted;
+        if (globaltimer() - start >= (u64)p.timeout_ns) return kTimeout;
+    }
+}
+
+// Tells the blocks that still wait and, if nobody has, the host.
+MLA_DEVICE void tell(const MergeExchangeParams& p, const Member& m, Failure failure, i32 source) {
+    if (atom_exchange_relaxed(&state(p).failed, 1) != 0) return;
+    store_relaxed_system(&report(p).failure,
+                         (u64)m.epoch << 32 | (u64)blockIdx.x << 16 | (u64)source << 8 | (u64)failure);
+}
+
+// Waits for every other rank. Whether all slices have come, the same in all threads.
+MLA_DEVICE bool hear(const MergeExchangeParams& p, const Member& m) {
+    const i32 other = threadIdx.x;
+    const Failure failure = m.speaks(p.world) ? wait_for(p, m, other) : kNone;
+    if (failure != kNone) tell(p, m, failure, other);
+    return !__syncthreads_or(failure != kNone);  // each acquire covers the whole block
+}
+
+// The last block of a rank ends the call: all of them have read the epoch.
+MLA_DEVICE void end_call(const MergeExchangeParams& p, const Member& m) {
+    __syncthreads();
+    if (threadIdx.x != 0 || atom_add_acq_rel(&state(p).tickets, 1) != gridDim.x - 1) return;
+    state(p).tickets = 0;
+    state(p).epoch = m.epoch;
+}
+}  // namespace mla::merge
