@@ -70,18 +70,18 @@ MLA_DEVICE void prepare(const MergeExchangeParams& p, Storage& s) {
 MLA_DEVICE i32 element_bytes(const MergeExchangeParams& p) { return p.outs_are_fp32 ? 4 : 2; }
 
 // Where `owner` keeps what `source` has sent it of a slice.
-MLA_DEVICE u8* record(const MergeExchangeParams& p, const Member& m, i32 owner, i32 source, const Place& at) {
+MLA_DEVICE u8* record(const MergeExchangeParams& p, const Member& m, i32 owner, i32 source, const SlicePlace& at) {
     const i32 row_bytes = p.d * element_bytes(p) + p.slices * kChunkBytes;
     return m.mailboxes[owner].slabs + (m.half() * p.world + source) * p.slab_bytes + (i64)at.row * row_bytes +
            at.slice * (p.slice_columns * element_bytes(p) + kChunkBytes);
 }
 
 // The log-sum-exp lies behind the slice.
-MLA_DEVICE float* lse_of(const MergeExchangeParams& p, const Place& at, u8* record) {
+MLA_DEVICE float* lse_of(const MergeExchangeParams& p, const SlicePlace& at, u8* record) {
     return reinterpret_cast<float*>(record + at.columns * element_bytes(p));
 }
 
-MLA_DEVICE void push_slice(const MergeExchangeParams& p, const Member& m, i32 owner, const Place& at,
+MLA_DEVICE void push_slice(const MergeExchangeParams& p, const Member& m, i32 owner, const SlicePlace& at,
                            const Slice& mine) {
     const i32 thread = threadIdx.x % kTeamThreads;
     u8* to = record(p, m, owner, m.rank, at);
@@ -107,7 +107,7 @@ struct Total {
 };
 
 // A slice of each rank, in the order of the ranks; NaN where not all have come.
-MLA_DEVICE Total total_of(const MergeExchangeParams& p, const Member& m, const Place& at, const Slice& mine,
+MLA_DEVICE Total total_of(const MergeExchangeParams& p, const Member& m, const SlicePlace& at, const Slice& mine,
                           bool complete) {
     Total total;
     total.sum = complete ? 0.f : __int_as_float(0x7fffffff);
@@ -124,7 +124,7 @@ MLA_DEVICE Total total_of(const MergeExchangeParams& p, const Member& m, const P
     return total;
 }
 
-MLA_DEVICE void finish_slice(const MergeExchangeParams& p, const Member& m, const Place& at, const Slice& mine,
+MLA_DEVICE void finish_slice(const MergeExchangeParams& p, const Member& m, const SlicePlace& at, const Slice& mine,
                              bool complete) {
     if (!at.has_column()) return;
     const Total total = total_of(p, m, at, mine, complete);
@@ -154,9 +154,9 @@ MLA_DEVICE void exchange(const MergeExchangeParams& p, const Member& m, Storage&
         for (i32 base = blockIdx.x * kTeams; base < units; base += gridDim.x * kTeams) {
             const bool active = base + team < units;  // else the team keeps the others company, at the barriers
             i32 unit = active ? base + team : base;
-            const Slice mine = local_slice<Element>(p, s.teams[team], s.schedule, Place(p, unit, owner));
+            const Slice mine = local_slice<Element>(p, s.teams[team], s.schedule, SlicePlace(p, unit, owner));
             opaque(unit);
-            const Place at(p, unit, owner);  // anew, to save registers
+            const SlicePlace at(p, unit, owner);  // anew, to save registers
             if (owner != m.rank) {
                 if (active && !m.failed) push_slice(p, m, owner, at, mine);
                 continue;

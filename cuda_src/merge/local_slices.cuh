@@ -24,12 +24,12 @@ struct Team {
 };
 
 // Some columns of a row of one rank's heads.
-struct Place {
+struct SlicePlace {
     i32 row, slice;  // of the rank's share
     i32 b, s, head;  // of the batch; the head counts over all ranks
     i32 first_column, columns;
 
-    MLA_DEVICE Place(const MergeExchangeParams& p, i32 unit, i32 owner)
+    MLA_DEVICE SlicePlace(const MergeExchangeParams& p, i32 unit, i32 owner)
         : row(unit / p.slices),
           slice(unit % p.slices),
           b(row / p.heads / p.s_q),
@@ -57,12 +57,12 @@ struct Slice {
 };
 
 // The pieces of a request: the first one ended `split`, each other one began its split, see attention/split_work.cuh.
-struct Pieces {
+struct SplitPieces {
     i32 split, count;  // fewer than two: the request was not split
 };
 
 // `schedule` is in shared memory.
-MLA_DEVICE Pieces pieces_of(const SchedulePoint* schedule, i32 num_splits, i32 request) {
+MLA_DEVICE SplitPieces pieces_of(const SchedulePoint* schedule, i32 num_splits, i32 request) {
     // The first cut within the request or behind it, then the first one behind it. The last point is the batch's end.
     const auto first_cut = [&](i32 low, auto is_reached) {
         i32 high = num_splits;
@@ -79,7 +79,7 @@ MLA_DEVICE Pieces pieces_of(const SchedulePoint* schedule, i32 num_splits, i32 r
     const i32 begin =
         first_cut(1, [&](SchedulePoint x) { return x.request > request || (x.request == request && x.tile > 0); });
     const i32 end = first_cut(begin, [&](SchedulePoint x) { return x.request > request; });
-    return Pieces{begin - 1, end - begin + 1};
+    return SplitPieces{begin - 1, end - begin + 1};
 }
 
 // Where a row of the pieces lies among the rows of all partial results, fewer than 2^31.
@@ -88,7 +88,7 @@ struct PieceRows {
     i32 first;  // that of piece 0, if it began its split as the others did
     i32 shift;  // but it ended the one before
 
-    MLA_DEVICE PieceRows(const MergeExchangeParams& p, const Place& at, i32 split) {
+    MLA_DEVICE PieceRows(const MergeExchangeParams& p, const SlicePlace& at, i32 split) {
         const i32 group = p.heads * p.world / p.h_kv, kv_head = at.head / group;
         rows = p.s_q * p.heads * p.world;
         first = split * rows + (kv_head * p.s_q + at.s) * group + at.head % group;
@@ -133,7 +133,8 @@ MLA_DEVICE Weights weigh_pieces(Team& team, const float (&lses)[kLsesPerThread],
     return Weights{sum == 0.f ? 0.f : 1.f / sum, total_lse2(max_lse, sum)};
 }
 
-MLA_DEVICE Slice merge_pieces(const MergeExchangeParams& p, Team& team, const Place& at, const Pieces& pieces) {
+MLA_DEVICE Slice merge_pieces(const MergeExchangeParams& p, Team& team, const SlicePlace& at,
+                              const SplitPieces& pieces) {
     const i32 thread = threadIdx.x % kTeamThreads, barrier = 1 + threadIdx.x / kTeamThreads;
     const i32 width = p.slice_columns / 4, groups = kTeamThreads / width;
     const i32 column = at.first_column + thread % width * 4;
@@ -182,7 +183,7 @@ MLA_DEVICE Slice merge_pieces(const MergeExchangeParams& p, Team& team, const Pl
 
 // A row that was not split; that of an empty state is not read.
 template <class Element>
-MLA_DEVICE Slice read_slice(const MergeExchangeParams& p, const Place& at) {
+MLA_DEVICE Slice read_slice(const MergeExchangeParams& p, const SlicePlace& at) {
     const i64 y = rank_in_grid();
     const i64 lse_at = y * p.lses_stride_r_elems + at.b * p.lses_stride_b_elems + at.head * p.lses_stride_h_elems +
                        at.s * p.lses_stride_s_elems;
@@ -197,8 +198,9 @@ MLA_DEVICE Slice read_slice(const MergeExchangeParams& p, const Place& at) {
 
 // By a team: `schedule` is that of the decode, in shared memory.
 template <class Element>
-MLA_DEVICE Slice local_slice(const MergeExchangeParams& p, Team& team, const SchedulePoint* schedule, const Place& at) {
-    const Pieces pieces = p.schedule ? pieces_of(schedule, p.num_splits, at.b) : Pieces{0, 0};
+MLA_DEVICE Slice local_slice(const MergeExchangeParams& p, Team& team, const SchedulePoint* schedule,
+                             const SlicePlace& at) {
+    const SplitPieces pieces = p.schedule ? pieces_of(schedule, p.num_splits, at.b) : SplitPieces{0, 0};
     return pieces.count < 2 ? read_slice<Element>(p, at) : merge_pieces(p, team, at, pieces);
 }
 }  // namespace mla::merge

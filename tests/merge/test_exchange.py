@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant("tickets never return to 0", FLAGS, "state(p).tickets = 0;", ""),
     Mutant("the epoch ends with the first block", FLAGS, "!= gridDim.x - 1) return;", "!= 0) return;"),
     Mutant("empty states count", FILE, "if (state.lse2 == negative_infinity()) return;", ""),
-    Mutant("one's own heads are pushed", FILE, "Place(p, unit, owner)", "Place(p, unit, m.rank)"),
+    Mutant("one's own heads are pushed", FILE, "SlicePlace(p, unit, owner)", "SlicePlace(p, unit, m.rank)"),
     Mutant("the own slice is that of another rank", FILE, "if (source != m.rank) {", "if (source != 0) {"),
     Mutant("the first piece is sought behind its cut", SLICES, "(piece == 0 ? shift : 0)", "0"),
     Mutant("a cut before a request splits it", SLICES, "x.tile > 0", "x.tile >= 0"),
