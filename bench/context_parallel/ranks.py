@@ -123,7 +123,11 @@ def on_each(world: int, task: Callable[[int], Any]) -> list[Any]:
 
 
 def time_us(world: int, step: Callable[[int], Callable[[], None]], replays: int) -> float:
-    """Median microseconds of a step on the slowest rank; `step(rank)` makes what one rank calls."""
+    """Median microseconds of a step on the slowest rank; `step(rank)` makes what one rank calls.
+
+    A replay that is not timed goes before each one that is: ranks that wait for each other end it together, so what
+    is timed does not have the threads' delays in it.
+    """
     start = threading.Barrier(world)
 
     def run(rank: int) -> list[float]:
@@ -142,6 +146,7 @@ def time_us(world: int, step: Callable[[int], Callable[[], None]], replays: int)
             for turn in range(WARMUP + replays):
                 start.wait()
                 begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+                graph.launch(stream)
                 begin.record()
                 graph.launch(stream)
                 end.record()

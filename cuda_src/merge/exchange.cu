@@ -34,7 +34,7 @@ constexpr i32 kThreads = 256;
 constexpr i32 kTeams = kThreads / kTeamThreads;
 constexpr i32 kBlocksPerSm = 4;
 constexpr i32 kMaxWorld = 128;  // one thread signals, and waits for, one rank
-static_assert(kMaxWorld <= kThreads, "a thread for each rank");
+static_assert(kMaxWorld < kThreads, "a thread for each rank, and one that ends the call");
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeExchangeParams, outs_stride_r_elems),
               MLA_OFFSET(MergeExchangeParams, world), MLA_OFFSET(MergeExchangeParams, to_log2),
@@ -161,7 +161,10 @@ MLA_DEVICE void exchange(const MergeExchangeParams& p, const Member& m, Storage&
                 if (active && !m.failed) push_slice(p, m, owner, at, mine);
                 continue;
             }
-            if (!heard) complete = sent && hear(p, m);
+            if (!heard) {
+                if (threadIdx.x == kThreads - 1) end_call(p, m);  // while others wait
+                complete = sent && hear(p, m);
+            }
             heard = true;
             if (active) finish_slice(p, m, at, mine, complete);
         }
@@ -176,6 +179,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     griddepcontrol_wait();
     const Member m = member(p, s.mailboxes);
     exchange(p, m, s);
-    end_call(p, m);
 }
 }  // namespace mla::merge

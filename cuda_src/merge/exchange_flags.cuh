@@ -40,17 +40,25 @@ MLA_DEVICE bool signal(const MergeExchangeParams& p, const Member& m) {
     return !failed;
 }
 
+// Whether the host has said to give up. Of the blocks that wait only one asks at a time: the host's memory is far, and
+// when hundreds of blocks ask it, each waits for all the others' answers.
+MLA_DEVICE bool host_aborts(const MergeExchangeParams& p, u32 turn) {
+    return turn % gridDim.x == blockIdx.x && load_relaxed_system(&report(p).abort) != 0;
+}
+
 // One thread: until block `blockIdx.x` of `source` has pushed its slices of this call.
 MLA_DEVICE Failure wait_for(const MergeExchangeParams& p, const Member& m, i32 source) {
+    constexpr u32 kPolls = 64;  // between looks at anything but the flag
     const u64* from = m.mailboxes[m.rank].flags + flag_index(p, m, source);
-    const u64 start = globaltimer();
+    u64 start = 0;
     for (u32 polls = 1;; ++polls) {
         const u64 seen = load_acquire_system(from);
         if ((u32)seen == m.epoch) return seen == signal_of(p, m) ? kNone : kMismatch;
-        if (polls % 64) continue;
-        if (load_relaxed_system(&state(p).failed)) return kAborted;
-        if (load_relaxed_system(&report(p).abort)) return kAborted;
-        if (globaltimer() - start >= (u64)p.timeout_ns) return kTimeout;
+        if (polls % kPolls) continue;
+        if (load_relaxed_system(&state(p).failed) || host_aborts(p, polls / kPolls)) return kAborted;
+        const u64 now = globaltimer();
+        if (start == 0) start = now;
+        if (now - start >= (u64)p.timeout_ns) return kTimeout;
     }
 }
 
@@ -69,10 +77,10 @@ MLA_DEVICE bool hear(const MergeExchangeParams& p, const Member& m) {
     return !__syncthreads_or(failure != kNone);  // each acquire covers the whole block
 }
 
-// The last block of a rank ends the call: all of them have read the epoch.
+// One thread of each block. The last one ends the call: all blocks have read the epoch, and nobody reads it again before
+// the next kernel.
 MLA_DEVICE void end_call(const MergeExchangeParams& p, const Member& m) {
-    __syncthreads();
-    if (threadIdx.x != 0 || atom_add_acq_rel(&state(p).tickets, 1) != gridDim.x - 1) return;
+    if (atom_add_acq_rel(&state(p).tickets, 1) != gridDim.x - 1) return;
     state(p).tickets = 0;
     state(p).epoch = m.epoch;
 }

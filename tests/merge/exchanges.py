@@ -33,7 +33,7 @@ class Ranks:
     call: Exchange
     out_dtype: str = "float32"
     options: MergeOptions = field(default_factory=lambda: MergeOptions("e", float("-inf")))
-    timeout_ns: int = 10**10
+    timeout_ns: int = 2 * 10**9
     num_splits: int = 0
     h_kv: int = 1
 

@@ -69,6 +69,7 @@ def test_ranks_of_one_gpu(gpu: DeviceInfo, ranks: Ranks) -> None:
     ranks.__post_init__()
     ranks.fill(0)
     shared, placed = on_gpu(ranks)
+    cupy.cuda.get_current_stream().synchronize()  # the copies are there before another stream reads them
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         step: Prepared = ranks.prepared(gpu, stream.ptr)

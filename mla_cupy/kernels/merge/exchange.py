@@ -22,7 +22,7 @@ MAX_BLOCKS = 1024
 MAX_SPLITS = 256
 MAX_WORLD = 128
 CHUNK_BYTES = 16
-SLICE_COLUMNS = (32, 64, 128, 256, 512)
+SLICE_COLUMNS = (64, 128, 256, 512)
 """How wide a slice may be: the narrowest that gives no team more than one slice of a rank's heads."""
 STATE = np.dtype([("epoch", "<u4"), ("tickets", "<u4"), ("failed", "<u4"), ("unused", "<u4")])
 REPORT = np.dtype([("failure", "<u8"), ("abort", "<u4"), ("unused", "<u4")])
