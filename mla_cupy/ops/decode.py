@@ -177,8 +177,9 @@ def decode_unmerged(
 
     `arrays` are q, kv_cache, block_table, seqlens, out and lse.
     """
-    options = (D_V, scale, causal, cp_world, cp_rank, None, lse_base, -math.inf, kernel)
-    call(OPERATION, (*arrays, None), options, UnmergedPlan(plan), check, stream)
+    options = (D_V, scale, causal, cp_world, cp_rank, 1.0, None, lse_base, -math.inf, kernel)
+    inputs, results = arrays[:4], arrays[4:]
+    call(OPERATION, (*inputs, None, *results, None), options, UnmergedPlan(plan), check, stream)
 
 
 class _Options(NamedTuple):
