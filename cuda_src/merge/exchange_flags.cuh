@@ -77,8 +77,8 @@ MLA_DEVICE bool hear(const MergeExchangeParams& p, const Member& m) {
     return !__syncthreads_or(failure != kNone);  // each acquire covers the whole block
 }
 
-// One thread of each block. The last one ends the call: all blocks have read the epoch, and nobody reads it again before
-// the next kernel.
+// One thread of each block. The last one ends the call: all blocks have read the epoch, and nobody reads it again
+// before the next kernel.
 MLA_DEVICE void end_call(const MergeExchangeParams& p, const Member& m) {
     if (atom_add_acq_rel(&state(p).tickets, 1) != gridDim.x - 1) return;
     state(p).tickets = 0;
