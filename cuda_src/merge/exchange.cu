@@ -32,7 +32,7 @@ using Element = MLA_DTYPE;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kTeams = kThreads / kTeamThreads;
-constexpr i32 kBlocksPerSm = 4;
+constexpr i32 kBlocksPerSm = 2;
 constexpr i32 kMaxWorld = 128;  // one thread signals, and waits for, one rank
 static_assert(kMaxWorld < kThreads, "a thread for each rank, and one that ends the call");
 

@@ -1,7 +1,7 @@
 // What this rank has found of a slice of a row: its result where the decode has one, else its pieces, merged here.
 //
 // A team of 128 threads merges a slice. Groups of them, each as wide as the slice, divide the pieces among themselves
-// and read all theirs at once, up to 5 per thread; then the groups' sums are added. The order of the sums depends on
+// and read all theirs at once, up to 9 per thread; then the groups' sums are added. The order of the sums depends on
 // the number of pieces and on the width of a slice only.
 #pragma once
 #include "merge/exchange_params.cuh"
@@ -14,7 +14,7 @@ namespace mla::merge {
 constexpr i32 kTeamThreads = 128;
 constexpr i32 kTeamWarps = kTeamThreads / kWarpThreads;
 constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
-constexpr i32 kLoads = 5;        // pieces that a thread reads at once
+constexpr i32 kLoads = 9;        // pieces that a thread reads at once
 constexpr i32 kLsesPerThread = kMaxSplits / kTeamThreads;
 
 struct Team {

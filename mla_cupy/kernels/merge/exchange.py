@@ -17,7 +17,7 @@ from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
 
 TEAMS = 2
 """Slices of rows that a block works at side by side."""
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = 2
 MAX_BLOCKS = 1024
 MAX_SPLITS = 256
 MAX_WORLD = 128
