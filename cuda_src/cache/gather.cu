@@ -1,7 +1,7 @@
 // Reads tokens of a paged cache as rows of numbers: dequantises, rounds once, gathers by slot.
 //
 // Grid: x = rows, one warp each; a lane has 16 consecutive elements, and some lanes 16 more. A slot outside of the pool
-// gives a row of zeros.
+// gives a row of zeros. Without slots row i is slot i: the sparse forward makes rows of a whole cache so.
 #include "attention/record.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
@@ -15,7 +15,7 @@ constexpr i32 kWarps = kThreads / kWarpThreads;
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CacheGatherParams {
     const u8* cache;  // pages
-    const u8* slots;  // (n,), i32 or i64
+    const u8* slots;  // (n,), i32 or i64; null: row i is slot i
     u8* rows;         // (n, 16 (latent_chunks + rope_chunks)), `element`
     i64 slots_stride_bytes, rows_stride_bytes;
     i64 page_stride_bytes, token_stride_bytes;
@@ -39,8 +39,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_gather(const __
     const i64 i = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
     if (i >= p.n) return;
     const RecordLayout layout = MLA_RECORD_LAYOUT(p);
-    const u8* slot = p.slots + i * p.slots_stride_bytes;
-    const i64 at = p.slots_are_64 ? *reinterpret_cast<const i64*>(slot) : (i64) * reinterpret_cast<const i32*>(slot);
+    i64 at = i;
+    if (p.slots != nullptr) {
+        const u8* slot = p.slots + i * p.slots_stride_bytes;
+        at = p.slots_are_64 ? *reinterpret_cast<const i64*>(slot) : (i64) * reinterpret_cast<const i32*>(slot);
+    }
     const TokenBytes token = token_at(layout, const_cast<u8*>(p.cache), at);
     u8* row = p.rows + i * p.rows_stride_bytes;
     const i32 element_bytes = p.element == kFloat32 ? 4 : 2;

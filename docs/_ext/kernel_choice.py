@@ -36,7 +36,8 @@ def _single(tokens: int) -> DecodeProblem:
 
 
 def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
-    return SparseForwardProblem(s_q=4096, s_kv=8192, h_q=h_q, topk=2048, d_qk=576, dtype="bfloat16", **changes)
+    sizes = {"s_q": 4096, "s_kv": 8192, "topk": 2048, **changes}
+    return SparseForwardProblem(h_q=h_q, d_qk=576, dtype="bfloat16", **sizes)
 
 
 def _backward(h_q: int, **changes: Any) -> SparseBackwardProblem:
@@ -64,7 +65,8 @@ SITUATIONS = (
     ("`sparse_mla_forward`, 32 heads", SPARSE_FORWARD, _forward(32)),
     ("`sparse_mla_forward`, 64 heads", SPARSE_FORWARD, _forward(64)),
     ("`sparse_mla_forward`, 128 heads", SPARSE_FORWARD, _forward(128)),
-    ("`sparse_mla_forward`, FP8 records", SPARSE_FORWARD, _forward(16, record="v32")),
+    ("`sparse_mla_forward`, 16 heads, FP8 records, converted first", SPARSE_FORWARD, _forward(16, record="v32")),
+    ("`sparse_mla_forward`, 16 heads, 8 queries, FP8 records", SPARSE_FORWARD, _forward(16, s_q=8, record="v32")),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(128, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(128, 128, 2048, "bfloat16", "v32")),
     ("`sparse_mla_backward`, 64 heads", SPARSE_BACKWARD, _backward(64)),

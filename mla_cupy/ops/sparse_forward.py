@@ -121,13 +121,17 @@ def sparse_mla_forward(
     Notes
     -----
     NumPy arrays (and PyTorch tensors on the CPU) are computed on the GPU if there is one, else by the NumPy oracle.
-    FP8 records are read as they are: nothing is converted in memory. On Hopper latents of "v32" are rounded to float16,
-    see `sparse_mla_decode`. They have no backward.
+    FP8 records have no backward. On Hopper calls whose queries gather each token of `kv` many times (s_q * topk of at
+    least 16 times the tokens with up to 32 heads, 4 times with more) convert all of `kv` first, to rows of q's dtype in
+    the workspace, 2 * d_qk bytes a token; the kernels over rows read these. Other calls, those with `kernel` the name
+    of a kernel from records, and other GPUs convert nothing in memory. `sparse_forward_sm90_records` rounds latents of
+    "v32" to float16, see `sparse_mla_decode`.
 
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
-    there. The result does not change from run to run; it depends on how the queries are split over the GPU, that is
-    on s_q and on the other queries' numbers of rows, within rounding. Workspace: 4 * s_q * topk bytes for the lists of
-    rows, and the pieces of split queries. It takes 2 * h_q * (d_qk + 512) FLOPs for each selected row.
+    there (but to convert records is to read all of `kv`). The result does not change from run to run; it depends on how
+    the queries are split over the GPU, that is on s_q and on the other queries' numbers of rows, within rounding.
+    Workspace: 4 * s_q * topk bytes for the lists of rows, the pieces of split queries, and converted records. It takes
+    2 * h_q * (d_qk + 512) FLOPs for each selected row.
 
     Examples
     --------
@@ -168,7 +172,7 @@ def _examine(views: Views, given: _Options) -> Examined:
         check_lse_base(given.lse_base),
         check_empty_lse(given.empty_lse),
     )
-    fast = True if record else aligned(views, "q", "kv")
+    fast = aligned(views, "q") if record else aligned(views, "q", "kv")
     return Examined(SparseForwardProblem(*sizes, fast, record), options, given.kernel)
 
 

@@ -13,12 +13,14 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError, UnsupportedDeviceError, dtypes, reference
+from mla_cupy.kernels.sparse import SPARSE_FORWARD, convert
+from mla_cupy.kernels.sparse.problem import SparseForwardProblem
 from mla_cupy.records import RECORDS
 from mla_cupy.reference.sparse import selected_rows
 from tests.support import sparse_cases
 from tests.support.cases import as_read
 from tests.support.gpu import upload
-from tests.support.recorder import Recorder
+from tests.support.recorder import B200, H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sparse_cases import SparseCase
 from tests.support.tolerance import check, check_lse
@@ -72,6 +74,14 @@ class RecordInputs:
             self.q, read, self.indices, **self.options, rounding=rounding, out_dtype=out_dtype
         )
 
+    @cached_property
+    def converted(self) -> Results:
+        """The oracle over rows of q's dtype, rounded as the kernels over rows round."""
+        cache, dtype = self.kv if self.kv.ndim == 3 else self.kv[:, None], self.case.of.dtype
+        rows = reference.cache_gather(cache, np.arange(self.case.of.s_kv))[0]
+        rows = dtypes.round_to(rows, dtype)
+        return reference.sparse_mla_forward(self.q, rows, self.indices, **self.options, rounding=dtype, out_dtype=dtype)
+
 
 def make(case: RecordCase) -> RecordInputs:
     """A cache of NaN but for the rows that are selected, whose pages are further apart than they must."""
@@ -120,9 +130,10 @@ def run(inputs: RecordInputs, kernel: str | None, to: Callable[[Array], Any] = s
     return mla_cupy.sparse_mla_forward(*(to(x) for x in inputs.arguments), **arrays, kernel=kernel, **options)
 
 
-def check_all(got: Results, inputs: RecordInputs) -> None:
-    check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.of.dtype)
-    check_lse(got[2], inputs.exact[2], inputs.rounded[2])
+def check_all(got: Results, inputs: RecordInputs, *, converted: bool = False) -> None:
+    rounded = inputs.converted if converted else inputs.rounded
+    check(got[:2], inputs.exact[:2], rounded[:2], inputs.case.of.dtype)
+    check_lse(got[2], inputs.exact[2], rounded[2])
 
 
 # ---- The oracle and the NumPy backend --------------------------------------------------------------------------
@@ -202,7 +213,7 @@ def test_which_kernel(recorder: Recorder) -> None:
             run(inputs, kernel)
 
 
-def test_nothing_is_converted_in_memory(recorder: Recorder) -> None:
+def test_few_queries_convert_nothing_in_memory(recorder: Recorder) -> None:
     """The workspace is that of rows: no place for any of kv."""
     inputs, rows = make(CASES[0]), sparse_cases.make(CASES[0].of)
     sizes = [
@@ -210,6 +221,74 @@ def test_nothing_is_converted_in_memory(recorder: Recorder) -> None:
         for arguments in (inputs.arguments, rows.arguments)
     ]
     assert sizes[0] == sizes[1]
+
+
+# ---- Converting all records first ------------------------------------------------------------------------------
+
+CONVERTED = (
+    RecordCase(SparseCase(s_q=6, s_kv=20, h_q=3, topk=70, lengths=True, sink=True), scales="plain"),
+    RecordCase(
+        SparseCase(s_q=3, s_kv=12, h_q=40, topk=65, sequences=((1, 5), (2, 4)), causal=True, dtype="float16"),
+        page_size=0,
+    ),
+    RecordCase(SparseCase(s_q=6, s_kv=20, h_q=17, topk=70, d_qk=512), "v4", page_size=4),
+)
+
+
+def problem(h_q: int, gathers: int, **changes: Any) -> SparseForwardProblem:
+    """Of so many gathered rows per token."""
+    sizes = {"s_q": gathers, "s_kv": 1000, "h_q": h_q, "topk": 1000, "d_qk": 576, "dtype": "bfloat16", "record": "v32"}
+    return SparseForwardProblem(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize(("h_q", "least"), [(1, 16), (16, 16), (32, 16), (33, 4), (128, 4)])
+def test_many_gathers_per_token_convert_first(h_q: int, least: int) -> None:
+    assert convert.is_faster(problem(h_q, least), H200)
+    assert not convert.is_faster(problem(h_q, least, s_kv=1001), H200)
+    assert not convert.is_faster(problem(h_q, least, record=""), H200)
+    assert not convert.is_faster(problem(h_q, least, aligned=False), H200)  # no tensor cores over rows
+    assert not convert.is_faster(problem(h_q, least), B200)
+
+
+def test_a_kernel_from_records_on_request_converts_nothing() -> None:
+    for kernel in (HOPPER, GENERIC):
+        config = SPARSE_FORWARD.configure(problem(16, 100), H200, kernel)
+        assert (config.kernel.name, config.converted, config.problem.record) == (kernel, "", "v32")
+        assert convert.ROWS not in SPARSE_FORWARD.workspace(config).offsets
+
+
+def test_the_workspace_of_converted_records() -> None:
+    over_records = SPARSE_FORWARD.configure(problem(16, 100), H200)
+    over_rows = SPARSE_FORWARD.configure(problem(16, 100, record=""), H200)
+    assert (over_records.kernel, over_records.converted) == (over_rows.kernel, "v32")
+    sizes = [SPARSE_FORWARD.workspace(config).nbytes for config in (over_records, over_rows)]
+    assert sizes[0] - sizes[1] == -(-1000 * 576 * 2 // 256) * 256
+
+
+@pytest.mark.parametrize("case", CONVERTED, ids=lambda case: case.id)
+def test_launches_of_converted_records(recorder: Recorder, case: RecordCase) -> None:
+    inputs = make(case)
+    run(inputs, None)
+    attention = "sparse_forward_sm90_small" if case.of.h_q <= 32 else "sparse_forward_sm90"
+    assert recorder.entries[:4] == ["cache_gather", "sparse_rows", "decode_schedule", attention]
+    gather, reads = recorder.launches[0], recorder.launches[3].params
+    tokens, d_qk = case.of.s_kv, case.of.d_qk
+    assert gather.grid == (-(-tokens // 4), 1, 1)
+    assert gather.addresses == {"cache": inputs.kv.ctypes.data, "rows": reads["kv"]}
+    expected = {"n": tokens, "rows_stride_bytes": 2 * d_qk, "page_stride_bytes": inputs.kv.strides[0]}
+    assert {name: gather.params[name] for name in expected} == expected
+    strides = ("kv_stride_page_elems", "kv_stride_token_elems", "num_pages", "page_size")
+    assert [reads[name] for name in strides] == [d_qk, 0, tokens, 1]
+
+
+@pytest.mark.parametrize("case", CONVERTED, ids=lambda case: case.id)
+def test_converted_records(case: RecordCase) -> None:
+    inputs, number = make(case), CONVERTED.index(case)
+    mode, seed = MODES[number % len(MODES)]
+    with simulated((1, 3)[number % 2], mode=mode, seed=seed) as target:
+        got = run(inputs, None)
+    assert target.launched[0] == "mla_cache_gather"
+    check_all(got, inputs, converted=True)
 
 
 # ---- Kernels in the simulator ----------------------------------------------------------------------------------
@@ -263,7 +342,26 @@ def test_hopper_kernel_on_a_gpu(hopper: object, case: RecordCase) -> None:
     import cupy
 
     inputs = make(case)
-    check_all(tuple(cupy.asnumpy(x) for x in run(inputs, None, upload)), inputs)
+    check_all(tuple(cupy.asnumpy(x) for x in run(inputs, HOPPER, upload)), inputs)
+
+
+CONVERTED_ON_GPU = (
+    *CONVERTED,
+    RecordCase(SparseCase(s_q=500, s_kv=6400, h_q=16, topk=700, sink=True, lengths=True), page_size=64),
+    RecordCase(SparseCase(s_q=90, s_kv=6400, h_q=128, topk=700, d_qk=512, dtype="float16"), "v4", page_size=64),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CONVERTED_ON_GPU, ids=lambda case: case.id)
+def test_converted_records_on_a_gpu(hopper: object, case: RecordCase) -> None:
+    import cupy
+
+    inputs = make(case)
+    of = case.of
+    assert convert.is_faster(problem(of.h_q, of.s_q, s_kv=of.s_kv, topk=of.topk), H200)
+    got = tuple(cupy.asnumpy(x) for x in run(inputs, None, upload))
+    check_all(got, inputs, converted=True)
 
 
 @pytest.mark.gpu

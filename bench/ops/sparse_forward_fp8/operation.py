@@ -9,11 +9,11 @@ from ..sparse import check
 from ..sparse.cases import CASE_OPTIONS, FORM
 from ..sparse_forward.own import SparseForward
 from . import cases, inputs
-from .own import GENERIC, Fp8Forward, GatheredForward
+from .own import DIRECT, GENERIC, Fp8Forward, GatheredForward
 
 EXAMPLES = """examples:
   run sparse-forward-fp8 --peers-dir peers                 all cases, our own over rows, FlashMLA
-  run sparse-forward-fp8 --quick --peers rows,gathered
+  run sparse-forward-fp8 --quick --peers rows,gathered,direct
   run sparse-forward-fp8 --case sq512-skv4096-hq16-topk512 any other shape, named in the same form
 """
 
@@ -24,6 +24,7 @@ def implementations(choices: Choices) -> Known:
         OWN: lambda: Fp8Forward(choices.kernel),
         "rows": lambda: SparseForward(None, "rows"),
         "gathered": GatheredForward,
+        "direct": lambda: Fp8Forward(DIRECT, "direct"),
         "generic": lambda: Fp8Forward(GENERIC, "generic"),
         "flashmla": lambda: FlashMlaSparse(choices.directory("flashmla")),
     }
@@ -33,7 +34,8 @@ SPARSE_FORWARD_FP8 = BenchOperation(
     name="sparse-forward-fp8",
     title="sparse forward from FP8 records; the peers read 16-bit rows of the same numbers",
     examples=EXAMPLES,
-    peers="rows (our own over 16-bit rows), gathered (the same, after all records have been made rows), flashmla "
+    peers="rows (our own over 16-bit rows), gathered (the same, after all records were made rows by its own call), "
+    "direct (the kernel that converts whatever a query gathers), flashmla "
     "(imports torch and needs --peers-dir), generic; or none. Default: rows, and flashmla where --peers-dir is given",
     suites=cases.SUITES,
     case_form=FORM,

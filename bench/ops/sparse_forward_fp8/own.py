@@ -1,4 +1,4 @@
-"""`sparse_mla_forward` over records, and what it spares: records gathered to rows first."""
+"""`sparse_mla_forward` over records, and the same in two calls: records gathered to rows first."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..sparse_forward.cases import SparseForwardCase
 from ..sparse_forward.own import SparseForward
 from .inputs import Fp8ForwardInputs
 
+DIRECT = "sparse_forward_sm90_records"  # converts what a query gathers
 GENERIC = "sparse_forward_generic_records"  # without tensor cores
 
 

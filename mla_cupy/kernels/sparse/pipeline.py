@@ -1,11 +1,13 @@
 """The sparse forward: lists of rows, schedule, attention over the splits, merge of the queries that were split.
 
+Before them FP8 records may be converted to rows: see `convert.py`.
+
 To the attention kernels a query is a request of one token with pages of one token: see `attention/decode_params.cuh`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.dtypes import TABLE
@@ -16,6 +18,7 @@ from mla_cupy.kernels.decode.problem import AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.sparse import (
+    convert,
     forward_generic_records,
     forward_sm90,
     forward_sm90_records,
@@ -38,7 +41,8 @@ GENERIC = cast("AttentionKernel[SparseForwardProblem]", generic.KERNEL)
 class SparseForwardConfig:
     """Everything about a forward that does not depend on pointers or strides.
 
-    `combine_blocks` is 0 where nothing is split; `ordered` says that the lists of rows are sorted.
+    `combine_blocks` is 0 where nothing is split; `ordered` says that the lists of rows are sorted. `converted` is the
+    record of kv, where it is converted to the rows that `problem` speaks of; else "".
     """
 
     problem: SparseForwardProblem
@@ -47,6 +51,7 @@ class SparseForwardConfig:
     num_splits: int
     combine_blocks: int
     ordered: bool
+    converted: str = ""
 
 
 class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
@@ -64,6 +69,9 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         self, problem: SparseForwardProblem, device: DeviceInfo, kernel: str | None = None
     ) -> SparseForwardConfig:
         """See `Pipeline.configure`."""
+        converted = ""
+        if kernel is None and convert.is_faster(problem, device):
+            problem, converted = replace(problem, record=""), problem.record
         chosen = choice.choose("the sparse forward", self.kernels, problem, device, kernel)
         splits = chosen.splits(problem.h_q, device)
         row_bytes = TABLE[problem.dtype].nbytes * problem.d_qk
@@ -76,10 +84,11 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             splits.num_splits,
             combine.blocks(splits.num_splits, device),
             row_bytes * problem.s_kv >= int(ORDERED_FROM * device.l2_bytes),
+            converted,
         )
 
     def workspace(self, config: SparseForwardConfig) -> Layout:
-        """The lists, the schedule, then two partial results per split."""
+        """The lists, the schedule, two partial results per split, then the rows that records are converted to."""
         problem = config.problem
         partial_rows = 2 * config.num_splits * problem.h_q if config.num_splits > 1 else 0
         return Layout(
@@ -89,6 +98,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
                 "partial_lse": 4 * partial_rows,
                 "partial_max": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
+                **({convert.ROWS: convert.nbytes(problem)} if config.converted else {}),
             }
         )
 
@@ -101,6 +111,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         list_stride = rows.rows_stride(problem.topk)
         merge_cost = schedule.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
+            *(convert.launches(problem, config.converted, call) if config.converted else ()),
             rows.launch(call, options.causal, ordered=config.ordered, s_kv=problem.s_kv),
             schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
             Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), record),
@@ -114,11 +125,13 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         problem, options = config.problem, cast(SparseForwardOptions, call.options)
         q, out, lse, maxima = (call.strides(name, 2) for name in ("q", "out", "lse", "max_logits"))
         kv, list_stride = call.view("kv"), rows.rows_stride(problem.topk)
-        cache = (kv.strides[0], 0, 0)
+        cache, pages = (kv.strides[0], 0, 0), kv.shape[:2]
         if problem.record:
             cache = (*page_and_token_bytes(RECORDS[problem.record], kv), 0)
+        elif config.converted:
+            cache, pages = (problem.d_qk, 0, 0), (problem.s_kv, 1)
         addresses = (
-            *("q", "kv", "rows", "counts", "schedule", "out", "lse"),
+            *("q", convert.ROWS if config.converted else "kv", "rows", "counts", "schedule", "out", "lse"),
             *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max", NULL, NULL),
         )
         values = (
@@ -130,7 +143,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             *(maxima[0], maxima[1], 0),
             *(*call.strides("attn_sink", 1), 0, 0),
             *(problem.s_q, 1, problem.h_q, 1),
-            *(kv.shape[0], kv.shape[1], list_stride, config.num_splits),
+            *(*pages, list_stride, config.num_splits),
             False,  # causal: the lists are
             call.view("out").dtype == "float32",
             config.num_splits,  # continued_index
