@@ -67,7 +67,7 @@ MLA_DEVICE void fetch_keys(const GenericBlock<C>& block, const WorkItem& item, i
     const RecordLayout layout = token_layout<TokenRecord>();
     for (i32 i = warp; i < kGenericTokens && first + i < end; i += kGenericWarps) {
         const auto place = C::Tokens::place(block.p, item, first + i);
-        const TokenBytes token = C::Tokens::template bytes<TokenRecord>(block.p, place);
+        const TokenBytes token = C::Tokens::template bytes<TokenRecord>(block.p, item, first + i, place);
         if (lane == 0) block.s.present[i] = token.data != nullptr;
         if (token.data == nullptr) continue;
         for (i32 chunk = lane; chunk < C::kChunks; chunk += kWarpThreads) {
@@ -155,7 +155,7 @@ MLA_DEVICE void run_generic_records(const DecodeParams& p, GenericStorage<C>& s)
     griddepcontrol_wait();
     const GenericBlock<C> block(p, s);
     WorkItem item;
-    for (WorkIterator walk = block.items(); walk.next(p, item);) run_item(block, item);
+    for (WorkIteratorOf<typename C::Tokens::Work> walk(p, block.split); walk.next(p, item);) run_item(block, item);
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::attention

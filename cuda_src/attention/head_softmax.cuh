@@ -52,6 +52,16 @@ MLA_DEVICE void mask_rows(float (&scores)[kCount], i32 visible, i32 thread) {
     }
 }
 
+// Masks the rows of the tile that are not there (bit = key).
+template <i32 kCount>
+MLA_DEVICE void mask_absent(float (&scores)[kCount], u64 present, i32 thread) {
+    if (present == ~0ull) return;
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (!(present >> fragment_row(thread, i) & 1)) scores[i] = negative_infinity();
+    }
+}
+
 // Which scores of a tile count: for the k-th of a thread's heads the keys below visible[k], on pages that are present
 // (bit = key).
 template <i32 kHeads>

@@ -1,7 +1,8 @@
-// Where the tokens of a request lie, as FP8 records: in a list of addresses or of rows, or in the pages of a block
-// table.
+// Where the tokens of a request lie, as FP8 records: at the slots of one or two lists, at listed rows, or in the pages
+// of a block table.
 //
-// `place` only loads, and is called a tile ahead; `bytes` computes on what has been loaded.
+// `place` only loads, and is called a tile ahead; `bytes` computes on what has been loaded, for the same token. An item
+// has the members `request`, `tokens` and `first_tokens` of WorkItem.
 #pragma once
 #include "attention/row_list.cuh"
 #include "attention/split_work.cuh"
@@ -10,24 +11,77 @@
 #include "ptx/load.cuh"
 
 namespace mla::attention {
-// The lists of sparse_decode/lists.cu. Every row sees all of a list, and all of it is there. A request is a query.
-struct ListedTokens {
-    static constexpr bool kMasked = false, kWithRowMax = false;
-    using Place = TokenBytes;
+// Sparse decode: every query is a request, whose tokens are the entries of its lists, the second one's after the first
+// one's. DecodeParams describe the first cache, in bytes (kv, num_pages, page_size, kv_stride_page_elems,
+// kv_stride_token_elems), and its lists (block_table, table_stride_b_elems, table_stride_page_elems; max_pages entries,
+// of which seqlens count).
+struct ExtraAddresses {
+    const u8* extra_cache;         // of the same record; or null
+    const i32* extra_indices;      // or null
+    const i32* extra_topk_length;  // or null: every entry counts
+};
+struct SparseDecodeParams : ExtraAddresses, DecodeParams {
+    i64 indices_stride_s_elems;
+    i64 extra_page_stride_bytes, extra_token_stride_bytes;
+    i64 extra_stride_b_elems, extra_stride_s_elems, extra_stride_k_elems, extra_length_stride_elems;
+    i32 queries_of_length;  // s_q: so many queries in turn have one `topk_length`
+    i32 extra_num_pages, extra_page_size, extra_topk;
+};
 
-    MLA_DEVICE static Place nowhere() { return {nullptr, nullptr}; }
+MLA_DEVICE i32 clamped_length(const i32* lengths, i64 at, i32 topk) {
+    return lengths == nullptr ? topk : max(0, min(lengths[at], topk));
+}
 
-    // None past the list's end.
-    MLA_DEVICE static Place place(const DecodeParams& p, const WorkItem& item, i32 token) {
-        const TokenBytes* list = reinterpret_cast<const TokenBytes*>(p.block_table);
-        const uint4 words = ld_global_16(list + item.request * p.table_stride_b_elems + token, token < item.tokens);
-        return TokenBytes{reinterpret_cast<u8*>((u64)words.y << 32 | words.x),
-                          reinterpret_cast<u8*>((u64)words.w << 32 | words.z)};
+struct SelectedWork {
+    MLA_DEVICE static const SparseDecodeParams& params(const DecodeParams& p) {
+        return static_cast<const SparseDecodeParams&>(p);
+    }
+    MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) { return split_begin(p, split); }
+    MLA_DEVICE static i32 first_tokens(const DecodeParams& p, i32 query) {
+        return clamped_length(p.seqlens, query / params(p).queries_of_length * p.seqlens_stride_elems, p.max_pages);
+    }
+    MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 query) {
+        const SparseDecodeParams& all = params(p);
+        const i64 at = query / all.queries_of_length * all.extra_length_stride_elems;
+        return {first_tokens(p, query) + clamped_length(all.extra_topk_length, at, all.extra_topk), 0};
+    }
+};
+
+// Slots that are none in their cache are skipped. Every row sees all others.
+struct SelectedTokens {
+    using Work = SelectedWork;
+    static constexpr bool kMasked = false, kWithRowMax = false, kStaged = true;
+    using Place = i32;  // a slot as in its list, or kNoSlot
+    static constexpr i32 kNoSlot = -1;
+
+    MLA_DEVICE static Place nowhere() { return kNoSlot; }
+
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
+        if (token >= item.tokens) return nowhere();
+        const SparseDecodeParams& all = SelectedWork::params(p);
+        const i64 b = item.request / all.queries_of_length, s = item.request - b * all.queries_of_length;
+        if (token < item.first_tokens) {
+            return p.block_table[b * p.table_stride_b_elems + s * all.indices_stride_s_elems +
+                                 token * p.table_stride_page_elems];
+        }
+        return all.extra_indices[b * all.extra_stride_b_elems + s * all.extra_stride_s_elems +
+                                 (token - item.first_tokens) * all.extra_stride_k_elems];
     }
 
-    template <class Record>
-    MLA_DEVICE static TokenBytes bytes(const DecodeParams&, const Place& place) {
-        return place;
+    // A slot is not negative as an i32 if it is one: its page and token are found without 64-bit divisions.
+    template <class Record, class Item>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item& item, i32 token, Place slot) {
+        opaque(slot);  // is waited for here, not where it was loaded
+        const SparseDecodeParams& all = SelectedWork::params(p);
+        const bool extra = token >= item.first_tokens;
+        const i32 page_size = extra ? all.extra_page_size : p.page_size;
+        const u32 page = (u32)slot / (u32)page_size, in_page = (u32)slot - page * page_size;
+        if (slot < 0 || page >= (u32)(extra ? all.extra_num_pages : p.num_pages)) return {nullptr, nullptr};
+        const u8* cache = extra ? all.extra_cache : reinterpret_cast<const u8*>(p.kv);
+        u8* from = const_cast<u8*>(cache) + page * (extra ? all.extra_page_stride_bytes : p.kv_stride_page_elems);
+        u8* data = from + in_page * (extra ? all.extra_token_stride_bytes : p.kv_stride_token_elems);
+        return {data, Record::scales(from, data, page_size, in_page)};
     }
 
     MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32, i32 row) {
@@ -39,17 +93,19 @@ struct ListedTokens {
 // the end of its last tile. Every row sees all of a list; the largest score is wanted, too. Strides of the cache are in
 // bytes.
 struct ListedRows {
-    static constexpr bool kMasked = false, kWithRowMax = true;
+    using Work = ScheduledWork;
+    static constexpr bool kMasked = false, kWithRowMax = true, kStaged = false;
     using Place = i32;
 
     MLA_DEVICE static Place nowhere() { return kNoRow; }
 
-    MLA_DEVICE static Place place(const DecodeParams& p, const WorkItem& item, i32 token) {
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
         return p.block_table[item.request * p.table_stride_b_elems + token];
     }
 
-    template <class Record>
-    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, Place row) {
+    template <class Record, class Item>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item&, i32, Place row) {
         opaque(row);  // is waited for here, not where it was loaded
         if (row < 0) return {nullptr, nullptr};
         const u32 page = (u32)row / (u32)p.page_size, token = (u32)row - page * p.page_size;
@@ -65,7 +121,8 @@ struct ListedRows {
 
 // Pages may be missing, and of the last tokens some rows see fewer than others. Strides of the cache are in bytes.
 struct PagedTokens {
-    static constexpr bool kMasked = true, kWithRowMax = false;
+    using Work = ScheduledWork;
+    static constexpr bool kMasked = true, kWithRowMax = false, kStaged = false;
     struct Place {
         i32 page;  // as in the block table, or kNoPage
         i32 token;
@@ -74,15 +131,16 @@ struct PagedTokens {
 
     MLA_DEVICE static Place nowhere() { return {kNoPage, 0}; }
 
-    MLA_DEVICE static Place place(const DecodeParams& p, const WorkItem& item, i32 token) {
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
         if (token >= item.tokens) return nowhere();
         const i32 index = token / p.page_size;
         return {p.block_table[item.request * p.table_stride_b_elems + index * p.table_stride_page_elems],
                 token - index * p.page_size};
     }
 
-    template <class Record>
-    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, Place place) {
+    template <class Record, class Item>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item&, i32, Place place) {
         opaque(place.page);  // is waited for here, not where it was loaded
         if ((u32)place.page >= (u32)p.num_pages) return {nullptr, nullptr};
         u8* page = const_cast<u8*>(reinterpret_cast<const u8*>(p.kv)) + place.page * p.kv_stride_page_elems;
@@ -97,3 +155,11 @@ struct PagedTokens {
     }
 };
 }  // namespace mla::attention
+
+// What a kernel that takes SparseDecodeParams tells the host, see MLA_DECODE_FACTS.
+#define MLA_SPARSE_DECODE_FACTS()                                                                         \
+    MLA_FACT_LIST(params_layout, MLA_SPARSE_OFFSET(q_stride_b_elems), MLA_SPARSE_OFFSET(b),               \
+                  MLA_SPARSE_OFFSET(scale_log2), MLA_SPARSE_OFFSET(indices_stride_s_elems),               \
+                  MLA_SPARSE_OFFSET(queries_of_length), (int)sizeof(mla::attention::SparseDecodeParams)); \
+    MLA_FACT(tile_tokens, mla::attention::kTileTokens)
+#define MLA_SPARSE_OFFSET(field) MLA_OFFSET(mla::attention::SparseDecodeParams, field)

@@ -7,39 +7,64 @@
 //
 // A batch-invariant schedule (decode/schedule_pieces.cu) cuts every request alone, into pieces of one length, and each
 // piece is a split. Since no split has two items then, the partial index is always `split` (continued_index is 0).
+//
+// Requests of one length need no schedule in memory: their units of work are cut evenly (see `split_begin`).
 #pragma once
 #include "attention/decode_params.cuh"
 
 namespace mla::attention {
 struct WorkItem {
     i32 request;
-    i32 tokens;       // of the whole request
-    i32 behind_last;  // see RequestLength
-    i32 seen_by_all;  // first token that not every row of the block sees (a division per tile would cost more)
-    i32 tile_begin;   // tiles [tile_begin, tile_end) of the request; may be empty
+    i32 tokens;        // of the whole request
+    i32 behind_last;   // see RequestLength
+    i32 first_tokens;  // of a request whose tokens are in two places: those in the first one
+    i32 seen_by_all;   // first token that not every row of the block sees (a division per tile would cost more)
+    i32 tile_begin;    // tiles [tile_begin, tile_end) of the request; may be empty
     i32 tile_end;
     i32 partial_index;  // of its partial result in the workspace, or kNotSplit: the result is final
 };
 
 constexpr i32 kNotSplit = -1;
 
+// Where split `split` begins. Without a schedule: of the requests' units in one line, `split` / num_splits are before
+// it.
+MLA_DEVICE SchedulePoint split_begin(const DecodeParams& p, i32 split) {
+    if (p.schedule != nullptr) return p.schedule[split];
+    const i32 total = p.b * p.request_units, rest = total % p.num_splits;
+    const i32 unit = total / p.num_splits * split + rest * split / p.num_splits;
+    return {unit / p.request_units, unit % p.request_units * p.unit_tiles};
+}
+
+// What a batch is cut into by a schedule in memory, and its requests by their `seqlens`.
+struct ScheduledWork {
+    MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) { return p.schedule[split]; }
+    MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 request) { return request_length(p, request); }
+    MLA_DEVICE static i32 first_tokens(const DecodeParams&, i32) { return 0; }
+};
+
 // Iterates over a split's work items in order; every role of a block sees the same ones. Only the roles
 // that mask pass `hidden`.
-struct WorkIterator {
+template <class Work>
+struct WorkIteratorOf {
     SchedulePoint begin, end;
     i32 split, request;
     i32 hidden;  // tokens at a sequence's end that the block's first row does not see
 
-    MLA_DEVICE WorkIterator(const DecodeParams& p, i32 split, i32 hidden = 0)
-        : begin(p.schedule[split]), end(p.schedule[split + 1]), split(split), request(begin.request), hidden(hidden) {}
+    MLA_DEVICE WorkIteratorOf(const DecodeParams& p, i32 split, i32 hidden = 0)
+        : begin(Work::begin(p, split)),
+          end(Work::begin(p, split + 1)),
+          split(split),
+          request(begin.request),
+          hidden(hidden) {}
 
     MLA_DEVICE bool next(const DecodeParams& p, WorkItem& item) {
         if (request >= p.b || request > end.request || (request == end.request && end.tile == 0)) return false;
         const bool continues_previous = request == begin.request && begin.tile > 0;
         const bool continued_by_next = request == end.request;
         item.request = request;
-        const RequestLength length = request_length(p, request);
+        const RequestLength length = Work::length(p, request);
         item.tokens = length.tokens;
+        item.first_tokens = Work::first_tokens(p, request);
         item.behind_last = length.behind_last;
         item.seen_by_all = length.tokens - hidden_here(p, hidden, length.behind_last);
         const i32 tiles = ceil_div(item.tokens, kTileTokens);
@@ -50,6 +75,8 @@ struct WorkIterator {
         return true;
     }
 };
+
+using WorkIterator = WorkIteratorOf<ScheduledWork>;
 
 // The first of an item's tokens that row `row` does not see.
 MLA_DEVICE i32 visible_tokens(const DecodeParams& p, const WorkItem& item, i32 row) {

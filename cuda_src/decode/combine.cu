@@ -60,7 +60,7 @@ MLA_DEVICE i32 partials_from(const DecodeParams& p, const Storage& s, i32 split)
 MLA_DEVICE i32 list_split_requests(const DecodeParams& p, Storage& s) {
     const i32 thread = threadIdx.x, lane = thread % kWarpThreads, warp = thread / kWarpThreads;
 #pragma unroll 1
-    for (i32 i = thread; i <= p.num_splits; i += kThreads) s.schedule[i] = p.schedule[i];
+    for (i32 i = thread; i <= p.num_splits; i += kThreads) s.schedule[i] = split_begin(p, i);
     __syncthreads();
     const i32 pieces = partials_from(p, s, thread);
     const i32 units = pieces == 0 ? 0 : p.s_q * p.h_q * Groups(pieces).units_per_row();

@@ -13,18 +13,18 @@ using namespace attention;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using TokenRecord = MLA_RECORD;
-using Records = GenericRecords<MLA_DTYPE, TokenRecord, ListedTokens>;
+using Records = GenericRecords<MLA_DTYPE, TokenRecord, SelectedTokens>;
 
 static_assert(sizeof(GenericStorage<Records>) <= 48 * 1024, "static shared memory");
 
-MLA_DECODE_FACTS();
+MLA_SPARSE_DECODE_FACTS();
 MLA_FACT(threads, kGenericThreads);
 MLA_FACT(block_m, kGenericRows);
 MLA_RECORD_FACT(TokenRecord);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kGenericThreads, 2)
-    mla_sparse_decode_generic(const __grid_constant__ DecodeParams p) {
+    mla_sparse_decode_generic(const __grid_constant__ SparseDecodeParams p) {
     __shared__ GenericStorage<Records> s;
     run_generic_records(p, s);
 }

@@ -40,6 +40,9 @@ struct Fp8 : RecordTile<TokenRecord> {
     using Latent = KeyFormats<TokenRecord, Element>::Latent;
     using Rope = KeyFormats<TokenRecord, Element>::Rope;
     static constexpr bool kSparse = true, kTree = false;
+    static constexpr bool kWithRowMax = false;
+    static constexpr bool kSkipsTokens = true;
+    using Work = SelectedWork;
     // The dequantising warps have loads in flight, for which a fence would most likely wait.
     static constexpr bool kFencedByConsumers = true;
     static constexpr i32 kResidentSwTile = kNothingResident;
@@ -65,11 +68,11 @@ struct Fp8 : RecordTile<TokenRecord> {
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
-// left          0..3     208    even tiles: S0, softmax
-// right         4..7     208    odd tiles:  S1, softmax
-// dequant       8..11    88     16 rows of each tile per warp; query rows
-constexpr i32 kRegsMath = 208;
-constexpr i32 kRegsDequant = 88;
+// left          0..3     192    even tiles: S0, softmax
+// right         4..7     192    odd tiles:  S1, softmax
+// dequant       8..11    120    16 rows of each tile per warp; query rows
+constexpr i32 kRegsMath = 192;
+constexpr i32 kRegsDequant = 120;
 static_assert(2 * kRegsMath + kRegsDequant <= 3 * kRegsEntry, "what the block has at entry");
 static_assert(kTileTokens == kSw128Rows && kBlockM == kSw128Rows, "a tile is 64 rows, of keys and of Q");
 static_assert(sizeof(Storage<Fp8>) <= kMaxDynamicSmem, "shared memory");
@@ -79,7 +82,7 @@ constexpr i32 kRowStep = kWarpThreads / kPieceLanes;  // from a lane's first row
 constexpr i32 kRowsOfWarp = kRowsOfLane * kRowStep;
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens, "each row has its four lanes");
 
-MLA_DECODE_FACTS();
+MLA_SPARSE_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage<Fp8>));
 MLA_FACT(block_m, kBlockM);
@@ -90,7 +93,6 @@ MLA_RECORD_FACT(TokenRecord);
 struct Pieces {
     static constexpr i32 kLeft = Fp8::kSwTilesLeft, kRight = Fp8::kRowPieces - kLeft;
     static constexpr i32 kOfTile = kRowsOfLane * Fp8::kRowPieces;
-    static constexpr i32 kInFlight = kOfTile / 2;
     static constexpr i32 kBatch = 4;  // are converted, and then reloaded
 
     MLA_DEVICE static constexpr bool is_left(i32 i) { return i < kRowsOfLane * kLeft; }
@@ -104,12 +106,15 @@ constexpr i32 kTokenBytes = TokenRecord::kRopeOffset + 2 * kHeadDimRope;  // RoP
 constexpr i32 kNoQuery = -1;
 constexpr i32 kTilesBeforeQuery = kStagesKV;
 
-// A tile whose list entries have been asked for.
+// A tile whose slots have been asked for.
 struct ListedTile {
-    bool exists;
-    bool first;  // of its work item: in stage 0
-    i32 query;   // whose rows are stored after the tile, or kNoQuery
-    TokenBytes token[kRowsOfLane];
+    i32 tag;                      // packed to save registers: see below
+    SelectedTokens::Place place;  // of the lane's row
+
+    MLA_DEVICE bool exists() const { return tag != 0; }
+    MLA_DEVICE bool first() const { return tag & 2; }        // of its work item: in stage 0
+    MLA_DEVICE i32 query() const { return (tag >> 2) - 1; }  // whose rows are stored after the tile, or kNoQuery
+    MLA_DEVICE void set(bool first, i32 query) { tag = (query + 1) << 2 | (first ? 2 : 0) | 1; }
 };
 
 struct Dequantiser {
@@ -119,7 +124,7 @@ struct Dequantiser {
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
 
-    // A lane's first row of each tile.
+    // A lane's first row of each tile. (Of the addresses, it has that of row `lane`, and asks other lanes for its own.)
     MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
 
     // The address of head `i` of the warp's heads; null past the last one.
@@ -131,19 +136,38 @@ struct Dequantiser {
 
     // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a query
     // come before its Q, but for the split's first query.
-    MLA_DEVICE ListedTile list_next(TileWalk& walk) const {
-        ListedTile listed{walk.next(block.p), false, kNoQuery, {{nullptr, nullptr}, {nullptr, nullptr}}};
-        if (!listed.exists) return listed;
-        listed.first = walk.first;
+    MLA_DEVICE ListedTile list_next(SlimTileWalk<SelectedWork>& walk, bool second) const {
+        ListedTile listed{0, SelectedTokens::nowhere()};
+        if (!walk.next(block.p)) return listed;
+        listed.place = SelectedTokens::place(block.p, walk, token_of_lane(walk));
+        static_assert(kTilesBeforeQuery == 2, "after the second tile, or the only one");
+        const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
+        listed.set(walk.first, with_query && walk.request != first_query ? walk.request : kNoQuery);
+        if (walk.first && first_query != kNoQuery) prefetch_query(walk.request);
+        return listed;
+    }
+
+    MLA_DEVICE i32 token_of_lane(const SlimTileWalk<SelectedWork>& walk) const {
+        return walk.tile * kTileTokens + warp * kRowsOfWarp + lane % kRowsOfWarp;
+    }
+
+    // Where row `lane` of the tile that was read last is.
+    MLA_DEVICE TokenBytes find(const SlimTileWalk<SelectedWork>& walk, const ListedTile& listed) const {
+        return SelectedTokens::bytes<TokenRecord>(block.p, walk, token_of_lane(walk), listed.place);
+    }
+
+    // Where the lane's row r is.
+    MLA_DEVICE u8* row_of_lane(u8* const& of_lane, i32 r) const {
+        const u64 all = reinterpret_cast<u64>(of_lane);
+        return reinterpret_cast<u8*>(__shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep));
+    }
+
+    MLA_DEVICE void load_scales(LaneScales<TokenRecord> (&raw)[kRowsOfLane], const TokenBytes& token) const {
 #pragma unroll
         for (i32 r = 0; r < kRowsOfLane; ++r) {
-            const i32 row = row0() + r * kRowStep;
-            listed.token[r] = ListedTokens::place(block.p, walk.item, walk.tile * kTileTokens + row);
+            const TokenBytes of_row{row_of_lane(token.data, r), row_of_lane(token.scales, r)};
+            raw[r] = LaneScales<TokenRecord>::load(of_row, lane);
         }
-        const i32 query_at = min(walk.item.tile_begin + kTilesBeforeQuery, walk.item.tile_end) - 1;
-        if (walk.tile == query_at && walk.item.request != first_query) listed.query = walk.item.request;
-        if (walk.first && first_query != kNoQuery) prefetch_query(walk.item.request);
-        return listed;
     }
 
     MLA_DEVICE void prefetch_query(i32 query) const {
@@ -199,99 +223,101 @@ struct Dequantiser {
 
     // Half a tile in flight hides an L2's latency, not a memory's: rows are brought into L2 half a tile earlier.
     // PERF(H200, 2026-11-22, 134 to 116 us with 64 heads and a batch of 128)
-    MLA_DEVICE void prefetch_rows(const ListedTile& listed) const {
+    MLA_DEVICE void prefetch_rows(u8* const& data) const {
         constexpr i32 kLineBytes = 128, kLines = ceil_div(kTokenBytes, kLineBytes);
 #pragma unroll
         for (i32 r = 0; r < kRowsOfLane; ++r) {
-            if (listed.token[r].data == nullptr) continue;
+            const u8* from = row_of_lane(data, r);
+            if (from == nullptr) continue;
 #pragma unroll
             for (i32 line = 0; line < kLines; line += kPieceLanes) {
                 const i32 at = (line + lane % kPieceLanes) * kLineBytes;
-                if (at < kTokenBytes) prefetch_global_l2(listed.token[r].data + at);
+                if (at < kTokenBytes) prefetch_global_l2(from + at);
             }
         }
     }
 
-    // Stores pieces [begin, end) of a tile, and refills their registers with the pieces that come kInFlight later. The
-    // loads come after the warp's barrier, which keeps the compiler from moving them up: they would need other
-    // registers, and be waited for when they are copied back.
+    // Which of the warp's rows are there, as bits.
+    MLA_DEVICE u32 present_rows(const u8* data) const { return __ballot_sync(kFullWarp, data != nullptr); }
+
+    // Stores pieces [begin, end) of a tile, and refills their registers with those of the next tile. The loads come
+    // after the warp's barrier, which keeps the compiler from moving them up: they would need other registers, and be
+    // waited for when they are copied back.
     template <i32 kBegin, i32 kEnd>
-    MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kInFlight],
+    MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kOfTile],
                                  const RowScales<TokenRecord, Fp8::Latent> (&scales)[kRowsOfLane],
-                                 const ListedTile& current, const ListedTile& next) const {
+                                 u8* const& next) const {
 #pragma unroll
         for (i32 batch = kBegin; batch < kEnd; batch += Pieces::kBatch) {
 #pragma unroll
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
                 const i32 r = Pieces::row(i), piece = Pieces::piece(i), row = row0() + r * kRowStep;
                 u8* to = tile + Fp8::sw_tile_of(piece) * kSw128Bytes;
-                const uint4& from = held[i % Pieces::kInFlight];
                 if (piece < Fp8::kLatentSwTiles) {
-                    store_latent<Fp8::Latent>(to, from, scales[r].of_piece(piece, lane), row, lane);
+                    store_latent<Fp8::Latent>(to, held[i], scales[r].of_piece(piece, lane), row, lane);
                 } else {
-                    store_rope<Fp8::Rope>(to, from, piece - Fp8::kLatentSwTiles, row, lane);
+                    store_rope<Fp8::Rope>(to, held[i], piece - Fp8::kLatentSwTiles, row, lane);
                 }
             }
             __syncwarp();
+            u8* const rows[kRowsOfLane] = {row_of_lane(next, 0), row_of_lane(next, 1)};
 #pragma unroll
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
-                const i32 later = i + Pieces::kInFlight;
-                held[i % Pieces::kInFlight] =
-                    later < Pieces::kOfTile
-                        ? load_piece<TokenRecord>(current.token[Pieces::row(later)], Pieces::piece(later), lane)
-                        : load_piece<TokenRecord>(next.token[Pieces::row(later - Pieces::kOfTile)],
-                                                  Pieces::piece(later - Pieces::kOfTile), lane);
+                held[i] = load_piece<TokenRecord>({rows[Pieces::row(i)], nullptr}, Pieces::piece(i), lane);
             }
         }
     }
 };
 
-// While a tile is stored, the second half of it and the first of the next are on their way.
+// While a tile is stored, the next one is loaded, and the slots of the one after it.
 MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     Storage<Fp8>& s = block.s;
     Dequantiser dequantiser{block, warp, lane, kNoQuery};
-    TileWalk walk(block.p, block.split);
-    ListedTile current = dequantiser.list_next(walk);
-    if (!current.exists) return;
-    dequantiser.first_query = walk.item.request;
-    current.query = kNoQuery;
+    SlimTileWalk<SelectedWork> walk(block.p, block.split);
+    ListedTile current = dequantiser.list_next(walk, false);
+    if (!current.exists()) return;
+    dequantiser.first_query = walk.request;
+    current.set(true, kNoQuery);
     dequantiser.start_query(dequantiser.first_query);
-    ListedTile next = dequantiser.list_next(walk);
-    uint4 held[Pieces::kInFlight];
+    TokenBytes token = dequantiser.find(walk, current);
+    ListedTile next = dequantiser.list_next(walk, true);
+    uint4 held[Pieces::kOfTile];
     LaneScales<TokenRecord> raw[kRowsOfLane];
 #pragma unroll
-    for (i32 i = 0; i < Pieces::kInFlight; ++i) {
-        held[i] = load_piece<TokenRecord>(current.token[Pieces::row(i)], Pieces::piece(i), lane);
+    for (i32 i = 0; i < Pieces::kOfTile; ++i) {
+        u8* const row = dequantiser.row_of_lane(token.data, Pieces::row(i));
+        held[i] = load_piece<TokenRecord>({row, nullptr}, Pieces::piece(i), lane);
     }
-#pragma unroll
-    for (i32 r = 0; r < kRowsOfLane; ++r) raw[r] = LaneScales<TokenRecord>::load(current.token[r], lane);
+    dequantiser.load_scales(raw, token);
     dequantiser.finish_query();
     i32 stage = 0;
 #pragma unroll 1
     while (true) {
         opaque(dequantiser.lane);  // derived values are not worth registers across the loop
-        dequantiser.prefetch_rows(next);
-        if (current.first) stage = 0;
-        const ListedTile after = dequantiser.list_next(walk);
+        const u32 present = dequantiser.present_rows(token.data);
+        token = dequantiser.find(walk, next);
+        dequantiser.prefetch_rows(token.data);
+        if (current.first()) stage = 0;
+        const ListedTile after = dequantiser.list_next(walk, next.first());
         const RowScales<TokenRecord, Fp8::Latent> scales[kRowsOfLane] = {RowScales<TokenRecord, Fp8::Latent>(raw[0]),
                                                                          RowScales<TokenRecord, Fp8::Latent>(raw[1])};
-#pragma unroll
-        for (i32 r = 0; r < kRowsOfLane; ++r) raw[r] = LaneScales<TokenRecord>::load(next.token[r], lane);
+        dequantiser.load_scales(raw, token);
         const u32 empty_parity = dequantiser.ring.empty_parity(stage);
         constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
         mbarrier_wait(s.kv_empty[stage].left, empty_parity);
-        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, current, next);
+        if (lane == 0) reinterpret_cast<u16*>(&s.present[stage])[warp] = (u16)present;
+        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, token.data);
         release(s.kv_full[stage].left, lane);
         mbarrier_wait(s.kv_empty[stage].right, empty_parity);
-        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, current, next);
+        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, token.data);
         release(s.kv_full[stage].right, lane);
         dequantiser.ring.advance(stage);
         stage ^= 1;
-        if (current.query != kNoQuery) {
-            dequantiser.start_query(current.query);
+        if (current.query() != kNoQuery) {
+            dequantiser.start_query(current.query());
             dequantiser.finish_query();
         }
-        if (!next.exists) break;
+        if (!next.exists()) break;
         current = next;
         next = after;
     }
@@ -299,7 +325,7 @@ MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_sparse_decode_sm90(const __grid_constant__ DecodeParams p) {
+    mla_sparse_decode_sm90(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     auto& s = *reinterpret_cast<Storage<Fp8>*>(smem);
     Block<Fp8> block(p, s);

@@ -21,11 +21,11 @@ using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using TokenRecord = MLA_RECORD;
-using Small = SmallRecords<MLA_DTYPE, TokenRecord, ListedTokens, MLA_BLOCK_ROWS>;
+using Small = SmallRecords<MLA_DTYPE, TokenRecord, SelectedTokens, MLA_BLOCK_ROWS>;
 
 static_assert(sizeof(SmallStorage<Small>) <= kMaxDynamicSmem, "shared memory");
 
-MLA_DECODE_FACTS();
+MLA_SPARSE_DECODE_FACTS();
 MLA_FACT(threads, kSmallThreads);
 MLA_FACT(smem_bytes, sizeof(SmallStorage<Small>));
 MLA_FACT(block_rows, Small::kBlockRows);
@@ -33,7 +33,7 @@ MLA_RECORD_FACT(TokenRecord);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kSmallThreads, 1)
-    mla_sparse_decode_sm90_small(const __grid_constant__ DecodeParams p) {
+    mla_sparse_decode_sm90_small(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     run_small_records(p, *reinterpret_cast<SmallStorage<Small>*>(smem));
 }

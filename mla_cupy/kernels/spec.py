@@ -61,9 +61,11 @@ class Params:
         self.dtype = np.dtype([(name, "<" + kind) for name, kind in members.items()], align=True)
         kinds = list(members.values())
         self.num_addresses = next((i for i, kind in enumerate(kinds) if kind != "u8"), len(kinds))
-        codes = "".join(_STRUCT_CODES[kind] for kind in kinds)
-        padding = self.dtype.itemsize - struct.calcsize("<" + codes)
-        self._struct = struct.Struct(f"<{codes}{padding}x")
+        codes, end = "<", 0
+        for kind, (_, at, *_) in zip(kinds, (self.dtype.fields or {}).values(), strict=True):
+            codes += f"{at - end}x{_STRUCT_CODES[kind]}"
+            end = at + int(kind[1])
+        self._struct = struct.Struct(f"{codes}{self.dtype.itemsize - end}x")
         self.size = self.dtype.itemsize
 
     def pack_into(self, buffer: memoryview, *values: float) -> None:

@@ -94,7 +94,7 @@ def sparse_mla_decode(
     Notes
     -----
     Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
-    to run. Workspace: 16 bytes per entry of the lists, and the pieces of split queries.
+    to run. Workspace: the pieces of split queries.
 
     On Hopper keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4" to the
     dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond 65504
@@ -157,7 +157,8 @@ def _examine(views: Views, given: _Options) -> Examined:
     options = SparseDecodeOptions(
         resolve_scale(given.scale, d_qk), check_lse_base(given.lse_base), check_empty_lse(given.empty_lse)
     )
-    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q))
+    ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
+    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q), ragged)
     return Examined(problem, options, given.kernel)
 
 

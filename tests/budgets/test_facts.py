@@ -50,15 +50,20 @@ def parameter_struct(spec: Kernel[Any]) -> list[tuple[str, str]]:
     text = b"\n".join(sources.gather(spec.source).values()).decode()
     text = re.sub(r"//.*", "", text)
     (name,) = set(re.findall(r"__grid_constant__ (\w+Params) p\b", text))
-    (body,) = re.findall(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
-    members = []
+    return [member for member in members_of(name, text) if member[0] != "padding"]
+
+
+def members_of(name: str, text: str) -> list[tuple[str, str]]:
+    """Those of its bases come first."""
+    ((bases, body),) = re.findall(rf"struct {name}(?: : ([\w, ]+))? \{{(.*?)\n\}};", text, re.DOTALL)
+    members = [member for base in filter(None, bases.split(", ")) for member in members_of(base, text)]
     for declaration in filter(None, (part.strip() for part in body.split(";"))):
         if "*" in declaration:
             members.append((declaration.rpartition("*")[2].strip(), "u8"))
         else:
             kind, _, names = declaration.partition(" ")
             members.extend((member.strip(), KINDS[kind]) for member in names.split(","))
-    return [member for member in members if member[0] != "padding"]
+    return members
 
 
 @pytest.mark.parametrize("spec", KERNELS.values(), ids=lambda spec: spec.name)

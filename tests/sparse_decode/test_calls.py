@@ -96,7 +96,7 @@ def test_refuses(bad: Bad, place: str) -> None:
 def test_launches(recorder: Recorder) -> None:
     """And a repeated call is launched as the first."""
     call = good()
-    names = ["sparse_decode_lists", "sparse_decode_sm90_small", "decode_combine"]
+    names = ["sparse_decode_schedule", "sparse_decode_sm90_small", "decode_combine"]
     for times in (1, 2):
         mla_cupy.sparse_mla_decode(**call)
         assert recorder.entries == names * times

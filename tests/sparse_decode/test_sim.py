@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy.errors import KernelCompileError
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from mla_cupy.kernels.sparse_decode.schedule import Cuts, even_cuts
 from tests.sparse_decode.runs import CASES, MORE_CASES, ON_HOPPER, SparseDecodeCase, check, check_call, fitting, make
 from tests.support.mutants import Mutant, planted
 from tests.support.sim_driver import simulated
@@ -68,12 +71,32 @@ def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
 @pytest.mark.parametrize("held", [0, 100])
 def test_pieces_may_have_no_token(kernel: str, held: int) -> None:
     """The schedule cuts a list of six tiles into three pieces; of its entries the last ones, or all, are no tokens."""
-    case = fitting(SparseDecodeCase(record="v4", b=1, h_q=2, topk=330, sink=True, sm_count=5), kernel)
+    case = fitting(SparseDecodeCase(record="v4", b=1, h_q=2, topk=640, sink=True, sm_count=5), kernel)
     call = make(case)
     call["indices"][..., held:] = -1
     with simulated(case.sm_count) as driver:
         check_call(case, call, lambda x: x, np.asarray, kernel)
     assert "mla_decode_combine" in driver.launched
+
+
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three splits of four queries of two tiles each: the first ends within a query, and so does the second."""
+    case = fitting(SparseDecodeCase(b=4, h_q=2, topk=70, sm_count=3), kernel)
+    monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *sizes: Cuts(3, 2, 1))
+    with simulated(case.sm_count) as driver:
+        check_call(case, make(case), lambda x: x, np.asarray, kernel)
+    assert driver.launched[-1] == "mla_decode_combine"
+
+
+def test_even_cuts() -> None:
+    """Whole queries, equal pieces of a query, and cuts anywhere where too many blocks would wait."""
+    problem = SparseDecodeProblem(128, 16, 2048, "bfloat16", "v32")
+    assert even_cuts(problem, 16, 132) == Cuts(128, 1, 32)
+    assert even_cuts(replace(problem, queries=1), 16, 132) == Cuts(32, 32, 1)
+    assert even_cuts(replace(problem, queries=16), 16, 132) == Cuts(128, 32, 1)
+    assert even_cuts(replace(problem, queries=150), 16, 132) == Cuts(132, 32, 1)
+    assert even_cuts(replace(problem, topk=0), 16, 132) == Cuts(128, 1, 1)
 
 
 @pytest.mark.parametrize("h_q", [2, 33])
@@ -88,22 +111,25 @@ def test_queries_may_start_anywhere(h_q: int) -> None:
     assert "mla_sparse_decode_sm90_small" in driver.launched
 
 
-def test_heads_decide() -> None:
-    for h_q, entry in ((32, "mla_sparse_decode_sm90_small"), (33, "mla_sparse_decode_sm90")):
-        case = SparseDecodeCase(b=1, h_q=h_q, topk=5)
+def test_heads_and_tiles_decide() -> None:
+    """Blocks of 64 heads are for more than 32 of them, and for splits of many tiles."""
+    small, large = "mla_sparse_decode_sm90_small", "mla_sparse_decode_sm90"
+    for h_q, topk, entry in ((32, 5, small), (33, 5, small), (33, 257, large)):
+        case = SparseDecodeCase(b=1, h_q=h_q, topk=topk, sm_count=1)
         with simulated(1) as driver:
             check_call(case, make(case), lambda x: x, np.asarray, None)
         assert entry in driver.launched
 
 
-LISTS, GENERIC = "sparse_decode/lists.cu", "attention/generic_records.cuh"
+TOKENS, GENERIC = "attention/record_tokens.cuh", "attention/generic_records.cuh"
 RECORD = "attention/token_record.cuh"
 MUTANTS = (
-    Mutant("warps at one place", LISTS, "lane < warp ? of_warp : 0", "0"),
-    Mutant("entries at one place", LISTS, "places[i] = found +", "places[i] ="),
-    Mutant("a query is not scheduled", LISTS, "b(p.queries)", "b(p.queries - 1)"),
-    Mutant("extra pages of the first cache", LISTS, "source.cache = p.extra_cache;", ""),
-    Mutant("extra page size of the first cache", LISTS, ", source.layout.page_size = p.extra_page_size", ""),
+    Mutant("a query is not scheduled", "sparse_decode/schedule.cu", "b(p.queries)", "b(p.queries - 1)"),
+    Mutant("extra pages of the first cache", TOKENS, "extra ? all.extra_cache : ", ""),
+    Mutant("extra page size of the first cache", TOKENS, "extra ? all.extra_page_size : ", ""),
+    Mutant("extra entries from further on", TOKENS, "(token - item.first_tokens) *", "token *"),
+    Mutant("extra entries follow all of the first", TOKENS, "token < item.first_tokens", "token < p.max_pages"),
+    Mutant("slots below 0", TOKENS, "slot < 0 || ", ""),
     Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
     Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),

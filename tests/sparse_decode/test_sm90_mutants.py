@@ -25,7 +25,7 @@ CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h
 
 MUTANTS = (
     # Keys
-    Mutant("keys released early", SMALL, "    wgmma_wait_group<2>();\n", ""),
+    Mutant("keys released early", SMALL, "C::kGroups - 1 - kGroup", "C::kGroups - kGroup"),
     Mutant(
         "keys freed by one warp too few",
         SMALL,
@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
     Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
-    Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
+    Mutant("parity stuck", SMALL, "math.ring.full_parity(stage);", "0;"),
     Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant(
         "keys of another row",
@@ -65,10 +65,17 @@ MUTANTS = (
     Mutant("exponents of a lane", QUERY, "__reduce_max_sync(kFullWarp, largest)", "largest"),
     Mutant("RoPE queries in the latents' format", QUERY, "if (i * kSwTilesOfStep >= Tile::kRopeSwTile) continue;", ""),
     # Softmax and results
-    Mutant("zeros past the end count", SMALL, "mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);", ""),
+    Mutant("zeros count", SMALL, "mask_absent(math.scores, present, thread);", ""),
+    Mutant("rows there announced for all", SMALL, "[warp] = (u8)rows;", "[warp] = 0xff;"),
     Mutant(
-        "P not waited for", SMALL, "    bar_sync(MathOnly, kWarpgroupThreads);\n    add_values(s", "    add_values(s"
+        "P not waited for",
+        SMALL,
+        "    bar_sync(MathOnly, kWarpgroupThreads);\n    if (kOverlapped) finish_values<2>",
+        "    if (kOverlapped) finish_values<2>",
     ),
+    Mutant("P of the next tile", SMALL, "smem_addr(s.p[math.stage])", "smem_addr(s.p[math.stage ^ 1])"),
+    Mutant("one place for P", SMALL, "s.p[", "s.p[0 * "),
+    Mutant("scores not waited for", SMALL, "finish_scores<C::kGroups>", "finish_scores<C::kGroups + 1>"),
     Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
 )
 
@@ -83,16 +90,17 @@ MUTANTS_OF_BLOCKS = (
     Mutant("keys announced by three warps", BLOCKS, "init_storage(s, kDequantWarps,", "init_storage(s, 3,"),
     Mutant("scales of the first row", BLOCKS, "scales[r].of_piece", "scales[0].of_piece"),
     Mutant(
-        "pieces of the same tile again",
+        "pieces of the first row",
         BLOCKS,
-        "load_piece<TokenRecord>(next.token",
-        "load_piece<TokenRecord>(current.token",
+        "load_piece<TokenRecord>({rows[Pieces::row(i)]",
+        "load_piece<TokenRecord>({rows[0]",
     ),
     Mutant("halves split elsewhere", BLOCKS, "kSwTilesLeft = kSwTilesHalf;", "kSwTilesLeft = kSwTilesHalf + 1;"),
     Mutant("odd P over even RoPE columns", BLOCKS, "s.kv[1] + kRopeSwTile", "s.kv[0] + kRopeSwTile"),
     Mutant("Q does not wait", BLOCKS, "mbarrier_wait(s.q_empty, q_ring.empty_parity(0));", ""),
     Mutant("Q converted before it is there", BLOCKS, "        cp_async_wait_all();\n", ""),
-    Mutant("Q after too many tiles", BLOCKS, "kTilesBeforeQuery = kStagesKV;", "kTilesBeforeQuery = kStagesKV + 1;"),
+    Mutant("Q after every tile", BLOCKS, ": second;", ": true;"),
+    Mutant("rows there announced for all", BLOCKS, "(u16)present", "(u16)0xffff"),
     Mutant("factors of a neighbour", BLOCKS, "s.q_factors[at] = factor;", "s.q_factors[at ^ 1] = factor;"),
     Mutant(
         "even scores not scaled back",

@@ -13,6 +13,9 @@ struct Config : KeyTile<kHeadDimQk_> {
     using Element = Element_;
     static constexpr bool kSparse = kSparse_;
     static constexpr bool kTree = kTree_;
+    static constexpr bool kWithRowMax = kSparse_;
+    static constexpr bool kSkipsTokens = false;  // of a list, entries that are no tokens: see `present`
+    using Work = ScheduledWork;
     // Tiles are written by cp.async, whose threads do not wait for it: the fence before WGMMA is the consumers'.
     static constexpr bool kFencedByConsumers = kSparse_;
     // The SW128 tile of Q that is kept in registers during a work item: P takes its place in shared memory.
@@ -79,8 +82,8 @@ struct Storage : C::Extra {
     float running_max[kStagesKV][kBlockM];  // after the tile in that stage
     float sums[2][kBlockM];                 // left, right: their shares of l
     float right_row_max[kBlockM];           // the largest scores of the right warpgroup; sparse only
-    u64 present[kStagesKV];                 // bit t: the page of token t of the tile is in the pool; dense only
-    i32 nonfinite_request[2];               // left, right: the last request in which sanitize_v found NaN or Inf
+    u64 present[kStagesKV];    // bit t: token t of the tile is there; dense, or of lists with other entries
+    i32 nonfinite_request[2];  // left, right: the last request in which sanitize_v found NaN or Inf
     HalfBarriers kv_full[kStagesKV], kv_empty[kStagesKV];
     MBarrier q_full, q_empty;
     MBarrier sums_ready[2];  // left, right: the share of l is in sums

@@ -148,7 +148,11 @@ MLA_DEVICE void sanitize_v(Block<C>& block, const WorkItem& item, i32 tile, i32 
 // Masks the scores of `tile`, which lies in `stage`. Most tiles hide nothing.
 template <class C>
 MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 stage, i32 thread) {
-    const u64 present = C::kSparse ? ~0ull : block.s.present[stage];
+    const u64 present = C::kSparse && !C::kSkipsTokens ? ~0ull : block.s.present[stage];
+    if constexpr (C::kSkipsTokens) {  // of a list: every row sees the same
+        if (present != ~0ull) mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
+        return;
+    }
     if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
     i32 row = block.row0 + fragment_row(thread);
     opaque(row);
@@ -177,7 +181,7 @@ MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage<C>& s, Math& ma
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) sums[r] = quad_sum(math.rows.sum[r]);
     store_rows(s.sums[kRight], sums, thread);
-    if (C::kSparse && kRight) store_rows(s.right_row_max, math.rows.row_max, thread);
+    if (C::kWithRowMax && kRight) store_rows(s.right_row_max, math.rows.row_max, thread);
     mbarrier_arrive(s.sums_ready[kRight]);
     mbarrier_wait(s.sums_ready[!kRight], math.sums_ring.full_parity(0));
     math.sums_ring.advance(0);
@@ -185,7 +189,7 @@ MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage<C>& s, Math& ma
     load_rows(other, s.sums[!kRight], thread);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) sums[r] += other[r];
-    if (C::kSparse && !kRight) {
+    if (C::kWithRowMax && !kRight) {
         load_rows(other, s.right_row_max, thread);
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) math.rows.row_max[r] = fmaxf(math.rows.row_max[r], other[r]);
@@ -244,10 +248,10 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
     const i32 row = block.row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
     const i32 my_row = min(row, block.rows - 1);
     const float my_max = of_my_row(math.rows.max, lane), my_sum = of_my_row(sums, lane);
-    const float my_row_max = C::kSparse && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;
+    const float my_row_max = C::kWithRowMax && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;
     if (!kRight && lane < kRowsPerWarp && row < block.rows) {
         store_row_lse(p, item, block.kv_head, row, row_lse2(my_max, my_sum));
-        if (C::kSparse) store_row_max(p, item, block.kv_head, row, with_nan_of(my_sum, my_row_max));
+        if (C::kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(my_sum, my_row_max));
     }
     store_out<kRight>(block, item, math, output_factor(p, item, block.kv_head, my_row, my_max, my_sum), my_row, thread);
 }
@@ -258,7 +262,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
     Storage<C>& s = block.s;
     Math math;
     WorkItem item;
-    for (WorkIterator walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
+    for (WorkIteratorOf<typename C::Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
         math.rows.reset();
 #pragma unroll
         for (i32 i = 0; i < kOutPerThread; ++i) math.out[i] = 0.f;

@@ -44,23 +44,63 @@ struct RecordTile : KeyTile<kKeyColumns<Record>> {
 
 // ---- Tiles of a split ------------------------------------------------------------------------------------------
 // The tiles of all work items of a split, one after the other.
-struct TileWalk {
-    WorkIterator walk;
-    WorkItem item;
+template <class Work>
+struct TileWalk : WorkItem {
+    WorkIteratorOf<Work> walk;
     i32 tile;
     bool first;  // of its work item
 
-    MLA_DEVICE TileWalk(const DecodeParams& p, i32 split) : walk(p, split), tile(0), first(false) { item.tile_end = 0; }
+    MLA_DEVICE TileWalk(const DecodeParams& p, i32 split) : walk(p, split), tile(0), first(false) { tile_end = 0; }
 
     // After the last tile it may be called again.
     MLA_DEVICE bool next(const DecodeParams& p) {
         ++tile;
         first = false;
-        while (tile >= item.tile_end) {
-            if (!walk.next(p, item)) return false;
-            tile = item.tile_begin;
+        while (tile >= tile_end) {
+            if (!walk.next(p, *this)) return false;
+            tile = tile_begin;
             first = true;
         }
+        return true;
+    }
+};
+
+// The same, with less to remember.
+template <class Work>
+struct SlimTileWalk {
+    SchedulePoint end;
+    i32 request, tokens, first_tokens;  // as in WorkItem
+    i32 tile, tile_end;
+    i32 skipped;  // tiles of the next request that are another split's
+    bool first;   // of its work item
+
+    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split) : end(Work::begin(p, split + 1)) {
+        const SchedulePoint begin = Work::begin(p, split);
+        request = begin.request - 1, skipped = begin.tile;
+        tokens = first_tokens = tile = tile_end = 0;
+        first = false;
+    }
+
+    // After the last tile it may be called again.
+    MLA_DEVICE bool next(const DecodeParams& p) {
+        ++tile;
+        first = false;
+        while (tile >= tile_end) {
+            if (!open(p, request + 1)) return false;
+        }
+        return true;
+    }
+
+    MLA_DEVICE bool open(const DecodeParams& p, i32 next) {
+        if (next >= p.b || next > end.request || (next == end.request && end.tile == 0)) return false;
+        request = next;
+        tokens = Work::length(p, request).tokens;
+        first_tokens = Work::first_tokens(p, request);
+        tile = skipped;
+        skipped = 0;
+        tile_end = ceil_div(tokens, kTileTokens);
+        if (request == end.request) tile_end = min(tile_end, end.tile);
+        first = true;
         return true;
     }
 };
@@ -68,16 +108,22 @@ struct TileWalk {
 // ---- Rows ------------------------------------------------------------------------------------------------------
 // Lane 4 g + c of a warp has bytes [16 c, 16 c + 16) of each piece of row g.
 
-// Those of a piece; zeros where there is no row. Odd rows have the halves of RoPE swapped: eight lanes then store to
-// eight different banks.
+// Where those of a piece are. Odd rows have the halves of RoPE swapped: eight lanes then store to eight different
+// banks.
 template <class Record>
-MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
+MLA_DEVICE const u8* piece_address(const TokenBytes& token, i32 piece, i32 lane) {
     constexpr i32 kLatentPieces = RecordTile<Record>::kLatentSwTiles;
     const i32 odd_row = lane / kPieceLanes & 1;
     const i32 at = piece < kLatentPieces || kRopePieces<Record> == 1
                        ? piece * kPieceBytes
                        : Record::kRopeOffset + ((piece - kLatentPieces) ^ odd_row) * kPieceBytes;
-    return ld_global_16(token.data + at + lane % kPieceLanes * 16, token.data != nullptr);
+    return token.data + at + lane % kPieceLanes * 16;
+}
+
+// Those of a piece; zeros where there is no row.
+template <class Record>
+MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
+    return ld_global_16(piece_address<Record>(token, piece, lane), token.data != nullptr);
 }
 
 // The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven.

@@ -38,11 +38,16 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
+    // Rows come through shared memory, or through registers. Loads into registers that are used in the next round of a
+    // loop share one scoreboard: the first use waits for all of them.
+    static constexpr bool kStaged = Tokens::kStaged;
+    // Where rows are staged, there is room for 32 query rows once.
+    static constexpr i32 kStagesQ = kStaged && kBlockRows > 16 ? 1 : 2;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
     // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1, with 32 rows it costs 9 %; lists: -3 to -5 %
     // with 16 rows, with 32 it costs 4 %)
-    static constexpr bool kFencedByReaders = kBlockRows <= 16;
+    static constexpr bool kFencedByReaders = kBlockRows <= 16 || kStaged;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
     // The pieces of a group: [first_piece(group), first_piece(group + 1)).
@@ -62,7 +67,6 @@ constexpr i32 kSmallRegsEntry = 168;  // 65536 / 384, rounded down to a multiple
 constexpr i32 kRegsMath = 240, kRegsDequant = 128;
 static_assert(kRegsMath + 2 * kRegsDequant <= 3 * kSmallRegsEntry, "what the block has at entry");
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
-constexpr i32 kStagesQ = 2;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier           arrives (count)       waits      first phase
@@ -73,17 +77,26 @@ constexpr i32 kStagesQ = 2;
 // A query comes with group 0 of its first tile: it is written before, and the fence and the barrier of the group cover
 // it, too (see kFencedByReaders). P needs no barrier of its own: it is overwritten after the next tile's maxima have
 // been exchanged, before which every warp has finished with the product that read it.
+// Each lane's 16 bytes of each piece of its row: they are the lane's own.
+template <i32 kPieces>
+struct RawRows {
+    alignas(16) u8 bytes[kDequantWarps][kPieces][kWarpThreads * 16];
+};
+template <>
+struct RawRows<0> {};
+
 template <class C>
 struct SmallStorage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
-    u8 q[kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
+    u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
     u8 p[C::kQSwTileBytes];                             // [head][token]
-    float q_factors[kStagesQ][C::kBlockRows];           // of the scores of each head
+    float q_factors[C::kStagesQ][C::kBlockRows];        // of the scores of each head
     float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
-    u64 present[kStagesKV];  // bit t: token t of the tile is there; only of tokens in pages
+    RawRows<C::kStaged ? C::kRowPieces : 0> raw;
+    u64 present[kStagesKV];  // bit t: token t of the tile is there
     MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
-    MBarrier q_empty[kStagesQ];
+    MBarrier q_empty[C::kStagesQ];
 };
 
 // MathOnly: within the math warpgroup.
@@ -115,12 +128,13 @@ struct ListedTile {
     bool exists;
     i32 query;  // where the tile is the first of a work item, else kNoQuery
     typename C::Tokens::Place place;
+    i32 token, first_tokens;  // see `bytes` of attention/record_tokens.cuh
 };
 
-// A tile on its way: a lane's bytes of its row.
+// A tile on its way: a lane's bytes of its row, where these do not come through shared memory.
 template <class C>
 struct FetchedTile {
-    uint4 piece[C::kRowPieces];
+    uint4 piece[C::kStaged ? 1 : C::kRowPieces];
     LaneScales<typename C::TokenRecord> scales;
     bool present;
 };
@@ -133,7 +147,7 @@ struct Dequantiser {
     i32 warp, lane, row;                                              // row of each tile
     i32 stage, q_stage;
     Ring<kStagesKV> ring;
-    Ring<kStagesQ> q_ring;
+    Ring<C::kStagesQ> q_ring;
 
     // The warp's i-th query row of the block; null past the last head.
     MLA_DEVICE const u16* query_row(i32 query, i32 i) const {
@@ -142,18 +156,25 @@ struct Dequantiser {
     }
 
     // Reads on, and brings the rows of a query that comes up into L2.
-    MLA_DEVICE ListedTile<C> list_next(TileWalk& walk) const {
-        ListedTile<C> listed{walk.next(block.p), kNoQuery, C::Tokens::nowhere()};
+    MLA_DEVICE ListedTile<C> list_next(TileWalk<typename C::Tokens::Work>& walk) const {
+        ListedTile<C> listed{walk.next(block.p), kNoQuery, C::Tokens::nowhere(), 0, 0};
         if (!listed.exists) return listed;
-        listed.place = C::Tokens::place(block.p, walk.item, walk.tile * kTileTokens + row);
+        listed.token = walk.tile * kTileTokens + row;
+        listed.first_tokens = walk.first_tokens;
+        listed.place = C::Tokens::place(block.p, walk, listed.token);
         if (!walk.first) return listed;
-        listed.query = walk.item.request;
+        listed.query = walk.request;
 #pragma unroll
         for (i32 i = 0; i < kQueryRows; ++i) {
             const u16* from = query_row(listed.query, i);
             if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
         }
         return listed;
+    }
+
+    // The lane's token of a tile. It waits for the place, and so most likely for all loads: call it late.
+    MLA_DEVICE TokenBytes find(const ListedTile<C>& listed) const {
+        return C::Tokens::template bytes<TokenRecord>(block.p, listed, listed.token, listed.place);
     }
 
     MLA_DEVICE void store_query(i32 query) {
@@ -169,44 +190,72 @@ struct Dequantiser {
             if (lane == 0) s.q_factors[q_stage][at] = factor;
         }
         q_ring.advance(q_stage);
-        q_stage ^= 1;
+        q_stage = (q_stage + 1) % C::kStagesQ;
+    }
+
+    // Asks for pieces [begin, end) of a row.
+    template <i32 kBegin, i32 kEnd>
+    MLA_DEVICE void fetch(FetchedTile<C>& tile, const TokenBytes& token) const {
+#pragma unroll
+        for (i32 piece = kBegin; piece < kEnd; ++piece) {
+            if constexpr (C::kStaged) {
+                const bool present = token.data != nullptr;
+                const u8* nothing = reinterpret_cast<const u8*>(block.p.kv);
+                const u8* from = present ? piece_address<TokenRecord>(token, piece, lane) : nothing;
+                cp_async_16(smem_addr(raw(piece)), from, present);
+            } else {
+                tile.piece[piece] = load_piece<TokenRecord>(token, piece, lane);
+            }
+        }
+        if (C::kStaged) cp_async_commit_group();
+    }
+
+    MLA_DEVICE uint4 fetched(const FetchedTile<C>& tile, i32 piece) const {
+        if constexpr (C::kStaged) return *reinterpret_cast<const uint4*>(raw(piece));
+        return tile.piece[C::kStaged ? 0 : piece];
+    }
+
+    MLA_DEVICE u8* raw(i32 piece) const { return block.s.raw.bytes[warp][piece] + lane * 16; }
+
+    template <i32 kGroup>
+    MLA_DEVICE void store_group(FetchedTile<C>& tile, const RowScales<TokenRecord, typename C::Latent>& scales,
+                                const TokenBytes& next) const {
+        SmallStorage<C>& s = block.s;
+        constexpr i32 kBegin = C::first_piece(kGroup), kEnd = C::first_piece(kGroup + 1);
+        mbarrier_wait(s.kv_empty[stage][kGroup], ring.empty_parity(stage));
+        if (kGroup == 0) store_presence(tile.present);
+        if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();
+#pragma unroll
+        for (i32 piece = kBegin; piece < kEnd; ++piece) {
+            u8* to = s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
+            if (piece < C::kLatentSwTiles) {
+                store_latent<typename C::Latent>(to, fetched(tile, piece), scales.of_piece(piece, lane), row, lane);
+            } else {
+                store_rope_piece<TokenRecord, typename C::Rope>(to, fetched(tile, piece), piece - C::kLatentSwTiles,
+                                                                row, lane);
+            }
+        }
+        if (!C::kFencedByReaders) fence_proxy_async();
+        release(s.kv_full[stage][kGroup], lane);
+        fetch<kBegin, kEnd>(tile, next);
     }
 
     // Stores a tile, and refills its registers from the next one. The loads come after the release, which keeps the
     // compiler from moving them up: they would need other registers, and be waited for at the tile's end.
     MLA_DEVICE void store_tile(FetchedTile<C>& tile, const TokenBytes& next) {
-        SmallStorage<C>& s = block.s;
-        using Latent = typename C::Latent;
-        const RowScales<TokenRecord, Latent> scales(tile.scales);
+        const RowScales<TokenRecord, typename C::Latent> scales(tile.scales);
         tile.scales = LaneScales<TokenRecord>::load(next, lane);
-#pragma unroll
-        for (i32 group = 0; group < C::kGroups; ++group) {
-            mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));
-            if (C::Tokens::kMasked && group == 0) store_presence(tile.present);
-#pragma unroll
-            for (i32 piece = C::first_piece(group); piece < C::first_piece(group + 1); ++piece) {
-                u8* to = s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
-                if (piece < C::kLatentSwTiles) {
-                    store_latent<Latent>(to, tile.piece[piece], scales.of_piece(piece, lane), row, lane);
-                } else {
-                    store_rope_piece<TokenRecord, typename C::Rope>(to, tile.piece[piece], piece - C::kLatentSwTiles,
-                                                                    row, lane);
-                }
-            }
-            if (!C::kFencedByReaders) fence_proxy_async();
-            release(s.kv_full[stage][group], lane);
-#pragma unroll
-            for (i32 piece = C::first_piece(group); piece < C::first_piece(group + 1); ++piece) {
-                tile.piece[piece] = load_piece<TokenRecord>(next, piece, lane);
-            }
-        }
+        store_group<0>(tile, scales, next);
+        store_group<1>(tile, scales, next);
+        store_group<2>(tile, scales, next);
+        static_assert(C::kGroups == 3, "all of them");
         tile.present = next.data != nullptr;
         ring.advance(stage);
         stage ^= 1;
     }
 
     // Which of the warp's rows are there, by one byte of the tile's bits.
-    MLA_DEVICE void store_presence(bool present) {
+    MLA_DEVICE void store_presence(bool present) const {
         const bool of_row = __shfl_sync(kFullWarp, present, lane % kRowsOfWarp * kPieceLanes);
         const u32 rows = __ballot_sync(kFullWarp, of_row);
         if (lane == 0) reinterpret_cast<u8*>(&block.s.present[stage])[warp] = (u8)rows;
@@ -220,24 +269,22 @@ MLA_DEVICE void run_dequant_role(SmallBlock<C>& block, i32 warp, i32 lane) {
     using Tokens = typename C::Tokens;
     const DecodeParams& p = block.p;
     Dequantiser<C> dequantiser{block, warp, lane, warp * kRowsOfWarp + lane / kPieceLanes, 0, 0};
-    TileWalk walk(p, block.split);
+    TileWalk<typename C::Tokens::Work> walk(p, block.split);
     ListedTile<C> current = dequantiser.list_next(walk);
     if (!current.exists) return;
     ListedTile<C> next = dequantiser.list_next(walk);
+    const TokenBytes first = dequantiser.find(current);
     FetchedTile<C> tile;
-    const TokenBytes first = Tokens::template bytes<TokenRecord>(p, current.place);
     tile.present = first.data != nullptr;
     tile.scales = LaneScales<TokenRecord>::load(first, lane);
-#pragma unroll
-    for (i32 piece = 0; piece < C::kRowPieces; ++piece) {
-        tile.piece[piece] = load_piece<TokenRecord>(first, piece, lane);
-    }
+    dequantiser.template fetch<0, C::first_piece(1)>(tile, first);
+    dequantiser.template fetch<C::first_piece(1), C::first_piece(2)>(tile, first);
+    dequantiser.template fetch<C::first_piece(2), C::first_piece(3)>(tile, first);
 #pragma unroll 1
     while (true) {
-        const TokenBytes token = Tokens::template bytes<TokenRecord>(p, next.place);
         const ListedTile<C> after = dequantiser.list_next(walk);
         if (current.query != kNoQuery) dequantiser.store_query(current.query);
-        dequantiser.store_tile(tile, token);
+        dequantiser.store_tile(tile, dequantiser.find(next));
         if (!next.exists) break;
         current = next;
         next = after;
@@ -314,13 +361,13 @@ MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     for (auto& columns : math.out) pin(columns);
 }
 
-// Every row sees all of a list. Of tokens in pages, most tiles hide nothing, either.
+// Most tiles hide nothing.
 template <class C>
 MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, const WorkItem& item, i32 tile, i32 thread) {
+    const u64 present = block.s.present[math.stage];  // not of what lies past the end, either
     if constexpr (!C::Tokens::kMasked) {
-        mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);
+        mask_absent(math.scores, present, thread);
     } else {
-        const u64 present = block.s.present[math.stage];  // not of what lies past the end, either
         if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
         i32 row0 = block.row0;
         opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
@@ -382,14 +429,15 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
     SmallMath<C> math;
     math.stage = math.q_stage = 0;
     WorkItem item;
-    for (WorkIterator walk(p, block.split, C::Tokens::kMasked ? block.hidden : 0); walk.next(p, item);) {
+    using Work = WorkIteratorOf<typename C::Tokens::Work>;
+    for (Work walk(p, block.split, C::Tokens::kMasked ? block.hidden : 0); walk.next(p, item);) {
         math.reset();
         if (item.tile_begin < item.tile_end) {
 #pragma unroll 1
             for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
                 process_tile(block, math, item, tile, thread);
             }
-            math.q_stage ^= 1;
+            math.q_stage = (math.q_stage + 1) % C::kStagesQ;
         }
         if constexpr (kHasValueScale<typename C::TokenRecord>) {
 #pragma unroll

@@ -176,6 +176,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             *(b, s_q, h_q, h_kv),
             *(num_pages, page_size, call.view("block_table").shape[1], splits),
             *(options.causal, out.dtype == "float32", 0 if config.pieces else config.num_splits),
+            *(0, 0),  # a schedule in memory
             *(options.cp_world, options.cp_rank),
             *(options.scale * options.kv_scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
             options.kv_scale,  # of the values

@@ -146,7 +146,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             *(*pages, list_stride, config.num_splits),
             False,  # causal: the lists are
             call.view("out").dtype == "float32",
-            config.num_splits,  # continued_index
+            *(config.num_splits, 0, 0),  # continued_index; a schedule in memory
             *(1, 0),  # every row of kv is here
             *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
         )

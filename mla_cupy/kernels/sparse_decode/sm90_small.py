@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel
-from mla_cupy.kernels.decode.records import BLOCK_ROWS, RECORDS, SmallRecordVariant, small_record_variant
-from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from mla_cupy.kernels.decode.problem import AttentionKernel
+from mla_cupy.kernels.decode.records import BLOCK_ROWS, RECORDS, SmallRecordVariant
+from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -14,6 +14,18 @@ from mla_cupy.shapes import TILE_TOKENS
 def unsupported(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernel cannot take the problem; None if it can."""
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
+def block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
+    """Heads of a block: the fewest that hold all of them, or 16 where every block then has one tile."""
+    blocks = -(-problem.h_q // 16) * problem.queries * problem.tiles
+    wide = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
+    return 16 if wide > 16 and blocks <= device.sm_count else wide
+
+
+def variant(problem: SparseDecodeProblem, rows: int) -> SmallRecordVariant:
+    """The build for blocks of so many heads."""
+    return SmallRecordVariant(problem.dtype, problem.record, rows)
 
 
 KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -25,6 +37,5 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     tuple(SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in RECORDS for rows in BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: small_record_variant(problem, problem.h_q),
     block_rows=BLOCK_ROWS[-1],
 )

@@ -1,0 +1,87 @@
+"""How the queries of sparse decode are cut into splits: by `sparse_decode/schedule.cu`, or by arithmetic alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mla_cupy.kernels.decode.problem import MAX_SPLITS
+from mla_cupy.kernels.decode.schedule import PRICE_SCALE, merge_cost, piece_cost
+from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+
+ITEM_COST = 3
+"""What a work item costs besides its tiles, in tiles: as in `attention/split_schedule.cuh`."""
+SHORT_SPLIT = 4
+"""Up to so many tiles per split, partial results are counted: as there."""
+MAX_UNITS = 1 << 30
+"""Of work, in 32 bits."""
+
+KERNEL: Kernel[object] = Kernel(
+    "sparse_decode_schedule",
+    "cuts the lists of sparse decode into splits, where their lengths are in memory",
+    "sparse_decode/schedule.cu",
+    Params(
+        topk_length="u8",
+        extra_topk_length="u8",
+        schedule="u8",
+        topk_length_stride_elems="i8",
+        extra_topk_length_stride_elems="i8",
+        queries="i4",
+        s_q="i4",
+        topk="i4",
+        extra_topk="i4",
+        num_splits="i4",
+        merge_cost="i4",
+    ),
+    facts={"max_splits": MAX_SPLITS},
+)
+
+
+def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost: int) -> Launch:
+    """Write the schedule to the workspace."""
+    _, s_q, topk = call.view("indices").shape
+    values = (
+        *(*call.strides("topk_length", 1), *call.strides("extra_topk_length", 1)),
+        *(problem.queries, s_q, topk, problem.topk - topk, num_splits, merge_cost),
+    )
+    addresses = (call.name("topk_length"), call.name("extra_topk_length"), "schedule")
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), Record(KERNEL, addresses, values))
+
+
+class Cuts(NamedTuple):
+    """Queries of one length as a line of `request_units` units of `unit_tiles` tiles each, cut evenly."""
+
+    num_splits: int
+    request_units: int
+    unit_tiles: int
+
+    @property
+    def splits_queries(self) -> bool:
+        """Whether a query may be cut."""
+        return self.request_units > 1
+
+
+def even_cuts(problem: SparseDecodeProblem, block_rows: int, most: int) -> Cuts:
+    """At most `most` splits: whole queries, equal pieces of each, or cuts anywhere; what takes the least time.
+
+    The costs are those of `attention/split_schedule.cuh`, in tiles; but memory serves all blocks: a tile of records is
+    small, and takes long.
+    """
+    queries, tiles = max(1, problem.queries), max(1, problem.tiles)
+    total, merge = queries * tiles, merge_cost(min(problem.h_q, block_rows))
+    longest = -(-total // most)
+    counted = longest <= SHORT_SPLIT
+
+    def cost(longest: int, items: int, partials: int) -> float:
+        price = longest + ITEM_COST * items + (merge if partials else 0)
+        return price + partials * piece_cost(problem.h_q) / PRICE_SCALE if counted else price
+
+    per_split = -(-queries // most)
+    costs = {Cuts(-(-queries // per_split), 1, tiles): cost(per_split * tiles, per_split, 0)}
+    if total < MAX_UNITS:
+        anywhere = Cuts(min(most, total), tiles, 1)
+        costs[anywhere] = cost(longest, 1 + -(-longest // tiles), most + queries)
+    for pieces in range(2, min(tiles, most // queries) + 1):
+        costs[Cuts(queries * pieces, tiles, 1)] = cost(-(-tiles // pieces), 1, queries * pieces)
+    return min(costs, key=costs.__getitem__)
