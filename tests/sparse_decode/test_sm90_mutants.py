@@ -25,7 +25,8 @@ CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h
 
 MUTANTS = (
     # Keys
-    Mutant("keys released early", SMALL, "C::kGroups - 1 - kGroup", "C::kGroups - kGroup"),
+    Mutant("keys released early", SMALL, "    wgmma_wait_group<2>();\n", ""),
+    Mutant("rows not waited for", SMALL, "if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();", ""),
     Mutant(
         "keys freed by one warp too few",
         SMALL,
@@ -34,9 +35,9 @@ MUTANTS = (
     ),
     Mutant("keys announced by seven warps", SMALL, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
     Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
-    Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
+    Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][kGroup], ring.empty_parity(stage));", ""),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
-    Mutant("parity stuck", SMALL, "math.ring.full_parity(stage);", "0;"),
+    Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
     Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant(
         "keys of another row",
@@ -53,7 +54,7 @@ MUTANTS = (
     # Query rows
     Mutant("Q does not wait", SMALL, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
     Mutant("Q released after the first tile", SMALL, "if (tile + 1 == item.tile_end)", "if (tile == item.tile_begin)"),
-    Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage ^= 1;", ""),
+    Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
     Mutant(
         "Q freed by one warp too few",
         SMALL,
@@ -70,12 +71,9 @@ MUTANTS = (
     Mutant(
         "P not waited for",
         SMALL,
-        "    bar_sync(MathOnly, kWarpgroupThreads);\n    if (kOverlapped) finish_values<2>",
-        "    if (kOverlapped) finish_values<2>",
+        "    bar_sync(MathOnly, kWarpgroupThreads);\n    add_values(s",
+        "    add_values(s",
     ),
-    Mutant("P of the next tile", SMALL, "smem_addr(s.p[math.stage])", "smem_addr(s.p[math.stage ^ 1])"),
-    Mutant("one place for P", SMALL, "s.p[", "s.p[0 * "),
-    Mutant("scores not waited for", SMALL, "finish_scores<C::kGroups>", "finish_scores<C::kGroups + 1>"),
     Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
 )
 

@@ -18,7 +18,7 @@ GENERIC = "sparse_decode_generic"  # without tensor cores
 
 
 class SparseDecode:
-    """The call of a decoding step: lists, schedule, attention and merge."""
+    """The call of a decoding step: attention and merge."""
 
     def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
         self.name, self._kernel = name, kernel
@@ -44,7 +44,7 @@ class SparseDecode:
             outputs=lambda index: flat(case, *results[index]),
             recorder=device.recorder(),
             kernel=self._kernel or "",
-            includes="lists of addresses, schedule, attention and merge",
+            includes="attention and merge",
             workspace_bytes=lambda: device.allocated_by(calls[0]),
         )
 
