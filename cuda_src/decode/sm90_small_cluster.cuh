@@ -94,7 +94,7 @@ MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
     const TileRange mine = all.piece(share.index, share.count).piece(rank, C::kClusterBlocks);
     const i32 seen_by_all = length.tokens - hidden_here(block.p, block.hidden, length.behind_last);
     block.item =
-        WorkItem{share.request, length.tokens, length.behind_last, seen_by_all, mine.begin, mine.end, kNotSplit};
+        WorkItem{share.request, length.tokens, length.behind_last, 0, seen_by_all, mine.begin, mine.end, kNotSplit};
     return true;
 }
 
