@@ -31,6 +31,12 @@ MLA_DEVICE u32 ld_shared_cluster(ClusterAddr from) {
     return x;
 }
 
+MLA_DEVICE u64 ld_shared_cluster_u64(ClusterAddr from) {
+    u64 x;
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(x) : "r"(from.value) : "memory");
+    return x;
+}
+
 MLA_DEVICE float ld_shared_cluster_f32(ClusterAddr from) {
     float x;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from.value) : "memory");

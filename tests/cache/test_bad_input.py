@@ -171,6 +171,8 @@ GATHER_KEYS = [
         ("cache.strides", "1064", "multiples of 16 bytes"),
     ),
 ]
+#: Uploading would undo them.
+OF_THE_HOST = ("odd pages", "planes apart", "tokens apart", "cache overlaps latent")
 TABLES = {
     "cache_append": APPEND,
     "cache_gather": GATHER,
@@ -189,6 +191,8 @@ TABLES = {
     ],
 )
 def test_refuses(name: str, bad: Bad, place: str) -> None:
+    if place == "cupy" and bad.id in OF_THE_HOST:
+        pytest.skip("uploading undoes it")
     call = GOOD[name]()
     if name == "cache_gather" and bad.id == "out_dtype":
         del call["out"]

@@ -26,7 +26,7 @@ MUTANTS = [
     mutant(BLOCK, "minus zero is below zero", "__float_as_uint(x + 0.f)", "__float_as_uint(x)"),
     mutant(BLOCK, "NaN is first", "return kNanKey;", "return kKeptKey;"),
     mutant(BLOCK, "two digits share a bin", "? digit + (digit >> 5)", "? (digit & ~1u) + (digit >> 5)"),
-    mutant(CLUSTER, "two digits share a bin of a cluster", ": digit ^ (digit >> 5", ": digit & ~1u ^ (digit >> 5"),
+    mutant(CLUSTER, "neighbouring digits are exchanged", "{first & 1 ? high : low,", "{first & 1 ? low : high,"),
     mutant(
         CLUSTER,
         "keys that do not count share a bin",
