@@ -68,7 +68,7 @@ def test_our_own(run, name):
     row = run(name)["mla_cupy"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["check"]["errors"].keys() == {"out", "lse"}
-    assert "schedule" in row["includes"]
+    assert "attention" in row["includes"]
 
 
 def test_sets_share_the_pool_and_differ_in_all_else(device):
