@@ -279,8 +279,12 @@ MLA_DEVICE BinCount take_bin(Scratch& s, i32 pass, i32 digit, i32 own_rank) {
 // clusters): 8 loads from distributed shared memory instead of 16.
 MLA_DEVICE void take_bins(Scratch& s, i32 pass, i32 top, i32 own_rank, BinCount (&counts)[kBinsPerThread]) {
 #if __CUDA_ARCH__ == 900
-    if constexpr (kClusterBlocks > 1) {
-        static_assert(kClusterBlocks == 1 || kBinsPerThread == 2, "one load has both");
+    constexpr bool kOneLoad = kClusterBlocks > 1;
+#else
+    constexpr bool kOneLoad = false;
+#endif
+    if constexpr (kOneLoad) {
+        static_assert(!kOneLoad || kBinsPerThread == 2, "one load has both");
         const u32 first = place(top);
         const SmemAddr pair = smem_addr(&s.histogram[pass % kHistograms][first & ~1u]);
         counts[0] = counts[1] = BinCount{0, 0};
@@ -295,11 +299,10 @@ MLA_DEVICE void take_bins(Scratch& s, i32 pass, i32 top, i32 own_rank, BinCount 
                 if (rank < own_rank) counts[n].before += theirs[n];
             }
         }
-        return;
-    }
-#endif
+    } else {
 #pragma unroll
-    for (i32 n = 0; n < kBinsPerThread; ++n) counts[n] = take_bin(s, pass, top - n, own_rank);
+        for (i32 n = 0; n < kBinsPerThread; ++n) counts[n] = take_bin(s, pass, top - n, own_rank);
+    }
 }
 
 // The digit of the key that is the rank-th largest of those counted. `before` grows by what earlier blocks of the
