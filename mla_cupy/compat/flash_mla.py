@@ -1,14 +1,14 @@
-"""The interface of FlashMLA for 16-bit caches, with arrays of any library that `mla_cupy` takes::
+"""The interface of FlashMLA, with arrays of any library that `mla_cupy` takes::
 
     from mla_cupy.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-More is taken than FlashMLA takes: any number of heads, any page size, any `topk`, float16 everywhere, and sparse decode
-from a 16-bit cache. `strict=True` refuses what FlashMLA refuses on Hopper, for engines that probe what a call can do.
-FP8 caches and a second cache are not supported yet, and are refused with an error.
+More is taken than FlashMLA takes: any number of heads, any page size, any `topk`, float16 everywhere, dense decode
+from an FP8 cache, and sparse decode from a 16-bit cache. `strict=True` refuses what FlashMLA refuses on Hopper, for
+engines that probe what a call can do.
 
 The LSE is natural. A query that sees nothing has `out` 0 and the LSE +inf, as in FlashMLA; `mla_cupy` itself has -inf.
 
-This is FlashMLA's interface of April 2026. FlashMLA's own tests have not run against this module on a GPU yet.
+This is FlashMLA's interface of April 2026.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from mla_cupy import dtypes
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, Form, form_of, view_of
 from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
-from mla_cupy.ops import mla_decode, sparse_mla_forward
+from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
 from mla_cupy.shapes import D_V
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -73,7 +73,9 @@ def flash_mla_with_kvcache(
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
         d_qk is 576 or 512.
     k_cache : array, (num_blocks, page_size, h_kv, d_qk), dtype of q
-        With `indices`, h_kv is 1 and the pages follow one another without gaps.
+        With `indices`, h_kv is 1 and the pages follow one another without gaps. An FP8 cache is (num_blocks, page_size,
+        1, 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1), d_qk being 512; uint8
+        or float8_e4m3fn, with pages any multiple of 16 bytes apart.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
     head_dim_v : int
@@ -86,18 +88,18 @@ def flash_mla_with_kvcache(
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q. Without `indices`.
     is_fp8_kvcache : bool
-        True is not supported yet.
+        Whether `k_cache` holds FP8 records.
     indices : array, (b, s_q, topk), int32, optional
         Tokens of each query: page * page_size + place in the page. Values outside the cache, such as -1, are skipped.
     attn_sink : array, (h_q,), float32, optional
         With `indices`: see `mla_cupy.sparse_mla_forward`.
     topk_length : array, (b,), int32, optional
         With `indices`: only so many of each query's count.
-    extra_k_cache, extra_indices_in_kvcache, extra_topk_length : None
-        Not supported yet.
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length : array, optional
+        With `indices` and an FP8 cache: a second cache of the same record, and more tokens, under the same softmax.
     strict : bool
-        Refuse what FlashMLA refuses on Hopper: other pages than of 64 tokens, an empty batch, and `indices` without an
-        FP8 cache.
+        Refuse what FlashMLA refuses on Hopper: other pages than of 64 tokens and an empty batch in dense decode, an FP8
+        cache without `indices` or `indices` without an FP8 cache, and sparse decode with other heads than 64 or 128.
 
     Returns
     -------
@@ -111,7 +113,8 @@ def flash_mla_with_kvcache(
 
     Notes
     -----
-    As `mla_cupy.mla_decode` and `mla_cupy.sparse_mla_forward`. In a CUDA graph, see `FlashMLASchedMeta.update`.
+    As `mla_cupy.mla_decode`, `mla_cupy.sparse_mla_decode` (FP8 caches) and `mla_cupy.sparse_mla_forward`. In a CUDA
+    graph, see `FlashMLASchedMeta.update`.
 
     Examples
     --------
@@ -124,17 +127,21 @@ def flash_mla_with_kvcache(
     >>> out.shape, round(float(lse[0, 0, 0]), 3), float(lse[1, 0, 0])
     ((2, 1, 16, 512), 28.605, inf)
     """
-    _check_decode(tile_scheduler_metadata, num_splits, is_fp8_kvcache, head_dim_v)
-    if not (extra_k_cache is extra_indices_in_kvcache is extra_topk_length is None):
-        _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    form = form_of(q, k_cache, block_table, causal, indices)
+    extra = (extra_k_cache, extra_indices_in_kvcache)
+    _check_decode(tile_scheduler_metadata, num_splits, head_dim_v)
+    _check_extra(*extra, extra_topk_length, is_fp8_kvcache and indices is not None)
+    form = form_of(q, k_cache, block_table, causal, indices, is_fp8_kvcache, extra)
     if strict:
         _check_strict_decode(form)
     tile_scheduler_metadata.check(form)
     if indices is not None:
         if causal:
             raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
-        results = _sparse_decode(form, q, k_cache, indices, softmax_scale, attn_sink, topk_length)
+        selection = (q, k_cache, indices, topk_length, attn_sink)
+        if form.record:
+            results = _sparse_decode_fp8(form, *selection, *extra, extra_topk_length, softmax_scale)
+        else:
+            results = _sparse_decode(form, *selection, softmax_scale)
         tile_scheduler_metadata.keep(form, None)
         return results
     if not (attn_sink is topk_length is None):
@@ -226,8 +233,35 @@ def flash_mla_sparse_fwd(
     return out, max_logits, lse
 
 
+def _sparse_decode_fp8(
+    form: Form,
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    topk_length: Any,
+    attn_sink: Any,
+    extra_k_cache: Any,
+    extra_indices: Any,
+    extra_topk_length: Any,
+    scale: float | None,
+) -> tuple[Any, Any]:
+    """One call; queries whose sequences do not step evenly are copied by their library."""
+    b, s_q, h_q, d_qk = form.b, form.s_q, form.h_q, form.d_qk
+    out, lse = sparse_mla_decode(
+        *(q.reshape(b * s_q, h_q, d_qk).reshape(b, s_q, h_q, d_qk), k_cache, indices),
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        extra_kv_cache=extra_k_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        scale=scale,
+        empty_lse=EMPTY_LSE,
+    )
+    return out, lse.swapaxes(1, 2)
+
+
 def _sparse_decode(
-    form: Form, q: Any, k_cache: Any, indices: Any, scale: float | None, attn_sink: Any, topk_length: Any
+    form: Form, q: Any, k_cache: Any, indices: Any, topk_length: Any, attn_sink: Any, scale: float | None
 ) -> tuple[Any, Any]:
     """Each query is a row of one sparse call; the cache is its flat list of tokens."""
     b, s_q, h_q = form.b, form.s_q, form.h_q
@@ -256,29 +290,36 @@ def _sparse_decode(
     return out.reshape(b, s_q, h_q, D_V), lse.reshape(b, s_q, h_q).swapaxes(1, 2)
 
 
-def _check_decode(schedule: Any, num_splits: Any, is_fp8_kvcache: bool, head_dim_v: int) -> None:
+def _check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
     if not isinstance(schedule, FlashMLASchedMeta):
         remedy = "pass get_mla_metadata()[0] of this module"
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
     if num_splits is not None:
         raise ArgumentError(explain("num_splits", "an array", "None", "the schedule holds all"))
-    if is_fp8_kvcache:
-        raise ArgumentError(explain("is_fp8_kvcache", True, "False", "FP8 caches are not supported yet"))
     if head_dim_v != D_V:
         raise ArgumentError(explain("head_dim_v", head_dim_v, str(D_V)))
 
 
-def _refuse_second_cache(cache: Any, indices: Any, length: Any) -> None:
+def _check_extra(cache: Any, indices: Any, length: Any, possible: bool) -> None:
+    """A second cache and its indices are given together, and only beside a first one of FP8 records with indices."""
     names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-    for name, x in zip(names, (cache, indices, length), strict=True):
-        if x is not None:
-            raise ArgumentError(explain(name, "an array", "None", "a second cache is not supported yet"))
+    given = [name for name, x in zip(names, (cache, indices, length), strict=True) if x is not None]
+    if given and not possible:
+        raise ArgumentError(
+            explain(given[0], "an array", "None", "only sparse decode from an FP8 cache has a second one")
+        )
+    if given and (cache is None or indices is None):
+        missing = names[0] if cache is None else names[1]
+        raise ArgumentError(explain(missing, None, f"an array, as {given[0]} is given"))
 
 
 def _check_strict_decode(form: Form) -> None:
-    if form.topk is not None:
-        raise ArgumentError(explain("is_fp8_kvcache", False, "True, with indices", "or strict=False"))
-    if form.page_size != _PAGE_SIZE:
+    if (form.topk is not None) != bool(form.record):
+        expected = "True, with indices" if form.topk is not None else "False, without indices"
+        raise ArgumentError(explain("is_fp8_kvcache", bool(form.record), expected, "or strict=False"))
+    if form.topk is not None and form.h_q not in _HEADS:
+        raise ShapeError(explain("q.shape[2]", form.h_q, "64 or 128 heads", "or strict=False"))
+    if form.topk is None and form.page_size != _PAGE_SIZE:
         raise ShapeError(explain("k_cache.shape[1]", form.page_size, f"{_PAGE_SIZE}", "or strict=False"))
     if form.b < 1:
         raise ShapeError(explain("q.shape[0]", form.b, "at least 1", "or strict=False"))

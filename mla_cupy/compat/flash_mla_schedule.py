@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mla_cupy import arrays
+from mla_cupy import arrays, dtypes
 from mla_cupy.arrays import Family, View
-from mla_cupy.errors import PlanError, ShapeError, explain
+from mla_cupy.errors import DTypeError, PlanError, ShapeError, explain
 from mla_cupy.ops import DecodePlan, plan_decode
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.records import BYTE_DTYPES, record_of
 
 _ALIGNMENT = 256
 """What `plan_decode` asks of a workspace's address."""
 
 
 class Form(NamedTuple):
-    """What all calls with one schedule have in common. `max_pages` is 0 with indices, `topk` is None without."""
+    """What all calls with one schedule have in common. `max_pages` is 0 with indices, `topk` is None without.
+
+    `record` is "" for a cache of 16-bit rows. The last two are None without a second cache.
+    """
 
     b: int
     s_q: int
@@ -26,27 +30,41 @@ class Form(NamedTuple):
     max_pages: int
     causal: bool
     topk: int | None
+    record: str
+    extra_page_size: int | None
+    extra_topk: int | None
 
 
-def form_of(q: Any, k_cache: Any, block_table: Any, causal: bool, indices: Any) -> Form:
-    """The form of a call.
+def form_of(
+    q: Any, k_cache: Any, block_table: Any, causal: bool, indices: Any, fp8: bool, extra: tuple[Any, Any]
+) -> Form:
+    """The form of a call; `extra` are the second cache and its indices, or None.
 
     Raises
     ------
-    ShapeError
-        If an array has another number of axes.
+    ShapeError, DTypeError
+        If an array has another number of axes, or an FP8 cache is none.
     """
     try:
         b, s_q, h_q, d_qk = q.shape
-        _, page_size, h_kv, _ = k_cache.shape
-        if indices is not None:
-            _, _, topk = indices.shape
-            return Form(b, s_q, h_q, page_size, h_kv, d_qk, 0, bool(causal), topk)
-        _, max_pages = (b, 0) if block_table is None else block_table.shape
-    except (AttributeError, TypeError, ValueError):
-        _check_axes(q=q, k_cache=k_cache, block_table=block_table, indices=indices)
+        _, page_size, h_kv, width = k_cache.shape
+        max_pages = 0 if block_table is None or indices is not None else block_table.shape[1]
+        topk = None if indices is None else indices.shape[2]
+        extra_page_size = extra_topk = None
+        if extra[0] is not None:
+            (_, extra_page_size, _, _), (_, _, extra_topk) = extra[0].shape, extra[1].shape
+    except (AttributeError, IndexError, TypeError, ValueError):
+        names = ("q", "k_cache", "block_table", "indices", "extra_k_cache", "extra_indices_in_kvcache")
+        _check_axes(dict(zip(names, (q, k_cache, block_table, indices, *extra), strict=True)))
         raise
-    return Form(b, s_q, h_q, page_size, h_kv, d_qk, max_pages, bool(causal), None)
+    record = _record_of(dtypes.name_of(k_cache.dtype), width) if fp8 else ""
+    return Form(b, s_q, h_q, page_size, h_kv, d_qk, max_pages, bool(causal), topk, record, extra_page_size, extra_topk)
+
+
+def _record_of(dtype: str, width: int) -> str:
+    if dtype not in BYTE_DTYPES:
+        raise DTypeError(explain("k_cache.dtype", dtype, " or ".join(BYTE_DTYPES), "as is_fp8_kvcache is True"))
+    return record_of(dtype, width, "k_cache").name
 
 
 _AXES = {
@@ -54,12 +72,15 @@ _AXES = {
     "k_cache": "(num_blocks, page_size, h_kv, d_qk)",
     "block_table": "(b, max_pages)",
     "indices": "(b, s_q, topk)",
+    "extra_k_cache": "(num_blocks, page_size, 1, d_qk)",
+    "extra_indices_in_kvcache": "(b, s_q, topk)",
 }
+_OPTIONAL = ("block_table", "indices", "extra_k_cache", "extra_indices_in_kvcache")
 
 
-def _check_axes(**given: Any) -> None:
+def _check_axes(given: dict[str, Any]) -> None:
     for name, x in given.items():
-        shape, absent = tuple(getattr(x, "shape", ())), x is None and name in ("block_table", "indices")
+        shape, absent = tuple(getattr(x, "shape", ())), x is None and name in _OPTIONAL
         if not absent and len(shape) != _AXES[name].count(",") + 1:
             raise ShapeError(explain(f"{name}.shape", shape, _AXES[name]))
 
@@ -121,7 +142,7 @@ class FlashMLASchedMeta:
         if self._plan is not None:
             return self._plan
         view = view_of(q, "q")
-        aligned = steps_by_16_bytes(view) and steps_by_16_bytes(view_of(k_cache, "k_cache"))
+        aligned = steps_by_16_bytes(view) and bool(form.record or steps_by_16_bytes(view_of(k_cache, "k_cache")))
         if not (aligned and form.b and form.max_pages):
             return None
         plan = _make_plan(form, arrays.family_of(q, "q"), view)
@@ -131,7 +152,9 @@ class FlashMLASchedMeta:
 
 def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
     """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
-    sizes = {name: getattr(form, name) for name in ("s_q", "h_q", "h_kv", "d_qk", "max_pages", "page_size")}
+    names = ("s_q", "h_q", "h_kv", "d_qk", "max_pages", "page_size")
+    sizes: dict[str, Any] = {name: getattr(form, name) for name in names}
+    sizes["record"] = form.record or None
     if not family.on_gpu:
         return plan_decode(max_b=form.b, **sizes, dtype=view.dtype)
     stream = family.native.current_stream(view.device)

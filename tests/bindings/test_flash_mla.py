@@ -23,6 +23,8 @@ from mla_cupy.compat.flash_mla import (
 from tests.bindings.test_doctests import REPOSITORY
 from tests.interop.test_jax import put
 from tests.interop.test_torch import array, tensor
+from tests.sparse_decode.runs import SparseDecodeCase
+from tests.sparse_decode.runs import make as records_call
 from tests.support import cases
 from tests.support.recorder import Recorder
 from tests.support.tolerance import check
@@ -147,6 +149,92 @@ def test_sparse_decode(library: Any, with_options: bool) -> None:
     check(results, exact[:2], rounded[:2], "bfloat16")
 
 
+FP8_CASES = (
+    SparseDecodeCase(h_q=5, s_q=2, b=3, extra=7, lengths=True, sink=True, empty=True),
+    SparseDecodeCase(record="v4", h_q=2, topk=20, extra=33, lengths=True, sink=True),
+)
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_sparse_decode_from_fp8(library: Any, case: SparseDecodeCase, request: pytest.FixtureRequest) -> None:
+    """Queries that do not step evenly, poisoned caches whose pages have gaps, and two lists."""
+    make, back = library
+    if request.node.callspec.params["library"] == "jax" and case.record == "v4":
+        pytest.skip("arrays of JAX have no gaps between pages, as those of v4 need")
+    given = records_call(case)
+    room = np.full((case.b, case.s_q + 1, case.h_q, given["q"].shape[-1]), np.nan, given["q"].dtype)
+    room[:, : case.s_q] = given["q"]
+    call = {name: make(x) for name, x in {**given, "q": room[:, : case.s_q]}.items()}
+    out, lse = flash_mla_with_kvcache(
+        *(call["q"], one_head(call["kv_cache"]), None, None, 512, FlashMLASchedMeta()),
+        softmax_scale=SCALE,
+        is_fp8_kvcache=True,
+        indices=call["indices"],
+        attn_sink=call["attn_sink"],
+        topk_length=call["topk_length"],
+        extra_k_cache=one_head(call.get("extra_kv_cache")),
+        extra_indices_in_kvcache=call.get("extra_indices"),
+        extra_topk_length=call.get("extra_topk_length"),
+    )
+    exact = reference.sparse_mla_decode(**given, scale=SCALE, empty_lse=np.inf)
+    assert out.shape == exact[0].shape
+    np.testing.assert_allclose(back(out).astype("f8"), exact[0], rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(back(lse), exact[1].swapaxes(1, 2), rtol=1e-6)
+    assert np.isposinf(back(lse)).any() == case.empty
+
+
+def one_head(cache: Any) -> Any:
+    """The cache with FlashMLA's axis of one head."""
+    return None if cache is None else cache[:, :, None, :]
+
+
+def fp8_decode_call() -> dict[str, Any]:
+    """Dense decode from records; two query tokens of two sequences."""
+    given = records_call(SparseDecodeCase(h_q=64, s_q=2, page_size=64))
+    table = np.array([[3, 1], [0, 2]], np.int32)
+    lengths, cache = np.array([70, 0], np.int32), np.zeros((5, 64, 1, 656), np.uint8)
+    rows = np.ones((5 * 64, 512), np.float16), np.ones((5 * 64, 64), np.float16)
+    reference.cache_append(*rows, cache[:, :, 0], np.arange(5 * 64))
+    return {"q": given["q"], "k_cache": cache, "block_table": table, "cache_seqlens": lengths, "head_dim_v": 512}
+
+
+def test_dense_decode_from_fp8() -> None:
+    call = fp8_decode_call()
+    schedule = FlashMLASchedMeta()
+    for _ in range(2):
+        out, lse = flash_mla_with_kvcache(
+            **call, tile_scheduler_metadata=schedule, causal=True, is_fp8_kvcache=True, softmax_scale=SCALE
+        )
+        assert (out[0] == 1).all()
+        assert np.isposinf(lse[1]).all()
+    with pytest.raises(ArgumentError, match="is_fp8_kvcache: got True, expected False, without indices; or strict"):
+        flash_mla_with_kvcache(**call, tile_scheduler_metadata=FlashMLASchedMeta(), is_fp8_kvcache=True, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"extra_k_cache": np.zeros((2, 3, 1, 656), "u1")}, ArgumentError, "extra_indices_in_kvcache: got None"),
+        ({"extra_topk_length": np.zeros(2, "i4")}, ArgumentError, "extra_k_cache: got None"),
+        ({"k_cache": np.zeros((9, 5, 1, 600), "u1")}, ShapeError, r"k_cache.shape\[-1\]: got 600"),
+        ({"extra_k_cache": np.zeros((2, 656), "u1"), "extra_indices_in_kvcache": np.zeros((2, 2, 1), "i4")}, ShapeError,
+         "extra_k_cache.shape"),
+        ({"causal": True}, ArgumentError, "causal: got True"),
+        ({"strict": True}, ShapeError, "64 or 128 heads"),
+    ],
+    ids=lambda x: str(x)[:30],
+)  # fmt: skip
+def test_mistakes_of_decode_from_fp8(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = records_call(SparseDecodeCase(h_q=5, s_q=2))
+    call: dict[str, Any] = {"q": given["q"], "k_cache": one_head(given["kv_cache"]), "indices": given["indices"]}
+    call.update(block_table=None, cache_seqlens=None, head_dim_v=512, is_fp8_kvcache=True)
+    call["tile_scheduler_metadata"] = schedule = FlashMLASchedMeta()
+    with pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**{**call, **change})
+    assert not schedule.have_initialized
+    flash_mla_with_kvcache(**call)
+
+
 def test_sparse_decode_of_no_tokens() -> None:
     given = sparse_decode_inputs(topk=0)
     lengths = np.zeros(B, np.int32)
@@ -182,11 +270,11 @@ def test_sparse_forward(library: Any) -> None:
 # ---- refused -----------------------------------------------------------------------------------------------------
 
 DENSE_MISTAKES = [
-    ({"is_fp8_kvcache": True}, ArgumentError, "is_fp8_kvcache: got True, expected False; FP8 caches"),
+    ({"is_fp8_kvcache": True}, DTypeError, "k_cache.dtype: got bfloat16, expected uint8 or float8_e4m3fn"),
     ({"tile_scheduler_metadata": np.zeros(3)}, PlanError, "tile_scheduler_metadata: got ndarray"),
     ({"num_splits": np.zeros(4)}, ArgumentError, "num_splits: got an array, expected None"),
     ({"head_dim_v": 128}, ArgumentError, "head_dim_v: got 128, expected 512"),
-    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; a second cache"),
+    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; only sparse"),
     ({"extra_topk_length": np.zeros(3)}, ArgumentError, "extra_topk_length"),
     ({"attn_sink": np.zeros(HEADS, "f4")}, ArgumentError, "attn_sink: got an array, without indices"),
     ({"topk_length": np.zeros(B, "i4")}, ArgumentError, "topk_length: got an array, without indices"),

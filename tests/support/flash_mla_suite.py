@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 from unittest.mock import MagicMock
 
@@ -26,9 +27,14 @@ from mla_cupy.compat import flash_mla
 
 SCRIPTS = {
     "dense": ("test_flash_mla_dense_decoding.py", "test_flash_mla"),
+    "sparse-decode": ("test_flash_mla_sparse_decoding.py", "test_flash_mla"),
     "sparse-prefill": ("test_flash_mla_sparse_prefill.py", "run_test"),
 }
 """The script, and its function that runs one case."""
+_PASSED = SimpleNamespace(
+    is_correct=True, compute_memory_ratio=0.0, achieved_tflops=0.0, achieved_gBps=0.0, time_usage_per_us=0.0
+)
+"""What the scripts are told of every case: true, and with the figures that one of them prints."""
 _MOCKED = ("triton", "triton.language")
 """What the scripts import for timing only."""
 
@@ -41,18 +47,18 @@ class Cases:
         self.seen = 0
         self.counts: Counter[str] = Counter()
 
-    def through(self, run: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    def through(self, run: Callable[[Any], Any]) -> Callable[[Any], SimpleNamespace]:
         """The function that the script calls in place of `run`. It never fails, so that every case has its turn."""
         for name in _MOCKED:  # PyTorch must not take it for the real one
             if isinstance(sys.modules.get(name), MagicMock):
                 del sys.modules[name]
 
-        def run_case(case: Any) -> bool:
+        def run_case(case: Any) -> SimpleNamespace:
             self.seen += 1
             if self.seen % self._shards != self._shard % self._shards:
-                return True
+                return _PASSED
             if self._max_cases is not None and self.counts.total() >= self._max_cases:
-                return True
+                return _PASSED
             for name in ("test_performance", "num_runs"):
                 if hasattr(case, name):
                     setattr(case, name, 0)
@@ -60,7 +66,7 @@ class Cases:
             self.counts[outcome.partition(":")[0]] += 1
             self._log.write(f"{outcome} | {case}\n{said if outcome != 'passed' else ''}")
             self._log.flush()
-            return True
+            return _PASSED
 
         return run_case
 
@@ -74,7 +80,8 @@ class Cases:
             return f"out of memory: {str(error).splitlines()[0]}", said.getvalue()
         except Exception as error:
             return f"failed: {type(error).__name__} {error}", said.getvalue()
-        return ("failed: wrong result" if passed is False else "passed"), said.getvalue()
+        correct = getattr(passed, "is_correct", passed)
+        return ("failed: wrong result" if correct is False else "passed"), said.getvalue()
 
 
 def run_script(path: Path, function: str, cases: Cases) -> None:
