@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ...core.device import Device
 from .cases import LossCase
 
 Array = npt.NDArray[Any]
+POOL = 8192  # vectors that are drawn; more than these repeat them in random order
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossIn
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> Array:
-        return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        vectors = math.prod(shape[:-1])
+        pool = rng.standard_normal((min(POOL, vectors), shape[-1]), np.float32).astype(ml_dtypes.bfloat16)
+        made: Array = pool.reshape(shape) if vectors <= POOL else pool[rng.integers(0, POOL, shape[:-1])]
+        return made
 
     starts = (case.s * np.arange(case.b + 1)).astype(np.int32)
     position = np.arange(case.tokens) % case.s
