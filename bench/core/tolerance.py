@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,17 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 LSE_RELATIVE = 2.0**-13  # of max(1, |lse|): float32 scores and the hardware's exp2 and log2
+
+
+@dataclass(frozen=True)
+class SampledVerdict:
+    """For each output the error of the worst sample, the tolerance of that sample, and how many there were."""
+
+    ok: bool
+    reason: str
+    errors: dict[str, float]
+    tolerances: dict[str, float]
+    samples: dict[str, int]
 
 
 def epsilon(dtype: str) -> float:

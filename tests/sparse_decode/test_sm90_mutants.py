@@ -11,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ptxsim
-from mla_cupy.errors import KernelCompileError
 from tests.sparse_decode.runs import SparseDecodeCase, check
-from tests.support.mutants import Mutant, planted
+from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.sim_driver import simulated
 
 SMALL = "attention/sm90/small_records.cuh"
@@ -110,16 +108,11 @@ MUTANTS_OF_BLOCKS = (
 )
 
 
-def verdict(mode: tuple[str, int], case: SparseDecodeCase, kernel: str) -> str:
+@as_verdict
+def verdict(mode: tuple[str, int], case: SparseDecodeCase, kernel: str) -> None:
     """What a run shows; empty if nothing."""
-    try:
-        with simulated(1, mode=mode[0], seed=mode[1]):
-            check(case, lambda x: x, np.asarray, kernel)
-    except (ptxsim.SimError, KernelCompileError) as error:
-        return type(error).__name__
-    except AssertionError:
-        return "wrong result"
-    return ""
+    with simulated(1, mode=mode[0], seed=mode[1]):
+        check(case, lambda x: x, np.asarray, kernel)
 
 
 RUNS = {"sparse_decode_sm90_small": (CASE, MUTANTS), "sparse_decode_sm90": (CASE_OF_BLOCKS, MUTANTS_OF_BLOCKS)}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
 
 import pytest
 
+import ptxsim
+from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import loader, sources
+
+Parameters = ParamSpec("Parameters")
 
 
 @dataclass(frozen=True)
@@ -41,3 +47,19 @@ def planted(mutant: Mutant, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield
     finally:
         loader.forget()
+
+
+def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
+    """`run`, which simulates and asserts, as a function that says what it shows: an error's name or "wrong result"."""
+
+    @wraps(run)
+    def verdict(*arguments: Parameters.args, **options: Parameters.kwargs) -> str:
+        try:
+            run(*arguments, **options)
+        except (ptxsim.SimError, KernelCompileError) as error:
+            return type(error).__name__
+        except AssertionError:
+            return "wrong result"
+        return ""
+
+    return verdict

@@ -14,7 +14,7 @@ from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.records import RECORDS
 
 from ...core.device import Device
-from ...core.tolerance import spaced
+from ...core.tolerance import SampledVerdict, spaced
 from .cases import PAGE_SIZE, CacheCase
 from .inputs import CacheInputs, CacheOutputs, as_cache
 
@@ -29,17 +29,6 @@ class Sample:
     row: int
     expected: Array
     mask: Array
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How many bytes of the samples differ."""
-
-    ok: bool
-    reason: str
-    errors: dict[str, float]
-    tolerances: dict[str, float]
-    samples: dict[str, int]
 
 
 def expect(case: CacheCase, dtype: str, inputs: CacheInputs, device: Device) -> list[Sample]:
@@ -68,11 +57,11 @@ def expect(case: CacheCase, dtype: str, inputs: CacheInputs, device: Device) -> 
     return [Sample(int(page), octets, mark.astype(bool)) for page, octets, mark in found]
 
 
-def judge(expected: Sequence[Sample], outputs: CacheOutputs, dtype: str, device: Device) -> Verdict:
+def judge(expected: Sequence[Sample], outputs: CacheOutputs, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples."""
     wrong = 0
     for sample in expected:
         got = np.ascontiguousarray(device.take(outputs.written, np.array([sample.row]))[0]).view(np.uint8)
         wrong += int((got != sample.expected)[sample.mask].sum())
     reason = f"{wrong} bytes differ" if wrong else ""
-    return Verdict(not wrong, reason, {"written": float(wrong)}, {"written": 0.0}, {"written": len(expected)})
+    return SampledVerdict(not wrong, reason, {"written": float(wrong)}, {"written": 0.0}, {"written": len(expected)})

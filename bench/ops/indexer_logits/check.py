@@ -17,7 +17,7 @@ from mla_cupy import reference
 from mla_cupy.reference.indexer_records import page_parts
 
 from ...core.device import Device
-from ...core.tolerance import spaced
+from ...core.tolerance import SampledVerdict, spaced
 from .cases import LogitsCase
 from .inputs import LogitsInputs
 
@@ -33,17 +33,6 @@ class Sample:
     place: tuple[int, ...]
     want: Array
     allowed: Array
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The error of the worst logit in units of what is allowed."""
-
-    ok: bool
-    reason: str
-    errors: dict[str, float]
-    tolerances: dict[str, float]
-    samples: dict[str, int]
 
 
 def expect(case: LogitsCase, dtype: str, inputs: LogitsInputs, device: Device) -> list[Sample]:
@@ -81,7 +70,7 @@ def _absolute(x: Array) -> Array:
     return x & 0x7F if x.dtype == np.uint8 else np.abs(x)
 
 
-def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) -> Verdict:
+def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples."""
     worst, reasons = 0.0, []
     for sample in expected:
@@ -95,4 +84,6 @@ def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) 
         worst = max(worst, error)
         if error > 1:
             reasons.append(f"logits[{sample.place}] differ by {error:.3g} times what is allowed")
-    return Verdict(not reasons, "; ".join(reasons), {"logits": worst}, {"logits": 1.0}, {"logits": len(expected)})
+    return SampledVerdict(
+        not reasons, "; ".join(reasons), {"logits": worst}, {"logits": 1.0}, {"logits": len(expected)}
+    )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mla_cupy import reference
 
 from ...core.device import Device
-from ...core.tolerance import spaced
+from ...core.tolerance import SampledVerdict, spaced
 from .cases import LossCase
 from .inputs import LossInputs, LossOutputs
 
@@ -53,17 +53,6 @@ class Whole:
     d_index_k: Array | None
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The error of each result in units of what is allowed."""
-
-    ok: bool
-    reason: str
-    errors: dict[str, float]
-    tolerances: dict[str, float]
-    samples: dict[str, int]
-
-
 def expect(case: LossCase, dtype: str, inputs: LossInputs, device: Device) -> list[Any]:
     """The oracle's results of a few queries; then a `Whole`."""
     host = inputs.host
@@ -90,10 +79,10 @@ def _exact(case: LossCase, arguments: dict[str, Any]) -> reference.IndexerLoss |
     return reference.indexer_warmup_loss(**arguments, target="per_head" if case.per_head else "head_sum")
 
 
-def judge(expected: Sequence[Any], outputs: LossOutputs, dtype: str, device: Device) -> Verdict:
+def judge(expected: Sequence[Any], outputs: LossOutputs, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples. What is no loss is not judged."""
     if outputs.d_index_k is None:
-        return Verdict(True, "", {}, {}, {})
+        return SampledVerdict(True, "", {}, {}, {})
     *samples, whole = expected
     errors = {"d_index_q": 0.0, "d_weights": 0.0}
     for sample in samples:
@@ -108,7 +97,7 @@ def judge(expected: Sequence[Any], outputs: LossOutputs, dtype: str, device: Dev
     errors = {name: np.inf if np.isnan(error) else error for name, error in errors.items()}
     reasons = [f"{name} differs by {error:.3g} times what is allowed" for name, error in errors.items() if error > 1]
     counts = {name: len(samples) for name in errors}
-    return Verdict(not reasons, "; ".join(reasons), errors, dict.fromkeys(errors, 1.0), counts)
+    return SampledVerdict(not reasons, "; ".join(reasons), errors, dict.fromkeys(errors, 1.0), counts)
 
 
 def _error(got: Array, want: Array, rounded: float = ROUNDED[False]) -> float:

@@ -13,7 +13,7 @@ from mla_cupy import reference
 from mla_cupy.reference.cache import to_e4m3
 
 from ...core.device import Device
-from ...core.tolerance import spaced
+from ...core.tolerance import SampledVerdict, spaced
 from .cases import PrepareCase
 from .inputs import PreparedQueries, PrepareInputs
 
@@ -30,17 +30,6 @@ class Sample:
     folded: Array
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How many codes and weights of the samples differ."""
-
-    ok: bool
-    reason: str
-    errors: dict[str, float]
-    tolerances: dict[str, float]
-    samples: dict[str, int]
-
-
 def expect(case: PrepareCase, dtype: str, inputs: PrepareInputs, device: Device) -> list[Sample]:
     """The oracle's results for a few tokens."""
     chosen = spaced(case.s_q, TOKENS)
@@ -50,7 +39,7 @@ def expect(case: PrepareCase, dtype: str, inputs: PrepareInputs, device: Device)
     return [Sample(int(token), to_e4m3(codes[at]), folded[at].astype(np.float32)) for at, token in enumerate(chosen)]
 
 
-def judge(expected: Sequence[Sample], outputs: PreparedQueries, dtype: str, device: Device) -> Verdict:
+def judge(expected: Sequence[Sample], outputs: PreparedQueries, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples."""
     wrong = {"codes": 0, "folded": 0}
     for sample in expected:
@@ -60,4 +49,4 @@ def judge(expected: Sequence[Sample], outputs: PreparedQueries, dtype: str, devi
             wrong[name] += int((got.view(f"u{got.itemsize}") != want.view(f"u{want.itemsize}")).sum())
     reason = "; ".join(f"{count} {name} differ" for name, count in wrong.items() if count)
     errors = {name: float(count) for name, count in wrong.items()}
-    return Verdict(not reason, reason, errors, dict.fromkeys(wrong, 0.0), dict.fromkeys(wrong, len(expected)))
+    return SampledVerdict(not reason, reason, errors, dict.fromkeys(wrong, 0.0), dict.fromkeys(wrong, len(expected)))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mla_cupy import reference
 
 from ...core.device import Device
-from ...core.tolerance import spaced
+from ...core.tolerance import SampledVerdict, spaced
 from .cases import TopkCase
 from .inputs import Selection, TopkInputs
 
@@ -29,17 +29,6 @@ class Sample:
     want: Array
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How many indices of the samples are wrong."""
-
-    ok: bool
-    reason: str
-    errors: dict[str, float]
-    tolerances: dict[str, float]
-    samples: dict[str, int]
-
-
 def expect(case: TopkCase, dtype: str, inputs: TopkInputs, device: Device) -> list[Sample]:
     """The oracle's indices, ascending, of a few rows."""
     chosen = spaced(case.s_q, ROWS)
@@ -47,7 +36,7 @@ def expect(case: TopkCase, dtype: str, inputs: TopkInputs, device: Device) -> li
     return [Sample(int(row), inputs.host[row], want) for row, want in zip(chosen, wanted, strict=True)]
 
 
-def judge(expected: Sequence[Sample], outputs: Selection, dtype: str, device: Device) -> Verdict:
+def judge(expected: Sequence[Sample], outputs: Selection, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples: by index, or by the values at the indices."""
     wrong, reasons = 0, []
     for sample in expected:
@@ -57,7 +46,7 @@ def judge(expected: Sequence[Sample], outputs: Selection, dtype: str, device: De
         if bad:
             reasons.append(f"indices[{sample.row}]: {bad} are wrong")
     errors = {"indices": float(wrong)}
-    return Verdict(not wrong, "; ".join(reasons), errors, {"indices": 0.0}, {"indices": len(expected)})
+    return SampledVerdict(not wrong, "; ".join(reasons), errors, {"indices": 0.0}, {"indices": len(expected)})
 
 
 def _wrong(sample: Sample, got: Array, lowest_ties: bool) -> int:

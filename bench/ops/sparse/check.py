@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mla_cupy import reference
 
 from ...core.device import Device
-from ...core.tolerance import LSE_RELATIVE, distance, epsilon, spaced
+from ...core.tolerance import LSE_RELATIVE, SampledVerdict, distance, epsilon, spaced
 from .cases import SparseCase
 from .inputs import SparseInputs
 
@@ -33,17 +33,6 @@ class Sample:
     row: int
     want: Array  # float64
     tolerance: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """For each output the error of the worst sample, and the tolerance it was compared with."""
-
-    ok: bool
-    reason: str
-    errors: dict[str, float]
-    tolerances: dict[str, float]
-    samples: dict[str, int]
 
 
 def sampled_queries(case: SparseCase) -> npt.NDArray[np.int64]:
@@ -76,7 +65,7 @@ def tolerance(output: str, want: Array, near: Array, dtype: str) -> float:
     return 2 * distance(near, want) + epsilon(dtype) * largest
 
 
-def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) -> Verdict:
+def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples; an output that is None is skipped."""
     arrays = {name: array for name, array in vars(outputs).items() if array is not None}
     worst: dict[str, tuple[float, float, float]] = {}  # error in units of the tolerance, error, tolerance
@@ -91,7 +80,7 @@ def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) 
     for name in ("out", "dq", "dkv"):
         if name in arrays and (count := device.count_not_finite(arrays[name])):
             reasons.append(f"{count} values of {name} are not finite or were never written")
-    return Verdict(
+    return SampledVerdict(
         ok=not reasons,
         reason="; ".join(reasons),
         errors={name: error for name, (_, error, _) in worst.items()},
