@@ -104,7 +104,8 @@ class Step:
 
     def _attend_bytes(self) -> int:
         pages = self.cache.layer(0, "kv")
-        return max(1, mla_cupy.workspace_bytes(mla_cupy.sparse_mla_decode, self.q, pages, self.indices))
+        given = {"topk_length": self.counts[:, 0]}
+        return max(1, mla_cupy.workspace_bytes(mla_cupy.sparse_mla_decode, self.q, pages, self.indices, **given))
 
     def check(self) -> tuple[bool, float]:
         """Whether the selection is exact, and the largest error of the attention."""

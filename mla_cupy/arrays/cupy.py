@@ -162,6 +162,16 @@ class CupyFamily(NativeFamily):
         """The same memory as a CuPy array, ordered with CuPy's current stream."""
         return self._cupy.from_dlpack(x)
 
+    def event(self, device: int) -> Any:
+        """The end of what `device`'s current stream holds now; None while it is captured, when nothing runs."""
+        with self._device(device):
+            stream = self._current()
+            if stream.is_capturing():
+                return None
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        return event
+
     def _device(self, device: int) -> AbstractContextManager[object]:
         if self._current_device() == device:
             return nullcontext()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import atexit
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +16,41 @@ from mla_cupy.arrays.view import Family, Native
 
 CUDA_DEVICE_TYPE = 2
 """`kDLCUDA`."""
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all work before it is."""
+
+    def synchronize(self) -> None:
+        """Wait until it is done."""
+
+
+class InFlight:
+    """Arrays that kernels may still read or write; thread-safe."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Event, tuple[Any, ...]]] = deque()
+        self._lock = threading.Lock()
+
+    def hold(self, event: Event, arrays: Iterable[Any]) -> None:
+        """Keep arrays until `event` is done and the next call comes, and drop those whose own event is done."""
+        with self._lock:
+            finished = []
+            while self._held and self._held[0][0].done:
+                finished.append(self._held.popleft())
+            self._held.append((event, tuple(arrays)))
+        finished.clear()  # outside of the lock: what frees an array is another library's code
+
+    def drain(self) -> None:
+        """Wait for everything, and keep nothing."""
+        with self._lock:
+            held, self._held = self._held, deque()
+        for event, _ in held:
+            event.synchronize()
 
 
 class JaxFamily:
@@ -34,6 +73,19 @@ class JaxFamily:
 
         return jax.dlpack.from_dlpack(x) if self.on_gpu else jax.device_put(x, jax.devices("cpu")[0])
 
+    def settle(self, lent: Iterable[Any]) -> None:
+        """Make JAX's own stream wait: JAX gives the memory of dropped arrays to later work on it, which nothing else
+        orders after ours. Holding the arrays instead would keep them from being donated.
+        """
+        if not self.on_gpu:
+            return
+        import jax
+
+        cupy, device = cupy_family(), _device_of(lent)
+        token = cupy.empty((1,), "int32", device, cupy.current_stream(device))
+        with cupy.on_device(device):
+            jax.numpy.negative(jax.dlpack.from_dlpack(token))  # runs on that stream once ours has come here
+
 
 class DlpackFamily:
     """GPU arrays of any other library with DLPack: results are CuPy arrays."""
@@ -50,6 +102,20 @@ class DlpackFamily:
     def release(self, x: Any) -> Any:
         return x
 
+    def settle(self, lent: Iterable[Any]) -> None:
+        """Hold them: a library that nothing is known of may reuse the memory of a dropped array at once."""
+        held = tuple(x for x in lent if x is not None)
+        event = cupy_family().event(_device_of(held))
+        if event is not None:
+            _IN_FLIGHT.hold(event, held)
+
+
+def _device_of(lent: Iterable[Any]) -> int:
+    return next(int(x.device.id) for x in lent if x is not None)
+
+
+_IN_FLIGHT = InFlight()
+atexit.register(_IN_FLIGHT.drain)
 
 JAX: dict[bool, Family] = {on_gpu: JaxFamily(on_gpu) for on_gpu in (False, True)}
 DLPACK: Family = DlpackFamily()

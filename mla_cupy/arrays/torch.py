@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,9 @@ class TorchCpuFamily:
         if kind in _UNKNOWN:
             return torch.from_numpy(x.view(_UNKNOWN[kind])).view(getattr(torch, kind))
         return torch.from_numpy(x)
+
+    def settle(self, lent: Iterable[Any]) -> None:
+        """Nothing to do: work on the host's memory is done when a call returns."""
 
 
 def _tensor_guards(torch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -132,6 +132,9 @@ class Family(Protocol):
     def release(self, x: Any) -> Any:
         """A result of `native` as an array of this family."""
 
+    def settle(self, lent: Iterable[Any]) -> None:
+        """Work on adopted arrays is enqueued on the current stream: keep their memory from new use until it is done."""
+
 
 class NativeFamily:
     """A family that is native itself: nothing to lend."""
@@ -146,3 +149,6 @@ class NativeFamily:
 
     def release(self, x: Any) -> Any:
         return x
+
+    def settle(self, lent: Iterable[Any]) -> None:
+        """Nothing to do: the caller names the stream, or the library's own is used, and orders what comes later."""

@@ -297,6 +297,8 @@ def _first(
     if family.on_gpu:
         lent_workspace = None if workspace is None else family.adopt(workspace)
         made = _on_gpu(operation, family.native, lent, options, lent_workspace, plan, check, stream)
+        if _thread.recent.measured is None:
+            family.settle((*lent.values(), lent_workspace))
     else:
         made = _on_host(operation, family, lent, options, workspace, plan, check, stream)
     return tuple(

@@ -203,6 +203,7 @@ def cascade_decode(
             part = slice(group.first, begin)
             outs, lses = batch.partials(group, pages.shape[1])
             merge_states(outs, lses, lse_base=lse_base, empty_lse=empty_lse, out=out[part], lse=lse[part])
+    family.settle((q, kv_cache, block_table, seqlens, out, lse))
     return (
         given["out"] if "out" in given else family.release(out),
         given["lse"] if "lse" in given else family.release(lse),

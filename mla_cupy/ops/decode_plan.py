@@ -144,6 +144,7 @@ class DecodePlan:
                 raise DeviceError(explain("seqlens' device", lengths.device, f"{self.device}, the plan's"))
             if b:
                 self._enqueue_schedule(self._config, native, lengths, address, stream)
+                family.settle((lent,))
         self._scheduled_b = b
         self.state = (self._identity, b)
 

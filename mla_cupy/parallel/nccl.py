@@ -88,6 +88,7 @@ class NcclTransport:
         received = self._all_to_all(native, (outs, lses), view.device, handle)
         states = [native.transposed(x, _STATES[len(native.view(x).shape)]) for x in received]
         out, lse = merge_states(*states, **{**result._asdict(), "stream": handle})
+        family.settle((outs, lses))
         return family.release(out), family.release(lse)
 
     def _all_to_all(self, native: arrays.Native, given: tuple[Any, Any], device: int, stream: int) -> list[Any]:

@@ -160,6 +160,7 @@ class PeerTransport:
         own = self._own
         shared = own.mailboxes.ptr, own.states.ptr, own.report[1]
         self._prepared[key].enqueue([0, *(view.ptr for view in views), *splits[:3], *shared], 0, handle)
+        family.settle((*lent, *made))
         kept = [x if x is not None else family.release(y) for x, y in zip((result.out, result.lse), made, strict=True)]
         return kept[0], kept[1]
 

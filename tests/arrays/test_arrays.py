@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from mla_cupy import ArgumentError, DeviceError, DTypeError, ShapeError, arrays
+from mla_cupy.arrays.dlpack import InFlight
 
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
@@ -37,6 +39,15 @@ class OnGpu:
 
 class OnHost(OnGpu):
     device = (1, 0)
+
+
+class Event:
+    """A point of a stream that comes when the test says so."""
+
+    done = False
+
+    def synchronize(self) -> None:
+        self.done = True
 
 
 # ---- NumPy -----------------------------------------------------------------------------------------------------
@@ -315,3 +326,23 @@ def test_host_copy_waits_for_the_stream(gpu: object) -> None:
         for _ in range(50):
             x += 1
     assert (family.to_numpy(x, stream.ptr) == 50).all()
+
+
+def test_arrays_in_flight_are_held_until_their_own_event() -> None:
+    held, events = InFlight(), [Event(), Event(), Event()]
+    made = [np.zeros(1) for _ in events]
+    alive = [weakref.ref(x) for x in made]
+
+    def left() -> list[bool]:
+        return [x() is not None for x in alive[: 3 - len(made)]]
+
+    held.hold(events[0], [made.pop(0)])
+    held.hold(events[1], [made.pop(0)])
+    assert left() == [True, True]
+    events[0].done = True
+    held.hold(events[2], [made.pop(0)])
+    assert left() == [False, True, True]
+    held.drain()
+    assert left() == [False, False, False]
+    assert events[1].done
+    assert events[2].done

@@ -56,6 +56,34 @@ def test_foreign_arrays_are_not_copied_and_give_cupy_arrays(gpu: DeviceInfo, dty
         assert_same(mla_cupy.mla_decode(*foreign, plan=plan)[0].get(), out.get())
 
 
+def test_foreign_arrays_live_until_the_work_is_done(gpu: DeviceInfo) -> None:
+    """Dropped by the caller while the stream has not come to the call; the next call finds what has ended."""
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    arguments = uploaded(make(CASE))
+    mla_cupy.mla_decode(*map(Foreign, arguments))  # builds
+    busy = cupy.ones((8192, 8192), cupy.float32)
+    product = busy @ busy
+    cupy.cuda.Device().synchronize()
+    mla_cupy.mla_decode(*map(Foreign, arguments))  # and lets go of what other tests have left
+    before = pool.used_bytes()
+    for _ in range(20):
+        cupy.matmul(busy, busy, out=product)
+    memory = arguments[0].copy()
+    nbytes = pool.used_bytes() - before
+    mla_cupy.mla_decode(Foreign(memory), *map(Foreign, arguments[1:]))
+    del memory
+    done = cupy.cuda.Event()
+    done.record()
+    assert not done.done
+    assert nbytes >= arguments[0].nbytes
+    assert pool.used_bytes() == before + nbytes
+    done.synchronize()
+    mla_cupy.mla_decode(*map(Foreign, arguments))
+    assert pool.used_bytes() == before
+
+
 def test_foreign_and_cupy_arrays_do_not_mix(gpu: DeviceInfo) -> None:
     q, kv_cache, table, seqlens = uploaded(make(CASE))
     with pytest.raises(DeviceError, match="seqlens: got an array of dlpack on the GPU, expected an array of cupy"):

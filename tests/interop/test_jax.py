@@ -88,13 +88,17 @@ def test_gpu_work_before_and_after_is_ordered(jax_gpu: Any) -> None:
 
 @pytest.mark.gpu
 def test_gpu_memory_of_dropped_arrays_is_not_reused_too_early(jax_gpu: Any) -> None:
-    """The inputs are dropped right after the call, while it runs; JAX may reuse their memory at once."""
+    """The inputs are dropped right after the call, long before it runs; JAX may reuse their memory at once."""
+    import cupy
+
+    busy = cupy.ones((4096, 4096), cupy.float32)
     jnp, inputs = jax_gpu.numpy, make(DecodeCase(b=8, h_q=128, seqlens=3000, strides="dense"))
     q, kv_cache, table, seqlens = put(jax_gpu, inputs.arguments, "gpu")
     expected = np.asarray(mla_cupy.mla_decode(q, kv_cache, table, seqlens)[0])
     copy, spoil = jax_gpu.jit(lambda x: x + 0), jax_gpu.jit(lambda x: jnp.full_like(x, 100))
     results = []
     for _ in range(30):
+        busy @ busy  # on the stream that the call goes to
         results.append(mla_cupy.mla_decode(copy(q), copy(kv_cache), copy(table), copy(seqlens))[0])
         spoil(q)
         spoil(kv_cache)
