@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ NAME = "context-parallel"
 TITLE = "decode with the tokens of a sequence shared out over GPUs of one host"
 DESCRIPTION = """Decode with the tokens of each sequence shared out over several GPUs of one host.
 
-Times are medians of replays of CUDA graphs of eight steps, of the slowest rank; q is on every rank, each ends with the
-output of its own heads. Efficiency is the time on one GPU over N times the time on N. For more GPUs than there are,
-the local decode is measured on one GPU with its share of the tokens, and the exchange is predicted from the measured
-one and the bytes of more ranks: those rows say "predicted".
+Times are medians of replays of CUDA graphs of eight steps, in turns, of the slowest rank; q is on every rank, each ends
+with the output of its own heads. Efficiency is the time on one GPU (of all, one after the other, the slowest) over N
+times the time on N. For more GPUs than there are, the local decode is measured on one GPU with its share of the tokens,
+and the exchange is predicted from the measured one and the bytes of more ranks: those rows say "predicted".
 """
 EPILOG = """examples:
   run context-parallel --gpus 2 --json cp.jsonl
@@ -95,35 +96,36 @@ def measure(case: Problem, world: int, transports: list[str], replays: int) -> I
     """The rows of a case: one GPU, `world` of them by each transport, and predictions for more."""
     from . import ranks
 
-    def local_us(parts: int) -> float:
-        rank = ranks.on_each(1, lambda _: ranks.Rank(case, parts, 0))[0]
-        return ranks.time_us(1, lambda _: rank.local, replays)
-
-    single = local_us(1)
-    yield {"gpus": 1, "transport": "", "us": single, "local_us": single, "exchange_us": 0.0, "efficiency": 1.0}
-    shards = ranks.on_each(world, lambda rank: ranks.Rank(case, world, rank))
-    local = ranks.time_us(world, lambda rank: shards[rank].local, replays)
+    everyone, more = range(world), [n for n in PREDICTED_WORLDS if n > world]
+    whole = ranks.on_each(everyone, lambda _: ranks.Rank(case, 1, 0))
+    shards = ranks.on_each(everyone, lambda rank: ranks.Rank(case, world, rank))
+    shares = {n: ranks.on_each([0], partial(ranks.Rank, case, n))[0] for n in more}
+    contexts = {kind: ranks.contexts(kind, world) for kind in transports}
+    steps = {
+        "single": ranks.Step([x.local for x in whole], [[rank] for rank in everyone]),
+        "local": ranks.Step([x.local for x in shards], [everyone]),
+        **{f"1/{n}": ranks.Step([x.local], [[0]]) for n, x in shares.items()},
+    }
+    for kind, members in contexts.items():
+        pairs = list(zip(shards, members, strict=True))
+        steps[kind] = ranks.Step([partial(x.whole, member) for x, member in pairs], [everyone])
+        steps[f"{kind} exchange"] = ranks.Step([partial(x.exchange, member) for x, member in pairs], [everyone])
+    us = ranks.times_us(steps, replays)
+    single, local = us["single"], us["local"]
+    yield _row(1, "", single, single, 0.0, single)
     for kind in transports:
-        contexts = ranks.contexts(kind, world)
-
-        def step(rank: int, contexts: Any = contexts) -> Any:
-            return lambda: shards[rank].whole(contexts[rank])
-
-        def exchange(rank: int, contexts: Any = contexts) -> Any:
-            return lambda: shards[rank].exchange(contexts[rank])
-
-        us, exchange_us = ranks.time_us(world, step, replays), ranks.time_us(world, exchange, replays)
-        efficiency = prediction.efficiency(single, world, us)
-        row = {"gpus": world, "transport": kind, "us": us, "local_us": local, "exchange_us": exchange_us}
-        yield {**row, "efficiency": efficiency}
-        measured = prediction.Exchange(world, us - local, ROW_BYTES, case.b * case.h_q)
-        for more in (n for n in PREDICTED_WORLDS if n > world):
-            share, exchange_us = local_us(more), measured.predicted_us(more)
-            us = share + exchange_us
-            row = {"gpus": more, "transport": kind, "us": us, "local_us": share, "exchange_us": exchange_us}
-            yield {**row, "efficiency": prediction.efficiency(single, more, us), "predicted": True}
-        for context in contexts:
+        yield _row(world, kind, us[kind], local, us[f"{kind} exchange"], single)
+        measured = prediction.Exchange(world, us[kind] - local, ROW_BYTES, case.b * case.h_q)
+        for n in more:
+            share, exchange_us = us[f"1/{n}"], measured.predicted_us(n)
+            yield {**_row(n, kind, share + exchange_us, share, exchange_us, single), "predicted": True}
+        for context in contexts[kind]:
             context.transport.check()
+
+
+def _row(gpus: int, transport: str, us: float, local_us: float, exchange_us: float, single_us: float) -> dict[str, Any]:
+    times = {"us": us, "local_us": local_us, "exchange_us": exchange_us}
+    return {"gpus": gpus, "transport": transport, **times, "efficiency": prediction.efficiency(single_us, gpus, us)}
 
 
 def _show(console: Any, case: Problem, rows: list[dict[str, Any]]) -> None:

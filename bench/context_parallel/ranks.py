@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,9 @@ PAGE = 64
 D_QK, D_V = 576, 512
 STEPS = 8
 """Steps in a graph, so that launching it is a small part."""
-WARMUP = 5
+WARMUP = 3
+TURNS = 5
+"""Turns in which the replays of all steps are made."""
 
 
 @dataclass(frozen=True)
@@ -107,33 +109,50 @@ def contexts(kind: str, world: int) -> list[ContextParallel]:
     if kind == "peer":
         return [ContextParallel(x) for x in PeerTransport.for_devices(range(world))]
     group = LocalGroup(world)
-    return on_each(world, lambda rank: ContextParallel(NcclTransport(group.member(rank), device=rank)))
+    return on_each(range(world), lambda rank: ContextParallel(NcclTransport(group.member(rank), device=rank)))
 
 
-def on_each(world: int, task: Callable[[int], Any]) -> list[Any]:
-    """`task(rank)` on all ranks at once, each with its GPU as the current one."""
+def on_each(ranks: Sequence[int], task: Callable[[int], Any]) -> list[Any]:
+    """`task(rank)` on these ranks at once, each with its GPU as the current one."""
     import cupy
 
     def run(rank: int) -> Any:
         with cupy.cuda.Device(rank):
             return task(rank)
 
-    with ThreadPoolExecutor(world) as threads:
-        return [future.result() for future in [threads.submit(run, rank) for rank in range(world)]]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in ranks]]
 
 
-def time_us(world: int, step: Callable[[int], Callable[[], None]], replays: int) -> float:
-    """Median microseconds of a step on the slowest rank; `step(rank)` makes what one rank calls.
+@dataclass(frozen=True)
+class Step:
+    """What is timed: each rank's call; the ranks of a group run together, the groups in turn."""
 
-    A replay that is not timed goes before each one that is: ranks that wait for each other end it together, so what
-    is timed does not have the threads' delays in it.
+    calls: Sequence[Callable[[], None]]
+    groups: Sequence[Sequence[int]]
+
+
+def times_us(steps: Mapping[str, Step], replays: int) -> dict[str, float]:
+    """Median microseconds of each step on its slowest rank. All are captured first, then replayed in turns.
+
+    A step's time on GPUs at work differs by some percent within minutes; turns give all steps the same conditions.
     """
-    start = threading.Barrier(world)
+    graphs = {name: _captured(step) for name, step in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(TURNS):
+        share = len(range(turn, replays, TURNS))
+        for name, step in steps.items():
+            by_rank = [x for group in step.groups for x in _replayed(graphs[name], group, share)]
+            samples[name] += map(max, zip(*by_rank, strict=True))
+    return {name: percentile(sorted(x), 0.5) for name, x in samples.items()}
 
-    def run(rank: int) -> list[float]:
-        import cupy
 
-        call, stream = step(rank), cupy.cuda.Stream(non_blocking=True)
+def _captured(step: Step) -> dict[int, Any]:
+    """For each rank a graph of `STEPS` calls, and its stream."""
+    import cupy
+
+    def capture(rank: int) -> Any:
+        call, stream = step.calls[rank], cupy.cuda.Stream(non_blocking=True)
         with stream:
             for _ in range(2):
                 call()
@@ -141,8 +160,25 @@ def time_us(world: int, step: Callable[[int], Callable[[], None]], replays: int)
             stream.begin_capture()
             for _ in range(STEPS):
                 call()
-            graph = stream.end_capture()
-            samples = []
+            return stream.end_capture(), stream
+
+    return {rank: made for group in step.groups for rank, made in zip(group, on_each(group, capture), strict=True)}
+
+
+def _replayed(graphs: Mapping[int, Any], group: Sequence[int], replays: int) -> list[list[float]]:
+    """Microseconds of a call, by rank and replay.
+
+    A replay that is not timed goes before each one that is: ranks that wait for each other end it together, so what
+    is timed does not have the threads' delays in it.
+    """
+    import cupy
+
+    start = threading.Barrier(len(group))
+
+    def run(rank: int) -> list[float]:
+        samples = []
+        graph, stream = graphs[rank]
+        with stream:
             for turn in range(WARMUP + replays):
                 start.wait()
                 begin, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -155,5 +191,4 @@ def time_us(world: int, step: Callable[[int], Callable[[], None]], replays: int)
                     samples.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3 / STEPS)
         return samples
 
-    by_rank = on_each(world, run)
-    return percentile(sorted(map(max, zip(*by_rank, strict=True))), 0.5)
+    return on_each(group, run)

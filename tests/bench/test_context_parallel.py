@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from bench import cli
@@ -36,6 +42,45 @@ def test_bad_options(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+class Clock:
+    """CUDA's streams, graphs and events, with graphs that take as many microseconds per call as their rank is told."""
+
+    def __init__(self, us):
+        self.us, self.now, self.current = us, {0: 0.0, 1: 0.0}, threading.local()
+
+    def device(self, rank):
+        self.current.rank = rank
+        return contextlib.nullcontext()
+
+    def launch(self, stream):
+        self.now[self.current.rank] += ranks.STEPS * self.us[self.current.rank]
+
+    def record(self, event):
+        event.at = self.now[self.current.rank]
+
+    def module(self):
+        """As CuPy has it."""
+        nothing = lambda *_: None  # noqa: E731
+        graph = SimpleNamespace(launch=self.launch)
+        stream = {"synchronize": nothing, "begin_capture": nothing, "end_capture": lambda _: graph}
+        stream |= {"__enter__": lambda x: x, "__exit__": nothing, "__init__": lambda self, non_blocking: None}
+        event = {"record": lambda x: self.record(x), "synchronize": nothing}
+        elapsed = lambda begin, end: (end.at - begin.at) / 1e3  # noqa: E731
+        kinds = {"Stream": type("Stream", (), stream), "Event": type("Event", (), event)}
+        return SimpleNamespace(cuda=SimpleNamespace(Device=self.device, get_elapsed_time=elapsed, **kinds))
+
+
+def test_the_slowest_rank_of_a_step_counts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", Clock({0: 10.0, 1: 30.0}).module())
+    calls = []
+    both = [partial(calls.append, 0), partial(calls.append, 1)]
+    apart, together, alone = (ranks.Step(both, groups) for groups in ([[0], [1]], [[0, 1]], [[0]]))
+    found = ranks.times_us({"apart": apart, "together": together, "alone": alone}, replays=7)
+    assert found == {name: pytest.approx(us) for name, us in (("apart", 30.0), ("together", 30.0), ("alone", 10.0))}
+    assert calls.count(0) == 3 * (2 + ranks.STEPS)
+    assert calls.count(1) == 2 * (2 + ranks.STEPS)
+
+
 def test_rows_of_a_case(monkeypatch):
     """Local decode takes 1 us per 1,000 tokens, an exchange 5 us."""
 
@@ -64,14 +109,24 @@ def test_rows_of_a_case(monkeypatch):
         def check(self):
             Context.checked += 1
 
+    def times_us(steps, replays):
+        groups.update({name: [list(group) for group in step.groups] for name, step in steps.items()})
+        return {
+            name: max(step.calls[rank]() for group in step.groups for rank in group) for name, step in steps.items()
+        }
+
+    groups = {}
     monkeypatch.setattr(ranks, "Rank", Fake)
     monkeypatch.setattr(ranks, "contexts", lambda kind, world: [Context() for _ in range(world)])
-    monkeypatch.setattr(ranks, "on_each", lambda world, task: [task(rank) for rank in range(world)])
-    monkeypatch.setattr(ranks, "time_us", lambda world, step, replays: max(step(rank)() for rank in range(world)))
+    monkeypatch.setattr(ranks, "on_each", lambda ranks, task: [task(rank) for rank in ranks])
+    monkeypatch.setattr(ranks, "times_us", times_us)
     rows = list(command.measure(Problem(1, 100_000), 2, ["peer"], 3))
     assert [(row["gpus"], row.get("predicted", False)) for row in rows] == [
         *((1, False), (2, False), (4, True), (8, True), (16, True))
     ]
+    assert groups["single"] == [[0], [1]]
+    assert groups["peer"] == groups["local"] == [[0, 1]]
+    assert groups["1/4"] == [[0]]
     assert rows[1] == {
         "gpus": 2,
         "transport": "peer",
