@@ -135,11 +135,20 @@ def mla_decode(
     >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
+    if is_plain_call(q) and (out is None) is (lse is None):
+        return ops.mla_decode(
+            q,
+            kv_cache,
+            block_table,
+            seqlens,
+            tree_mask=tree_mask,
+            plan=None if plan is None else plan.plan,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+            **options,
+        )
     given = _targets(out=out, lse=lse)
-    if is_plain_call(q):
-        held = None if plan is None else plan.plan
-        options |= {"tree_mask": tree_mask, "workspace": workspace}
-        return ops.mla_decode(q, kv_cache, block_table, seqlens, **options, **given, plan=held)
     inputs = (q, kv_cache, block_table, seqlens, tree_mask)
     if plan is not None:
         if workspace is not None:

@@ -23,6 +23,9 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """The operators live as long as it does."""
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLACES = ("CPU", "CUDA")
+_is_compiling = torch.compiler.is_compiling
+_count_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
 _TYPES = {"int": "int", "bool": "bool", "str": "str", "float": "float"}
 _TYPES |= {f"{name} | None": f"{written}?" for name, written in _TYPES.items()}
 
@@ -32,12 +35,7 @@ def is_plain_call(first: torch.Tensor) -> bool:
 
     The dispatcher costs several microseconds for operators of so many arguments.
     """
-    return (
-        type(first) is torch.Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return type(first) is torch.Tensor and not (_is_compiling() or _count_modes() or _has_transforms())
 
 
 class Arguments:
