@@ -15,11 +15,15 @@ class Plans:
     Parameters
     ----------
     **sizes
-        What they have in common: h_q, d_qk, page_size, dtype, device.
+        What they have in common: h_q, d_qk, record, page_size, dtype, batch_invariant, device.
+
+    Attributes
+    ----------
+    sizes : dict
     """
 
     def __init__(self, **sizes: Any) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
         self._made: dict[tuple[int, int, int], TorchDecodePlan] = {}
 
     def __len__(self) -> int:
@@ -29,5 +33,5 @@ class Plans:
         """The plan for steps of up to `max_b` sequences with `s_q` query tokens each."""
         key = (max_b, s_q, max_pages)
         if key not in self._made:
-            self._made[key] = plan_decode(max_b=max_b, s_q=s_q, max_pages=max_pages, **self._sizes)
+            self._made[key] = plan_decode(max_b=max_b, s_q=s_q, max_pages=max_pages, **self.sizes)
         return self._made[key]

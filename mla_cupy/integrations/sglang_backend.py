@@ -1,7 +1,8 @@
 """An MLA backend of SGLang: its own prefill and cache, our decode and verification of drafts.
 
-bfloat16 or float16 caches, pages of any size, chains of draft tokens, full CUDA graphs, the LSE for context
-parallelism. Imported when SGLang makes the backend. Not run with SGLang itself yet.
+Caches of bfloat16, float16, or e4m3 without a scale, which is how SGLang keeps them; pages of any size, chains of draft
+tokens, full CUDA graphs, the LSE for context parallelism. Imported when SGLang makes the backend. Not run with SGLang
+itself yet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from mla_cupy.integrations.plans import Plans
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
-_HALF = (torch.bfloat16, torch.float16)
+_FP8 = torch.float8_e4m3fn
+_SERVED = (torch.bfloat16, torch.float16, _FP8)
 
 
 class Step(NamedTuple):
@@ -55,22 +57,29 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         width, place = self.req_to_token.shape[1], self.req_to_token.device
         self._page_starts = torch.arange(0, width, self._page_size, device=place)
         self._max_b = model_runner.req_to_token_pool.size
+        record = "fp8" if self.data_type == _FP8 else None
         self._plans = Plans(
             h_q=self.num_q_heads,
             d_qk=self.kv_cache_dim,
+            record=record,
             page_size=self._page_size,
-            dtype=self.data_type,
+            dtype=self.q_data_type if record else self.data_type,
             device=place,
         )
         self._of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step: Step | None = None
 
     def _refuse_what_has_no_kernel(self, model_runner: Any) -> None:
-        if self.data_type not in _HALF:
-            raise NotImplementedError(f"mla_cupy decodes 16-bit caches, not {self.data_type}")
-        if self.kv_lora_rank != D_V or self.kv_cache_dim not in (D_V, D_QK):
+        if self.data_type not in _SERVED:
+            expected = ", ".join(map(str, _SERVED))
+            raise NotImplementedError(f"mla_cupy decodes caches of {expected}, not {self.data_type}")
+        widths = (D_QK,) if self.data_type == _FP8 else (D_QK, D_V)
+        if self.kv_lora_rank != D_V or self.kv_cache_dim not in widths:
+            expected = " or ".join(f"{D_V} + {width - D_V}" for width in widths)
             sizes = f"{self.kv_lora_rank} + {self.kv_cache_dim - self.kv_lora_rank}"
-            raise NotImplementedError(f"mla_cupy decodes keys of {D_V} + 64 or {D_V} + 0 elements, not {sizes}")
+            raise NotImplementedError(
+                f"mla_cupy decodes keys of {expected} elements from a cache of {self.data_type}, not {sizes}"
+            )
         if (getattr(model_runner.server_args, "speculative_eagle_topk", None) or 1) > 1:
             raise NotImplementedError("mla_cupy verifies chains of draft tokens, not trees")
         if self.dcp_world_size > 1 and self.num_draft_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ class FlashMLABackend:
         self.kv_lora_rank = config.kv_lora_rank
         self.kv_cache_dim = config.kv_lora_rank + config.qk_rope_head_dim
         self.data_type = model_runner.kv_cache_dtype
+        self.q_data_type = model_runner.dtype
         self.num_draft_tokens = model_runner.server_args.speculative_num_draft_tokens
         self.dcp_world_size = model_runner.dcp_world_size
 
@@ -59,16 +61,21 @@ class Mode:
 
 
 class Pool:
-    """The cache of one layer: `slots` rows."""
+    """The cache of one layer: `slots` rows, which are cast to its dtype."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
+
+    @property
+    def stored(self) -> Any:
+        """FP8 rows lie in memory as bytes."""
+        return self.rows.dtype if self.rows.element_size() > 1 else importlib.import_module("torch").uint8
 
     def get_key_buffer(self, layer_id: int) -> Any:
         return self.rows
 
     def set_kv_buffer(self, layer: Any, slots: Any, k: Any, v: Any) -> None:
-        self.rows[slots] = k
+        self.rows.view(self.stored)[slots] = k.to(self.rows.dtype).view(self.stored)
 
 
 def install(patch: pytest.MonkeyPatch) -> SimpleNamespace:

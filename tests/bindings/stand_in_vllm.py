@@ -64,7 +64,8 @@ class MLACommonImpl:
         kv_sharing_target_layer_name: Any,
         **mla_args: Any,
     ) -> None:
-        self.scale, self.sliding_window = scale, sliding_window
+        self.scale, self.sliding_window, self.kv_cache_dtype = scale, sliding_window, kv_cache_dtype
+        self.supports_quant_query_input = True  # what vLLM then sends is no query of ours
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any) -> Any: ...
 
@@ -118,6 +119,7 @@ def install(patch: pytest.MonkeyPatch) -> dict[Any, str]:
         *(MLACommonMetadataBuilder, MLACommonImpl),
     )
     modules = {
+        "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
         "vllm.model_executor.layers.attention.mla_attention": {
             **{kind.__name__: kind for kind in dense},
             "QueryLenSupport": SimpleNamespace(UNIFORM="uniform"),

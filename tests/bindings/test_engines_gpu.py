@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -111,12 +113,39 @@ def test_vllm_steps(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         check_lengths(torch, (out[:, None], lse[:, :, None]), inputs, lengths)
 
 
+def test_vllm_steps_from_an_fp8_cache(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured with a layer's scale; also in batch-invariant plans, whose bits do not depend on the neighbours."""
+    torch = torch_gpu
+    stand_in_vllm.install(monkeypatch)
+    backend = importlib.import_module("mla_cupy.integrations.vllm_backend")
+    inputs, given = decode_on_gpu(torch, replace(test_vllm.FP8, b=4, h_q=16, seqlens="ragged-700"))
+    query, cache, scales = given["q"].flatten(0, 1), given["kv_cache"].view(torch.float8_e4m3fn), inputs.case.kv_scale
+    layer = backend.MlaCupyImpl(**{**test_vllm.IMPL, "num_heads": 16, "kv_cache_dtype": "fp8"})
+    of_layer = SimpleNamespace(_k_scale_float=scales)
+    for invariant in (False, True):
+        monkeypatch.setattr(backend.envs, "VLLM_BATCH_INVARIANT", invariant)
+        builder = test_vllm.builder_of(backend, torch, heads=16, device="cuda", cache_dtype="uint8")
+        steps = given["block_table"], given["seqlens"]
+        metadata = test_vllm.build(builder, torch, *steps, 1)
+        graph, (out, lse) = captured(
+            torch, lambda metadata=metadata: layer.forward_mqa(query, cache, metadata, of_layer)
+        )
+        graph.replay()
+        check((array(torch, out[:, None]), array(torch, lse[:, :, None])), inputs.exact, inputs.rounded, "bfloat16")
+        if invariant:
+            alone = test_vllm.build(builder, torch, *(x[1:2] for x in steps), 1)
+            again, _ = layer.forward_mqa(query[1:2], cache, alone, of_layer)
+            assert torch.equal(again, out[1:2])
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
-def test_sglang_steps(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch, s_q: int) -> None:
+def test_sglang_steps(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, cache: str) -> None:
     """A captured layer follows the batches that are prepared before each replay."""
     torch, mode = torch_gpu, "decode" if s_q == 1 else "verify"
     stand_in_sglang.install(monkeypatch)
-    backend = sglang_plugin.create(test_sglang.runner(torch, drafts=3, device="cuda"))
+    model = test_sglang.in_fp8 if cache == "fp8" else test_sglang.runner
+    backend = sglang_plugin.create(model(torch, drafts=3, device="cuda"))
     backend.init_cuda_graph_state(3, 9)
     q = np.random.default_rng(6).standard_normal((3 * s_q, test_sglang.HEADS, 576)).astype(ml_dtypes.bfloat16)
     query, layer = tensor(torch, q, "cuda").flatten(1), test_sglang.layer_of()

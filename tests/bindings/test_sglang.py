@@ -39,6 +39,7 @@ def runner(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(slots).to(device), size=4),
         token_to_kv_pool=stand_in_sglang.Pool(tensor(torch, rows, device)),
         kv_cache_dtype=torch.bfloat16,
+        dtype=torch.bfloat16,
         server_args=SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=drafts and 1),
         page_size=page_size,
         dcp_world_size=1,
@@ -117,6 +118,30 @@ def test_a_step(torch: Any, make: Any, page_size: int, s_q: int, graph: bool) ->
     assert backend.left == ["init_cuda_graph_state"]
 
 
+def in_fp8(torch: Any, device: str = "cpu", **changes: Any) -> SimpleNamespace:
+    """The model with its cache cast to e4m3, as SGLang does it."""
+    made = runner(torch, device=device, kv_cache_dtype=torch.float8_e4m3fn, **changes)
+    made.token_to_kv_pool.rows = made.token_to_kv_pool.rows.to(torch.float8_e4m3fn)
+    return made
+
+
+@pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
+def test_an_fp8_cache(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int) -> None:
+    """16-bit queries, rows without a scale; new rows are cast."""
+    stand_in_sglang.install(monkeypatch)
+    backend = plugin.create(in_fp8(torch, drafts=3))
+    forward = batch(torch, [130, 1, 0], "decode" if s_q == 1 else "verify")
+    backend.init_forward_metadata(forward)
+    q = np.random.default_rng(3).standard_normal((3 * s_q, HEADS, 576)).astype(ml_dtypes.bfloat16)
+    run = backend.forward_decode if s_q == 1 else backend.forward_extend
+    new = torch.full((3, 1, 576), 0.3).bfloat16()
+    out = run(tensor(torch, q).flatten(1), new, new[..., :512], layer_of(), forward)
+    assert (backend.token_to_kv_pool.rows[forward.out_cache_loc].float() == 0.3125).all()
+    shown = np.array([130, 1, 0], np.int32) + (0 if s_q == 1 else 3)
+    exact, rounded = (oracle(torch, backend, q, shown, rounding) for rounding in (None, "bfloat16"))
+    check((array(torch, out).reshape(3, s_q, HEADS, 512), exact[1]), exact, rounded, "bfloat16")
+
+
 def test_new_tokens_are_kept_first(torch: Any, make: Any) -> None:
     backend = make()
     rows = backend.token_to_kv_pool.rows
@@ -158,7 +183,14 @@ def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_dtype": "float8_e4m3fn"}, "16-bit caches"),
+        ({"kv_cache_dtype": "float8_e5m2"}, "not torch.float8_e5m2"),
+        (
+            {
+                "kv_cache_dtype": "float8_e4m3fn",
+                "model_config": SimpleNamespace(num_attention_heads=4, kv_lora_rank=512, qk_rope_head_dim=0),
+            },
+            r"512 \+ 64 elements from a cache of torch.float8_e4m3fn, not 512 \+ 0",
+        ),
         (
             {"model_config": SimpleNamespace(num_attention_heads=4, kv_lora_rank=256, qk_rope_head_dim=64)},
             "not 256 \\+ 64",
@@ -172,7 +204,7 @@ def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
 )
 def test_what_it_cannot_do(torch: Any, make: Any, changes: dict[str, Any], message: str) -> None:
     if isinstance(changes.get("kv_cache_dtype"), str):
-        changes = {"kv_cache_dtype": getattr(torch, changes["kv_cache_dtype"])}
+        changes = {**changes, "kv_cache_dtype": getattr(torch, changes["kv_cache_dtype"])}
     with pytest.raises(NotImplementedError, match=message):
         make(**changes)
 

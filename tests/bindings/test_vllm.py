@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,14 +43,21 @@ def backend(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def builder_of(
-    backend: Any, torch: Any, heads: int = 4, max_num_seqs: int = 8, dcp: int = 1, device: str = "cpu"
+    backend: Any,
+    torch: Any,
+    heads: int = 4,
+    max_num_seqs: int = 8,
+    dcp: int = 1,
+    device: str = "cpu",
+    cache_dtype: str = "bfloat16",
+    head_size: int = 576,
 ) -> Any:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
         model_config=SimpleNamespace(get_num_attention_heads=lambda parallel: heads, dtype=torch.bfloat16),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
     )
-    spec = SimpleNamespace(block_size=64, head_size=576)
+    spec = SimpleNamespace(block_size=64, head_size=head_size, dtype=getattr(torch, cache_dtype))
     return backend.MlaCupyBackend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
 
 
@@ -105,6 +113,59 @@ def test_gathered_heads(torch: Any, backend: Any) -> None:
         out, _ = backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
         wanted = mla_cupy.mla_decode(q, cache, table, seqlens)[0]
         assert torch.equal(out, wanted.flatten(0, 1))
+
+
+FP8 = cases.DecodeCase(b=3, h_q=4, seqlens="ragged-200", strides="dense", head_axis=False, record="fp8", kv_scale=0.03)
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_an_fp8_cache(torch: Any, backend: Any, s_q: int) -> None:
+    """16-bit queries, a cache whose bytes vLLM shows as e4m3, and a scale of each layer."""
+    inputs = cases.make(replace(FP8, s_q=s_q))
+    q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
+    builder = builder_of(backend, torch, cache_dtype="uint8")
+    metadata = build(builder, torch, table, seqlens, s_q)
+    layer = backend.MlaCupyImpl(**{**IMPL, "kv_cache_dtype": "fp8"})
+    assert layer.supports_quant_query_input is False
+    for scale in (FP8.kv_scale, 2 * FP8.kv_scale):
+        scales = SimpleNamespace(_k_scale_float=scale)
+        out, lse = layer.forward_mqa(q.flatten(0, 1), cache.view(torch.float8_e4m3fn), metadata, scales)
+        exact, rounded = (
+            mla_cupy.reference.mla_decode(*inputs.arguments, kv_scale=scale, rounding=rounding)
+            for rounding in (None, "bfloat16")
+        )
+        got = array(torch, out.view(3, s_q, 4, 512)), array(torch, lse.view(3, s_q, 4).transpose(1, 2))
+        check(got, exact, rounded, "bfloat16")
+    assert len(builder._plans) == 1
+
+
+def test_fp8_caches_that_it_declines(torch: Any, backend: Any) -> None:
+    supported = backend.MlaCupyBackend.supported_kv_cache_dtypes
+    assert {"fp8", "fp8_e4m3"} <= set(supported)
+    for other in ("fp8_e5m2", "fp8_ds_mla"):
+        assert other not in supported
+        with pytest.raises(NotImplementedError, match=f"not {other}"):
+            backend.MlaCupyImpl(**{**IMPL, "kv_cache_dtype": other})
+    with pytest.raises(NotImplementedError, match="FP8 rows of 576 elements, not 512"):
+        builder_of(backend, torch, cache_dtype="uint8", head_size=512)
+
+
+def test_batch_invariance(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's switch says; only with the heads that the plans are for."""
+    inputs = cases.make(cases.DecodeCase(b=2, h_q=8, seqlens=70, strides="dense", head_axis=False))
+    q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
+    assert backend.MlaCupyBackend.supports_batch_invariance()
+    for wanted in (False, True):
+        monkeypatch.setattr(backend.envs, "VLLM_BATCH_INVARIANT", wanted)
+        assert builder_of(backend, torch)._plans.sizes["batch_invariant"] is wanted
+    metadata = build(builder_of(backend, torch, heads=4), torch, table, seqlens, 1)
+    with pytest.raises(NotImplementedError, match="batch-invariant with 4 heads, not 8"):
+        backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
+    metadata = build(builder_of(backend, torch, heads=8), torch, table, seqlens, 1)
+    out, _ = backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
+    assert torch.equal(out, mla_cupy.mla_decode(q, cache, table, seqlens)[0].flatten(0, 1))
+    monkeypatch.delattr(backend.envs, "VLLM_BATCH_INVARIANT")
+    assert not backend.MlaCupyBackend.supports_batch_invariance()
 
 
 def test_what_it_cannot_do(torch: Any, backend: Any) -> None:
