@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ KERNELS = on_hopper(SCHEDULED_KERNELS)
 #: With pieces of 128 tokens: two, none, one, three of which the last is short, and one of a single token.
 CASE = DecodeCase(b=5, seqlens=(256, 0, 128, 300, 1), s_q=2, h_q=3, page_size=16)
 SPLIT_TOKENS = 128
+#: The same from FP8 rows, for which there is one kernel.
+FP8_CASE = replace(CASE, b=3, seqlens=(130, 0, 129), s_q=1, record="fp8", kv_scale=0.03)
 MAX_B = 6
 
 
@@ -32,6 +35,7 @@ def _sizes(case: DecodeCase, max_pages: int) -> dict[str, Any]:
         "max_pages": max_pages,
         "page_size": case.page_size,
         "dtype": case.dtype,
+        "record": case.record or None,
     }
 
 
@@ -44,7 +48,12 @@ def _run(inputs: DecodeInputs, chosen: list[int], kernel: str | None, sm_count: 
         )
         plan.update(inputs.seqlens[chosen])
         got = mla_cupy.mla_decode(
-            inputs.q[chosen], inputs.kv_cache, inputs.block_table[chosen], inputs.seqlens[chosen], plan=plan
+            inputs.q[chosen],
+            inputs.kv_cache,
+            inputs.block_table[chosen],
+            inputs.seqlens[chosen],
+            plan=plan,
+            kv_scale=inputs.case.kv_scale,
         )
         assert "mla_decode_combine_pieces" in target.launched
     return got
@@ -61,6 +70,14 @@ def test_bits_do_not_depend_on_the_batch(kernel: str) -> None:
         got = _run(inputs, chosen, kernel, sm_count, mode)
         assert got[0].tobytes() == out[chosen].tobytes()
         assert got[1].tobytes() == lse[chosen].tobytes()
+
+
+def test_fp8_rows() -> None:
+    inputs = make(FP8_CASE)
+    out, lse = _run(inputs, [0, 1, 2], None, 2, "early")
+    check((out, lse), inputs.exact, inputs.rounded, FP8_CASE.dtype)
+    got = _run(inputs, [2], None, 3, "late")
+    assert (got[0].tobytes(), got[1].tobytes()) == (out[2:].tobytes(), lse[2:].tobytes())
 
 
 @pytest.mark.slow
