@@ -92,9 +92,15 @@ MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
     const RequestLength length = request_length(block.p, share.request);
     const TileRange all{0, ceil_div(length.tokens, kTileTokens)};
     const TileRange mine = all.piece(share.index, share.count).piece(rank, C::kClusterBlocks);
-    const i32 seen_by_all = length.tokens - hidden_here(block.p, block.hidden, length.behind_last);
-    block.item =
-        WorkItem{share.request, length.tokens, length.behind_last, 0, seen_by_all, mine.begin, mine.end, kNotSplit};
+    WorkItem& item = block.item;
+    item.request = share.request;
+    item.tokens = length.tokens;
+    item.behind_last = length.behind_last;
+    item.first_tokens = 0;
+    item.seen_by_all = length.tokens - hidden_here(block.p, block.hidden, length.behind_last);
+    item.tile_begin = mine.begin;
+    item.tile_end = mine.end;
+    item.partial_index = kNotSplit;
     return true;
 }
 
