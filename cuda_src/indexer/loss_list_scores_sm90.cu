@@ -35,7 +35,7 @@ constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 184, kRegsGather = 104;
 static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= 65536 / kWarpgroupThreads, "registers of the block");
 
-constexpr i32 kMaxHeads = 128, kFewHeads = 64;
+constexpr i32 kMaxHeads = kListHeads, kFewHeads = 64;
 constexpr i32 kStages = kPieces > 4 ? 5 : 10;
 constexpr i32 kMathBarrier = 1;
 static_assert(kIndexPieces <= kPieces, "index queries take the place of the queries");
@@ -73,43 +73,19 @@ MLA_DEVICE void init_storage(Storage& s) {
 using Pieces = RingPosition<kStages>;
 
 // ---- Gather role -----------------------------------------------------------------------------------------------
-template <i32 kCount>
-MLA_DEVICE void load_queries(Storage& s, const TensorMap& map, i32 token) {
-    mbarrier_arrive_expect_tx(s.q_full, kCount * sizeof(s.q[0]));
-#pragma unroll 1
-    for (i32 piece = 0; piece < kCount; ++piece) {
-        cp_async_bulk_tensor_3d(smem_addr(s.q[piece]), map, s.q_full, piece * kSw128Columns, token, 0, kEvictFirst);
-    }
-}
-
-template <i32 kCount>
-MLA_DEVICE void gather_keys(Storage& s, Pieces& pieces, const KeyList& list, const u16* matrix, i64 stride_elems,
-                            i32 count, i32 width, i32 thread) {
-#pragma unroll 1
-    for (i32 tile = 0; tile < list.tiles(); ++tile) {
-        const TileSources sources = tile_sources(list, matrix, stride_elems, count, tile, thread);
-#pragma unroll 1
-        for (i32 piece = 0; piece < kCount; ++piece, pieces.advance()) {
-            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));
-            gather_piece(smem_addr(s.k[pieces.stage]), sources, piece, width, thread);
-            arrive_when_gathered(s.k_full[pieces.stage], thread);
-        }
-    }
-}
-
 MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& index_q_map,
                                 const KeyList& list, i32 thread) {
     Pieces pieces;
     if (p.heads > 0) {
-        if (thread == 0) load_queries<kPieces>(s, q_map, list.token);
-        gather_keys<kPieces>(s, pieces, list, p.k, p.k_stride_elems, p.s_kv, p.head_dim, thread);
+        if (thread == 0) load_list_queries<kPieces>(s, q_map, list.token);
+        gather_list_keys<kPieces>(s, pieces, list, p.k, p.k_stride_elems, p.s_kv, p.head_dim, thread);
     }
     if (p.index_heads > 0) {
         if (thread == 0) {
             if (p.heads > 0) mbarrier_wait(s.q_empty, 0);
-            load_queries<kIndexPieces>(s, index_q_map, list.token);
+            load_list_queries<kIndexPieces>(s, index_q_map, list.token);
         }
-        gather_keys<kIndexPieces>(s, pieces, list, p.index_k, p.index_k_stride_elems, p.s_kv, p.index_dim, thread);
+        gather_list_keys<kIndexPieces>(s, pieces, list, p.index_k, p.index_k_stride_elems, p.s_kv, p.index_dim, thread);
     }
     cp_async_wait_all();
 }

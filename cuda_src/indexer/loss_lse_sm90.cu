@@ -2,8 +2,7 @@
 //
 //   lse[t, h] = log(sum_s exp(scale * q_th . k_s)), over the keys that token t sees
 //
-// A block has 128 tokens of one head, which stay in shared memory; tiles of 128 keys come in pieces of 64 columns. Each
-// thread has a running maximum and sum of its share of two rows, which the lanes of a quad merge once, at the end.
+// A block has 128 tokens of one head.
 //
 //   load     Q | K_0 K_1 ...
 //   math_w       S = Q K_0^T, max, sum; S = Q K_1^T, ...   merge, store
@@ -14,14 +13,9 @@
 // Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and with a
 // causal limit the longest rows are the first.
 #include "indexer/loss_params.cuh"
+#include "indexer/sm90_loss_lse.cuh"
 #include "ptx/control.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma_n128.cuh"
-#include "tile/fragment.cuh"
-#include "tile/ring.cuh"
-#include "tile/sw128.cuh"
-#include "tile/warp.cuh"
 
 namespace mla::indexer {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -39,10 +33,9 @@ constexpr i32 kRegsMath = 240, kRegsLoad = 24;
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
 
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
-constexpr i32 kTileKeys = 128;
+constexpr i32 kTileKeys = kLseTileKeys;
 constexpr u32 kPieceBytes = 128 * kSw128RowBytes;  // of 128 tokens, or keys
 constexpr i32 kStages = kPieces > 4 ? 5 : 10;
-constexpr i32 kAccumulators = kTileKeys / 2;  // of a thread
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries               waits   first phase
@@ -124,74 +117,20 @@ struct Math {
     KeyRange ranges[kFragmentRows];  // empty for tokens that are not there
 };
 
-// Of a thread's share of a row, in base 2.
-struct RunningSum {
-    float max_score = negative_infinity(), sum = 0.f;
-
-    MLA_DEVICE float shift() const { return fmaxf(max_score, -kMaxFloat); }  // -inf less itself were NaN
-    MLA_DEVICE void rescale(float next_max) {
-        const float before = max_score;
-        max_score = next_max;
-        sum *= ex2_approx(before - shift());
-    }
-};
-
-// The products of the warpgroup's tokens with a tile of keys.
-MLA_DEVICE void multiply(Storage& s, Pieces& pieces, const Math& math, float (&d)[kAccumulators]) {
-    pin(d);
-#pragma unroll
-    for (i32 piece = 0; piece < kPieces; ++piece) {
-        mbarrier_wait(s.k_full[pieces.stage], pieces.ring.full_parity(pieces.stage));
-        SmemDesc q = k_major_desc(smem_addr(s.q[piece]) + math.warpgroup * kSw128Bytes);
-        SmemDesc k = k_major_desc(smem_addr(s.k[pieces.stage]));
-        opaque(q.bits), opaque(k.bits);
-        wgmma_fence();
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_m64n128k16<false>(bfloat16{}, d, advance(q, step * kKMajorStepBytes),
-                                    advance(k, step * kKMajorStepBytes), piece + step > 0);
-        }
-        wgmma_commit_group();
-        if (piece > 0) {
-            wgmma_wait_group<1>();
-            release(s.k_empty[pieces.before()], math.thread);
-        }
-        pieces.advance();
-    }
-    wgmma_wait_group<0>();
-    release(s.k_empty[pieces.before()], math.thread);
-    pin(d);
-}
-
 // Scores become scores in base 2, or -inf for keys that a row does not see.
-MLA_DEVICE void scale_and_mask(const Math& math, float scale_log2, i32 first_key, float (&d)[kAccumulators]) {
+MLA_DEVICE void scale_and_mask(const Math& math, float scale_log2, i32 first_key, float (&d)[kLseProducts]) {
     bool inside = true;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         inside &= math.ranges[r].begin <= first_key && first_key + kTileKeys <= math.ranges[r].end;
     }
 #pragma unroll
-    for (i32 i = 0; i < kAccumulators; ++i) d[i] *= scale_log2;
+    for (i32 i = 0; i < kLseProducts; ++i) d[i] *= scale_log2;
     if (inside) return;
 #pragma unroll
-    for (i32 i = 0; i < kAccumulators; ++i) {
+    for (i32 i = 0; i < kLseProducts; ++i) {
         const bool seen = math.ranges[fragment_half(i)].contains(first_key + fragment_column(math.thread, i));
         d[i] = seen ? d[i] : negative_infinity();
-    }
-}
-
-MLA_DEVICE void add(RunningSum (&rows)[kFragmentRows], const float (&d)[kAccumulators]) {
-#pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-        float next_max = rows[r].max_score;
-#pragma unroll
-        for (i32 i = 2 * r; i < kAccumulators; i += 4) next_max = fmaxf(next_max, fmaxf(d[i], d[i + 1]));
-        rows[r].rescale(next_max);
-        const float shift = rows[r].shift();
-#pragma unroll
-        for (i32 i = 2 * r; i < kAccumulators; i += 4) {
-            rows[r].sum += ex2_approx(d[i] - shift) + ex2_approx(d[i + 1] - shift);
-        }
     }
 }
 
@@ -199,12 +138,11 @@ MLA_DEVICE void add(RunningSum (&rows)[kFragmentRows], const float (&d)[kAccumul
 MLA_DEVICE void store(const LossParams& p, const Tile& tile, const Math& math, RunningSum (&rows)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        rows[r].rescale(quad_max(rows[r].max_score));
-        const float sum = quad_sum(rows[r].sum);
+        const float lse = rows[r].merge();
         if (math.thread % 4 != 0 || math.rows[r] >= tile.tokens) continue;
         const i64 token = tile.first_token + math.rows[r];
         p.attention_lse[token * p.attention_lse_stride_token_elems + tile.head * p.attention_lse_stride_head_elems] =
-            sum == 0.f ? negative_infinity() : (rows[r].max_score + lg2_approx(sum)) * kLn2;
+            lse;
     }
 }
 
@@ -218,13 +156,13 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Tile& tile,
     }
     RunningSum rows[kFragmentRows];
     Pieces pieces;
-    float d[kAccumulators];
+    float d[kLseProducts];
     mbarrier_wait(s.q_full, 0);
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
-        multiply(s, pieces, math, d);
+        multiply_rows<kPieces, false>(s, pieces, warpgroup, thread, d);
         scale_and_mask(math, p.scale * kLog2E, keys * kTileKeys, d);
-        add(rows, d);
+        add_scores(rows, d);
     }
     store(p, tile, math, rows);
 }

@@ -18,7 +18,7 @@ struct LossParams {
     const u16* v;              // (s_kv, d_v), bf16, or null
     const u16* index_q;        // (s_q, h_i, d_i), bf16
     const u16* index_k;        // (s_kv, d_i), bf16
-    const float* weights;      // (s_q, h_i)
+    const void* weights;       // (s_q, h_i), fp32 or bf16
     const float* lse;          // (s_q, h): what the target is made with; not per head
     const float* row_weights;  // (s_q,), or null: 1
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
@@ -70,7 +70,7 @@ struct LossParams {
     i32 first_token, num_tokens;  // of the chunk
     i32 first_target;             // the token of the first row of `target`
     i32 first_chunk, last_chunk;
-    i32 d_index_q_fp32, d_index_k_fp32;
+    i32 weights_bf16, d_index_q_fp32, d_index_k_fp32;
     i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has its own sums
     float scale, target_scale;
     float score_unit;  // factor of the indexer's weights
@@ -102,8 +102,17 @@ MLA_DEVICE const u16* query_row(const LossParams& p, i32 token, i32 head) {
 MLA_DEVICE const u16* index_query_row(const LossParams& p, i32 token, i32 head) {
     return p.index_q + token * p.index_q_stride_token_elems + head * p.index_q_stride_head_elems;
 }
+// The bits of an index head's weight as they are stored, and their value: so that what waits for the load can come
+// later.
+MLA_DEVICE u32 weight_bits(const LossParams& p, i32 token, i32 head) {
+    const i64 at = token * p.weights_stride_token_elems + head * p.weights_stride_head_elems;
+    return p.weights_bf16 ? static_cast<const u16*>(p.weights)[at] : static_cast<const u32*>(p.weights)[at];
+}
+MLA_DEVICE float weight_of_bits(const LossParams& p, u32 bits) {
+    return p.score_unit * __uint_as_float(p.weights_bf16 ? bits << 16 : bits);
+}
 MLA_DEVICE float index_weight(const LossParams& p, i32 token, i32 head) {
-    return p.score_unit * p.weights[token * p.weights_stride_token_elems + head * p.weights_stride_head_elems];
+    return weight_of_bits(p, weight_bits(p, token, head));
 }
 
 // What the gradients per head need of a row, in base 2.

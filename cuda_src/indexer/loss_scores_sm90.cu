@@ -176,21 +176,21 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, const Math& math, float (&d
     pin(d);
 }
 
-// A number of each head for each of the thread's rows; `none` for tokens that are not there.
-struct HeadNumbers {
+// The log-sum-exps of each head for the thread's rows; none for tokens that are not there.
+struct RowLses {
     const float* row[kFragmentRows];
     i64 stride_elems;
 
-    MLA_DEVICE HeadNumbers(const float* from, i64 token_elems, i64 head_elems, const Tile& tile, const Math& math)
-        : stride_elems(head_elems) {
+    MLA_DEVICE RowLses(const LossParams& p, const Tile& tile, const Math& math)
+        : stride_elems(p.lse_stride_head_elems) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
-            row[r] = math.there[r] ? from + (tile.first_token + math.rows[r]) * token_elems : nullptr;
+            const i64 token = tile.first_token + math.rows[r];
+            row[r] = math.there[r] ? p.lse + token * p.lse_stride_token_elems : nullptr;
         }
     }
-    MLA_DEVICE float2 load(i32 head, float none) const {
-        const i64 at = head * stride_elems;
-        return make_float2(row[0] == nullptr ? none : row[0][at], row[1] == nullptr ? none : row[1][at]);
+    MLA_DEVICE float load(i32 r, i32 head) const {
+        return row[r] == nullptr ? negative_infinity() : row[r][head * stride_elems];
     }
 };
 
@@ -217,38 +217,43 @@ MLA_DEVICE void clear(float (&sums)[kAccumulators]) {
 }
 
 MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& pieces, const Tile& tile, const Math& math) {
-    const HeadNumbers lses(p.lse, p.lse_stride_token_elems, p.lse_stride_head_elems, tile, math);
+    const RowLses lses(p, tile, math);
     const float scale_log2 = p.scale * kLog2E;
     float d[kAccumulators], sums[kAccumulators];
     clear(sums);
     mbarrier_wait(s.k_full, 0);
 #pragma unroll 1
     for (i32 head = 0; head < p.heads; ++head) {
-        float2 lse = lses.load(head, negative_infinity());
+        float lse[kFragmentRows] = {lses.load(0, head), lses.load(1, head)};
         multiply<kPieces>(s, pieces, math, d);
-        lse = make_float2(minus_lse2(lse.x), minus_lse2(lse.y));
+        lse[0] = minus_lse2(lse[0]), lse[1] = minus_lse2(lse[1]);
 #pragma unroll
         for (i32 i = 0; i < kAccumulators; ++i) {
-            sums[i] += ex2_approx(fmaf(d[i], scale_log2, fragment_half(i) == 0 ? lse.x : lse.y));
+            sums[i] += ex2_approx(fmaf(d[i], scale_log2, lse[fragment_half(i)]));
         }
     }
     release(s.k_empty, math.thread);
     store_sums(p.target + target_offset(p, tile.first_token, 0), p.target_stride_elems, tile, math, sums);
 }
 
+// Of a token that is not there, those of 0.
+MLA_DEVICE u32 row_weight_bits(const LossParams& p, const Tile& tile, const Math& math, i32 r, i32 head) {
+    return math.there[r] ? weight_bits(p, tile.first_token + math.rows[r], head) : 0;
+}
+
 MLA_DEVICE void make_scores(const LossParams& p, Storage& s, Pieces& pieces, const Tile& tile, const Math& math) {
-    const HeadNumbers weights(p.weights, p.weights_stride_token_elems, p.weights_stride_head_elems, tile, math);
     float d[kAccumulators], sums[kAccumulators];
     clear(sums);
     mbarrier_wait(s.k_full, p.heads > 0 ? 1 : 0);
 #pragma unroll 1
     for (i32 head = 0; head < p.index_heads; ++head) {
-        float2 weight = weights.load(head, 0.f);
+        const u32 bits[kFragmentRows] = {row_weight_bits(p, tile, math, 0, head),
+                                         row_weight_bits(p, tile, math, 1, head)};
         multiply<kIndexPieces>(s, pieces, math, d);
-        weight = make_float2(p.score_unit * weight.x, p.score_unit * weight.y);
+        const float weight[kFragmentRows] = {weight_of_bits(p, bits[0]), weight_of_bits(p, bits[1])};
 #pragma unroll
         for (i32 i = 0; i < kAccumulators; ++i) {
-            sums[i] = fmaf(fmaxf(d[i], 0.f), fragment_half(i) == 0 ? weight.x : weight.y, sums[i]);
+            sums[i] = fmaf(fmaxf(d[i], 0.f), weight[fragment_half(i)], sums[i]);
         }
     }
     store_sums(p.scores + row_offset(p, tile.first_token, 0), p.row_stride_elems, tile, math, sums);

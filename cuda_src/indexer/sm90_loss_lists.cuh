@@ -55,4 +55,34 @@ MLA_DEVICE void gather_piece(SmemAddr to, const TileSources& sources, i32 piece,
         }
     }
 }
+
+// What follows is of kernels whose queries stay, all heads of a token, while the keys pass as pieces. `Storage` has `q`
+// and `q_full`, the pieces of the queries, and `k`, `k_full` and `k_empty`, the ring.
+constexpr i32 kListHeads = 128;
+
+// By one thread.
+template <i32 kCount, class Storage>
+MLA_DEVICE void load_list_queries(Storage& s, const TensorMap& map, i32 token) {
+    mbarrier_arrive_expect_tx(s.q_full, kCount * sizeof(s.q[0]));
+#pragma unroll 1
+    for (i32 piece = 0; piece < kCount; ++piece) {
+        cp_async_bulk_tensor_3d(smem_addr(s.q[piece]), map, s.q_full, piece * kSw128Columns, token, 0, kEvictFirst);
+    }
+}
+
+// The `count` rows of `matrix` are keys.
+template <i32 kCount, class Storage, class Pieces>
+MLA_DEVICE void gather_list_keys(Storage& s, Pieces& pieces, const KeyList& list, const u16* matrix, i64 stride_elems,
+                                 i32 count, i32 width, i32 thread) {
+#pragma unroll 1
+    for (i32 tile = 0; tile < list.tiles(); ++tile) {
+        const TileSources sources = tile_sources(list, matrix, stride_elems, count, tile, thread);
+#pragma unroll 1
+        for (i32 piece = 0; piece < kCount; ++piece, pieces.advance()) {
+            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));
+            gather_piece(smem_addr(s.k[pieces.stage]), sources, piece, width, thread);
+            arrive_when_gathered(s.k_full[pieces.stage], thread);
+        }
+    }
+}
 }  // namespace mla::indexer

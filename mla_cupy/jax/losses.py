@@ -50,7 +50,9 @@ def _objective(static: _Static, *arrays: Any) -> tuple[Any, Any]:
 
 def _save(static: _Static, *arrays: Any) -> tuple[tuple[Any, Any], Any]:
     value, kl, gradients = _run(static, arrays, gradients=True)
-    return (value, kl), gradients
+    given = dict(zip(static.names, arrays, strict=True))
+    own = tuple(made.astype(given[name].dtype) for name, made in zip(_LEAVES, gradients, strict=True))
+    return (value, kl), own
 
 
 def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:

@@ -92,8 +92,8 @@ def indexer_head_sums(
     index keys of all pieces add up.
 
     Results are the same in every run. NumPy arrays are computed on the GPU if there is one, else by the NumPy oracle.
-    On Hopper, over all keys and with arrays that start at and step by multiples of 16 bytes, it runs on tensor cores.
-    Without `lse` it computes the scores twice.
+    On Hopper, with arrays that start at and step by multiples of 16 bytes, it runs on tensor cores; with indices for up
+    to 128 heads of d in multiples of 8. Without `lse` it computes the scores twice.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
     indices, and 4 * s_q * h without `lse`.

@@ -65,7 +65,7 @@ def indexer_sparse_loss(
         Queries of the indexer, d_i 32, 64 or 128.
     index_k : array, (s_kv, d_i), bfloat16
         Its keys.
-    weights : array, (s_q, h_i), float32
+    weights : array, (s_q, h_i), float32 or bfloat16
         Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
@@ -131,8 +131,8 @@ def indexer_sparse_loss(
     oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of 8, and arrays that start at and step by
     multiples of 16 bytes, everything runs on tensor cores; what is multiplied for the gradients is rounded to bfloat16.
 
-    Without `lse` a plain kernel computes it, which takes as long as the targets: `sparse_mla_forward` over the same
-    `indices` returns it.
+    Without `lse` the scores of the attention are computed twice: `sparse_mla_forward` over the same `indices` returns
+    it.
 
     What different tokens add to a key is summed by float32 atomics; if deterministic, to six bins, in which every
     partial sum is exact: `cuda_src/tile/binned_sum.cuh`.

@@ -75,7 +75,7 @@ def indexer_warmup_loss(
         Queries of the indexer, d_i 32, 64 or 128.
     index_k : array, (s_kv, d_i), bfloat16
         Its keys.
-    weights : array, (s_q, h_i), float32
+    weights : array, (s_q, h_i), float32 or bfloat16
         Weights of its heads, of any sign, without the factors of W.
     v : array, (s_kv, d_v), bfloat16, optional
         Values of the main attention, d_v at most 512, for `out` and `attention_lse`. They may be part of `k`.
@@ -130,6 +130,7 @@ def indexer_warmup_loss(
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16; or None
         Gradients of sum(row_weights * kl). None without `gradients`.
     d_weights : array, (s_q, h_i), float32, or None
+        In float32 for weights of either dtype.
     out : array, (s_q, h, d_v), bfloat16, or None
         softmax(scale * q . k) v, 0 for a row that sees no key. None without `v`.
     attention_lse : array, (s_q, h), float32, or None
@@ -252,7 +253,7 @@ SCORED_INPUTS = (
     Input("k", "s_kv d", ("=q",), contiguous=True),
     Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
     Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
-    Input("weights", "s_q h_i", ("float32",)),
+    Input("weights", "s_q h_i", ("float32", "bfloat16")),
 )
 GRADIENTS = (
     Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),

@@ -21,7 +21,8 @@ def objective(
     """sum(row_weights * kl); with `gradients` it is differentiable by the leaves: index_q, index_k and weights."""
     factors = kl if row_weights is None else kl * row_weights.detach().reshape(-1, *[1] * (kl.ndim - 1))
     value: torch.Tensor = factors.sum()
-    return value if None in gradients else _operator(*leaves, value, *gradients)
+    own = [made.to(leaf.dtype) for leaf, made in zip(leaves, gradients, strict=True) if made is not None]
+    return _operator(*leaves, value, *own) if own else value
 
 
 def _run(*tensors: torch.Tensor) -> torch.Tensor:

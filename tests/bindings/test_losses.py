@@ -15,7 +15,7 @@ from tests.support.sparse_loss_cases import SparseLossCase, sparse_loss_inputs
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
 LEAVES = ("index_q", "index_k", "weights")
-CASES = [LossCase(), LossCase(h_i=3, target="per_head", row_weights=False)]
+CASES = [LossCase(weights="bfloat16"), LossCase(h_i=3, target="per_head", row_weights=False)]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
@@ -25,7 +25,8 @@ def expected(case: LossCase, factor: float) -> tuple[Any, ...]:
     kl, _, _, *gradients, _, _ = mla_cupy.indexer_warmup_loss(**inputs, **case.options)
     factors = inputs.get("row_weights", np.ones(case.s_q, np.float32))
     total = (kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
-    return total, [factor * x.astype(np.float32) for x in gradients]
+    own = [x.astype(inputs[name].dtype) for name, x in zip(LEAVES, gradients, strict=True)]
+    return total, [factor * x.astype(np.float32) for x in own]
 
 
 @cases

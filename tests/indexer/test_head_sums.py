@@ -26,9 +26,11 @@ from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
 GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_scores_sm90"
+LISTS = "indexer_loss_list_scores_sm90"
 RANKS = 3
 CASE = LossCase(s_q=4, s_kv=7, h=5, d=11, lse=True, sequences=((3, 5), (1, 1)))
 SPARSE = SparseLossCase(s_q=4, h=5, d=11, lengths=True, lse=True)
+LONG_LISTS = SparseLossCase(s_q=3, s_kv=40, topk=140, h=4, d=72, lengths=True)
 TILES = LossCase(s_q=9, s_kv=131, h=3, h_i=3, d=136, d_i=128, lse=True, sequences=((4, 2), (0, 3), (4, 126)))
 
 
@@ -120,17 +122,27 @@ def test_hopper() -> None:
     check_loss(got, reference.indexer_warmup_loss(**inputs, gradients=False), TENSOR_CORE_ERROR)
 
 
-def check_sparse() -> None:
-    inputs = sparse_loss_inputs(SPARSE)
-    with simulated(2):
-        sums = summed(inputs)
-        got = mla_cupy.indexer_sparse_loss(**of_one_rank(inputs, RANKS, 0), head_sums=sums, buffer_bytes=1)
-    np.testing.assert_allclose(sums, sum(reference.indexer_head_sums(**x) for x in shares(inputs, RANKS)), atol=1e-5)
-    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs))
+def check_sparse(case: SparseLossCase, kernel: str, error: float, mode: tuple[str, int] = ("late", 0)) -> None:
+    """In chunks of one token; what the kernels of the loss launch beside them is tested there."""
+    inputs = sparse_loss_inputs(case)
+    options = {"kernel": kernel, "buffer_bytes": 1}
+    with simulated(2, (9, 0), *mode) as target:
+        sums = summed(inputs, **options)
+        got = mla_cupy.indexer_sparse_loss(**of_one_rank(inputs, RANKS, 0), head_sums=sums, **options)
+    assert f"mla_{kernel}" in target.launched
+    assert ("mla_indexer_loss_attention_generic" in target.launched) == (not case.lse and kernel == GENERIC)
+    exact = sum(reference.indexer_head_sums(**x) for x in shares(inputs, RANKS))
+    np.testing.assert_allclose(sums, exact, rtol=0, atol=error)
+    assert (sums[exact == 0] == 0).all(), "zeros are exact after the last of a list"
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs), error)
 
 
 def test_sparse() -> None:
-    check_sparse()
+    check_sparse(SPARSE, GENERIC, FLOAT32_ERROR)
+
+
+def test_sparse_on_hopper() -> None:
+    check_sparse(LONG_LISTS, LISTS, TENSOR_CORE_ERROR, ("random", 1))
 
 
 HEAD_SUMS, ROWS = "indexer/loss_head_sums.cu", "indexer/loss_rows.cu"

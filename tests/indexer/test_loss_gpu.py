@@ -22,14 +22,14 @@ RAGGED = ((1, 1), (120, 220), (0, 3), (179, 250))
 CASES = [
     LossCase(s_q=1, s_kv=1, h=1, h_i=1, d=1),
     LossCase(s_q=200, s_kv=333, h=16, h_i=8, d=128, d_i=128, d_v=128),
-    LossCase(s_q=130, s_kv=300, h=64, h_i=64, d=128, d_i=64, lse=True),
+    LossCase(s_q=130, s_kv=300, h=64, h_i=64, d=128, d_i=64, lse=True, weights="bfloat16"),
     LossCase(s_q=257, s_kv=257, h=128, h_i=64, d=576, d_i=128, lse=True),
     LossCase(s_q=300, s_kv=500, h=64, h_i=64, lse=True, d=128, d_i=64, sequences=RAGGED),
     LossCase(s_q=300, s_kv=500, h=64, h_i=64, d=576, d_i=128, sequences=RAGGED),
     LossCase(s_q=257, s_kv=257, h=16, h_i=8, d=64, d_i=32, spread=3),
     LossCase(s_q=90, s_kv=190, h=8, h_i=8, d=576, d_i=32, d_v=512, causal=False),
     LossCase(s_q=100, s_kv=260, h=16, h_i=16, d=128, d_i=64, d_v=128, target="per_head"),
-    LossCase(s_q=300, s_kv=500, h=16, h_i=16, d=128, d_i=128, target="per_head", sequences=RAGGED),
+    LossCase(s_q=300, s_kv=500, h=16, h_i=16, d=128, d_i=128, target="per_head", sequences=RAGGED, weights="bfloat16"),
     LossCase(s_q=400, s_kv=400, h=4, h_i=4, d=64, d_i=32, d_v=72, target="per_head", target_scale=0.1, spread=3),
     LossCase(s_q=300, s_kv=500, h=16, h_i=8, d=128, d_i=64, d_v=128, sequences=RAGGED),
 ]  # fmt: skip
@@ -61,6 +61,28 @@ def test_loss(case: LossCase, gpu: object) -> None:
         error = TENSOR_CORE_ERROR if "sm90" in kernel else 1e-4
         got = mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel)
         check_loss(on_host(got), exact, error)
+
+
+def test_131072_keys(gpu: object) -> None:
+    """What a call allocates, results and workspace; and a few rows against the oracle."""
+    import cupy
+
+    tokens, rng = 131_072, np.random.default_rng(0)
+    shapes = {"q": (tokens, 2, 64), "k": (tokens, 64), "index_q": (tokens, 2, 32), "index_k": (tokens, 32)}
+    inputs = {name: rng.standard_normal(shape, np.float32).astype("bfloat16") for name, shape in shapes.items()}
+    inputs["weights"] = rng.standard_normal((tokens, 2), np.float32)
+    given, pool = on_gpu(inputs), cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        got = mla_cupy.indexer_warmup_loss(**given)
+    assert pool.total_bytes() < 640 << 20
+    for row in (0, 70_001, tokens - 1):
+        of_row = {name: x[: row + 1] if name in ("k", "index_k") else x[row : row + 1] for name, x in inputs.items()}
+        exact = reference.indexer_warmup_loss(**of_row)
+        np.testing.assert_allclose(float(got[0][row]), exact.kl[0], rtol=1e-3, atol=1e-3)
+        assert exact.d_index_q is not None
+        of_queries = got[3][row].get().astype(np.float64)
+        largest = max(1e-4, float(np.abs(exact.d_index_q).max()))
+        np.testing.assert_allclose(of_queries, exact.d_index_q[0], rtol=0, atol=2**-6 * largest)
 
 
 def test_the_same_in_every_run(gpu: object) -> None:

@@ -16,6 +16,8 @@ from tests.support.sim_driver import simulated
 RANGES, ROWS, KEYS = "indexer/loss_ranges.cu", "indexer/loss_rows.cu", "indexer/loss_keys_generic.cu"
 SCORES, QUERIES = "indexer/loss_scores_generic.cu", "indexer/loss_queries_generic.cu"
 CASE = LossCase(s_q=4, s_kv=6, h=2, lse=True, sequences=((2, 3), (2, 3)))
+PARAMS = "indexer/loss_params.cuh"
+BF16 = LossCase(s_q=2, s_kv=5, weights="bfloat16")
 PER_HEAD = LossCase(s_q=2, s_kv=5, h=2, h_i=2, target="per_head", spread=20)
 
 TARGET = "exp_from(target, norms.max_target)"
@@ -28,7 +30,8 @@ MUTANTS = [
     (Mutant("a maximum is not taken off", ROWS, TARGET, "exp_from(target, 0.f)"), PER_HEAD),
     (Mutant("inactive heads have gradients", QUERIES, "q.dot(key) > 0.f", "true"), CASE),
     (Mutant("a chunk forgets those before it", KEYS, "if (!p.first_chunk)", "if (false)"), CASE),
-    (Mutant("all heads share a row", "indexer/loss_params.cuh", "p.per_head ? head : 0", "0"), PER_HEAD),
+    (Mutant("weights in bfloat16 are read as floats", PARAMS, "p.weights_bf16 ? bits << 16 : bits", "bits"), BF16),
+    (Mutant("all heads share a row", PARAMS, "p.per_head ? head : 0", "0"), PER_HEAD),
 ]  # fmt: skip
 
 SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss_{name}_sm90.cu" for name in ("scores", "queries", "keys"))
@@ -37,13 +40,13 @@ MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 M_COLUMNS = "gradients[2 * step + i / 2]"
 FREE = "    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
-LSE_SM90 = "indexer/loss_lse_sm90.cu"
+LSE_SM90, LSE_SUMS = "indexer/loss_lse_sm90.cu", "indexer/sm90_loss_lse.cuh"
 LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=136, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
 LSE_FREE = "            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));\n"
 LSE_MUTANTS = [
     Mutant("keys out of sight count", LSE_SM90, "d[i] = seen ? d[i] :", "d[i] = true ? d[i] :"),
-    Mutant("the lanes of a quad are not merged", LSE_SM90, "quad_sum(rows[r].sum)", "rows[r].sum"),
-    Mutant("a sum is not rescaled", LSE_SM90, "        sum *= ex2_approx(before - shift());\n", ""),
+    Mutant("the lanes of a quad are not merged", LSE_SUMS, "quad_sum(sum)", "sum"),
+    Mutant("a sum is not rescaled", LSE_SUMS, "        sum *= ex2_approx(before - shift());\n", ""),
     Mutant(
         "a tile of keys is left out",
         LSE_SM90,
@@ -51,14 +54,14 @@ LSE_MUTANTS = [
         "keys = tile.keys.begin; keys < tile.keys.end - 1;",
     ),
     Mutant("a piece is filled that is in use", LSE_SM90, LSE_FREE, ""),
-    Mutant("a piece of K is released before it is read", LSE_SM90, "            wgmma_wait_group<1>();\n", ""),
+    Mutant("a piece of K is released before it is read", LSE_SUMS, "            wgmma_wait_group<1>();\n", ""),
     Mutant("queries are not waited for", LSE_SM90, "    mbarrier_wait(s.q_full, 0);\n", ""),
 ]
 HOPPER_MUTANTS = [
     Mutant("a piece is released before it is read", SCORES_SM90, "            wgmma_wait_group<1>();\n", ""),
     Mutant("index keys come over keys in use", SCORES_SM90, "    if (p.heads > 0) mbarrier_wait(s.k_empty, 0);\n", ""),
     Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, p.heads > 0 ? 1 : 0);\n", ""),
-    Mutant("tokens share a head's lse", SCORES_SM90, "== 0 ? lse.x : lse.y", "== 0 ? lse.x : lse.x"),
+    Mutant("tokens share a head's lse", SCORES_SM90, "lse[fragment_half(i)]", "lse[0]"),
     Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
     Mutant("inactive heads have a part", QUERIES_SM90, "low > 0.f ?", "true ?"),

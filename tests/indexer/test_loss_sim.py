@@ -21,7 +21,7 @@ CASES = [
     LossCase(),
     LossCase(s_q=4, s_kv=7, causal=False, lse=True, d_v=20, row_weights=False),
     LossCase(s_q=5, s_kv=12, h=5, h_i=3, d=7, d_i=64, lse=True, sequences=((2, 3), (0, 2), (2, 5))),
-    LossCase(s_q=4, s_kv=8, h=3, h_i=3, target="per_head", d_v=33, target_scale=0.3),
+    LossCase(s_q=4, s_kv=8, h=3, h_i=3, target="per_head", d_v=33, target_scale=0.3, weights="bfloat16"),
     LossCase(s_q=6, s_kv=4, h=2, h_i=2, target="per_head", spread=40, sequences=((1, 0), (4, 3))),
     LossCase(s_q=1, s_kv=1, h=1, h_i=1, d=1),
 ]
@@ -45,7 +45,9 @@ SIZES = {"s_q": 4, "s_kv": 4, "heads": 2, "index_heads": 2, "head_dim": 128, "in
 MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
 HOPPER_CASES = [
     LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=128, d_i=64, lse=True, causal=False),  # two tiles of keys
-    LossCase(s_q=9, s_kv=12, h=1, h_i=3, d=136, d_i=128, lse=True, sequences=((4, 2), (0, 3), (4, 6))),
+    LossCase(
+        s_q=9, s_kv=12, h=1, h_i=3, d=136, d_i=128, lse=True, sequences=((4, 2), (0, 3), (4, 6)), weights="bfloat16"
+    ),
     LossCase(s_q=3, s_kv=130, h=2, h_i=1, d=64, d_i=32, causal=False),  # its own log-sum-exps
 ]
 LARGE_HOPPER_CASES = [
@@ -60,7 +62,17 @@ LARGE_HOPPER_CASES = [
 
 HEAD_CASES = [
     LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=128, d_i=64, d_v=128, target="per_head", causal=False),
-    LossCase(s_q=9, s_kv=12, h=2, h_i=2, d=40, d_i=128, target="per_head", sequences=((4, 2), (0, 3), (4, 6))),
+    LossCase(
+        s_q=9,
+        s_kv=12,
+        h=2,
+        h_i=2,
+        d=40,
+        d_i=128,
+        target="per_head",
+        sequences=((4, 2), (0, 3), (4, 6)),
+        weights="bfloat16",
+    ),
     LossCase(s_q=2, s_kv=4, h=2, h_i=1, d=64, d_i=32, d_v=20),  # attention alone, beside sums over heads
 ]
 LARGE_HEAD_CASES = [
@@ -197,6 +209,24 @@ def test_the_workspace_is_bounded() -> None:
         with simulated(1):
             sizes.append(mla_cupy.workspace_bytes(mla_cupy.indexer_warmup_loss, **inputs, buffer_bytes=1))
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "mebibytes"),
+    [
+        ({}, HOPPER, 577),
+        ({"needs_lse": True}, HOPPER, 641),
+        ({"buffer_bytes": 64 << 20}, HOPPER, 161),
+        ({"per_head": True, "heads": 64, "head_dim": 128, "value_dim": 128, "index_dim": 64}, HEADS, 81),
+    ],
+    ids=["lse", "its own lse", "a smaller buffer", "per head"],
+)
+def test_the_workspace_of_131072_keys(changes: dict[str, Any], kernel: str, mebibytes: int) -> None:
+    """As the kernels' page says; a float32 per query and key would be 64 GiB."""
+    sizes = {"s_q": 131_072, "s_kv": 131_072, "heads": 128, "index_heads": 64, "head_dim": 576, "index_dim": 128}
+    config = LOSS.configure(LossProblem(**{**sizes, **changes}), fake_gpu(1))
+    assert config.kernel.name == kernel
+    assert round(LOSS.workspace(config).nbytes / 2**20) == mebibytes
 
 
 def test_only_the_loss() -> None:

@@ -27,9 +27,11 @@ MUTANTS = [
     Mutant("all numbers in one bin", SCATTER, "bins.index(fabsf(value))", "0"),
 ]  # fmt: skip
 LIST_SCORES, LIST_GRADIENTS = (f"indexer/loss_list_{name}_sm90.cu" for name in ("scores", "gradients"))
-LISTS = "indexer/sm90_loss_lists.cuh"
+LISTS, LIST_LSE, LSE_SUMS = "indexer/sm90_loss_lists.cuh", "indexer/loss_list_lse_sm90.cu", "indexer/sm90_loss_lse.cuh"
 #: More pieces and tiles than stages, lists that end within a tile's half, and both kinds of queries in one place.
 HOPPER_CASE = SparseLossCase(s_q=3, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
+#: The same, of both warpgroups.
+LSE_CASE = SparseLossCase(s_q=2, s_kv=300, topk=650, h=66, h_i=1, d=136)
 M_BARRIER = "    bar_sync(kMathBarrier + 1 + math.warpgroup, kWarpgroupThreads);\n"
 HOPPER_MUTANTS = [
     Mutant("what a row lacks is read", LISTS, "inside && rows.present[i]", "rows.present[i]"),
@@ -49,6 +51,15 @@ HOPPER_MUTANTS = [
     Mutant("four columns are in another order", LIST_GRADIENTS, "math.thread % 4 / 2 * 4", "math.thread % 2 * 4"),
     Mutant("the second warpgroup's sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]"),
 ]  # fmt: skip
+LIST_FREE = "            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));\n"
+LSE_MUTANTS = [
+    Mutant("zeros after the end of a list count", LIST_LSE, "fragment_column(thread, i) < left", "true"),
+    Mutant("both warpgroups have the same heads", LIST_LSE, "const i32 head = warpgroup *", "const i32 head = 0 *"),
+    Mutant("one warpgroup releases for both", LIST_LSE, "heads > kSw128Rows ? kMathWarps :", "false ? kMathWarps :"),
+    Mutant("queries are not waited for", LIST_LSE, "    mbarrier_wait(s.q_full, 0);\n", ""),
+    Mutant("pieces are not fenced", LSE_SUMS, "        if constexpr (kGathered) fence_proxy_async();\n", ""),
+    Mutant("a piece is filled that is in use", LISTS, LIST_FREE, ""),
+]
 LOW_BOUND = Mutant("bounds without weights", BOUNDS, "finite_or_0(index_weight(p, token, head))", "1e-6f")
 
 
@@ -88,18 +99,23 @@ def test_the_order_shows_bounds_that_are_too_low(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_hopper_without_a_bug(mode: tuple[str, int]) -> None:
-    run_hopper(HOPPER_CASE, mode)
+@pytest.mark.parametrize("case", [HOPPER_CASE, LSE_CASE], ids=lambda case: case.id)
+def test_hopper_without_a_bug(case: SparseLossCase, mode: tuple[str, int]) -> None:
+    run_hopper(case, mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", HOPPER_MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mutant", "case"),
+    [*((mutant, HOPPER_CASE) for mutant in HOPPER_MUTANTS), *((mutant, LSE_CASE) for mutant in LSE_MUTANTS)],
+    ids=lambda x: x.id,
+)
+def test_shows_on_hopper(mutant: Mutant, case: SparseLossCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of the modes."""
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
         for mode in MODES:
             try:
-                run_hopper(HOPPER_CASE, mode)
+                run_hopper(case, mode)
             except (AssertionError, SimError):
                 return
     raise AssertionError(f"{mutant.name} shows in no mode")

@@ -21,7 +21,9 @@ from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, s
 CASES = [
     SparseLossCase(),
     SparseLossCase(s_q=4, topk=5, lse=True, lengths=True, row_weights=False),
-    SparseLossCase(s_q=6, s_kv=14, h=5, h_i=3, d=7, d_i=64, causal=True, sequences=((2, 3), (0, 2), (3, 8))),
+    SparseLossCase(
+        s_q=6, s_kv=14, h=5, h_i=3, d=7, d_i=64, causal=True, sequences=((2, 3), (0, 2), (3, 8)), weights="bfloat16"
+    ),
     SparseLossCase(s_q=1, s_kv=1, topk=1, h=1, h_i=1, d=1),
 ]
 FIRST = CASES[0]
@@ -31,11 +33,13 @@ MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
 HOPPER_CASES = [
     SparseLossCase(s_q=3, s_kv=150, topk=140, h=3, h_i=2, d=128, d_i=64, lse=True),
     SparseLossCase(s_q=4, s_kv=14, topk=9, h=5, h_i=3, d=136, d_i=128, lse=True, sequences=((1, 3), (0, 2), (3, 8))),
-    SparseLossCase(s_q=3, s_kv=40, topk=70, h=2, h_i=66, d=8, lengths=True, causal=True),
+    SparseLossCase(s_q=3, s_kv=40, topk=70, h=2, h_i=66, d=8, lengths=True, causal=True, weights="bfloat16"),
+    SparseLossCase(s_q=2, s_kv=40, topk=135, h=66, h_i=1, d=136),
 ]
 LARGE_HOPPER_CASES = [
     SparseLossCase(s_q=3, s_kv=900, topk=700, h=128, h_i=64, d=576, d_i=128, lse=True),
-    SparseLossCase(s_q=3, s_kv=900, topk=650, h=17, h_i=128, d=64, lse=True, lengths=True),
+    SparseLossCase(s_q=3, s_kv=900, topk=650, h=17, h_i=128, d=64, lengths=True),
+    SparseLossCase(s_q=3, s_kv=900, topk=700, h=128, h_i=1, d=576),
 ]
 
 
@@ -48,7 +52,10 @@ def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> t
     inputs = sparse_loss_inputs(case)
     with simulated(2, (9, 0), *mode) as target:
         got = mla_cupy.indexer_sparse_loss(**inputs, causal=case.causal, kernel=HOPPER, **options)
-    assert {f"mla_{HOPPER}", "mla_indexer_loss_list_gradients_sm90"} <= set(target.launched)
+    launched = set(target.launched)
+    assert {f"mla_{HOPPER}", "mla_indexer_loss_list_gradients_sm90"} <= launched
+    assert ("mla_indexer_loss_list_lse_sm90" in launched) == (not case.lse)
+    assert "mla_indexer_loss_attention_generic" not in launched
     check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal), TENSOR_CORE_ERROR)
     return got
 
@@ -166,6 +173,15 @@ def test_the_workspace_is_linear() -> None:
         with simulated(1):
             sizes.append(mla_cupy.workspace_bytes(mla_cupy.indexer_sparse_loss, **inputs, buffer_bytes=1))
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+@pytest.mark.parametrize(("deterministic", "mebibytes"), [(False, 1634), (True, 1955)])
+def test_the_workspace_of_131072_keys(deterministic: bool, mebibytes: int) -> None:
+    """As the kernels' page says: of lists of 2,048 keys, which take 1,024 of them."""
+    problem = LossProblem(131_072, 131_072, 128, 64, 576, 128, topk=2048, deterministic=deterministic)
+    config = SPARSE_LOSS.configure(problem, fake_gpu(1))
+    assert config.kernel.name == HOPPER
+    assert round(SPARSE_LOSS.workspace(config).nbytes / 2**20) == mebibytes
 
 
 def test_too_many_additions_are_refused() -> None:

@@ -43,6 +43,7 @@ class LossCase:
     sequences: tuple[tuple[int, int], ...] = ()
     target_scale: float = 1.0
     spread: float = 1.0
+    weights: str = "float32"
     seed: int = 0
 
     @property
@@ -51,6 +52,7 @@ class LossCase:
             ("-causal" if self.causal else "") + ("-lse" if self.lse else "") + (f"-v{self.d_v}" if self.d_v else "")
         )
         more = f"-b{len(self.sequences)}" if self.sequences else ""
+        more += "-bf16" if self.weights == "bfloat16" else ""
         return f"{self.target}-q{self.s_q}-kv{self.s_kv}-{self.h}x{self.d}-{self.h_i}x{self.d_i}{options}{more}"
 
     @property
@@ -71,7 +73,7 @@ def loss_inputs(case: LossCase) -> dict[str, Array]:
         "k": normal(case.s_kv, case.d),
         "index_q": normal(case.s_q, case.h_i, case.d_i),
         "index_k": normal(case.s_kv, case.d_i),
-        "weights": rng.standard_normal((case.s_q, case.h_i), np.float32),
+        "weights": rng.standard_normal((case.s_q, case.h_i), np.float32).astype(case.weights),
     }
     if case.d_v:
         inputs["v"] = normal(case.s_kv, case.d_v)

@@ -32,12 +32,14 @@ class SparseLossCase:
     lengths: bool = False
     row_weights: bool = True
     sequences: tuple[tuple[int, int], ...] = ()
+    weights: str = "float32"
     seed: int = 0
 
     @property
     def id(self) -> str:
         flags = [name for name in ("causal", "lse", "lengths") if getattr(self, name)]
         more = [f"b{len(self.sequences)}"] if self.sequences else []
+        more += ["bf16"] if self.weights == "bfloat16" else []
         sizes = f"q{self.s_q}-kv{self.s_kv}-k{self.topk}-{self.h}x{self.d}-{self.h_i}x{self.d_i}"
         return "-".join([sizes, *flags, *more])
 
@@ -54,7 +56,7 @@ def sparse_loss_inputs(case: SparseLossCase) -> dict[str, Array]:
         "k": normal(case.s_kv, case.d),
         "index_q": normal(case.s_q, case.h_i, case.d_i),
         "index_k": normal(case.s_kv, case.d_i),
-        "weights": rng.standard_normal((case.s_q, case.h_i), np.float32),
+        "weights": rng.standard_normal((case.s_q, case.h_i), np.float32).astype(case.weights),
         "indices": rng.integers(0, max(1, case.s_kv - 2), (case.s_q, case.topk)).astype(np.int32),
     }
     holes = rng.random(inputs["indices"].shape) < 0.2

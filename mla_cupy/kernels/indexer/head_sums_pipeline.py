@@ -9,6 +9,7 @@ from __future__ import annotations
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
     loss_head_sums,
+    loss_list_scores_sm90,
     loss_ranges,
     loss_scores_generic,
     loss_scores_sm90,
@@ -32,13 +33,13 @@ from mla_cupy.runtime.device import DeviceInfo
 class HeadSumsPipeline(Pipeline[LossConfig]):
     """The kernels of the losses that make targets."""
 
-    kernels = (loss_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
+    kernels = (loss_scores_sm90.KERNEL, loss_list_scores_sm90.KERNEL, loss_scores_generic.KERNEL)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the sums over heads", self.kernels, problem, device, kernel)
-        on_hopper = chosen is loss_scores_sm90.KERNEL
-        chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if on_hopper else 1)
+        chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if chosen is loss_scores_sm90.KERNEL else 1)
+        on_hopper = chosen is not loss_scores_generic.KERNEL
         return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:

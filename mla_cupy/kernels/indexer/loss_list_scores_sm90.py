@@ -45,8 +45,9 @@ def grid(problem: LossProblem, tokens: int) -> Dim3:
 
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """All heads of a token, of both kinds."""
-    return tuple((name, query_map(call.view(name), (1, MAX_HEADS))) for name in ("q", "index_q"))
+    """All heads of a token, of both kinds; where there are no index heads, of the attention again."""
+    names = ("q", "index_q" if call.name("index_q") else "q")
+    return tuple((name, query_map(call.view(name), (1, MAX_HEADS))) for name in names)
 
 
 KERNEL = LossKernel(

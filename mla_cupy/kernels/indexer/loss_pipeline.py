@@ -23,6 +23,7 @@ from mla_cupy.kernels.indexer import (
     loss_keys_generic,
     loss_keys_sm90,
     loss_keys_sum,
+    loss_list_lse_sm90,
     loss_lse_sm90,
     loss_queries_generic,
     loss_queries_sm90,
@@ -185,7 +186,9 @@ def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) 
         on_rows = on_hopper and loss_heads_sm90.attends(problem, device)
         return loss_heads_sm90.KERNEL if on_rows else loss_attention_generic.KERNEL
     if problem.needs_lse:
-        return loss_lse_sm90.KERNEL if on_hopper else loss_attention_generic.KERNEL
+        on_all_keys = problem.topk is None
+        of_hopper = loss_lse_sm90.KERNEL if on_all_keys else loss_list_lse_sm90.KERNEL
+        return of_hopper if on_hopper else loss_attention_generic.KERNEL
     return None
 
 
@@ -233,8 +236,9 @@ def loss_record(
         "first_target": 0 if problem.given_sums else first,
         "first_chunk": first == 0,
         "last_chunk": first + tokens >= problem.s_q,
-        "d_index_q_fp32": _is_float32(call.views.get("d_index_q")),
-        "d_index_k_fp32": _is_float32(call.views.get("d_index_k")),
+        "weights_bf16": _is(call.views.get("weights"), "bfloat16"),
+        "d_index_q_fp32": _is(call.views.get("d_index_q"), "float32"),
+        "d_index_k_fp32": _is(call.views.get("d_index_k"), "float32"),
         "key_splits": config.key_splits,
         "min_split_tokens": MIN_SPLIT_TOKENS,
         "scale": options.scale,
@@ -286,8 +290,8 @@ def _strides(config: LossConfig, call: Call) -> dict[str, int]:
     return found
 
 
-def _is_float32(view: View | None) -> bool:
-    return view is not None and view.dtype == "float32"
+def _is(view: View | None, dtype: str) -> bool:
+    return view is not None and view.dtype == dtype
 
 
 LOSS = LossPipeline()

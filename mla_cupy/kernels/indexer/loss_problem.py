@@ -175,6 +175,7 @@ PARAMS = Params(
     first_target="i4",
     first_chunk="i4",
     last_chunk="i4",
+    weights_bf16="i4",
     d_index_q_fp32="i4",
     d_index_k_fp32="i4",
     key_splits="i4",

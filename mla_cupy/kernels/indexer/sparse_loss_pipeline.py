@@ -12,7 +12,6 @@ from typing import cast
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer import (
-    loss_attention_generic,
     loss_bounds,
     loss_finite_keys,
     loss_list_gradients_sm90,
@@ -27,6 +26,7 @@ from mla_cupy.kernels.indexer.loss_pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
+    attention_kernel,
     chunk_tokens,
     loss_launch,
     loss_record,
@@ -85,7 +85,9 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
         if problem.deterministic and total >= 2**32:
             got = f"True, with s_q * topk = {total}"
             raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
-        return SparseLossConfig(problem, chosen, chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT))
+        chunk = chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT)
+        on_hopper = chosen is loss_list_scores_sm90.KERNEL
+        return SparseLossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: SparseLossConfig) -> Layout:
         """The lists, the attention's log-sum-exps if nobody else has them, the rows of a chunk, and the sums."""
@@ -130,8 +132,8 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
             parts |= {"extractors": "extractors", "largest": "largest"}
         whole = loss_record(config, call, 0, problem.s_q, parts)
         steps = loss_launch(loss_ranges.KERNEL, problem, problem.s_q, whole)
-        if problem.needs_lse:
-            steps += loss_launch(loss_attention_generic.KERNEL, problem, problem.s_q, whole)
+        if config.attention is not None:
+            steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.binned:
             steps += loss_launch(loss_bounds.KERNEL, problem, problem.s_q, whole)
             record = Record(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
