@@ -10,6 +10,7 @@ namespace mla::attention {
 enum ElementKind : i32 { kBfloat16, kFloat16, kFloat32, kE4m3 };
 enum ScaleKind : i32 { kNoScale, kScaleOfTensor, kScaleFloat32, kScaleE8m0 };
 
+constexpr i64 kMaxU32 = 0xffffffff;
 constexpr i32 kRecordChunk = 16;  // elements
 constexpr i32 kRopeChunks = 4;
 constexpr i32 kRopePairs = 32;
@@ -34,7 +35,8 @@ struct TokenBytes {
 // Null unless the slot is in the pool: a slot is page * page_size + token.
 MLA_DEVICE TokenBytes token_at(const RecordLayout& layout, u8* cache, i64 slot) {
     if (slot < 0 || slot >= (i64)layout.num_pages * layout.page_size) return TokenBytes{nullptr, nullptr};
-    const i64 page = slot / layout.page_size, token = slot - page * layout.page_size;
+    const i64 page = slot <= kMaxU32 ? (u32)slot / (u32)layout.page_size : slot / layout.page_size;
+    const i64 token = slot - page * layout.page_size;
     u8* from = cache + page * layout.page_stride;
     return TokenBytes{from + token * layout.token_stride, from + layout.scales_offset + token * layout.scales_stride};
 }

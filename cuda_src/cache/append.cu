@@ -2,15 +2,17 @@
 //
 //   s = scale of the group's largest magnitude,   code = e4m3(x / s)
 //
-// Grid: x = tokens, one warp each. A lane has 16 consecutive elements of the latent part; those of the RoPE part belong
-// to the lanes after the last latent chunk, or to the first lanes where there is none left:
+// Grid: x = tokens, two for each warp, whose loads are in flight together. A lane has 16 consecutive elements of the
+// latent part; the RoPE part belongs to some of the lanes:
 //
 //   all lanes  | load 16 | largest of the group by shuffles | quantise | store 16 bytes | RoPE lanes: turn, store |
 //
+// Rows of 16-bit elements that are aligned to 16 bytes are loaded in such pieces; others by a path of their own.
 // A slot outside of the pool is skipped.
 #include "attention/record.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
+#include "ptx/load.cuh"
 
 namespace mla::cache {
 using namespace attention;
@@ -18,6 +20,9 @@ using namespace attention;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
 constexpr i32 kWarps = kThreads / kWarpThreads;
+constexpr i32 kTokens = 2;  // of a warp
+constexpr i32 kPieceBytes = 16;
+constexpr i32 kPieceElems = 8;  // of 16 bits
 constexpr float kMinRatio = 1e-4f;
 constexpr float kMinNormal = 1.17549435e-38f;
 constexpr u32 kExponentMask = 0x7f800000u;
@@ -45,7 +50,7 @@ struct CacheAppendParams {
 MLA_FACT_LIST(params_layout, MLA_OFFSET(CacheAppendParams, latent_stride_bytes), MLA_OFFSET(CacheAppendParams, n),
               MLA_OFFSET(CacheAppendParams, kv_scale), (int)sizeof(CacheAppendParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(tokens_per_block, kWarps);
+MLA_FACT(tokens_per_block, kWarps* kTokens);
 
 // ---- Numbers ---------------------------------------------------------------------------------------------------
 MLA_DEVICE i64 read_index(const u8* from, i32 is_64) {
@@ -68,15 +73,15 @@ MLA_DEVICE Scale power_of_2_scale(float ratio) {
     return Scale{__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
 }
 
-// The largest magnitude of the chunks that share a scale, in all their lanes.
+// The largest magnitude of the chunks that share a scale, in all their lanes. As bits, NaN is above infinity.
 MLA_DEVICE float group_amax(const float (&x)[kRecordChunk], i32 group_chunks) {
-    float amax = 0.f;
+    u32 amax = 0;
 #pragma unroll
-    for (float value : x) amax = nan_max(fabsf(value), amax);
+    for (float value : x) amax = max(amax, __float_as_uint(value) & 0x7fffffffu);
     for (i32 step = 1; step < group_chunks; step *= 2) {
-        amax = nan_max(amax, __shfl_xor_sync(kFullWarp, amax, step));
+        amax = max(amax, __shfl_xor_sync(kFullWarp, amax, step));
     }
-    return amax;
+    return __uint_as_float(amax);
 }
 
 MLA_DEVICE void store_codes(u8* to, const float (&x)[kRecordChunk]) {
@@ -106,6 +111,34 @@ MLA_DEVICE i32 chunk_bytes(i32 kind) { return kRecordChunk * (kind == kE4m3 ? 1 
 
 // ---- Parts -----------------------------------------------------------------------------------------------------
 
+// Sixteen elements of the latent part in each lane that has some, zeros in the others. Called by whole warps.
+MLA_DEVICE void store_quantised(const CacheAppendParams& p, const TokenBytes& token, float (&x)[kRecordChunk],
+                                i32 lane) {
+    Scale scale{p.kv_scale, 0.f};
+    if (p.scale_kind != kScaleOfTensor) {
+        const float ratio = group_amax(x, p.group_chunks) / kMaxE4m3;
+        scale = p.power_of_2 ? power_of_2_scale(ratio) : Scale{nan_max(ratio, kMinNormal), 0.f};
+    }
+    if (p.power_of_2) {
+#pragma unroll
+        for (float& value : x) value *= scale.inverse;
+    } else {
+#pragma unroll
+        for (float& value : x) value /= scale.value;
+    }
+    if (lane >= p.latent_chunks) return;
+    store_codes(token.data + lane * kRecordChunk, x);
+    if (lane % p.group_chunks != 0) return;
+    const i32 group = lane / p.group_chunks;
+    if (p.scale_kind == kScaleFloat32) {
+        reinterpret_cast<float*>(token.scales)[group] = scale.value;
+    } else if (p.scale_kind == kScaleE8m0) {
+        const u32 exponent = __float_as_uint(scale.value) >> 23 & 0xff;  // 0xff for NaN and infinity
+        token.scales[group] = (u8)exponent;
+        if (lane == 0) token.scales[p.latent_chunks / p.group_chunks] = 0;  // the padding
+    }
+}
+
 // Called by whole warps.
 MLA_DEVICE void append_latent(const CacheAppendParams& p, const TokenBytes& token, const u8* row, i32 lane) {
     const bool active = lane < p.latent_chunks;
@@ -123,24 +156,7 @@ MLA_DEVICE void append_latent(const CacheAppendParams& p, const TokenBytes& toke
         if (active) store_chunk(to, x, p.kind);
         return;
     }
-    Scale scale{p.kv_scale, 0.f};
-    if (p.scale_kind != kScaleOfTensor) {
-        const float ratio = group_amax(x, p.group_chunks) / kMaxE4m3;
-        scale = p.power_of_2 ? power_of_2_scale(ratio) : Scale{nan_max(ratio, kMinNormal), 0.f};
-    }
-#pragma unroll
-    for (float& value : x) value = p.power_of_2 ? value * scale.inverse : value / scale.value;
-    if (!active) return;
-    store_codes(to, x);
-    if (lane % p.group_chunks != 0) return;
-    const i32 group = lane / p.group_chunks;
-    if (p.scale_kind == kScaleFloat32) {
-        reinterpret_cast<float*>(token.scales)[group] = scale.value;
-    } else if (p.scale_kind == kScaleE8m0) {
-        const u32 exponent = __float_as_uint(scale.value) >> 23 & 0xff;  // 0xff for NaN and infinity
-        token.scales[group] = (u8)exponent;
-        if (lane == 0) token.scales[p.latent_chunks / p.group_chunks] = 0;  // the padding
-    }
+    store_quantised(p, token, x, lane);
 }
 
 // Elements 16 chunk to 16 chunk + 15 of the RoPE part, turned. Every operation is rounded: no fused multiply-add.
@@ -191,17 +207,114 @@ MLA_DEVICE void append_rope(const CacheAppendParams& p, const TokenBytes& token,
     store_codes(to, x);
 }
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_append(const __grid_constant__ CacheAppendParams p) {
-    griddepcontrol_wait();
-    const i32 lane = threadIdx.x % kWarpThreads;
-    const i64 i = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
-    if (i >= p.n) return;
-    const RecordLayout layout = MLA_RECORD_LAYOUT(p);
+MLA_DEVICE void append_any(const CacheAppendParams& p, const RecordLayout& layout, i64 i, i32 lane) {
     const TokenBytes token = token_at(layout, p.cache, read_index(p.slots + i * p.slots_stride_bytes, p.slots_are_64));
     if (token.data == nullptr) return;
     append_latent(p, token, p.latent + i * p.latent_stride_bytes, lane);
     const i32 chunk = (lane + kWarpThreads - p.latent_chunks) % kWarpThreads;
     if (chunk < p.rope_chunks) append_rope(p, token, p.rope + i * p.rope_stride_bytes, chunk, i);
+}
+
+// ---- Aligned rows of 16-bit elements -----------------------------------------------------------------------------
+MLA_DEVICE bool is_aligned(const CacheAppendParams& p) {
+    const u64 inputs =
+        reinterpret_cast<u64>(p.latent) | p.latent_stride_bytes | reinterpret_cast<u64>(p.rope) | p.rope_stride_bytes;
+    const u64 pages = reinterpret_cast<u64>(p.cache) | p.page_stride_bytes | p.token_stride_bytes | p.rope_offset;
+    return (inputs | pages) % kPieceBytes == 0 && p.element != kFloat32 && (p.kind == kE4m3 || p.kind == p.element);
+}
+
+// What a lane has of a token: two pieces of the latent part, at most one of the RoPE part.
+struct Pieces {
+    uint4 latent[2];
+    uint4 rope;
+};
+
+// Of the latent part: neighbours, where they are quantised, else such that a warp's stores are side by side.
+MLA_DEVICE i32 latent_piece(const CacheAppendParams& p, i32 lane, i32 half) {
+    return p.kind == kE4m3 ? 2 * lane + half : lane + kWarpThreads * half;
+}
+
+MLA_DEVICE bool copies_rope(const CacheAppendParams& p) { return p.cos == nullptr && p.rope_kind == p.element; }
+
+MLA_DEVICE Pieces load_pieces(const CacheAppendParams& p, i64 i, i32 lane) {
+    Pieces pieces;
+    const bool present = i < p.n;
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        const i32 piece = latent_piece(p, lane, half);
+        pieces.latent[half] = ld_global_16(p.latent + i * p.latent_stride_bytes + piece * kPieceBytes,
+                                           present && piece < 2 * p.latent_chunks);
+    }
+    pieces.rope = ld_global_16(p.rope + i * p.rope_stride_bytes + lane * kPieceBytes,
+                               present && copies_rope(p) && lane < 2 * p.rope_chunks);
+    return pieces;
+}
+
+template <class Element>
+MLA_DEVICE void unpack_piece(float* to, const uint4& piece) {
+    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+        const float2 pair = unpack<Element>(words[i]);
+        to[2 * i] = pair.x;
+        to[2 * i + 1] = pair.y;
+    }
+}
+
+MLA_DEVICE void store_pieces(const CacheAppendParams& p, const TokenBytes& token, const Pieces& pieces, i64 i,
+                             i32 lane) {
+    if (p.kind == kE4m3) {
+        float x[kRecordChunk];
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            if (p.element == kBfloat16) {
+                unpack_piece<bfloat16>(x + half * kPieceElems, pieces.latent[half]);
+            } else {
+                unpack_piece<float16>(x + half * kPieceElems, pieces.latent[half]);
+            }
+        }
+        store_quantised(p, token, x, lane);
+    } else {
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            const i32 piece = latent_piece(p, lane, half);
+            if (piece < 2 * p.latent_chunks) reinterpret_cast<uint4*>(token.data)[piece] = pieces.latent[half];
+        }
+    }
+    if (!copies_rope(p)) {
+        if (lane < p.rope_chunks) append_rope(p, token, p.rope + i * p.rope_stride_bytes, lane, i);
+    } else if (lane < 2 * p.rope_chunks) {
+        reinterpret_cast<uint4*>(token.data + p.rope_offset)[lane] = pieces.rope;
+    }
+}
+
+MLA_DEVICE void append_aligned(const CacheAppendParams& p, const RecordLayout& layout, i64 first, i32 lane) {
+    i64 slots[kTokens];
+    Pieces pieces[kTokens];
+#pragma unroll
+    for (i32 t = 0; t < kTokens; ++t) {
+        const i64 i = first + t;
+        slots[t] = i < p.n ? read_index(p.slots + i * p.slots_stride_bytes, p.slots_are_64) : -1;
+        pieces[t] = load_pieces(p, i, lane);
+    }
+#pragma unroll
+    for (i32 t = 0; t < kTokens; ++t) {
+        const TokenBytes token = token_at(layout, p.cache, slots[t]);
+        if (token.data != nullptr) store_pieces(p, token, pieces[t], first + t, lane);
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_append(const __grid_constant__ CacheAppendParams p) {
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    const i32 lane = threadIdx.x % kWarpThreads;
+    const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads) * kTokens;
+    const RecordLayout layout = MLA_RECORD_LAYOUT(p);
+    if (is_aligned(p)) {
+        append_aligned(p, layout, first, lane);
+        return;
+    }
+    for (i64 i = first; i < min(first + kTokens, (i64)p.n); ++i) append_any(p, layout, i, lane);
 }
 }  // namespace mla::cache

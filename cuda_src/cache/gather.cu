@@ -1,16 +1,26 @@
 // Reads tokens of a paged cache as rows of numbers: dequantises, rounds once, gathers by slot.
 //
-// Grid: x = rows, one warp each; a lane has 16 consecutive elements, and some lanes 16 more. A slot outside of the pool
-// gives a row of zeros. Without slots row i is slot i: the sparse forward makes rows of a whole cache so.
+// Grid: x = rows, two for each warp, whose loads are in flight together. A slot outside of the pool gives a row of
+// zeros. Without slots row i is slot i: the sparse forward makes rows of a whole cache so.
+//
+// Rows of 16-bit elements that are aligned to 16 bytes are stored in such pieces, a warp's side by side: lane l has the
+// pieces l, l + 32, and l + 64 of a row, or of the latent part, and one of the RoPE part. Other rows take a path of
+// their own: a lane has 16 consecutive elements, and some lanes 16 more.
 #include "attention/record.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/load.cuh"
 
 namespace mla::cache {
 using namespace attention;
 
 constexpr i32 kThreads = 128;
 constexpr i32 kWarps = kThreads / kWarpThreads;
+constexpr i32 kRows = 2;  // of a warp
+constexpr i32 kPieceBytes = 16;
+constexpr i32 kPieceElems = 8;
+constexpr i32 kPieces = 3;  // of a lane, at most: 72 of a row
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CacheGatherParams {
@@ -30,21 +40,19 @@ struct CacheGatherParams {
 MLA_FACT_LIST(params_layout, MLA_OFFSET(CacheGatherParams, slots_stride_bytes), MLA_OFFSET(CacheGatherParams, n),
               MLA_OFFSET(CacheGatherParams, kv_scale), (int)sizeof(CacheGatherParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(rows_per_block, kWarps);
+MLA_FACT(rows_per_block, kWarps* kRows);
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_gather(const __grid_constant__ CacheGatherParams p) {
-    griddepcontrol_wait();
-    const i32 lane = threadIdx.x % kWarpThreads;
-    const i64 i = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
-    if (i >= p.n) return;
-    const RecordLayout layout = MLA_RECORD_LAYOUT(p);
+MLA_DEVICE TokenBytes token_of_row(const CacheGatherParams& p, const RecordLayout& layout, i64 i) {
     i64 at = i;
     if (p.slots != nullptr) {
         const u8* slot = p.slots + i * p.slots_stride_bytes;
         at = p.slots_are_64 ? *reinterpret_cast<const i64*>(slot) : (i64) * reinterpret_cast<const i32*>(slot);
     }
-    const TokenBytes token = token_at(layout, const_cast<u8*>(p.cache), at);
+    return token_at(layout, const_cast<u8*>(p.cache), at);
+}
+
+MLA_DEVICE void gather_any(const CacheGatherParams& p, const RecordLayout& layout, i64 i, i32 lane) {
+    const TokenBytes token = token_of_row(p, layout, i);
     u8* row = p.rows + i * p.rows_stride_bytes;
     const i32 element_bytes = p.element == kFloat32 ? 4 : 2;
     for (i32 chunk = lane; chunk < p.latent_chunks + p.rope_chunks; chunk += kWarpThreads) {
@@ -54,5 +62,135 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_gather(const __
         if (token.data != nullptr) load_token_chunk(layout, token, chunk, x);
         store_chunk(row + chunk * kRecordChunk * element_bytes, x, p.element);
     }
+}
+
+// ---- Aligned rows of 16-bit elements -----------------------------------------------------------------------------
+MLA_DEVICE bool is_aligned(const CacheGatherParams& p) {
+    const u64 rows = reinterpret_cast<u64>(p.rows) | p.rows_stride_bytes;
+    const u64 pages = reinterpret_cast<u64>(p.cache) | p.page_stride_bytes | p.token_stride_bytes | p.rope_offset;
+    const bool same = p.kind == p.element || (p.kind == kE4m3 && p.scale_kind != kScaleOfTensor);
+    return (rows | pages) % kPieceBytes == 0 && same && (p.rope_kind == p.element || p.rope_chunks == 0);
+}
+
+// Where piece `piece` of a row of 16-bit elements lies in a token that keeps them as they are.
+MLA_DEVICE const u8* piece_at(const CacheGatherParams& p, const TokenBytes& token, i32 piece) {
+    const i32 in_rope = piece - 2 * p.latent_chunks;
+    return token.data + (in_rope < 0 ? piece * kPieceBytes : p.rope_offset + in_rope * kPieceBytes);
+}
+
+MLA_DEVICE uint4* row_piece(const CacheGatherParams& p, i64 i, i32 piece) {
+    return reinterpret_cast<uint4*>(p.rows + i * p.rows_stride_bytes) + piece;
+}
+
+MLA_DEVICE void copy_rows(const CacheGatherParams& p, const TokenBytes (&tokens)[kRows], i64 first, i32 lane) {
+    const i32 pieces = 2 * (p.latent_chunks + p.rope_chunks);
+    uint4 kept[kRows][kPieces];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (i32 k = 0; k < kPieces; ++k) {
+            const i32 piece = lane + k * kWarpThreads;
+            kept[r][k] = ld_global_16(piece_at(p, tokens[r], piece), tokens[r].data != nullptr && piece < pieces);
+        }
+    }
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (i32 k = 0; k < kPieces; ++k) {
+            const i32 piece = lane + k * kWarpThreads;
+            if (first + r < p.n && piece < pieces) *row_piece(p, first + r, piece) = kept[r][k];
+        }
+    }
+}
+
+// What a lane has of a token: eight codes, twice, their scales, and eight elements of the RoPE part.
+struct Codes {
+    uint2 codes[2];
+    float scales[2];
+    uint4 rope;
+};
+
+// Of the pieces of the RoPE part the lane's, which follow those of the latent part in the row; none if it is above
+// the last one.
+MLA_DEVICE i32 rope_piece(const CacheGatherParams& p, i32 lane) {
+    return (lane + 2 * kWarpThreads - 2 * p.latent_chunks) % kWarpThreads;
+}
+
+MLA_DEVICE Codes load_codes(const CacheGatherParams& p, const RecordLayout& layout, const TokenBytes& token, i32 lane) {
+    const bool present = token.data != nullptr;
+    Codes loaded;
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        const i32 piece = lane + half * kWarpThreads;
+        const bool active = present && piece < 2 * p.latent_chunks;
+        loaded.codes[half] = ld_global_8(token.data + piece * kPieceElems, active);
+        loaded.scales[half] = active ? chunk_scale(layout, token, piece / 2) : 0.f;
+    }
+    const i32 piece = rope_piece(p, lane);
+    loaded.rope = ld_global_16(token.data + p.rope_offset + piece * kPieceBytes, present && piece < 2 * p.rope_chunks);
+    return loaded;
+}
+
+template <class Element>
+MLA_DEVICE uint4 dequantised(uint2 codes, float scale) {
+    const u32 pairs[4] = {codes.x & 0xffff, codes.x >> 16, codes.y & 0xffff, codes.y >> 16};
+    u32 words[4];
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+        const float2 x = cvt_f32_x2_e4m3(pairs[i]);
+        words[i] = cvt_x2(Element{}, x.x * scale, x.y * scale);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+template <class Element>
+MLA_DEVICE void dequantise_rows(const CacheGatherParams& p, const RecordLayout& layout,
+                                const TokenBytes (&tokens)[kRows], i64 first, i32 lane) {
+    Codes loaded[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) loaded[r] = load_codes(p, layout, tokens[r], lane);
+    const i32 in_rope = rope_piece(p, lane);
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+        if (first + r >= p.n) return;
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            const i32 piece = lane + half * kWarpThreads;
+            if (piece >= 2 * p.latent_chunks) continue;
+            *row_piece(p, first + r, piece) = dequantised<Element>(loaded[r].codes[half], loaded[r].scales[half]);
+        }
+        if (in_rope < 2 * p.rope_chunks) {
+            *row_piece(p, first + r, 2 * p.latent_chunks + in_rope) = loaded[r].rope;
+        }
+    }
+}
+
+MLA_DEVICE void gather_aligned(const CacheGatherParams& p, const RecordLayout& layout, i64 first, i32 lane) {
+    TokenBytes tokens[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+        tokens[r] = first + r < p.n ? token_of_row(p, layout, first + r) : TokenBytes{nullptr, nullptr};
+    }
+    if (p.kind == p.element) {
+        copy_rows(p, tokens, first, lane);
+    } else if (p.element == kBfloat16) {
+        dequantise_rows<bfloat16>(p, layout, tokens, first, lane);
+    } else {
+        dequantise_rows<float16>(p, layout, tokens, first, lane);
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_gather(const __grid_constant__ CacheGatherParams p) {
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    const i32 lane = threadIdx.x % kWarpThreads;
+    const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads) * kRows;
+    const RecordLayout layout = MLA_RECORD_LAYOUT(p);
+    if (is_aligned(p)) {
+        gather_aligned(p, layout, first, lane);
+        return;
+    }
+    for (i64 i = first; i < min(first + kRows, (i64)p.n); ++i) gather_any(p, layout, i, lane);
 }
 }  // namespace mla::cache

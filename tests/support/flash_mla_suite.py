@@ -1,10 +1,14 @@
 """FlashMLA's own tests, run against `mla_cupy.compat.flash_mla`.
 
-    python -m tests.support.flash_mla_suite FLASHMLA/tests dense --shard 1/4 --log dense.txt
+    python -m tests.support.flash_mla_suite FLASHMLA/tests dense sparse-decode sparse-prefill --log cases.jsonl
 
 Takes the folder `tests` of a checkout of FlashMLA. Its scripts run as they are, but each case goes through here: cases
-of other shards are skipped, nothing is timed, and the log gets one line per case: what came of it, and the case.
-On a GPU; `--cpu` computes with the NumPy oracle instead, to try a few cases. Needs PyTorch.
+of other shards are skipped, nothing is timed, and the log gets a line of JSON per case: what came of it, and the case.
+Cases have the random seeds that they have in FlashMLA's own runs.
+
+On a GPU; `--processes N` shares the cases out to N processes, `--gpus 0,1` these to GPUs. A case that runs out of
+memory beside others runs once more alone. `--cpu` computes with the NumPy oracle instead, to try a few cases. Needs
+PyTorch.
 """
 
 from __future__ import annotations
@@ -12,13 +16,17 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import io
+import json
+import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
@@ -31,57 +39,72 @@ SCRIPTS = {
     "sparse-prefill": ("test_flash_mla_sparse_prefill.py", "run_test"),
 }
 """The script, and its function that runs one case."""
-_PASSED = SimpleNamespace(
-    is_correct=True, compute_memory_ratio=0.0, achieved_tflops=0.0, achieved_gBps=0.0, time_usage_per_us=0.0
-)
-"""What the scripts are told of every case: true, and with the figures that one of them prints."""
+OUT_OF_MEMORY = "out of memory"
 _MOCKED = ("triton", "triton.language")
 """What the scripts import for timing only."""
+_COUNT = "count"
+_THREADS = 2
+"""Of PyTorch on the host, in each process."""
+
+Row = dict[str, Any]
 
 
 class Cases:
-    """Runs the cases of one shard, and counts what comes of them."""
+    """Runs the cases of a suite whose numbers, from 1 on, `claims` gives, in ascending order."""
 
-    def __init__(self, shard: int, shards: int, max_cases: int | None, log: TextIO) -> None:
-        self._shard, self._shards, self._max_cases, self._log = shard, shards, max_cases, log
+    def __init__(self, suite: str, claims: Iterator[int], report: Callable[[Row], None]) -> None:
+        self._suite, self._claims, self._report = suite, claims, report
+        self._claimed = next(claims, 0)
         self.seen = 0
-        self.counts: Counter[str] = Counter()
 
-    def through(self, run: Callable[[Any], Any]) -> Callable[[Any], SimpleNamespace]:
+    def through(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The function that the script calls in place of `run`. It never fails, so that every case has its turn."""
         for name in _MOCKED:  # PyTorch must not take it for the real one
             if isinstance(sys.modules.get(name), MagicMock):
                 del sys.modules[name]
 
-        def run_case(case: Any) -> SimpleNamespace:
+        def run_case(case: Any) -> Any:
             self.seen += 1
-            if self.seen % self._shards != self._shard % self._shards:
-                return _PASSED
-            if self._max_cases is not None and self.counts.total() >= self._max_cases:
-                return _PASSED
-            for name in ("test_performance", "num_runs"):
-                if hasattr(case, name):
-                    setattr(case, name, 0)
-            outcome, said = self._outcome(run, case)
-            self.counts[outcome.partition(":")[0]] += 1
-            self._log.write(f"{outcome} | {case}\n{said if outcome != 'passed' else ''}")
-            self._log.flush()
-            return _PASSED
+            if self.seen == self._claimed:
+                self._run_one(run, case)
+                self._claimed = next(self._claims, 0)
+            return _Passed()
 
         return run_case
 
-    @staticmethod
-    def _outcome(run: Callable[[Any], Any], case: Any) -> tuple[str, str]:
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(said):
-                passed = run(case)
-        except torch.OutOfMemoryError as error:
-            return f"out of memory: {str(error).splitlines()[0]}", said.getvalue()
-        except Exception as error:
-            return f"failed: {type(error).__name__} {error}", said.getvalue()
-        correct = getattr(passed, "is_correct", passed)
-        return ("failed: wrong result" if correct is False else "passed"), said.getvalue()
+    def _run_one(self, run: Callable[[Any], Any], case: Any) -> None:
+        for name in ("test_performance", "num_runs"):
+            if hasattr(case, name):
+                setattr(case, name, 0)
+        if getattr(case, "seed", None) == -1:
+            case.seed = self.seen - 1
+        begin = time.perf_counter()
+        outcome, said = _outcome(run, case)
+        row = {"suite": self._suite, "case": self.seen, "outcome": outcome, "said": said}
+        row |= {"seconds": round(time.perf_counter() - begin, 3), "parameters": dataclasses.asdict(case)}
+        self._report(row)
+        torch.cuda.synchronize()  # after an error that the GPU does not recover from, the process ends
+
+
+class _Passed:
+    """What a script takes for the result of a case that was not timed."""
+
+    is_correct = True
+
+    def __getattr__(self, name: str) -> float:
+        return 0.0
+
+
+def _outcome(run: Callable[[Any], Any], case: Any) -> tuple[str, str]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            passed = run(case)
+    except torch.OutOfMemoryError as error:
+        return OUT_OF_MEMORY, str(error).splitlines()[0]
+    except Exception as error:
+        return "failed", f"{type(error).__name__} {error}\n{said.getvalue()}"
+    return ("passed", "") if getattr(passed, "is_correct", passed) is not False else ("failed", said.getvalue())
 
 
 def run_script(path: Path, function: str, cases: Cases) -> None:
@@ -89,12 +112,11 @@ def run_script(path: Path, function: str, cases: Cases) -> None:
     tree = ast.parse(path.read_text(), str(path))
     (at,) = (i for i, node in enumerate(tree.body) if isinstance(node, ast.FunctionDef) and node.name == function)
     tree.body[at + 1 : at + 1] = ast.parse(f"{function} = through({function})").body
+    names = {"__name__": "__main__", "__file__": str(path), "through": cases.through}
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(
-            compile(tree, str(path), "exec"), {"__name__": "__main__", "__file__": str(path), "through": cases.through}
-        )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        exec(compile(tree, str(path), "exec"), names)
 
 
 def pretend_cpu_is_gpu() -> None:
@@ -114,27 +136,114 @@ def _nothing() -> Callable[..., None]:
     return lambda *arguments: None
 
 
+# ---- Processes ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the processes of a run have in common. `only`: numbers of the cases by suite, where it is not a shard."""
+
+    folder: Path
+    suites: tuple[str, ...]
+    shard: tuple[int, int]
+    max_cases: int | None
+    cpu: bool
+    only: dict[str, list[int]] | None = None
+
+    def number(self, suite: str, turn: int) -> int | None:
+        """The case that comes in turn, from 0 on; None after the last one."""
+        if self.only is not None:
+            return self.only[suite][turn] if turn < len(self.only.get(suite, [])) else None
+        if self.max_cases is not None and turn >= self.max_cases:
+            return None
+        shard, shards = self.shard
+        return (shard - 1) % shards + 1 + turn * shards
+
+
+def claims(work: Work, suite: str, taken: Any) -> Iterator[int]:
+    """Numbers of cases, each to one process. `taken` counts them."""
+    while True:
+        with taken.get_lock():
+            number = work.number(suite, taken.value)
+            taken.value += number is not None
+        if number is None:
+            return
+        yield number
+
+
+def run_process(work: Work, gpu: str | None, taken: dict[str, Any], rows: Any) -> None:
+    """One process's share of all suites; reports rows, and of each suite how many cases there are."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    sys.modules["flash_mla"] = flash_mla
+    made: Any = torch
+    torch.set_num_threads(_THREADS)
+    made.set_num_threads = _nothing()
+    if work.cpu:
+        pretend_cpu_is_gpu()
+    for suite in work.suites:
+        script, function = SCRIPTS[suite]
+        cases = Cases(suite, claims(work, suite, taken[suite]), rows.put)
+        run_script(work.folder / script, function, cases)
+        rows.put({"suite": suite, _COUNT: cases.seen})
+
+
+def run_all(work: Work, gpus: Sequence[str | None], keep: Callable[[Row], None]) -> dict[str, int]:
+    """Run in as many processes as there are entries in `gpus`; returns how many cases each suite has."""
+    context = get_context("spawn")
+    rows: Any = context.Queue()
+    taken = {suite: context.Value("q", 0) for suite in work.suites}
+    processes = [context.Process(target=run_process, args=(work, gpu, taken, rows)) for gpu in gpus]
+    for process in processes:
+        process.start()
+    counts: dict[str, int] = {}
+    while any(process.is_alive() for process in processes) or not rows.empty():
+        try:
+            row = rows.get(timeout=1)
+        except Exception:  # nothing came
+            continue
+        if _COUNT in row:
+            counts[row["suite"]] = row[_COUNT]
+        else:
+            keep(row)
+    return counts
+
+
 def main() -> int:
     """Parse the arguments, run, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="`tests` of a checkout of FlashMLA")
-    parser.add_argument("suite", choices=SCRIPTS)
+    parser.add_argument("suites", nargs="+", choices=SCRIPTS)
     parser.add_argument("--shard", default="1/1", help="which part of the cases, such as 2/4")
-    parser.add_argument("--max-cases", type=int, help="stop after so many")
+    parser.add_argument("--max-cases", type=int, help="of each suite at most so many")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--gpus", help="ordinals, such as 0,1; default: what PyTorch takes")
     parser.add_argument("--log", default="/dev/stderr")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     shard, shards = map(int, given.shard.split("/"))
-    sys.modules["flash_mla"] = flash_mla
-    if given.cpu:
-        pretend_cpu_is_gpu()
-    script, function = SCRIPTS[given.suite]
+    work = Work(given.folder, tuple(given.suites), (shard, shards), given.max_cases, given.cpu)
+    ordinals = given.gpus.split(",") if given.gpus else [None]
+    gpus = [ordinals[i % len(ordinals)] for i in range(given.processes)]
+    found: dict[tuple[str, int], str] = {}
     with open(given.log, "w") as log:
-        cases = Cases(shard, shards, given.max_cases, log)
-        run_script(given.folder / script, function, cases)
-    found = ", ".join(f"{n} {what}" for what, n in sorted(cases.counts.items())) or "none run"
-    print(f"{given.suite}, shard {given.shard} of {cases.seen} cases: {found}")
-    return int(set(cases.counts) != {"passed"})
+
+        def keep(row: Row) -> None:
+            found[row["suite"], row["case"]] = row["outcome"]
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+
+        counts = run_all(work, gpus, keep)
+        again = {
+            suite: sorted(n for (s, n), o in found.items() if s == suite and o == OUT_OF_MEMORY) for suite in counts
+        }
+        if given.processes > 1 and any(again.values()):
+            run_all(dataclasses.replace(work, only=again), gpus[:1], keep)
+    for suite in work.suites:
+        totals = Counter(outcome for (of, _), outcome in found.items() if of == suite)
+        said = ", ".join(f"{n} {what}" for what, n in sorted(totals.items())) or "none run"
+        print(f"{suite}, shard {given.shard} of {counts.get(suite, 'unknown')} cases: {said}")
+    return int(set(found.values()) != {"passed"})
 
 
 if __name__ == "__main__":

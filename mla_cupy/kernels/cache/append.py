@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.kernels.cache.layout import MEMBERS
 from mla_cupy.kernels.spec import PLAIN, Kernel, Params
 
-TOKENS_PER_BLOCK = 4
+TOKENS_PER_BLOCK = 8
 
 KERNEL: Kernel[object] = Kernel(
     "cache_append",

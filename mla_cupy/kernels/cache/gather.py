@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.kernels.cache.layout import MEMBERS
 from mla_cupy.kernels.spec import Kernel, Params
 
-ROWS_PER_BLOCK = 4
+ROWS_PER_BLOCK = 8
 
 KERNEL: Kernel[object] = Kernel(
     "cache_gather",
