@@ -32,21 +32,28 @@ class Extension:
         Lengths.
     owned : array, (b,)
         Pages before.
-    missing : array, (b,)
-        Pages to take.
+    lacks : array, (b,), bool
+        Whether pages are taken for a sequence.
+    growing, missing : array, (n,)
+        Which sequences these are, and how many pages each takes.
     copies : list of (row, column)
         Pages to copy, since others have them, too.
     copied : list of (int, int)
         (source, destination), once it is done.
+    taken : array, (m,)
+        The pages of the growing sequences, one after the other, once it is done.
     """
 
     rows: Array
     before: Array
     after: Array
     owned: Array
+    lacks: Array
+    growing: Array
     missing: Array
     copies: list[tuple[int, int]]
     copied: list[tuple[int, int]]
+    taken: Array
 
 
 class Book:
@@ -59,6 +66,8 @@ class Book:
         Tokens of each sequence; pages that it has, those reserved included; leading pages that the device knows.
     dirty : array, (max_seqs,), bool
         Rows whose length or pages the device does not know.
+    changed : bool
+        Whether there are any, or pages taken ahead that it does not know.
     refs : array, (num_pages,), int32
         How many sequences have a page.
     copies, evictions : int
@@ -70,6 +79,7 @@ class Book:
         self.table = np.full((max_seqs, max_pages), NO_PAGE, np.int32)
         self.length, self.owned, self.synced, self.generation = np.zeros((4, max_seqs), np.int64)
         self.active, self.dirty = np.zeros((2, max_seqs), bool)
+        self.changed = False
         self.refs = np.zeros(num_pages, np.int32)
         self.prefixes = Prefixes(num_pages, page_size)
         self.chains: list[list[Digest]] = [[] for _ in range(max_seqs)]
@@ -80,6 +90,8 @@ class Book:
         self._unused: dict[int, None] = {}  # pages of no sequence that can be found by their hash, the oldest first
         self._rows = list(range(max_seqs))[::-1]
         self._place = np.zeros(max_seqs, np.int64)
+        self._more_owners = 0  # of pages, beyond the first one of each
+        self._asked: tuple[list[int], Array] | None = None  # the latest list of sequences, and their rows
 
     # ---- Sequences --------------------------------------------------------------------------------------------
 
@@ -91,6 +103,8 @@ class Book:
         ArgumentError
             If one is not alive, or there twice.
         """
+        if self._asked is not None and type(handles) is list and handles == self._asked[0]:
+            return self._asked[1]
         given = _whole_numbers(handles)
         if given is None:
             raise ArgumentError(explain("sequences", repr(handles), "a list of those that `allocate` or `fork` gave"))
@@ -103,6 +117,8 @@ class Book:
         self._place[rows] = order
         if (self._place[rows] != order).any():
             raise ArgumentError(explain("sequences", "one of them twice", "each once"))
+        if type(handles) is list:
+            self._asked = list(handles), rows
         return rows
 
     def handle(self, row: int) -> int:
@@ -121,7 +137,8 @@ class Book:
         self._take_shared(np.asarray(pages, np.int32))
         self.table[row, : len(pages)] = pages
         self.length[row], self.owned[row], self.synced[row] = length, len(pages), 0
-        self.active[row] = self.dirty[row] = True
+        self.active[row] = self.dirty[row] = self.changed = True
+        self._asked = None
         self.chains[row], self.keys[row] = chain, key
         return row
 
@@ -129,7 +146,8 @@ class Book:
         """Free a sequence."""
         self._drop(row, 0)
         self.length[row] = 0
-        self.active[row], self.dirty[row] = False, True
+        self.active[row], self.dirty[row], self.changed = False, True, True
+        self._asked = None
         self.generation[row] += 1
         self.chains[row] = []
         self._rows.append(row)
@@ -143,7 +161,7 @@ class Book:
         """Keep the first `length` tokens, and no reserved page."""
         self._drop(row, self.pages_for(length))
         self.length[row] = length
-        self.dirty[row] = True
+        self.dirty[row] = self.changed = True
         del self.chains[row][length // self.page_size :]
 
     def commit(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
@@ -159,7 +177,7 @@ class Book:
         """Pages that hold as many tokens."""
         return -(-tokens // self.page_size)
 
-    def plan_extend(self, rows: Array, counts: Array) -> Extension:
+    def plan_extend(self, rows: Array, counts: Array | int) -> Extension:
         """What it takes for each sequence to get `counts` more tokens.
 
         Raises
@@ -172,38 +190,53 @@ class Book:
         before, owned = self.length[rows], self.owned[rows]
         after = before + counts
         needed = (after + self.page_size - 1) // self.page_size
-        if len(rows) and needed.max() > self.max_pages:
+        lacks = needed > owned
+        (growing,) = lacks.nonzero()
+        missing = needed[growing] - owned[growing]
+        if len(growing) and needed[growing].max() > self.max_pages:
             at = int(needed.argmax())
             most = self.max_pages * self.page_size
             raise ArgumentError(explain(f"counts[{at}]", f"{after[at]} tokens in all", f"at most {most} of a sequence"))
-        missing = np.maximum(needed - owned, 0)
-        copies = self._shared_tails(rows, before, counts)
-        self._check_pages(int(missing.sum()) + len(copies))
-        return Extension(rows, before, after, owned, missing, copies, [])
+        copies = self._shared_tails(rows, before, counts) if self._more_owners else []
+        if len(growing) or copies:
+            self._check_pages(int(missing.sum()) + len(copies))
+        return Extension(rows, before, after, owned, lacks, growing, missing, copies, [], growing[:0])
 
     def extend(self, plan: Extension) -> None:
         """Take the pages and set the lengths."""
-        rows, (growing,) = plan.rows, np.nonzero(plan.missing)
-        taken = self._take(int(plan.missing.sum()) + len(plan.copies))
-        for (row, column), page in zip(plan.copies, taken.tolist(), strict=False):
-            source = int(self.table[row, column])
-            self.refs[source] -= 1
-            self.table[row, column] = page
-            self.synced[row] = min(self.synced[row], column)
-            plan.copied.append((source, page))
-        self.copies += len(plan.copies)
+        rows, growing = plan.rows, plan.growing
+        if len(growing) or plan.copies:
+            taken = self._take(int(plan.missing.sum()) + len(plan.copies))
+            for (row, column), page in zip(plan.copies, taken.tolist(), strict=False):
+                source = int(self.table[row, column])
+                self.refs[source] -= 1
+                self._more_owners -= 1
+                self.table[row, column] = page
+                self.synced[row] = min(self.synced[row], column)
+                plan.copied.append((source, page))
+            self.copies += len(plan.copies)
+            plan.taken = taken[len(plan.copies) :]
         if len(growing):
-            at, columns = _spread(plan.owned[growing], plan.owned[growing] + plan.missing[growing])
-            self.table[rows[growing][at], columns] = taken[len(plan.copies) :]
-            self.owned[rows] += plan.missing
+            self._write_taken(plan, rows[growing])
         self._forget_tails(plan)
         self.length[rows] = plan.after
+
+    def _write_taken(self, plan: Extension, rows: Array) -> None:
+        """The pages of the growing sequences, whose rows these are."""
+        first = plan.owned[plan.growing]
+        if len(plan.taken) == len(rows):  # one for each
+            self.table[rows, first] = plan.taken
+        else:
+            at, columns = _spread(first, first + plan.missing)
+            self.table[rows[at], columns] = plan.taken
+        self.owned[rows] = first + plan.missing
 
     def undo(self, plan: Extension) -> None:
         """The state before, but for hashes of pages that were taken; the device is told everything anew."""
         for (row, column), (source, page) in zip(plan.copies, plan.copied, strict=True):
             self.table[row, column] = source
             self.refs[source] += 1
+            self._more_owners += 1
             self.refs[page] = 0
             self._put_back(np.array([page], np.int32))
         for row, length, owned in zip(plan.rows.tolist(), plan.before, plan.owned, strict=True):
@@ -212,6 +245,7 @@ class Book:
         self.copies -= len(plan.copies)
         self.synced[:] = 0
         self.dirty |= self.active
+        self.changed = True
 
     def plan_reserve(self, row: int, tokens: int) -> int:
         """Pages that a sequence lacks for `tokens` more; errors as for `plan_extend`."""
@@ -228,8 +262,9 @@ class Book:
         owned = int(self.owned[row])
         self.table[row, owned : owned + pages] = self._take(pages)
         self.owned[row] += pages
+        self.changed = True
 
-    def _shared_tails(self, rows: Array, before: Array, counts: Array) -> list[tuple[int, int]]:
+    def _shared_tails(self, rows: Array, before: Array, counts: Array | int) -> list[tuple[int, int]]:
         """Partly filled pages that are written while others have them. The last of several writers keeps the page."""
         writing = (counts > 0) & (before % self.page_size != 0)
         columns = before // self.page_size
@@ -246,11 +281,11 @@ class Book:
 
     def _forget_tails(self, plan: Extension) -> None:
         """Pages that are written can no longer be found by what they held."""
-        if not self.prefixes.hashed.any():
+        if self.prefixes.is_empty:
             return
-        written = plan.after > plan.before
+        written = (plan.after > plan.before) & (plan.before % self.page_size != 0)
         tails = self.table[plan.rows, np.minimum(plan.before // self.page_size, self.max_pages - 1)]
-        for page in tails[written & (plan.before % self.page_size != 0)]:
+        for page in tails[written & self.prefixes.hashed[tails]]:
             self.prefixes.forget(int(page))
 
     # ---- Pages ------------------------------------------------------------------------------------------------
@@ -280,9 +315,11 @@ class Book:
         return pages
 
     def _take_shared(self, pages: Array) -> None:
-        for page in pages[self.refs[pages] == 0].tolist():
+        unused = pages[self.refs[pages] == 0].tolist()
+        for page in unused:
             del self._unused[page]
         self.refs[pages] += 1
+        self._more_owners += len(pages) - len(unused)
 
     def _drop(self, row: int, keep: int) -> None:
         """Give up the pages from column `keep` on, the last one first."""
@@ -290,7 +327,9 @@ class Book:
         if owned > keep:
             pages = self.table[row, keep:owned][::-1].copy()
             self.refs[pages] -= 1
-            self._put_back(pages[self.refs[pages] == 0])
+            given_up = pages[self.refs[pages] == 0]
+            self._more_owners -= len(pages) - len(given_up)
+            self._put_back(given_up)
             self.owned[row] = keep
         self.synced[row] = min(self.synced[row], keep)
 
@@ -315,7 +354,7 @@ class Book:
             np.add.at(counted, pages, 1)
             if not self.pages_for(int(self.length[row])) <= self.owned[row] <= self.max_pages:
                 wrong.append(f"row {row} has {self.owned[row]} pages for {self.length[row]} tokens")
-        if (counted != self.refs).any():
+        if (counted != self.refs).any() or np.maximum(counted - 1, 0).sum() != self._more_owners:
             wrong.append("counts of owners")
         free, unused = set(self._free[: self._num_free].tolist()), set(self._unused)
         used = set(np.flatnonzero(self.refs).tolist())

@@ -166,6 +166,7 @@ class PagedKVCache:
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
         self._memory: Memory = _memory(device, memory, self._words, shapes, (max_seqs, max_pages), page_size)
         self._lock = threading.RLock()
+        self._latest: tuple[tuple[int, int], tuple[Any, Any, Any, Any]] = ((-1, -1), (None, None, None, None))
 
     @property
     def block_table(self) -> Any:
@@ -254,13 +255,13 @@ class PagedKVCache:
             words = self._memory.staging()
             self._book.extend(plan)
             try:
-                part = pack(words, self._words, self._book, rows, added, plan.copied)
+                part = pack(words, self._words, self._book, plan, added)
                 self._memory.submit(part, len(plan.copied), stream)
             except BaseException:
                 self._book.undo(plan)
                 raise
             mark_uploaded(self._book)
-            return self._step(len(rows), int(added.sum()), len(plan.copied))
+            return self._step(len(rows), (self._words.pairs - part.start) // 2, len(plan.copied))
 
     def append(
         self, step: CacheStep, layer: int, latent: Any, rope: Any = None, *, pool: str = "kv", **options: Any
@@ -447,21 +448,23 @@ class PagedKVCache:
                 raise AssertionError("; ".join(wrong))
 
     def _step(self, b: int, tokens: int, copies: int) -> CacheStep:
-        slots, positions = self._words.tokens(tokens)
-        words = self._memory.words
-        step_table, step_seqlens = self._memory.step_table[:b], self._memory.step_seqlens[:b]
-        return CacheStep(words[slots], words[positions], step_table, step_seqlens, copies)
+        if (b, tokens) != self._latest[0]:  # slicing takes longer than the rest of a step's bookkeeping
+            slots, positions = self._words.tokens(tokens)
+            memory = self._memory
+            views = memory.words[slots], memory.words[positions], memory.step_table[:b], memory.step_seqlens[:b]
+            self._latest = (b, tokens), views
+        return CacheStep(*self._latest[1], copies)
 
     def _pool(self, name: str) -> Record:
         if name not in self.records:
             raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.records)}"))
         return self.records[name]
 
-    def _counts(self, counts: Any, b: int) -> Array:
-        added = _vector("counts", counts, b)
-        total = int(added.sum())
-        if (added < 0).any() or total > self._max_tokens:
-            got = f"{total} in all" if (added >= 0).all() else "one below 0"
+    def _counts(self, counts: Any, b: int) -> Array | int:
+        added: Array | int = counts if type(counts) is int else _vector("counts", counts, b)
+        least, total = (added, added * b) if isinstance(added, int) else (added.min(initial=0), int(added.sum()))
+        if least < 0 or total > self._max_tokens:
+            got = f"{total} in all" if least >= 0 else "one below 0"
             expected = f"at most max_tokens={self._max_tokens}"
             raise ArgumentError(explain("counts", got, expected, "extend in several steps"))
         return added

@@ -30,6 +30,11 @@ class Prefixes:
         self._page_of: dict[Digest, int] = {}
         self._digest_of: dict[int, Digest] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page can be found."""
+        return not self._page_of
+
     def chain(self, tokens: npt.NDArray[np.int32], key: bytes, known: list[Digest]) -> Iterator[Digest]:
         """The digests of the full pages of `tokens` after those that are known."""
         last = known[-1] if known else blake2b(key, digest_size=_DIGEST_BYTES).digest()

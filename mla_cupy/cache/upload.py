@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.cache.book import NO_PAGE, Book
+from mla_cupy.cache.book import NO_PAGE, Book, Extension
 from mla_cupy.records import HEADER_WORDS
 
 Array = npt.NDArray[Any]
@@ -51,59 +51,80 @@ class Words:
         return slice(begin, begin + count), slice(begin + count, self.pairs)
 
 
-def pack(words: Array, at: Words, book: Book, rows: Array, counts: Array, copied: list[tuple[int, int]]) -> slice:
+def pack(words: Array, at: Words, book: Book, plan: Extension, counts: Array | int) -> slice:
     """Write a step of sequences that have been extended by `counts`; returns the words to upload."""
-    outside = book.dirty.copy()
-    outside[rows] = False
-    (others,) = np.nonzero(outside)
-    everything = np.concatenate([rows, others]) if len(others) else rows
-    _pack_tokens(words, at, book, rows, counts)
-    pairs = words[at.pairs : at.pairs + 2 * at.max_seqs]
-    pairs[:] = NO_PAGE
-    if copied:
-        pairs[: 2 * len(copied)] = np.asarray(copied, np.int32).reshape(-1)
-    words[at.header], words[at.header + 1] = len(rows), len(everything)
-    lists, total = words[at.header + HEADER_WORDS : at.changes], len(everything)
+    rows = everything = plan.rows
+    if book.changed:
+        outside = book.dirty.copy()
+        outside[rows] = False
+        (others,) = outside.nonzero()
+        everything = np.concatenate([rows, others]) if len(others) else rows
+    total = len(everything)
+    begin = at.pairs - 2 * _pack_tokens(words, at, book, plan, counts)
+    if plan.copied:
+        pairs = words[at.pairs : at.pairs + 2 * at.max_seqs]
+        pairs[:] = NO_PAGE
+        pairs[: 2 * len(plan.copied)] = np.asarray(plan.copied, np.int32).reshape(-1)
+    words[at.header], words[at.header + 1] = len(rows), total
+    lists = words[at.header + HEADER_WORDS : at.changes]
     lists[:total] = everything
-    lists[at.max_seqs : at.max_seqs + total] = book.length[everything]
-    return slice(at.pairs - 2 * int(counts.sum()), _pack_changes(words, lists, at, book, everything))
-
-
-def _pack_tokens(words: Array, at: Words, book: Book, rows: Array, counts: Array) -> None:
-    """Where the tokens of the step go, sequence after sequence."""
-    ends = book.length[rows]
-    owner: Array
-    if len(rows) and (counts == 1).all():
-        owner, positions = rows, ends - 1
+    lists[at.max_seqs : at.max_seqs + total] = plan.after if everything is rows else book.length[everything]
+    first = lists[2 * at.max_seqs : 2 * at.max_seqs + total + 1]
+    changes = words[at.changes :].reshape(-1, 2)
+    if book.changed or plan.copied or len(plan.taken) != len(plan.growing):
+        made = _pack_changes(changes, first, book, everything)
     else:
-        total = int(counts.sum())
-        index = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(total) - (np.cumsum(counts) - ends)[index]
+        made = _pack_taken(changes, first, plan)
+    return slice(begin, at.changes + 2 * made)
+
+
+def _pack_tokens(words: Array, at: Words, book: Book, plan: Extension, counts: Array | int) -> int:
+    """Where the tokens of the step go, sequence after sequence; returns how many there are."""
+    rows, owner, positions = plan.rows, plan.rows, plan.before
+    if not (isinstance(counts, int) and counts == 1):
+        added = plan.after - plan.before
+        index = np.repeat(np.arange(len(rows)), added)
+        positions = np.arange(len(index)) - (np.cumsum(added) - plan.after)[index]
         owner = rows[index]
-    page, place = np.divmod(positions, book.page_size)
+    page = positions // book.page_size
     slots, where = at.tokens(len(positions))
-    words[slots] = book.table[owner, page] * book.page_size + place
+    # page_of * page_size + positions % page_size
+    words[slots] = (book.table[owner, page] - page) * book.page_size + positions
     words[where] = positions
+    return len(positions)
 
 
-def _pack_changes(words: Array, lists: Array, at: Words, book: Book, rows: Array) -> int:
-    """The pages that the device does not know; returns the end of the upload."""
-    synced, owned = book.synced[rows], book.owned[rows]
-    counts = np.maximum(owned - synced, 0)
-    first = lists[2 * at.max_seqs : 3 * at.max_seqs + 1]
+def _pack_taken(changes: Array, first: Array, plan: Extension) -> int:
+    """The pages that the step has taken, one for each growing sequence; returns how many."""
+    made = len(plan.growing)
     first[0] = 0
-    np.cumsum(counts, out=first[1 : len(rows) + 1])
+    if made:
+        np.cumsum(plan.lacks, out=first[1:])
+        changes[:made, 0] = plan.owned[plan.growing]
+        changes[:made, 1] = plan.taken
+    else:
+        first[1:] = 0
+    return made
+
+
+def _pack_changes(changes: Array, first: Array, book: Book, rows: Array) -> int:
+    """The pages that the device does not know; returns how many."""
+    synced = book.synced[rows]
+    counts = book.owned[rows] - synced
+    first[0] = 0
+    np.cumsum(counts, out=first[1:])
     total = int(first[len(rows)])
     if total:
         index = np.repeat(np.arange(len(rows)), counts)
-        columns = np.arange(total) - (first[: len(rows)] - synced)[index]
-        changes = words[at.changes : at.changes + 2 * total].reshape(-1, 2)
-        changes[:, 0] = columns
-        changes[:, 1] = book.table[rows[index], columns]
-    return at.changes + 2 * total
+        columns = np.arange(total) - (first[:-1] - synced)[index]
+        changes[:total, 0] = columns
+        changes[:total, 1] = book.table[rows[index], columns]
+    return total
 
 
 def mark_uploaded(book: Book) -> None:
     """The device knows everything now."""
     np.copyto(book.synced, book.owned)
-    book.dirty[:] = False
+    if book.changed:
+        book.dirty[:] = False
+        book.changed = False
