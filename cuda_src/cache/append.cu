@@ -217,6 +217,7 @@ MLA_DEVICE void append_any(const CacheAppendParams& p, const RecordLayout& layou
 
 // ---- Aligned rows of 16-bit elements -----------------------------------------------------------------------------
 MLA_DEVICE bool is_aligned(const CacheAppendParams& p) {
+    if (__CUDA_ARCH__ < 800) return false;  // sm_75 spills
     const u64 inputs =
         reinterpret_cast<u64>(p.latent) | p.latent_stride_bytes | reinterpret_cast<u64>(p.rope) | p.rope_stride_bytes;
     const u64 pages = reinterpret_cast<u64>(p.cache) | p.page_stride_bytes | p.token_stride_bytes | p.rope_offset;

@@ -44,8 +44,12 @@ MLA_DEVICE u32 cvt_x2(bfloat16, float lo, float hi) {
 }
 
 MLA_DEVICE u32 cvt_x2(float16, float lo, float hi) {
+#if __CUDA_ARCH__ >= 800
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
     return packed;
+#else
+    return float16::from_float(lo) | (u32)float16::from_float(hi) << 16;
+#endif
 }
 }  // namespace mla
