@@ -69,6 +69,7 @@ class LocalGroup:
         self.world = world
         self._barrier = threading.Barrier(world, timeout=timeout)
         self._payloads = [b""] * world
+        self._lock, self._callbacks = threading.Lock(), list[Callable[[], None]]()
 
     def member(self, rank: int) -> Group:
         """The view of one thread."""
@@ -83,6 +84,7 @@ class LocalGroup:
             gathered = list(self._payloads)
             self._barrier.wait()  # nobody writes the next payload before all have read this one
         except threading.BrokenBarrierError:
+            self._lose()
             remedy = "every member must make the same calls"
             raise ParallelError(explain("the group", "no word from all members", "one in time", remedy)) from None
         return gathered
@@ -91,6 +93,19 @@ class LocalGroup:
         """Raise ParallelError if a member has given up."""
         if self._barrier.broken:
             raise ParallelError(explain("the group", "a member that gave up waiting", "all of them", "start anew"))
+
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """See `Group.on_loss`."""
+        with self._lock:
+            self._callbacks.append(callback)
+        if self._barrier.broken:
+            self._lose()
+
+    def _lose(self) -> None:
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 class _Thread:
@@ -105,4 +120,4 @@ class _Thread:
         self._group.check()
 
     def on_loss(self, callback: Callable[[], None]) -> None:
-        """A thread is gone only with the whole process."""
+        self._group.on_loss(callback)

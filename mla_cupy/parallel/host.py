@@ -9,10 +9,10 @@ import numpy as np
 
 from mla_cupy import arrays
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import DeviceError, ParallelError, explain
+from mla_cupy.errors import DeviceError, explain
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.parallel.group import Group
-from mla_cupy.parallel.transport import Result, heads_per_rank
+from mla_cupy.parallel.transport import Result, check_alike, heads_per_rank
 
 
 class HostTransport:
@@ -52,12 +52,10 @@ class HostTransport:
         name = arrays.NUMPY.view(out).dtype
         kind = json.dumps([out.shape, name, lse.shape, result.lse_base]).encode()
         gathered = self._group.gather(kind + b"\n" + out.tobytes() + lse.astype(np.float32).tobytes())
+        calls, _, payloads = zip(*(payload.partition(b"\n") for payload in gathered), strict=True)
+        check_alike(calls, self.rank)
         all_outs, all_lses = [], []
-        for rank, payload in enumerate(gathered):
-            theirs, _, data = payload.partition(b"\n")
-            if theirs != kind:
-                what = f"rank {rank} merges {theirs.decode(errors='replace')}"
-                raise ParallelError(explain("the group", what, f"{kind.decode()}, as rank {self.rank}"))
+        for data in payloads:
             numbers = np.frombuffer(data, TABLE[name].numpy, out.size).reshape(out.shape)
             all_outs.append(numbers[:, :, mine])
             all_lses.append(np.frombuffer(data, np.float32, lse.size, numbers.nbytes).reshape(lse.shape)[:, mine])

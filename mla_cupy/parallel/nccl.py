@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DeviceError, ParallelError, explain
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.parallel.group import Group
-from mla_cupy.parallel.transport import Result, heads_per_rank
+from mla_cupy.parallel.transport import Result, check_alike, heads_per_rank
 
 _BY_HEAD = {4: (2, 0, 1, 3), 3: (1, 0, 2)}
 """The axes of outs and of lses, heads first: then what goes to one rank is in one piece."""
@@ -21,9 +22,9 @@ _STATES = {5: (0, 2, 3, 1, 4), 4: (0, 2, 1, 3)}
 class NcclTransport:
     """GPUs that NCCL connects, on one host or several; one process, or one thread, per GPU.
 
-    Needs CuPy with NCCL. The exchange waits for nobody on the host, and can be captured in a CUDA graph. Calls must be
-    the same, in the same order, on every rank: NCCL does not notice if they are not. One thread, and one stream, at a
-    time may use it; it keeps what it receives of every shape.
+    Needs CuPy with NCCL. Ranks that see a call of new shapes first compare it through the group; after that the host
+    waits for nobody, and the exchange can be captured in a CUDA graph. Calls must be the same, in the same order, on
+    every rank. One thread, and one stream, at a time may use it; it keeps what it receives of every shape.
 
     Parameters
     ----------
@@ -48,6 +49,7 @@ class NcclTransport:
         group.on_loss(self._abort)
         self._aborted = False
         self._received: dict[Any, Any] = {}  # kept: CUDA graphs may go on using them
+        self._compared: set[bytes] = set()
 
     def _join(self, unique: bytes) -> Any:
         """NCCL's communicator: CuPy 14 takes the identifier as bytes, earlier ones take signed numbers."""
@@ -85,11 +87,18 @@ class NcclTransport:
         view = native.view(outs)
         handle = native.current_stream(view.device) if result.stream is None else arrays.stream_handle(result.stream)
         heads_per_rank(view.shape, native.view(lses).shape, self.world)
+        self._compare(json.dumps([view.shape, view.dtype, result.lse_base]).encode())
         received = self._all_to_all(native, (outs, lses), view.device, handle)
         states = [native.transposed(x, _STATES[len(native.view(x).shape)]) for x in received]
         out, lse = merge_states(*states, **{**result._asdict(), "stream": handle})
         family.settle((outs, lses))
         return family.release(out), family.release(lse)
+
+    def _compare(self, call: bytes) -> None:
+        """Once for each call: NCCL waits for ever where ranks exchange different numbers of bytes."""
+        if call not in self._compared:
+            check_alike(self._group.gather(call), self.rank)
+            self._compared.add(call)
 
     def _all_to_all(self, native: arrays.Native, given: tuple[Any, Any], device: int, stream: int) -> list[Any]:
         """Every rank's numbers of this rank's heads: (world, heads, ...)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from mla_cupy.errors import ShapeError, explain
+from mla_cupy.errors import ParallelError, ShapeError, explain
 from mla_cupy.kernels.merge.exchange import Splits
 
 
@@ -55,6 +56,15 @@ class MergesSplits(Protocol):
 
     def merge_splits(self, outs: Any, lses: Any, splits: Splits, result: Result) -> tuple[Any, Any]:
         """See `Transport.merge`; `outs` and `lses` lack the rows of the requests that `splits` has pieces of."""
+
+
+def check_alike(calls: Sequence[bytes], rank: int) -> None:
+    """Raise ParallelError unless what every rank says of its call is what this one says."""
+    mine = calls[rank]
+    for other, theirs in enumerate(calls):
+        if theirs != mine:
+            what = f"rank {other} merges {theirs.decode(errors='replace')}"
+            raise ParallelError(explain("the group", what, f"{mine.decode()}, as rank {rank}"))
 
 
 def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> int:
