@@ -21,7 +21,7 @@ DESCRIPTION = """Decode with the tokens of each sequence shared out over several
 Times are medians of replays of CUDA graphs of eight steps, in turns, of the slowest rank; q is on every rank, each ends
 with the output of its own heads. Efficiency is the time on one GPU (of all, one after the other, the slowest) over N
 times the time on N. For more GPUs than there are, the local decode is measured on one GPU with its share of the tokens,
-and the exchange is predicted from the measured one and the bytes of more ranks: those rows say "predicted".
+and the exchange is predicted from its time alone and the bytes of more ranks: those rows say "predicted".
 """
 EPILOG = """examples:
   run context-parallel --gpus 2 --json cp.jsonl
@@ -115,7 +115,7 @@ def measure(case: Problem, world: int, transports: list[str], replays: int) -> I
     yield _row(1, "", single, single, 0.0, single)
     for kind in transports:
         yield _row(world, kind, us[kind], local, us[f"{kind} exchange"], single)
-        measured = prediction.Exchange(world, us[kind] - local, ROW_BYTES, case.b * case.h_q)
+        measured = prediction.Exchange(world, us[f"{kind} exchange"], ROW_BYTES, case.b * case.h_q)
         for n in more:
             share, exchange_us = us[f"1/{n}"], measured.predicted_us(n)
             yield {**_row(n, kind, share + exchange_us, share, exchange_us, single), "predicted": True}

@@ -17,7 +17,8 @@ PAGE = 64
 D_QK, D_V = 576, 512
 STEPS = 8
 """Steps in a graph, so that launching it is a small part."""
-WARMUP = 3
+LOAD_US, MAX_LOAD_REPLAYS = 1e5, 100
+"""Replays of a step before those that are timed: a GPU at work lowers its clock, and raises it when work was light."""
 TURNS = 5
 """Turns in which the replays of all steps are made."""
 
@@ -138,12 +139,17 @@ def times_us(steps: Mapping[str, Step], replays: int) -> dict[str, float]:
     A step's time on GPUs at work differs by some percent within minutes; turns give all steps the same conditions.
     """
     graphs = {name: _captured(step) for name, step in steps.items()}
+
+    def replayed(name: str, load: int, count: int) -> list[float]:
+        by_rank = [x for group in steps[name].groups for x in _replayed(graphs[name], group, load, count)]
+        return list(map(max, zip(*by_rank, strict=True)))
+
+    loads = {name: min(MAX_LOAD_REPLAYS, int(LOAD_US / STEPS / replayed(name, 2, 1)[0])) for name in steps}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(TURNS):
         share = len(range(turn, replays, TURNS))
-        for name, step in steps.items():
-            by_rank = [x for group in step.groups for x in _replayed(graphs[name], group, share)]
-            samples[name] += map(max, zip(*by_rank, strict=True))
+        for name in steps:
+            samples[name] += replayed(name, loads[name], share)
     return {name: percentile(sorted(x), 0.5) for name, x in samples.items()}
 
 
@@ -165,8 +171,8 @@ def _captured(step: Step) -> dict[int, Any]:
     return {rank: made for group in step.groups for rank, made in zip(group, on_each(group, capture), strict=True)}
 
 
-def _replayed(graphs: Mapping[int, Any], group: Sequence[int], replays: int) -> list[list[float]]:
-    """Microseconds of a call, by rank and replay.
+def _replayed(graphs: Mapping[int, Any], group: Sequence[int], load: int, replays: int) -> list[list[float]]:
+    """Microseconds of a call, by rank and replay, after `load` replays.
 
     A replay that is not timed goes before each one that is: ranks that wait for each other end it together, so what
     is timed does not have the threads' delays in it.
@@ -179,7 +185,9 @@ def _replayed(graphs: Mapping[int, Any], group: Sequence[int], replays: int) -> 
         samples = []
         graph, stream = graphs[rank]
         with stream:
-            for turn in range(WARMUP + replays):
+            for _ in range(load):
+                graph.launch(stream)
+            for _ in range(replays):
                 start.wait()
                 begin, end = cupy.cuda.Event(), cupy.cuda.Event()
                 graph.launch(stream)
@@ -187,8 +195,7 @@ def _replayed(graphs: Mapping[int, Any], group: Sequence[int], replays: int) -> 
                 graph.launch(stream)
                 end.record()
                 end.synchronize()
-                if turn >= WARMUP:
-                    samples.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3 / STEPS)
+                samples.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3 / STEPS)
         return samples
 
     return on_each(group, run)
