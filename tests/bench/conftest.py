@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import pytest
 
-from bench.core.implementation import Prepared
+from bench.core import report
+from bench.core.implementation import Choices, Prepared, make
 from bench.core.limits import Limits
 from bench.core.recorders import GRAPH, Eager
+from bench.core.runner import Options, run_case
 from bench.ops.decode.inputs import Outputs
 from bench.ops.sparse.inputs import SparseOutputs
 from bench.ops.sparse_backward.inputs import Gradients
@@ -173,3 +177,30 @@ def fake(device: HostDevice) -> Callable[..., FakeImplementation]:
 def numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public calls compute with NumPy, also where there is a GPU."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+
+@pytest.fixture
+def rows_of(
+    device: HostDevice, limits: Limits, numpy_backend: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Runs a case: rows_of(operation, case or its name, peers=(), choices=None, dtype="bfloat16").
+
+    Rows by implementation, all of them valid. The clock ticks by itself, so times mean nothing.
+    """
+    ticks = itertools.count()
+    device.method, device.stream = "events", SimpleNamespace(ptr=77)
+    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
+    monkeypatch.setattr("bench.core.runner.host_us", lambda calls, synchronize, **options: 1.0)
+
+    def run(
+        operation: Any, case: Any, peers: Sequence[str] = (), choices: Choices | None = None, dtype: str = "bfloat16"
+    ) -> dict[str, dict[str, Any]]:
+        options = Options(dtype, replays=5, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+        implementations = make(list(peers), operation.implementations(choices or Choices()))
+        case = operation.parse(case) if isinstance(case, str) else case
+        rows = run_case(operation, case, implementations, device, options)
+        for row in rows:
+            report.validate(row)
+        return {row["implementation"]: row for row in rows}
+
+    return run

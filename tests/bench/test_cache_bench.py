@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from bench.core import report
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import CACHE
 from bench.ops.cache.cases import CASES, CacheCase
 
@@ -38,13 +34,9 @@ def test_bytes():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SMALL)
-def test_our_own(device, limits, numpy_backend, name, dtype):
+def test_our_own(rows_of, name, dtype):
     """The bytes are checked before the timing, and again after they were spoiled and written by a replay."""
-    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    options = Options(dtype, replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-    (row,) = run_case(CACHE, CACHE.parse(name), make([], CACHE.implementations(Choices())), device, options)
-    report.validate(row)
+    (row,) = rows_of(CACHE, name, dtype=dtype).values()
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["figures_us"]["copy"] > 0
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from bench.core import report
 from bench.core.errors import BenchError
-from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import CASCADE
 from bench.ops.cascade.cases import CASES
 
@@ -45,13 +40,8 @@ def test_tables_begin_alike(device):
     assert table[0, 1] != table[1, 1]
 
 
-def test_ours_with_the_prefix_once_and_plain(device, limits, numpy_backend):
-    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-    implementations = make(["always", "plain"], CASCADE.implementations(Choices()))
-    rows = run_case(CASCADE, CASCADE.parse(SMALL), implementations, device, options)
+def test_ours_with_the_prefix_once_and_plain(rows_of):
+    rows = list(rows_of(CASCADE, SMALL, ["always", "plain"]).values())
     for row in rows:
-        report.validate(row)
         assert (row["status"], row["reason"]) == ("ok", "")
     assert [row["kernel"] for row in rows[:2]] == ["plain", "the prefix once"]

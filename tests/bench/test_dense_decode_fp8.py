@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from bench.core import report
 from bench.core.errors import BenchError
-from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import DENSE_DECODE_FP8
 from bench.ops.dense_decode_fp8.cases import CASES, Fp8DecodeCase
 from mla_cupy import reference
@@ -49,13 +44,7 @@ def test_rows_are_the_numbers_of_the_records(device, numpy_backend, dtype):
     assert np.abs(exact).max() > 2
 
 
-def test_ours_and_ours_over_rows(device, limits, numpy_backend):
-    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-    implementations = make(["rows"], DENSE_DECODE_FP8.implementations(Choices()))
-    rows = run_case(DENSE_DECODE_FP8, DENSE_DECODE_FP8.parse(SMALL), implementations, device, options)
-    for row in rows:
-        report.validate(row)
-        assert (row["status"], row["reason"]) == ("ok", "")
-    assert [row["implementation"] for row in rows] == ["mla_cupy", "rows"]
+def test_ours_and_ours_over_rows(rows_of):
+    rows = rows_of(DENSE_DECODE_FP8, SMALL, ["rows"])
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 2
+    assert list(rows) == ["mla_cupy", "rows"]

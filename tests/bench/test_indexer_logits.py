@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import types
+from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from bench.core import report
 from bench.core.errors import BenchError
-from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
+from bench.core.implementation import Choices
 from bench.operations import INDEXER_LOGITS
 from bench.ops.indexer_logits.cases import CASES, LogitsCase
 from mla_cupy import reference
@@ -45,22 +44,8 @@ def test_rates_agree_with_the_peer_s_own_count():
 
 
 @pytest.fixture
-def run(device, limits, numpy_backend, monkeypatch):
-    monkeypatch.setattr("bench.core.runner.host_us", lambda calls, synchronize, **options: 1.0)
-    ticks = iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    device.stream = SimpleNamespace(ptr=77)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-
-    def rows_of(name, peers=(), choices=None):
-        choices = choices or Choices()
-        implementations = make(peers, INDEXER_LOGITS.implementations(choices))
-        rows = run_case(INDEXER_LOGITS, INDEXER_LOGITS.parse(name), implementations, device, options)
-        for row in rows:
-            report.validate(row)
-        return {row["implementation"]: row for row in rows}
-
-    return rows_of
+def run(rows_of):
+    return partial(rows_of, INDEXER_LOGITS)
 
 
 @pytest.mark.parametrize("name", SMALL)

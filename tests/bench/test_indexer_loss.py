@@ -6,16 +6,15 @@ import io
 import sys
 import types
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from bench.core import report, table
+from bench.core import table
 from bench.core.errors import BenchError
-from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import INDEXER_LOSS
 from bench.ops.indexer_loss.cases import CASES, LossCase
 from mla_cupy import reference
@@ -59,21 +58,8 @@ def test_cost():
 
 
 @pytest.fixture
-def run(device, limits, numpy_backend, monkeypatch):
-    monkeypatch.setattr("bench.core.runner.host_us", lambda calls, synchronize, **options: 1.0)
-    ticks = iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    device.stream = SimpleNamespace(ptr=77)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-
-    def rows_of(name, peers=()):
-        implementations = make(peers, INDEXER_LOSS.implementations(Choices()))
-        rows = run_case(INDEXER_LOSS, INDEXER_LOSS.parse(name), implementations, device, options)
-        for row in rows:
-            report.validate(row)
-        return {row["implementation"]: row for row in rows}
-
-    return rows_of
+def run(rows_of):
+    return partial(rows_of, INDEXER_LOSS)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.core import report
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import INDEXER_PREPARE, INDEXER_TOPK
 from bench.ops.indexer_topk.inputs import DIGIT_SHIFT, DIGIT_STEP, HOT_DIGITS, Selection
 from mla_cupy import reference
@@ -61,26 +59,9 @@ def test_hot_logits_have_few_digits(device):
     assert len(np.unique(inputs.host[0])) > 2900, "lower bits decide"
 
 
-@pytest.fixture
-def run(device, limits, numpy_backend, monkeypatch):
-    monkeypatch.setattr("bench.core.runner.host_us", lambda calls, synchronize, **options: 1.0)
-    ticks = iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-
-    def rows_of(operation, name, peers=()):
-        implementations = make(peers, operation.implementations(Choices()))
-        rows = run_case(operation, operation.parse(name), implementations, device, options)
-        for row in rows:
-            report.validate(row)
-        return {row["implementation"]: row for row in rows}
-
-    return rows_of
-
-
 @pytest.mark.parametrize(("operation", "name"), NAMES, ids=lambda x: getattr(x, "name", x))
-def test_our_own(run, operation, name):
-    row = run(operation, name)["mla_cupy"]
+def test_our_own(rows_of, operation, name):
+    row = rows_of(operation, name)["mla_cupy"]
     assert (row["status"], row["reason"]) == ("ok", "")
     figure = "by_value" if operation is INDEXER_TOPK else "copy"
     assert row["figures_us"][figure] > 0
@@ -149,8 +130,8 @@ def torch_topk(monkeypatch):
     monkeypatch.setattr("bench.peers.torch_topk.peak_bytes", lambda torch, call, results: 77)
 
 
-def test_torch(run, torch_topk):
-    rows = run(INDEXER_TOPK, "sq5-skv40-k7", ["torch"])
+def test_torch(rows_of, torch_topk):
+    rows = rows_of(INDEXER_TOPK, "sq5-skv40-k7", ["torch"])
     assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
     assert rows["torch"]["workspace_bytes"] == 77
     assert rows["mla_cupy"]["speed_vs_best_peer"] is not None

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 import types
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from bench.core import report
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import SPARSE_DECODE
 from bench.ops.sparse_decode.cases import CASES, SparseDecodeCase
 from bench.ops.sparse_decode.inputs import host_cache, host_pages
@@ -48,19 +47,8 @@ def test_rates_agree_with_the_peer_s_own_count():
 
 
 @pytest.fixture
-def run(device, limits, numpy_backend):
-    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
-
-    def rows_of(name, peers=(), choices=None):
-        implementations = make(peers, SPARSE_DECODE.implementations(choices or Choices()))
-        rows = run_case(SPARSE_DECODE, SPARSE_DECODE.parse(name), implementations, device, options)
-        for row in rows:
-            report.validate(row)
-        return {row["implementation"]: row for row in rows}
-
-    return rows_of
+def run(rows_of):
+    return partial(rows_of, SPARSE_DECODE)
 
 
 @pytest.mark.parametrize("name", SMALL)

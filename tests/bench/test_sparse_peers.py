@@ -12,7 +12,6 @@ import pytest
 
 import mla_cupy
 from bench.core.implementation import Choices, make
-from bench.core.runner import Options, run_case
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
 from bench.ops.sparse_backward.cases import SparseBackwardCase
 from bench.ops.sparse_forward.cases import SparseForwardCase
@@ -92,20 +91,6 @@ def torch(monkeypatch):
     return fake
 
 
-@pytest.fixture
-def run(device, limits, numpy_backend):
-    device.method, device.stream, ticks = "events", SimpleNamespace(ptr=77), iter(range(10**6))
-    device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
-    options = Options("bfloat16", replays=20, check=True, limits=limits, env={}, repro="bench")
-
-    def rows_of(operation, case, names, choices):
-        implementations = make(names, operation.implementations(choices))
-        rows = run_case(operation, case, implementations, device, options)
-        return {row["implementation"]: row for row in rows}
-
-    return rows_of
-
-
 def flashmla(calls):
     """Its operator by the oracle: the order of arguments and results is its own."""
 
@@ -120,12 +105,12 @@ def flashmla(calls):
 
 
 @pytest.mark.parametrize(("h_q", "heads"), [(3, 64), (64, 64), (65, 128)])
-def test_flashmla_gets_the_heads_it_knows(run, torch, tmp_path, h_q, heads):
+def test_flashmla_gets_the_heads_it_knows(rows_of, torch, tmp_path, h_q, heads):
     calls = []
     torch.ops._flashmla_C.sparse_prefill_fwd = flashmla(calls)
     (tmp_path / "_flashmla_C.abi3.so").touch()
     case = SparseForwardCase(FORWARD.s_q, FORWARD.s_kv, h_q, FORWARD.topk)
-    row = run(SPARSE_FORWARD, case, ["flashmla"], Choices(tmp_path))["flashmla"]
+    row = rows_of(SPARSE_FORWARD, case, ["flashmla"], Choices(tmp_path))["flashmla"]
     assert row["status"] == "ok", row["reason"]
     assert set(calls) == {(2, heads, 576)}
     assert row["kernel"] == ("" if h_q == heads else f"padded to {heads} heads")
@@ -151,7 +136,7 @@ def test_what_flashmla_cannot_do(torch, tmp_path, case, dtype, reason):
     assert said is None if reason is None else reason in said
 
 
-def test_cudnn_frontend(run, torch, monkeypatch):
+def test_cudnn_frontend(rows_of, torch, monkeypatch):
     def backward(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale):
         assert (np.isneginf(attn_sink).all(), attn_sink.shape) == (True, (3,))
         arrays = q, kv, out, dout, lse, topk_idxs
@@ -163,7 +148,7 @@ def test_cudnn_frontend(run, torch, monkeypatch):
     module.DSA = SimpleNamespace(sparse_attention_backward_wrapper=backward)
     monkeypatch.setitem(sys.modules, "cudnn", package)
     monkeypatch.setitem(sys.modules, "cudnn.deepseek_sparse_attention", module)
-    row = run(SPARSE_BACKWARD, BACKWARD, ["cudnn"], Choices())["cudnn"]
+    row = rows_of(SPARSE_BACKWARD, BACKWARD, ["cudnn"], Choices())["cudnn"]
     assert row["status"] == "ok", row["reason"]
     assert row["check"]["errors"].keys() == {"dq", "dkv"}
     assert row["workspace_bytes"] == 9000 - 3 * 4, "the fake returns the sink's gradient in float64"
@@ -175,14 +160,14 @@ def test_peak_bytes(torch):
     assert peak_bytes(torch, lambda: torch.cuda.claim(temporary=1000, kept=120), lambda: kept) == 1000
 
 
-def test_the_forward_through_its_public_call(run):
-    rows = run(SPARSE_FORWARD, FORWARD, ["generic"], Choices())
+def test_the_forward_through_its_public_call(rows_of):
+    rows = rows_of(SPARSE_FORWARD, FORWARD, ["generic"], Choices())
     assert {name: row["status"] for name, row in rows.items()} == {"mla_cupy": "ok", "generic": "ok"}, rows
     assert rows["mla_cupy"]["workspace_bytes"] == 12345
     assert rows["generic"]["kernel"] == "decode_generic"
 
 
-def test_the_backward_through_its_public_call(run, monkeypatch):
+def test_the_backward_through_its_public_call(rows_of, monkeypatch):
     asked = []
     backward = mla_cupy.sparse_mla_backward
 
@@ -191,7 +176,7 @@ def test_the_backward_through_its_public_call(run, monkeypatch):
         return backward(*arrays, **options)
 
     monkeypatch.setattr(mla_cupy, "sparse_mla_backward", watched)
-    rows = run(SPARSE_BACKWARD, BACKWARD, ["deterministic", "generic"], Choices())
+    rows = rows_of(SPARSE_BACKWARD, BACKWARD, ["deterministic", "generic"], Choices())
     assert {name: row["status"] for name, row in rows.items()} == {
         "mla_cupy": "ok",
         "deterministic": "ok",
@@ -201,8 +186,8 @@ def test_the_backward_through_its_public_call(run, monkeypatch):
 
 
 @pytest.mark.parametrize(("operation", "case"), [(SPARSE_FORWARD, FORWARD), (SPARSE_BACKWARD, BACKWARD)])
-def test_a_kernel_that_does_not_exist_is_an_error(run, operation, case):
+def test_a_kernel_that_does_not_exist_is_an_error(rows_of, operation, case):
     """So those that the generic rows name do exist."""
-    rows = run(operation, case, ["generic"], Choices(kernel="no_such_kernel"))
+    rows = rows_of(operation, case, ["generic"], Choices(kernel="no_such_kernel"))
     assert {name: row["status"] for name, row in rows.items()} == {"mla_cupy": "error", "generic": "ok"}
     assert "no_such_kernel" in rows["mla_cupy"]["reason"]
