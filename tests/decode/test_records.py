@@ -52,7 +52,7 @@ CASES = (
     fp8(b=1, seqlens=66, s_q=2, h_q=12),
 )
 GENERIC_CASES = (
-    CASES[3],
+    v32(b=2, seqlens=(3, 70), s_q=2, h_q=5, scales="plain", missing_pages=1, page_size=16),
     v4(b=3, seqlens=(66, 5, 131), s_q=3, h_q=3, missing_pages=1, page_size=16),
     v4(b=1, seqlens=70, h_q=9, dtype="float16", scales="power_of_2"),
     fp8(b=2, seqlens=(3, 70), s_q=2, h_q=2, missing_pages=1, page_size=16),
