@@ -4,7 +4,8 @@ The functions have the names, the arguments and the meaning of those of `mla_cup
 
 - There is no `plan`, `workspace`, `check` or `stream`: XLA owns the memory and the order of the work.
 - Arrays for results are not written to: a result takes the array's memory over, as `jax.jit` does with donated
-  arguments. Where XLA still needs the array, it copies it first.
+  arguments. Where XLA still needs the array, it copies it first. `cache_append` and others that change an array of the
+  caller return it in the same way.
 - `exportable=True` makes the call part of what `jax.export` can serialise, see `disabled_checks`.
 
 Kernels are chosen, compiled and loaded while JAX traces. What does not fit raises the errors of `mla_cupy` then; what
@@ -22,6 +23,14 @@ from typing import Any
 
 import jax
 
+from mla_cupy.jax.cache import (
+    cache_append,
+    cache_copy_pages,
+    cache_gather,
+    indexer_cache_append,
+    indexer_cache_gather,
+    sparse_mla_decode,
+)
 from mla_cupy.jax.ffi import disabled_checks
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import call
@@ -29,7 +38,12 @@ from mla_cupy.jax.sparse import differentiable
 from mla_cupy.ops import OPERATIONS
 
 __all__ = [
+    "cache_append",
+    "cache_copy_pages",
+    "cache_gather",
     "disabled_checks",
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
@@ -43,6 +57,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "sparse_mla_backward",
+    "sparse_mla_decode",
     "sparse_mla_forward",
 ]
 

@@ -40,6 +40,7 @@ from mla_cupy.ops.topk import indexer_topk
 from mla_cupy.ops.warmup_loss import indexer_warmup_loss
 
 __all__ = [
+    "BOUND_OPERATIONS",
     "OPERATIONS",
     "POOL_OPERATIONS",
     "DecodePlan",
@@ -89,7 +90,7 @@ OPERATIONS: dict[str, Operation] = {
         head_sums.OPERATION,
     )
 }
-#: The operations on paged caches of records: those of no binding to a compiled program yet.
+#: The operations on paged caches of records.
 POOL_OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
@@ -101,4 +102,8 @@ POOL_OPERATIONS: dict[str, Operation] = {
         index_cache.GATHER_OPERATION,
         sparse_decode.OPERATION,
     )
+}
+#: Those that compiled programs can call: all but what `PagedKVCache` does between steps.
+BOUND_OPERATIONS: dict[str, Operation] = {
+    name: operation for name, operation in {**OPERATIONS, **POOL_OPERATIONS}.items() if name != "cache_update"
 }

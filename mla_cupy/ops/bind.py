@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from mla_cupy import ops
 from mla_cupy.arrays import ALIGNMENT as ARRAY_ALIGNMENT
 from mla_cupy.arrays import HOST
@@ -40,7 +42,7 @@ def function(operation: Operation) -> Callable[..., Any]:
 @functools.cache
 def parameters(name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a public function that a binding has, too: the inputs and the options, in its order."""
-    operation = ops.OPERATIONS[name]
+    operation = ops.BOUND_OPERATIONS[name]
     outputs = [output.name for output in operation.outputs]
     whole = inspect.signature(function(operation)).parameters
     return {key: value for key, value in whole.items() if key not in (*outputs, *_NOT_OPTIONS)}
@@ -87,12 +89,12 @@ class Signature:
         """The inverse of `to_text`."""
         name, arrays, options = json.loads(text)
         shaped = tuple(None if array is None else (tuple(array[0]), array[1]) for array in arrays)
-        return Signature(name, shaped, ops.OPERATIONS[name].options(*options))
+        return Signature(name, shaped, ops.BOUND_OPERATIONS[name].options(*options))
 
     @property
     def record(self) -> Operation:
         """The operation's."""
-        return ops.OPERATIONS[self.operation]
+        return ops.BOUND_OPERATIONS[self.operation]
 
     @functools.cached_property
     def request(self) -> Request:
@@ -110,16 +112,28 @@ class Signature:
         return examine(self.record, views, self.options)
 
     @property
+    def changed(self) -> tuple[str, ...]:
+        """The inputs that it changes in place."""
+        return self.record.written[len(self.record.outputs) :]
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The arrays that it returns: outputs, then inputs that it changes, whose memory the results take over."""
+        return self.record.written
+
+    @property
     def results(self) -> tuple[Shaped | None, ...]:
         """What it returns; None where there is no such result."""
+        given = dict(zip(self.record.names, self.arrays, strict=True))
         views = [self.request.views[output.name] for output in self.record.outputs]
-        return tuple(None if view is None else (view.shape, view.dtype) for view in views)
+        made = tuple(None if view is None else (view.shape, view.dtype) for view in views)
+        return (*made, *(given[name] for name in self.changed))
 
     @property
     def targets(self) -> tuple[tuple[int, int], ...]:
         """The arrays that results take over: index among the given arrays, index among the results that there are."""
         given = [name for name, array in zip(self.record.names, self.arrays, strict=True) if array is not None]
-        made = [o.name for o, result in zip(self.record.outputs, self.results, strict=True) if result is not None]
+        made = [name for name, result in zip(self.result_names, self.results, strict=True) if result is not None]
         return tuple((given.index(name), index) for index, name in enumerate(made) if name in given)
 
     def on_host(self, inputs: Sequence[Any], results: Sequence[Any]) -> None:
@@ -130,19 +144,21 @@ class Signature:
         inputs : sequence of array
             The given arrays. Of the outputs among them only the results are used.
         results : sequence of array
-            Where the results go.
+            Where the results go. An input that is changed may lie in the memory of its result, or elsewhere.
         """
         names = self.record.names
         begin = len(self.record.inputs)
         given = iter(inputs)
         named = {name: next(given) for name, array in zip(names, self.arrays, strict=True) if array is not None}
-        kept = {name: named[name] for name in names[:begin] if name in named}
+        kept: dict[str, Any] = {name: named.get(name) for name in names[:begin]}
         made = iter(results)
-        targets = {
+        targets: dict[str, Any] = {
             name: None if shaped is None else next(made)
-            for name, shaped in zip(names[begin:], self.results, strict=True)
+            for name, shaped in zip(self.result_names, self.results, strict=True)
         }
-        function(self.record)(**kept, **targets, **self.options._asdict())
+        for name in self.changed:
+            np.copyto(targets[name], kept[name])
+        function(self.record)(**{**kept, **targets}, **self.options._asdict())
 
 
 class Launcher:
@@ -174,8 +190,7 @@ class Launcher:
         # Those that no thread is using. A list's pop and append are atomic.
         self._idle = {ordinal: [self._prepare(ordinal)] for ordinal in ordinals}
         given = [name for name, array in zip(operation.names, signature.arrays, strict=True) if array is not None]
-        begin = len(operation.inputs)
-        made = [name for name, x in zip(operation.names[begin:], signature.results, strict=True) if x is not None]
+        made = [name for name, x in zip(signature.result_names, signature.results, strict=True) if x is not None]
         places = {name: index for index, name in enumerate((*given, *made))}  # a result's own place is the later one
         self._places = [places.get(name, -1) for name in operation.names]
         self._count = len(given) + len(made)

@@ -73,7 +73,8 @@ def cache_append(
     -----
     Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`. A NaN or an infinity
     makes its whole group of 128 (64 for "v4") read as NaN. NumPy arrays are changed by a GPU if there is one, which
-    copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be written.
+    copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be written:
+    `mla_cupy.jax.cache_append` returns the changed cache.
 
     Examples
     --------

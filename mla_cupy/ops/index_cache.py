@@ -65,7 +65,7 @@ def indexer_cache_append(
     -----
     One launch, which a CUDA graph can hold: a replay follows the slots. The bytes are those of the oracle. NumPy
     arrays are changed by a GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX,
-    whose arrays cannot be written.
+    whose arrays cannot be written: `mla_cupy.jax.indexer_cache_append` returns the changed cache.
 
     Examples
     --------

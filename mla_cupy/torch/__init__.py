@@ -21,13 +21,27 @@ import torch
 from mla_cupy import ops
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.shapes import D_QK
-from mla_cupy.torch.library import bind, is_plain_call
+from mla_cupy.torch.cache import (
+    cache_append,
+    cache_copy_pages,
+    cache_gather,
+    indexer_cache_append,
+    indexer_cache_gather,
+    sparse_mla_decode,
+)
+from mla_cupy.torch.library import is_plain_call
 from mla_cupy.torch.losses import objective
+from mla_cupy.torch.operators import OPERATORS, run, single, targets
 from mla_cupy.torch.plan import TorchDecodePlan, make_plan, run_planned
 from mla_cupy.torch.sparse import make_differentiable
 
 __all__ = [
     "TorchDecodePlan",
+    "cache_append",
+    "cache_copy_pages",
+    "cache_gather",
+    "indexer_cache_append",
+    "indexer_cache_gather",
     "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
@@ -42,11 +56,11 @@ __all__ = [
     "mla_decode",
     "plan_decode",
     "sparse_mla_backward",
+    "sparse_mla_decode",
     "sparse_mla_forward",
 ]
 
-_OPERATORS = {name: bind(operation) for name, operation in ops.OPERATIONS.items()}
-make_differentiable(_OPERATORS["sparse_mla_backward"][0])
+make_differentiable(OPERATORS["sparse_mla_backward"][0])
 
 
 def plan_decode(
@@ -148,13 +162,13 @@ def mla_decode(
             workspace=workspace,
             **options,
         )
-    given = _targets(out=out, lse=lse)
+    given = targets(out=out, lse=lse)
     inputs = (q, kv_cache, block_table, seqlens, tree_mask)
     if plan is not None:
         if workspace is not None:
             raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
         return run_planned(plan, inputs, options, given)
-    return _run("mla_decode", inputs, options, given, workspace)
+    return run("mla_decode", inputs, options, given, workspace)
 
 
 def sparse_mla_forward(
@@ -199,10 +213,10 @@ def sparse_mla_forward(
     >>> float(kv.grad[3, 0]), float(kv.grad[5, 0]), float(kv.grad[4, 0])
     (8.0, 16.0, 0.0)
     """
-    given = _targets(out=out, lse=lse, max_logits=max_logits)
+    given = targets(out=out, lse=lse, max_logits=max_logits)
     if is_plain_call(q) and not torch.is_grad_enabled():
         return ops.sparse_mla_forward(q, kv, indices, **options, **given, workspace=workspace)
-    return _run("sparse_mla_forward", (q, kv, indices), options, given, workspace)
+    return run("sparse_mla_forward", (q, kv, indices), options, given, workspace)
 
 
 def sparse_mla_backward(
@@ -241,9 +255,9 @@ def sparse_mla_backward(
         None without `attn_sink`.
     """
     inputs = (q, kv, out, dout, lse, indices)
-    given = _targets(dq=dq, dkv=dkv) if attn_sink is None else _targets(dq=dq, dkv=dkv, d_sink=d_sink)
+    given = targets(dq=dq, dkv=dkv) if attn_sink is None else targets(dq=dq, dkv=dkv, d_sink=d_sink)
     options = {**options, "attn_sink": attn_sink}
-    dq, dkv, *more = _run("sparse_mla_backward", inputs, options, given, workspace)
+    dq, dkv, *more = run("sparse_mla_backward", inputs, options, given, workspace)
     return dq, dkv, more[0] if attn_sink is not None else None
 
 
@@ -269,10 +283,10 @@ def merge_states(
     -------
     out, lse : tensor
     """
-    given = _targets(out=out, lse=lse)
+    given = targets(out=out, lse=lse)
     if is_plain_call(outs):
         return ops.merge_states(outs, lses, **options, **given)
-    return _run("merge_states", (outs, lses), options, given, None)
+    return run("merge_states", (outs, lses), options, given, None)
 
 
 def indexer_logits(
@@ -304,11 +318,11 @@ def indexer_logits(
     -------
     tensor
     """
-    given = _targets(logits=logits)
+    given = targets(logits=logits)
     if is_plain_call(q):
         return ops.indexer_logits(q, k, weights, ks, ke, k_scale=k_scale, **options, **given, workspace=workspace)
     optional = {"ks": ks, "ke": ke, "k_scale": k_scale}
-    return _single(_run("indexer_logits", (q, k, weights), {**optional, **options}, given, workspace))
+    return single(run("indexer_logits", (q, k, weights), {**optional, **options}, given, workspace))
 
 
 def indexer_logits_paged(
@@ -338,17 +352,12 @@ def indexer_logits_paged(
     -------
     tensor
     """
-    inputs, given = (q, cache, weights, seqlens, block_table), _targets(logits=logits)
+    inputs, given = (q, cache, weights, seqlens, block_table), targets(logits=logits)
     if is_plain_call(q):
         return ops.indexer_logits_paged(
             q, cache, weights, seqlens, block_table, **options, **given, workspace=workspace
         )
-    return _single(_run("indexer_logits_paged", inputs, options, given, workspace))
-
-
-def _single(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """An operator of one result returns it bare where it makes it, and as a tuple where it is given."""
-    return results[0] if isinstance(results, tuple) else results
+    return single(run("indexer_logits_paged", inputs, options, given, workspace))
 
 
 def indexer_prepare_q(
@@ -376,10 +385,10 @@ def indexer_prepare_q(
     -------
     codes, folded : tensor
     """
-    inputs, given = (q, weights, cos, sin, positions), _targets(codes=codes, folded=folded)
+    inputs, given = (q, weights, cos, sin, positions), targets(codes=codes, folded=folded)
     if is_plain_call(q):
         return ops.indexer_prepare_q(q, weights, cos, sin, positions, **options, **given)
-    return _run("indexer_prepare_q", inputs, options, given, None)
+    return run("indexer_prepare_q", inputs, options, given, None)
 
 
 def indexer_prepare_k(
@@ -406,10 +415,10 @@ def indexer_prepare_k(
     -------
     codes, k_scale : tensor
     """
-    inputs, given = (k, cos, sin, positions), _targets(codes=codes, k_scale=k_scale)
+    inputs, given = (k, cos, sin, positions), targets(codes=codes, k_scale=k_scale)
     if is_plain_call(k):
         return ops.indexer_prepare_k(k, cos, sin, positions, **options, **given)
-    return _run("indexer_prepare_k", inputs, options, given, None)
+    return run("indexer_prepare_k", inputs, options, given, None)
 
 
 def indexer_topk(
@@ -449,11 +458,11 @@ def indexer_topk(
     It has no gradient.
     """
     chosen = {"return_values": return_values, **options}
-    given = _targets(indices=indices, counts=counts, **({"values": values} if return_values else {}))
+    given = targets(indices=indices, counts=counts, **({"values": values} if return_values else {}))
     if is_plain_call(logits):
         found = ops.indexer_topk(logits, k, ks=ks, ke=ke, block_table=block_table, **chosen, **given)
     else:
-        found = _run("indexer_topk", (logits, k, ks, ke, block_table), chosen, given, None)
+        found = run("indexer_topk", (logits, k, ks, ke, block_table), chosen, given, None)
     return found[0], found[1], found[2] if return_values else None
 
 
@@ -504,10 +513,10 @@ def indexer_warmup_loss(
     losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
     backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
     attention = {} if v is None else {"out": out, "attention_lse": attention_lse}
-    given = _targets(**losses, **backward, **attention)
+    given = targets(**losses, **backward, **attention)
     inputs = tuple(x.detach() for x in (q, k, index_q, index_k, weights))
     chosen = {"v": None if v is None else v.detach(), "gradients": gradients, **options}
-    found = _run("indexer_warmup_loss", inputs, chosen, given, workspace)
+    found = run("indexer_warmup_loss", inputs, chosen, given, workspace)
     there = [True] * 3 + [gradients] * 3 + [v is not None] * 2
     if given:
         rest = iter(found)
@@ -595,9 +604,9 @@ def indexer_sparse_loss(
     """
     losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
     backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
-    given = _targets(**losses, **backward)
+    given = targets(**losses, **backward)
     inputs = (*(x.detach() for x in (q, k, index_q, index_k, weights)), indices)
-    found = _run("indexer_sparse_loss", inputs, {"gradients": gradients, **options}, given, workspace)
+    found = run("indexer_sparse_loss", inputs, {"gradients": gradients, **options}, given, workspace)
     return tuple(found[:6]) if gradients else (*found[:3], None, None, None)
 
 
@@ -667,31 +676,5 @@ def indexer_head_sums(
     -----
     It has no gradient: nothing flows to the main attention.
     """
-    given = _targets(head_sums=head_sums)
-    return _single(_run("indexer_head_sums", (q.detach(), k.detach()), options, given, workspace))
-
-
-def _targets(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tensors for results: all of them, or none."""
-    there = {name: x for name, x in given.items() if x is not None}
-    if 0 < len(there) < len(given):
-        missing = next(name for name in given if name not in there)
-        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
-    return there
-
-
-def _run(
-    name: str,
-    inputs: tuple[Any, ...],
-    options: dict[str, Any],
-    given: dict[str, torch.Tensor],
-    workspace: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """Call an operator: the one that returns results, or the one that writes to `given`."""
-    make, write = _OPERATORS[name]
-    if given:
-        write(*inputs, **options, **given, workspace=workspace)
-        return tuple(given.values())
-    if workspace is not None:
-        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
-    return make(*inputs, **options)  # type: ignore[no-any-return]
+    given = targets(head_sums=head_sums)
+    return single(run("indexer_head_sums", (q.detach(), k.detach()), options, given, workspace))

@@ -23,6 +23,8 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """The operators live as long as it does."""
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLACES = ("CPU", "CUDA")
+_CHANGED = "klmnopqrstuvw"
+"""Names of inputs that are changed in place, in a schema."""
 _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _has_transforms = torch._C._are_functorch_transforms_active
@@ -64,7 +66,12 @@ class Arguments:
     def _written(self, name: str, parameter: inspect.Parameter) -> str:
         arrays = {array.name: array for array in self._operation.inputs}
         if name in arrays:
-            return f"Tensor? {name}=None" if arrays[name].optional else f"Tensor {name}"
+            kind = (
+                f"Tensor({_CHANGED[self._inputs.index(self.names.index(name))]}!)" if arrays[name].written else "Tensor"
+            )
+            optional = "?" if arrays[name].optional else ""
+            default = "" if parameter.default is inspect.Parameter.empty else "=None"
+            return f"{kind}{optional} {name}{default}"
         if name in {output.dtype_option for output in self._operation.outputs}:
             return f"ScalarType? {name}=None"
         if parameter.default == -math.inf:
@@ -125,13 +132,13 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
 
 
 def bind(operation: Operation) -> tuple[Any, Any]:
-    """Make the two operators of an operation."""
+    """Make the two operators of an operation; an operation that returns nothing has one, which is both."""
     arguments = Arguments(operation)
 
     names = [output.name for output in operation.outputs]
 
-    def returned(results: tuple[torch.Tensor, ...]) -> Any:  # a schema of one tensor has no tuple
-        return results if len(names) > 1 else results[0]
+    def returned(results: tuple[torch.Tensor, ...]) -> Any:  # a schema of one tensor has no tuple, and one of none None
+        return results if len(names) > 1 else results[0] if names else None
 
     def run(*given: Any) -> Any:
         arrays, options = arguments.split(given)
@@ -148,12 +155,12 @@ def bind(operation: Operation) -> tuple[Any, Any]:
         arguments.examine(given, [targets.get(name) for name in names])
 
     returns = ", ".join("Tensor" for _ in names)
+    made = define(operation.name, f"({arguments.schema}) -> ({returns})", run, fake)
+    if not names:
+        return made, made
     written = [
         f"Tensor({letter}!)? {o.name}=None" if o.needs or o.when else f"Tensor({letter}!) {o.name}"
         for letter, o in zip("abcdefgh", operation.outputs, strict=False)
     ]
     targets = ", ".join([*written, "Tensor(z!)? workspace=None"])
-    return (
-        define(operation.name, f"({arguments.schema}) -> ({returns})", run, fake),
-        define(f"{operation.name}_out", f"({arguments.schema}, *, {targets}) -> ()", run_out, fake_out),
-    )
+    return made, define(f"{operation.name}_out", f"({arguments.schema}, *, {targets}) -> ()", run_out, fake_out)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mla_cupy
 from mla_cupy import ops
+from mla_cupy.ops.operation import Operation
+from mla_cupy.records import RECORDS
 from tests.indexer import prepare_cases
 from tests.support import cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
 
@@ -25,13 +28,32 @@ class BoundCall:
     arrays: dict[str, Array] = field(repr=False)
     options: dict[str, Any]
 
+    @property
+    def record(self) -> Operation:
+        """The operation's."""
+        return ops.BOUND_OPERATIONS[self.operation]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What it may return."""
+        return tuple(output.name for output in self.record.outputs)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The inputs that it changes in place."""
+        return self.record.written[len(self.outputs) :]
+
     def eager(self) -> tuple[Any, ...]:
-        """What the public function returns for these arrays."""
-        return as_tuple(getattr(mla_cupy, self.operation)(**self.arrays, **self.options))
+        """What the public function returns for these arrays, then those that it has changed."""
+        changed = {name: self.arrays[name].copy() for name in self.changed}
+        made = as_tuple(getattr(mla_cupy, self.operation)(**{**self.arrays, **changed}, **self.options))
+        return (*made, *changed.values())
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:
-    """A single result is returned bare."""
+    """A single result is returned bare, and none as None."""
+    if results is None:
+        return ()
     return results if isinstance(results, (tuple, list)) else (results,)
 
 
@@ -124,6 +146,58 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
     )
 
 
+def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
+    """Five tokens, of which one goes nowhere, to a cache that holds something."""
+    kept = RECORDS[record]
+    rng = np.random.default_rng(3)
+    dtype = ml_dtypes.bfloat16
+    cache = rng.integers(0, 100, (3, 4, kept.token_bytes), np.uint8)
+    arrays = {
+        "cache": cache if kept.dtype == "uint8" else cache.view(dtype),
+        "slots": np.array([3, 9, -1, 0, 5], np.int32),
+    }
+    arrays |= {"latent": rng.standard_normal((5, kept.d_latent)).astype(dtype)}
+    arrays |= {"rope": rng.standard_normal((5, kept.d_rope)).astype(dtype)}
+    if rotated:
+        arrays |= {name: rng.standard_normal((9, kept.d_rope // 2), np.float32) for name in ("cos", "sin")}
+        arrays["positions"] = np.array([8, 0, 3, 3, 1], np.int32)
+    return BoundCall(_id(f"append-{record}", options), "cache_append", arrays, {"record": record, **options})
+
+
+def gather(record: str, **options: Any) -> BoundCall:
+    arrays = {"cache": append(record).eager()[0], "slots": np.array([5, -1, 0], np.int32)}
+    return BoundCall(_id(f"gather-{record}", options), "cache_gather", arrays, {"record": record, **options})
+
+
+def copy_pages() -> BoundCall:
+    pool = np.arange(2 * 4 * 16, dtype=np.uint8).reshape(2, 4, 16)
+    pairs = np.array([[0, 3], [-1, -1], [2, 1]], np.int32)
+    return BoundCall("copy_pages", "cache_copy_pages", {"pool": pool, "pairs": pairs}, {})
+
+
+def append_keys(**options: Any) -> BoundCall:
+    k = np.random.default_rng(5).standard_normal((4, 32)).astype(ml_dtypes.bfloat16)
+    arrays = {"k": k, "cache": np.zeros((3, 4, 36), np.uint8), "slots": np.array([7, -1, 0, 11], np.int32)}
+    return BoundCall(_id("append_keys", options), "indexer_cache_append", arrays, options)
+
+
+def gather_keys() -> BoundCall:
+    arrays = {"cache": append_keys().eager()[0], "slots": np.array([7, -1, 2], np.int32)}
+    return BoundCall("gather_keys", "indexer_cache_gather", arrays, {})
+
+
+def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall:
+    rng = np.random.default_rng(6)
+    cache = append(record).eager()[0]
+    q = rng.standard_normal((2, 1, 4, RECORDS[record].d_qk)).astype(ml_dtypes.bfloat16)
+    written = np.array([3, 9, 0, 5, -1], np.int32)  # elsewhere there is anything, NaN too
+    arrays = {"q": q, "kv_cache": cache, "indices": rng.choice(written, (2, 1, 6))}
+    if extra:
+        arrays |= {"extra_kv_cache": cache, "extra_indices": rng.choice(written, (2, 1, 3))}
+        arrays |= {"attn_sink": np.zeros(4, np.float32), "topk_length": np.array([5, 0], np.int32)}
+    return BoundCall(_id(f"sparse_decode-{record}", options), "sparse_mla_decode", arrays, options)
+
+
 def _id(name: str, options: dict[str, Any]) -> str:
     return "-".join([name, *(f"{key}={value}" for key, value in options.items() if value)]).replace(" ", "")
 
@@ -155,11 +229,23 @@ CALLS = [
     sparse_loss(sparse_loss_cases.SparseLossCase(causal=True, lengths=True), gradients=False),
     head_sums(loss_cases.LossCase(lse=True, sequences=((2, 3), (2, 5)))),
     head_sums(sparse_loss_cases.SparseLossCase(lengths=True), scale=0.3, causal=True),
+    append("v32"),
+    append("v4", rotated=True),
+    append("fp8", kv_scale=0.1),
+    append("bf16"),
+    gather("v32"),
+    gather("fp8", kv_scale=0.1, out_dtype="float32"),
+    copy_pages(),
+    append_keys(),
+    append_keys(hadamard=False, scales="plain"),
+    gather_keys(),
+    sparse_decode("v32"),
+    sparse_decode("v4", extra=True, lse_base="2", out_dtype="float32"),
 ]
 
 
 def test_every_operation_has_a_call() -> None:
-    assert {call.operation for call in CALLS} == set(ops.OPERATIONS)
+    assert {call.operation for call in CALLS} == set(ops.BOUND_OPERATIONS)
 
 
 #: What JAX takes as it is by default: without 64-bit numbers.

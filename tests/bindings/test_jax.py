@@ -14,6 +14,7 @@ from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError
 from tests.bindings.cases import (
     Array,
     BoundCall,
+    append,
     as_tuple,
     backward,
     decode,
@@ -66,6 +67,35 @@ def test_a_mask_of_drafts_has_64_bits(jax: Any, of_jax: Any, exportable: bool) -
         jitted(jax, of_jax, call, exportable)(on_cpu(jax, call))
     with jax.enable_x64(True):
         check(jitted(jax, of_jax, call, exportable)(on_cpu(jax, call)), call.eager())
+
+
+@both_roads
+def test_rows_without_rope(jax: Any, of_jax: Any, exportable: bool) -> None:
+    jnp = jax.numpy
+    write = jax.jit(lambda latent, cache, slots: of_jax.cache_append(latent, None, cache, slots, exportable=exportable))
+    cache = write(jnp.ones((2, 512), jnp.bfloat16), jnp.zeros((2, 4, 512), jnp.bfloat16), jnp.array([3, -1]))
+    assert cache.reshape(8, 512).sum(1).tolist() == [0, 0, 0, 512, 0, 0, 0, 0]
+
+
+@both_roads
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_cache_is_changed_in_place_if_it_is_donated(jax: Any, of_jax: Any, exportable: bool, donate: bool) -> None:
+    """Otherwise the old one stays as it was."""
+    call = append("v32")
+    given = on_cpu(jax, call)
+    cache = given.pop("cache") + jax.numpy.uint8(0)  # XLA's own memory, and not NumPy's
+    before, place = np.array(cache), cache.unsafe_buffer_pointer()
+    step = jax.jit(
+        lambda cache, given: of_jax.cache_append(**given, cache=cache, record="v32", exportable=exportable),
+        donate_argnums=0 if donate else (),
+    )
+    made = step(cache, given)
+    check(made, call.eager())
+    assert cache.is_deleted() is donate
+    if donate:
+        assert made.unsafe_buffer_pointer() == place
+    else:
+        np.testing.assert_array_equal(np.asarray(cache), before)
 
 
 @both_roads

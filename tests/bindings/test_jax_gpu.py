@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.ops.bind import Launcher
-from tests.bindings.cases import BoundCall, as_tuple, every_call_of_jax, sparse_inputs
+from tests.bindings.cases import BoundCall, append, as_tuple, every_call_of_jax, sparse_inputs
 from tests.interop.test_jax import put
 from tests.support import cases
 from tests.support.calls import assert_same
@@ -50,10 +51,11 @@ def test_under_jit(
     """The same bits as the public call; of dkv only if deterministic, else as near as its order of additions allows."""
     run = jax_gpu.jit(lambda x: getattr(of_jax, call.operation)(**x, **call.options, exportable=exportable))
     got = jax_gpu.block_until_ready(run(on_gpu(jax_gpu, call)))
-    wanted = getattr(mla_cupy, call.operation)(**{k: upload(x) for k, x in call.arrays.items()}, **call.options)
+    given = {name: upload(x) for name, x in call.arrays.items()}
+    wanted = as_tuple(getattr(mla_cupy, call.operation)(**given, **call.options))
+    wanted = (*wanted, *(given[name] for name in call.changed))
     assert {name for name, _ in entries} == {call.operation}
-    names = [output.name for output in mla_cupy.ops.OPERATIONS[call.operation].outputs]
-    for name, x, expected in zip(names, as_tuple(got), as_tuple(wanted), strict=True):
+    for name, x, expected in zip((*call.outputs, *call.changed), as_tuple(got), wanted, strict=True):
         if expected is None:
             assert x is None
         elif name == "dkv" and not call.options.get("deterministic"):
@@ -61,6 +63,33 @@ def test_under_jit(
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max()
         else:
             assert_same(np.asarray(x), expected.get())
+
+
+@both_roads
+def test_steps_that_append_to_a_donated_cache(jax_gpu: Any, of_jax: Any, exportable: bool) -> None:
+    """Each step finds what the earlier ones have written, in the same memory."""
+    jax, jnp = jax_gpu, jax_gpu.numpy
+    steps, latent = 6, append("v32")
+    case = latent.arrays
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache: Any, slots: Any, scale: Any) -> Any:
+        rows = (jnp.asarray(case["latent"]) * scale, jnp.asarray(case["rope"]))
+        cache = of_jax.cache_append(*rows, cache, slots, exportable=exportable)
+        return cache, of_jax.cache_gather(cache, jnp.arange(20), exportable=exportable)
+
+    (cache,) = put(jax, (np.zeros((5, 4, 656), np.uint8),), "gpu")
+    expected = np.zeros((5, 4, 656), np.uint8)
+    place = cache.unsafe_buffer_pointer()
+    for i in range(steps):
+        slots, scale = (case["slots"] + i) % 20, 1 + i
+        cache, rows = step(cache, slots, jnp.bfloat16(scale))
+        mla_cupy.reference.cache_append(
+            case["latent"] * case["latent"].dtype.type(scale), case["rope"], expected, slots
+        )
+        assert cache.unsafe_buffer_pointer() == place
+    np.testing.assert_array_equal(np.asarray(cache), expected)
+    assert_same(np.asarray(rows), mla_cupy.reference.cache_gather(expected, np.arange(20))[0].astype(rows.dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -10,11 +10,14 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError
-from tests.bindings.cases import Array, BoundCall, as_tuple, backward, decode, every_call, forward, merge
+from tests.bindings.cases import CALLS, Array, BoundCall, append, as_tuple, backward, decode, every_call, forward, merge
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+
+RETURNING = [call for call in CALLS if call.outputs]
 
 
 def tensors(torch: Any, call: BoundCall) -> dict[str, Any]:
@@ -40,22 +43,34 @@ def check(torch: Any, got: Any, wanted: tuple[Array | None, ...]) -> None:
             assert_same(array(torch, x), expected)
 
 
+def run(torch: Any, function: Any, call: BoundCall) -> tuple[Any, ...]:
+    """What it returns, then what it changes."""
+    given = tensors(torch, call)
+    return (*as_tuple(function(**given, **options(torch, call))), *(given[name] for name in call.changed))
+
+
 @every_call
 def test_functions(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    got = getattr(of_torch, call.operation)(**tensors(torch, call), **options(torch, call))
-    check(torch, got, call.eager())
+    check(torch, run(torch, getattr(of_torch, call.operation), call), call.eager())
 
 
 @every_call
 def test_operators(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    got = operator(torch, call)(**tensors(torch, call), **options(torch, call))
-    check(torch, got, call.eager())
+    check(torch, run(torch, operator(torch, call), call), call.eager())
 
 
-@every_call
+def test_rows_without_rope(torch: Any, of_torch: Any) -> None:
+    latent, slots = torch.ones(2, 512).bfloat16(), torch.tensor([3, -1])
+    for write in (of_torch.cache_append, torch.ops.mla_cupy.cache_append):
+        cache = torch.zeros(2, 4, 512).bfloat16()
+        write(latent, None, cache, slots)
+        assert (cache.view(8, 512).sum(1) == torch.tensor([0, 0, 0, 512, 0, 0, 0, 0])).all()
+
+
+@pytest.mark.parametrize("call", RETURNING, ids=[call.id for call in RETURNING])
 def test_operators_that_write(torch: Any, of_torch: Any, call: BoundCall) -> None:
     wanted = call.eager()
-    names = [output.name for output in mla_cupy.ops.OPERATIONS[call.operation].outputs]
+    names = call.outputs
     targets = {
         name: torch.full_like(tensor(torch, x), 7) for name, x in zip(names, wanted, strict=True) if x is not None
     }
@@ -110,7 +125,14 @@ def test_errors_come_through(
 # ---- What PyTorch itself says ------------------------------------------------------------------------------------
 
 
-CHECKED = [decode(), forward({"sink": True}), backward({"sink": True}), merge()]
+CHECKED = [
+    decode(),
+    forward({"sink": True}),
+    backward({"sink": True}),
+    merge(),
+    append("v32"),
+    append("v4", rotated=True),
+]
 
 
 @pytest.mark.parametrize("call", CHECKED, ids=[call.id for call in CHECKED])
@@ -125,7 +147,7 @@ def test_opcheck(torch: Any, of_torch: Any, call: BoundCall) -> None:
 
 @pytest.mark.parametrize("call", [decode(), backward()], ids=["decode", "backward"])
 def test_opcheck_of_what_writes(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    names = [output.name for output in mla_cupy.ops.OPERATIONS[call.operation].outputs]
+    names = call.outputs
     targets = {
         name: torch.zeros_like(tensor(torch, x)) for name, x in zip(names, call.eager(), strict=True) if x is not None
     }

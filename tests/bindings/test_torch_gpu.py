@@ -57,12 +57,16 @@ def check_decode(torch: Any, results: Any, inputs: cases.DecodeInputs) -> None:
 @every_call
 def test_operators(torch_gpu: Any, of_torch: Any, call: BoundCall) -> None:
     """The same bits as the public call; of dkv only if deterministic."""
-    given = on_gpu(torch_gpu, call.arrays)
     chosen = options(torch_gpu, call)
-    wanted = getattr(mla_cupy, call.operation)(**given, **chosen)
-    names = [output.name for output in mla_cupy.ops.OPERATIONS[call.operation].outputs]
-    for run in (getattr(of_torch, call.operation), getattr(torch_gpu.ops.mla_cupy, call.operation)):
-        for name, x, expected in zip(names, as_tuple(run(**given, **chosen)), as_tuple(wanted), strict=True):
+
+    def run(function: Any) -> tuple[Any, ...]:
+        """What it returns, then what it changes."""
+        given = on_gpu(torch_gpu, call.arrays)
+        return (*as_tuple(function(**given, **chosen)), *(given[name] for name in call.changed))
+
+    wanted = run(getattr(mla_cupy, call.operation))
+    for function in (getattr(of_torch, call.operation), getattr(torch_gpu.ops.mla_cupy, call.operation)):
+        for name, x, expected in zip((*call.outputs, *call.changed), run(function), wanted, strict=True):
             if expected is None:
                 assert x is None or x.numel() == 0
             elif name == "dkv" and not call.options.get("deterministic"):

@@ -1,0 +1,45 @@
+"""The operators of all operations, and how a public function calls the one that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_cupy import ops
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.torch.library import bind
+
+OPERATORS = {name: bind(operation) for name, operation in ops.BOUND_OPERATIONS.items()}
+"""Of each operation the one that returns new tensors, and the one that writes to given ones."""
+
+
+def single(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """An operator of one result returns it bare where it makes it, and as a tuple where it is given."""
+    return results[0] if isinstance(results, tuple) else results
+
+
+def targets(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The tensors for results: all of them, or none."""
+    there = {name: x for name, x in given.items() if x is not None}
+    if 0 < len(there) < len(given):
+        missing = next(name for name in given if name not in there)
+        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
+    return there
+
+
+def run(
+    name: str,
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+    given: dict[str, torch.Tensor],
+    workspace: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Call an operator: the one that returns results, or the one that writes to `given`."""
+    make, write = OPERATORS[name]
+    if given:
+        write(*inputs, **options, **given, workspace=workspace)
+        return tuple(given.values())
+    if workspace is not None:
+        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
+    return make(*inputs, **options)  # type: ignore[no-any-return]
