@@ -132,7 +132,7 @@ class SimFamily(arrays.NumpyFamily):
         return super().signature(arrays) if whole else None
 
     def address(self, x: Any) -> int:
-        """Of the first element, on the device; as far from a multiple of 16 bytes as on the host."""
+        """The address of the first element on the device; as far from a multiple of 16 bytes as on the host."""
         first = int(x.ctypes.data)
         if _lowest(x) % 16:  # where no mapping can begin
             while isinstance(x.base, np.ndarray):

@@ -70,7 +70,7 @@ class Device(Protocol):
         """The selected rows (along the first axis), on the host."""
 
     def count_not_finite(self, array: Any) -> int:
-        """Of a 16-bit or float32 array."""
+        """How many NaNs and infinities a 16-bit or float32 array has."""
 
     def allocated_by(self, call: Call) -> int:
         """Peak bytes that a call takes from the allocator, fragmentation included."""

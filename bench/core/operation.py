@@ -47,7 +47,7 @@ class Verdict(Protocol):
 
 
 class Ratio(NamedTuple):
-    """Of two times of one case. `aim` is the largest that is wanted, if one is."""
+    """A ratio of two times of one case; `aim` is the largest acceptable value, if there is one."""
 
     text: str
     value: float

@@ -237,7 +237,7 @@ MLA_DEVICE i32 price_of_tiles(i32 tiles, i32 total) {
     return max(tiles * kPriceScale, total * kPriceScale / kServedBlocks);
 }
 
-// Of the limits from `least` on, the one of the least price, and of several the shortest. Each warp tries one of them.
+// The cheapest limit from `least` on; among equals the shortest. Each warp tries one of them.
 template <class Batch>
 MLA_DEVICE i32 cheapest_limit(const Batch& batch, ScheduleStorage& s, i32 least, i32 total) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, limit = least + warp;

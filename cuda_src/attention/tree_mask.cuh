@@ -17,7 +17,7 @@ struct SeenTokens {
         return token < first || (token - first < kWordBits && (seen >> (token - first) & 1));
     }
 
-    // Of the tile that begins with token `token`: bit t is token + t.
+    // What is seen of the tile that begins with token `token`: bit t stands for token + t.
     MLA_DEVICE u64 of_tile(i32 token) const {
         const i32 shift = first - token;
         if (shift >= kWordBits) return ~0ull;
@@ -26,7 +26,7 @@ struct SeenTokens {
     }
 };
 
-// Of the two tiles that may have drafts; -1 where the sequence is shorter than s_q.
+// The first of the two tiles that may have drafts; -1 where the sequence is shorter than s_q.
 MLA_DEVICE i32 first_tile_of_drafts(i32 first) { return first >> 6; }
 static_assert(kTileTokens == 1 << 6 && kTileTokens == kWordBits, "s_q drafts are in two tiles at most");
 
@@ -44,12 +44,12 @@ MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, 
     return {item.tokens - here, seen};
 }
 
-// Of kernels that serve calls with a mask and without.
+// For kernels that serve calls with and without a mask.
 MLA_DEVICE SeenTokens seen_tokens(const DecodeParams& p, const WorkItem& item, i32 row) {
     return p.tree_mask == nullptr ? SeenTokens{visible_tokens(p, item, row), 0} : seen_of_tree(p, item, row);
 }
 
-// Of a build for one kind of calls.
+// For a build that serves one kind of calls.
 template <bool kTree>
 MLA_DEVICE bool row_sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
     if constexpr (kTree) return seen_of_tree(p, item, row).contain(token);

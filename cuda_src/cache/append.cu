@@ -230,7 +230,7 @@ struct Pieces {
     uint4 rope;
 };
 
-// Of the latent part: neighbours, where they are quantised, else such that a warp's stores are side by side.
+// A lane's piece of the latent part: neighbours if they are quantised, else such that a warp's stores are adjacent.
 MLA_DEVICE i32 latent_piece(const CacheAppendParams& p, i32 lane, i32 half) {
     return p.kind == kE4m3 ? 2 * lane + half : lane + kWarpThreads * half;
 }

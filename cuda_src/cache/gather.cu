@@ -110,7 +110,7 @@ struct Codes {
     uint4 rope;
 };
 
-// Of the pieces of the RoPE part the lane's, which follow those of the latent part in the row; none if it is above
+// The lane's piece of the RoPE part, which follows those of the latent part in the row; none if it is above
 // the last one.
 MLA_DEVICE i32 rope_piece(const CacheGatherParams& p, i32 lane) {
     return (lane + 2 * kWarpThreads - 2 * p.latent_chunks) % kWarpThreads;

@@ -31,7 +31,7 @@ MLA_FACT(max_splits, kMaxSplits);
 
 struct Storage {
     SchedulePoint schedule[kMaxSplits + 1];
-    // Of the request whose first piece ends a split, per split: its pieces, and the units of those before it.
+    // Per split, for the request whose first piece ends it: the request's pieces, and the units of those before it.
     i32 num_partials[kMaxSplits], units_before[kMaxSplits];
     i32 warp_units[kWarps];
     Team teams[kTeams];

@@ -30,7 +30,7 @@ struct KeyRanges {
     MLA_DEVICE i32 num_blocks() const { return ceil_div(num_tokens, block_tokens); }
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
 
-    // Of a token of a block.
+    // The bounds of a token of a block.
     MLA_DEVICE KeyBounds load(i32 block, i32 token) const {
         KeyBounds bounds{0, num_keys};
         if (begins != nullptr) bounds.begin = begins[((i64)block * block_tokens + token) * begins_stride_elems];

@@ -216,7 +216,7 @@ MLA_DEVICE void run_page(const LogitsParams& p, Storage& s, const QueryStages& s
                          i32 stage, i32 thread) {
     const BlockInfo& info = s.info[query_stage];
     const i32 c = thread % 4, row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
-    // Of the four threads of a row, the first stores it, and the second the row eight further on.
+    // The first of a row's four threads stores it, the second stores the row eight further on.
     const i32 own_row = row + 8 * (c & 1);
     const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[stage])));
     const float scale = s.scales[stage][own_row];

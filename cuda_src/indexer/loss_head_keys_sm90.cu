@@ -36,7 +36,7 @@ constexpr i32 kMathBarrier = 1;
 constexpr u32 kHalfBytes = kHalfTokens * kSw128RowBytes;
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 
-// Of a token and head: what its exponents need, in base 2, and the factor of its gradient.
+// What the exponents of a token and head need, in base 2, and the factor of its gradient.
 struct TokenNumbers {
     float weight_log2, minus_mass, minus_index_lse, factor;
 };

@@ -77,7 +77,7 @@ MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile)
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// Of a thread's rows, in base 2. Rows without a divergence see nothing.
+// The exponents of a thread's rows, in base 2. Rows without a divergence see nothing.
 struct RowExponents {
     float target_log2;
     float weight[kFragmentRows], minus_mass[kFragmentRows], minus_index_lse[kFragmentRows];

@@ -100,7 +100,7 @@ MLA_DEVICE bool is_seen(const LossParams& p, i32 token, i32 first_key) {
     return range.begin < first_key + kTileKeys && first_key < range.end;
 }
 
-// Of the chunk, from the first to the last that sees a key of the tile. By all threads: ranges may be in any order.
+// The chunk's tokens from the first to the last that sees a key of the tile. By all threads: ranges are in any order.
 MLA_DEVICE TokenRange tokens_of(const LossParams& p, Storage& s, i32 first_key) {
     TokenRange tokens{p.first_token + p.num_tokens, p.first_token};
 #pragma unroll 8

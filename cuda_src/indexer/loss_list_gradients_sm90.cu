@@ -162,7 +162,7 @@ struct Math {
     i32 warpgroup, thread;
 };
 
-// Of the thread's two keys; nothing past the end of the list.
+// The numbers of the thread's two keys; nothing past the end of the list.
 struct KeyNumbers {
     i32 row[kFragmentRows];
     float gradient[kFragmentRows];

@@ -80,7 +80,7 @@ MLA_DEVICE i32 rows_per_token(const LossParams& p) { return p.per_head ? p.heads
 MLA_DEVICE float row_weight(const LossParams& p, i32 token) {
     return p.row_weights == nullptr ? 1.f : p.row_weights[token * p.row_weights_stride_elems];
 }
-// Of a row of the chunk.
+// Where a row of the chunk begins.
 MLA_DEVICE i64 row_offset(const LossParams& p, i32 token, i32 row) {
     return ((i64)(token - p.first_token) * rows_per_token(p) + row) * p.row_stride_elems;
 }
@@ -88,7 +88,7 @@ MLA_DEVICE i64 row_offset(const LossParams& p, i32 token, i32 row) {
 MLA_DEVICE i64 target_offset(const LossParams& p, i32 token, i32 row) {
     return ((i64)(token - p.first_target) * rows_per_token(p) + row) * p.target_stride_elems;
 }
-// Of the row that an index head's scores belong to.
+// Where the row that an index head's scores belong to begins.
 MLA_DEVICE i64 head_offset(const LossParams& p, i32 token, i32 head) {
     return row_offset(p, token, p.per_head ? head : 0);
 }
@@ -129,7 +129,7 @@ MLA_DEVICE HeadRow head_row(const LossParams& p, i32 token, i32 head) {
     return HeadRow{live, index_weight(p, token, head) * kLog2E, -mass * kLog2E, -index_lse * kLog2E};
 }
 
-// Of the copy of the values: rows start at multiples of 16 bytes.
+// In the copy of the values: rows start at multiples of 16 bytes.
 MLA_DEVICE i64 finite_value_stride(const LossParams& p) { return ceil_div(p.value_dim, 8) * 8; }
 
 // A gradient in its own dtype.

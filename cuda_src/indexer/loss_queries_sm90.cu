@@ -149,7 +149,7 @@ MLA_DEVICE void multiply(Storage& s, i32 warpgroup, i32 stage, float (&a)[64]) {
     pin(a);
 }
 
-// Of two neighbouring columns, the gradients where the products are positive.
+// The gradients of two neighbouring columns, zero where the products are not positive.
 MLA_DEVICE u32 masked(u32 gradients, float low, float high) {
     return (low > 0.f ? gradients & 0xffffu : 0u) | (high > 0.f ? gradients & 0xffff0000u : 0u);
 }

@@ -236,7 +236,7 @@ MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& pieces, co
     store_sums(p.target + target_offset(p, tile.first_token, 0), p.target_stride_elems, tile, math, sums);
 }
 
-// Of a token that is not there, those of 0.
+// A token that is not there has the bits of 0.
 MLA_DEVICE u32 row_weight_bits(const LossParams& p, const Tile& tile, const Math& math, i32 r, i32 head) {
     return math.there[r] ? weight_bits(p, tile.first_token + math.rows[r], head) : 0;
 }

@@ -15,7 +15,7 @@ namespace mla::indexer {
 constexpr i32 kLseTileKeys = 128;
 constexpr i32 kLseProducts = kLseTileKeys / 2;  // of a thread
 
-// Of a thread's share of a row, in base 2.
+// The running sum of a thread's share of a row, in base 2.
 struct RunningSum {
     float max_score = negative_infinity(), sum = 0.f;
 

@@ -85,7 +85,7 @@ struct Math {
     MLA_DEVICE i32 token(i32 r) const { return first_token + 8 * r; }
 };
 
-// Of one of the thread's rows; empty for a token that is not there. Loaded anew for each tile: registers are scarce.
+// The keys that one of the thread's rows sees; none for an absent token. Loaded for each tile to save registers.
 MLA_DEVICE KeyRange row_range(const LossParams& p, const Math& math, i32 r) {
     return math.token(r) < p.s_q ? p.ranges[math.token(r)] : KeyRange{0, 0};
 }

@@ -24,7 +24,7 @@ MLA_DEVICE Member member(const MergeExchangeParams& p, const Mailbox* mailboxes)
     return Member{mailboxes, p.rank + (i32)blockIdx.y, load_relaxed_system(&state(p).failed), state(p).epoch + 1};
 }
 
-// Of block `blockIdx.x` of `source`, among a rank's flags.
+// Where block `blockIdx.x` of `source` has its flag, among a rank's flags.
 MLA_DEVICE i32 flag_index(const MergeExchangeParams& p, const Member& m, i32 source) {
     return (m.half() * p.world + source) * kMaxBlocks + blockIdx.x;
 }

@@ -36,7 +36,7 @@ struct MergeExchangeParams {
     const float* lses;  // (b, h_q, s_q)
     void* out;          // (b, s_q, h_q / world, d), Element or fp32
     float* lse;         // (b, h_q / world, s_q)
-    // Of a decode whose split requests are not merged yet, see DecodeParams; null: `outs` has all rows.
+    // The schedule of a decode whose split requests are not merged yet, see DecodeParams; null: `outs` has all rows.
     const SchedulePoint* schedule;
     const float* partial_out;
     const float* partial_lse;

@@ -11,7 +11,7 @@
 namespace mla::sparse_backward {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
-// Of the bound. Below, quanta would be subnormal, which atomic additions flush to 0; above, extractors would be
+// Limits of the bound. Below, quanta would be subnormal, which atomic additions flush to 0; above, extractors would be
 // infinite.
 constexpr i32 kMinExponent = -80, kMaxExponent = 90;
 // With more, a number plus its extractor would leave the binade in which the quantum is the last bit.

@@ -130,7 +130,7 @@ struct Item {
     }
 
     MLA_DEVICE const i32* rows(i32 tile) const { return p.rows + query * p.rows_stride_elems + tile * C::kTileKeys; }
-    // Of a head of the block; +inf for a head without a gradient and past the last head.
+    // The base-2 lse of a head of the block; +inf for a head without a gradient and past the last head.
     MLA_DEVICE float lse2(i32 head) const {
         return head < heads ? p.lse2[(i64)query * p.h_q + head0 + head] : -negative_infinity();
     }
@@ -448,7 +448,7 @@ MLA_DEVICE void run_block(const BackwardParams& p, const Maps& maps, Storage<typ
 }
 }  // namespace mla::sparse_backward::sm100
 
-// Of a kernel with the storage `Shared` and the choices `C`.
+// The facts of a kernel with the storage `Shared` and the choices `C`.
 #define MLA_SM100_FACTS(C, Shared)        \
     MLA_BACKWARD_FACTS();                 \
     MLA_FACT(threads, kThreads);          \

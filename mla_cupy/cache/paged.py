@@ -170,12 +170,12 @@ class PagedKVCache:
 
     @property
     def block_table(self) -> Any:
-        """Of all sequences, by row."""
+        """The block table of all sequences, by row."""
         return self._memory.table
 
     @property
     def seqlens(self) -> Any:
-        """Of all sequences, by row."""
+        """The lengths of all sequences, by row."""
         return self._memory.seqlens
 
     def layer(self, index: int, pool: str = "kv") -> Any:

@@ -46,7 +46,7 @@ class Words:
         return Words(max_seqs, pairs, header, changes, changes + 2 * max_seqs * max_pages)
 
     def tokens(self, count: int) -> tuple[slice, slice]:
-        """Of the slots and of the positions."""
+        """Where the slots and the positions of so many tokens are."""
         begin = self.pairs - 2 * count
         return slice(begin, begin + count), slice(begin + count, self.pairs)
 

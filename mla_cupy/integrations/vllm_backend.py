@@ -44,12 +44,12 @@ class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_builder_cls() -> type[MlaCupyMetadataBuilder]:
-        """Of the metadata."""
+        """The class that builds the metadata."""
         return MlaCupyMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[MlaCupyImpl]:
-        """Of the layers."""
+        """The class of the layers."""
         return MlaCupyImpl
 
     @staticmethod

@@ -119,4 +119,4 @@ class DeviceOrdinalGetArgs(Structure):
 
 
 Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)
-"""Of every function here, XLA's and ours: it takes a structure and returns an error, or NULL."""
+"""The type of every function here, XLA's and ours: it takes a structure and returns an error, or NULL."""

@@ -91,7 +91,7 @@ def _introduce(frame: abi.CallFrame) -> None:
 
 
 def _version(frame: abi.CallFrame) -> tuple[int, int]:
-    """Of the interface; the oldest ones do not say it when they ask."""
+    """The version of the interface; the oldest ones do not say it when they ask."""
     if not frame.api:
         return 0, 1
     version = frame.api.contents.version

@@ -31,7 +31,7 @@ class Plan(Protocol):
 
     @property
     def address(self) -> int:
-        """Of the workspace."""
+        """Where the workspace begins."""
 
     @property
     def device(self) -> int:

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.integer[Any]]
 
 _MAX_INT32 = 2**31 - 1
 _THRESHOLDS = 16
-"""Of the lengths of shared prefixes, how many are tried as the least one of a group."""
+"""How many lengths of shared prefixes are tried as the shortest of a group."""
 
 # What the model counts with, in microseconds of an H200. See docs/guides/paged-cache.md for where they are from.
 _TILE_US = 2.0

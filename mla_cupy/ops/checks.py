@@ -17,7 +17,7 @@ _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 
 
 MAX_DRAFTS = 64
-"""Of a tree: one bit each."""
+"""The most drafts of a tree: one bit each."""
 MAX_CP_WORLD = 1 << 16
 """Ranks that may share a sequence: far more than there are, so that sums of tokens and ranks fit 32 bits."""
 

@@ -219,7 +219,7 @@ class UnmergedPlan:
 
     @property
     def address(self) -> int:
-        """Of the workspace."""
+        """Where the workspace begins."""
         return self._plan.address
 
     @property

@@ -7,7 +7,7 @@ from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits_problem import HEAD_DIMS
 
 SCALE_BYTES = 4
-"""Of a record: after the codes of a page come its scales, float32."""
+"""Bytes of a record's scale: after the codes of a page come its scales, float32."""
 CACHE = "num_pages page_size 1? d+4"
 """The axes of a cache of index keys."""
 SIZES = {"d": HEAD_DIMS, "d+4": tuple(d + SCALE_BYTES for d in HEAD_DIMS)}

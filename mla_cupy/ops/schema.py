@@ -206,7 +206,7 @@ def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[st
 
 
 def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:
-    """Of an output's axis, which may be the product of two."""
+    """The size of an output's axis, which may be the product of two."""
     if "*" in name:
         return math.prod(_size(operation, factor, sizes) for factor in name.split("*"))
     return sizes[name] if name in sizes else operation.sizes[name][0]

@@ -153,7 +153,7 @@ def indexer_select_paged(
 
 
 def _view(native: Any, x: Any, name: str, least: int) -> View:
-    """Of an array of `least` axes or one more."""
+    """A view of an array of `least` axes or one more."""
     view: View = native.view(x, name)
     if not least <= len(view.shape) <= least + (name in ("cache", "seqlens")):
         raise ShapeError(explain(f"{name}.shape", view.shape, f"{least} axes"))

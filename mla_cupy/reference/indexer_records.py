@@ -19,7 +19,7 @@ MAX_CODE = 448.0
 MIN_AMAX = 1e-4
 """A vector's largest magnitude counts as at least this, so that zeros have a scale."""
 SCALE_BYTES = 4
-"""Of a record: after the codes of a page come its scales, float32."""
+"""Bytes of a record's scale: after the codes of a page come its scales, float32."""
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")

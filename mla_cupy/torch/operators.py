@@ -11,7 +11,7 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.torch.library import bind
 
 OPERATORS = {name: bind(operation) for name, operation in ops.BOUND_OPERATIONS.items()}
-"""Of each operation the one that returns new tensors, and the one that writes to given ones."""
+"""For each operation the operator that returns new tensors, and the one that writes to given ones."""
 
 
 def single(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

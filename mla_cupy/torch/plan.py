@@ -102,7 +102,7 @@ def _plan(number: int) -> DecodePlan:
 
 
 def _address(plan: DecodePlan, workspace: torch.Tensor) -> int:
-    """Of the workspace; a plan for tensors on the CPU, which a GPU may serve all the same, has memory of its own."""
+    """The workspace's; a plan for tensors on the CPU, which a GPU may serve all the same, has memory of its own."""
     return workspace.data_ptr() if workspace.numel() else plan.address
 
 

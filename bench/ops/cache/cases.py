@@ -42,7 +42,7 @@ class CacheCase:
 
     @property
     def pages(self) -> int:
-        """Of the tokens."""
+        """The number of pages that the tokens fill."""
         return self.tokens // PAGE_SIZE
 
     @property

@@ -47,7 +47,7 @@ def _call(case: CacheCase, dtype: str, inputs: CacheInputs, device: Device) -> t
 
 
 def _copy(case: CacheCase, device: Device) -> Call:
-    """Of half as many bytes as the case moves: a copy reads and writes each."""
+    """A copy of half as many bytes as the case moves: a copy reads and writes each."""
     source, destination = (device.empty((case.cost.nbytes // 2,), "uint8") for _ in range(2))
 
     def call() -> None:

@@ -49,7 +49,7 @@ class CascadeCase(DecodeCase):
 
 
 def case_of(b: int, h_q: int, prefix: int, suffix: int) -> CascadeCase:
-    """Of one query per sequence."""
+    """A case with one query per sequence."""
     return CascadeCase(b, 1, h_q, prefix + suffix, prefix=prefix)
 
 

@@ -49,7 +49,7 @@ class LossCase:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences."""
         return self.b * self.s
 
     @property

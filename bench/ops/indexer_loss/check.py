@@ -101,7 +101,7 @@ def judge(expected: Sequence[Any], outputs: LossOutputs, dtype: str, device: Dev
 
 
 def _error(got: Array, want: Array, rounded: float = ROUNDED[False]) -> float:
-    """Of one query, in units of what is allowed."""
+    """The error of one query, in units of the allowed one."""
     unit = max(float(np.abs(want).max()), rounded)
     return float(np.abs(got.astype(np.float64) - want).max()) / (GRADIENT_ERROR * unit)
 

@@ -46,7 +46,7 @@ def ratios(rows: Rows) -> list[Ratio]:
 
 
 def _us(rows: Rows, name: str, figure: str) -> float | None:
-    """Of a row, or of one of its figures."""
+    """The time of a row, or of one of its figures."""
     row = next((row for row in rows if row["implementation"] == name), None)
     if row is None or microseconds(row) is None:
         return None

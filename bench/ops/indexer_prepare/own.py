@@ -39,7 +39,7 @@ class IndexerPrepare:
 
 
 def _copy(case: PrepareCase, device: Device) -> Call:
-    """Of half as many bytes as the case moves: a copy reads and writes each."""
+    """A copy of half as many bytes as the case moves: a copy reads and writes each."""
     source, destination = (device.empty((case.cost.nbytes // 2,), "uint8") for _ in range(2))
 
     def call() -> None:

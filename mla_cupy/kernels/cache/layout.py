@@ -24,7 +24,7 @@ MEMBERS = {
     "scales_stride": "i4",
     "kv_scale": "f4",
 }
-"""Of a parameter record."""
+"""The fields of a layout in a parameter record."""
 
 
 def page_and_token_bytes(record: Record, cache: View) -> tuple[int, int]:

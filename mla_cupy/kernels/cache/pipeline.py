@@ -16,7 +16,7 @@ from mla_cupy.runtime.device import DeviceInfo
 
 
 class AppendOptions(NamedTuple):
-    """Of `cache_append`."""
+    """The options of `cache_append`."""
 
     record: str
     scales: str
@@ -25,20 +25,20 @@ class AppendOptions(NamedTuple):
 
 
 class GatherOptions(NamedTuple):
-    """Of `cache_gather`."""
+    """The options of `cache_gather`."""
 
     record: str
     kv_scale: float
 
 
 class CopyPagesOptions(NamedTuple):
-    """Of `cache_copy_pages`: whether pages start at, and have, multiples of 16 bytes."""
+    """The option of `cache_copy_pages`: whether pages start at, and have, multiples of 16 bytes."""
 
     aligned: bool
 
 
 class UpdateOptions(NamedTuple):
-    """Of `cache_update`."""
+    """The options of `cache_update`."""
 
     page_size: int
 

@@ -86,7 +86,7 @@ class Batch(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Of all sequences, at their longest."""
+        """The tiles of all sequences, at their longest."""
         return self.b * -(-self.tokens // TILE_TOKENS)
 
 

@@ -11,9 +11,9 @@ from mla_cupy.kernels.spec import Variant
 RECORDS = ("v32", "v4")
 """Names of the records that the kernels read."""
 DENSE_RECORDS = (*RECORDS, "fp8")
-"""Of those of dense decode."""
+"""Names of the records that the kernels of dense decode read."""
 BLOCK_ROWS = (8, 16, 32)
-"""Of the kernels with swapped operands: how many query rows a block may compute."""
+"""How many query rows a block of the kernels with swapped operands may compute."""
 
 
 @dataclass(frozen=True)

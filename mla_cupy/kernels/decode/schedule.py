@@ -10,7 +10,7 @@ POINT_BYTES = 8
 """Size of one cut of the schedule."""
 
 PRICE_SCALE = 1 << 14
-"""Of the cost of a piece: how many there are in a tile."""
+"""The unit of the cost of a piece: how many there are in a tile."""
 
 MAX_COUNTED_ROWS = 1024
 

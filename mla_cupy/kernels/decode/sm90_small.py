@@ -14,10 +14,10 @@ from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 BLOCK_ROWS = (8, 16, 24, 32)
 NARROW_BLOCK_ROWS = (16, 32)
-"""Of builds for narrower keys, and of others that are seldom asked for: each build takes seconds to compile."""
+"""Rows of the builds for narrower keys, and of others that are seldom asked for: each takes seconds to compile."""
 
 MAX_SHARED_TILES = 8
-"""Of a split, where several blocks share its tiles: from about 12 on the seesaw is faster."""
+"""Largest number of tiles per split where several blocks share them: from about 12 on the seesaw is faster."""
 
 
 @dataclass(frozen=True)

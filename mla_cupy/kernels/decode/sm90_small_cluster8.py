@@ -12,10 +12,10 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 BLOCKS = 8
-"""Of a cluster."""
+"""Thread blocks per cluster."""
 BLOCK_ROWS = 16
 MAX_TOKENS = BLOCKS * MIN_TILES_PER_BLOCK * TILE_TOKENS
-"""Of sequences that it is preferred for."""
+"""The longest sequences that it is preferred for."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:

@@ -15,7 +15,7 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 CODES = ("float8_e4m3fn", "uint8")
 """The dtypes of e4m3: not every library has one."""
 DTYPES = ("float8_e4m3fn", "bfloat16")
-"""Of the kernels."""
+"""The dtypes that the kernels compute in."""
 HEAD_DIMS = (128, 64, 32)
 MAX_HEADS = 128
 BLOCK_TOKENS = 8
@@ -58,7 +58,7 @@ class LogitsOptions(NamedTuple):
 
 
 def no_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """Of kernels that do not fetch by TMA."""
+    """No maps: for kernels that do not fetch by TMA."""
     return ()
 
 

@@ -46,5 +46,5 @@ KERNEL: Kernel[object] = Kernel(
 
 
 def nbytes(num_splits: int) -> int:
-    """Of the cuts."""
+    """Size of the cuts."""
     return CUT_BYTES * (num_splits + 1)

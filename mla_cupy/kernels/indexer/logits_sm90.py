@@ -27,7 +27,7 @@ TILE_HEADS = 8
 PIECE_BYTES = 128
 """What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
 _WIDE_MAX_HEADS = 64
-"""Of rows of two pieces: more queries do not fit beside the keys."""
+"""Most heads where rows have two pieces: more queries do not fit beside the keys."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:

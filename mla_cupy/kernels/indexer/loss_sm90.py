@@ -22,9 +22,9 @@ FINITE_KEYS = "finite_keys"
 FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
 """Those that the attention takes its values from, and which tiles of keys of them are not whole."""
 HEAD_TILE_TOKENS = 128
-"""Of a step of the gradients per head."""
+"""Tokens in a step of the gradients per head."""
 MIN_SPLIT_TOKENS = 32
-"""Of a split of the tokens that see a tile of keys: with fewer, a block starts and stores more than it multiplies."""
+"""Fewest tokens of a split of those that see a tile of keys: with fewer, starting and storing outweigh the products."""
 _ENOUGH_BLOCKS, _MAX_SPLITS, _MAX_SUM_BYTES = 1056, 16, 64 << 20
 
 
@@ -43,7 +43,7 @@ class ScoresVariant(IndexVariant):
 
 
 def pieces(width: int) -> int:
-    """Of a row."""
+    """How many pieces a row has."""
     return -(-width // PIECE_COLUMNS)
 
 
@@ -129,7 +129,7 @@ def finite_value_stride(value_dim: int) -> int:
 
 
 def head_gradient_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """Of the gradients per head: queries, a head of a tile of tokens at a time, and keys."""
+    """The maps of the gradients per head: queries, one head of a tile of tokens at a time, and keys."""
     box = (HEAD_TILE_TOKENS, 1)
     return (
         ("q", query_map(call.view("q"), box)),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mla_cupy.kernels.spec import Kernel, Params, Variant
 
 LANES = 8
-"""Of a vector: RoPE turns elements of whole lanes."""
+"""Lanes per vector: RoPE turns elements of whole lanes."""
 BLOCK_GROUPS = 16
 """Groups of lanes of a block: each works on a vector at a time."""
 WARP_VECTORS = 4

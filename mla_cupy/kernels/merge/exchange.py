@@ -143,12 +143,12 @@ class Exchange:
 
     @property
     def slices(self) -> int:
-        """Of a row."""
+        """Slices per row."""
         return -(-self.d // self.slice_columns)
 
     @property
     def blocks(self) -> int:
-        """Of each rank."""
+        """Thread blocks per rank."""
         return min(self.max_blocks, -(-self.rows * self.slices // TEAMS))
 
     @property

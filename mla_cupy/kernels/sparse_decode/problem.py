@@ -28,7 +28,7 @@ PARAMS = Params(
     extra_page_size="i4",
     extra_topk="i4",
 )
-"""Of the attention kernels: a second cache and its lists, beside what all of decode takes."""
+"""Parameters of the attention kernels: a second cache and its lists, beside what all of decode takes."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SparseDecodeProblem:
 
     @property
     def tiles(self) -> int:
-        """Of a query, at most."""
+        """The most tiles of a query."""
         return -(-self.topk // TILE_TOKENS)
 
 

@@ -15,7 +15,7 @@ ITEM_COST = 3
 SHORT_SPLIT = 4
 """Up to so many tiles per split, partial results are counted: as there."""
 MAX_UNITS = 1 << 30
-"""Of work, in 32 bits."""
+"""The most units of work that 32 bits hold."""
 
 KERNEL: Kernel[object] = Kernel(
     "sparse_decode_schedule",
