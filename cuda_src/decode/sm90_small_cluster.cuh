@@ -15,7 +15,7 @@
 //
 // A request that is too long for one cluster has several. Each writes its slices to the workspace and takes a ticket
 // per slice; the block with the last ticket merges the slices of all clusters, in their order, so that results do not
-// depend on who comes last. Nobody waits for a block that may not have started.
+// depend on which block is last. No block waits for one that may not have started.
 //
 // Source: clusters that merge through distributed shared memory are ClusterFusion's idea (2025), the last arriver's
 // merge that of stream-K and split-K products. What differs: columns are divided over the blocks of the cluster, so

@@ -16,7 +16,7 @@
 //   merge         the own slices and those in this rank's slabs
 //
 // Slabs and flags are there twice. Calls take the two in turn, by an epoch that lives on the device, so that replays of
-// a graph do as well. A rank pushes its call n + 2 only after its call n + 1 has heard from everyone, and nobody
+// a graph do as well. A rank pushes its call n + 2 only after its call n + 1 has heard from everyone, and no rank
 // signals call n + 1 before having merged call n: that the half is free needs no further message.
 //
 // The idea of stores into peers' memory with flags behind them is that of one-shot all-reduce kernels.

@@ -62,7 +62,7 @@ MLA_DEVICE Failure wait_for(const MergeExchangeParams& p, const Member& m, i32 s
     }
 }
 
-// Tells the blocks that still wait and, if nobody has, the host.
+// Tells the blocks that still wait and, if no block has yet, the host.
 MLA_DEVICE void tell(const MergeExchangeParams& p, const Member& m, Failure failure, i32 source) {
     if (atom_exchange_relaxed(&state(p).failed, 1) != 0) return;
     store_relaxed_system(&report(p).failure,
@@ -77,7 +77,7 @@ MLA_DEVICE bool hear(const MergeExchangeParams& p, const Member& m) {
     return !__syncthreads_or(failure != kNone);  // each acquire covers the whole block
 }
 
-// One thread of each block. The last one ends the call: all blocks have read the epoch, and nobody reads it again
+// One thread of each block. The last one ends the call: all blocks have read the epoch, and none reads it again
 // before the next kernel.
 MLA_DEVICE void end_call(const MergeExchangeParams& p, const Member& m) {
     if (atom_add_acq_rel(&state(p).tickets, 1) != gridDim.x - 1) return;

@@ -1,7 +1,7 @@
 """Who has which page: the bookkeeping of `PagedKVCache`, on the host, in NumPy.
 
-Everything that can fail is found out by a `plan_*` before anything changes. A sequence may write to a page if nobody
-else has it and it cannot be found by its hash; else the page is copied, or its hash forgotten, first.
+Everything that can fail is found out by a `plan_*` before anything changes. A sequence may write to a page if no other
+sequence has it and it cannot be found by its hash; else the page is copied, or its hash forgotten, first.
 """
 
 from __future__ import annotations

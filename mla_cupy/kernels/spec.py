@@ -127,7 +127,7 @@ class Kernel(Generic[ProblemT]):
     unsupported : callable
         `unsupported(problem, device)`: why it cannot take the problem, or None.
     preferred : callable
-        `preferred(problem, device)`: whether it is chosen for a problem that it takes where nobody names a kernel.
+        `preferred(problem, device)`: whether it is chosen for a problem that it takes where no kernel is named.
     on_request : bool
         Runs only where `kernel=` names it: not measured yet, or kept for comparison.
     fallback : bool

@@ -264,7 +264,7 @@ class _Entry:
         elif not memory and self._nbytes:
             scratch, memory = native.scratch(self._nbytes, device, handle)
         self.prepared.enqueue(addresses, memory, handle)
-        del scratch  # held until everything is enqueued: the stream orders whoever gets it next
+        del scratch  # held until everything is enqueued: the stream orders its next use
         return results
 
     def _complete(self, results: tuple[Any, ...], addresses: list[int], stream: int) -> tuple[Any, ...]:

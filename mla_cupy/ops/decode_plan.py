@@ -70,7 +70,7 @@ class DecodePlan:
         self._limits = limits
         self._config = config
         self._workspace, self.address = memory  # the first keeps the second alive
-        self._keeps_zeros = False  # nobody else writes to the workspace, where the kernels leave zeros as they were
+        self._keeps_zeros = False  # no other call writes to the workspace, and the kernels leave its zeros as they were
         self._scheduled_b: int | None = None
         self._updates = _Updates()
         self._identity = object()  # unlike `id`, never that of a later plan
@@ -212,7 +212,7 @@ class DecodePlan:
 
 
 class UnmergedPlan:
-    """A plan whose calls leave the pieces of split requests in its workspace: for whoever merges them."""
+    """A plan whose calls leave the pieces of split requests in its workspace, for the caller to merge."""
 
     def __init__(self, plan: DecodePlan) -> None:
         self._plan = plan

@@ -82,7 +82,7 @@ class LocalGroup:
             self._payloads[rank] = payload
             self._barrier.wait()
             gathered = list(self._payloads)
-            self._barrier.wait()  # nobody writes the next payload before all have read this one
+            self._barrier.wait()  # no member writes the next payload before all have read this one
         except threading.BrokenBarrierError:
             self._lose()
             remedy = "every member must make the same calls"

@@ -23,7 +23,7 @@ class NcclTransport:
     """GPUs that NCCL connects, on one host or several; one process, or one thread, per GPU.
 
     Needs CuPy with NCCL. Ranks that see a call of new shapes first compare it through the group; after that the host
-    waits for nobody, and the exchange can be captured in a CUDA graph. Calls must be the same, in the same order, on
+    does not wait, and the exchange can be captured in a CUDA graph. Calls must be the same, in the same order, on
     every rank. One thread, and one stream, at a time may use it; it keeps what it receives of every shape.
 
     Parameters

@@ -215,7 +215,7 @@ class PeerTransport:
             else:
                 mailboxes[rank] = tuple(cupy.open_shared(bytes.fromhex(x), self._device) for x in shared[rank])
         self._write(own.mailboxes.ptr, mailboxes.view(np.uint8))
-        self._group.gather(b"ready")  # nobody's flags are written before they are zero
+        self._group.gather(b"ready")  # no flag is written before it is zero
 
     def _abort(self) -> None:
         self._report["abort"][0] = 1

@@ -33,7 +33,7 @@ _TYPES |= {f"{name} | None": f"{written}?" for name, written in _TYPES.items()}
 
 
 def is_plain_call(first: torch.Tensor) -> bool:
-    """Whether nobody wants to see an operator: no compiler, mode, transform or subclass is at work.
+    """Whether nothing has to see an operator: no compiler, mode, transform or subclass is at work.
 
     The dispatcher costs several microseconds for operators of so many arguments.
     """

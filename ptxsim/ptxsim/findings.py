@@ -141,7 +141,7 @@ def origins(program: object, ins: Instr, registers: list[Reg], poisoned: object)
     Returns
     -------
     list of Place
-        Loads and operations in flight, or the instruction that reads a register nobody writes; a few at most.
+        Loads and operations in flight, or the instruction that reads a register that is never written; a few at most.
     """
     writers = program.writers
     found: dict[int, Place] = {}

@@ -131,7 +131,7 @@ def _take(W: Warp, tmem: TensorMemory, start: int, columns: int) -> None:
     if tmem.shadow is not None:
         detector = W.home.cluster.detector
         words = _words(start, columns)
-        # Whoever uses the columns must have synchronised with the allocation.
+        # All who use the columns must have synchronised with the allocation.
         tmem.shadow.writer[words] = W.agent
         tmem.shadow.clock[words] = detector.V[W.agent, W.agent]
         detector.tensor_learn(W.agent, W.agent, int(detector.V[W.agent, W.agent]))

@@ -43,7 +43,7 @@ class HeadSumsPipeline(Pipeline[LossConfig]):
         return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:
-        """The lists if there are any, the tokens' keys, the log-sum-exps if nobody else has them, rows of a chunk."""
+        """The lists if there are any, the tokens' keys, the log-sum-exps if they are not given, rows of a chunk."""
         problem = config.problem
         lists = {} if problem.topk is None else rows.list_sizes(problem.s_q, problem.keys)
         return Layout(

@@ -112,7 +112,7 @@ class LossPipeline(Pipeline[LossConfig]):
         return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:
-        """The tokens' keys, the attention's log-sum-exps if nobody else has them, the rows of a chunk, the sums."""
+        """The tokens' keys, the attention's log-sum-exps if they are not given, the rows of a chunk, the sums."""
         problem = config.problem
         elements = 0 if config.without_rows else config.chunk * problem.rows_per_token * problem.row_stride
         keys = problem.s_kv * problem.index_dim

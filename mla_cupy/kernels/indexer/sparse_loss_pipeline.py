@@ -90,7 +90,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
         return SparseLossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: SparseLossConfig) -> Layout:
-        """The lists, the attention's log-sum-exps if nobody else has them, the rows of a chunk, and the sums."""
+        """The lists, the attention's log-sum-exps if they are not given, the rows of a chunk, and the sums."""
         problem = config.problem
         elements = config.chunk * problem.row_stride
         per_row, one = (FLOAT * problem.s_kv, FLOAT) if config.binned else (0, 0)

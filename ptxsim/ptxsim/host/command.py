@@ -135,7 +135,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     host.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
     replay = commands.add_parser("replay", help="run recorded launches again in every mode, or with bugs planted")
     replay.add_argument("launches", type=Path, nargs="+", help="directories that run-host --record has written")
-    replay.add_argument("--mutate", action="store_true", help="plant bugs, and say which nobody notices")
+    replay.add_argument("--mutate", action="store_true", help="plant bugs, and say which go unnoticed")
     replay.add_argument("--close", default="u1:0:0", metavar="DTYPE:RTOL:ATOL", help="how results are compared")
     for each in (host, replay):
         each.add_argument("--resident", type=int, help="clusters that run interleaved (default 1; cooperative: all)")

@@ -23,7 +23,7 @@ The forms of PTX ISA 8.8 for sm_90a and sm_100a, as `tests/simtest/forms.txt` ha
 Every form that is not refused is at least loaded, and its meaning written from the ISA's text and tested against a formula.
 
 - **H200**: how many of the line's forms are in a kernel whose outputs an H200 has recorded, and which the simulator
-  reproduces. The rest rests on formulas alone; so does everything that only sm_100a has, which nobody here could run.
+  reproduces. The rest rests on formulas alone; so does everything that only sm_100a has, which could not be run here.
 - **refused**: a clear error when the kernel is loaded.
 
 `python -m simtest.golden` in `ptxsim/tests` builds the same kernels and their inputs for other GPUs and records what those
