@@ -17,6 +17,8 @@ from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import loader, sources
 
 Parameters = ParamSpec("Parameters")
+KNOWN: list[Mutant] = []
+"""All that imported modules have."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Mutant:
     file: str
     old: str
     new: str
+
+    def __post_init__(self) -> None:
+        KNOWN.append(self)
 
     @property
     def id(self) -> str:
@@ -39,7 +44,7 @@ def planted(mutant: Mutant, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     """While it lasts, kernels are built from a copy of the sources, at `root`, with the bug in it."""
     shutil.copytree(sources.source_root(), root)
     text = (root / mutant.file).read_text()
-    assert text.count(mutant.old) >= 1, f"the text of {mutant.name!r} is no longer in {mutant.file}"
+    assert mutant.old in text, f"the text of {mutant.name!r} is no longer in {mutant.file}"
     (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
     monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
     loader.forget()
