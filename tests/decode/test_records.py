@@ -270,7 +270,7 @@ MUTANTS = (
     Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
     Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),
     Mutant("the first query's heads for all", TOKENS, "row / group * p.q_stride_s_elems", "0"),
-    Mutant("no list of what is there", SMALL, "if (lane == 0) reinterpret_cast<u8", "if (lane > 31) reinterpret_cast<u8"),
+    Mutant("no list of what is there", SMALL, "if (lane == 0) reinterpret_cast", "if (lane > 31) reinterpret_cast"),
     Mutant("presence of the next tile", SMALL, "store_presence(tile.present)", "store_presence(true)"),
     Mutant("presence of a row's neighbour", SMALL, "lane % kRowsOfWarp * kPieceLanes", "(lane + 1) % 8 * 4"),
     Mutant("one token too many", SMALL, "row0 + kth_head(k, thread)) - tile", "row0 + kth_head(k, thread)) + 1 - tile"),
