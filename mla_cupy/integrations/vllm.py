@@ -26,6 +26,7 @@ BUILD = (
     *("query_start_loc_device", "num_decode_tokens", "dcp_tot_seq_lens_device"),
 )
 KERNEL = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "topk_length", "actual_num_heads")
+FP8_KERNEL = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata")
 
 
 def register() -> None:
@@ -50,5 +51,5 @@ def _dense_difference() -> str:
 
 def _sparse_difference() -> str:
     attribute(_SPARSE, "FlashMLASparseBackend")
-    wanted = {"forward_mqa": FORWARD, "_bf16_flash_mla_kernel": KERNEL}
+    wanted = {"forward_mqa": FORWARD, "_bf16_flash_mla_kernel": KERNEL, "_fp8_flash_mla_kernel": FP8_KERNEL}
     return difference(attribute(_SPARSE, "FlashMLASparseImpl"), wanted)

@@ -1,4 +1,4 @@
-"""Sparse MLA (DSA) for vLLM: its FlashMLA backend, with our attention in place of the 16-bit kernel.
+"""Sparse MLA (DSA) for vLLM: its FlashMLA backend, with our attention in place of FlashMLA's kernels.
 
 The indexer, the cache, the metadata and the translation of indices are vLLM's. What changes: heads are not padded to
 a multiple of 64. Imported by vLLM when it is chosen. Not run with vLLM itself yet.
@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 
-from mla_cupy.torch import sparse_mla_forward
+from mla_cupy.torch import sparse_mla_decode, sparse_mla_forward
 
 
 class MlaCupySparseBackend(FlashMLASparseBackend):  # type: ignore[misc]
     """What vLLM asks before it chooses."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8_ds_mla"]
 
     @staticmethod
     def get_name() -> str:
@@ -72,3 +72,28 @@ class MlaCupySparseImpl(FlashMLASparseImpl):  # type: ignore[misc]
             topk_length=topk_length,
         )
         return out, lse
+
+    def _fp8_flash_mla_kernel(
+        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the selected tokens of an FP8 cache.
+
+        Parameters
+        ----------
+        q : tensor, (b, s_q, heads, 576), bfloat16
+        kv_c_and_k_pe_cache : tensor, (num_pages, page_size, 656), uint8 or a type of its size
+            Records of "v32".
+        topk_indices : tensor, (b, s_q, topk), int32
+            Slots; -1 is none.
+        kernel_metadata : object
+            FlashMLA's schedule.
+
+        Returns
+        -------
+        out : tensor, (b, s_q, heads, 512)
+        lse : tensor, (b, heads, s_q), float32
+            Natural; -inf for a query without tokens, whose `out` is 0.
+        """
+        cache = kv_c_and_k_pe_cache.view(torch.uint8)
+        out, lse = sparse_mla_decode(q, cache, topk_indices, scale=self.softmax_scale)
+        return out, lse.transpose(1, 2)

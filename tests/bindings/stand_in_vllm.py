@@ -79,18 +79,21 @@ class FlashMLASparseBackend:
 
 
 class FlashMLASparseImpl:
-    """Pads the heads to 64, and numbers the rows of the cache, before it calls the kernel."""
+    """Numbers the rows of the cache before it calls a kernel; pads the heads to 64 for the 16-bit one."""
 
     PADDED = 64
 
-    def __init__(self, num_heads: int, scale: float, topk_indices_buffer: Any) -> None:
-        self.num_heads, self.softmax_scale = num_heads, scale
+    def __init__(self, num_heads: int, scale: float, topk_indices_buffer: Any, kv_cache_dtype: str = "auto") -> None:
+        self.num_heads, self.softmax_scale, self.kv_cache_dtype = num_heads, scale, kv_cache_dtype
         self.topk_indices_buffer = topk_indices_buffer
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any) -> Any:
         torch = importlib.import_module("torch")
         heads = q[0].shape[1] if isinstance(q, tuple) else q.shape[1]
-        if isinstance(q, tuple):
+        is_fp8 = self.kv_cache_dtype == "fp8_ds_mla"
+        if isinstance(q, tuple) and is_fp8:
+            q = torch.cat(q, dim=-1)
+        elif isinstance(q, tuple):
             joined = torch.cat(q, dim=-1)
             q = torch.full((joined.shape[0], self.PADDED, joined.shape[2]), torch.nan, dtype=joined.dtype)
             q[:, :heads] = joined
@@ -99,11 +102,23 @@ class FlashMLASparseImpl:
         size = attn_metadata.block_size
         rows = torch.gather(pages, 1, (tokens.clamp(min=0) // size).long()) * size + tokens.clamp(min=0) % size
         rows = torch.where(tokens < 0, -1, rows).int()
+        if is_fp8:  # all tokens as one batch
+            out, lse = self._fp8_flash_mla_kernel(
+                q=q.unsqueeze(0),
+                kv_c_and_k_pe_cache=kv_c_and_k_pe_cache,
+                topk_indices=rows.unsqueeze(0),
+                kernel_metadata=None,
+            )
+            return out.squeeze(0), lse.squeeze(0).transpose(0, 1)
         lengths = attn_metadata.topk_length
         return self._bf16_flash_mla_kernel(q, kv_c_and_k_pe_cache, rows, lengths, heads)
 
     def _bf16_flash_mla_kernel(
         self, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, topk_length: Any = None, actual_num_heads: Any = None
+    ) -> Any: ...
+
+    def _fp8_flash_mla_kernel(
+        self, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, kernel_metadata: Any
     ) -> Any: ...
 
 

@@ -138,6 +138,22 @@ def test_vllm_steps_from_an_fp8_cache(torch_gpu: Any, monkeypatch: pytest.Monkey
             assert torch.equal(again, out[1:2])
 
 
+def test_vllm_sparse_steps_from_an_fp8_cache(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph replays is what the public call gives."""
+    torch = torch_gpu
+    stand_in_vllm.install(monkeypatch)
+    backend = importlib.import_module("mla_cupy.integrations.vllm_sparse_backend")
+    q, cache, slots = (tensor(torch, x, "cuda") for x in test_vllm.fp8_selection(16))
+    layer = backend.MlaCupySparseImpl(16, 0.07, None, "fp8_ds_mla")
+    graph, (out, lse) = captured(torch, lambda: layer._fp8_flash_mla_kernel(q[None], cache, slots[None], None))
+    slots.copy_(slots.flip(0).clone())
+    graph.replay()
+    wanted = mla_cupy.sparse_mla_decode(q[None], cache, slots[None], scale=0.07)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1].transpose(1, 2))
+    assert (lse[0, :, 1] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
 def test_sglang_steps(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, cache: str) -> None:

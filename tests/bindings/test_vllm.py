@@ -218,10 +218,47 @@ def test_sparse_attention(torch: Any, sparse_backend: Any, split_query: bool, wi
     assert np.isneginf(exact[1]).any()
 
 
+def fp8_selection(heads: int = 4) -> tuple[Any, ...]:
+    """Queries, a cache of records, and the tokens that each query selects; one query has none."""
+    rng = np.random.default_rng(9)
+    tokens, topk, pages, size = 5, 7, 6, 64
+    q = rng.standard_normal((tokens, heads, 576)).astype(ml_dtypes.bfloat16)
+    cache = np.zeros((pages, size, 656), np.uint8)
+    latent, rope = (rng.standard_normal((pages * size, width)).astype(ml_dtypes.bfloat16) for width in (512, 64))
+    mla_cupy.reference.cache_append(latent, rope, cache, np.arange(pages * size))
+    chosen = rng.integers(0, 3 * size, (tokens, topk)).astype(np.int32)
+    chosen[:, -2] = -1
+    chosen[3] = -1
+    return q, cache, chosen
+
+
+@pytest.mark.parametrize("split_query", [False, True])
+def test_sparse_attention_from_an_fp8_cache(torch: Any, sparse_backend: Any, split_query: bool) -> None:
+    """Heads are not padded; a query without tokens counts for nothing where ranks are merged."""
+    q, cache, chosen = fp8_selection()
+    table = np.array([[4, 1, 3]], np.int32)
+    metadata = SimpleNamespace(
+        block_table=torch.from_numpy(table), req_id_per_token=torch.zeros(5, dtype=torch.int64), block_size=64
+    )
+    layer = sparse_backend.MlaCupySparseImpl(4, 0.07, torch.from_numpy(chosen), "fp8_ds_mla")
+    query = tensor(torch, q)
+    given = (query[..., :512], query[..., 512:]) if split_query else query
+    out, lse = layer.forward_mqa(given, torch.from_numpy(cache), metadata, None)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((5, 4, 512), (5, 4))
+    slots = np.where(chosen < 0, -1, table[0][chosen // 64] * 64 + chosen % 64)
+    exact, rounded = (
+        mla_cupy.reference.sparse_mla_decode(q[None], cache, slots[None], scale=0.07, rounding=rounding)
+        for rounding in (None, "float16")
+    )
+    check((array(torch, out)[None], array(torch, lse)[None]), exact, rounded, "bfloat16")
+    assert (lse[3] == -torch.inf).all()
+    assert not out[3].any()
+
+
 def test_what_the_sparse_backend_takes(sparse_backend: Any) -> None:
     kinds = sparse_backend.MlaCupySparseBackend
     assert kinds.get_name() == "CUSTOM"
-    assert kinds.supported_kv_cache_dtypes == ["auto", "bfloat16"]
+    assert kinds.supported_kv_cache_dtypes == ["auto", "bfloat16", "fp8_ds_mla"]
     assert [kinds.supports_compute_capability(SimpleNamespace(major=x)) for x in (9, 10, 12)] == [True, False, False]
     assert kinds.get_supported_kernel_block_sizes() == [64]
 
