@@ -19,13 +19,13 @@ from tests.support.kernels import RECORD_KERNELS
 from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
 
 HOPPER = "decode_sm90_records"
 GENERIC = "decode_generic_records"
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 
 def v32(**changes: Any) -> DecodeCase:

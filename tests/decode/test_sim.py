@@ -7,7 +7,6 @@ numbers. An ordinary run takes a pairwise choice of cases and modes; `--sim=full
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +16,11 @@ import mla_cupy
 from tests.support.cases import DecodeCase, make
 from tests.support.kernels import SCHEDULED_KERNELS, on_hopper, takes
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import parametrize_pairs
 from tests.support.tolerance import check
 
 HOPPER = on_hopper(SCHEDULED_KERNELS)
 GENERIC = "decode_generic"
-#: (mode of completion, seed)
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 CASES = [
     DecodeCase(b=1, seqlens=64, h_q=64),  # one whole tile
@@ -47,26 +45,14 @@ CASES = [
     DecodeCase(b=4, seqlens=(389, 1, 193, 390), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
     DecodeCase(b=2, seqlens=(3, 100), s_q=3, h_q=24, d_qk=512, page_size=16, missing_pages=1),
 ]
-#: Multiprocessors of the simulated GPU: how often the batch is cut.
-SM_COUNTS = (1, 3, 5)
 
 
 PAIRS = [(case, kernel) for case, kernel in itertools.product(CASES, HOPPER) if takes(kernel, case)]
 
 
-def _pairwise() -> Iterator[tuple[DecodeCase, str, tuple[str, int], int]]:
-    """Each case with each kernel once; modes and SM counts take turns, out of step with each other."""
-    for i, (case, kernel) in enumerate(PAIRS):
-        yield case, kernel, MODES[i % len(MODES)], SM_COUNTS[(i // 2) % len(SM_COUNTS)]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_hopper_kernels:
-        chosen = list(_pairwise())
-        if metafunc.config.getoption("--sim") == "full":
-            chosen = [(*pair, mode, sms) for pair, mode, sms in itertools.product(PAIRS, MODES, SM_COUNTS)]
-        ids = [f"{case.id}-{kernel}-{mode}{seed}-{sms}sm" for case, kernel, (mode, seed), sms in chosen]
-        metafunc.parametrize(("case", "kernel", "mode", "sm_count"), chosen, ids=ids)
+        parametrize_pairs(metafunc, PAIRS)
 
 
 def _run(case: DecodeCase, kernel: str, sm_count: int, mode: tuple[str, int]) -> list[str]:

@@ -19,13 +19,13 @@ from tests.support.gpu import upload, uploaded
 from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
 
 SEESAW, SMALL, RECORDS = "decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_records"
 GENERIC, GENERIC_RECORDS = "decode_generic", "decode_generic_records"
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 
 def tree_masks(case: DecodeCase) -> Array:

@@ -19,11 +19,10 @@ from mla_cupy.reference.indexer_records import page_parts
 from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
 from tests.support.kernels import by_name
 from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.sim_modes import MODES
 
 GENERIC = "indexer_logits_generic"
 HOPPER, PAGED_HOPPER = "indexer_logits_sm90", "indexer_logits_sm90_paged"
-#: (mode of completion, seed)
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 SM_COUNTS = (1, 3, 2)
 
 CASES = [

@@ -23,6 +23,7 @@ from tests.support.cases import as_read
 from tests.support.gpu import upload
 from tests.support.recorder import B200, H200, Recorder
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase
 from tests.support.tolerance import check, check_lse
 
@@ -30,7 +31,6 @@ Array = npt.NDArray[Any]
 Results = tuple[Array, Array, Array]
 
 HOPPER, GENERIC = "sparse_forward_sm90_records", "sparse_forward_generic_records"
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 _NAN = 0x7F
 
 

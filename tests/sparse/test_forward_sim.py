@@ -7,7 +7,6 @@ pairwise choice of cases and modes; `--sim=full` takes them all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,13 @@ import pytest
 import mla_cupy
 from tests.support.kernels import FORWARD_KERNELS, on_hopper
 from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.sim_modes import parametrize_pairs
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 from tests.support.sparse_gpu import problem_of
 from tests.support.tolerance import check, check_lse
 
 GENERIC = "decode_generic"
 HOPPER = on_hopper(FORWARD_KERNELS)
-#: (mode of completion, seed)
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 # The sinks leave so little of some heads that float16 would lose it, and with it the measure of the error: they are for
 # bfloat16.
@@ -41,8 +39,6 @@ CASES = [
     SparseCase(s_q=1, h_q=40, topk=400, sink=True),  # split
     SparseCase(s_q=2, h_q=16, topk=300, d_qk=512, sink=True),  # split, and tiles of both parities
 ]
-#: Multiprocessors of the simulated GPU: how often the queries are cut.
-SM_COUNTS = (1, 3, 5)
 
 
 def _fits(case: SparseCase, kernel: str) -> bool:
@@ -52,19 +48,9 @@ def _fits(case: SparseCase, kernel: str) -> bool:
 PAIRS = [(case, kernel) for case, kernel in itertools.product(CASES, HOPPER) if _fits(case, kernel)]
 
 
-def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], int]]:
-    """Each case with each kernel once; modes and SM counts take turns, out of step with each other."""
-    for i, (case, kernel) in enumerate(PAIRS):
-        yield case, kernel, MODES[i % len(MODES)], SM_COUNTS[(i // 2) % len(SM_COUNTS)]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_hopper_kernels:
-        chosen = list(_pairwise())
-        if metafunc.config.getoption("--sim") == "full":
-            chosen = [(*pair, mode, sms) for pair, mode, sms in itertools.product(PAIRS, MODES, SM_COUNTS)]
-        ids = [f"{case.id}-{kernel}-{mode}{seed}-{sms}sm" for case, kernel, (mode, seed), sms in chosen]
-        metafunc.parametrize(("case", "kernel", "mode", "sm_count"), chosen, ids=ids)
+        parametrize_pairs(metafunc, PAIRS)
 
 
 def run(

@@ -22,6 +22,7 @@ from mla_cupy.runtime import sources
 from tests.support.gradients import check_gradients, reason_against
 from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL, on_hopper
 from tests.support.sim_driver import DEVICE, SimDriver, fake_gpu, simulated
+from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, lower_scores, make
 
 HOPPER = on_hopper(BACKWARD_KERNELS)
@@ -30,8 +31,6 @@ ALL = (GENERIC, *HOPPER, *BLACKWELL)
 DETERMINISTIC = tuple(
     name for name, kernel in BACKWARD_KERNELS.items() if any(build.deterministic for build in kernel.variants)
 )
-#: (mode of completion, seed)
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 CASES = [
     SparseCase(s_q=1, s_kv=60, h_q=1, topk=1, invalid=0.0),

@@ -16,12 +16,12 @@ import mla_cupy
 from tests.support import mutants
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, lower_scores, make
 
 ROLES = "sparse_backward/sm100.cuh"
 SUMS = "sparse_backward/sm100.cu"
 SCORES = "sparse_backward/sm100_ws.cu"
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 #: Three tiles of keys, the last one short; the heads fill the block.
 CASE = SparseCase(s_q=1, s_kv=150, h_q=64, topk=75, invalid=0.0, sink=True)
 #: The same, so that some gradients are not lost beside the others where the scores are low.

@@ -14,11 +14,10 @@ import mla_cupy
 from mla_cupy import reference
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 
 PAIR = "sparse_backward_sm90_pair"
-#: (mode of completion, seed)
-MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 CASES = [
     SparseCase(s_q=1, s_kv=60, h_q=65, topk=1, invalid=0.0),

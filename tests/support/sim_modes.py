@@ -1,0 +1,29 @@
+"""In which modes the simulator completes asynchronous work, and with how many multiprocessors: a choice, or all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+"""The mode of completion, and the seed."""
+SM_COUNTS = (1, 3, 5)
+"""Multiprocessors of the simulated GPU: how often a batch is cut."""
+
+
+def parametrize_pairs(metafunc: pytest.Metafunc, pairs: Sequence[tuple[Any, str]]) -> None:
+    """Parametrise over `case`, `kernel`, `mode` and `sm_count`.
+
+    Each pair of a case and a kernel runs once, where modes and SM counts take turns, out of step with each other; with
+    `--sim=full` it runs in all of them.
+    """
+    if metafunc.config.getoption("--sim") == "full":
+        chosen = [(*pair, mode, sms) for pair, mode, sms in itertools.product(pairs, MODES, SM_COUNTS)]
+    else:
+        turns = range(len(pairs))
+        chosen = [(*pairs[i], MODES[i % len(MODES)], SM_COUNTS[i // 2 % len(SM_COUNTS)]) for i in turns]
+    ids = [f"{case.id}-{kernel}-{mode}{seed}-{sms}sm" for case, kernel, (mode, seed), sms in chosen]
+    metafunc.parametrize(("case", "kernel", "mode", "sm_count"), chosen, ids=ids)
