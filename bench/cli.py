@@ -27,6 +27,7 @@ calls that rotate over more inputs than the L2 cache holds; shares are of limits
 """
 PROG = "mla-cupy bench" if __name__.startswith("mla_cupy.") else "python -m bench"
 EXIT_STATUS = "\nexit status: 0 success, 1 a wrong result or an error in a case, 2 cannot run\n"
+_RAW = argparse.RawDescriptionHelpFormatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,34 +44,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The parser of all commands."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=_RAW)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_run(commands)
+    show = commands.add_parser("list", help="print the cases, their cost, and times on one H200")
+    show.set_defaults(handler=list_cases)
+    _add_compare(commands)
+    _add_module(commands, "compare-trees", "time two source trees in turn on the GPU", trees_command)
+    _add_plot(commands)
+    text = "predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU"
+    _add_module(commands, "model", text, model_report)
+    return parser
 
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser("run", help="check and time one operation on the GPU")
     operations = run.add_subparsers(title="operations", required=True, metavar="OPERATION")
     for operation in OPERATIONS.values():
         title = operation.title[0].upper() + operation.title[1:] + "."
         epilog = operation.examples + EXIT_STATUS
         one = operations.add_parser(
-            operation.name, help=operation.title, description=title, epilog=epilog, formatter_class=raw
+            operation.name, help=operation.title, description=title, epilog=epilog, formatter_class=_RAW
         )
         _add_run_arguments(one, operation)
         one.set_defaults(handler=run_operation, operation=operation)
+    _add_module(operations, context_parallel.NAME, context_parallel.TITLE, context_parallel, EXIT_STATUS)
 
-    several = operations.add_parser(
-        context_parallel.NAME,
-        help=context_parallel.TITLE,
-        description=context_parallel.DESCRIPTION,
-        epilog=context_parallel.EPILOG + EXIT_STATUS,
-        formatter_class=raw,
-    )
-    context_parallel.add_arguments(several)
-    several.set_defaults(handler=lambda args: context_parallel.run(args, _console()))
 
-    show = commands.add_parser("list", help="print the cases, their cost, and times on one H200")
-    show.set_defaults(handler=list_cases)
+def _add_module(commands: Any, name: str, text: str, module: Any, status: str = "") -> None:
+    """A command whose texts, arguments and handler a module has."""
+    options = {"description": module.DESCRIPTION, "epilog": module.EPILOG + status}
+    parser = commands.add_parser(name, help=text, formatter_class=_RAW, **options)
+    module.add_arguments(parser)
+    parser.set_defaults(handler=lambda args: module.run(args, _console()))
 
+
+def _add_compare(commands: Any) -> None:
     compare = commands.add_parser("compare", help="compare two result files")
     compare.add_argument("before", type=Path, metavar="A.jsonl")
     compare.add_argument("after", type=Path, metavar="B.jsonl")
@@ -87,16 +96,8 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     compare.set_defaults(handler=compare_files)
 
-    trees = commands.add_parser(
-        "compare-trees",
-        help="time two source trees in turn on the GPU",
-        description=trees_command.DESCRIPTION,
-        epilog=trees_command.EPILOG,
-        formatter_class=raw,
-    )
-    trees_command.add_arguments(trees)
-    trees.set_defaults(handler=lambda args: trees_command.run(args, _console()))
 
+def _add_plot(commands: Any) -> None:
     plot = commands.add_parser("plot", help="draw result files: a roofline and bars for each operation (matplotlib)")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
     plot.add_argument(
@@ -105,19 +106,14 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     plot.add_argument("--format", choices=FORMATS, default="png", help="default %(default)s")
     plot.set_defaults(handler=plot_files)
 
-    model = commands.add_parser(
-        "model",
-        help="predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU",
-        description=model_report.DESCRIPTION,
-        epilog=model_report.EPILOG,
-        formatter_class=raw,
-    )
-    model_report.add_arguments(model)
-    model.set_defaults(handler=lambda args: model_report.run(args, _console()))
-    return parser
-
 
 def _add_run_arguments(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
+    _add_which_cases(parser, operation)
+    _add_what_runs(parser, operation)
+    _add_how(parser, operation)
+
+
+def _add_which_cases(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     cases = parser.add_argument_group("which cases")
     which = cases.add_mutually_exclusive_group()
     which.add_argument(
@@ -136,6 +132,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser, operation: BenchOperatio
     )
     for name, option in operation.case_options.items():
         cases.add_argument(f"--{name}", choices=option.choices, help=option.help)
+
+
+def _add_what_runs(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     what = parser.add_argument_group("what runs")
     what.add_argument("--peers", type=_names, metavar="NAMES", help=f"comma-separated: {operation.peers}")
     if operation.peers_dir:
@@ -148,6 +147,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser, operation: BenchOperatio
     what.add_argument(
         "--kernel", metavar="NAME", help="force a kernel of mla_cupy, as the same option of its public calls does"
     )
+
+
+def _add_how(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
         "--method",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays.view import View
@@ -95,36 +95,10 @@ def indexer_select_paged(
     wants_slots = check_flag("slots", slots)
     check_count("buffer_bytes", buffer_bytes, 1, MAX_BUFFER_BYTES)
     family = families.common_family({"q": q, "cache": cache})
-    native = family.native
-    shapes = {"q": 4, "cache": 3, "block_table": 2, "seqlens": 1, "weights": 3}
-    views = {
-        name: _view(native, family.adopt(x), name, least)
-        for (name, least), x in zip(shapes.items(), (q, cache, block_table, seqlens, weights), strict=True)
-    }
-    q_view, page_size = views["q"], views["cache"].shape[1]
-    b, s_q = q_view.shape[:2]
-    keys = views["block_table"].shape[1] * page_size
-    if len(views["seqlens"].shape) == 2:
-        check_even("seqlens", views["seqlens"])
-    wanted = max(1, min(b, buffer_bytes // (4 * max(1, keys * s_q)))) * s_q
-    made = []
-    for name, given, shape, dtype in (
-        ("logits", logits, (wanted, keys), "float32"),
-        ("indices", indices, (b, s_q, topk), "int32"),
-        ("counts", counts, (b, s_q), "int32"),
-    ):
-        if given is None:
-            handle = 0 if q_view.device < 0 else launch_stream(native, q_view.device, stream)
-            given = family.release(native.empty(shape, dtype, q_view.device, handle))
-        elif name != "logits":
-            if tuple(given.shape) != shape:
-                raise ShapeError(explain(f"{name}.shape", tuple(given.shape), str(shape)))
-            check_even(name, native.view(family.adopt(given), name))
-        made.append(given)
-    logits, indices, counts = made
-    if len(logits.shape) != 2 or logits.shape[0] < s_q or logits.shape[1] != keys:
-        expected = f"(rows, {keys}), of s_q={s_q} rows at least"
-        raise ShapeError(explain("logits.shape", tuple(logits.shape), expected))
+    sizes = _sizes(family, q, cache, block_table, seqlens, weights)
+    given = {"logits": logits, "indices": indices, "counts": counts}
+    logits, indices, counts = _results(family, sizes, topk, buffer_bytes, given, stream)
+    b, s_q, keys, page_size, _ = sizes
     if 0 in (b, s_q):
         return indices, counts
     table = {"block_table": block_table, "page_size": page_size} if wants_slots else {}
@@ -150,6 +124,54 @@ def indexer_select_paged(
         ends = seqlens[part].reshape(-1)
         indexer_topk(buffer, topk, ke=ends, **table, **chosen, return_values=False, **results, stream=stream)
     return indices, counts
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call; `keys` is how many tokens a sequence may have."""
+
+    b: int
+    s_q: int
+    keys: int
+    page_size: int
+    device: int
+
+
+def _sizes(family: families.Family, q: Any, cache: Any, block_table: Any, seqlens: Any, weights: Any) -> _Sizes:
+    """Raises ShapeError if an array has another number of axes, or seqlens steps unevenly."""
+    shapes = {"q": 4, "cache": 3, "block_table": 2, "seqlens": 1, "weights": 3}
+    views = {
+        name: _view(family.native, family.adopt(x), name, least)
+        for (name, least), x in zip(shapes.items(), (q, cache, block_table, seqlens, weights), strict=True)
+    }
+    if len(views["seqlens"].shape) == 2:
+        check_even("seqlens", views["seqlens"])
+    q_view, page_size = views["q"], views["cache"].shape[1]
+    b, s_q = q_view.shape[:2]
+    return _Sizes(b, s_q, views["block_table"].shape[1] * page_size, page_size, q_view.device)
+
+
+def _results(
+    family: families.Family, sizes: _Sizes, topk: int, buffer_bytes: int, given: dict[str, Any], stream: Any
+) -> list[Any]:
+    """The buffer of logits, the indices and the counts: those given, checked, or new ones."""
+    b, s_q, keys, _, device = sizes
+    wanted = max(1, min(b, buffer_bytes // (4 * max(1, keys * s_q)))) * s_q
+    shapes = {"logits": (wanted, keys), "indices": (b, s_q, topk), "counts": (b, s_q)}
+    made = []
+    for (name, shape), x in zip(shapes.items(), given.values(), strict=True):
+        if x is None:
+            handle = 0 if device < 0 else launch_stream(family.native, device, stream)
+            dtype = "float32" if name == "logits" else "int32"
+            x = family.release(family.native.empty(shape, dtype, device, handle))
+        elif name != "logits":
+            if tuple(x.shape) != shape:
+                raise ShapeError(explain(f"{name}.shape", tuple(x.shape), str(shape)))
+            check_even(name, family.native.view(family.adopt(x), name))
+        made.append(x)
+    buffer = tuple(made[0].shape)
+    if len(buffer) != 2 or buffer[0] < s_q or buffer[1] != keys:
+        raise ShapeError(explain("logits.shape", buffer, f"(rows, {keys}), of s_q={s_q} rows at least"))
+    return made
 
 
 def _view(native: Any, x: Any, name: str, least: int) -> View:
