@@ -96,7 +96,8 @@ def _compile(jobs: int, compile_kernels: CompileKernels) -> bool:
     except KernelCompileError as error:
         print(f"The kernels cannot be compiled here: {error}")
         return True
-    print(f"\nEvery kernel for {ARCH_WITHOUT_GPU}, compiled here or read from the cache:")
+    print(f"\nEvery kernel for {ARCH_WITHOUT_GPU}, compiled here or read from the cache.")
+    print("The first time this takes minutes; --no-compile leaves it out.")
     return compile_kernels(ARCH_WITHOUT_GPU, max(1, jobs))
 
 
