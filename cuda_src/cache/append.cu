@@ -60,17 +60,37 @@ MLA_DEVICE i64 read_index(const u8* from, i32 is_64) {
 // NaN if either is.
 MLA_DEVICE float nan_max(float a, float b) { return a > b || a != a ? a : b; }
 
+// What numbers are divided by, and its inverse, with which a division takes a few instructions. `lift` is a power of
+// two that takes both far away from the smallest and the largest numbers.
 struct Scale {
     float value;
-    float inverse;  // exact, where it is a power of two
+    float inverse;  // of lift * value
+    float lift;
 };
+
+constexpr float kLift = 18446744073709551616.f;  // 2^64
+constexpr float kLarge = 1152921504606846976.f;  // 2^60
 
 MLA_DEVICE Scale power_of_2_scale(float ratio) {
     ratio = nan_max(ratio, kMinRatio);
     const u32 bits = __float_as_uint(ratio);
-    if ((bits & kExponentMask) == kExponentMask) return Scale{ratio, 1.f / ratio};
+    if ((bits & kExponentMask) == kExponentMask) return Scale{ratio, ratio != ratio ? ratio : 0.f, 1.f};
     const u32 exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
-    return Scale{__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
+    return Scale{__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23), 1.f};
+}
+
+MLA_DEVICE Scale plain_scale(float value) {
+    const float lift = value < 1 / kLarge ? kLift : value > kLarge ? 1 / kLift : 1.f;
+    return Scale{value, __frcp_rn(value * lift), lift};
+}
+
+// x / scale: the nearest float, unless it is so small that its code is 0, or infinite. The correction makes NaN of what
+// is infinite or divided by infinity; there the first product is right.
+MLA_DEVICE float quotient(float x, const Scale& scale) {
+    if (__CUDA_ARCH__ < 800) return x / scale.value;  // where the reciprocal spills
+    const float lifted = x * scale.lift, first = lifted * scale.inverse;
+    const float corrected = fmaf(fmaf(-first, scale.value * scale.lift, lifted), scale.inverse, first);
+    return corrected == corrected ? copysignf(corrected, first) : first;
 }
 
 // The largest magnitude of the chunks that share a scale, in all their lanes. As bits, NaN is above infinity.
@@ -114,17 +134,17 @@ MLA_DEVICE i32 chunk_bytes(i32 kind) { return kRecordChunk * (kind == kE4m3 ? 1 
 // Sixteen elements of the latent part in each lane that has some, zeros in the others. Called by whole warps.
 MLA_DEVICE void store_quantised(const CacheAppendParams& p, const TokenBytes& token, float (&x)[kRecordChunk],
                                 i32 lane) {
-    Scale scale{p.kv_scale, 0.f};
+    Scale scale = plain_scale(p.kv_scale);
     if (p.scale_kind != kScaleOfTensor) {
         const float ratio = group_amax(x, p.group_chunks) / kMaxE4m3;
-        scale = p.power_of_2 ? power_of_2_scale(ratio) : Scale{nan_max(ratio, kMinNormal), 0.f};
+        scale = p.power_of_2 ? power_of_2_scale(ratio) : plain_scale(nan_max(ratio, kMinNormal));
     }
     if (p.power_of_2) {
 #pragma unroll
         for (float& value : x) value *= scale.inverse;
     } else {
 #pragma unroll
-        for (float& value : x) value /= scale.value;
+        for (float& value : x) value = quotient(value, scale);
     }
     if (lane >= p.latent_chunks) return;
     store_codes(token.data + lane * kRecordChunk, x);
@@ -202,8 +222,9 @@ MLA_DEVICE void append_rope(const CacheAppendParams& p, const TokenBytes& token,
         store_chunk(to, x, p.rope_kind);
         return;
     }
+    const Scale scale = plain_scale(p.kv_scale);
 #pragma unroll
-    for (float& value : x) value /= p.kv_scale;
+    for (float& value : x) value = quotient(value, scale);
     store_codes(to, x);
 }
 
@@ -298,16 +319,21 @@ MLA_DEVICE void append_aligned(const CacheAppendParams& p, const RecordLayout& l
         slots[t] = i < p.n ? read_index(p.slots + i * p.slots_stride_bytes, p.slots_are_64) : -1;
         pieces[t] = load_pieces(p, i, lane);
     }
-#pragma unroll
+    // One after the other by the same code: the next token's pieces move up.
+#pragma unroll 1
     for (i32 t = 0; t < kTokens; ++t) {
-        const TokenBytes token = token_at(layout, p.cache, slots[t]);
-        if (token.data != nullptr) store_pieces(p, token, pieces[t], first + t, lane);
+        const TokenBytes token = token_at(layout, p.cache, slots[0]);
+        if (token.data != nullptr) store_pieces(p, token, pieces[0], first + t, lane);
+#pragma unroll
+        for (i32 later = 1; later < kTokens; ++later) {
+            slots[later - 1] = slots[later];
+            pieces[later - 1] = pieces[later];
+        }
     }
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_append(const __grid_constant__ CacheAppendParams p) {
-    griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
     const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads) * kTokens;
@@ -316,6 +342,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_append(const __
         append_aligned(p, layout, first, lane);
         return;
     }
+#pragma unroll 1
     for (i64 i = first; i < min(first + kTokens, (i64)p.n); ++i) append_any(p, layout, i, lane);
 }
 }  // namespace mla::cache

@@ -182,7 +182,6 @@ MLA_DEVICE void gather_aligned(const CacheGatherParams& p, const RecordLayout& l
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_gather(const __grid_constant__ CacheGatherParams p) {
-    griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
     const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads) * kRows;

@@ -2,7 +2,8 @@
 //
 //   lse = log sum_j exp(lse_j),   out = sum_j out_j exp(lse_j - lse)
 //
-// Grid: x = rows of (b, s_q, h_q), one warp each. A state whose lse is +Inf or -Inf is empty: it saw no key.
+// Grid: x = rows of (b, s_q, h_q), a block each, whose threads have four neighbouring columns at a time, where rows are
+// aligned, or one. A state whose lse is +Inf or -Inf is empty: it saw no key.
 #include "common/facts.cuh"
 #include "merge/state.cuh"
 #include "ptx/control.cuh"
@@ -13,7 +14,7 @@ using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
-constexpr i32 kWarps = kThreads / kWarpThreads;
+constexpr i32 kColumns = 4;  // of a thread
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct MergeStatesParams {
@@ -35,36 +36,79 @@ struct MergeStatesParams {
 MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeStatesParams, outs_stride_n_elems), MLA_OFFSET(MergeStatesParams, n),
               MLA_OFFSET(MergeStatesParams, to_log2), (int)sizeof(MergeStatesParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(rows_per_block, kWarps);
 
+// ---- One row ---------------------------------------------------------------------------------------------------
+
+// Where a row begins in each array, in elements.
+struct Row {
+    const float* lses;
+    i64 from, to;
+};
+
+// Weights are of the log-sum-exp of all, `total`. An empty state's output is never read.
+MLA_DEVICE bool is_seen(const MergeStatesParams& p, const Row& row, i32 state, float total, float& weight) {
+    const float lse = state_lse2(row.lses[state * p.lses_stride_n_elems], p.to_log2);
+    weight = exp2f(lse - total);
+    return lse != negative_infinity();
+}
+
+MLA_DEVICE bool is_aligned(const MergeStatesParams& p) {
+    const i64 strides = p.outs_stride_n_elems | p.outs_stride_b_elems | p.outs_stride_s_elems | p.outs_stride_h_elems |
+                        p.out_stride_b_elems | p.out_stride_s_elems | p.out_stride_h_elems | p.d;
+    const u64 outs = reinterpret_cast<u64>(p.outs) % (p.outs_are_fp32 ? 16 : 8);
+    const u64 out = reinterpret_cast<u64>(p.out) % (p.out_is_fp32 ? 16 : 8);
+    return strides % kColumns == 0 && (outs | out) == 0;
+}
+
+MLA_DEVICE void merge_four_columns(const MergeStatesParams& p, const Row& row, float total, i32 column) {
+    Floats4 merged{};
+    for (i32 state = 0; state < p.n; ++state) {
+        float weight;
+        if (!is_seen(p, row, state, total, weight)) continue;
+        const Floats4 x =
+            read_elements4<Element>(p.outs, row.from + state * p.outs_stride_n_elems + column, p.outs_are_fp32);
+#pragma unroll
+        for (i32 i = 0; i < kColumns; ++i) merged.x[i] = fmaf(weight, x.x[i], merged.x[i]);
+    }
+    write_elements4<Element>(p.out, row.to + column, merged, p.out_is_fp32);
+}
+
+MLA_DEVICE void merge_column(const MergeStatesParams& p, const Row& row, float total, i32 column) {
+    float merged = 0.f;
+    for (i32 state = 0; state < p.n; ++state) {
+        float weight;
+        if (!is_seen(p, row, state, total, weight)) continue;
+        const i64 at = row.from + state * p.outs_stride_n_elems + column;
+        merged = fmaf(weight, read_element<Element>(p.outs, at, p.outs_are_fp32), merged);
+    }
+    write_element<Element>(p.out, row.to + column, merged, p.out_is_fp32);
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __grid_constant__ MergeStatesParams p) {
     griddepcontrol_wait();
-    const i32 lane = threadIdx.x % kWarpThreads;
-    const i64 index = (i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads;
-    if (index >= (i64)p.b * p.s_q * p.h_q) return;
+    griddepcontrol_launch_dependents();
+    const i32 index = blockIdx.x;
     const i64 h = index % p.h_q, s = index / p.h_q % p.s_q, b = index / p.h_q / p.s_q;
-    const float* lses = p.lses + b * p.lses_stride_b_elems + h * p.lses_stride_h_elems + s * p.lses_stride_s_elems;
-    const i64 from = b * p.outs_stride_b_elems + s * p.outs_stride_s_elems + h * p.outs_stride_h_elems;
-    const i64 to = b * p.out_stride_b_elems + s * p.out_stride_s_elems + h * p.out_stride_h_elems;
+    const Row row{p.lses + b * p.lses_stride_b_elems + h * p.lses_stride_h_elems + s * p.lses_stride_s_elems,
+                  b * p.outs_stride_b_elems + s * p.outs_stride_s_elems + h * p.outs_stride_h_elems,
+                  b * p.out_stride_b_elems + s * p.out_stride_s_elems + h * p.out_stride_h_elems};
 
     float max_lse = negative_infinity(), sum = 0.f;
-    for (i32 j = 0; j < p.n; ++j) max_lse = fmaxf(max_lse, state_lse2(lses[j * p.lses_stride_n_elems], p.to_log2));
+    for (i32 j = 0; j < p.n; ++j) max_lse = fmaxf(max_lse, state_lse2(row.lses[j * p.lses_stride_n_elems], p.to_log2));
     for (i32 j = 0; j < p.n; ++j) {
-        const float lse = state_lse2(lses[j * p.lses_stride_n_elems], p.to_log2);
+        const float lse = state_lse2(row.lses[j * p.lses_stride_n_elems], p.to_log2);
         if (lse != negative_infinity()) sum += exp2f(lse - max_lse);
     }
     const float total = total_lse2(max_lse, sum);
-    for (i32 column = lane; column < p.d; column += kWarpThreads) {
-        float merged = 0.f;
-        for (i32 j = 0; j < p.n; ++j) {
-            const float lse = state_lse2(lses[j * p.lses_stride_n_elems], p.to_log2);
-            if (lse == negative_infinity()) continue;  // an empty state's output is never read
-            const float x = read_element<Element>(p.outs, from + j * p.outs_stride_n_elems + column, p.outs_are_fp32);
-            merged = fmaf(exp2f(lse - total), x, merged);
+    if (is_aligned(p)) {
+        for (i32 column = threadIdx.x * kColumns; column < p.d; column += kThreads * kColumns) {
+            merge_four_columns(p, row, total, column);
         }
-        write_element<Element>(p.out, to + column, merged, p.out_is_fp32);
+    } else {
+        for (i32 column = threadIdx.x; column < p.d; column += kThreads) merge_column(p, row, total, column);
     }
-    if (lane == 0) {
+    if (threadIdx.x == 0) {
         p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
             sum == 0.f ? p.empty_lse : total * p.lse_factor;
     }

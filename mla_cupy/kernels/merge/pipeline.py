@@ -59,9 +59,8 @@ class MergePipeline(Pipeline[MergeProblem]):
             *(to_log2(options.lse_base), from_log2(options.lse_base), options.empty_lse),
         )
         record = Record(states.KERNEL, ("outs", "lses", "out", "lse"), values)
-        blocks = -(-b * s_q * h_q // states.ROWS_PER_BLOCK)
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(states.KERNEL, DtypeVariant(half), (blocks, 1, 1), record)]
+        return [Launch(states.KERNEL, DtypeVariant(half), (b * s_q * h_q, 1, 1), record)]
 
 
 MERGE = MergePipeline()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, Kernel, Params
 
-ROWS_PER_BLOCK = 4
-
 PARAMS = Params(
     outs="u8",
     lses="u8",
@@ -44,5 +42,4 @@ KERNEL: Kernel[object] = Kernel(
     PARAMS,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
-    facts={"rows_per_block": ROWS_PER_BLOCK},
 )
