@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnsupportedDeviceError,
     )
     from mla_cupy.ops import (
+        CascadePlan,
         DecodePlan,
         PrefixGroup,
         cache_append,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         indexer_warmup_loss,
         merge_states,
         mla_decode,
+        plan_cascade,
         plan_decode,
         shared_prefixes,
         sparse_mla_backward,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(
         (
+            "CascadePlan",
             "DecodePlan",
             "PrefixGroup",
             "cache_append",
@@ -79,6 +82,7 @@ _HOME = {
             "indexer_warmup_loss",
             "merge_states",
             "mla_decode",
+            "plan_cascade",
             "plan_decode",
             "shared_prefixes",
             "sparse_mla_backward",
@@ -112,6 +116,7 @@ __all__ = [
     "CacheFullError",
     "CacheStats",
     "CacheStep",
+    "CascadePlan",
     "DTypeError",
     "DecodePlan",
     "DeviceError",
@@ -143,6 +148,7 @@ __all__ = [
     "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
+    "plan_cascade",
     "plan_decode",
     "reference",
     "shared_prefixes",

@@ -20,7 +20,8 @@ from mla_cupy.ops import (
 from mla_cupy.ops.cache import cache_append, cache_gather
 from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
 from mla_cupy.ops.call import workspace_bytes
-from mla_cupy.ops.cascade import PrefixGroup, cascade_decode, shared_prefixes
+from mla_cupy.ops.cascade import cascade_decode
+from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.head_sums import indexer_head_sums
@@ -29,6 +30,7 @@ from mla_cupy.ops.logits import indexer_logits
 from mla_cupy.ops.logits_paged import indexer_logits_paged
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.operation import Operation
+from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
 from mla_cupy.ops.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.ops.select import indexer_select
 from mla_cupy.ops.select_paged import indexer_select_paged
@@ -43,6 +45,7 @@ __all__ = [
     "BOUND_OPERATIONS",
     "OPERATIONS",
     "POOL_OPERATIONS",
+    "CascadePlan",
     "DecodePlan",
     "PrefixGroup",
     "cache_append",
@@ -64,6 +67,7 @@ __all__ = [
     "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
+    "plan_cascade",
     "plan_decode",
     "shared_prefixes",
     "sparse_mla_backward",

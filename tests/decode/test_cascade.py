@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, PrefixGroup, ShapeError, reference
+from mla_cupy import ArgumentError, PlanError, PrefixGroup, ShapeError, reference
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload
@@ -188,6 +188,66 @@ def test_mistakes(groups: list[tuple[int, int, int]], match: str, monkeypatch: p
         mla_cupy.cascade_decode(*shared(), [PrefixGroup(*group) for group in groups])
 
 
+def plan_of(
+    case: DecodeCase, arguments: tuple[Array, ...], groups: tuple[PrefixGroup, ...], device: int | None = None
+) -> mla_cupy.CascadePlan:
+    q, cache, table, _ = arguments
+    sizes = {
+        "b": len(q),
+        "s_q": q.shape[1],
+        "h_q": q.shape[2],
+        "max_pages": table.shape[1],
+        "page_size": cache.shape[1],
+    }
+    return mla_cupy.plan_cascade(groups, **sizes, dtype=case.dtype, record=case.record or None, device=device)
+
+
+@pytest.mark.parametrize("record", ["", "v32"])
+def test_with_a_plan(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For lengths that change from step to step."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    case = DecodeCase(**{**vars(CASE), "record": record})
+    arguments = shared(case)
+    plan = plan_of(case, arguments, GROUPS)
+    for shorter in (0, 1):
+        q, cache, table, seqlens = arguments
+        lengths = seqlens - np.array([shorter, 0, 0, 0, shorter, 0], np.int32)
+        plan.update(lengths)
+        got = mla_cupy.cascade_decode(q, cache, table, lengths, GROUPS, plan=plan)
+        for mine, plain in zip(got, mla_cupy.cascade_decode(q, cache, table, lengths, GROUPS), strict=True):
+            np.testing.assert_array_equal(mine, plain)
+
+
+def test_a_plan_whose_prefix_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    q, cache, table, _ = shared()
+    arguments = q[4:], cache, table[4:, :9], np.array([145, 146], np.int32)
+    groups = (PrefixGroup(0, 2, 9),)
+    plan = plan_of(CASE, arguments, groups)
+    plan.update(arguments[3])
+    for mine, plain in zip(
+        mla_cupy.cascade_decode(*arguments, groups, plan=plan),
+        mla_cupy.cascade_decode(*arguments, groups),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(mine, plain)
+
+
+def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    arguments = shared()
+    plan = plan_of(CASE, arguments, GROUPS)
+    with pytest.raises(PlanError, match="no update yet"):
+        mla_cupy.cascade_decode(*arguments, GROUPS, plan=plan)
+    with pytest.raises(ShapeError, match=r"seqlens.shape: got \(5,\)"):
+        plan.update(arguments[3][:5])
+    plan.update(arguments[3])
+    with pytest.raises(PlanError, match="make a plan for these groups"):
+        mla_cupy.cascade_decode(*arguments, GROUPS[:1], plan=plan)
+    with pytest.raises(ArgumentError, match="b: got 0"):
+        mla_cupy.plan_cascade((), b=0, h_q=4, max_pages=4, page_size=16, dtype="float16")
+
+
 def test_mistakes_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     with pytest.raises(ShapeError, match=r"lse.shape: got \(6, 4, 3\)"):
@@ -203,8 +263,14 @@ def test_in_the_simulator() -> None:
     table = inputs.block_table.copy()
     table[1:3, :4] = table[1, :4]
     arguments = inputs.q, inputs.kv_cache, table, inputs.seqlens
+    groups = (PrefixGroup(1, 2, 4),)
     with simulated(2):
-        got = mla_cupy.cascade_decode(*arguments, [PrefixGroup(1, 2, 4)])
+        got = mla_cupy.cascade_decode(*arguments, groups)
+        plan = plan_of(case, arguments, groups, device=0)
+        plan.update(inputs.seqlens)
+        planned = mla_cupy.cascade_decode(*arguments, groups, plan=plan)
+    for mine, plain in zip(planned, got, strict=True):
+        np.testing.assert_array_equal(mine, plain)
     exact = reference.mla_decode(*arguments)
     check(got, exact, reference.mla_decode(*arguments, rounding=case.dtype), case.dtype)
 
@@ -221,7 +287,14 @@ def test_on_a_gpu(hopper: object, h_q: int, s_q: int, record: str) -> None:
     groups = mla_cupy.shared_prefixes(table, inputs.seqlens, page_size=64, h_q=h_q, s_q=s_q, always=True)
     assert groups
     arguments = inputs.q, inputs.kv_cache, table, inputs.seqlens
-    got = on_host(mla_cupy.cascade_decode(*map(upload, arguments), groups))
+    on_gpu = [upload(x) for x in arguments]
+    got = on_host(mla_cupy.cascade_decode(*on_gpu, groups))
+    plan = plan_of(case, arguments, groups)
+    for _ in range(2):
+        plan.update(on_gpu[3])
+        planned = on_host(mla_cupy.cascade_decode(*on_gpu, groups, plan=plan))
+        for mine, plain in zip(planned, got, strict=True):
+            np.testing.assert_array_equal(mine, plain)
     rounding = "float16" if record else case.dtype
     exact, rounded = (reference.mla_decode(*arguments, rounding=kind) for kind in (None, rounding))
     check(got, exact, rounded, case.dtype)

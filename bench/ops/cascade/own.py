@@ -9,6 +9,7 @@ import mla_cupy
 
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared
+from ...core.recorders import Call
 from ..decode.inputs import InputSet, make_outputs
 from .cases import CascadeCase
 
@@ -26,21 +27,35 @@ class Cascade:
         sizes = {"page_size": case.page_size, "h_q": case.h_q, "s_q": case.s_q}
         groups = [mla_cupy.shared_prefixes(x.host_table, x.host_seqlens, **sizes, always=self._always) for x in sets]
         results = [make_outputs(case, dtype, device) for _ in sets]
-        calls = [
-            partial(
-                mla_cupy.cascade_decode,
-                *(x.q, x.kv_cache, x.block_table, x.seqlens, found),
-                scale=case.scale,
-                out=result.out,
-                lse=result.lse,
-            )
-            for x, found, result in zip(sets, groups, results, strict=True)
-        ]
+        plan = mla_cupy.plan_cascade(
+            groups[0],
+            b=case.b,
+            s_q=case.s_q,
+            h_q=case.h_q,
+            max_pages=case.max_pages,
+            page_size=case.page_size,
+            dtype=dtype,
+        )
+        plan.update(sets[0].seqlens)  # all sets have the same lengths and groups
+
+        def calls(plan: mla_cupy.CascadePlan | None) -> list[Call]:
+            return [
+                partial(
+                    mla_cupy.cascade_decode,
+                    *(x.q, x.kv_cache, x.block_table, x.seqlens, groups[0]),
+                    scale=case.scale,
+                    out=result.out,
+                    lse=result.lse,
+                    plan=plan,
+                )
+                for x, result in zip(sets, results, strict=True)
+            ]
+
         return Prepared(
-            calls=calls,
+            calls=calls(plan),
             outputs=lambda index: results[index],
             recorder=device.recorder(),
             kernel="the prefix once" if groups[0] else "plain",
-            includes="schedules, attention, merges and lengths; the groups are found before",
-            workspace_bytes=lambda: device.allocated_by(calls[0]),
+            includes="attention and merges; the groups are found and the plan is updated before",
+            figures={"no_plan": calls(None), "plan_update": [partial(plan.update, x.seqlens) for x in sets]},
         )

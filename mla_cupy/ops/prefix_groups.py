@@ -1,0 +1,149 @@
+"""Which sequences of a batch share a prefix, and whether it is worth a call of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.ops.checks import check_count, check_flag
+from mla_cupy.runtime import device as devices
+from mla_cupy.shapes import TILE_TOKENS
+
+Array = npt.NDArray[np.integer[Any]]
+
+_MAX_INT32 = 2**31 - 1
+_THRESHOLDS = 16
+"""How many lengths of shared prefixes are tried as the shortest of a group."""
+
+# What the model counts with, in microseconds of an H200. See docs/guides/paged-cache.md for where they are from.
+_TILE_US = 1.6
+"""A tile of 64 tokens for 64 query rows."""
+_SMALL_TILE_US, _SMALL_ROW_US = 1.0, 0.018
+"""A tile for up to 32 rows, which many sequences read from the L2; and for each of the rows."""
+_SMALL_ROWS = 32
+_GROUP_US = 24.0
+"""What a group adds: an attention kernel and two merges, and a combine of more partial results."""
+_ASSUMED_SMS = 132
+
+
+class PrefixGroup(NamedTuple):
+    """Sequences [first, first + sequences) of a batch, whose first `pages` pages are the same."""
+
+    first: int
+    sequences: int
+    pages: int
+
+
+def shared_prefixes(
+    block_table: Array,
+    seqlens: Array,
+    *,
+    page_size: int,
+    h_q: int,
+    s_q: int = 1,
+    always: bool = False,
+    device: int | None = None,
+) -> tuple[PrefixGroup, ...]:
+    """Find the neighbours in a batch whose prefixes are worth a call of their own.
+
+    Parameters
+    ----------
+    block_table : numpy.ndarray, (b, max_pages), integers
+        The pages of each sequence, on the host. Sequences that share a prefix must be neighbours.
+    seqlens : numpy.ndarray, (b,), integers
+        Tokens of each sequence, the query tokens included; on the host.
+    page_size, h_q, s_q : int
+        As of the calls of `cascade_decode`.
+    always : bool
+        Every prefix of a page or more that two neighbours share; by default those with which a model of the GPU says
+        that the call gets faster.
+    device : int, optional
+        CUDA ordinal of the GPU that the model is asked about. Default: a GPU with 132 multiprocessors.
+
+    Returns
+    -------
+    tuple of PrefixGroup
+        Disjoint, in the order of the batch; empty if nothing is to be gained.
+
+    Raises
+    ------
+    ShapeError, ArgumentError
+
+    Notes
+    -----
+    Only whole pages count which every query token sees. Where a few neighbours share more than all do, the groups are
+    those that save the most, each with one prefix.
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> table = np.array([[7, 3, 1, 0], [7, 3, 2, 0], [7, 3, 4, 5], [6, 0, 0, 0]])
+    >>> mla_cupy.shared_prefixes(table, np.array([40, 33, 64, 9]), page_size=16, h_q=16, always=True)
+    (PrefixGroup(first=0, sequences=3, pages=2),)
+    """
+    table, lengths = np.asarray(block_table), np.asarray(seqlens)
+    if table.ndim != 2 or lengths.shape != table.shape[:1]:
+        got = f"{table.shape} and {lengths.shape}"
+        raise ShapeError(explain("block_table.shape and seqlens.shape", got, "(b, max_pages) and (b,)"))
+    for argument, value in (("page_size", page_size), ("h_q", h_q), ("s_q", s_q)):
+        check_count(argument, value, 1, _MAX_INT32)
+    always = check_flag("always", always)
+    if len(table) < 2:
+        return ()
+    common = _common_pages(table, np.clip((lengths - s_q + 1) // page_size, 0, table.shape[1]))
+    sms = _ASSUMED_SMS if device is None else devices.describe(device).sm_count
+    rows = s_q * h_q
+    found: tuple[float, tuple[PrefixGroup, ...]] = (0.0, ())
+    candidates = np.unique(common[common > 0])
+    for least in candidates[np.linspace(0, len(candidates) - 1, min(len(candidates), _THRESHOLDS)).astype(int)]:
+        groups, saved = [], 0.0
+        for group in _runs(common, int(least)):
+            gain = _saved_us(group, rows, page_size, sms)
+            if always or gain > 0:
+                groups.append(group)
+                saved += group.pages * (group.sequences - 1) if always else gain
+        found = max(found, (saved, tuple(groups)))
+    return found[1]
+
+
+def _common_pages(table: Array, limits: Array) -> Array:
+    """How many of its first pages each sequence shares with the next one, as far as both are full and seen."""
+    width = table.shape[1]
+    differs = np.concatenate([table[:-1] != table[1:], np.ones((len(table) - 1, 1), bool)], axis=1)
+    common: Array = np.minimum(np.minimum(differs.argmax(axis=1), width), np.minimum(limits[:-1], limits[1:]))
+    return common
+
+
+def _runs(common: Array, least: int) -> list[PrefixGroup]:
+    """The longest runs of neighbours that share at least so many pages, and what all of a run share."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (common >= least).astype(int), [0]])))
+    return [
+        PrefixGroup(int(first), int(end - first) + 1, int(common[first:end].min()))
+        for first, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
+    """By the model: what a call gains if the group's prefix has one of its own."""
+    tiles = group.pages * page_size / TILE_TOKENS / sms
+    blocks = -(-rows // TILE_TOKENS)
+    alone = _SMALL_TILE_US + _SMALL_ROW_US * rows if rows <= _SMALL_ROWS else _TILE_US * blocks
+    together = _TILE_US * -(-group.sequences * rows // TILE_TOKENS)
+    return tiles * (group.sequences * alone - together) - _GROUP_US
+
+
+def check_groups(groups: Sequence[PrefixGroup], b: int, max_pages: int) -> None:
+    """Raise ArgumentError unless the groups are disjoint, in the order of a batch, and have so many pages at most."""
+    end = 0
+    for number, (first, count, pages) in enumerate(groups):
+        argument = f"groups[{number}]"
+        if not (end <= first and count >= 1 and first + count <= b):
+            got = f"sequences [{first}, {first + count})"
+            raise ArgumentError(explain(argument, got, f"some of [{end}, {b}), behind those of the group before"))
+        if not 1 <= pages <= max_pages:
+            raise ArgumentError(explain(f"{argument}.pages", pages, f"1 to max_pages = {max_pages}"))
+        end = first + count
