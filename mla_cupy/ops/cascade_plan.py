@@ -117,6 +117,7 @@ class CascadePlan:
             section.plan.update(memory.prefix_seqlens)
             if section.behind is not None:
                 section.behind.update(memory.seqlens)
+        family.settle((lent,))
         self._place = place
 
     def _written(self, native: Any, group: PrefixGroup, seqlens: Any) -> GroupMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ CASES = (
     fp8(b=1, seqlens=129, h_q=7),
     fp8(b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=16, dtype="float16", kv_scale=1.0),
     fp8(b=1, seqlens=66, s_q=2, h_q=12),
+    v4(b=1, seqlens=129, h_q=7),
+    v4(b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=16, dtype="float16"),
+    v4(b=1, seqlens=66, s_q=2, h_q=12, page_size=24),
 )
 GENERIC_CASES = (
     v32(b=2, seqlens=(3, 70), s_q=2, h_q=5, scales="plain", missing_pages=1, page_size=16),
@@ -64,6 +68,8 @@ MORE_CASES = (
     v32(b=1, seqlens=66, s_q=5, h_q=20),
     fp8(b=1, seqlens=400, h_q=16),
     fp8(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    v4(b=1, seqlens=400, h_q=16),
+    v4(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
 )
 
 
@@ -188,12 +194,12 @@ def test_a_plan_is_for_one_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_which_kernel(recorder: Recorder) -> None:
-    """Records on Hopper's kernel where it reads them, without a word about alignment; rows on none of these."""
+    """Records on Hopper's kernel, without a word about alignment; rows on none of these."""
     inputs = make(v32(b=1, seqlens=5, strides="odd"))
-    mla_cupy.mla_decode(*inputs.arguments)
-    assert HOPPER in recorder.entries
-    mla_cupy.mla_decode(*make(v4(b=1, seqlens=5)).arguments)
-    assert GENERIC in recorder.entries
+    for records in (inputs, make(v4(b=1, seqlens=5)), make(fp8(b=1, seqlens=5))):
+        recorder.entries.clear()
+        mla_cupy.mla_decode(*records.arguments)
+        assert HOPPER in recorder.entries
     for kernel in RECORD_KERNELS:
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of FP8 records"):
             mla_cupy.mla_decode(*make(DecodeCase(b=1, seqlens=5)).arguments, kernel=kernel)
@@ -237,12 +243,19 @@ def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
 
 
 @pytest.mark.parametrize("kernel", RECORD_KERNELS)
-def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) -> None:
-    """A NaN among the elements, and an infinite scale; in a tile that another one follows."""
-    inputs = make(v32(b=1, seqlens=193, s_q=3, h_q=4))
+@pytest.mark.parametrize("of", [v32, v4])
+def test_what_only_later_queries_see_does_not_reach_earlier_ones(of: Callable[..., DecodeCase], kernel: str) -> None:
+    """A NaN among the elements, and one in a scale or in the RoPE part; in a tile that another one follows."""
+    inputs = make(of(b=1, seqlens=193, s_q=3, h_q=4))
     page, token = inputs.block_table[0, 191 // 64], 191 % 64  # hidden from the first query only
-    inputs.kv_cache[page, token, 0, 3] = 0x7F
-    inputs.kv_cache[page, token, 0, 512 + 8 : 512 + 12] = np.array([np.inf], np.float32).view(np.uint8)
+    record = RECORDS[inputs.case.record]
+    latent, other = (
+        reference.cache.field_view(inputs.kv_cache[:, :, 0], record, record.field(name))
+        for name in ("latent", "scales" if of is v32 else "rope")
+    )
+    infinity = np.array([np.inf], np.float32).view(np.uint8)[-4 if of is v32 else -2 :]  # of bfloat16 the upper half
+    latent[page, token, 3] = 0x7F
+    other[page, token, 8 : 8 + len(infinity)] = infinity
     got = run(inputs, kernel, 1, ("late", 0))
     assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
     assert not np.isfinite(got[0][:, 1:, :, 3].astype(np.float32)).any()
@@ -322,6 +335,10 @@ ON_GPU = (
     fp8(b=3, s_q=4, h_q=128, seqlens="ragged-500", dtype="float16"),
     fp8(b=300, h_q=8, seqlens="ragged-200", kv_scale=1.0),
     fp8(b=1, h_q=16, seqlens=20000),
+    v4(b=len(EDGES), seqlens=EDGES, h_q=16),
+    v4(b=3, s_q=4, h_q=128, seqlens="ragged-500", dtype="float16"),
+    v4(b=300, h_q=8, seqlens="ragged-200"),
+    v4(b=1, h_q=16, seqlens=20000, page_size=256),
 )
 
 

@@ -163,7 +163,7 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, d_qk=512), SEESAW),
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, strides="odd"), GENERIC),
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, record="v32"), RECORDS),
-        (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, record="v4", d_qk=512), GENERIC_RECORDS),
+        (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, record="v4", d_qk=512), RECORDS),
     ],
     ids=lambda value: getattr(value, "id", value),
 )
@@ -194,6 +194,7 @@ PAIRS = (
     (replace(RECORD_CASES[0], record="fp8", kv_scale=0.5), RECORDS),
     (replace(CASES[1], h_q=1), GENERIC),
     (replace(CASES[3], h_q=1), GENERIC),
+    (replace(RECORD_CASES[0], record="v4", d_qk=512), RECORDS),
     (replace(RECORD_CASES[0], record="v4", d_qk=512, h_q=1), GENERIC_RECORDS),
 )
 

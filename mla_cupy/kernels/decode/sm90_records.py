@@ -15,7 +15,7 @@ from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
-READ = ("v32", "fp8")
+READ = ("v32", "v4", "fp8")
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
