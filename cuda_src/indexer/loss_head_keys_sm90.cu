@@ -15,6 +15,7 @@
 //
 // Grid: one block per tile of keys and split, the splits of a tile side by side. Under a causal limit a sequence's
 // first keys are seen by the most tokens: so long blocks start before short ones.
+#include "indexer/sm90_loss_keys.cuh"
 #include "indexer/sm90_loss_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -39,10 +40,6 @@ constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 // What the exponents of a token and head need, in base 2, and the factor of its gradient.
 struct TokenNumbers {
     float weight_log2, minus_mass, minus_index_lse, factor;
-};
-
-struct TokenRange {
-    i32 begin, end;
 };
 
 // The keys of a tile that a token sees, from `begin` on: what registers hold of a range. One word, to be loaded at
@@ -88,10 +85,7 @@ MLA_FACT(tile_tokens, kTileTokens);
 
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.k_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.q_full[stage], kWarpgroupWarps);
-        mbarrier_init(s.q_empty[stage], kMathWarps);
-    }
+    init_ring(s.q_full, s.q_empty, kWarpgroupWarps, kMathWarps);
     fence_mbarrier_init();
 }
 
@@ -106,30 +100,9 @@ struct Share {
     i64 begin, end;
 };
 
-// From the first to the last that sees a key of the tile. By all threads: ranges may be in any order.
-MLA_DEVICE TokenRange tokens_of(const LossParams& p, Storage& s, i32 first_key) {
-    TokenRange tokens{p.s_q, 0};
-#pragma unroll 8
-    for (i32 token = threadIdx.x; token < p.s_q; token += kThreads) {
-        const KeyRange range = p.ranges[token];
-        if (range.begin >= first_key + kTileKeys || first_key >= range.end) continue;
-        tokens.begin = min(tokens.begin, token);
-        tokens.end = max(tokens.end, token + 1);
-    }
-    tokens.begin = __reduce_min_sync(kFullWarp, tokens.begin);
-    tokens.end = __reduce_max_sync(kFullWarp, tokens.end);
-    if (threadIdx.x % kWarpThreads == 0) s.seen_by[threadIdx.x / kWarpThreads] = tokens;
-    __syncthreads();
-    for (const TokenRange& of_warp : s.seen_by) {
-        tokens.begin = min(tokens.begin, of_warp.begin);
-        tokens.end = max(tokens.end, of_warp.end);
-    }
-    return tokens;
-}
-
 MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
     const i32 tile = blockIdx.x / p.key_splits, split = blockIdx.x % p.key_splits;
-    const TokenRange tokens = tokens_of(p, s, tile * kTileKeys);
+    const TokenRange tokens = tokens_that_see<kTileKeys>(p, tile * kTileKeys, s.seen_by);
     const i64 steps = tokens.begin < tokens.end ? (i64)ceil_div(tokens.end - tokens.begin, kTileTokens) * p.heads : 0;
     const i64 size = (steps + p.key_splits - 1) / p.key_splits;
     const i64 begin = min(split * size, steps);
@@ -159,7 +132,7 @@ MLA_DEVICE void load_step(const LossParams& p, Storage& s, const Maps& maps, con
     const Visible visible = visible_in_tile(row.live ? p.ranges[token] : KeyRange{0, 0}, share.first_key);
     const float factor = row.live ? row_weight(p, token) * index_weight(p, token, head) : 0.f;
     const bool blind = __any_sync(kFullWarp, visible.count == 0);
-    mbarrier_wait(s.q_empty[stage], steps.ring.empty_parity(stage));
+    steps.wait_empty(s.q_empty);
     s.numbers[stage][thread] = TokenNumbers{row.weight_log2, row.minus_mass, row.minus_index_lse, factor};
     s.visible[stage][thread] = visible;
     if (thread % kWarpThreads == 0) s.kind[stage][thread / kWarpThreads] = blind ? kBlind : kind;
@@ -208,7 +181,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const Maps& maps,
         tile = tile_of_step;
         if (kind != kLast) load_step(p, s, maps, share, steps, kind, first_token, head, thread);
     }
-    mbarrier_wait(s.q_empty[steps.stage], steps.ring.empty_parity(steps.stage));
+    steps.wait_empty(s.q_empty);
     if (thread % kWarpThreads == 0) {
         s.kind[steps.stage][thread / kWarpThreads] = kLast;
         mbarrier_arrive(s.q_full[steps.stage]);
@@ -317,7 +290,7 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Share& shar
 #pragma unroll 1
     while (true) {
         const i32 stage = steps.stage;
-        mbarrier_wait(s.q_full[stage], steps.ring.full_parity(stage));
+        steps.wait_full(s.q_full);
         const int4 kinds = *reinterpret_cast<const int4*>(s.kind[stage]);
         if (kinds.x == kLast) break;
         const i32 kind = max(max(kinds.x, kinds.y), max(kinds.z, kinds.w));

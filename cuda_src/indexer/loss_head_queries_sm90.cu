@@ -51,10 +51,7 @@ MLA_FACT(tile_tokens, kTileTokens);
 
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.unit_full[stage], 1);
-        mbarrier_init(s.unit_empty[stage], kMathWarps);
-    }
+    init_ring(s.unit_full, s.unit_empty, 1, kMathWarps);
     fence_mbarrier_init();
 }
 

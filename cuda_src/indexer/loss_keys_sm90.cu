@@ -14,7 +14,7 @@
 //
 // Grid: one block per tile of keys and split of its tokens, the splits of a tile side by side. Under a causal limit a
 // sequence's first keys are seen by the most tokens: so long blocks start before short ones.
-#include "indexer/loss_params.cuh"
+#include "indexer/sm90_loss_keys.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -31,7 +31,7 @@ constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lac
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
 // math_w   0..7    216    keys 64 w .. 64 w + 63
-// load     8       56     all copies, weights and gradients
+// load     8..11   56     all copies, weights and gradients
 constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
@@ -43,10 +43,6 @@ constexpr u32 kPieceBytes = kTileKeys * kSw128RowBytes;
 constexpr i32 kProducts = kBlockHeads / 2;               // of a thread
 constexpr i32 kMmaSteps = kBlockHeads / kMmaK;           // of the second product
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
-
-struct TokenRange {
-    i32 begin, end;
-};
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries         waits   first phase
@@ -71,22 +67,11 @@ MLA_FACT(block_keys, kTileKeys);
 
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.k_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.q_full[stage], 1);
-        mbarrier_init(s.q_empty[stage], kMathWarps);
-    }
+    init_ring(s.q_full, s.q_empty, 1, kMathWarps);
     fence_mbarrier_init();
 }
 
-struct Place {
-    Ring<kStages> ring;
-    i32 stage = 0;
-
-    MLA_DEVICE void advance() {
-        ring.advance(stage);
-        stage = (stage + 1) % kStages;
-    }
-};
+using Steps = RingPosition<kStages>;
 
 // ---- The share -------------------------------------------------------------------------------------------------
 // What a block has to do.
@@ -95,35 +80,9 @@ struct Share {
     TokenRange tokens;
 };
 
-MLA_DEVICE bool is_seen(const LossParams& p, i32 token, i32 first_key) {
-    const KeyRange range = p.ranges[token];
-    return range.begin < first_key + kTileKeys && first_key < range.end;
-}
-
-// The chunk's tokens from the first to the last that sees a key of the tile. By all threads: ranges are in any order.
-MLA_DEVICE TokenRange tokens_of(const LossParams& p, Storage& s, i32 first_key) {
-    TokenRange tokens{p.first_token + p.num_tokens, p.first_token};
-#pragma unroll 8
-    for (i32 i = threadIdx.x; i < p.num_tokens; i += kThreads) {
-        const i32 token = p.first_token + i;
-        if (!is_seen(p, token, first_key)) continue;
-        tokens.begin = min(tokens.begin, token);
-        tokens.end = max(tokens.end, token + 1);
-    }
-    tokens.begin = __reduce_min_sync(kFullWarp, tokens.begin);
-    tokens.end = __reduce_max_sync(kFullWarp, tokens.end);
-    if (threadIdx.x % kWarpThreads == 0) s.seen_by[threadIdx.x / kWarpThreads] = tokens;
-    __syncthreads();
-    for (const TokenRange& of_warp : s.seen_by) {
-        tokens.begin = min(tokens.begin, of_warp.begin);
-        tokens.end = max(tokens.end, of_warp.end);
-    }
-    return tokens;
-}
-
 MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
     const i32 tile = blockIdx.x / p.key_splits, split = blockIdx.x % p.key_splits;
-    const TokenRange all = tokens_of(p, s, tile * kTileKeys);
+    const TokenRange all = tokens_that_see<kTileKeys>(p, tile * kTileKeys, s.seen_by);
     const i32 size = max(ceil_div(max(0, all.end - all.begin), p.key_splits), p.min_split_tokens);
     const i32 begin = min(all.begin + split * size, all.end);
     return Share{tile * kTileKeys, split, {begin, min(begin + size, all.end)}};
@@ -131,8 +90,8 @@ MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
 
 // ---- Load role -------------------------------------------------------------------------------------------------
 // By a whole warp: 64 heads of a token. Lanes have two weights each, and four gradients.
-MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, const Share& share, Place& place,
-                           i32 token, i32 first_head, i32 lane) {
+MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, const Share& share,
+                           const Steps& steps, i32 token, i32 first_head, i32 lane) {
     const u16* gradients = p.gradient + row_offset(p, token, 0) + share.first_key;
     const uint2 four = reinterpret_cast<const uint2*>(gradients)[lane];
     float weights[2];
@@ -141,8 +100,8 @@ MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_m
         const i32 head = first_head + i * kWarpThreads + lane;
         weights[i] = head < p.index_heads ? index_weight(p, token, head) : 0.f;
     }
-    const i32 stage = place.stage;
-    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));
+    const i32 stage = steps.stage;
+    steps.wait_empty(s.q_empty);
     reinterpret_cast<uint2*>(s.gradients[stage])[lane] = four;
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) s.weights[stage][i * kWarpThreads + lane] = weights[i];
@@ -156,33 +115,39 @@ MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_m
                                     first_head, kEvictNormal);
         }
     }
-    place.advance();
 }
 
+// PERF(H200, 2026-11-22, 9 %)
+// The warps of the role take turns: what one waits for of a token, its weights and gradients, does not hold up the
+// next.
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
-                              const Share& share, i32 lane) {
-    if (lane == 0) {
+                              const Share& share, i32 warp, i32 lane) {
+    if (warp == 0 && lane == 0) {
         mbarrier_arrive_expect_tx(s.k_full, sizeof(s.k));
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
             cp_async_bulk_tensor_3d(smem_addr(s.k[piece]), k_map, s.k_full, piece * kSw128Columns, share.first_key, 0,
                                     kEvictFirst);
         }
     }
-    Place place;
+    Steps steps;
+    i32 turn = 0;
     for (i32 first = share.tokens.begin; first < share.tokens.end; first += kWarpThreads) {
         const i32 mine = first + lane;
-        u32 seen = __ballot_sync(kFullWarp, mine < share.tokens.end && is_seen(p, mine, share.first_key));
+        u32 seen = __ballot_sync(kFullWarp, mine < share.tokens.end && is_seen<kTileKeys>(p, mine, share.first_key));
         for (; seen != 0; seen &= seen - 1) {
             const i32 token = first + __ffs(seen) - 1;
             for (i32 head = 0; head < p.index_heads; head += kBlockHeads) {
-                load_heads(p, s, q_map, share, place, token, head, lane);
+                if (turn == warp) load_heads(p, s, q_map, share, steps, token, head, lane);
+                turn = (turn + 1) % kWarpgroupWarps;
+                steps.advance();
             }
         }
     }
-    mbarrier_wait(s.q_empty[place.stage], place.ring.empty_parity(place.stage));
+    if (turn != warp) return;
+    steps.wait_empty(s.q_empty);
     if (lane == 0) {
-        s.last[place.stage] = 1;
-        mbarrier_arrive(s.q_full[place.stage]);
+        s.last[steps.stage] = 1;
+        mbarrier_arrive(s.q_full[steps.stage]);
     }
 }
 
@@ -194,8 +159,12 @@ MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b) {
     wgmma_m64n64k16<true>(bfloat16{}, d, a, b, true);
 }
 
-// The products of the warpgroup's keys with the heads.
-MLA_DEVICE void multiply(Storage& s, i32 warpgroup, i32 stage, float (&a)[kProducts]) {
+// Issues the products of the warpgroup's keys with the next heads, unless there are none.
+MLA_DEVICE bool issue_next(Storage& s, Steps& ahead, i32 warpgroup, float (&a)[kProducts]) {
+    const i32 stage = ahead.stage;
+    ahead.wait_full(s.q_full);
+    if (s.last[stage]) return false;
+    ahead.advance();
     pin(a);
     SmemDesc k = k_major_desc(smem_addr(s.k) + warpgroup * kSw128Bytes), q = k_major_desc(smem_addr(s.q[stage]));
     opaque(k.bits), opaque(q.bits);
@@ -209,8 +178,7 @@ MLA_DEVICE void multiply(Storage& s, i32 warpgroup, i32 stage, float (&a)[kProdu
         }
     }
     wgmma_commit_group();
-    wgmma_wait_group<0>();
-    pin(a);
+    return true;
 }
 
 // Two neighbouring heads of M.
@@ -218,8 +186,11 @@ MLA_DEVICE u32 weighted(float gradient, float2 weights, float low, float high) {
     return cvt_x2(bfloat16{}, low > 0.f ? gradient * weights.x : 0.f, high > 0.f ? gradient * weights.y : 0.f);
 }
 
-MLA_DEVICE void add_token(Storage& s, i32 warpgroup, i32 stage, i32 thread, const float (&a)[kProducts],
-                          float (&sums)[kSums]) {
+// M, while the next products are made; then what it adds to the sums. Returns whether there are next products.
+MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup, i32 thread,
+                          const float (&a)[kProducts], float (&next)[kProducts], float (&sums)[kSums]) {
+    const bool more = issue_next(s, ahead, warpgroup, next);
+    const i32 stage = steps.stage;
     const u16* gradients = s.gradients[stage] + warpgroup * kSw128Rows + fragment_row(thread);
     const float of_row[kFragmentRows] = {bfloat16::to_float(gradients[0]), bfloat16::to_float(gradients[8])};
     u32 m[kMmaSteps][4];
@@ -240,7 +211,11 @@ MLA_DEVICE void add_token(Storage& s, i32 warpgroup, i32 stage, i32 thread, cons
     for (i32 step = 0; step < kMmaSteps; ++step) multiply_step(sums, m[step], advance(q, step * kMnMajorStepBytes));
     wgmma_commit_group();
     wgmma_wait_group<0>();
+    pin(next);
     pin(sums);
+    release(s.q_empty[stage], thread);
+    steps.advance();
+    return more;
 }
 
 // To the sums of the split, which hold those of earlier chunks.
@@ -266,17 +241,17 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Share& shar
     float sums[kSums];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
-    Place place;
+    float even[kProducts], odd[kProducts];
+    Steps steps, ahead;
     mbarrier_wait(s.k_full, 0);
+    bool more = issue_next(s, ahead, warpgroup, even);
+    wgmma_wait_group<0>();
+    pin(even);
 #pragma unroll 1
-    while (true) {
-        mbarrier_wait(s.q_full[place.stage], place.ring.full_parity(place.stage));
-        if (s.last[place.stage]) break;
-        float a[kProducts];
-        multiply(s, warpgroup, place.stage, a);
-        add_token(s, warpgroup, place.stage, thread, a, sums);
-        release(s.q_empty[place.stage], thread);
-        place.advance();
+    while (more) {
+        more = take_step(s, steps, ahead, warpgroup, thread, even, odd, sums);
+        if (!more) break;
+        more = take_step(s, steps, ahead, warpgroup, thread, odd, even, sums);
     }
     store_sums(p, share, warpgroup, thread, sums);
 }
@@ -303,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             run_math_role(p, s, share, warp / kWarpgroupWarps, thread);
         } else {
             setmaxnreg_dec<kRegsLoad>();
-            if (warp == kMathWarps) run_load_role(p, s, q_map, k_map, share, thread % kWarpThreads);
+            run_load_role(p, s, q_map, k_map, share, warp - kMathWarps, thread % kWarpThreads);
         }
     }
     griddepcontrol_launch_dependents();

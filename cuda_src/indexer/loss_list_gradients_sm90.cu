@@ -66,10 +66,7 @@ MLA_FACT(block_heads, kBlockHeads);
 
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], kGatherArrivals);
-        mbarrier_init(s.k_empty[stage], kMathWarps);
-    }
+    init_ring(s.k_full, s.k_empty, kGatherArrivals, kMathWarps);
     fence_mbarrier_init();
 }
 
@@ -90,7 +87,7 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
 #pragma unroll 1
     for (i32 tile = 0; tile < list.tiles(); ++tile, tiles.advance()) {
         const TileSources sources = tile_sources(list, p.finite_keys, p.index_dim, p.s_kv, tile, thread);
-        mbarrier_wait(s.k_empty[tiles.stage], tiles.ring.empty_parity(tiles.stage));
+        tiles.wait_empty(s.k_empty);
 #pragma unroll
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
             gather_piece(smem_addr(s.k[tiles.stage][piece]), sources, piece, p.index_dim, thread);
@@ -238,7 +235,7 @@ MLA_DEVICE void run_tiles(const LossParams& p, Storage& s, const KeyList& list, 
         const KeyNumbers keys = key_numbers(p, list, math, tile);
         float a[kProducts], dk[kSums];
         u32 weighted[kMmaSteps][4];
-        mbarrier_wait(s.k_full[tiles.stage], tiles.ring.full_parity(tiles.stage));
+        tiles.wait_full(s.k_full);
         fence_proxy_async();
         multiply(s, tiles.stage, math.warpgroup, a);
         u8* m_tile = s.m[math.warpgroup][tile % 2];

@@ -52,10 +52,7 @@ MLA_FACT(block_heads, kListHeads);
 
 MLA_DEVICE void init_storage(Storage& s, i32 heads) {
     mbarrier_init(s.q_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], kGatherArrivals);
-        mbarrier_init(s.k_empty[stage], heads > kSw128Rows ? kMathWarps : kWarpgroupWarps);
-    }
+    init_ring(s.k_full, s.k_empty, kGatherArrivals, heads > kSw128Rows ? kMathWarps : kWarpgroupWarps);
     fence_mbarrier_init();
 }
 

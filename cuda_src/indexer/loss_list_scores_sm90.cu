@@ -63,10 +63,7 @@ MLA_FACT(block_heads, kMaxHeads);
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);
     mbarrier_init(s.q_empty, kMathWarps);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], kGatherArrivals);
-        mbarrier_init(s.k_empty[stage], kMathWarps);
-    }
+    init_ring(s.k_full, s.k_empty, kGatherArrivals, kMathWarps);
     fence_mbarrier_init();
 }
 
@@ -104,7 +101,7 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, 
     pin(d);
 #pragma unroll
     for (i32 piece = 0; piece < kCount; ++piece) {
-        mbarrier_wait(s.k_full[pieces.stage], pieces.ring.full_parity(pieces.stage));
+        pieces.wait_full(s.k_full);
         fence_proxy_async();
         SmemDesc k = k_major_desc(smem_addr(s.k[pieces.stage]) + warpgroup * kSw128Bytes);
         SmemDesc q = k_major_desc(smem_addr(s.q[piece]));

@@ -56,10 +56,7 @@ MLA_FACT(tile_tokens, kTileTokens);
 
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.q_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], 1);
-        mbarrier_init(s.k_empty[stage], kMathWarps);
-    }
+    init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     fence_mbarrier_init();
 }
 
@@ -102,7 +99,7 @@ MLA_DEVICE void run_load_role(Storage& s, const TensorMap& q_map, const TensorMa
 #pragma unroll 1
         for (i32 piece = 0; piece < kPieces; ++piece, pieces.advance()) {
             MBarrier& full = s.k_full[pieces.stage];
-            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));
+            pieces.wait_empty(s.k_empty);
             mbarrier_arrive_expect_tx(full, kPieceBytes);
             cp_async_bulk_tensor_3d(smem_addr(s.k[pieces.stage]), k_map, full, piece * kSw128Columns, keys * kTileKeys,
                                     0, kEvictLast);

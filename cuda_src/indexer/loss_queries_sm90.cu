@@ -2,17 +2,17 @@
 //
 //   a = IQ_t IK^T,   M = [a > 0] G_t,   dq'_t = M IK,   d_index_q = W dq',   d_weights = score_unit * iq . dq'
 //
-// A block has two tokens and 64 index heads of each, which are the rows of one m64 tile per warpgroup. Keys come in
-// tiles of 128 through a ring; a tile is the second operand of both products. M goes from the accumulators of the first
-// to the registers of the second.
+// A block takes pairs of tokens, one after the other, and 64 index heads of each, which are the rows of one m64 tile
+// per warpgroup. Keys come in tiles of 128 through a ring; a tile is the second operand of both products. M goes from
+// the accumulators of the first to the registers of the second.
 //
-//   load     IQ | IK_0 IK_1 IK_2 ...
-//   math_w        a | M | dq' += M IK_0 | a ...                   | d_weights, stores
+//   load     IQ | IK_0 IK_1 IK_2 ...                    | IQ of the next pair | IK_0 ...
+//   math_w        a | M | dq' += M IK_0 | a ...                   | d_weights, stores | a ...
 //
 // While one warpgroup makes its M, the other has the tensor cores. G is zero in tiles that a token's range only
 // touches; keys are finite copies, so that what a token does not see cannot reach it.
 //
-// Grid: x = pairs of tokens, the last first, which see most; y = groups of 64 heads.
+// Grid: x = blocks that divide the pairs, the last first, which see most; y = groups of 64 heads.
 #include "indexer/loss_params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -39,20 +39,21 @@ constexpr i32 kRegsMath = 232, kRegsLoad = 40;
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
 
 constexpr i32 kBlockTokens = kMathWarpgroups, kBlockHeads = kSw128Rows;
-constexpr i32 kTileKeys = 128, kStages = 4;
+constexpr i32 kTileKeys = 128, kStages = 4, kPairStages = 2;
 constexpr u32 kPieceBytes = kTileKeys * kSw128RowBytes;
 constexpr i32 kMmaSteps = kTileKeys / kMmaK;             // of the second product
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries         waits   first phase
-// q_full        load (1)          both tokens     math    blocked
+// q_full[s]     load (1)          both tokens     math    blocked
+// q_empty[s]    math warps (8)    -               load    free
 // k_full[s]     load (1)          a tile          math    blocked
 // k_empty[s]    math warps (8)    -               load    free
 struct Storage {
-    alignas(kSwizzleAtomBytes) u8 q[kBlockTokens][kIndexPieces][kSw128Bytes];
+    alignas(kSwizzleAtomBytes) u8 q[kPairStages][kBlockTokens][kIndexPieces][kSw128Bytes];
     u8 k[kStages][kIndexPieces][kPieceBytes];
-    MBarrier q_full, k_full[kStages], k_empty[kStages];
+    MBarrier q_full[kPairStages], q_empty[kPairStages], k_full[kStages], k_empty[kStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory");
 
@@ -63,13 +64,13 @@ MLA_FACT(block_tokens, kBlockTokens);
 MLA_FACT(block_heads, kBlockHeads);
 
 MLA_DEVICE void init_storage(Storage& s) {
-    mbarrier_init(s.q_full, 1);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.k_full[stage], 1);
-        mbarrier_init(s.k_empty[stage], kMathWarps);
-    }
+    init_ring(s.q_full, s.q_empty, 1, kMathWarps);
+    init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     fence_mbarrier_init();
 }
+
+using Pairs = RingPosition<kPairStages>;
+using Tiles = RingPosition<kStages>;
 
 // ---- The pair --------------------------------------------------------------------------------------------------
 struct Pair {
@@ -80,8 +81,8 @@ struct Pair {
     MLA_DEVICE KeyRange range(i32 token) const { return token == 0 ? ranges[0] : ranges[1]; }
 };
 
-MLA_DEVICE Pair pair_of(const LossParams& p) {
-    Pair pair{(i32)(gridDim.x - 1 - blockIdx.x) * kBlockTokens, (i32)blockIdx.y * kBlockHeads};
+MLA_DEVICE Pair pair_of(const LossParams& p, i32 at) {
+    Pair pair{at * kBlockTokens, (i32)blockIdx.y * kBlockHeads};
     i32 first = p.s_kv, last = 0;
 #pragma unroll
     for (i32 i = 0; i < kBlockTokens; ++i) {
@@ -97,28 +98,29 @@ MLA_DEVICE Pair pair_of(const LossParams& p) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread.
-MLA_DEVICE void run_load_role(Storage& s, const TensorMap& q_map, const TensorMap& k_map, const Pair& pair) {
-    mbarrier_arrive_expect_tx(s.q_full, sizeof(s.q));
+MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const Pairs& pairs, const Pair& pair) {
+    MBarrier& full = s.q_full[pairs.stage];
+    pairs.wait_empty(s.q_empty);
+    mbarrier_arrive_expect_tx(full, sizeof(s.q[0]));
     for (i32 i = 0; i < kBlockTokens; ++i) {
 #pragma unroll
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-            cp_async_bulk_tensor_3d(smem_addr(s.q[i][piece]), q_map, s.q_full, piece * kSw128Columns,
+            cp_async_bulk_tensor_3d(smem_addr(s.q[pairs.stage][i][piece]), q_map, full, piece * kSw128Columns,
                                     pair.first_token + i, pair.first_head, kEvictFirst);
         }
     }
-    Ring<kStages> ring;
-    i32 stage = 0;
-    for (i32 tile = pair.tiles.begin; tile < pair.tiles.end; ++tile) {
-        mbarrier_wait(s.k_empty[stage], ring.empty_parity(stage));
+}
+
+MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, Tiles& tiles, const Pair& pair) {
+    for (i32 tile = pair.tiles.begin; tile < pair.tiles.end; ++tile, tiles.advance()) {
+        const i32 stage = tiles.stage;
+        tiles.wait_empty(s.k_empty);
         mbarrier_arrive_expect_tx(s.k_full[stage], kIndexPieces * kPieceBytes);
 #pragma unroll
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
             cp_async_bulk_tensor_3d(smem_addr(s.k[stage][piece]), k_map, s.k_full[stage], piece * kSw128Columns,
                                     tile * kTileKeys, 0, kEvictLast);
         }
-        ring.advance(stage);
-        stage = (stage + 1) % kStages;
     }
 }
 
@@ -131,9 +133,9 @@ MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b) {
 }
 
 // The products of the token's heads with the tile's keys.
-MLA_DEVICE void multiply(Storage& s, i32 warpgroup, i32 stage, float (&a)[64]) {
+MLA_DEVICE void multiply(Storage& s, const u8* queries, i32 stage, float (&a)[64]) {
     pin(a);
-    SmemDesc q = k_major_desc(smem_addr(s.q[warpgroup])), k = k_major_desc(smem_addr(s.k[stage]));
+    SmemDesc q = k_major_desc(smem_addr(queries)), k = k_major_desc(smem_addr(s.k[stage]));
     opaque(q.bits), opaque(k.bits);
     wgmma_fence();
 #pragma unroll
@@ -183,20 +185,26 @@ MLA_DEVICE void load_gradients(u32 (&to)[2 * kMmaSteps], const u16* row, i32 thr
 }
 
 // A pair of the query's elements, which the thread has the sums of.
-MLA_DEVICE float2 query_pair(const Storage& s, i32 warpgroup, i32 row, i32 i, i32 thread) {
+MLA_DEVICE float2 query_pair(const u8* queries, i32 row, i32 i, i32 thread) {
     const i32 chunk = i / 4;
-    const u8* piece = s.q[warpgroup][chunk / kSw128Chunks];
+    const u8* piece = queries + chunk / kSw128Chunks * kSw128Bytes;
     const u32 at = sw128_offset(row, chunk % kSw128Chunks) + thread % 4 * 4;
     return unpack<bfloat16>(*reinterpret_cast<const u32*>(piece + at));
 }
 
+// Two elements of a gradient in its own dtype, by one store where they are aligned.
 MLA_DEVICE void store_pair(void* to, bool fp32, i64 at, float x, float y) {
+    u16* pair = static_cast<u16*>(to) + at;
+    if (!fp32 && reinterpret_cast<u64>(pair) % 4 == 0) {
+        *reinterpret_cast<u32*>(pair) = cvt_x2(bfloat16{}, x, y);
+        return;
+    }
     store_gradient(to, fp32, at, x);
     store_gradient(to, fp32, at + 1, y);
 }
 
 // The thread's two heads, one after the other. A token that sees no key has no gradient, whatever its queries hold.
-MLA_DEVICE void store_heads(const LossParams& p, const Storage& s, const Pair& pair, i32 warpgroup, i32 thread,
+MLA_DEVICE void store_heads(const LossParams& p, const u8* queries, const Pair& pair, i32 warpgroup, i32 thread,
                             const float (&sums)[kSums]) {
     const i32 token = pair.first_token + warpgroup;
     const bool there = token < p.first_token + p.num_tokens;
@@ -211,7 +219,7 @@ MLA_DEVICE void store_heads(const LossParams& p, const Storage& s, const Pair& p
         float by_weight = 0.f;
 #pragma unroll
         for (i32 i = 2 * r; i < kSums; i += 4) {
-            const float2 q = query_pair(s, warpgroup, row, i, thread);
+            const float2 q = query_pair(queries, row, i, thread);
             by_weight = fmaf(q.x, sums[i], fmaf(q.y, sums[i + 1], by_weight));
             const i32 column = fragment_column(thread, i);
             if (stored && column < p.index_dim) {
@@ -226,32 +234,48 @@ MLA_DEVICE void store_heads(const LossParams& p, const Storage& s, const Pair& p
     }
 }
 
-MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Pair& pair, i32 warpgroup, i32 thread) {
+MLA_DEVICE void take_pair(const LossParams& p, Storage& s, const Pair& pair, const Pairs& pairs, Tiles& tiles,
+                          i32 warpgroup, i32 thread) {
+    const u8* queries = s.q[pairs.stage][warpgroup][0];
     const KeyRange range = pair.range(warpgroup);
     const u16* row = p.gradient + row_offset(p, pair.first_token + warpgroup, 0);
     float sums[kSums];
 #pragma unroll
     for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
-    Ring<kStages> ring;
-    i32 stage = 0;
-    mbarrier_wait(s.q_full, 0);
+    u32 next[2 * kMmaSteps];
+    const TileRange own = tiles_of<kTileKeys>(range.begin, range.end);
+    if (own.begin < own.end) load_gradients(next, row + own.begin * kTileKeys, thread);
+    pairs.wait_full(s.q_full);
 #pragma unroll 1
-    for (i32 tile = pair.tiles.begin; tile < pair.tiles.end; ++tile) {
-        const i32 first = tile * kTileKeys;
-        const bool needed = range.begin < first + kTileKeys && first < range.end;
-        u32 gradients[2 * kMmaSteps];
-        if (needed) load_gradients(gradients, row + first, thread);
-        mbarrier_wait(s.k_full[stage], ring.full_parity(stage));
-        if (needed) {
+    for (i32 tile = pair.tiles.begin; tile < pair.tiles.end; ++tile, tiles.advance()) {
+        const i32 stage = tiles.stage;
+        if (own.begin <= tile && tile < own.end) {
+            u32 gradients[2 * kMmaSteps];
+#pragma unroll
+            for (i32 i = 0; i < 2 * kMmaSteps; ++i) gradients[i] = next[i];
+            if (tile + 1 < own.end) load_gradients(next, row + (tile + 1) * kTileKeys, thread);
+            tiles.wait_full(s.k_full);
             float a[64];
-            multiply(s, warpgroup, stage, a);
+            multiply(s, queries, stage, a);
             add_keys(s, stage, a, gradients, sums);
+        } else {
+            tiles.wait_full(s.k_full);
         }
         release(s.k_empty[stage], thread);
-        ring.advance(stage);
-        stage = (stage + 1) % kStages;
     }
-    store_heads(p, s, pair, warpgroup, thread, sums);
+    store_heads(p, queries, pair, warpgroup, thread, sums);
+    release(s.q_empty[pairs.stage], thread);
+}
+
+// The block's pairs.
+template <class Take>
+MLA_DEVICE void for_each_pair(const LossParams& p, Take take) {
+    Pairs pairs;
+    Tiles tiles;
+#pragma unroll 1
+    for (i32 at = ceil_div(p.num_tokens, kBlockTokens) - 1 - blockIdx.x; at >= 0; at -= gridDim.x, pairs.advance()) {
+        take(pair_of(p, at), pairs, tiles);
+    }
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
@@ -269,13 +293,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_wait();
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
-    const Pair pair = pair_of(p);
     if (warp < kMathWarps) {
         setmaxnreg_inc<kRegsMath>();
-        run_math_role(p, s, pair, warp / kWarpgroupWarps, thread);
+        for_each_pair(p, [&](const Pair& pair, const Pairs& pairs, Tiles& tiles) {
+            take_pair(p, s, pair, pairs, tiles, warp / kWarpgroupWarps, thread);
+        });
     } else {
         setmaxnreg_dec<kRegsLoad>();
-        if (warp == kMathWarps && elect_one()) run_load_role(s, q_map, k_map, pair);
+        if (warp == kMathWarps && elect_one()) {
+            for_each_pair(p, [&](const Pair& pair, const Pairs& pairs, Tiles& tiles) {
+                load_queries(s, q_map, pairs, pair);
+                load_keys(s, k_map, tiles, pair);
+            });
+        }
     }
     griddepcontrol_launch_dependents();
 }

@@ -70,10 +70,7 @@ MLA_FACT(tile_tokens, kTileTokens);
 MLA_DEVICE void init_storage(Storage& s) {
     mbarrier_init(s.k_full, 1);
     mbarrier_init(s.k_empty, kMathWarps);
-    for (i32 stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(s.q_full[stage], 1);
-        mbarrier_init(s.q_empty[stage], kMathWarps);
-    }
+    init_ring(s.q_full, s.q_empty, 1, kMathWarps);
     fence_mbarrier_init();
 }
 
@@ -119,7 +116,7 @@ MLA_DEVICE void load_queries(Storage& s, const TensorMap& map, Pieces& pieces, c
 #pragma unroll 1
         for (i32 piece = 0; piece < kCount; ++piece, pieces.advance()) {
             MBarrier& full = s.q_full[pieces.stage];
-            mbarrier_wait(s.q_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));
+            pieces.wait_empty(s.q_empty);
             mbarrier_arrive_expect_tx(full, kPieceBytes);
             cp_async_bulk_tensor_3d(smem_addr(s.q[pieces.stage]), map, full, piece * kSw128Columns, tile.first_token,
                                     head, kEvictNormal);
@@ -154,7 +151,7 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, const Math& math, float (&d
     pin(d);
 #pragma unroll
     for (i32 piece = 0; piece < kCount; ++piece) {
-        mbarrier_wait(s.q_full[pieces.stage], pieces.ring.full_parity(pieces.stage));
+        pieces.wait_full(s.q_full);
         SmemDesc q = k_major_desc(smem_addr(s.q[pieces.stage]) + math.warpgroup * kSw128Bytes);
         SmemDesc k = k_major_desc(smem_addr(s.k[piece]));
         opaque(q.bits), opaque(k.bits);

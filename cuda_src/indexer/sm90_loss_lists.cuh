@@ -79,7 +79,7 @@ MLA_DEVICE void gather_list_keys(Storage& s, Pieces& pieces, const KeyList& list
         const TileSources sources = tile_sources(list, matrix, stride_elems, count, tile, thread);
 #pragma unroll 1
         for (i32 piece = 0; piece < kCount; ++piece, pieces.advance()) {
-            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));
+            pieces.wait_empty(s.k_empty);
             gather_piece(smem_addr(s.k[pieces.stage]), sources, piece, width, thread);
             arrive_when_gathered(s.k_full[pieces.stage], thread);
         }

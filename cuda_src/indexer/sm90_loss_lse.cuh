@@ -39,7 +39,7 @@ MLA_DEVICE void multiply_rows(Storage& s, Pieces& pieces, i32 warpgroup, i32 thr
     pin(d);
 #pragma unroll
     for (i32 piece = 0; piece < kPieces; ++piece) {
-        mbarrier_wait(s.k_full[pieces.stage], pieces.ring.full_parity(pieces.stage));
+        pieces.wait_full(s.k_full);
         if constexpr (kGathered) fence_proxy_async();
         SmemDesc q = k_major_desc(smem_addr(s.q[piece]) + warpgroup * kSw128Bytes);
         SmemDesc k = k_major_desc(smem_addr(s.k[pieces.stage]));

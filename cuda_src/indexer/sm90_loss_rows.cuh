@@ -62,7 +62,7 @@ MLA_DEVICE void load_rows(u8 (&to)[kCount][kPieceBytes], const TensorMap& map, M
 template <i32 kCount, class Storage, class Units>
 MLA_DEVICE void load_unit(Storage& s, Units& units, const TensorMap& map, i32 keys) {
     MBarrier& full = s.unit_full[units.stage];
-    mbarrier_wait(s.unit_empty[units.stage], units.ring.empty_parity(units.stage));
+    units.wait_empty(s.unit_empty);
     mbarrier_arrive_expect_tx(full, kCount * kPieceBytes);
 #pragma unroll 1
     for (i32 piece = 0; piece < kCount; ++piece) {
@@ -118,7 +118,7 @@ MLA_DEVICE void hide(const RowRanges& ranges, i32 thread, i32 first_key, float x
 template <class Storage, class Units>
 MLA_DEVICE i32 wait_unit(Storage& s, Units& units) {
     const i32 stage = units.stage;
-    mbarrier_wait(s.unit_full[stage], units.ring.full_parity(stage));
+    units.wait_full(s.unit_full);
     units.advance();
     return stage;
 }

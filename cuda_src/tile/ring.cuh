@@ -15,7 +15,22 @@ struct Ring {
     MLA_DEVICE void advance(i32 stage) { phases ^= 1u << stage; }
 };
 
-// The same, with the stage: for rings that are walked by steps that no loop counter tells.
+MLA_DEVICE void mbarrier_wait(MBarrier& barrier, u32 parity) {
+    while (!mbarrier_try_wait_parity(barrier, parity)) {
+    }
+}
+
+// Fresh barriers of a ring, and how often producers and consumers arrive per phase.
+template <i32 kStages>
+MLA_DEVICE void init_ring(MBarrier (&full)[kStages], MBarrier (&empty)[kStages], u32 full_arrivals,
+                          u32 empty_arrivals) {
+    for (i32 stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(full[stage], full_arrivals);
+        mbarrier_init(empty[stage], empty_arrivals);
+    }
+}
+
+// A position with the stage: for rings that are walked by steps that no loop counter tells.
 template <i32 kStages>
 struct RingPosition {
     Ring<kStages> ring;
@@ -26,12 +41,13 @@ struct RingPosition {
         stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     MLA_DEVICE i32 before() const { return stage == 0 ? kStages - 1 : stage - 1; }
-};
 
-MLA_DEVICE void mbarrier_wait(MBarrier& barrier, u32 parity) {
-    while (!mbarrier_try_wait_parity(barrier, parity)) {
+    // Consumers wait until the stage is filled, producers until it is free.
+    MLA_DEVICE void wait_full(MBarrier (&full)[kStages]) const { mbarrier_wait(full[stage], ring.full_parity(stage)); }
+    MLA_DEVICE void wait_empty(MBarrier (&empty)[kStages]) const {
+        mbarrier_wait(empty[stage], ring.empty_parity(stage));
     }
-}
+};
 
 // Each warp releases a stage once all its lanes are done with it.
 MLA_DEVICE void release(MBarrier& empty, i32 thread) {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
+from mla_cupy.kernels.indexer import loss_queries_sm90
 from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
-from tests.support.mutants import Mutant, planted
+from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.sim_driver import simulated
 
 RANGES, ROWS, KEYS = "indexer/loss_ranges.cu", "indexer/loss_rows.cu", "indexer/loss_keys_generic.cu"
@@ -38,11 +40,11 @@ SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss_{name}_sm90.cu" for name 
 TILES = LossCase(s_q=12, s_kv=140, h=7, h_i=5, d=128, d_i=64, lse=True, sequences=((6, 100), (6, 38)))
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 M_COLUMNS = "gradients[2 * step + i / 2]"
-FREE = "    mbarrier_wait(s.q_empty[stage], place.ring.empty_parity(stage));\n"
+FREE = "    steps.wait_empty(s.q_empty);\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
 LSE_SM90, LSE_SUMS = "indexer/loss_lse_sm90.cu", "indexer/sm90_loss_lse.cuh"
 LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=136, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
-LSE_FREE = "            mbarrier_wait(s.k_empty[pieces.stage], pieces.ring.empty_parity(pieces.stage));\n"
+LSE_FREE = "            pieces.wait_empty(s.k_empty);\n"
 LSE_MUTANTS = [
     Mutant("keys out of sight count", LSE_SM90, "d[i] = seen ? d[i] :", "d[i] = true ? d[i] :"),
     Mutant("the lanes of a quad are not merged", LSE_SUMS, "quad_sum(sum)", "sum"),
@@ -70,22 +72,32 @@ HOPPER_MUTANTS = [
     Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
     Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
 ]  # fmt: skip
+SEEN_TOKENS = "indexer/sm90_loss_keys.cuh"
 SPLIT_MUTANTS = [
     Mutant("a split forgets tokens", KEYS_SM90, "min(begin + size, all.end)", "min(begin + size - 1, all.end)"),
     Mutant("splits overlap", KEYS_SM90, "all.begin + split * size", "all.begin + split * (size - 1)"),
-    Mutant("the last token is forgotten", KEYS_SM90, "max(tokens.end, token + 1)", "max(tokens.end, token)"),
-    Mutant("warps keep what they have seen", KEYS_SM90, "min(tokens.begin, of_warp.begin)", "tokens.begin"),
+    Mutant("the last token is forgotten", SEEN_TOKENS, "max(tokens.end, token + 1)", "max(tokens.end, token)"),
+    Mutant("warps keep what they have seen", SEEN_TOKENS, "min(tokens.begin, of_warp.begin)", "tokens.begin"),
     Mutant("sums without a token are not cleared", KEYS_SM90, "if (p.first_chunk || share", "if (share"),
     Mutant("sums of earlier chunks are forgotten", KEYS_SM90, "before = p.first_chunk ?", "before = true ?"),
     Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
+]
+PAIRS = LossCase(s_q=23, s_kv=140, h=1, h_i=5, d=64, d_i=64, lse=True, sequences=((6, 100), (17, 38)))
+PAIR_FREE = "    pairs.wait_empty(s.q_empty);\n"
+PAIR_FULL = "    pairs.wait_full(s.q_full);\n"
+PAIR_MUTANTS = [
+    Mutant("queries are overwritten that are in use", QUERIES_SM90, PAIR_FREE, ""),
+    Mutant("queries are not waited for", QUERIES_SM90, PAIR_FULL, ""),
+    Mutant("a block leaves pairs out", QUERIES_SM90, "at -= gridDim.x", "at -= gridDim.x + 1"),
+    Mutant("gradients of the same tile", QUERIES_SM90, "row + (tile + 1) * kTileKeys", "row + tile * kTileKeys"),
 ]
 HEADS, HEAD_QUERIES, HEAD_KEYS = (f"indexer/loss_{name}_sm90.cu" for name in ("heads", "head_queries", "head_keys"))
 ROW_TILES = "indexer/sm90_loss_rows.cuh"
 HEAD_TILES = LossCase(
     s_q=70, s_kv=270, h=4, h_i=4, d=72, d_i=64, d_v=24, spread=2, target="per_head", sequences=((30, 230), (38, 38))
 )
-UNIT_FREE = "    mbarrier_wait(s.unit_empty[units.stage], units.ring.empty_parity(units.stage));\n"
-STEP_FREE = "    mbarrier_wait(s.q_empty[stage], steps.ring.empty_parity(stage));\n"
+UNIT_FREE = "    units.wait_empty(s.unit_empty);\n"
+STEP_FREE = "    steps.wait_empty(s.q_empty);\n"
 CLEAR_BLIND = "        if (kind == kBlind) clear_blind(s, stage, warpgroup, thread);\n"
 ADD_VALUES = "        add_products(weights, s.units[v][0], out);\n"
 FREE_VALUES = "        release(s.unit_empty[v], math.thread);\n"
@@ -140,12 +152,7 @@ def test_hopper_without_a_bug(mode: tuple[str, int]) -> None:
 def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of the modes."""
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        for mode in MODES:
-            try:
-                run_hopper(mode)
-            except (AssertionError, SimError):
-                return
-    raise AssertionError(f"{mutant.name} shows in no mode")
+        assert any(as_verdict(run_hopper)(mode) for mode in MODES)
 
 
 def run_splits(mode: tuple[str, int] = ("late", 0)) -> None:
@@ -167,6 +174,26 @@ def test_shows_in_the_splits(mutant: Mutant, tmp_path: Path, monkeypatch: pytest
         run_splits()
 
 
+def run_pairs(mode: tuple[str, int]) -> None:
+    """Several to a block."""
+    with mock.patch.object(loss_queries_sm90, "MAX_BLOCKS", 3):
+        run_hopper(mode, PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_pairs_without_a_bug(mode: tuple[str, int]) -> None:
+    run_pairs(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", PAIR_MUTANTS, ids=lambda mutant: mutant.id)
+def test_shows_in_the_pairs(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the modes."""
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert any(as_verdict(run_pairs)(mode) for mode in MODES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_lse_without_a_bug(mode: tuple[str, int]) -> None:
@@ -178,12 +205,7 @@ def test_lse_without_a_bug(mode: tuple[str, int]) -> None:
 def test_shows_in_the_lse(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of the modes."""
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        for mode in MODES:
-            try:
-                run_hopper(mode, LSE_TILES, gradients=False)
-            except (AssertionError, SimError):
-                return
-    raise AssertionError(f"{mutant.name} shows in no mode")
+        assert any(as_verdict(run_hopper)(mode, LSE_TILES, gradients=False) for mode in MODES)
 
 
 def run_heads(mode: tuple[str, int]) -> None:
@@ -203,12 +225,7 @@ def test_heads_without_a_bug(mode: tuple[str, int]) -> None:
 def test_shows_in_the_heads(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of the modes."""
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        for mode in MODES:
-            try:
-                run_heads(mode)
-            except (AssertionError, SimError):
-                return
-    raise AssertionError(f"{mutant.name} shows in no mode")
+        assert any(as_verdict(run_heads)(mode) for mode in MODES)
 
 
 @pytest.mark.parametrize("case", [CASE, PER_HEAD], ids=lambda case: case.id)

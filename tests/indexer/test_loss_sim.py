@@ -10,7 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import UnsupportedDeviceError, reference
-from mla_cupy.kernels.indexer import LOSS
+from mla_cupy.kernels.indexer import LOSS, loss_queries_sm90
 from mla_cupy.kernels.indexer.loss_problem import LossProblem
 from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.sim_driver import fake_gpu, simulated
@@ -160,6 +160,14 @@ def test_splits_divide_the_tokens_that_see_a_tile() -> None:
         sums.append(to)
     np.testing.assert_allclose(sums[0], reference.indexer_warmup_loss(**packed).d_index_k, atol=2e-2)
     assert sums[0][:128].tobytes() == sums[1].tobytes()
+
+
+def test_a_block_takes_several_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than it has stages for queries."""
+    monkeypatch.setattr(loss_queries_sm90, "MAX_BLOCKS", 2)
+    run_hopper(
+        LossCase(s_q=15, s_kv=12, h=1, h_i=3, d=64, d_i=32, lse=True, sequences=((4, 2), (0, 3), (9, 6))), MODES[1]
+    )
 
 
 def test_what_hopper_does_not_take() -> None:

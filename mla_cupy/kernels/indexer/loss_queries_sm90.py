@@ -18,11 +18,13 @@ from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 BLOCK_TOKENS, BLOCK_HEADS = 2, 64
+MAX_BLOCKS = 528
+"""Of a group of heads: beyond them a block takes several pairs, and loads for the next while it stores the last."""
 
 
 def grid(problem: LossProblem, tokens: int) -> Dim3:
-    """A block per pair of tokens and group of heads."""
-    return -(-tokens // BLOCK_TOKENS), -(-problem.index_heads // BLOCK_HEADS), 1
+    """Blocks that divide the pairs of tokens, per group of heads."""
+    return min(-(-tokens // BLOCK_TOKENS), MAX_BLOCKS), -(-problem.index_heads // BLOCK_HEADS), 1
 
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
