@@ -18,6 +18,7 @@ def test_names_round_trip():
     for case in CASES:
         assert DENSE_DECODE_FP8.parse(case.name) is case
     assert DENSE_DECODE_FP8.parse(SMALL) == Fp8DecodeCase(2, 2, 3, 20, page_size=16)
+    assert DENSE_DECODE_FP8.parse(SMALL + "-fp8") == Fp8DecodeCase(2, 2, 3, 20, page_size=16, one_scale=True)
 
 
 @pytest.mark.parametrize("name", ["", "b1-sq1-hq2-skv20-hkv2", "b1-sq1-hq2-skv20-dqk512"])
@@ -30,21 +31,24 @@ def test_bytes_are_those_of_records():
     case = CASES[0]
     assert case.cost.nbytes == 128 * 8192 * 656 + 2 * 128 * 16 * 1088
     assert case.cost.flops == 2 * 128 * 8192 * 16 * 1088
+    assert DENSE_DECODE_FP8.parse(case.name + "-fp8").cost.nbytes == 128 * 8192 * 576 + 2 * 128 * 16 * 1088
 
 
+@pytest.mark.parametrize("name", [SMALL, SMALL + "-fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_are_the_numbers_of_the_records(device, numpy_backend, dtype):
-    case = DENSE_DECODE_FP8.parse(SMALL)
+def test_rows_are_the_numbers_of_the_records(device, numpy_backend, dtype, name):
+    case = DENSE_DECODE_FP8.parse(name)
     inputs = DENSE_DECODE_FP8.inputs(case, dtype, 1, device)
     slots = np.arange(case.num_pages * case.page_size)
-    exact = reference.cache_gather(inputs.records, slots)[0].reshape(inputs.kv_cache.shape)
+    exact = reference.cache_gather(inputs.records, slots, record=case.record.name)[0].reshape(inputs.kv_cache.shape)
     assert inputs.kv_cache.dtype == inputs.q.dtype
     np.testing.assert_array_equal(inputs.kv_cache[..., :512].astype(np.float32), exact[..., :512])
     np.testing.assert_allclose(inputs.kv_cache[..., 512:].astype(np.float32), exact[..., 512:], rtol=1e-3)
     assert np.abs(exact).max() > 2
 
 
-def test_ours_and_ours_over_rows(rows_of):
-    rows = rows_of(DENSE_DECODE_FP8, SMALL, ["rows"])
+@pytest.mark.parametrize("name", [SMALL, SMALL + "-fp8"])
+def test_ours_and_ours_over_rows(rows_of, name):
+    rows = rows_of(DENSE_DECODE_FP8, name, ["rows"])
     assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 2
     assert list(rows) == ["mla_cupy", "rows"]

@@ -1,4 +1,4 @@
-"""The cases of dense decode from FP8 records: those of dense decode, over a cache of "v32"."""
+"""The cases of dense decode from FP8 records: those of dense decode, over a cache of "v32" or "fp8" records."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mla_cupy.records import V32
+from mla_cupy.records import FP8, V32, Record
 
 from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
 from ..decode import cases as rows
 from ..decode.cases import DecodeCase
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8]"
+
+_SUFFIX = f"-{FP8.name}"
 
 
 @dataclass(frozen=True)
 class Fp8DecodeCase(DecodeCase):
-    """The same over records; the peers read 16-bit rows of the same numbers."""
+    """The same over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token."""
+
+    one_scale: bool = False
+
+    @property
+    def record(self) -> Record:
+        """What a token is kept in."""
+        return FP8 if self.one_scale else V32
+
+    @property
+    def name(self) -> str:
+        return super().name + _SUFFIX * self.one_scale
 
     @property
     def cost(self) -> Cost:
-        """That of records: peers that read rows move 1.76 times the bytes."""
+        """That of records: peers that read rows move 1.76 times the bytes, twice those of "fp8"."""
         tokens = int(self.lengths().sum())
         queries_and_out = self.b * self.s_q * self.h_q * (D_QK + D_V) * ELEMENT_BYTES
-        return Cost(super().cost.flops, tokens * V32.token_bytes + queries_and_out)
+        return Cost(super().cost.flops, tokens * self.record.token_bytes + queries_and_out)
 
     def shape(self) -> dict[str, Any]:
-        return {**super().shape(), "record": V32.name}
-
-
-def _of(case: DecodeCase) -> Fp8DecodeCase:
-    return Fp8DecodeCase(**vars(case))
+        return {**super().shape(), "record": self.record.name}
 
 
 CASES: tuple[Fp8DecodeCase, ...] = (
@@ -41,13 +50,15 @@ CASES: tuple[Fp8DecodeCase, ...] = (
     Fp8DecodeCase(128, 1, 128, 4096),
     Fp8DecodeCase(32, 1, 16, 8192),
     *(Fp8DecodeCase(1, 1, 16, s_kv) for s_kv in (8192, 131072)),
+    *(Fp8DecodeCase(128, 1, h_q, 8192, one_scale=True) for h_q in (16, 8, 32)),
 )
 SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CASES[:2]}
 
 
 def parse(name: str) -> Fp8DecodeCase:
     """The case of that name: one of `CASES`, or any other shape written in the same form."""
-    case = _of(rows.parse(name))
+    rest = name.removesuffix(_SUFFIX)
+    case = Fp8DecodeCase(**vars(rows.parse(rest)), one_scale=rest != name)
     if case.h_kv != 1 or case.d_qk != D_QK:
         raise BenchError(f"case {name!r}: records have one KV head, and keys of {D_QK}; expected {FORM}")
     return next((known for known in CASES if known == case), case)

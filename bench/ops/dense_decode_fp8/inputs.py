@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import mla_cupy
-from mla_cupy.records import V32
 from mla_cupy.shapes import D_ROPE
 
 from ...core.cost import D_QK, D_V
@@ -21,20 +20,20 @@ from .cases import Fp8DecodeCase
 class Fp8InputSet(InputSet):
     """One set of inputs; `kv_cache` has the rows."""
 
-    records: Any  # (num_pages, page_size, 656) uint8
+    records: Any  # (num_pages, page_size, 656), or 576 of "fp8", uint8
 
 
 def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Fp8InputSet:
-    """Random queries and latents, quantised with scales that are powers of two; in shuffled pages."""
+    """Random queries and latents, quantised with scales that are powers of two, "fp8" with 1; in shuffled pages."""
     table, seqlens = shuffled_table(case, seed), case.lengths()
     tokens = case.num_pages * case.page_size
-    records = device.empty((case.num_pages, case.page_size, V32.token_bytes), "uint8")
+    records = device.empty((case.num_pages, case.page_size, case.record.token_bytes), "uint8")
     slots = device.upload(np.arange(tokens, dtype=np.int32))
     latent = device.normal((tokens, D_V), dtype, 3 * seed + 2)
     rope = device.normal((tokens, D_ROPE), dtype, 3 * seed + 3)
     with device.current():
-        mla_cupy.cache_append(latent, rope, records, slots)
-        rows = mla_cupy.cache_gather(records, slots, out_dtype=dtype)
+        mla_cupy.cache_append(latent, rope, records, slots, record=case.record.name)
+        rows = mla_cupy.cache_gather(records, slots, record=case.record.name, out_dtype=dtype)
     return Fp8InputSet(
         q=device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, 3 * seed + 1),
         kv_cache=rows.reshape(case.num_pages, case.page_size, 1, D_QK),

@@ -14,6 +14,7 @@ from .own import GENERIC, Fp8Decode
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
   run dense-decode-fp8 --quick --peers rows
+  run dense-decode-fp8 --case b128-sq1-hq16-skv8192-fp8   records with one scale for all
   run dense-decode-fp8 --case b64-sq1-hq24-skv4096     any other shape, named in the same form
 """
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mla_cupy.records import V32
-
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from ..decode.cases import DecodeCase
 from ..decode.inputs import InputSet
 from ..decode.own import Decode
+from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
 GENERIC = "decode_generic_records"  # without tensor cores
@@ -25,7 +24,8 @@ class Fp8Decode(Decode):
         super().__init__(kernel, name)
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
-        return {"record": V32.name}
+        assert isinstance(case, Fp8DecodeCase)
+        return {"record": case.record.name}
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         def over_records(inputs: InputSet) -> InputSet:
