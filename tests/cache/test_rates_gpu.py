@@ -55,7 +55,8 @@ def test_share_of_the_copy_rate(kernel: str, n: int, share: float, gpu: object) 
 
     latent, rope = (cupy.asarray(np.tile(x, (n // 64, 1))) for x in tokens(V32, 64))  # type: ignore[arg-type]
     cache = cupy.zeros((2 * n // 64, 64, V32.token_bytes), cupy.uint8)
-    slots = cupy.asarray(np.random.default_rng(0).permutation(2 * n)[:n])
+    pages = np.random.default_rng(0).permutation(2 * n // 64)[: n // 64]
+    slots = cupy.asarray((pages[:, None] * 64 + np.arange(64)).reshape(-1).astype(np.int32))
     rows = cupy.empty((n, V32.d_qk), latent.dtype)
     if kernel == "append":
         took = microseconds(lambda stream: mla_cupy.cache_append(latent, rope, cache, slots, stream=stream))

@@ -12,7 +12,7 @@ from mla_cupy.records import LATENT_RECORDS, RECORDS
 from ...core.cost import ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "<append, gather or copy>-<record>-n<N>"
+FORM = "<append, gather or copy>-<record>-n<N>[-scattered]"
 PAGE_SIZE = 64
 KINDS = {"append": "cache_append", "gather": "cache_gather", "copy": "cache_copy_pages"}
 SLOT_BYTES = 4
@@ -20,11 +20,15 @@ SLOT_BYTES = 4
 
 @dataclass(frozen=True)
 class CacheCase:
-    """`tokens` are written, read, or those of the pages that are copied."""
+    """`tokens` are written, read, or those of the pages that are copied.
+
+    Pages are in random order, and their tokens side by side, as a prompt's step has them; `scattered` ones are not.
+    """
 
     kind: str
     record: str
     tokens: int
+    scattered: bool = False
 
     @property
     def op(self) -> str:
@@ -38,7 +42,7 @@ class CacheCase:
     @property
     def name(self) -> str:
         """The canonical name, which `parse` reads."""
-        return f"{self.kind}-{self.record}-n{self.tokens}"
+        return f"{self.kind}-{self.record}-n{self.tokens}{'-scattered' if self.scattered else ''}"
 
     @property
     def pages(self) -> int:
@@ -54,21 +58,28 @@ class CacheCase:
 
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
-        return {"kind": self.kind, "record": self.record, "tokens": self.tokens, "page_size": PAGE_SIZE}
+        return {
+            "kind": self.kind,
+            "record": self.record,
+            "tokens": self.tokens,
+            "page_size": PAGE_SIZE,
+            "scattered": self.scattered,
+        }
 
 
 CASES: tuple[CacheCase, ...] = (
     *(CacheCase("append", record, tokens) for record in ("v32", "v4", "bf16") for tokens in (8192, 65536)),
     *(CacheCase("gather", record, tokens) for record in ("v32", "v4", "bf16") for tokens in (8192, 65536)),
     *(CacheCase("copy", "v32", tokens) for tokens in (8192, 65536)),
-    CacheCase("append", "v32", 128),  # a step of decoding
+    *(CacheCase(kind, record, 65536, scattered=True) for kind in ("append", "gather") for record in ("v32", "v4")),
+    CacheCase("append", "v32", 128, scattered=True),  # a step of decoding
 )
 SUITES: Mapping[str, tuple[CacheCase, ...]] = {
     "targets": CASES,
     "quick": tuple(case for case in CASES if case.record == "v32" and case.tokens == 65536),
 }
 
-_PATTERN = re.compile(r"([a-z]+)-([a-z0-9]+)-n(\d+)")
+_PATTERN = re.compile(r"([a-z]+)-([a-z0-9]+)-n(\d+)(-scattered)?")
 
 
 def parse(name: str) -> CacheCase:
@@ -80,7 +91,8 @@ def parse(name: str) -> CacheCase:
     known = [layout.name for layout in LATENT_RECORDS if layout.d_rope and layout.name != "fp8"]
     if kind not in KINDS or record not in known:
         raise BenchError(f"case {name!r}: expected one of {', '.join(KINDS)}, and a record of {', '.join(known)}")
-    if tokens < 1 or (kind == "copy" and tokens % PAGE_SIZE):
+    scattered = bool(match[4])
+    if tokens < 1 or (kind == "copy" and (tokens % PAGE_SIZE or scattered)):
         raise BenchError(f"case {name!r}: one token at least, and whole pages of {PAGE_SIZE} to copy")
-    case = CacheCase(kind, record, tokens)
+    case = CacheCase(kind, record, tokens, scattered)
     return next((found for found in CASES if found == case), case)

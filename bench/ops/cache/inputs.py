@@ -1,4 +1,4 @@
-"""The arrays of a case: tokens, slots in random order, and a pool with room for twice as many."""
+"""The arrays of a case: tokens, their slots, and a pool with room for twice as many."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class CacheOutputs:
 
 
 def make_inputs(case: CacheCase, dtype: str, seed: int, device: Device) -> CacheInputs:
-    """Normal tokens; each slot of the first half of the pool once, and each of its pages to one of the second half."""
+    """Normal tokens; each slot of the first half of the pool once, or some of them, and each of its pages to one of the second half."""
     record, rng = RECORDS[case.record], np.random.default_rng(seed)
     half = -(-case.tokens // PAGE_SIZE)
     pool = device.empty((1, 2 * half, record.page_bytes(PAGE_SIZE)), "uint8")
-    slots = rng.permutation(half * PAGE_SIZE)[: case.tokens].astype(np.int32)
+    slots = _slots(rng, half, case)
     pairs = np.stack([rng.permutation(half), half + rng.permutation(half)], axis=1).astype(np.int32)
     inputs = CacheInputs(
         latent=device.normal((case.tokens, record.d_latent), dtype, 2 * seed + 1),
@@ -58,6 +58,13 @@ def make_inputs(case: CacheCase, dtype: str, seed: int, device: Device) -> Cache
         with device.current():
             mla_cupy.cache_append(inputs.latent, inputs.rope, inputs.cache, inputs.slots)
     return inputs
+
+
+def _slots(rng: np.random.Generator, pages: int, case: CacheCase) -> Array:
+    if case.scattered:
+        return rng.permutation(pages * PAGE_SIZE)[: case.tokens].astype(np.int32)
+    slots = rng.permutation(pages)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)
+    return slots.reshape(-1)[: case.tokens].astype(np.int32)
 
 
 def as_cache(record: Record, pages: Any) -> Any:
