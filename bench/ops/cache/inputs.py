@@ -39,7 +39,7 @@ class CacheOutputs:
 
 
 def make_inputs(case: CacheCase, dtype: str, seed: int, device: Device) -> CacheInputs:
-    """Normal tokens; each slot of the first half of the pool once, or some of them, and each of its pages to one of the second half."""
+    """Normal tokens, in the first half of the pool; each of its pages to one of the second half."""
     record, rng = RECORDS[case.record], np.random.default_rng(seed)
     half = -(-case.tokens // PAGE_SIZE)
     pool = device.empty((1, 2 * half, record.page_bytes(PAGE_SIZE)), "uint8")
