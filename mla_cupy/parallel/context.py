@@ -7,7 +7,7 @@ from typing import Any
 
 from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, name_of
-from mla_cupy.errors import DTypeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, explain
 from mla_cupy.ops.decode import decode_unmerged, mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan
 from mla_cupy.parallel.transport import MergesSplits, Result, Transport, heads_per_rank
@@ -66,6 +66,7 @@ class ContextParallel:
         *,
         scale: float | None = None,
         causal: bool = True,
+        local_seqlens: bool = False,
         plan: Any = None,
         out: Any = None,
         lse: Any = None,
@@ -83,15 +84,19 @@ class ContextParallel:
         q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
             The queries of all heads, the same on every rank.
         kv_cache : array, (num_pages, page_size, d_qk)
-            This rank's tokens: its token j is token j * world + rank of the sequence.
+            This rank's tokens: its token j is token j * world + rank of the sequence, unless `local_seqlens`.
         block_table : array, (b, max_pages), int32
             Of this rank's cache.
         seqlens : array, (b,), int32
-            Tokens of the whole sequences, the same on every rank.
+            Tokens of the whole sequences, the same on every rank; with `local_seqlens` the tokens on this rank.
         scale, causal, kernel, check
             As for `mla_decode`.
+        local_seqlens : bool
+            `seqlens` count this rank's own tokens, any of the sequence's in any order. Every query sees all of them,
+            so it takes s_q = 1 or `causal=False`. The same on every rank. Default False.
         plan : DecodePlan, optional
-            From `plan_decode` with this world and rank, updated for these `seqlens`.
+            From `plan_decode` with this world and rank, updated for these `seqlens`; with `local_seqlens` from
+            `plan_decode` without either.
         out : array, (b, s_q, h_q / world, 512), optional
             Where the result goes.
         lse : array, (b, h_q / world, s_q), float32, optional
@@ -124,11 +129,16 @@ class ContextParallel:
         shape = tuple(q.shape)
         if len(shape) == 4:  # else mla_decode says what is wrong
             heads_per_rank(shape, (shape[0], shape[2], shape[1]), self.world)
+            if local_seqlens and causal and shape[1] > 1:
+                remedy = "or deal tokens out in turn and give the lengths of the whole sequences"
+                got = f"True with s_q={shape[1]} and causal=True: which tokens a query sees is unknown"
+                raise ArgumentError(explain("local_seqlens", got, "s_q=1 or causal=False", remedy))
         if out is None and out_dtype is None:
             out_dtype = q.dtype
         result = Result(out, lse, out_dtype, lse_base, empty_lse, stream)
         kept, call = self._partials(family, q, stream), (q, kv_cache, block_table, seqlens)
-        options: dict[str, Any] = {"scale": scale, "causal": causal, "cp_world": self.world, "cp_rank": self.rank}
+        cp_world, cp_rank = (1, 0) if local_seqlens else (self.world, self.rank)
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "cp_world": cp_world, "cp_rank": cp_rank}
         options |= {"lse_base": lse_base, "kernel": kernel, "check": check, "stream": stream}
         splits = plan.splits if isinstance(plan, DecodePlan) and kept is not None else None
         if kept is None:

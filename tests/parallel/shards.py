@@ -35,16 +35,29 @@ class Batch:
     def shard(self, world: int, rank: int) -> tuple[Array, Array, Array, Array]:
         """The arguments of a decode on one rank; what no token fills is NaN, and pages are in random order."""
         q, keys = self.tokens()
-        mine = [sequence[rank::world] for sequence in keys]
+        table, cache = self._paged([sequence[rank::world] for sequence in keys], rank)
+        return q, cache, table, np.array(self.seqlens, np.int32)
+
+    def scattered(self, world: int, rank: int) -> tuple[Array, Array, Array, Array]:
+        """The same with tokens at random on any rank, in any order, and the lengths of this one's; some have none."""
+        rng = np.random.default_rng(self.seed + 1)
+        q, keys = self.tokens()
+        owners = [rng.choice(rng.permutation(world)[: 1 + i % world], len(x)) for i, x in enumerate(keys)]
+        mine = [rng.permutation(x)[owner == rank] for x, owner in zip(keys, owners, strict=True)]
+        table, cache = self._paged(mine, rank)
+        return q, cache, table, np.array([len(x) for x in mine], np.int32)
+
+    def _paged(self, mine: list[Array], rank: int) -> tuple[Array, Array]:
+        """The block table and the cache."""
         max_pages = max(1, *(-(-len(x) // PAGE) for x in mine))
         order = np.random.default_rng(rank).permutation(len(mine) * max_pages)
         table = order.reshape(len(mine), max_pages).astype(np.int32)
-        cache = np.full((order.size, PAGE, self.d_qk), np.nan, q.dtype)
+        cache = np.full((order.size, PAGE, self.d_qk), np.nan, mine[0].dtype)
         for request, sequence in enumerate(mine):
             for page in range(-(-len(sequence) // PAGE)):
                 piece = sequence[page * PAGE : (page + 1) * PAGE]
                 cache[table[request, page], : len(piece)] = piece
-        return q, cache, table, np.array(self.seqlens, np.int32)
+        return table, cache
 
     def expected(self, causal: bool = True, rounding: str | None = None) -> tuple[Array, Array]:
         """What one rank with all tokens finds; with `rounding`, as kernels round."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError
+from mla_cupy import ArgumentError, DTypeError, ParallelError, PlanError, ShapeError
 from mla_cupy.parallel import ContextParallel, HostTransport, LocalGroup
 from tests.parallel.shards import Batch, heads_of
 
@@ -30,6 +30,16 @@ def on_all_ranks(world: int, task: Any) -> list[Any]:
     with ThreadPoolExecutor(world) as threads:
         futures = [threads.submit(task, ContextParallel(HostTransport(group.member(r)))) for r in range(world)]
         return [future.result() for future in futures]
+
+
+def plan_of(batch: Batch, shard: tuple[Any, ...], **options: int) -> mla_cupy.DecodePlan:
+    """A plan for this rank's arrays, on the host, updated for their lengths."""
+    _, cache, table, seqlens = shard
+    sizes = {"max_b": len(seqlens), "s_q": batch.s_q, "h_q": batch.h_q, "d_qk": batch.d_qk}
+    sizes |= {"max_pages": table.shape[1], "page_size": cache.shape[1]}
+    plan = mla_cupy.plan_decode(**sizes, dtype=batch.dtype, **options)
+    plan.update(seqlens)
+    return plan
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -52,6 +62,51 @@ def test_ranks_agree_with_one(batch: Batch, world: int, causal: bool) -> None:
     for rank, (mine, mine_lse) in enumerate(on_all_ranks(world, decode)):
         np.testing.assert_allclose(mine, heads_of(out, 2, world, rank), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(mine_lse, heads_of(lse, 1, world, rank), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "batch",
+    [Batch((100, 1, 0, 37, 29), h_q=24), Batch((70, 5, 4), s_q=4, h_q=24, d_qk=512, dtype="float16", seed=3)],
+    ids=lambda batch: f"sq{batch.s_q}-d{batch.d_qk}",
+)
+@pytest.mark.parametrize("planned", [False, True])
+def test_tokens_anywhere_with_local_lengths(batch: Batch, world: int, planned: bool) -> None:
+    shards = [batch.scattered(world, rank) for rank in range(world)]
+    lengths = np.array([shard[3] for shard in shards])
+    assert (lengths.sum(0) == batch.seqlens).all()
+    assert world == 1 or 0 in lengths[:, 0]  # an empty shard of a long sequence
+    causal = batch.s_q == 1
+
+    def decode(context: ContextParallel) -> tuple[Any, Any]:
+        shard = shards[context.rank]
+        plan = plan_of(batch, shard) if planned else None
+        return context.decode(*shard, plan=plan, causal=causal, local_seqlens=True, out_dtype="float32")
+
+    out, lse = batch.expected(causal)
+    for rank, (mine, mine_lse) in enumerate(on_all_ranks(world, decode)):
+        np.testing.assert_allclose(mine, heads_of(out, 2, world, rank), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine_lse, heads_of(lse, 1, world, rank), rtol=1e-5, atol=1e-5)
+
+
+def test_local_lengths_take_a_plan_of_one_rank() -> None:
+    batch = Batch((9, 4))
+
+    def decode(context: ContextParallel) -> None:
+        shard = batch.scattered(2, context.rank)
+        plan = plan_of(batch, shard, cp_world=2, cp_rank=context.rank)
+        with pytest.raises(PlanError, match=r"plan: got cp_world=2, cp_rank=[01], expected cp_world=1, cp_rank=0"):
+            context.decode(*shard, plan=plan, local_seqlens=True)
+
+    on_all_ranks(2, decode)
+
+
+def test_local_lengths_do_not_say_what_several_queries_see() -> None:
+    def decode(context: ContextParallel) -> None:
+        with pytest.raises(ArgumentError, match=r"local_seqlens: got True with s_q=2 .* s_q=1 or causal=False"):
+            context.decode(*Batch((5,), s_q=2).scattered(2, context.rank), local_seqlens=True)
+
+    on_all_ranks(2, decode)
 
 
 def test_options_reach_the_result() -> None:

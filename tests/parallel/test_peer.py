@@ -11,6 +11,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError, reference
 from mla_cupy.parallel import ContextParallel, LocalGroup, PeerTransport
+from mla_cupy.parallel.transport import Result
 from tests.parallel.shards import PAGE, Batch
 from tests.support.sim_driver import SimDriver, simulated
 
@@ -83,6 +84,40 @@ def test_split_requests_are_merged_on_the_way(gpu_alone: SimDriver, partial_dtyp
     for found, wanted in zip((out, lse), plain, strict=True):
         exact = partial_dtype == "float32"
         np.testing.assert_allclose(found, wanted, rtol=1e-5 if exact else 2**-7, atol=1e-6 if exact else 1e-3)
+
+
+class OneOfTwo:
+    """A transport that gives back what it should send."""
+
+    world = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def check(self) -> None:
+        """All is well."""
+
+    def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
+        """All heads of this rank's tokens."""
+        return np.array(outs), np.array(lses)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_local_lengths_on_the_gpu(gpu_alone: SimDriver, planned: bool) -> None:
+    """Tokens of any order on two ranks, one of which has none of the first request."""
+    batch, parts = Batch((140, 70), h_q=4, seed=6), []
+    for rank in range(2):
+        shard = batch.scattered(2, rank)
+        sizes = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": shard[2].shape[1], "page_size": PAGE}
+        plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", kernel="decode_sm90_small", device=0)
+        plan.update(shard[3])
+        context = ContextParallel(OneOfTwo(rank))
+        options = {"plan": plan} if planned else {"kernel": "decode_sm90_small"}
+        parts.append(context.decode(*shard, local_seqlens=True, **options))
+    out, lse = reference.merge_states(*(np.stack(part) for part in zip(*parts, strict=True)))
+    expected, expected_lse = batch.expected(rounding="bfloat16")
+    np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
 def test_plans_whose_requests_are_not_split(gpu_alone: SimDriver) -> None:
