@@ -28,6 +28,9 @@ struct SparseDecodeParams : ExtraAddresses, DecodeParams {
     i32 extra_num_pages, extra_page_size, extra_topk;
 };
 
+// x / by for a `by` that is a power of two, mostly: then without a division, which is a long chain.
+MLA_DEVICE u32 divided(u32 x, u32 by) { return (by & (by - 1)) == 0 ? x >> (31 - __clz((i32)by)) : x / by; }
+
 MLA_DEVICE i32 clamped_length(const i32* lengths, i64 at, i32 topk) {
     return lengths == nullptr ? topk : max(0, min(lengths[at], topk));
 }
@@ -58,15 +61,22 @@ struct SelectedTokens {
 
     template <class Item>
     MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
-        if (token >= item.tokens) return nowhere();
+        const i32* entry = entry_of(p, item, token);
+        return entry == nullptr ? nowhere() : *entry;
+    }
+
+    // Where the slot of a token is; null past the end of the lists.
+    template <class Item>
+    MLA_DEVICE static const i32* entry_of(const DecodeParams& p, const Item& item, i32 token) {
+        if (token >= item.tokens) return nullptr;
         const SparseDecodeParams& all = SelectedWork::params(p);
-        const i64 b = item.request / all.queries_of_length, s = item.request - b * all.queries_of_length;
+        const i64 b = divided(item.request, all.queries_of_length), s = item.request - b * all.queries_of_length;
         if (token < item.first_tokens) {
-            return p.block_table[b * p.table_stride_b_elems + s * all.indices_stride_s_elems +
-                                 token * p.table_stride_page_elems];
+            return p.block_table + b * p.table_stride_b_elems + s * all.indices_stride_s_elems +
+                   token * p.table_stride_page_elems;
         }
-        return all.extra_indices[b * all.extra_stride_b_elems + s * all.extra_stride_s_elems +
-                                 (token - item.first_tokens) * all.extra_stride_k_elems];
+        return all.extra_indices + b * all.extra_stride_b_elems + s * all.extra_stride_s_elems +
+               (token - item.first_tokens) * all.extra_stride_k_elems;
     }
 
     // A slot is not negative as an i32 if it is one: its page and token are found without 64-bit divisions.
@@ -76,7 +86,7 @@ struct SelectedTokens {
         const SparseDecodeParams& all = SelectedWork::params(p);
         const bool extra = token >= item.first_tokens;
         const i32 page_size = extra ? all.extra_page_size : p.page_size;
-        const u32 page = (u32)slot / (u32)page_size, in_page = (u32)slot - page * page_size;
+        const u32 page = divided(slot, page_size), in_page = (u32)slot - page * page_size;
         if (slot < 0 || page >= (u32)(extra ? all.extra_num_pages : p.num_pages)) return {nullptr, nullptr};
         const u8* cache = extra ? all.extra_cache : reinterpret_cast<const u8*>(p.kv);
         u8* from = const_cast<u8*>(cache) + page * (extra ? all.extra_page_stride_bytes : p.kv_stride_page_elems);

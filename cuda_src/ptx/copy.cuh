@@ -57,6 +57,15 @@ MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
                  : "memory");
 }
 
+// The same of 4 or 8 bytes.
+template <i32 kBytes>
+MLA_DEVICE void cp_async(SmemAddr to, const void* from, bool present) {
+    if constexpr (kBytes == 16) return cp_async_16(to, from, present);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to.value), "l"(from), "r"(present ? kBytes : 0),
+                 "n"(kBytes)
+                 : "memory");
+}
+
 // The same with an L2 policy; an L2 miss fetches kFetchBytes.
 template <i32 kFetchBytes>
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present, u64 l2_policy) {

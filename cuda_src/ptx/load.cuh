@@ -3,6 +3,14 @@
 #include "common/types.cuh"
 
 namespace mla {
+// 16 bytes. Volatile: a load issued early stays early.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+MLA_DEVICE uint4 ld_global_16(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+
 // 16 bytes, or zeros where `present` is false (nothing is read then). Volatile: a load issued early stays early.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 MLA_DEVICE uint4 ld_global_16(const void* from, bool present) {

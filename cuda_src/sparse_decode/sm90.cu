@@ -50,6 +50,8 @@ struct Fp8 : RecordTile<TokenRecord> {
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
     struct Extra {
         float q_factors[kBlockM];
+        alignas(16) LaneScales<TokenRecord>::OfRow scales[kTileTokens];  // of the tile after that being stored
+        i32 slots[kTileTokens];                                          // of the one after that
     };
 
     // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.
@@ -93,7 +95,7 @@ MLA_RECORD_FACT(TokenRecord);
 struct Pieces {
     static constexpr i32 kLeft = Fp8::kSwTilesLeft, kRight = Fp8::kRowPieces - kLeft;
     static constexpr i32 kOfTile = kRowsOfLane * Fp8::kRowPieces;
-    static constexpr i32 kBatch = 4;  // are converted, and then reloaded
+    static constexpr i32 kBatch = 2;  // are converted, and then reloaded
 
     MLA_DEVICE static constexpr bool is_left(i32 i) { return i < kRowsOfLane * kLeft; }
     MLA_DEVICE static constexpr i32 row(i32 i) { return is_left(i) ? i / kLeft : (i - kRowsOfLane * kLeft) / kRight; }
@@ -108,8 +110,7 @@ constexpr i32 kTilesBeforeQuery = kStagesKV;
 
 // A tile whose slots have been asked for.
 struct ListedTile {
-    i32 tag;                      // packed to save registers: see below
-    SelectedTokens::Place place;  // of the lane's row
+    i32 tag;  // packed to save registers: see below
 
     MLA_DEVICE bool exists() const { return tag != 0; }
     MLA_DEVICE bool first() const { return tag & 2; }        // of its work item: in stage 0
@@ -120,7 +121,6 @@ struct ListedTile {
 struct Dequantiser {
     Block<Fp8>& block;
     i32 warp, lane;
-    i32 first_query;  // the split's, stored before its first tile
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
 
@@ -135,15 +135,17 @@ struct Dequantiser {
     }
 
     // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a query
-    // come before its Q, but for the split's first query.
+    // come before its Q. Of the split's first query it comes before all: nothing of that item is `second`.
     MLA_DEVICE ListedTile list_next(SlimTileWalk<SelectedWork>& walk, bool second) const {
-        ListedTile listed{0, SelectedTokens::nowhere()};
+        ListedTile listed{0};
         if (!walk.next(block.p)) return listed;
-        listed.place = SelectedTokens::place(block.p, walk, token_of_lane(walk));
+        const i32* entry = SelectedTokens::entry_of(block.p, walk, token_of_lane(walk));
+        const bool present = entry != nullptr;
+        if (lane < kRowsOfWarp) cp_async<4>(smem_addr(&slot()), present ? entry : block.p.block_table, present);
         static_assert(kTilesBeforeQuery == 2, "after the second tile, or the only one");
         const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
-        listed.set(walk.first, with_query && walk.request != first_query ? walk.request : kNoQuery);
-        if (walk.first && first_query != kNoQuery) prefetch_query(walk.request);
+        listed.set(walk.first, with_query ? walk.request : kNoQuery);
+        if (walk.first) prefetch_query(walk.request);
         return listed;
     }
 
@@ -151,23 +153,31 @@ struct Dequantiser {
         return walk.tile * kTileTokens + warp * kRowsOfWarp + lane % kRowsOfWarp;
     }
 
-    // Where row `lane` of the tile that was read last is.
-    MLA_DEVICE TokenBytes find(const SlimTileWalk<SelectedWork>& walk, const ListedTile& listed) const {
-        return SelectedTokens::bytes<TokenRecord>(block.p, walk, token_of_lane(walk), listed.place);
+    MLA_DEVICE i32& slot() const { return block.s.extra.slots[warp * kRowsOfWarp + lane % kRowsOfWarp]; }
+
+    // Where row `lane` of the tile that was read last is. Its scales are asked for.
+    MLA_DEVICE const u8* find(const SlimTileWalk<SelectedWork>& walk, const ListedTile& listed) const {
+        const i32 token = token_of_lane(walk);
+        const i32 slot = listed.exists() && token < walk.tokens ? this->slot() : SelectedTokens::kNoSlot;
+        const TokenBytes bytes = SelectedTokens::bytes<TokenRecord>(block.p, walk, token, slot);
+        const bool present = bytes.data != nullptr;
+        __syncwarp();
+        if (lane < kRowsOfWarp) {
+            const SmemAddr to = smem_addr(&block.s.extra.scales[warp * kRowsOfWarp + lane]);
+            cp_async<sizeof(LaneScales<TokenRecord>::OfRow)>(to, present ? bytes.scales : kZeroRow, present);
+        }
+        return present ? bytes.data : kZeroRow;
     }
 
     // Where the lane's row r is.
-    MLA_DEVICE u8* row_of_lane(u8* const& of_lane, i32 r) const {
+    MLA_DEVICE const u8* row_of_lane(const u8* of_lane, i32 r) const {
         const u64 all = reinterpret_cast<u64>(of_lane);
-        return reinterpret_cast<u8*>(__shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep));
+        return reinterpret_cast<const u8*>(__shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep));
     }
 
-    MLA_DEVICE void load_scales(LaneScales<TokenRecord> (&raw)[kRowsOfLane], const TokenBytes& token) const {
-#pragma unroll
-        for (i32 r = 0; r < kRowsOfLane; ++r) {
-            const TokenBytes of_row{row_of_lane(token.data, r), row_of_lane(token.scales, r)};
-            raw[r] = LaneScales<TokenRecord>::load(of_row, lane);
-        }
+    MLA_DEVICE RowScales<TokenRecord, Fp8::Latent> scales_of(i32 r) const {
+        const auto& row = block.s.extra.scales[row0() + r * kRowStep];
+        return RowScales<TokenRecord, Fp8::Latent>(LaneScales<TokenRecord>::of_row(row, lane));
     }
 
     MLA_DEVICE void prefetch_query(i32 query) const {
@@ -215,7 +225,7 @@ struct Dequantiser {
                 QueryRow<Fp8> row;
                 row.load_stored(s.q, kSw128Bytes, at, lane);
                 const float factor = store_query_row<Fp8, Fp8::Element, Fp8::Latent>(s.q, kSw128Bytes, row, at, lane);
-                if (lane == 0) s.q_factors[at] = factor;
+                if (lane == 0) s.extra.q_factors[at] = factor;
             }
         }
         release(s.q_full, lane);
@@ -223,12 +233,11 @@ struct Dequantiser {
 
     // Half a tile in flight hides an L2's latency, not a memory's: rows are brought into L2 half a tile earlier.
     // PERF(H200, 2026-11-22, 134 to 116 us with 64 heads and a batch of 128)
-    MLA_DEVICE void prefetch_rows(u8* const& data) const {
+    MLA_DEVICE void prefetch_rows(const u8* data) const {
         constexpr i32 kLineBytes = 128, kLines = ceil_div(kTokenBytes, kLineBytes);
 #pragma unroll
         for (i32 r = 0; r < kRowsOfLane; ++r) {
             const u8* from = row_of_lane(data, r);
-            if (from == nullptr) continue;
 #pragma unroll
             for (i32 line = 0; line < kLines; line += kPieceLanes) {
                 const i32 at = (line + lane % kPieceLanes) * kLineBytes;
@@ -238,7 +247,7 @@ struct Dequantiser {
     }
 
     // Which of the warp's rows are there, as bits.
-    MLA_DEVICE u32 present_rows(const u8* data) const { return __ballot_sync(kFullWarp, data != nullptr); }
+    MLA_DEVICE u32 present_rows(const u8* data) const { return __ballot_sync(kFullWarp, data != kZeroRow); }
 
     // Stores pieces [begin, end) of a tile, and refills their registers with those of the next tile. The loads come
     // after the warp's barrier, which keeps the compiler from moving them up: they would need other registers, and be
@@ -246,7 +255,7 @@ struct Dequantiser {
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kOfTile],
                                  const RowScales<TokenRecord, Fp8::Latent> (&scales)[kRowsOfLane],
-                                 u8* const& next) const {
+                                 const u8* next) const {
 #pragma unroll
         for (i32 batch = kBegin; batch < kEnd; batch += Pieces::kBatch) {
 #pragma unroll
@@ -260,10 +269,10 @@ struct Dequantiser {
                 }
             }
             __syncwarp();
-            u8* const rows[kRowsOfLane] = {row_of_lane(next, 0), row_of_lane(next, 1)};
+            const u8* const rows[kRowsOfLane] = {row_of_lane(next, 0), row_of_lane(next, 1)};
 #pragma unroll
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
-                held[i] = load_piece<TokenRecord>({rows[Pieces::row(i)], nullptr}, Pieces::piece(i), lane);
+                held[i] = load_piece<TokenRecord>(rows[Pieces::row(i)], Pieces::piece(i), lane);
             }
         }
     }
@@ -272,44 +281,46 @@ struct Dequantiser {
 // While a tile is stored, the next one is loaded, and the slots of the one after it.
 MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     Storage<Fp8>& s = block.s;
-    Dequantiser dequantiser{block, warp, lane, kNoQuery};
+    Dequantiser dequantiser{block, warp, lane};
     SlimTileWalk<SelectedWork> walk(block.p, block.split);
     ListedTile current = dequantiser.list_next(walk, false);
     if (!current.exists()) return;
-    dequantiser.first_query = walk.request;
     current.set(true, kNoQuery);
-    dequantiser.start_query(dequantiser.first_query);
-    TokenBytes token = dequantiser.find(walk, current);
-    ListedTile next = dequantiser.list_next(walk, true);
+    cp_async_commit_group();
+    dequantiser.start_query(walk.request);
+    cp_async_wait_group<0>();  // not for the query
+    __syncwarp();
+    const u8* token = dequantiser.find(walk, current);
+    ListedTile next = dequantiser.list_next(walk, false);
     uint4 held[Pieces::kOfTile];
-    LaneScales<TokenRecord> raw[kRowsOfLane];
 #pragma unroll
     for (i32 i = 0; i < Pieces::kOfTile; ++i) {
-        u8* const row = dequantiser.row_of_lane(token.data, Pieces::row(i));
-        held[i] = load_piece<TokenRecord>({row, nullptr}, Pieces::piece(i), lane);
+        const u8* row = dequantiser.row_of_lane(token, Pieces::row(i));
+        held[i] = load_piece<TokenRecord>(row, Pieces::piece(i), lane);
     }
-    dequantiser.load_scales(raw, token);
     dequantiser.finish_query();
     i32 stage = 0;
 #pragma unroll 1
     while (true) {
         opaque(dequantiser.lane);  // derived values are not worth registers across the loop
-        const u32 present = dequantiser.present_rows(token.data);
+        const u32 present = dequantiser.present_rows(token);
+        cp_async_wait_group<0>();
+        __syncwarp();
+        const RowScales<TokenRecord, Fp8::Latent> scales[kRowsOfLane] = {dequantiser.scales_of(0),
+                                                                         dequantiser.scales_of(1)};
         token = dequantiser.find(walk, next);
-        dequantiser.prefetch_rows(token.data);
+        dequantiser.prefetch_rows(token);
         if (current.first()) stage = 0;
         const ListedTile after = dequantiser.list_next(walk, next.first());
-        const RowScales<TokenRecord, Fp8::Latent> scales[kRowsOfLane] = {RowScales<TokenRecord, Fp8::Latent>(raw[0]),
-                                                                         RowScales<TokenRecord, Fp8::Latent>(raw[1])};
-        dequantiser.load_scales(raw, token);
+        cp_async_commit_group();
         const u32 empty_parity = dequantiser.ring.empty_parity(stage);
         constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
         mbarrier_wait(s.kv_empty[stage].left, empty_parity);
         if (lane == 0) reinterpret_cast<u16*>(&s.present[stage])[warp] = (u16)present;
-        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, token.data);
+        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, token);
         release(s.kv_full[stage].left, lane);
         mbarrier_wait(s.kv_empty[stage].right, empty_parity);
-        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, token.data);
+        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, token);
         release(s.kv_full[stage].right, lane);
         dequantiser.ring.advance(stage);
         stage ^= 1;

@@ -94,6 +94,8 @@ def test_even_cuts() -> None:
     problem = SparseDecodeProblem(128, 16, 2048, "bfloat16", "v32")
     assert even_cuts(problem, 16, 132) == Cuts(128, 1, 32)
     assert even_cuts(replace(problem, queries=1), 16, 132) == Cuts(32, 32, 1)
+    assert even_cuts(replace(problem, queries=1, h_q=32), 16, 66) == Cuts(32, 32, 1)
+    assert even_cuts(replace(problem, queries=1, h_q=64), 16, 33) == Cuts(16, 32, 1)
     assert even_cuts(replace(problem, queries=16), 16, 132) == Cuts(128, 32, 1)
     assert even_cuts(replace(problem, queries=150), 16, 132) == Cuts(132, 32, 1)
     assert even_cuts(replace(problem, topk=0), 16, 132) == Cuts(128, 1, 1)

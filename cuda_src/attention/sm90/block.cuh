@@ -75,7 +75,7 @@ struct TreeWords<true> {
 };
 
 template <class C>
-struct Storage : C::Extra {
+struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[C::kTileBytes];  // the resident SW128 tile's place is p(1)
     u8 kv[kStagesKV][C::kTileBytes];
     u8 p_buffers[C::kPBuffers][kSw128Bytes];
@@ -88,6 +88,7 @@ struct Storage : C::Extra {
     MBarrier q_full, q_empty;
     MBarrier sums_ready[2];  // left, right: the share of l is in sums
     TreeWords<C::kTree> tree;
+    typename C::Extra extra;
 
     MLA_DEVICE u8* q_resident() { return q + C::kResidentSwTile * kSw128Bytes; }
     MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p_buffers[0] : C::second_p(*this); }

@@ -54,7 +54,7 @@ template <class C>
 MLA_DEVICE void scale_scores(Storage<C>& s, Math& math, i32 thread) {
     if constexpr (C::kScaledQueries) {
         float factors[kFragmentRows];
-        load_rows(factors, s.q_factors, thread);
+        load_rows(factors, s.extra.q_factors, thread);
 #pragma unroll
         for (i32 i = 0; i < kScoresPerThread; ++i) math.scores[i] *= factors[fragment_half(i)];
     }

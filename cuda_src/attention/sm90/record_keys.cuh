@@ -111,22 +111,31 @@ struct SlimTileWalk {
 // Where those of a piece are. Odd rows have the halves of RoPE swapped: eight lanes then store to eight different
 // banks.
 template <class Record>
-MLA_DEVICE const u8* piece_address(const TokenBytes& token, i32 piece, i32 lane) {
+MLA_DEVICE const u8* piece_address(const u8* row, i32 piece, i32 lane) {
     constexpr i32 kLatentPieces = RecordTile<Record>::kLatentSwTiles;
     const i32 odd_row = lane / kPieceLanes & 1;
     const i32 at = piece < kLatentPieces || kRopePieces<Record> == 1
                        ? piece * kPieceBytes
                        : Record::kRopeOffset + ((piece - kLatentPieces) ^ odd_row) * kPieceBytes;
-    return token.data + at + lane % kPieceLanes * 16;
+    return row + at + lane % kPieceLanes * 16;
 }
 
 // Those of a piece; zeros where there is no row.
 template <class Record>
 MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
-    return ld_global_16(piece_address<Record>(token, piece, lane), token.data != nullptr);
+    return ld_global_16(piece_address<Record>(token.data, piece, lane), token.data != nullptr);
 }
 
-// The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven.
+// Read in place of a row that is not there: a load without a condition stays where it is, and its register, too.
+__device__ alignas(16) const u8 kZeroRow[768] = {};
+
+template <class Record>
+MLA_DEVICE uint4 load_piece(const u8* row, i32 piece, i32 lane) {
+    return ld_global_16(piece_address<Record>(row, piece, lane));
+}
+
+// The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven. `OfRow` is a copy
+// of them in shared memory.
 template <class Record>
 struct LaneScales;
 
@@ -140,6 +149,9 @@ struct LaneScales<v32> {
         return {token.data == nullptr ? 0.f : scales[lane % kPieceLanes]};
     }
     MLA_DEVICE float of_lane(i32) const { return scale; }
+
+    using OfRow = float4;
+    MLA_DEVICE static LaneScales of_row(const OfRow& scales, i32 lane) { return {(&scales.x)[lane % kPieceLanes]}; }
 };
 
 template <>
@@ -149,6 +161,11 @@ struct LaneScales<v4> {
     MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
         const u16* scales = reinterpret_cast<const u16*>(token.scales);
         return {token.data == nullptr ? 0u : scales[lane % kPieceLanes]};
+    }
+
+    using OfRow = u64;
+    MLA_DEVICE static LaneScales of_row(const OfRow& scales, i32 lane) {
+        return {reinterpret_cast<const u16*>(&scales)[lane % kPieceLanes]};
     }
     MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
 };

@@ -166,8 +166,11 @@ struct Dequantiser {
         listed.query = walk.request;
 #pragma unroll
         for (i32 i = 0; i < kQueryRows; ++i) {
-            const u16* from = query_row(listed.query, i);
-            if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+            // Without a branch: after one that lanes may take apart, the compiler would keep nothing in uniform
+            // registers.
+            const i32 row = min(block.row0 + warp + i * kDequantWarps, block.rows - 1);
+            const u16* from = C::Tokens::query_row(block.p, listed.query, block.kv_head, row);
+            prefetch_global_l2(from + min(lane, C::kSwTilesQk - 1) * kSw128Columns);
         }
         return listed;
     }
@@ -201,7 +204,7 @@ struct Dequantiser {
             if constexpr (C::kStaged) {
                 const bool present = token.data != nullptr;
                 const u8* nothing = reinterpret_cast<const u8*>(block.p.kv);
-                const u8* from = present ? piece_address<TokenRecord>(token, piece, lane) : nothing;
+                const u8* from = present ? piece_address<TokenRecord>(token.data, piece, lane) : nothing;
                 cp_async_16(smem_addr(raw(piece)), from, present);
             } else {
                 tile.piece[piece] = load_piece<TokenRecord>(token, piece, lane);
