@@ -76,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_storage(s);
     }
     __syncthreads();
+    prefetch_inputs<Small>(p);
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     const i32 warp = uniform_warp();
