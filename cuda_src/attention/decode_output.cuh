@@ -12,12 +12,16 @@ MLA_DEVICE i32 query_head(const DecodeParams& p, i32 kv_head, i32 row) {
     return kv_head * group + row % group;
 }
 
-// What turns a row's sum of weighted values into its final output: 1 / (l + exp2(sink - m)).
-MLA_DEVICE float final_factor(const DecodeParams& p, i32 kv_head, i32 row, float m, float l) {
+// What turns the sum of weighted values of a head's row into its final output: 1 / (l + exp2(sink - m)).
+MLA_DEVICE float final_factor(const DecodeParams& p, i32 head, float m, float l) {
     if (l == 0.f) return 0.f;
     if (p.attn_sink == nullptr) return 1.f / l;
-    const float sink = p.attn_sink[query_head(p, kv_head, row) * p.sink_stride_elems];
+    const float sink = p.attn_sink[head * p.sink_stride_elems];
     return 1.f / (l + exp2f(fmaf(sink, kLog2E, -m)));
+}
+
+MLA_DEVICE float final_factor(const DecodeParams& p, i32 kv_head, i32 row, float m, float l) {
+    return final_factor(p, query_head(p, kv_head, row), m, l);
 }
 
 // The same for a work item: a partial result does not include the sink yet.

@@ -29,11 +29,17 @@ MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(max_splits, kMaxSplits);
 
+// A unit of a request: its number among those of the request, whose first piece ends `split`.
+struct FoundUnit {
+    i32 split, num_partials, number;
+};
+
 struct Storage {
     SchedulePoint schedule[kMaxSplits + 1];
     // Per split, for the request whose first piece ends it: the request's pieces, and the units of those before it.
-    i32 num_partials[kMaxSplits], units_before[kMaxSplits];
+    i32 num_partials[kMaxSplits], units_before[kMaxSplits + 1];
     i32 warp_units[kWarps];
+    FoundUnit found[kTeams];
     Team teams[kTeams];
 };
 
@@ -63,7 +69,7 @@ MLA_DEVICE i32 list_split_requests(const DecodeParams& p, Storage& s) {
     for (i32 i = thread; i <= p.num_splits; i += kThreads) s.schedule[i] = split_begin(p, i);
     __syncthreads();
     const i32 pieces = partials_from(p, s, thread);
-    const i32 units = pieces == 0 ? 0 : p.s_q * p.h_q * Groups(pieces).units_per_row();
+    const i32 units = pieces == 0 ? 0 : UnitShape::of(pieces).units(p.s_q * p.h_q);
     i32 through = units;
 #pragma unroll
     for (i32 step = 1; step < kWarpThreads; step *= 2) {
@@ -73,38 +79,35 @@ MLA_DEVICE i32 list_split_requests(const DecodeParams& p, Storage& s) {
     if (lane == kWarpThreads - 1) s.warp_units[warp] = through;
     __syncthreads();
     i32 total = 0;
-#pragma unroll 1
+#pragma unroll
     for (i32 i = 0; i < kWarps; ++i) {
         if (i == warp) through += total;
         total += s.warp_units[i];
     }
     s.num_partials[thread] = pieces;
-    s.units_before[thread] = through - units;
+    s.units_before[thread + 1] = through;
+    if (thread == 0) s.units_before[0] = 0;
     __syncthreads();
     return total;
 }
 
-// The split whose request a unit belongs to: the last one that has no more units before it.
-MLA_DEVICE i32 split_of_unit(const DecodeParams& p, const Storage& s, i32 unit) {
-    i32 low = 0, high = p.num_splits - 1;
-    while (low < high) {
-        const i32 middle = (low + high + 1) / 2;
-        if (s.units_before[middle] <= unit) {
-            low = middle;
-        } else {
-            high = middle - 1;
+// By the block: prepares the units from `first` on, one per team. Each thread looks whether its split has one of them.
+MLA_DEVICE void prepare_units(const DecodeParams& p, Storage& s, i32 first, i32 units) {
+    __syncthreads();  // those before have been read
+    const i32 split = threadIdx.x, before = s.units_before[split], through = s.units_before[split + 1];
+#pragma unroll
+    for (i32 i = 0; i < kTeams; ++i) {
+        if (before <= first + i && first + i < through) {
+            s.found[i] = FoundUnit{split, s.num_partials[split], first + i - before};
         }
     }
-    return low;
-}
-
-MLA_DEVICE void merge_unit(const DecodeParams& p, Storage& s, i32 unit) {
-    const i32 split = split_of_unit(p, s, unit), num_partials = s.num_partials[split];
-    const Groups groups(num_partials);
-    const i32 in_request = unit - s.units_before[split], column = in_request & (groups.count() - 1);
-    const PartialRow partials{p, split, in_request >> groups.shift};
-    merge_unit<Element>(s.teams[threadIdx.x / kTeamThreads], partials, num_partials, groups, column,
-                        [&] { return s.schedule[split + 1].request; });
+    __syncthreads();
+    const i32 team = threadIdx.x / kTeamThreads;
+    if (first + team >= units) return;
+    const FoundUnit found = s.found[team];
+    const UnitShape shape = UnitShape::of(found.num_partials);
+    prepare_unit(p, s.teams[team], shape, found.split, found.num_partials, s.schedule[found.split + 1].request,
+                 found.number >> shape.group_shift << shape.row_shift, found.number & (shape.groups() - 1));
 }
 
 // Four blocks per SM: left to itself, the compiler takes more registers than it needs.
@@ -118,10 +121,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_decode_combine(con
     // the next attention kernel would take this one's place.
     if (query_rows(p) <= kEarlyRows) griddepcontrol_launch_dependents();
     // The attention kernel waited for the schedule before it let this kernel start.
-    const i32 units = list_split_requests(p, s);
-    griddepcontrol_wait();
+    const i32 units = list_split_requests(p, s), team = threadIdx.x / kTeamThreads;
+    bool waited = false;
 #pragma unroll 1
-    for (i32 unit = blockIdx.x * kTeams + threadIdx.x / kTeamThreads; unit < units; unit += gridDim.x * kTeams)
-        merge_unit(p, s, unit);
+    for (i32 first = blockIdx.x * kTeams;; first += gridDim.x * kTeams) {
+        if (first < units) prepare_units(p, s, first, units);
+        if (!waited) griddepcontrol_wait();
+        waited = true;
+        if (first >= units) break;
+        if (first + team < units) merge_unit<Element>(p, s.teams[team]);
+    }
 }
 }  // namespace mla::decode

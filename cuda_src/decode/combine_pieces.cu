@@ -23,15 +23,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     mla_decode_combine_pieces(const __grid_constant__ DecodeParams p) {
     __shared__ Team teams[kTeams];
     griddepcontrol_wait();
-    const i32 rows = p.s_q * p.h_q, team = threadIdx.x / kTeamThreads, column = blockIdx.y;
+    const i32 rows = p.s_q * p.h_q, column = blockIdx.y;
+    Team& team = teams[threadIdx.x / kTeamThreads];
 #pragma unroll 1
-    for (i64 i = blockIdx.x * kTeams + team; i < (i64)p.b * rows; i += gridDim.x * kTeams) {
+    for (i64 i = blockIdx.x * kTeams + threadIdx.x / kTeamThreads; i < (i64)p.b * rows; i += gridDim.x * kTeams) {
         const i32 request = (i32)(i / rows), first = first_splits(p)[request];
         const i32 num_partials = min(first_splits(p)[request + 1] - first, kMaxPartials);
-        const Groups groups(num_partials);
-        if (num_partials < 2 || column >= groups.count()) continue;
-        merge_unit<Element>(teams[team], PartialRow{p, first, (i32)(i % rows)}, num_partials, groups, column,
-                            [&] { return request; });
+        if (num_partials < 2) continue;
+        const UnitShape shape{0, UnitShape::of(num_partials).group_shift};
+        if (column >= shape.groups()) continue;
+        prepare_unit(p, team, shape, first, num_partials, request, (i32)(i % rows), column);
+        merge_unit<Element>(p, team);
     }
 }
 }  // namespace mla::decode

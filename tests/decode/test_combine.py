@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mla_cupy.kernels.decode.problem import MAX_SPLITS, DecodeOptions, DecodePro
 from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
+from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 
@@ -32,7 +34,15 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> View:
     return View(0, shape, strides, dtype, 0)
 
 
-def merged(cuts: list[Point], b: int, lse: np.ndarray, out: np.ndarray, dtype: str, blocks: int) -> tuple[Any, Any]:
+def merged(
+    cuts: list[Point],
+    b: int,
+    lse: np.ndarray,
+    out: np.ndarray,
+    dtype: str,
+    blocks: int,
+    mode: tuple[str, int] = ("early", 0),
+) -> tuple[Any, Any]:
     """What the kernel makes of partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
     problem = DecodeProblem(S_Q, H_Q, H_KV, "bfloat16")
@@ -61,7 +71,7 @@ def merged(cuts: list[Point], b: int, lse: np.ndarray, out: np.ndarray, dtype: s
         workspace[layout.offsets[name] :][: part.size] = part
     result = np.full((b, S_Q, H_Q, D_V), 9, "f4" if dtype == "float32" else "u2")
     result_lse = np.full((b, H_Q, S_Q), np.nan, np.float32)
-    with simulated(2) as target:
+    with simulated(2, mode=mode[0], seed=mode[1]) as target:
         address = target.memory.map
         prepared = Prepared([step], tuple(shapes), layout, fake_gpu(2), 0)
         prepared.enqueue([0, 0, 0, 0, 0, address(result), address(result_lse)], address(workspace), 0)
@@ -77,6 +87,32 @@ def expected(lse: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.where(total[:, None] > 0, (weights[..., None] * out).sum(0) / total[:, None], 0)
         return mean, np.where(total > 0, top + np.log2(total), 7.0)
+
+
+def check_merge(
+    pieces: list[int], num_splits: int, dtype: str, blocks: int = 3, mode: tuple[str, int] = ("early", 0)
+) -> None:
+    """Random partial results of a batch, merged, against the mean in float64."""
+    rng = np.random.default_rng(num_splits)
+    cuts = cuts_of(pieces, num_splits)
+    lse = rng.normal(0, 4, (2 * num_splits, H_Q))
+    out = rng.standard_normal((2 * num_splits, H_Q, D_V)).astype(np.float32).astype(float)
+    lse[num_splits, 0] = -np.inf  # the first piece of the first request sees nothing, its last head nothing at all
+    out[num_splits, 0] = 0
+    splits = split_requests(cuts)
+    for index in splits[0]:
+        lse[index, -1], out[index, -1] = -np.inf, 0
+    result, result_lse = merged(cuts, len(pieces), lse, out, dtype, blocks, mode)
+    for request, count in enumerate(pieces):
+        if count == 1:
+            assert np.isnan(result_lse[request]).all()  # not the merge's business
+            continue
+        mean, total = expected(lse[splits[request]], out[splits[request]])
+        found = result[request, 0]
+        if dtype == "bfloat16":
+            found = (found.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_allclose(found, mean, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-5)
+        np.testing.assert_allclose(result_lse[request, :, 0], total, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,26 +131,52 @@ def expected(lse: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> None:
-    rng = np.random.default_rng(num_splits)
-    cuts = cuts_of(pieces, num_splits)
-    lse = rng.normal(0, 4, (2 * num_splits, H_Q))
-    out = rng.standard_normal((2 * num_splits, H_Q, D_V)).astype(np.float32).astype(float)
-    lse[num_splits, 0] = -np.inf  # the first piece of the first request sees nothing, its last head nothing at all
-    out[num_splits, 0] = 0
-    splits = split_requests(cuts)
-    for index in splits[0]:
-        lse[index, -1], out[index, -1] = -np.inf, 0
-    result, result_lse = merged(cuts, len(pieces), lse, out, dtype, blocks=3)
-    for request, count in enumerate(pieces):
-        if count == 1:
-            assert np.isnan(result_lse[request]).all()  # not the merge's business
-            continue
-        mean, total = expected(lse[splits[request]], out[splits[request]])
-        found = result[request, 0]
-        if dtype == "bfloat16":
-            found = (found.astype(np.uint32) << 16).view(np.float32)
-        np.testing.assert_allclose(found, mean, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-5)
-        np.testing.assert_allclose(result_lse[request, :, 0], total, rtol=1e-5, atol=1e-5)
+    check_merge(pieces, num_splits, dtype)
+
+
+MERGE, COMBINE = "decode/merge_partials.cuh", "decode/combine.cu"
+MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
+MUTANTS = (
+    Mutant("a unit used before it is prepared", MERGE, "    }\n    Team::sync();\n}", "    }\n}"),
+    Mutant(
+        "groups merged before they have their sums", MERGE, "    Team::sync();\n    if ((thread &", "    if ((thread &"
+    ),
+    Mutant("absent pieces read", MERGE, "present ? index", "true ? index"),
+    Mutant("rows past the last one stored", MERGE, " || row >= team.num_rows", ""),
+    Mutant(
+        "the second row's pieces weighed with the first's",
+        MERGE,
+        "if (shape.row_shift == 0)",
+        "if (shape.row_shift < 2)",
+    ),
+    Mutant("two rows added up", MERGE, "if (shape.row_shift < 2) {", "{"),
+    Mutant("a group's weight left out", MERGE, "__shfl_sync(kFullWarp, group_weight, g)", "1.f"),
+    Mutant(
+        "units not waited for",
+        COMBINE,
+        "        }\n    }\n    __syncthreads();\n    const i32 team",
+        "        }\n    }\n    const i32 team",
+    ),
+    Mutant(
+        "units found while those before are read", COMBINE, "    __syncthreads();  // those before have been read\n", ""
+    ),
+)
+
+
+#: Several units per team, of every shape.
+PIECES, NUM_SPLITS = [3, 20, 2, 7, 12], 46
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_in_every_order(mode: tuple[str, int]) -> None:
+    check_merge(PIECES, NUM_SPLITS, "float32", 2, mode)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_bugs_are_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = as_verdict(check_merge)
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert any(verdict(PIECES, NUM_SPLITS, "float32", 2, mode) for mode in MODES)
 
 
 def test_a_merge_does_not_depend_on_other_requests() -> None:
