@@ -30,6 +30,9 @@ struct KeyRanges {
     MLA_DEVICE i32 num_blocks() const { return ceil_div(num_tokens, block_tokens); }
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
 
+    // Whether the last token of a block sees what the others see.
+    MLA_DEVICE bool are_nested() const { return block_tokens == 1 || (begins == nullptr && end_of_last); }
+
     // The bounds of a token of a block.
     MLA_DEVICE KeyBounds load(i32 block, i32 token) const {
         KeyBounds bounds{0, num_keys};
@@ -75,6 +78,14 @@ MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block) {
     return tiles_of<kTileKeys>(first, last);
 }
 
+// The same, if the bounds of the last token are known.
+template <i32 kTileKeys>
+MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block, const KeyBounds& last) {
+    if (!ranges.are_nested()) return block_tiles<kTileKeys>(ranges, block);
+    const KeyRange range = ranges.clamp(last, ranges.tokens_of(block) - 1);
+    return tiles_of<kTileKeys>(range.begin, range.end);
+}
+
 // By all lanes of a warp, each of which knows the range of one token, or an empty one.
 template <i32 kTileKeys>
 MLA_DEVICE TileRange warp_tiles(KeyRange range) {
@@ -92,6 +103,11 @@ MLA_DEVICE TileRange warp_tiles(KeyRange range) {
 struct TileCut {
     i32 block, tile;
 };
+
+// floor(split * total / num_splits), for up to 2^15 splits, without 64 bits.
+MLA_DEVICE i32 share_begin(i32 split, i32 num_splits, i32 total) {
+    return split * (total / num_splits) + split * (total % num_splits) / num_splits;
+}
 
 // What a block adds to the line: its tiles, and what fetching its queries costs beside 128 keys.
 template <i32 kTileKeys>

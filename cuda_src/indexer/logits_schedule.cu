@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (i32 block = first; block < last; ++block) mine += Cost::of(block_tiles<kTileKeys>(ranges, block));
     const i32 total = sum_shares(s, mine);
 
-    const i32 split = threadIdx.x, place = (i32)((i64)split * total / p.num_splits);
+    const i32 split = threadIdx.x, place = share_begin(split, p.num_splits, total);
     if (split <= p.num_splits) {
         p.cuts[split] = place < total ? cut_at(ranges, s, place, share_blocks) : TileCut{blocks, 0};
     }

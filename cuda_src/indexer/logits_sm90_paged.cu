@@ -56,7 +56,7 @@ constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries                     waits   first phase
-// q_full[s]     load (1)          queries                     math    blocked
+// q_full[s]     load (1 + 32)     queries, weights            math    blocked
 // q_empty[s]    math warps (12)   -                           load    free
 // k_full[s]     load (1)          kCodeBytes + kScaleBytes    math    blocked
 // k_empty[s]    math warps (4)    -                           load    free
@@ -78,7 +78,7 @@ MLA_FACT(page_keys, kPageKeys);
 
 MLA_DEVICE void init_storage(Storage& s) {
     for (i32 stage = 0; stage < kMaxQueryStages; ++stage) {
-        mbarrier_init(s.q_full[stage], 1);
+        mbarrier_init(s.q_full[stage], 1 + kWarpThreads);
         mbarrier_init(s.q_empty[stage], kMathWarps);
     }
     for (i32 stage = 0; stage < kStages; ++stage) {
@@ -112,6 +112,21 @@ MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const QueryStag
     }
 }
 
+// Heads that are not there weigh nothing.
+MLA_DEVICE void copy_weights(const LogitsParams& p, Storage& s, const QueryStages& stages, i32 stage, i32 lane) {
+    const BlockInfo& info = s.info[stage];
+    const float* row = p.weights + info.block * p.weights_stride_block_elems;
+    float* to = s.weights[stages.first_tile(stage)];
+    const i32 heads = stages.head_blocks * kBlockHeads;
+    for (i32 token = 0; token < info.tokens; ++token, row += p.weights_stride_token_elems, to += heads) {
+        for (i32 head = lane; head < heads; head += kWarpThreads) {
+            const bool present = head < p.heads;
+            cp_async<4>(smem_addr(to + head), present ? row + head * p.weights_stride_head_elems : row, present);
+        }
+    }
+    cp_async_mbarrier_arrive_noinc(s.q_full[stage]);
+}
+
 // A page outside the pool lies outside the tensor for certain: its codes and scales become zeros.
 MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMap& scales_map, i32 stage, i32 page) {
     MBarrier& full = s.k_full[stage];
@@ -120,55 +135,91 @@ MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMa
     cp_async_bulk_tensor_3d(smem_addr(s.scales[stage]), scales_map, full, 0, kScaleRow, page, kEvictFirst);
 }
 
-struct CacheMaps {
-    const TensorMap &codes, &scales;
+// Where the pages of a sequence lie, one after the other. Lanes look up 32 at a time, the next ones while these are
+// fetched.
+struct PageNumbers {
+    const i32* table;
+    i64 stride_elems;
+    i32 num_pages, lane;
+    i32 begin, tile, end;
+    i32 pages, next;
+
+    MLA_DEVICE PageNumbers(const LogitsParams& p, i32 block, TileRange tiles, i32 lane)
+        : table(p.block_table + block * p.table_stride_block_elems), stride_elems(p.table_stride_page_elems),
+          num_pages(p.num_pages), lane(lane), begin(tiles.begin), tile(tiles.begin), end(tiles.end), pages(-1) {
+        next = look_up(begin);
+    }
+    MLA_DEVICE i32 look_up(i32 first) const {
+        const i32 page = first + lane < end ? table[(first + lane) * stride_elems] : -1;
+        return (u32)page < (u32)num_pages ? page : -1;
+    }
+    MLA_DEVICE i32 take() {
+        const i32 place = (tile - begin) % kWarpThreads;
+        if (place == 0) {
+            pages = next;
+            next = look_up(tile + kWarpThreads);
+        }
+        ++tile;
+        return __shfl_sync(kFullWarp, pages, place);
+    }
 };
 
-// Lanes look up 32 pages at a time, the next ones while these are fetched.
-MLA_DEVICE void load_pages(const LogitsParams& p, Storage& s, const CacheMaps& maps, StageWalk<kStages>& key, i32 block,
-                           TileRange tiles, i32 lane) {
-    const i32* table = p.block_table + block * p.table_stride_block_elems;
-    const auto pages_from = [&](i32 first) {
-        const i32 page = first + lane < tiles.end ? table[(first + lane) * p.table_stride_page_elems] : -1;
-        return (u32)page < (u32)p.num_pages ? page : -1;
-    };
-    i32 next = pages_from(tiles.begin);
-    for (i32 first = tiles.begin; first < tiles.end; first += kWarpThreads) {
-        const i32 pages = next;
-        next = pages_from(first + kWarpThreads);
-        for (i32 i = 0; i < min(kWarpThreads, tiles.end - first); ++i, key.advance()) {
-            const i32 page = __shfl_sync(kFullWarp, pages, i);
-            mbarrier_wait(s.k_empty[key.stage], key.parity() ^ 1);
-            if (lane == 0) load_page(s, maps.codes, maps.scales, key.stage, page);
-        }
-    }
-}
+struct Maps {
+    const TensorMap &q, &codes, &scales;
+};
 
-MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap& q_map, const CacheMaps& maps,
-                              i32 lane) {
-    const KeyRanges ranges = key_ranges(p);
-    const QueryStages stages(p);
-    const i32 heads = stages.head_blocks * kBlockHeads;
-    StageWalk<kMaxQueryStages> query(0);
-    StageWalk<kStages> key(0);
-    BlockWalk<kPageKeys> walk(p, ranges, lane);
-    for (bool found = true; found; query.advance(stages.count)) {
-        found = walk.next();
+// One warp asks for everything. The queries and weights of a sequence are asked for in front of all of its pages, and
+// where they have two stages, in front of the last pages of the sequence before: what is small and comes late would
+// wait behind all pages that are under way.
+struct Loader {
+    const LogitsParams& p;
+    Storage& s;
+    const Maps& maps;
+    QueryStages stages;
+    StageWalk<kMaxQueryStages> query;
+    StageWalk<kStages> key;
+    BlockWalk<kPageKeys> walk;
+
+    MLA_DEVICE Loader(const LogitsParams& p, Storage& s, const Maps& maps, const KeyRanges& ranges, i32 lane)
+        : p(p), s(s), maps(maps), stages(p), query(0), key(0), walk(p, ranges, lane) {}
+
+    // Its pages; none if there is no sequence left.
+    MLA_DEVICE PageNumbers next_sequence() {
+        const bool found = walk.next();
+        const PageNumbers numbers(p, walk.block, found ? walk.tiles : TileRange{0, 0}, walk.lane);
         mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);
-        BlockInfo& info = s.info[query.stage];
-        write_info(info, walk, found);
-        if (!found) {
-            if (lane == 0) mbarrier_arrive(s.q_full[query.stage]);
-            return;
+        write_info(s.info[query.stage], walk, found);
+        if (found) {
+            if (walk.lane == 0) load_queries(s, maps.q, stages, query.stage);
+            copy_weights(p, s, stages, query.stage, walk.lane);
+        } else {
+            if (walk.lane == 0) mbarrier_arrive(s.q_full[query.stage]);
+            cp_async_mbarrier_arrive_noinc(s.q_full[query.stage]);
         }
-        float* weights = s.weights[stages.first_tile(query.stage)];
-        load_weights(p, info, heads, p.block_tokens, lane,
-                     [&](i32 head, i32 token) -> float& { return weights[token * heads + head]; });
-        __syncwarp();
-        if (lane == 0) load_queries(s, q_map, stages, query.stage);
-        load_pages(p, s, maps, key, walk.block, walk.tiles, lane);
+        query.advance(stages.count);
+        return numbers;
     }
-}
+
+    MLA_DEVICE void load_pages(PageNumbers& numbers, i32 end) {
+        for (; numbers.tile < end; key.advance()) {
+            const i32 page = numbers.take();
+            mbarrier_wait(s.k_empty[key.stage], key.parity() ^ 1);
+            if (walk.lane == 0) load_page(s, maps.codes, maps.scales, key.stage, page);
+        }
+    }
+
+    MLA_DEVICE void run() {
+        PageNumbers numbers = next_sequence();
+        while (numbers.tile < numbers.end) {
+            // Once so many pages have a stage, the sequence before, in whose stage the next queries come, is nearly done.
+            const i32 ahead = stages.count == kMaxQueryStages ? numbers.tile + kStages : numbers.end;
+            load_pages(numbers, min(ahead, numbers.end));
+            const PageNumbers following = next_sequence();
+            load_pages(numbers, numbers.end);
+            numbers = following;
+        }
+    }
+};
 
 // ---- Math role -------------------------------------------------------------------------------------------------
 MLA_DEVICE void multiply_step(float (&d)[16], SmemDesc a, SmemDesc b, bool accumulate) {
@@ -264,6 +315,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Storage& s = *reinterpret_cast<Storage*>(smem);
     if (threadIdx.x == 0) {
         init_storage(s);
+        prefetch_tensormap(q_map);
         prefetch_tensormap(codes_map);
         prefetch_tensormap(scales_map);
     }
@@ -274,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp < kLoadWarp) {
         run_math_role(p, s, warp / kWarpgroupWarps, thread);
     } else if (warp == kLoadWarp) {
-        run_load_role(p, s, q_map, CacheMaps{codes_map, scales_map}, thread % kWarpThreads);
+        const KeyRanges ranges = key_ranges(p);
+        Loader(p, s, Maps{q_map, codes_map, scales_map}, ranges, thread % kWarpThreads).run();
     } else {
         run_fill_role<kPageKeys>(p, warp - kLoadWarp - 1, thread % kWarpThreads);
     }

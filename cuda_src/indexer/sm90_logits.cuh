@@ -46,14 +46,19 @@ struct ShortLine {
     i32 before, total;  // what lies in front of this lane's blocks, and all of it
 
     MLA_DEVICE ShortLine(const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
-        const i32 lane_blocks = ceil_div(ranges.num_blocks(), kWarpThreads);
+        const i32 blocks = ranges.num_blocks(), lane_blocks = ceil_div(blocks, kWarpThreads);
         first = lane * lane_blocks;
+        KeyBounds last[kLaneBlocks];  // all asked for at once
+#pragma unroll
+        for (i32 i = 0; i < kLaneBlocks; ++i) {
+            const i32 block = min(first + i, blocks - 1);
+            last[i] = ranges.load(block, ranges.tokens_of(block) - 1);
+        }
         i32 through = 0;
 #pragma unroll
         for (i32 i = 0; i < kLaneBlocks; ++i) {
             tiles[i] = TileRange{0, 0};
-            if (i < lane_blocks && first + i < ranges.num_blocks())
-                tiles[i] = block_tiles<kTileKeys>(ranges, first + i);
+            if (i < lane_blocks && first + i < blocks) tiles[i] = block_tiles<kTileKeys>(ranges, first + i, last[i]);
             through += Cost::of(tiles[i]);
         }
         const i32 own = through;
@@ -68,7 +73,7 @@ struct ShortLine {
 
     // The same as logits_schedule.cu finds.
     MLA_DEVICE TileCut cut(i32 split, i32 num_splits) const {
-        const i32 place = (i32)((i64)split * total / num_splits);
+        const i32 place = share_begin(split, num_splits, total);
         if (place >= total) return TileCut{ranges.num_blocks(), 0};
         i32 left = place - before;
         TileCut found{-1, 0};
