@@ -27,7 +27,7 @@ struct KeyRanges {
     i32 num_keys;
     i32 end_of_last;  // `ends` are those of the last token of a block: each token before it sees one key less
 
-    MLA_DEVICE i32 num_blocks() const { return ceil_div(num_tokens, block_tokens); }
+    MLA_DEVICE i32 num_blocks() const { return block_tokens == 1 ? num_tokens : ceil_div(num_tokens, block_tokens); }
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
 
     // Whether the last token of a block sees what the others see.
@@ -43,10 +43,9 @@ struct KeyRanges {
     MLA_DEVICE KeyRange of(i32 block, i32 token) const { return clamp(load(block, token), token); }
 
     MLA_DEVICE KeyRange clamp(const KeyBounds& bounds, i32 token) const {
-        const i64 begin = bounds.begin;
-        i64 end = bounds.end;
+        i32 end = max(bounds.end, 0);
         if (end_of_last) end -= block_tokens - 1 - token;
-        const i32 first = (i32)min(max(begin, 0ll), (i64)num_keys), last = (i32)min(max(end, 0ll), (i64)num_keys);
+        const i32 first = min(max(bounds.begin, 0), num_keys), last = min(max(end, 0), num_keys);
         return first < last ? KeyRange{first, last} : KeyRange{0, 0};
     }
 };
@@ -78,10 +77,9 @@ MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block) {
     return tiles_of<kTileKeys>(first, last);
 }
 
-// The same, if the bounds of the last token are known.
+// The same of nested ranges, from the bounds of the last token.
 template <i32 kTileKeys>
-MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block, const KeyBounds& last) {
-    if (!ranges.are_nested()) return block_tiles<kTileKeys>(ranges, block);
+MLA_DEVICE TileRange nested_tiles(const KeyRanges& ranges, i32 block, const KeyBounds& last) {
     const KeyRange range = ranges.clamp(last, ranges.tokens_of(block) - 1);
     return tiles_of<kTileKeys>(range.begin, range.end);
 }
@@ -89,13 +87,8 @@ MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block, const KeyBo
 // By all lanes of a warp, each of which knows the range of one token, or an empty one.
 template <i32 kTileKeys>
 MLA_DEVICE TileRange warp_tiles(KeyRange range) {
-    i32 first = range.begin < range.end ? range.begin : 0x7fffffff, last = range.end;
-#pragma unroll
-    for (i32 step = kWarpThreads / 2; step > 0; step /= 2) {
-        first = min(first, __shfl_xor_sync(kFullWarp, first, step));
-        last = max(last, __shfl_xor_sync(kFullWarp, last, step));
-    }
-    return tiles_of<kTileKeys>(first, last);
+    const i32 first = range.begin < range.end ? range.begin : 0x7fffffff;
+    return tiles_of<kTileKeys>(__reduce_min_sync(kFullWarp, first), __reduce_max_sync(kFullWarp, range.end));
 }
 
 // ---- The line of all tiles, cut evenly -------------------------------------------------------------------------

@@ -149,10 +149,8 @@ struct PageNumbers {
           num_pages(p.num_pages), lane(lane), begin(tiles.begin), tile(tiles.begin), end(tiles.end), pages(-1) {
         next = look_up(begin);
     }
-    MLA_DEVICE i32 look_up(i32 first) const {
-        const i32 page = first + lane < end ? table[(first + lane) * stride_elems] : -1;
-        return (u32)page < (u32)num_pages ? page : -1;
-    }
+    // As it stands in the table: a look at it would wait for it.
+    MLA_DEVICE i32 look_up(i32 first) const { return first + lane < end ? table[(first + lane) * stride_elems] : -1; }
     MLA_DEVICE i32 take() {
         const i32 place = (tile - begin) % kWarpThreads;
         if (place == 0) {
@@ -160,7 +158,8 @@ struct PageNumbers {
             next = look_up(tile + kWarpThreads);
         }
         ++tile;
-        return __shfl_sync(kFullWarp, pages, place);
+        const i32 page = __shfl_sync(kFullWarp, pages, place);
+        return (u32)page < (u32)num_pages ? page : -1;
     }
 };
 
@@ -229,62 +228,112 @@ MLA_DEVICE void multiply_step(float (&d)[32], SmemDesc a, SmemDesc b, bool accum
     wgmma_m64n64k32(Element{}, d, a, b, accumulate);
 }
 
-// Adds the weighted products of a block of heads to the sums of this thread's rows, g and g + 8.
-MLA_DEVICE void add_heads(Storage& s, SmemDesc k, i32 tile, i32 c, float (&sums)[2]) {
-    float d[kProducts];
-    const SmemDesc q = uniform(k_major_desc(smem_addr(s.q[tile])));
-    pin(d);
-    wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step) {
-        multiply_step(d, advance(k, step * kMmaBytes), advance(q, step * kMmaBytes), step > 0);
-    }
-    wgmma_commit_group();
-    float2 weights[kBlockHeads / 8];
-#pragma unroll
-    for (i32 j = 0; j < kBlockHeads / 8; ++j) {
-        weights[j] = *reinterpret_cast<const float2*>(&s.weights[tile][8 * j + 2 * c]);
-    }
-    wgmma_wait_group<0>();
-    pin(d);
-#pragma unroll
-    for (i32 j = 0; j < kBlockHeads / 8; ++j) {
-#pragma unroll
-        for (i32 row = 0; row < 2; ++row) {
-            sums[row] = fmaf(fmaxf(d[4 * j + 2 * row], 0.f), weights[j].x, sums[row]);
-            sums[row] = fmaf(fmaxf(d[4 * j + 2 * row + 1], 0.f), weights[j].y, sums[row]);
-        }
-    }
-}
-
 // Over the four threads of a row: (0 + 1) + (2 + 3).
 MLA_DEVICE float add_threads(float x) {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-MLA_DEVICE void run_page(const LogitsParams& p, Storage& s, const QueryStages& stages, i32 query_stage, i32 tile,
-                         i32 stage, i32 thread) {
-    const BlockInfo& info = s.info[query_stage];
-    const i32 c = thread % 4, row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+// What a thread of a math warpgroup knows of a sequence: found out once, not for each of its pages.
+struct Sequence {
+    i32 tokens, head_blocks, q_tile;  // `q_tile`: its first one
+    SmemDesc q;
+    const KeyRange* ranges;
+    LogitsRow row;  // of its first token
+    i64 row_bytes;  // from one token's to the next's
+
+    MLA_DEVICE Sequence(const LogitsParams& p, Storage& s, const QueryStages& stages, i32 stage)
+        : tokens(s.info[stage].tokens), head_blocks(stages.head_blocks), q_tile(stages.first_tile(stage)),
+          q(uniform(k_major_desc(smem_addr(s.q[q_tile])))), ranges(s.info[stage].ranges),
+          row(p, s.info[stage].block, 0), row_bytes(p.logits_stride_token_elems * (p.bf16_out ? 2 : 4)) {
+        u64 offset = static_cast<u8*>(row.row) - static_cast<u8*>(p.logits);
+        opaque(offset);  // kept, not found again for each page
+        row.row = static_cast<u8*>(p.logits) + offset;
+    }
+};
+
+// A page, block of heads by block of heads of token by token: a unit each.
+struct PageMath {
+    Storage& s;
+    const Sequence& sequence;
+    SmemDesc k, q;
+    MBarrier& k_empty;
+    i32 thread, c, key;  // `key`: whose logit this thread stores, if c < 2
+    float scale;
+    // Of the next unit to be added:
+    i32 token = 0, head_block = 0, left;
+    const float2* weights;
+    LogitsRow row;
+    float sums[2] = {0.f, 0.f};
+
     // The first of a row's four threads stores it, the second stores the row eight further on.
-    const i32 own_row = row + 8 * (c & 1);
-    const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[stage])));
-    const float scale = s.scales[stage][own_row];
-    i32 q_tile = stages.first_tile(query_stage);
-#pragma unroll 1
-    for (i32 token = 0; token < info.tokens; ++token) {
-        float sums[2] = {0.f, 0.f};
-#pragma unroll 1
-        for (i32 head_block = 0; head_block < stages.head_blocks; ++head_block) add_heads(s, k, q_tile++, c, sums);
-        if (token + 1 == info.tokens) release(s.k_empty[stage], thread);
+    MLA_DEVICE PageMath(Storage& s, const Sequence& sequence, SmemDesc k, i32 stage, i32 tile, i32 thread)
+        : s(s), sequence(sequence), k(k), q(sequence.q), k_empty(s.k_empty[stage]), thread(thread), c(thread % 4),
+          left(sequence.tokens * sequence.head_blocks),
+          weights(reinterpret_cast<const float2*>(s.weights[sequence.q_tile]) + thread % 4), row(sequence.row) {
+        const i32 own_row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4 + 8 * (c & 1);
+        scale = s.scales[stage][own_row];
+        key = tile * kPageKeys + own_row;
+    }
+
+    MLA_DEVICE void multiply(float (&d)[kProducts]) {
+        pin(d);
+        wgmma_fence();
+#pragma unroll
+        for (i32 step = 0; step < kMmaSteps; ++step) {
+            multiply_step(d, advance(k, step * kMmaBytes), advance(q, step * kMmaBytes), step > 0);
+        }
+        wgmma_commit_group();
+        q = advance(q, kQueryTileBytes);
+    }
+
+    // Adds the weighted products to the sums of this thread's rows, g and g + 8.
+    MLA_DEVICE void add(const float (&d)[kProducts], const float2 (&w)[kBlockHeads / 8], KeyRange range) {
+#pragma unroll
+        for (i32 j = 0; j < kBlockHeads / 8; ++j) {
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) {
+                sums[i] = fmaf(fmaxf(d[4 * j + 2 * i], 0.f), w[j].x, sums[i]);
+                sums[i] = fmaf(fmaxf(d[4 * j + 2 * i + 1], 0.f), w[j].y, sums[i]);
+            }
+        }
+        if (++head_block == sequence.head_blocks) finish_token(range);
+    }
+
+    MLA_DEVICE void finish_token(KeyRange range) {
         const float low = add_threads(sums[0]), high = add_threads(sums[1]);
-        if (c < 2) {
-            const LogitsRow logits(p, info.block, token);
-            logits.store(tile * kPageKeys + own_row, (c == 0 ? low : high) * scale, info.ranges[token]);
+        if (c < 2) row.store(key, (c == 0 ? low : high) * scale, range);
+        row.row = static_cast<u8*>(row.row) + sequence.row_bytes;
+        sums[0] = sums[1] = 0.f;
+        head_block = 0;
+        ++token;
+    }
+
+    // So many units: the products of the later ones are computed while the earlier ones are added.
+    template <i32 kUnits>
+    MLA_DEVICE void run() {
+        float d[kUnits][kProducts];
+#pragma unroll
+        for (i32 i = 0; i < kUnits; ++i) multiply(d[i]);
+        left -= kUnits;
+#pragma unroll
+        for (i32 i = 0; i < kUnits; ++i) {
+            float2 w[kBlockHeads / 8];
+#pragma unroll
+            for (i32 j = 0; j < kBlockHeads / 8; ++j) w[j] = weights[4 * j];
+            weights += kBlockHeads / 2;
+            const KeyRange range = sequence.ranges[token];
+            if (i + 1 == kUnits) {
+                wgmma_wait_group<0>();
+                if (left == 0) release(k_empty, thread);
+            } else {
+                wgmma_wait_group<1>();
+            }
+            pin(d[i]);
+            add(d[i], w, range);
         }
     }
-}
+};
 
 MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, i32 thread) {
     const QueryStages stages(p);
@@ -295,10 +344,14 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, 
         mbarrier_wait(s.q_full[query.stage], query.parity());
         const TileRange tiles = s.info[query.stage].tiles;
         if (tiles.size() == 0) return;
+        const Sequence sequence(p, s, stages, query.stage);
 #pragma unroll 1
         for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
+            const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[key.stage])));
             mbarrier_wait(s.k_full[key.stage], key.parity());
-            run_page(p, s, stages, query.stage, tiles.begin + ahead, key.stage, thread);
+            PageMath page(s, sequence, k, key.stage, tiles.begin + ahead, thread);
+            while (page.left > 1) page.run<2>();
+            if (page.left > 0) page.run<1>();
         }
         ahead -= tiles.size();
         release(s.q_empty[query.stage], thread);
@@ -312,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                   const __grid_constant__ TensorMap codes_map,
                                   const __grid_constant__ TensorMap scales_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    Storage& s = *reinterpret_cast<Storage*>(smem);
+    Storage& s = *static_cast<Storage*>(held_shared(smem));
     if (threadIdx.x == 0) {
         init_storage(s);
         prefetch_tensormap(q_map);

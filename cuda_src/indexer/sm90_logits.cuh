@@ -48,27 +48,45 @@ struct ShortLine {
     MLA_DEVICE ShortLine(const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
         const i32 blocks = ranges.num_blocks(), lane_blocks = ceil_div(blocks, kWarpThreads);
         first = lane * lane_blocks;
+        const i32 own_blocks = max(0, min(lane_blocks, blocks - first));
+        if (ranges.are_nested()) {
+            look_at_last_tokens(own_blocks);
+        } else {
+#pragma unroll
+            for (i32 i = 0; i < kLaneBlocks; ++i) {
+                tiles[i] = i < own_blocks ? block_tiles<kTileKeys>(ranges, first + i) : TileRange{0, 0};
+            }
+        }
+        sum_up(blocks);
+    }
+
+    MLA_DEVICE void look_at_last_tokens(i32 own_blocks) {
         KeyBounds last[kLaneBlocks];  // all asked for at once
 #pragma unroll
         for (i32 i = 0; i < kLaneBlocks; ++i) {
-            const i32 block = min(first + i, blocks - 1);
-            last[i] = ranges.load(block, ranges.tokens_of(block) - 1);
+            last[i] = KeyBounds{0, 0};
+            if (i < own_blocks) last[i] = ranges.load(first + i, ranges.tokens_of(first + i) - 1);
         }
-        i32 through = 0;
 #pragma unroll
         for (i32 i = 0; i < kLaneBlocks; ++i) {
-            tiles[i] = TileRange{0, 0};
-            if (i < lane_blocks && first + i < blocks) tiles[i] = block_tiles<kTileKeys>(ranges, first + i, last[i]);
-            through += Cost::of(tiles[i]);
+            tiles[i] = i < own_blocks ? nested_tiles<kTileKeys>(ranges, first + i, last[i]) : TileRange{0, 0};
         }
-        const i32 own = through;
+    }
+
+    MLA_DEVICE void sum_up(i32 blocks) {
+        i32 own = 0;
 #pragma unroll
-        for (i32 step = 1; step < kWarpThreads; step *= 2) {
-            const i32 left = __shfl_up_sync(kFullWarp, through, step);
-            if (lane >= step) through += left;
+        for (i32 i = 0; i < kLaneBlocks; ++i) own += Cost::of(tiles[i]);
+        i32 through = own;
+        if (blocks > 1) {
+#pragma unroll
+            for (i32 step = 1; step < kWarpThreads; step *= 2) {
+                const i32 left = __shfl_up_sync(kFullWarp, through, step);
+                if (lane >= step) through += left;
+            }
         }
         before = through - own;
-        total = __shfl_sync(kFullWarp, through, kWarpThreads - 1);
+        total = __shfl_sync(kFullWarp, through, blocks > 1 ? kWarpThreads - 1 : 0);
     }
 
     // The same as logits_schedule.cu finds.

@@ -43,4 +43,12 @@ MLA_DEVICE bool elect_one() {
 // kept in registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }
 MLA_DEVICE void opaque(i32& x) { asm volatile("" : "+r"(x)); }
+
+// The same shared memory, with its address in a register for good: the compiler would read where the block's window
+// begins from a special register again and again, in the loops, too, and wait for it.
+MLA_DEVICE void* held_shared(void* memory) {
+    i32 address = (i32)__cvta_generic_to_shared(memory);
+    opaque(address);
+    return __cvta_shared_to_generic((u32)address);
+}
 }  // namespace mla
