@@ -145,8 +145,14 @@ struct PageNumbers {
     i32 pages, next;
 
     MLA_DEVICE PageNumbers(const LogitsParams& p, i32 block, TileRange tiles, i32 lane)
-        : table(p.block_table + block * p.table_stride_block_elems), stride_elems(p.table_stride_page_elems),
-          num_pages(p.num_pages), lane(lane), begin(tiles.begin), tile(tiles.begin), end(tiles.end), pages(-1) {
+        : table(p.block_table + block * p.table_stride_block_elems),
+          stride_elems(p.table_stride_page_elems),
+          num_pages(p.num_pages),
+          lane(lane),
+          begin(tiles.begin),
+          tile(tiles.begin),
+          end(tiles.end),
+          pages(-1) {
         next = look_up(begin);
     }
     // As it stands in the table: a look at it would wait for it.
@@ -210,7 +216,8 @@ struct Loader {
     MLA_DEVICE void run() {
         PageNumbers numbers = next_sequence();
         while (numbers.tile < numbers.end) {
-            // Once so many pages have a stage, the sequence before, in whose stage the next queries come, is nearly done.
+            // Once so many pages have a stage, the sequence before, in whose stage the next queries come, is nearly
+            // done.
             const i32 ahead = stages.count == kMaxQueryStages ? numbers.tile + kStages : numbers.end;
             load_pages(numbers, min(ahead, numbers.end));
             const PageNumbers following = next_sequence();
@@ -243,9 +250,13 @@ struct Sequence {
     i64 row_bytes;  // from one token's to the next's
 
     MLA_DEVICE Sequence(const LogitsParams& p, Storage& s, const QueryStages& stages, i32 stage)
-        : tokens(s.info[stage].tokens), head_blocks(stages.head_blocks), q_tile(stages.first_tile(stage)),
-          q(uniform(k_major_desc(smem_addr(s.q[q_tile])))), ranges(s.info[stage].ranges),
-          row(p, s.info[stage].block, 0), row_bytes(p.logits_stride_token_elems * (p.bf16_out ? 2 : 4)) {
+        : tokens(s.info[stage].tokens),
+          head_blocks(stages.head_blocks),
+          q_tile(stages.first_tile(stage)),
+          q(uniform(k_major_desc(smem_addr(s.q[q_tile])))),
+          ranges(s.info[stage].ranges),
+          row(p, s.info[stage].block, 0),
+          row_bytes(p.logits_stride_token_elems * (p.bf16_out ? 2 : 4)) {
         u64 offset = static_cast<u8*>(row.row) - static_cast<u8*>(p.logits);
         opaque(offset);  // kept, not found again for each page
         row.row = static_cast<u8*>(p.logits) + offset;
@@ -268,9 +279,16 @@ struct PageMath {
 
     // The first of a row's four threads stores it, the second stores the row eight further on.
     MLA_DEVICE PageMath(Storage& s, const Sequence& sequence, SmemDesc k, i32 stage, i32 tile, i32 thread)
-        : s(s), sequence(sequence), k(k), q(sequence.q), k_empty(s.k_empty[stage]), thread(thread), c(thread % 4),
+        : s(s),
+          sequence(sequence),
+          k(k),
+          q(sequence.q),
+          k_empty(s.k_empty[stage]),
+          thread(thread),
+          c(thread % 4),
           left(sequence.tokens * sequence.head_blocks),
-          weights(reinterpret_cast<const float2*>(s.weights[sequence.q_tile]) + thread % 4), row(sequence.row) {
+          weights(reinterpret_cast<const float2*>(s.weights[sequence.q_tile]) + thread % 4),
+          row(sequence.row) {
         const i32 own_row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4 + 8 * (c & 1);
         scale = s.scales[stage][own_row];
         key = tile * kPageKeys + own_row;

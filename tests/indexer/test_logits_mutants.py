@@ -21,6 +21,8 @@ RANGED = LogitsCase(s_q=9, s_kv=300, h=3, d=32, seed=1)
 MANY = LogitsCase(s_q=17, s_kv=900, h=4, ranges="none")
 NINE = LogitsCase(s_q=3, s_kv=100, h=9, d=32)
 PAGES = PagedCase(b=1, s_q=2, h=9, seqlens=(800,))
+#: Products of two tokens, then of one.
+THREE = PagedCase(b=1, s_q=3, h=9, seqlens=(800,))
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
 
@@ -37,6 +39,16 @@ ONE_BARRIER = (
         mbarrier_wait(of(walk), walk.wraps & 1);""",
 )
 
+EARLY_WEIGHTS = (
+    """        }
+    }
+    cp_async_mbarrier_arrive_noinc(s.q_full[stage]);""",
+    """        }
+    }
+    mbarrier_arrive(s.q_full[stage]);""",
+)
+WAIT_FOR_QUERIES = "        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);"
+
 MUTANTS = [
     (Mutant("a stage has one full barrier", SHARED, *ONE_BARRIER), MANY),
     (Mutant("the next tile is fetched over sums without a fence", PREFILL, "    fence_proxy_async();", ""), CASE),
@@ -45,10 +57,11 @@ MUTANTS = [
     (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
     (Mutant("a share ends a tile early", SHARED, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
     (Mutant("the line ends too early", SHARED, "TileCut{ranges.num_blocks(), 0}", "TileCut{39, 0}"), SEQUENCES),
-    (
-        Mutant("a page is released with tokens to come", PAGED, "if (token + 1 == info.tokens)", "if (token == 0)"),
-        PAGES,
-    ),
+    (Mutant("a page is released with tokens to come", PAGED, "if (left == 0)", "if (left <= 1)"), THREE),
+    (Mutant("the last product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
+    (Mutant("all tokens have the first one's row", PAGED, "+ sequence.row_bytes;", "+ 0;"), THREE),
+    (Mutant("weights are announced before they are there", PAGED, *EARLY_WEIGHTS), SEQUENCES),
+    (Mutant("queries come over those of a sequence in use", PAGED, WAIT_FOR_QUERIES, ""), SEQUENCES),
     (
         Mutant(
             "half of a row's threads are left out", PAGED, "return x + __shfl_xor_sync(kFullWarp, x, 2)", "return x"
@@ -78,6 +91,6 @@ def test_is_caught(
         assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.parametrize("case", [CASE, RANGED, PAGES], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASE, RANGED, PAGES, THREE], ids=lambda case: case.id)
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]
