@@ -35,6 +35,12 @@ using Element = MLA_DTYPE;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kMathWarpgroups = 3;
+constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
+constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
+constexpr i32 kRegsMath = 152, kRegsLoad = 56;  // fill as load
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+
 constexpr i32 kTileKeys = 128;
 constexpr i32 kTileHeads = 8;  // of an m64 tile of queries
 static_assert(kTileHeads * kMaxTokens == kSw128Rows, "an m64 tile");

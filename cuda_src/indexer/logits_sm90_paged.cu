@@ -13,9 +13,10 @@
 // Grid: one block per SM. The pages of all sequences lie in one line, which logits_schedule.cu has cut into equal
 // shares. Math warpgroups take the pages of a share in turn, also across sequences:
 //
-//   math 0  | page 0: for each token products, sums, stores | page 3 ...
-//   math 1  |     page 1                                      | page 4 ...
-//   math 2  |         page 2                                      | page 5 ...
+//   math 0  | page 0: for each token products, sums, stores | page 4 ...
+//   math 1  |     page 1                                      | page 5 ...
+//   math 2  |         page 2                                      | page 6 ...
+//   math 3  |             page 3                                      | page 7 ...
 //   load    | Q, pages ...                 | Q of the next sequence, pages ...
 //   fill    | -inf behind each sequence
 //
@@ -31,8 +32,13 @@ using namespace sm90;
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = float8_e4m3fn;
 constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;  // columns of a product
+constexpr i32 kRoomTiles = MLA_QUERY_TILES;   // of queries, in shared memory: see below
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kMathWarpgroups = 4;
+constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
+constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
+
 constexpr i32 kHeadDim = kSw128RowBytes;
 constexpr i32 kPageKeys = kSw128Rows;
 constexpr u32 kCodeBytes = kSw128Bytes;  // of a page
@@ -41,15 +47,11 @@ constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // a page as rows of so man
 constexpr i32 kMmaBytes = 32;                        // of a row, for one wgmma
 constexpr i32 kMmaSteps = kHeadDim / kMmaBytes;
 
-constexpr i32 kMaxHeads = kBlockHeads == 32 ? 32 : 128;
-constexpr i32 kMaxHeadBlocks = kMaxHeads / kBlockHeads;
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // a block of heads of one token
-constexpr i32 kMaxQueryTiles = kMaxTokens * kMaxHeadBlocks;
-// Room for the queries of two sequences of one block of heads, or of one of two.
+// Room for the queries of two sequences of one block of heads, or of one of two; or for few queries and more pages.
 constexpr i32 kMaxQueryStages = 2;
-constexpr i32 kRoomTiles = kMaxHeadBlocks == 1 ? kMaxQueryStages * kMaxQueryTiles : kMaxQueryTiles;
 constexpr i32 kStageTiles = kRoomTiles / kMaxQueryStages;
-constexpr i32 kStages = 9;
+constexpr i32 kStages = kRoomTiles * kQueryTileBytes <= (64 << 10) ? 12 : 8;
 static_assert(kStages % kMathWarpgroups == 0, "a stage is always the same warpgroup's");
 
 constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
@@ -57,7 +59,7 @@ constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries                     waits   first phase
 // q_full[s]     load (1 + 32)     queries, weights            math    blocked
-// q_empty[s]    math warps (12)   -                           load    free
+// q_empty[s]    math warps (16)   -                           load    free
 // k_full[s]     load (1)          kCodeBytes + kScaleBytes    math    blocked
 // k_empty[s]    math warps (4)    -                           load    free
 struct Storage {

@@ -1,5 +1,5 @@
 // What the indexer logits kernels for Hopper share: blocks of tokens in a ring of query stages, tiles of keys in
-// another, three warpgroups that take the tiles in turn.
+// another, warpgroups that take the tiles in turn.
 #pragma once
 #include "indexer/logits_params.cuh"
 #include "ptx/control.cuh"
@@ -9,16 +9,16 @@
 
 namespace mla::indexer::sm90 {
 // ---- Roles -----------------------------------------------------------------------------------------------------
-// role       warps    regs   does
-// math w     4w..     152    every third tile of keys
-// load       12        56    queries and weights of each block of tokens, tiles of keys
-// fill       13..15    56    -inf where no tile is computed
-constexpr i32 kMathWarpgroups = 3;
-constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
-constexpr i32 kLoadWarp = kMathWarpgroups * kWarpgroupWarps, kFillWarps = kWarpgroupWarps - 1;
-constexpr i32 kMathWarps = kLoadWarp;
-constexpr i32 kRegsMath = 152, kRegsLoad = 56;
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+// role       warps of the block             does
+// math w     4w..                           every kMathWarpgroups-th tile of keys
+// load       the first of the last four     queries and weights of each block of tokens, tiles of keys
+// fill       the last three                 -inf where no tile is computed
+template <i32 kMathWarpgroups>
+struct Roles {
+    static constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
+    static constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps, kLoadWarp = kMathWarps;
+};
+constexpr i32 kFillWarps = kWarpgroupWarps - 1;
 
 constexpr i32 kMaxTokens = 8;  // of a block
 constexpr i32 kMaxDynamicSmem = 232448;

@@ -15,15 +15,26 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 PAGE_KEYS = 64
 HEAD_DIM = 128
 BLOCK_HEADS = (32, 64)
+_FEW_TILES, _ALL_TILES = 4, 16
+"""Products' queries for which there is room: those of two sequences of two at most, or of all that the kernel takes."""
+_QUERY_STAGES = 2
 _SCALE_BYTES = 4 * PAGE_KEYS
 _PAGE_BYTES = PAGE_KEYS * HEAD_DIM + _SCALE_BYTES
 
 
 @dataclass(frozen=True)
 class PagedVariant(Variant):
-    """Heads of one product, including those past h."""
+    """Heads of one product, including those past h; and room for products' queries: of 64 heads, few or all."""
 
     block_heads: int
+    query_tiles: int
+
+
+_VARIANTS = (
+    PagedVariant(BLOCK_HEADS[0], _ALL_TILES),
+    PagedVariant(BLOCK_HEADS[-1], _FEW_TILES),
+    PagedVariant(BLOCK_HEADS[-1], _ALL_TILES),
+)
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
@@ -43,7 +54,9 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 def variant(problem: LogitsProblem) -> PagedVariant:
     """The build that it takes."""
-    return PagedVariant(block_heads(problem.heads))
+    block = block_heads(problem.heads)
+    few = problem.block_tokens * -(-problem.heads // block) <= _FEW_TILES // _QUERY_STAGES
+    return PagedVariant(block, _FEW_TILES if few and block == BLOCK_HEADS[-1] else _ALL_TILES)
 
 
 def block_heads(heads: int) -> int:
@@ -98,7 +111,7 @@ KERNEL = LogitsKernel(
     "indexer/logits_sm90_paged.cu",
     PARAMS,
     HOPPER,
-    variants=tuple(PagedVariant(heads) for heads in BLOCK_HEADS),
+    variants=_VARIANTS,
     facts={"page_keys": PAGE_KEYS, "max_short_line": MAX_SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
