@@ -67,6 +67,10 @@ MLA_DEVICE void tell(const MergeExchangeParams& p, const Member& m, Failure fail
     if (atom_exchange_relaxed(&state(p).failed, 1) != 0) return;
     store_relaxed_system(&report(p).failure,
                          (u64)m.epoch << 32 | (u64)blockIdx.x << 16 | (u64)source << 8 | (u64)failure);
+#ifdef MLA_DEBUG
+    __threadfence_system();  // the host can read why
+    if (failure == kTimeout) __trap();
+#endif
 }
 
 // Waits for every other rank. Whether all slices have come, the same in all threads.

@@ -94,6 +94,7 @@ def options(request: BuildRequest) -> tuple[str, ...]:
         "--ptxas-options=-v",
         *lineinfo,
         *((_TMEM_CHECK,) if _checks_tensor_memory(request.arch) else ()),
+        *(("-DMLA_DEBUG",) if env.get("DEBUG") == "1" else ()),
         *(f"-D{name}={value}" for name, value in request.defines),
     )
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ptxsim.errors import KernelTrap
 
 from mla_cupy.kernels.merge.exchange import MAX_BLOCKS, Exchange
 from mla_cupy.kernels.merge.pipeline import MergeOptions
+from mla_cupy.runtime import loader
 from tests.merge.exchanges import Ranks
 from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.sim_driver import SimDriver, fake_gpu, simulated
@@ -101,6 +103,30 @@ def test_a_wait_ends_by_time_and_the_rank_stops_for_good() -> None:
     assert ranks.states["epoch"][0] == 2
     np.testing.assert_array_equal(sent[0], ranks.slabs, "a rank that has failed pushes nothing")
     np.testing.assert_array_equal(sent[1], ranks.flags)
+
+
+@pytest.fixture
+def debug_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MLA_CUPY_DEBUG", "1")
+    loader.forget()
+    yield
+    loader.forget()
+
+
+@pytest.mark.usefixtures("debug_builds")
+def test_debug_builds_trap_where_a_wait_ends_by_time() -> None:
+    """And there alone; the host's report is written first."""
+    ranks = alone()
+    with machine(ranks) as target, pytest.raises(KernelTrap):
+        run(target, ranks, rank=1, count=1)
+    assert failure(ranks)[0] == TIMEOUT
+    assert failure(ranks)[2] == 1
+    ranks = alone()
+    ranks.reports["abort"][0] = 1
+    with machine(ranks) as target:
+        run(target, ranks, rank=1, count=1)
+    assert_stopped(ranks)
+    assert failure(ranks)[0] == ABORTED
 
 
 def test_calls_that_differ_are_noticed_at_once() -> None:

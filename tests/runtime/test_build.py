@@ -99,6 +99,12 @@ def test_tensor_memory_can_be_checked(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, m
     assert compile_kernel(spilling, nvrtc_line).record["spill_stores"] > 0
 
 
+def test_debug_builds(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "-DMLA_DEBUG" not in compile_kernel(TINY_REQUEST, nvrtc_line).record["options"]
+    monkeypatch.setenv("MLA_CUPY_DEBUG", "1")
+    assert "-DMLA_DEBUG" in compile_kernel(TINY_REQUEST, nvrtc_line).record["options"]
+
+
 def test_mixed_groups_are_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
     """By NVRTC 13's ptxas, or else by us: NVRTC 12.9 would take it."""
     text = """extern "C" __global__ void mla_bad() {
