@@ -28,6 +28,11 @@
 
 namespace mla::merge {
 using Element = MLA_DTYPE;
+#ifdef MLA_DEBUG
+constexpr bool kDebug = true;
+#else
+constexpr bool kDebug = false;
+#endif
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
@@ -163,7 +168,7 @@ MLA_DEVICE void exchange(const MergeExchangeParams& p, const Member& m, Storage&
             }
             if (!heard) {
                 if (threadIdx.x == kThreads - 1) end_call(p, m);  // while others wait
-                complete = sent && hear(p, m);
+                complete = sent && hear<kDebug>(p, m);
             }
             heard = true;
             if (active) finish_slice(p, m, at, mine, complete);

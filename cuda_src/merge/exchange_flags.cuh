@@ -62,22 +62,24 @@ MLA_DEVICE Failure wait_for(const MergeExchangeParams& p, const Member& m, i32 s
     }
 }
 
-// Tells the blocks that still wait and, if no block has yet, the host.
+// Tells the blocks that still wait and, if no block has yet, the host; then traps, if asked to, where the time is over.
+template <bool kTraps>
 MLA_DEVICE void tell(const MergeExchangeParams& p, const Member& m, Failure failure, i32 source) {
     if (atom_exchange_relaxed(&state(p).failed, 1) != 0) return;
     store_relaxed_system(&report(p).failure,
                          (u64)m.epoch << 32 | (u64)blockIdx.x << 16 | (u64)source << 8 | (u64)failure);
-#ifdef MLA_DEBUG
-    __threadfence_system();  // the host can read why
-    if (failure == kTimeout) __trap();
-#endif
+    if constexpr (kTraps) {
+        __threadfence_system();  // the host can read why
+        if (failure == kTimeout) __trap();
+    }
 }
 
 // Waits for every other rank. Whether all slices have come, the same in all threads.
+template <bool kTraps>
 MLA_DEVICE bool hear(const MergeExchangeParams& p, const Member& m) {
     const i32 other = threadIdx.x;
     const Failure failure = m.speaks(p.world) ? wait_for(p, m, other) : kNone;
-    if (failure != kNone) tell(p, m, failure, other);
+    if (failure != kNone) tell<kTraps>(p, m, failure, other);
     return !__syncthreads_or(failure != kNone);  // each acquire covers the whole block
 }
 
