@@ -4,7 +4,7 @@ Token t is in the cache of rank t % world. Every rank decodes all heads over its
 their partial results, and each merges those of its own heads. `ContextParallel` does that over a transport:
 
 - `PeerTransport`: GPUs of one host that reach each other's memory; one launch exchanges and merges;
-- `NcclTransport`: any GPUs that NCCL connects, on one host or on many;
+- `NcclTransport`: any GPUs that NCCL connects, by CuPy or nccl4py, on one host or on many;
 - `HostTransport`: arrays on the host, through the rendezvous: for tests, and to see it work without a GPU.
 
 The processes meet at a `Rendezvous`; `LocalGroup` is the same for threads of one process.

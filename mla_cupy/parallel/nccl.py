@@ -10,6 +10,7 @@ from mla_cupy import arrays
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DeviceError, ParallelError, explain
 from mla_cupy.ops.merge import merge_states
+from mla_cupy.parallel import nccl4py
 from mla_cupy.parallel.group import Group
 from mla_cupy.parallel.transport import Result, check_alike, heads_per_rank
 
@@ -22,9 +23,9 @@ _STATES = {5: (0, 2, 3, 1, 4), 4: (0, 2, 1, 3)}
 class NcclTransport:
     """GPUs that NCCL connects, on one host or several; one process, or one thread, per GPU.
 
-    Needs CuPy with NCCL. Ranks that see a call of new shapes first compare it through the group; after that the host
-    does not wait, and the exchange can be captured in a CUDA graph. Calls must be the same, in the same order, on
-    every rank. One thread, and one stream, at a time may use it; it keeps what it receives of every shape.
+    Needs CuPy with NCCL, or nccl4py. Ranks that see a call of new shapes first compare it through the group; after
+    that the host does not wait, and the exchange can be captured in a CUDA graph. Calls must be the same, in the same
+    order, on every rank. One thread, and one stream, at a time may use it; it keeps what it receives of every shape.
 
     Parameters
     ----------
@@ -35,10 +36,11 @@ class NcclTransport:
     """
 
     def __init__(self, group: Group, *, device: int | None = None) -> None:
-        self._nccl = arrays.cupy_family().nccl()
+        self._nccl: Any = arrays.cupy_family().nccl() or nccl4py.find()
         if self._nccl is None:
-            remedy = "install NCCL for CuPy (the wheel nvidia-nccl-cu12 or nvidia-nccl-cu13), or use PeerTransport"
-            raise ParallelError(explain("CuPy", "one without NCCL", "one with cupy.cuda.nccl", remedy))
+            wheel = "the wheel nvidia-nccl-cu12 or nvidia-nccl-cu13"
+            remedy = f"install NCCL for CuPy ({wheel}) or nccl4py 0.6 or later, or use PeerTransport"
+            raise ParallelError(explain("NCCL", "none", "cupy.cuda.nccl or nccl4py", remedy))
         self._group = group
         self._device = arrays.cupy_family().current_device() if device is None else device
         uid = self._nccl.get_unique_id() if group.rank == 0 else ()

@@ -63,6 +63,7 @@ LIBRARIES: dict[str, set[str]] = {
 WITHIN_FUNCTIONS: dict[str, set[str]] = {
     "cupy": {"arrays", "runtime"},
     "cuda": {"runtime"},
+    "nccl": {"parallel"},
     "torch": {"arrays"},
     "jax": {"arrays"},
     "platformdirs": {"runtime"},

@@ -222,7 +222,7 @@ def environment() -> dict[str, str]:
 def test_two_processes(tmp_path: Path) -> None:
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["agreed"] * 2
+    assert done.stdout.count("agreed") == 2  # perhaps on one line
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -43,8 +44,18 @@ def test_the_identifier_in_the_form_of_this_cupy(kind: type, monkeypatch: pytest
     assert NcclTransport(LocalGroup(1).member(0)).world == 1
 
 
+def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "cupy_family", lambda: SimpleNamespace(nccl=lambda: None))
+    old = SimpleNamespace(get_version=lambda: "0.1")
+    without_library = SimpleNamespace(get_version=lambda: SimpleNamespace(libnccl=None))
+    for module in (None, SimpleNamespace(core=old), SimpleNamespace(core=without_library)):
+        monkeypatch.setitem(sys.modules, "nccl", module)
+        with pytest.raises(ParallelError, match=r"NCCL: got none, expected cupy\.cuda\.nccl or nccl4py; install"):
+            NcclTransport(LocalGroup(1).member(0))
+
+
 class StandIn:
-    """What of `cupy.cuda.nccl` the transport uses, between threads over the simulator's memory."""
+    """What of `cupy.cuda.nccl`, or of nccl4py, the transport uses, between threads over the simulator's memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.exchanges, self.aborted = memory, 0, set[int]()
@@ -57,6 +68,27 @@ class StandIn:
             groupStart=self.group_start,
             groupEnd=self.group_end,
         )
+        self.nccl4py = SimpleNamespace(
+            get_version=lambda: SimpleNamespace(libnccl="2.32.3"),
+            get_unique_id=lambda: _UniqueId.from_bytes(UNIQUE),
+            UniqueId=_UniqueId,
+            Communicator=SimpleNamespace(init=self.nccl4py_communicator),
+            group_start=self.group_start,
+            group_end=self.group_end,
+        )
+
+    def nccl4py_communicator(self, nranks: int, rank: int, unique_id: _UniqueId) -> Any:
+        """With the signatures of nccl4py 0.6."""
+        assert isinstance(unique_id, _UniqueId)
+        own = self.communicator(nranks, bytes(unique_id), rank)
+
+        def send(sendbuf: Any, peer: int, *, stream: int | None = None) -> None:
+            own.send(*bytes_of(sendbuf), self.module.NCCL_UINT8, peer, stream)
+
+        def recv(recvbuf: Any, peer: int, *, stream: int | None = None) -> None:
+            own.recv(*bytes_of(recvbuf), self.module.NCCL_UINT8, peer, stream)
+
+        return SimpleNamespace(send=send, recv=recv, abort=own.abort)
 
     def communicator(self, world: int, unique: bytes, rank: int) -> Any:
         def send(address: int, nbytes: int, kind: int, other: int, stream: int) -> None:
@@ -77,8 +109,32 @@ class StandIn:
         self.exchanges += 1
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+class _UniqueId:
+    """That of nccl4py."""
+
+    def __init__(self, own: bytes) -> None:
+        self._own = own
+
+    @classmethod
+    def from_bytes(cls, own: bytes) -> _UniqueId:
+        return cls(own)
+
+    def __bytes__(self) -> bytes:
+        return self._own
+
+
+def bytes_of(x: Any) -> tuple[int, int]:
+    """Address and size of an array of bytes, by the CUDA array interface."""
+    face = x.__cuda_array_interface__
+    assert (face["version"], face["typestr"], face["strides"]) == (3, "|u1", None)
+    (count,), (address, read_only) = face["shape"], face["data"]
+    assert not read_only
+    assert address > 0
+    return address, count
+
+
+@pytest.fixture(params=["CuPy's NCCL", "nccl4py"])
+def stand_in(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[StandIn]:
     lock = threading.Lock()
 
     def one_at_a_time(*arguments: Any, **options: Any) -> Any:
@@ -88,7 +144,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     with simulated() as target:
         made = StandIn(target.memory)
         family: Any = arrays.cupy_family()
-        family.nccl, family.on_device = lambda: made.module, lambda device: contextlib.nullcontext()
+        family.on_device = lambda device: contextlib.nullcontext()
+        by_cupy = request.param != "nccl4py"
+        family.nccl = lambda: made.module if by_cupy else None
+        if not by_cupy:
+            monkeypatch.setitem(sys.modules, "nccl", SimpleNamespace(core=made.nccl4py))
         monkeypatch.setattr(nccl, "merge_states", one_at_a_time)
         yield made
 
@@ -117,6 +177,13 @@ def test_heads_reach_their_ranks(stand_in: StandIn) -> None:
         for out, lse in calls.result():
             np.testing.assert_allclose(out, heads_of(expected[0], 2, WORLD, rank), rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(lse, heads_of(expected[1], 1, WORLD, rank), rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows(stand_in: StandIn) -> None:
+    def merge(context: ContextParallel) -> Any:
+        return context.merge(np.zeros((0, 3, 6, 64), np.float32), np.zeros((0, 6, 3), np.float32))
+
+    assert [rank.result()[0].shape for rank in on_all_ranks(LocalGroup(WORLD), merge)] == [(0, 3, 3, 64)] * WORLD
 
 
 def test_calls_that_differ_are_told_on_every_rank(stand_in: StandIn) -> None:
