@@ -80,8 +80,18 @@ BLOCKS, SEESAW = "sparse_decode/sm90.cu", "attention/sm90/seesaw.cuh"
 #: One block of 64 heads works on six requests, of one to three tiles; a request of two is followed by one of one.
 CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
 MUTANTS_OF_BLOCKS = (
-    Mutant("left half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].left, empty_parity);", ""),
-    Mutant("right half does not wait", BLOCKS, "mbarrier_wait(s.kv_empty[stage].right, empty_parity);", ""),
+    Mutant(
+        "left half does not wait",
+        BLOCKS,
+        "mbarrier_wait(s.kv_empty[stage].left, dequantiser.ring.empty_parity(stage));",
+        "",
+    ),
+    Mutant(
+        "right half does not wait",
+        BLOCKS,
+        "mbarrier_wait(s.kv_empty[stage].right, dequantiser.ring.empty_parity(stage));",
+        "",
+    ),
     Mutant("keys without a proxy fence", BLOCKS, "kFencedByConsumers = true;", "kFencedByConsumers = false;"),
     Mutant("keys announced by three warps", BLOCKS, "init_storage(s, kDequantWarps,", "init_storage(s, 3,"),
     Mutant("scales of the first row", BLOCKS, "scales[r].of_piece", "scales[0].of_piece"),
