@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,6 +39,22 @@ class Group(Protocol):
 
     def on_loss(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, from another thread, as soon as a member is gone."""
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A callback for `Group.on_loss` that calls `method` while its object lives, and does not keep it alive.
+
+    A transport and a group that keep each other would live until Python's collector comes by. Their memory would be
+    freed then, which waits for the GPU, maybe for an exchange of other transports that this very thread must join.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 def check_world(world: int, rank: int) -> None:

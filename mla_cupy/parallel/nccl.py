@@ -11,7 +11,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DeviceError, ParallelError, explain
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.parallel import nccl4py
-from mla_cupy.parallel.group import Group
+from mla_cupy.parallel.group import Group, weakly
 from mla_cupy.parallel.transport import Result, check_alike, heads_per_rank
 
 _BY_HEAD = {4: (2, 0, 1, 3), 3: (1, 0, 2)}
@@ -48,7 +48,7 @@ class NcclTransport:
         shared = group.gather(bytes(x & 0xFF for x in uid))[0]
         with arrays.cupy_family().on_device(self._device):
             self._communicator = self._join(shared)
-        group.on_loss(self._abort)
+        group.on_loss(weakly(self._abort))
         self._aborted = False
         self._received: dict[Any, Any] = {}  # kept: CUDA graphs may go on using them
         self._compared: set[bytes] = set()

@@ -21,7 +21,7 @@ from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Launch, Layout, Prepared
 from mla_cupy.ops import overlap
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base, is_integer
-from mla_cupy.parallel.group import Group, LocalGroup
+from mla_cupy.parallel.group import Group, LocalGroup, weakly
 from mla_cupy.parallel.transport import Result, heads_per_rank
 from mla_cupy.runtime import device as devices
 
@@ -100,7 +100,7 @@ class PeerTransport:
         self._report = self._own.report[0].view(REPORT)
         self._prepared: dict[Hashable, Prepared] = {}
         self._meet()
-        group.on_loss(self._abort)
+        group.on_loss(weakly(self._abort))
 
     @classmethod
     def for_devices(cls, devices: Sequence[int], **options: Any) -> list[PeerTransport]:

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +42,12 @@ def test_the_identifier_in_the_form_of_this_cupy(kind: type, monkeypatch: pytest
         nccl=lambda: nccl, current_device=lambda: 0, on_device=lambda device: contextlib.nullcontext()
     )
     monkeypatch.setattr(arrays, "cupy_family", lambda: cupy)
-    assert NcclTransport(LocalGroup(1).member(0)).world == 1
+    group = LocalGroup(1)
+    transport = NcclTransport(group.member(0))
+    assert transport.world == 1
+    alive = weakref.ref(transport)
+    del transport
+    assert alive() is None, "the group keeps it"
 
 
 def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +208,10 @@ def test_calls_that_differ_are_told_on_every_rank(stand_in: StandIn) -> None:
 def test_a_call_that_another_rank_does_not_make(stand_in: StandIn) -> None:
     """What NCCL has begun is aborted, and every later call fails."""
 
+    contexts = []  # a rank that has dropped its own has nothing to abort
+
     def merge(context: ContextParallel) -> None:
+        contexts.append(context)
         context.merge(*partials(context.rank))
         if context.rank == 0:
             context.merge(*partials(context.rank, d=128))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from mla_cupy.parallel import ContextParallel, LocalGroup, PeerTransport
 from mla_cupy.parallel.transport import Result
 from tests.parallel.shards import PAGE, Batch
 from tests.support.sim_driver import SimDriver, simulated
+from tests.support.tolerance import check
 
 
 @pytest.fixture
@@ -48,6 +50,17 @@ def test_alone(gpu_alone: SimDriver, lse_base: str, given: bool) -> None:
         np.testing.assert_allclose(found[1], lse, rtol=1e-6)
     assert gpu_alone.launched == ["mla_merge_exchange"] * 3
     assert (found[0] is targets["out"]) if given else True
+
+
+def test_a_group_does_not_keep_transports(gpu_alone: SimDriver) -> None:
+    """Kept until Python's collector comes by, they would be freed in the middle of another transport's exchange."""
+    group = LocalGroup(1)
+    last = PeerTransport(group.member(0), max_rows=40, max_d=64)
+    context, alive = ContextParallel(last), weakref.ref(last)
+    context.merge(*partials())
+    del last, context
+    assert alive() is None
+    assert group.member(0).gather(b"on") == [b"on"]
 
 
 def test_results_may_be_narrow(gpu_alone: SimDriver) -> None:
@@ -118,6 +131,17 @@ def test_local_lengths_on_the_gpu(gpu_alone: SimDriver, planned: bool) -> None:
     expected, expected_lse = batch.expected(rounding="bfloat16")
     np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.02)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_partial_results_of_16_bits(gpu_alone: SimDriver) -> None:
+    """Rounded by the decode and by its merge of split requests, into rows that lie heads outermost."""
+    batch, parts = Batch((140, 0, 67), s_q=2, h_q=6, seed=3), []
+    for rank in range(2):
+        context = ContextParallel(OneOfTwo(rank), partial_dtype="bfloat16")
+        parts.append(context.decode(*batch.shard(2, rank), kernel="decode_sm90_small"))
+    assert gpu_alone.launched == 2 * ["mla_decode_schedule", "mla_decode_sm90_small", "mla_decode_combine"]
+    out, lse = reference.merge_states(*(np.stack(part) for part in zip(*parts, strict=True)))
+    check((out.astype(parts[0][0].dtype), lse), batch.expected(), batch.expected(rounding="bfloat16"), batch.dtype)
 
 
 def test_plans_whose_requests_are_not_split(gpu_alone: SimDriver) -> None:
