@@ -205,17 +205,24 @@ struct RowScales<fp8, Latent> {
     MLA_DEVICE NoScale of_piece(i32, i32) const { return {}; }
 };
 
-// Two e4m3 numbers times their scale.
-MLA_DEVICE u32 dequantise(float16, u32 codes, u32 scale) { return mul_x2(float16{}, cvt_f16_x2_e4m3(codes), scale); }
-MLA_DEVICE u32 dequantise(bfloat16, u32 codes, u32 scale) {
-    const float2 x = cvt_f32_x2_e4m3(codes);
-    return mul_x2(bfloat16{}, cvt_x2(bfloat16{}, x.x, x.y), scale);
+// The first or second two of four e4m3 numbers, times their scale.
+template <i32 kPair>
+MLA_DEVICE u32 e4m3_pair(float16, u32 codes) {
+    return kPair == 0 ? cvt_f16_x2_e4m3(codes) : cvt_f16_x2_e4m3_high(codes);
+}
+template <i32 kPair>
+MLA_DEVICE u32 e4m3_pair(bfloat16, u32 codes) {
+    const float2 x = unpack<float16>(e4m3_pair<kPair>(float16{}, codes));
+    return cvt_x2(bfloat16{}, x.x, x.y);
 }
 
-MLA_DEVICE u32 dequantise(float16, u32 codes, NoScale) { return cvt_f16_x2_e4m3(codes); }
-MLA_DEVICE u32 dequantise(bfloat16, u32 codes, NoScale) {
-    const float2 x = cvt_f32_x2_e4m3(codes);
-    return cvt_x2(bfloat16{}, x.x, x.y);
+template <i32 kPair, class Latent>
+MLA_DEVICE u32 dequantise(Latent, u32 codes, u32 scale) {
+    return mul_x2(Latent{}, e4m3_pair<kPair>(Latent{}, codes), scale);
+}
+template <i32 kPair, class Latent>
+MLA_DEVICE u32 dequantise(Latent, u32 codes, NoScale) {
+    return e4m3_pair<kPair>(Latent{}, codes);
 }
 
 MLA_DEVICE u32 convert_rope(bfloat16, u32 pair) { return pair; }
@@ -232,8 +239,8 @@ MLA_DEVICE void store_latent(u8* sw_tile, const uint4& codes, Scale scale, i32 r
     for (i32 half = 0; half < 2; ++half) {
         const u32 low = words[2 * half], high = words[2 * half + 1];
         uint4* to = reinterpret_cast<uint4*>(sw_tile + sw128_offset(row, lane % kPieceLanes * 2 + half));
-        *to = make_uint4(dequantise(Latent{}, low & 0xffff, scale), dequantise(Latent{}, low >> 16, scale),
-                         dequantise(Latent{}, high & 0xffff, scale), dequantise(Latent{}, high >> 16, scale));
+        *to = make_uint4(dequantise<0>(Latent{}, low, scale), dequantise<1>(Latent{}, low, scale),
+                         dequantise<0>(Latent{}, high, scale), dequantise<1>(Latent{}, high, scale));
     }
 }
 

@@ -199,13 +199,12 @@ struct Dequantiser {
     // Asks for pieces [begin, end) of a row.
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void fetch(FetchedTile<C>& tile, const TokenBytes& token) const {
+        const bool present = token.data != nullptr;
+        const u8* row = present ? token.data : reinterpret_cast<const u8*>(block.p.kv);  // which is not read then
 #pragma unroll
         for (i32 piece = kBegin; piece < kEnd; ++piece) {
             if constexpr (C::kStaged) {
-                const bool present = token.data != nullptr;
-                const u8* nothing = reinterpret_cast<const u8*>(block.p.kv);
-                const u8* from = present ? piece_address<TokenRecord>(token.data, piece, lane) : nothing;
-                cp_async_16(smem_addr(raw(piece)), from, present);
+                cp_async_16(smem_addr(raw(piece)), piece_address<TokenRecord>(row, piece, lane), present);
             } else {
                 tile.piece[piece] = load_piece<TokenRecord>(token, piece, lane);
             }
@@ -228,14 +227,17 @@ struct Dequantiser {
         mbarrier_wait(s.kv_empty[stage][kGroup], ring.empty_parity(stage));
         if (kGroup == 0) store_presence(tile.present);
         if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();
+        uint4 held[kEnd - kBegin];  // all are read before any is stored: the compiler keeps that order
+#pragma unroll
+        for (i32 piece = kBegin; piece < kEnd; ++piece) held[piece - kBegin] = fetched(tile, piece);
 #pragma unroll
         for (i32 piece = kBegin; piece < kEnd; ++piece) {
             u8* to = s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
+            const uint4& bytes = held[piece - kBegin];
             if (piece < C::kLatentSwTiles) {
-                store_latent<typename C::Latent>(to, fetched(tile, piece), scales.of_piece(piece, lane), row, lane);
+                store_latent<typename C::Latent>(to, bytes, scales.of_piece(piece, lane), row, lane);
             } else {
-                store_rope_piece<TokenRecord, typename C::Rope>(to, fetched(tile, piece), piece - C::kLatentSwTiles,
-                                                                row, lane);
+                store_rope_piece<TokenRecord, typename C::Rope>(to, bytes, piece - C::kLatentSwTiles, row, lane);
             }
         }
         if (!C::kFencedByReaders) fence_proxy_async();
