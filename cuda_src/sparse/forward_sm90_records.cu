@@ -23,13 +23,13 @@ using Small = SmallRecords<MLA_DTYPE, TokenRecord, ListedRows, MLA_BLOCK_ROWS>;
 static_assert(sizeof(SmallStorage<Small>) <= kMaxDynamicSmem, "shared memory");
 
 MLA_DECODE_FACTS();
-MLA_FACT(threads, kSmallThreads);
+MLA_FACT(threads, Small::kThreads);
 MLA_FACT(smem_bytes, sizeof(SmallStorage<Small>));
 MLA_FACT(block_rows, Small::kBlockRows);
 MLA_RECORD_FACT(TokenRecord);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kSmallThreads, 1)
+extern "C" __global__ void __launch_bounds__(Small::kThreads, 1)
     mla_sparse_forward_sm90_records(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     run_small_records(p, *reinterpret_cast<SmallStorage<Small>*>(smem));

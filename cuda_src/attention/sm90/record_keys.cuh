@@ -151,6 +151,7 @@ struct LaneScales<v32> {
     MLA_DEVICE float of_lane(i32) const { return scale; }
 
     using OfRow = float4;
+    MLA_DEVICE static float of_group(const OfRow& scales, i32 group) { return (&scales.x)[group]; }
     MLA_DEVICE static LaneScales of_row(const OfRow& scales, i32 lane) { return {(&scales.x)[lane % kPieceLanes]}; }
 };
 
@@ -164,6 +165,9 @@ struct LaneScales<v4> {
     }
 
     using OfRow = u64;
+    MLA_DEVICE static float of_group(const OfRow& scales, i32 group) {
+        return e8m0_value((u32)(scales >> 8 * group) & 0xff);
+    }
     MLA_DEVICE static LaneScales of_row(const OfRow& scales, i32 lane) {
         return {reinterpret_cast<const u16*>(&scales)[lane % kPieceLanes]};
     }
@@ -194,6 +198,17 @@ struct RowScales {
     MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
         const i32 group = piece / kGroupPieces, owner = (lane & ~(kPieceLanes - 1)) | group / kOfLane;
         return __shfl_sync(kFullWarp, pair[group % kOfLane], owner);
+    }
+};
+
+// The same where each lane has all scales of its row: no shuffles.
+template <class Record, class Latent>
+struct WholeRowScales {
+    typename LaneScales<Record>::OfRow row;
+
+    MLA_DEVICE u32 of_piece(i32 piece, i32) const {
+        const float scale = LaneScales<Record>::of_group(row, piece / RowScales<Record, Latent>::kGroupPieces);
+        return cvt_x2(Latent{}, scale, scale);
     }
 };
 

@@ -41,6 +41,10 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     // Rows come through shared memory, or through registers. Loads into registers that are used in the next round of a
     // loop share one scoreboard: the first use waits for all of them.
     static constexpr bool kStaged = Tokens::kStaged;
+    // Scouts find out where the rows are, so that dequantising warps do not. With 32 query rows there is no room.
+    static constexpr bool kScouted = kStaged && kBlockRows <= 16;
+    static constexpr i32 kThreads = (kScouted ? 4 : 3) * kWarpgroupThreads;
+    static constexpr i32 kRegsDequant = kScouted ? 112 : 128;
     // Where rows are staged, there is room for 32 query rows once.
     static constexpr i32 kStagesQ = kStaged && kBlockRows > 16 ? 1 : 2;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
@@ -62,10 +66,10 @@ struct SmallRecords : RecordTile<TokenRecord_> {
 // dequant   4..11    128    eight rows of each tile per warp; query rows
 constexpr i32 kDequantWarps = 8;
 constexpr i32 kRowsOfWarp = kWarpThreads / kPieceLanes;
-constexpr i32 kSmallThreads = kWarpgroupThreads + kDequantWarps * kWarpThreads;
-constexpr i32 kSmallRegsEntry = 168;  // 65536 / 384, rounded down to a multiple of 8
-constexpr i32 kRegsMath = 240, kRegsDequant = 128;
-static_assert(kRegsMath + 2 * kRegsDequant <= 3 * kSmallRegsEntry, "what the block has at entry");
+constexpr i32 kScoutWarps = kTileTokens / kWarpThreads;  // of a warpgroup; the others have nothing to do
+constexpr i32 kRegsMath = 240, kRegsScout = 48;
+static_assert(kRegsMath + 2 * 128 <= 3 * 168, "what a block of three warpgroups has at entry");
+static_assert(kRegsMath + 2 * 112 + kRegsScout <= 4 * 128, "what a block of four warpgroups has at entry");
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -85,6 +89,30 @@ struct RawRows {
 template <>
 struct RawRows<0> {};
 
+// What the scouts have found out about a tile.
+constexpr i32 kScoutStages = 4;
+constexpr i32 kNoQuery = -1, kNoTile = -2;
+
+template <class Record>
+constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
+
+template <class C>
+struct ScoutedTile {
+    const u8* rows[kTileTokens];  // where none is: some address, which is not read
+    const u8* scales[kScalesApart<typename C::TokenRecord> ? kTileTokens : 1];
+    u64 present;
+    i32 query;  // where the tile is the first of a work item, else kNoQuery; or kNoTile
+};
+
+template <class C, bool = C::kScouted>
+struct ScoutStorage {
+    ScoutedTile<C> tiles[kScoutStages];
+    alignas(16) typename LaneScales<typename C::TokenRecord>::OfRow row_scales[kTileTokens];
+    MBarrier full[kScoutStages], empty[kScoutStages];
+};
+template <class C>
+struct ScoutStorage<C, false> {};
+
 template <class C>
 struct SmallStorage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
@@ -94,6 +122,7 @@ struct SmallStorage {
     float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
     RawRows<C::kStaged ? C::kRowPieces : 0> raw;
+    ScoutStorage<C> scouted;
     u64 present[kStagesKV];  // bit t: token t of the tile is there
     MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
     MBarrier q_empty[C::kStagesQ];
@@ -117,11 +146,10 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
         for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps);
     }
     for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupWarps);
+    if constexpr (C::kScouted) init_ring(s.scouted.full, s.scouted.empty, kScoutWarps, kDequantWarps);
 }
 
 // ---- Dequant role ----------------------------------------------------------------------------------------------
-constexpr i32 kNoQuery = -1;
-
 // A tile of whose tokens the places have been asked for.
 template <class C>
 struct ListedTile {
@@ -219,20 +247,15 @@ struct Dequantiser {
 
     MLA_DEVICE u8* raw(i32 piece) const { return block.s.raw.bytes[warp][piece] + lane * 16; }
 
-    template <i32 kGroup>
-    MLA_DEVICE void store_group(FetchedTile<C>& tile, const RowScales<TokenRecord, typename C::Latent>& scales,
-                                const TokenBytes& next) const {
-        SmallStorage<C>& s = block.s;
+    template <i32 kGroup, class Scales>
+    MLA_DEVICE void convert_group(FetchedTile<C>& tile, const Scales& scales) const {
         constexpr i32 kBegin = C::first_piece(kGroup), kEnd = C::first_piece(kGroup + 1);
-        mbarrier_wait(s.kv_empty[stage][kGroup], ring.empty_parity(stage));
-        if (kGroup == 0) store_presence(tile.present);
-        if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();
         uint4 held[kEnd - kBegin];  // all are read before any is stored: the compiler keeps that order
 #pragma unroll
         for (i32 piece = kBegin; piece < kEnd; ++piece) held[piece - kBegin] = fetched(tile, piece);
 #pragma unroll
         for (i32 piece = kBegin; piece < kEnd; ++piece) {
-            u8* to = s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
+            u8* to = block.s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
             const uint4& bytes = held[piece - kBegin];
             if (piece < C::kLatentSwTiles) {
                 store_latent<typename C::Latent>(to, bytes, scales.of_piece(piece, lane), row, lane);
@@ -241,8 +264,17 @@ struct Dequantiser {
             }
         }
         if (!C::kFencedByReaders) fence_proxy_async();
-        release(s.kv_full[stage][kGroup], lane);
-        fetch<kBegin, kEnd>(tile, next);
+        release(block.s.kv_full[stage][kGroup], lane);
+    }
+
+    template <i32 kGroup>
+    MLA_DEVICE void store_group(FetchedTile<C>& tile, const RowScales<TokenRecord, typename C::Latent>& scales,
+                                const TokenBytes& next) const {
+        mbarrier_wait(block.s.kv_empty[stage][kGroup], ring.empty_parity(stage));
+        if (kGroup == 0) store_presence(tile.present);
+        if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();
+        convert_group<kGroup>(tile, scales);
+        fetch<C::first_piece(kGroup), C::first_piece(kGroup + 1)>(tile, next);
     }
 
     // Stores a tile, and refills its registers from the next one. The loads come after the release, which keeps the
@@ -293,6 +325,163 @@ MLA_DEVICE void run_dequant_role(SmallBlock<C>& block, i32 warp, i32 lane) {
         if (!next.exists) break;
         current = next;
         next = after;
+    }
+}
+
+// ---- Scouts ----------------------------------------------------------------------------------------------------
+// A lane finds one row of each tile.
+template <class C>
+struct Scout {
+    using TokenRecord = typename C::TokenRecord;
+    using Tokens = typename C::Tokens;
+    SmallBlock<C>& block;
+    i32 thread;
+
+    // Reads on, and brings the rows of a query that comes up into L2.
+    MLA_DEVICE ListedTile<C> list_next(TileWalk<typename Tokens::Work>& walk) const {
+        ListedTile<C> listed{walk.next(block.p), kNoTile, Tokens::nowhere(), 0, 0};
+        if (!listed.exists) return listed;
+        listed.token = walk.tile * kTileTokens + thread;
+        listed.first_tokens = walk.first_tokens;
+        listed.place = Tokens::place(block.p, walk, listed.token);
+        listed.query = walk.first ? walk.request : kNoQuery;
+        if (walk.first) prefetch_query(walk.request);
+        return listed;
+    }
+
+    MLA_DEVICE void prefetch_query(i32 query) const {
+#pragma unroll 1
+        for (i32 i = thread; i < C::kBlockRows * C::kSwTilesQk; i += kTileTokens) {
+            const i32 row = min(block.row0 + i / C::kSwTilesQk, block.rows - 1);
+            const u16* from = Tokens::query_row(block.p, query, block.kv_head, row);
+            prefetch_global_l2(from + i % C::kSwTilesQk * kSw128Columns);
+        }
+    }
+
+    MLA_DEVICE void report(ScoutedTile<C>& to, const ListedTile<C>& listed, const TokenBytes& token) const {
+        const bool present = token.data != nullptr;
+        const u8* nothing = reinterpret_cast<const u8*>(block.p.kv);
+        to.rows[thread] = present ? token.data : nothing;
+        if (kScalesApart<TokenRecord>) to.scales[thread] = present ? token.scales : nothing;
+        const u32 rows = __ballot_sync(kFullWarp, present);
+        if (thread % kWarpThreads == 0) reinterpret_cast<u32*>(&to.present)[thread / kWarpThreads] = rows;
+        if (thread == 0) to.query = listed.query;
+    }
+};
+
+template <class C>
+MLA_DEVICE void run_scout_role(SmallBlock<C>& block, i32 thread) {
+    using TokenRecord = typename C::TokenRecord;
+    const DecodeParams& p = block.p;
+    const Scout<C> scout{block, thread};
+    TileWalk<typename C::Tokens::Work> walk(p, block.split);
+    RingPosition<kScoutStages> at;
+    auto& s = block.s.scouted;
+    ListedTile<C> current = scout.list_next(walk);
+#pragma unroll 1
+    while (true) {
+        const ListedTile<C> next = scout.list_next(walk);
+        at.wait_empty(s.empty);
+        const TokenBytes token =
+            C::Tokens::template bytes<TokenRecord>(p, current, current.token, current.place);
+        scout.report(s.tiles[at.stage], current, token);
+        release(s.full[at.stage], thread);
+        at.advance();
+        if (!current.exists) break;
+        current = next;
+    }
+}
+
+// ---- Dequant role after scouts ---------------------------------------------------------------------------------
+// A lane's row of a tile.
+struct ScoutedRow {
+    const u8 *data, *scales;
+    u32 present;  // of the warp's rows, as bits
+    i32 query;
+};
+
+template <class C>
+struct ScoutedDequantiser : Dequantiser<C> {
+    using Base = Dequantiser<C>;
+    using TokenRecord = typename C::TokenRecord;
+    using OfRow = typename LaneScales<TokenRecord>::OfRow;
+    using Base::block, Base::lane, Base::row, Base::warp, Base::stage, Base::ring;
+    RingPosition<kScoutStages> at;
+
+    MLA_DEVICE ScoutedRow read() {
+        auto& s = block.s.scouted;
+        at.wait_full(s.full);
+        const ScoutedTile<C>& tile = s.tiles[at.stage];
+        ScoutedRow found;
+        found.data = tile.rows[row];
+        found.scales = kScalesApart<TokenRecord> ? tile.scales[kScalesApart<TokenRecord> ? row : 0]
+                                                 : TokenRecord::scales(nullptr, const_cast<u8*>(found.data), 0, 0);
+        found.present = reinterpret_cast<const u8*>(&tile.present)[warp];
+        found.query = tile.query;
+        release(s.empty[at.stage], lane);
+        at.advance();
+        return found;
+    }
+
+    // Asks for a group of a row; its scales come with the first one.
+    template <i32 kGroup>
+    MLA_DEVICE void fetch(const ScoutedRow& from) const {
+        const bool present = from.present >> lane / kPieceLanes & 1;
+        if (kGroup == 0) {
+            constexpr i32 kBytes = 4, kLanes = sizeof(OfRow) / kBytes;
+            const i32 part = lane % kPieceLanes;
+            u8* to = reinterpret_cast<u8*>(&block.s.scouted.row_scales[row]) + part * kBytes;
+            if (part < kLanes) cp_async<kBytes>(smem_addr(to), from.scales + part * kBytes, present);
+        }
+#pragma unroll
+        for (i32 piece = C::first_piece(kGroup); piece < C::first_piece(kGroup + 1); ++piece) {
+            cp_async_16(smem_addr(Base::raw(piece)), piece_address<TokenRecord>(from.data, piece, lane), present);
+        }
+        cp_async_commit_group();
+    }
+
+    template <i32 kGroup>
+    MLA_DEVICE void store_group(const WholeRowScales<TokenRecord, typename C::Latent>& scales,
+                                const ScoutedRow& next) const {
+        if (kGroup > 0) {
+            mbarrier_wait(block.s.kv_empty[stage][kGroup], ring.empty_parity(stage));
+            cp_async_wait_group<C::kGroups - 1>();
+        }
+        FetchedTile<C> staged;
+        Base::template convert_group<kGroup>(staged, scales);
+        fetch<kGroup>(next);
+    }
+
+    MLA_DEVICE void store_tile(const ScoutedRow& current, const ScoutedRow& next) {
+        cp_async_wait_group<C::kGroups - 1>();
+        __syncwarp();  // the four lanes of a row have copied its scales
+        const WholeRowScales<TokenRecord, typename C::Latent> scales{block.s.scouted.row_scales[row]};
+        mbarrier_wait(block.s.kv_empty[stage][0], ring.empty_parity(stage));
+        if (lane == 0) reinterpret_cast<u8*>(&block.s.present[stage])[warp] = (u8)current.present;
+        store_group<0>(scales, next);
+        store_group<1>(scales, next);
+        store_group<2>(scales, next);
+        static_assert(C::kGroups == 3, "all of them");
+        ring.advance(stage);
+        stage ^= 1;
+    }
+};
+
+template <class C>
+MLA_DEVICE void run_scouted_dequant_role(SmallBlock<C>& block, i32 warp, i32 lane) {
+    ScoutedDequantiser<C> dequantiser{{block, warp, lane, warp * kRowsOfWarp + lane / kPieceLanes, 0, 0}};
+    ScoutedRow current = dequantiser.read();
+    if (current.query == kNoTile) return;
+    dequantiser.template fetch<0>(current);
+    dequantiser.template fetch<1>(current);
+    dequantiser.template fetch<2>(current);
+#pragma unroll 1
+    while (true) {
+        if (current.query != kNoQuery) dequantiser.store_query(current.query);
+        const ScoutedRow next = dequantiser.read();
+        dequantiser.store_tile(current, next);
+        if (next.query == kNoTile) break;
+        current = next;
     }
 }
 
@@ -469,9 +658,18 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
     if (warp < kWarpgroupWarps) {
         setmaxnreg_inc<kRegsMath>();
         run_math_role(block, threadIdx.x);
-    } else {
-        setmaxnreg_dec<kRegsDequant>();
-        run_dequant_role(block, warp - kWarpgroupWarps, threadIdx.x % kWarpThreads);
+    } else if (warp < kWarpgroupWarps + kDequantWarps) {
+        setmaxnreg_dec<C::kRegsDequant>();
+        const i32 lane = threadIdx.x % kWarpThreads;
+        if constexpr (C::kScouted) {
+            run_scouted_dequant_role(block, warp - kWarpgroupWarps, lane);
+        } else {
+            run_dequant_role(block, warp - kWarpgroupWarps, lane);
+        }
+    } else if constexpr (C::kScouted) {
+        setmaxnreg_dec<kRegsScout>();
+        const i32 thread = threadIdx.x % kWarpgroupThreads;
+        if (thread < kTileTokens) run_scout_role(block, thread);
     }
     griddepcontrol_launch_dependents();
 }
