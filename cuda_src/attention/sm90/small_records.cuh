@@ -258,7 +258,7 @@ struct Dequantiser {
             u8* to = block.s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
             const uint4& bytes = held[piece - kBegin];
             if (piece < C::kLatentSwTiles) {
-                store_latent<typename C::Latent>(to, bytes, scales.of_piece(piece, lane), row, lane);
+                store_latent<typename C::Latent, true>(to, bytes, scales.of_piece(piece, lane), row, lane);
             } else {
                 store_rope_piece<TokenRecord, typename C::Rope>(to, bytes, piece - C::kLatentSwTiles, row, lane);
             }
