@@ -277,7 +277,7 @@ MLA_DEVICE void store_rope(u8* sw_tile, const uint4& pairs, i32 half, i32 row, i
 template <class Record, class Rope>
 MLA_DEVICE void store_rope_piece(u8* sw_tile, const uint4& bytes, i32 piece, i32 row, i32 lane) {
     if constexpr (Record::kRopeKind == kE4m3) {
-        store_latent<Rope, true>(sw_tile, bytes, NoScale{}, row, lane);
+        store_latent<Rope>(sw_tile, bytes, NoScale{}, row, lane);
     } else {
         store_rope<Rope>(sw_tile, bytes, piece, row, lane);
     }

@@ -51,7 +51,9 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
     // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1, with 32 rows it costs 9 %; lists: -3 to -5 %
     // with 16 rows, with 32 it costs 4 %)
-    static constexpr bool kFencedByReaders = kBlockRows <= 16 || kStaged;
+    // Dequantising warps that have scouts have the time.
+    static constexpr bool kFencedByReaders = !kScouted && (kBlockRows <= 16 || kStaged);
+    static constexpr bool kUnshifted = kBlockRows <= 16 && !kHasValueScale<TokenRecord>;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
     // The pieces of a group: [first_piece(group), first_piece(group + 1)).
@@ -213,13 +215,23 @@ struct Dequantiser {
         mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));
 #pragma unroll 2
         for (i32 i = 0; i < kQueryRows; ++i) {
-            const i32 at = warp + i * kDequantWarps;
             QueryRow<typename C::Tile> from;
             from.load(query_row(query, i), lane);
-            const float factor = store_query_row<typename C::Tile, typename C::Element, typename C::Latent>(
-                s.q[q_stage][0], C::kQSwTileBytes, from, at, lane);
-            if (lane == 0) s.q_factors[q_stage][at] = factor;
+            store_query_row(from, i);
         }
+        next_query();
+    }
+
+    // The warp's i-th row of a query.
+    MLA_DEVICE void store_query_row(const QueryRow<typename C::Tile>& from, i32 i) const {
+        SmallStorage<C>& s = block.s;
+        const i32 at = warp + i * kDequantWarps;
+        const float factor = sm90::store_query_row<typename C::Tile, typename C::Element, typename C::Latent>(
+            s.q[q_stage][0], C::kQSwTileBytes, from, at, lane);
+        if (lane == 0) s.q_factors[q_stage][at] = factor;
+    }
+
+    MLA_DEVICE void next_query() {
         q_ring.advance(q_stage);
         q_stage = (q_stage + 1) % C::kStagesQ;
     }
@@ -250,15 +262,17 @@ struct Dequantiser {
     template <i32 kGroup, class Scales>
     MLA_DEVICE void convert_group(FetchedTile<C>& tile, const Scales& scales) const {
         constexpr i32 kBegin = C::first_piece(kGroup), kEnd = C::first_piece(kGroup + 1);
-        uint4 held[kEnd - kBegin];  // all are read before any is stored: the compiler keeps that order
+        uint4 held[kEnd - kBegin];
+        if (C::kScouted) {  // all are read before any is stored: the compiler keeps that order
 #pragma unroll
-        for (i32 piece = kBegin; piece < kEnd; ++piece) held[piece - kBegin] = fetched(tile, piece);
+            for (i32 piece = kBegin; piece < kEnd; ++piece) held[piece - kBegin] = fetched(tile, piece);
+        }
 #pragma unroll
         for (i32 piece = kBegin; piece < kEnd; ++piece) {
             u8* to = block.s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
-            const uint4& bytes = held[piece - kBegin];
+            const uint4 bytes = C::kScouted ? held[piece - kBegin] : fetched(tile, piece);
             if (piece < C::kLatentSwTiles) {
-                store_latent<typename C::Latent, true>(to, bytes, scales.of_piece(piece, lane), row, lane);
+                store_latent<typename C::Latent, C::kUnshifted>(to, bytes, scales.of_piece(piece, lane), row, lane);
             } else {
                 store_rope_piece<TokenRecord, typename C::Rope>(to, bytes, piece - C::kLatentSwTiles, row, lane);
             }
@@ -470,11 +484,24 @@ struct ScoutedDequantiser : Dequantiser<C> {
 template <class C>
 MLA_DEVICE void run_scouted_dequant_role(SmallBlock<C>& block, i32 warp, i32 lane) {
     ScoutedDequantiser<C> dequantiser{{block, warp, lane, warp * kRowsOfWarp + lane / kPieceLanes, 0, 0}};
+    // The first query is loaded before any row is: it would arrive after all of them.
+    using Queries = ScoutedDequantiser<C>;
+    const DecodeParams& p = block.p;
+    const i32 likely = min(C::Tokens::Work::begin(p, block.split).request, p.b - 1);
+    QueryRow<typename C::Tile> query[Queries::kQueryRows];
+#pragma unroll
+    for (i32 i = 0; i < Queries::kQueryRows; ++i) query[i].load(dequantiser.query_row(likely, i), lane);
     ScoutedRow current = dequantiser.read();
     if (current.query == kNoTile) return;
     dequantiser.template fetch<0>(current);
     dequantiser.template fetch<1>(current);
     dequantiser.template fetch<2>(current);
+    if (current.query == likely) {
+#pragma unroll
+        for (i32 i = 0; i < Queries::kQueryRows; ++i) dequantiser.store_query_row(query[i], i);
+        dequantiser.next_query();
+        current.query = kNoQuery;
+    }
 #pragma unroll 1
     while (true) {
         if (current.query != kNoQuery) dequantiser.store_query(current.query);
