@@ -107,13 +107,13 @@ struct ScoutedTile {
 };
 
 template <class C, bool = C::kScouted>
-struct ScoutStorage {
+struct ScoutStorage : RawRows<C::kRowPieces> {
     ScoutedTile<C> tiles[kScoutStages];
     alignas(16) typename LaneScales<typename C::TokenRecord>::OfRow row_scales[kTileTokens];
     MBarrier full[kScoutStages], empty[kScoutStages];
 };
 template <class C>
-struct ScoutStorage<C, false> {};
+struct ScoutStorage<C, false> : RawRows<C::kStaged ? C::kRowPieces : 0> {};
 
 template <class C>
 struct SmallStorage {
@@ -123,8 +123,7 @@ struct SmallStorage {
     float q_factors[C::kStagesQ][C::kBlockRows];        // of the scores of each head
     float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
-    RawRows<C::kStaged ? C::kRowPieces : 0> raw;
-    ScoutStorage<C> scouted;
+    ScoutStorage<C> rows;
     u64 present[kStagesKV];  // bit t: token t of the tile is there
     MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
     MBarrier q_empty[C::kStagesQ];
@@ -148,7 +147,7 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
         for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps);
     }
     for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupWarps);
-    if constexpr (C::kScouted) init_ring(s.scouted.full, s.scouted.empty, kScoutWarps, kDequantWarps);
+    if constexpr (C::kScouted) init_ring(s.rows.full, s.rows.empty, kScoutWarps, kDequantWarps);
 }
 
 // ---- Dequant role ----------------------------------------------------------------------------------------------
@@ -239,12 +238,13 @@ struct Dequantiser {
     // Asks for pieces [begin, end) of a row.
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void fetch(FetchedTile<C>& tile, const TokenBytes& token) const {
-        const bool present = token.data != nullptr;
-        const u8* row = present ? token.data : reinterpret_cast<const u8*>(block.p.kv);  // which is not read then
 #pragma unroll
         for (i32 piece = kBegin; piece < kEnd; ++piece) {
             if constexpr (C::kStaged) {
-                cp_async_16(smem_addr(raw(piece)), piece_address<TokenRecord>(row, piece, lane), present);
+                const bool present = token.data != nullptr;
+                const u8* nothing = reinterpret_cast<const u8*>(block.p.kv);
+                const u8* from = present ? piece_address<TokenRecord>(token.data, piece, lane) : nothing;
+                cp_async_16(smem_addr(raw(piece)), from, present);
             } else {
                 tile.piece[piece] = load_piece<TokenRecord>(token, piece, lane);
             }
@@ -257,7 +257,7 @@ struct Dequantiser {
         return tile.piece[C::kStaged ? 0 : piece];
     }
 
-    MLA_DEVICE u8* raw(i32 piece) const { return block.s.raw.bytes[warp][piece] + lane * 16; }
+    MLA_DEVICE u8* raw(i32 piece) const { return block.s.rows.bytes[warp][piece] + lane * 16; }
 
     template <i32 kGroup, class Scales>
     MLA_DEVICE void convert_group(FetchedTile<C>& tile, const Scales& scales) const {
@@ -390,7 +390,7 @@ MLA_DEVICE void run_scout_role(SmallBlock<C>& block, i32 thread) {
     const Scout<C> scout{block, thread};
     TileWalk<typename C::Tokens::Work> walk(p, block.split);
     RingPosition<kScoutStages> at;
-    auto& s = block.s.scouted;
+    auto& s = block.s.rows;
     ListedTile<C> current = scout.list_next(walk);
 #pragma unroll 1
     while (true) {
@@ -423,7 +423,7 @@ struct ScoutedDequantiser : Dequantiser<C> {
     RingPosition<kScoutStages> at;
 
     MLA_DEVICE ScoutedRow read() {
-        auto& s = block.s.scouted;
+        auto& s = block.s.rows;
         at.wait_full(s.full);
         const ScoutedTile<C>& tile = s.tiles[at.stage];
         ScoutedRow found;
@@ -444,7 +444,7 @@ struct ScoutedDequantiser : Dequantiser<C> {
         if (kGroup == 0) {
             constexpr i32 kBytes = 4, kLanes = sizeof(OfRow) / kBytes;
             const i32 part = lane % kPieceLanes;
-            u8* to = reinterpret_cast<u8*>(&block.s.scouted.row_scales[row]) + part * kBytes;
+            u8* to = reinterpret_cast<u8*>(&block.s.rows.row_scales[row]) + part * kBytes;
             if (part < kLanes) cp_async<kBytes>(smem_addr(to), from.scales + part * kBytes, present);
         }
 #pragma unroll
@@ -469,7 +469,7 @@ struct ScoutedDequantiser : Dequantiser<C> {
     MLA_DEVICE void store_tile(const ScoutedRow& current, const ScoutedRow& next) {
         cp_async_wait_group<C::kGroups - 1>();
         __syncwarp();  // the four lanes of a row have copied its scales
-        const WholeRowScales<TokenRecord, typename C::Latent> scales{block.s.scouted.row_scales[row]};
+        const WholeRowScales<TokenRecord, typename C::Latent> scales{block.s.rows.row_scales[row]};
         mbarrier_wait(block.s.kv_empty[stage][0], ring.empty_parity(stage));
         if (lane == 0) reinterpret_cast<u8*>(&block.s.present[stage])[warp] = (u8)current.present;
         store_group<0>(scales, next);
@@ -685,7 +685,7 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
     if (warp < kWarpgroupWarps) {
         setmaxnreg_inc<kRegsMath>();
         run_math_role(block, threadIdx.x);
-    } else if (warp < kWarpgroupWarps + kDequantWarps) {
+    } else if (!C::kScouted || warp < kWarpgroupWarps + kDequantWarps) {
         setmaxnreg_dec<C::kRegsDequant>();
         const i32 lane = threadIdx.x % kWarpThreads;
         if constexpr (C::kScouted) {
