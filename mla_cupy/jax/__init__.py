@@ -136,7 +136,7 @@ def sparse_mla_forward(
     exportable : bool
         For `jax.export`.
     **options
-        d_v, scale, causal, cp_world, cp_rank, out_dtype, lse_base, empty_lse, kernel.
+        d_v, scale, causal, out_dtype, lse_base, empty_lse, kernel.
 
     Returns
     -------
