@@ -47,7 +47,7 @@ def indexer_select(
     order, relative, keep_first, keep_last
         As for `indexer_topk`.
     buffer_bytes : int
-        The queries are taken in chunks whose logits fit; a chunk has one query at least.
+        The queries are taken in chunks whose logits fit, whatever `topk` is; a chunk has one query at least.
     logits : array, (rows, s_kv), float32, optional
         The buffer, of which the rows are a chunk. Default: allocated, by `buffer_bytes`.
     indices : array, (s_q, topk), int32, optional
