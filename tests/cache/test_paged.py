@@ -217,6 +217,24 @@ def test_attention_over_forks_and_prefixes() -> None:
 
 
 @pytest.mark.usefixtures("_numpy_backend")
+def test_lengths_may_be_lowered_on_the_device() -> None:
+    """By a model that rejects drafts: its next calls see fewer tokens, and the next step knows what `truncate` says."""
+    made = PagedKVCache("bf16", num_layers=2, **SIZES)
+    latent, rope = tokens(made.records["kv"], 9)
+    sequence, _ = made.allocate()
+    step = made.extend([sequence], 9)
+    made.append(step, 1, latent, rope)
+    q = np.random.default_rng(1).standard_normal((1, 1, 2, 576), np.float32).astype(latent.dtype)
+    step.seqlens[:] -= 2  # in place: there is no other array
+    lowered = attend(made, step, q)
+    assert made.length(sequence) == 9
+    made.truncate([sequence], 7)
+    step = made.extend([sequence], 0)
+    assert step.seqlens.tolist() == [7]
+    np.testing.assert_array_equal(attend(made, step, q), lowered)
+
+
+@pytest.mark.usefixtures("_numpy_backend")
 def test_rope_takes_the_positions_of_the_step() -> None:
     made = PagedKVCache("bf16", **SIZES)
     sequence, _ = made.allocate()
