@@ -341,9 +341,14 @@ def test_host_time_of_a_step_of_256(growing: int, limit_us: float) -> None:
     assert min(times) <= limit_us
 
 
-def test_words_end_where_the_pairs_begin() -> None:
-    words = Words.of(max_seqs=5, max_pages=3, max_tokens=10)
-    slots, positions = words.tokens(7)
-    assert (slots.stop, positions.stop) == (positions.start, words.pairs)
-    assert slots.stop - slots.start == 7
-    assert words.total - words.changes == 2 * 5 * 3
+def test_the_parts_of_an_upload_follow_each_other() -> None:
+    at = Words.of(max_seqs=5, max_pages=3)
+    words = np.arange(at.total, dtype=np.int32)
+    sheet = at.sheet(words)
+    assert at.header % 4 == 0
+    assert len(words[at.changes :]) == 2 * 5 * 3
+    lists = sheet.header, sheet.rows, sheet.lengths, sheet.first_changes, sheet.first_tokens
+    assert [len(x) for x in lists] == [8, 5, 5, 6, 6]
+    for part, number in zip(lists, range(1, 6), strict=True):
+        part[:] = number
+    assert words[at.header : at.changes].tolist() == [1] * 8 + [2] * 5 + [3] * 5 + [4] * 6 + [5] * 6
