@@ -41,9 +41,8 @@ constexpr i32 kRoomTiles = MLA_QUERY_TILES;               // of queries, in shar
 constexpr i32 kMathWarpgroups = 4;
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
-constexpr i32 kPageWarps = 2;  // from kLoadWarp on: one alone cannot ask for pages as fast as they come
-constexpr i32 kQueryWarp = kLoadWarp + kPageWarps, kFillWarp = kQueryWarp + 1;
-constexpr i32 kFillWarps = kLoadWarp + kWarpgroupWarps - kFillWarp;
+constexpr i32 kQueryWarp = kLoadWarp + 1, kFillWarp = kLoadWarp + 2;  // kLoadWarp: pages
+constexpr i32 kFillWarps = kWarpgroupWarps - 2;
 constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedule: see PageLine
 
 constexpr i32 kHeadDim = kSw128RowBytes;
@@ -55,11 +54,11 @@ constexpr i32 kMmaBytes = 32;                        // of a row, for one wgmma
 constexpr i32 kMmaSteps = kHeadDim / kMmaBytes;
 
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
-// Room for the queries of two sequences of few tokens, or of one of many; or for few queries and more pages.
+// Room for the queries of two sequences, or of one of many heads and tokens.
 constexpr i32 kMaxQueryStages = 2;
 constexpr i32 kStageTiles = kRoomTiles / kMaxQueryStages;
-constexpr i32 kStages = 8;
-static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage is always the same ones'");
+constexpr i32 kStages = 8;  // more pages under way take longer
+static_assert(kStages % kMathWarpgroups == 0, "a stage is always the same warpgroup's");
 
 constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
 
@@ -236,36 +235,35 @@ MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMa
     cp_async_bulk_tensor_3d(smem_addr(s.scales[stage]), scales_map, full, 0, kScaleRow, page, kEvictFirst);
 }
 
-// Where every kPageWarps-th page of a sequence lies, one after the other. Lanes look up 32 at a time, the next ones
-// while these are fetched.
+// Where the pages of a sequence lie, one after the other. Lanes look up 32 at a time, the next ones while these are
+// fetched.
 struct PageNumbers {
     const i32* table;
     i64 stride_elems;
     i32 num_pages, lane;
-    i32 tile, end;
-    i32 taken = 0, pages = -1, next;
+    i32 begin, tile, end;
+    i32 pages, next;
 
     MLA_DEVICE PageNumbers(const LogitsParams& p, i32 block, TileRange tiles, i32 lane)
         : table(p.block_table + block * p.table_stride_block_elems),
           stride_elems(p.table_stride_page_elems),
           num_pages(p.num_pages),
           lane(lane),
+          begin(tiles.begin),
           tile(tiles.begin),
-          end(tiles.end) {
-        next = look_up(tile);
+          end(tiles.end),
+          pages(-1) {
+        next = look_up(begin);
     }
     // As it stands in the table: a look at it would wait for it.
-    MLA_DEVICE i32 look_up(i32 first) const {
-        const i32 own = first + lane * kPageWarps;
-        return own < end ? table[own * stride_elems] : -1;
-    }
+    MLA_DEVICE i32 look_up(i32 first) const { return first + lane < end ? table[(first + lane) * stride_elems] : -1; }
     MLA_DEVICE i32 take() {
-        const i32 place = taken++ % kWarpThreads;
+        const i32 place = (tile - begin) % kWarpThreads;
         if (place == 0) {
             pages = next;
-            next = look_up(tile + kWarpThreads * kPageWarps);
+            next = look_up(tile + kWarpThreads);
         }
-        tile += kPageWarps;
+        ++tile;
         const i32 page = __shfl_sync(kFullWarp, pages, place);
         return (u32)page < (u32)num_pages ? page : -1;
     }
@@ -300,21 +298,18 @@ MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& ma
     }
 }
 
-// Their pages, by warps in turn. Where those of the first sequence lie is looked up while its lengths are read again.
+// Their pages. Where those of the first sequence lie is looked up while its lengths are read again.
 MLA_DEVICE void run_page_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys>& walk,
-                              i32 first_end, i32 warp) {
-    PageNumbers numbers(p, walk.from.block, TileRange{walk.from.tile + warp, first_end}, walk.lane);
-    StageWalk<kStages, kPageWarps> key(warp);
-    i32 ahead = warp;  // pages of the others before this warp's next one
+                              i32 first_end) {
+    PageNumbers numbers(p, walk.from.block, TileRange{walk.from.tile, first_end}, walk.lane);
+    StageWalk<kStages> key(0);
     for (bool looked_up = first_end > 0; walk.next(); looked_up = false) {
-        const i32 end = walk.tiles.end;
-        if (!looked_up) numbers = PageNumbers(p, walk.block, TileRange{walk.tiles.begin + ahead, end}, walk.lane);
-        for (numbers.end = end; numbers.tile < end; key.advance()) {
+        if (!looked_up) numbers = PageNumbers(p, walk.block, walk.tiles, walk.lane);
+        for (numbers.end = walk.tiles.end; numbers.tile < numbers.end; key.advance()) {
             const i32 page = numbers.take();
             mbarrier_wait(s.k_empty[key.stage], key.parity() ^ 1);
             if (elect_one()) load_page(s, maps.codes, maps.scales, key.stage, page);
         }
-        ahead = numbers.tile - end;
     }
 }
 
@@ -525,7 +520,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == kQueryWarp) {
             run_query_role(p, s, maps, walk);
         } else {
-            run_page_role(p, s, maps, walk, share.first_end, warp - kLoadWarp);
+            run_page_role(p, s, maps, walk, share.first_end);
         }
     } else {
         __syncthreads();

@@ -14,7 +14,6 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 PAGE_KEYS = 64
 HEAD_DIM = 128
 BLOCK_HEADS = (32, 64, 128)
-_FEW_TOKENS = 2
 _SHORT_LINE = 1024
 _QUERY_STAGES = 2
 _SCALE_BYTES = 4 * PAGE_KEYS
@@ -31,11 +30,9 @@ class PagedVariant(Variant):
 
 _VARIANTS = (
     PagedVariant(32, _QUERY_STAGES * BLOCK_TOKENS),
-    PagedVariant(64, _QUERY_STAGES * _FEW_TOKENS),
     PagedVariant(64, _QUERY_STAGES * BLOCK_TOKENS),
     PagedVariant(128, BLOCK_TOKENS),
 )
-"""Those of 64 heads, which are usual, have room for few tokens and more pages, or for all that the kernel takes."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
@@ -55,8 +52,8 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 def variant(problem: LogitsProblem) -> PagedVariant:
     """The build that it takes."""
-    builds = [build for build in _VARIANTS if build.block_heads == block_heads(problem.heads)]
-    return builds[0] if problem.block_tokens <= _FEW_TOKENS else builds[-1]
+    block = block_heads(problem.heads)
+    return next(build for build in _VARIANTS if build.block_heads == block)
 
 
 def block_heads(heads: int) -> int:
