@@ -147,7 +147,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
     const QueryStages stages(p);
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages> key(0);
-    BlockWalk<kTileKeys> walk(p, ranges, lane);
+    BlockWalk<kTileKeys> walk(ranges, find_share<kTileKeys>(p, ranges, lane), lane);
     for (bool found = true; found; query.advance(stages.count)) {
         found = walk.next();
         mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);
@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == kLoadWarp) {
             run_load_role(p, s, q_map, k_map, thread % kWarpThreads);
         } else {
-            run_fill_role<kTileKeys>(p, warp - kLoadWarp - 1, thread % kWarpThreads);
+            run_fill_role<kTileKeys, kWarpgroupWarps - 1>(p, warp - kLoadWarp - 1, thread % kWarpThreads);
         }
     }
     griddepcontrol_launch_dependents();

@@ -23,7 +23,12 @@ NINE = LogitsCase(s_q=3, s_kv=100, h=9, d=32)
 PAGES = PagedCase(b=1, s_q=2, h=9, seqlens=(800,))
 #: Products of two tokens, then of one.
 THREE = PagedCase(b=1, s_q=3, h=9, seqlens=(800,))
+#: Not all tokens see the last page, which is full.
+EDGE = PagedCase(b=1, s_q=3, h=9, seqlens=(128,))
+#: More sequences than a warp has lanes, of which the first 32 have nothing.
+GROUPS = PagedCase(b=74, h=2, seqlens=(0,) * 32 + (1, 70, 0, 64, 2, 0) * 7)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
+FIRST = "if (token == 0)"
 READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
 
 ONE_BARRIER = (
@@ -56,16 +61,19 @@ MUTANTS = [
     (Mutant("the last heads are left out", PREFILL, "ceil_div(p.heads, kTileHeads)", "max(1, p.heads / 8)"), NINE),
     (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
     (Mutant("a share ends a tile early", SHARED, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
-    (Mutant("the line ends too early", SHARED, "TileCut{ranges.num_blocks(), 0}", "TileCut{39, 0}"), SEQUENCES),
-    (Mutant("a page is released with tokens to come", PAGED, "if (left == 0)", "if (left <= 1)"), THREE),
-    (Mutant("the last product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
-    (Mutant("all tokens have the first one's row", PAGED, "+ sequence.row_bytes;", "+ 0;"), THREE),
+    (Mutant("the line ends too early", PAGED, "TileCut{ranges.num_blocks, 0}", "TileCut{39, 0}"), SEQUENCES),
+    (Mutant("a sequence's place is that in another group", PAGED, "if (of != group)", "if (false)"), GROUPS),
+    (Mutant("pages are those of the first sequence", PAGED, "if (!looked_up)", "if (false)"), SEQUENCES),
+    (Mutant("a page is released with tokens to come", PAGED, "if (token + kTokens == sequence.tokens)", FIRST), THREE),
+    (Mutant("a product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
+    (Mutant("later tokens have the first one's row", PAGED, "token * sequence.row_bytes", "0"), THREE),
+    (Mutant("the second token has the first one's row", PAGED, "block, own.c / 2)", "block, 0)"), THREE),
+    (Mutant("the second token has the first one's weights", PAGED, "from[(group * kGroupHeads + 8", "from[(8"), THREE),
+    (Mutant("a page is whole for the last token alone", PAGED, "end = min(end,", "end = max(end,"), EDGE),
     (Mutant("weights are announced before they are there", PAGED, *EARLY_WEIGHTS), SEQUENCES),
     (Mutant("queries come over those of a sequence in use", PAGED, WAIT_FOR_QUERIES, ""), SEQUENCES),
     (
-        Mutant(
-            "half of a row's threads are left out", PAGED, "return x + __shfl_xor_sync(kFullWarp, x, 2)", "return x"
-        ),
+        Mutant("half of a row's threads are left out", PAGED, "add_in_pair(first, second, 2, own.c / 2)", "first"),
         PAGES,
     ),
 ]
@@ -78,7 +86,7 @@ def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
         name, inputs = "indexer_logits_paged", paged_inputs(case)
     else:
         name, inputs = "indexer_logits", logits_inputs(case)
-    with simulated(3 if case == RANGED else 1, (9, 0), *mode):
+    with simulated(3 if case in (RANGED, GROUPS) else 1, (9, 0), *mode):
         got = getattr(mla_cupy, name)(**inputs)
     check_logits(got, inputs, getattr(reference, name)(**inputs))
 
@@ -91,6 +99,6 @@ def test_is_caught(
         assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.parametrize("case", [CASE, RANGED, PAGES, THREE], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASE, RANGED, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]

@@ -13,7 +13,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_schedule
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_pipeline
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
 from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
@@ -148,6 +148,13 @@ def test_bits_do_not_depend_on_the_place(sm_count: int) -> None:
 
 
 SCHEDULE = "indexer_logits_schedule"
+
+
+def always(*_: object) -> bool:
+    """For whether there is a schedule."""
+    return True
+
+
 #: Of a tile each, or of two: more blocks of tokens than a warp has lanes would be slow to simulate.
 MANY_BLOCKS = LogitsCase(s_q=150, s_kv=160, h=1, d=32, ranges="causal")
 
@@ -164,24 +171,39 @@ def launched(case: LogitsCase | PagedCase, sm_count: int, **options: Any) -> lis
 
 def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to one tile, where the queries of a block count as one, too; and its blocks are all computed."""
-    monkeypatch.setattr(logits_schedule, "MAX_SHORT_LINE", 0)
+    monkeypatch.setattr(logits_pipeline, "scheduled", always)
     splits, inputs = 3, logits_inputs(MANY_BLOCKS)
     workspace = np.zeros(256, np.uint8)
     assert launched(MANY_BLOCKS, splits, workspace=workspace) == [SCHEDULE, HOPPER]
     last = np.minimum(np.arange(8, 160, 8), 150) - 1
     line = [(n, max(0, i - 1)) for n, end in enumerate(inputs["ke"][last]) for i in range(1 + -(-int(end) // 128))]
-    places = [i * len(line) // splits for i in range(splits)]
+    size, larger = divmod(len(line), splits)
+    places = [i * size + min(i, larger) for i in range(splits)]
     cuts = workspace.view(np.int32).reshape(-1, 2)[: splits + 1]
     assert cuts.tolist() == [*map(list, (line[i] for i in places)), [19, 0]]
 
 
-@pytest.mark.parametrize("most", [128, 0])
-def test_many_sequences(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", [True, False])
+def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a warp has lanes, empty ones among them: with a schedule, and without."""
-    monkeypatch.setattr(logits_schedule, "MAX_SHORT_LINE", most)
+    if schedule:
+        monkeypatch.setattr(logits_pipeline, "scheduled", always)
     lengths = tuple(int(n) for n in np.random.default_rng(5).choice([0, 1, 64, 65, 130], 70))
-    schedule = [] if most else [SCHEDULE]
-    assert launched(PagedCase(b=70, h=2, seqlens=lengths), 3) == [*schedule, PAGED_HOPPER]
+    assert launched(PagedCase(b=70, h=2, seqlens=lengths), 3) == [SCHEDULE] * schedule + [PAGED_HOPPER]
+
+
+def test_sequences_of_many_groups() -> None:
+    """Of 32 each, several of which have nothing, and more than are looked at at once; shares within one and across."""
+    lengths = np.zeros((170, 2), int)
+    lengths[[3, 40, 69, 100, 165, 169]] = [[100, 3], [1, 64], [0, 65], [200, 130], [64, 0], [1, 1]]
+    case = PagedCase(b=170, s_q=2, h=2, seqlens=tuple(int(n) for n in lengths.max(axis=1)))
+    inputs = paged_inputs(case)
+    for given in (inputs, inputs | {"seqlens": lengths.astype(np.int32)}):
+        for sm_count in (1, 5):
+            with simulated(sm_count, (9, 0), "random", 2) as target:
+                got = mla_cupy.indexer_logits_paged(**given)
+            check_logits(got, given, reference.indexer_logits_paged(**given))
+            assert target.launched == [f"mla_{PAGED_HOPPER}"]
 
 
 # ---- Paged -------------------------------------------------------------------------------------------------------
@@ -264,7 +286,7 @@ def test_no_kernel_is_forgotten() -> None:
 def test_paged_and_prefill_have_the_same_bits() -> None:
     """The same keys in pages and side by side, for several numbers of heads; 70 heads take two blocks of columns."""
     for h in (5, 33, 70):
-        case = PagedCase(b=1, s_q=2, h=h, seqlens=(100,), per_token=True)
+        case = PagedCase(b=1, s_q=3, h=h, seqlens=(100,), per_token=True)
         inputs = paged_inputs(case)
         codes, scales = page_parts(inputs["cache"][:, :, 0])
         pages = inputs["block_table"][0, :2]

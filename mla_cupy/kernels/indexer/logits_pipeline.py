@@ -34,6 +34,11 @@ class LogitsConfig:
     num_splits: int
 
 
+def scheduled(kernel: LogitsKernel, problem: LogitsProblem) -> bool:
+    """Whether the kernel wants a schedule."""
+    return bool(kernel.tile_keys) and problem.num_blocks > kernel.short_line
+
+
 class LogitsPipeline(Pipeline[LogitsConfig]):
     """What both forms of the logits have in common."""
 
@@ -46,8 +51,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         if not chosen.tile_keys:
             return LogitsConfig(problem, chosen, (x, y, z), 0)
         splits = min(x, logits_schedule.MAX_SPLITS)
-        short = problem.num_blocks <= logits_schedule.MAX_SHORT_LINE
-        return LogitsConfig(problem, chosen, (splits, y, z), 0 if short else splits)
+        return LogitsConfig(problem, chosen, (splits, y, z), splits if scheduled(chosen, problem) else 0)
 
     def workspace(self, config: LogitsConfig) -> Layout:
         """The cuts of the schedule."""
@@ -85,6 +89,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
             "clean": options.clean,
             "bf16_out": logits.dtype == "bfloat16",
             "wide_rows": _is_wide(logits),
+            "num_blocks": problem.num_blocks,
         }
 
     def _record(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> Record:

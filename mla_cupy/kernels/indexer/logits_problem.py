@@ -74,6 +74,8 @@ class LogitsKernel(Kernel[LogitsProblem]):
         `grid(problem, device)`.
     tile_keys : int
         Keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0: it needs none.
+    short_line : int
+        For so many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
     maps : callable
         `maps(call)`: its tensor maps, by the names of the arrays.
     """
@@ -81,6 +83,7 @@ class LogitsKernel(Kernel[LogitsProblem]):
     variant: Callable[[LogitsProblem], Variant] = lambda problem: DtypeVariant(problem.dtype)
     grid: Callable[[LogitsProblem, DeviceInfo], Dim3] = lambda problem, device: (device.sm_count, 1, 1)
     tile_keys: int = 0
+    short_line: int = 0
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = no_maps
 
 
@@ -121,4 +124,5 @@ PARAMS = Params(
     clean="i4",
     bf16_out="i4",
     wide_rows="i4",
+    num_blocks="i4",
 )

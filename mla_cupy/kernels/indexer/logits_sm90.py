@@ -15,13 +15,13 @@ from mla_cupy.kernels.indexer.logits_problem import (
     LogitsKernel,
     LogitsProblem,
 )
-from mla_cupy.kernels.indexer.logits_schedule import MAX_SHORT_LINE
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 TILE_KEYS = 128
+_SHORT_LINE = 128
 TILE_HEADS = 8
 """Heads of an m64 tile of queries."""
 PIECE_BYTES = 128
@@ -101,9 +101,10 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     VARIANTS,
-    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE},
+    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
     tile_keys=TILE_KEYS,
+    short_line=_SHORT_LINE,
     maps=maps,
 )
