@@ -22,6 +22,7 @@
 #include "attention/record_tokens.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
+#include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 #include "tile/warp.cuh"
 
@@ -128,14 +129,6 @@ MLA_DEVICE const u16* query_row(const Block<Fp8>& block, i32 query, i32 warp, i3
 }
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
-// Read anew wherever it is needed: what follows from it is not worth registers.
-MLA_DEVICE i32 own_lane() {
-    i32 lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    __builtin_assume(lane >= 0 && lane < kWarpThreads);
-    return lane;
-}
-
 // The same in all lanes: a reduction over the warp writes a uniform register.
 MLA_DEVICE i32 in_uniform(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
 

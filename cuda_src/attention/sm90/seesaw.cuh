@@ -8,6 +8,9 @@
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
 //   load    |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->
 //
+// Where keys come late (kEvenValuesFirst), the right warpgroup does O_R += P0 V0_R before S1: it frees the even tile
+// before it waits for the odd one.
+//
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // What differs: separate loader warps; one running maximum instead of exchanged scales; both warpgroups add tile 0
 // before tile 1, so P0 is written once and never rescaled; the maximum moves only by more than 2^8, so O is almost
@@ -104,7 +107,9 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
     store_rows(s.running_max[1], maxima, thread);
     const RowScale odd_scale = math.rows.move_max(maxima);
     exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
-    if constexpr (C::kEvenValuesFirst) bar_sync(own_barrier(true), kWarpgroupThreads);
+    if constexpr (C::kEvenValuesFirst) {  // P may take the place of what the other warps have scored by then
+        bar_sync(own_barrier(true), kWarpgroupThreads);
+    }
     store_sw128(s.p(1), math.p_fragment, thread);
     bar_arrive(P1Ready, kMathThreads);
 
