@@ -44,10 +44,11 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 @dataclass(frozen=True)
 class LogitsVariant(Variant):
-    """Element type of queries and keys, and their width."""
+    """Element type of queries and keys, their width, and the type of products and of a thread's sums."""
 
     dtype: str
     head_dim: int
+    accumulator: str = "float"
 
     @property
     def max_heads(self) -> int:
@@ -74,7 +75,7 @@ def q_map(q: View) -> TensorMapSpec:
     )
 
 
-def k_map(k: View) -> TensorMapSpec:
+def k_map(k: View, tile_keys: int = TILE_KEYS) -> TensorMapSpec:
     """The keys as (1, keys, head_dim), fetched in tiles."""
     (keys, head_dim), nbytes = k.shape, TABLE[k.dtype].nbytes
     stride = nbytes * (k.strides[0] if keys > 1 else head_dim)
@@ -83,7 +84,7 @@ def k_map(k: View) -> TensorMapSpec:
         k.ptr,
         dims=(head_dim, keys, 1),
         strides_bytes=(stride, stride),
-        box=(PIECE_BYTES // nbytes, TILE_KEYS, 1),
+        box=(PIECE_BYTES // nbytes, tile_keys, 1),
     )
 
 
@@ -101,7 +102,7 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     VARIANTS,
-    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE},
+    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE, "tile_keys": TILE_KEYS},
     unsupported=unsupported,
     variant=variant,
     tile_keys=TILE_KEYS,
