@@ -11,6 +11,9 @@
 // keys, which no product reads any more. The order of additions depends on heads only, and is that of paged decode,
 // too: a logit's bits do not depend on where its token and its key lie.
 //
+// Products and a thread's sums are float32. With MLA_ACCUMULATOR=float16 they are float16, and 256 keys make a tile:
+// for queries whose codes are so small that no product exceeds 57,344.
+//
 // Grid: one block per SM. The tiles of all blocks of tokens lie in one line, which logits_schedule.cu has cut into
 // equal shares. Math warpgroups take the tiles of a share in turn, also across blocks of tokens:
 //

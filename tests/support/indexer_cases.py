@@ -74,8 +74,9 @@ def logits_inputs(case: LogitsCase) -> dict[str, Array]:
         **ranges(rng, case),
     }
     if case.float16:
-        inputs["q"] = as_codes(rng.uniform(-128 / case.d, 128 / case.d, inputs["q"].shape))
-        inputs["k"] = as_codes(np.clip(150 * rng.standard_normal(inputs["k"].shape), -448, 448))
+        kind = inputs["q"].dtype
+        inputs["q"] = as_codes(rng.uniform(-128 / case.d, 128 / case.d, inputs["q"].shape)).view(kind)
+        inputs["k"] = as_codes(np.clip(150 * rng.standard_normal(inputs["k"].shape), -448, 448)).view(kind)
     if case.scales:
         inputs["k_scale"] = rng.uniform(0.5, 2.0, case.s_kv).astype(np.float32)
     seen = np.zeros(case.s_kv, bool)
