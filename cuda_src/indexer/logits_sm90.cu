@@ -81,11 +81,11 @@ struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[kQueryBytes];
     u8 k[kStages][kKeyTileBytes];
     Sums::Weights weights[kMaxHeads / 2][kMaxTokens];  // of two heads; the second stage is the second half
-    float weight_scales[kMaxQueryStages][kMaxTokens];  // what weights in float16 have been divided by
     BlockInfo info[kMaxQueryStages];
     MBarrier q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
     TileBarriers<kStages> k_full;
     MBarrier k_empty[kStages];
+    float weight_scales[kMaxQueryStages][kMaxTokens];  // what weights in float16 have been divided by
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 static_assert(sizeof(float) * kWarpgroupWarps * kMaxTokens * kTileKeys <= kKeyTileBytes, "the sums of four warps");
