@@ -21,7 +21,7 @@ from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, need
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
-TILE_KEYS = 128
+TILE_KEYS, HALF_TILE_KEYS = 128, 256
 TILE_HEADS = 8
 """Heads of an m64 tile of queries."""
 PIECE_BYTES = 128
@@ -49,6 +49,11 @@ class LogitsVariant(Variant):
     dtype: str
     head_dim: int
     accumulator: str = "float"
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile: products in float16 take half the registers."""
+        return HALF_TILE_KEYS if self.accumulator == "float16" else TILE_KEYS
 
     @property
     def max_heads(self) -> int:
@@ -102,7 +107,7 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     VARIANTS,
-    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE, "tile_keys": TILE_KEYS},
+    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
     tile_keys=TILE_KEYS,

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 from mla_cupy.kernels.indexer import logits_sm90
 from mla_cupy.kernels.indexer.logits_problem import CODES, HEAD_DIMS, LogitsProblem
-from mla_cupy.kernels.indexer.logits_sm90 import LogitsVariant
+from mla_cupy.kernels.indexer.logits_sm90 import HALF_TILE_KEYS, LogitsVariant
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import Reason
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
-
-TILE_KEYS = 256
-"""Twice as many as with float32: registers have room for them."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
@@ -30,7 +27,7 @@ def variant(problem: LogitsProblem) -> LogitsVariant:
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
     """Queries and keys."""
-    return ("q", logits_sm90.q_map(call.view("q"))), ("k", logits_sm90.k_map(call.view("k"), TILE_KEYS))
+    return ("q", logits_sm90.q_map(call.view("q"))), ("k", logits_sm90.k_map(call.view("k"), HALF_TILE_KEYS))
 
 
 KERNEL = replace(
@@ -38,9 +35,8 @@ KERNEL = replace(
     name="indexer_logits_sm90_half",
     about="the same with products in float16: faster, for queries of small codes",
     variants=tuple(LogitsVariant(CODES[0], head_dim, "float16") for head_dim in HEAD_DIMS),
-    facts={**logits_sm90.KERNEL.facts, "tile_keys": TILE_KEYS},
     unsupported=unsupported,
     variant=variant,
-    tile_keys=TILE_KEYS,
+    tile_keys=HALF_TILE_KEYS,
     maps=maps,
 )
