@@ -90,13 +90,13 @@ def indexer_logits(
     logits. Keys that a query does not see never reach its logits, whatever they hold. NumPy arrays are computed on the
     GPU if there is one, else by the NumPy oracle (which writes -inf with `clean=False`, too). Deterministic; with the
     kernels for Hopper a logit's bits do not depend on where its query and key lie, and those of
-    `indexer_logits_paged` are the same.
+    `indexer_logits_paged` are the same, with "float32".
 
-    With "float16" many queries of many keys take 0.8 of the time on Hopper; up to some thousand of either it may lose.
-    It is a permission, which the kernel for Hopper takes: products, and the sums of a quarter of the heads, are float16,
+    With "float16" many queries of many keys take 0.8 of the time on Hopper; with few it may lose.
+    It is a permission, which the kernel for Hopper takes: products and sums of a quarter of the heads are float16,
     of weights that are scaled for it, so that no sum overflows where no product does. Logits are off by about 1e-3 of a
-    row's largest, less than by the quantisation to e4m3. What a product cannot hold becomes infinite: a positive one
-    makes the logit infinite (or NaN, beside another), a negative one counts as 0 as ever. Nothing checks the codes.
+    row's largest, less than by the quantisation to e4m3. Nothing checks the codes: a product of which a part exceeds
+    65,504 becomes infinite; +inf makes the logit infinite (or NaN, beside another), -inf counts as 0 as ever.
     Other kernels add up in float32.
 
     Source: DeepSeek-V3.2-Exp's report and DeepGEMM's fp8_mqa_logits.
