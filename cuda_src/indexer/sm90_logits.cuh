@@ -170,11 +170,10 @@ struct TileBarriers {
     }
 };
 
-// By a warp: the weight of each head and token goes to place(head, token). Those that are not there weigh nothing.
-// All loads of a round are under way at once: short blocks wait for nothing else.
-template <class Place>
-MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane,
-                             Place place) {
+// By a warp: put(head, token, weight) takes the weight of each head and token, a lane those of one token. Those that
+// are not there weigh nothing. All loads of a round are under way at once: short blocks wait for nothing else.
+template <class Put>
+MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane, Put put) {
     constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 8;
     const i32 token = lane % kMaxTokens;
     const float* row = p.weights + info.block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
@@ -189,7 +188,7 @@ MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 h
 #pragma unroll
         for (i32 i = 0; i < kLoads; ++i) {
             const i32 head = first + i * kHeadsAtOnce;
-            if (token < tokens && head < heads) place(head, token) = weights[i];
+            if (token < tokens && head < heads) put(head, token, weights[i]);
         }
     }
 }

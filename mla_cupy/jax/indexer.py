@@ -33,7 +33,7 @@ def indexer_logits(
     exportable : bool
         For `jax.export`.
     **options
-        clean, out_dtype, kernel. With `clean=False`, give `logits`: the rest of it stays.
+        accumulate, clean, out_dtype, kernel. With `clean=False`, give `logits`: the rest of it stays.
 
     Returns
     -------
@@ -137,7 +137,7 @@ def indexer_prepare_q(
     exportable : bool
         For `jax.export`.
     **options
-        interleaved, hadamard, scales, reference_rounding.
+        interleaved, hadamard, scales, reference_rounding, accumulate.
 
     Returns
     -------

@@ -24,6 +24,7 @@ def indexer_select(
     ke: Any = None,
     *,
     k_scale: Any = None,
+    accumulate: str = "float32",
     topk: int = 2048,
     order: str = "index",
     relative: bool = False,
@@ -40,7 +41,7 @@ def indexer_select(
 
     Parameters
     ----------
-    q, k, weights, ks, ke, k_scale
+    q, k, weights, ks, ke, k_scale, accumulate
         As for `indexer_logits`.
     topk : int
         How many keys to select: 1 to 8192.
@@ -120,6 +121,7 @@ def indexer_select(
             weights[part],
             **bounds,
             k_scale=k_scale,
+            accumulate=accumulate,
             clean=False,
             logits=buffer,
             workspace=workspace,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.indexer_cases import LogitsCase, PagedCase, as_codes, check_logits, logits_inputs, paged_inputs
 from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits_sm90.cu", "indexer/logits_sm90_paged.cu"
 SHARED, RANGES = "indexer/sm90_logits.cuh", "indexer/key_ranges.cuh"
+SUMS = "indexer/sm90_head_sums.cuh"
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 #: Two blocks of tokens; more tiles than the ring has stages.
 CASE = LogitsCase(s_q=9, s_kv=700, h=4, ranges="none")
@@ -29,6 +31,7 @@ EDGE = PagedCase(b=1, s_q=3, h=9, seqlens=(128,))
 GROUPS = PagedCase(b=74, h=2, seqlens=(0,) * 32 + (1, 70, 0, 64, 2, 0) * 7)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 FIRST = "if (token == 0)"
+HALF = LogitsCase(s_q=9, s_kv=300, h=12, dtype="uint8", ranges="none", float16=True)
 READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
 
 ONE_BARRIER = (
@@ -54,7 +57,16 @@ EARLY_WEIGHTS = (
 )
 WAIT_FOR_QUERIES = "        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);"
 
+SECOND_ROW = "max_x2(float16{}, d[2 * i + 1], 0)"
+
 MUTANTS = [
+    (Mutant("negative products of half of the heads count", SUMS, SECOND_ROW, "d[2 * i + 1]"), HALF),
+    (
+        Mutant(
+            "sums are those of divided weights", PREFILL, "total[i] * s.weight_scales[query_stage][token]", "total[i]"
+        ),
+        HALF,
+    ),
     (Mutant("a stage has one full barrier", SHARED, *ONE_BARRIER), MANY),
     (Mutant("the next tile is fetched over sums without a fence", PREFILL, "    fence_proxy_async();", ""), CASE),
     (Mutant("sums are read before all are there", PREFILL, READY, ""), CASE),
@@ -82,13 +94,42 @@ MUTANTS = [
 @as_verdict
 def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
     """What a run shows; empty if nothing."""
+    options = {}
     if isinstance(case, PagedCase):
         name, inputs = "indexer_logits_paged", paged_inputs(case)
     else:
         name, inputs = "indexer_logits", logits_inputs(case)
+        options = {"accumulate": "float16"} if case.float16 else {}
     with simulated(3 if case in (RANGED, GROUPS) else 1, (9, 0), *mode):
-        got = getattr(mla_cupy, name)(**inputs)
-    check_logits(got, inputs, getattr(reference, name)(**inputs))
+        got = getattr(mla_cupy, name)(**inputs, **options)
+    check_logits(got, inputs, getattr(reference, name)(**inputs, **options))
+
+
+@as_verdict
+def verdict_of_the_largest() -> None:
+    """What the largest sums of heads in float16 show, with weights that are small where a lane looks."""
+    q, k = as_codes(np.full((1, 128, 128), 1.0)), as_codes(np.full((3, 128), 448.0))
+    weights = np.where(np.arange(128) % 4 == 0, 1, 1e4).astype(np.float32)[None]
+    with simulated(1):
+        got = mla_cupy.indexer_logits(q, k, weights, accumulate="float16")
+    np.testing.assert_allclose(got, reference.indexer_logits(q, k, weights), rtol=1e-2)
+
+
+LARGEST = "for (i32 step = kMaxTokens; step < kWarpThreads; step *= 2) {\n        largest"
+LARGE_WEIGHTS = [
+    Mutant("weights are too large for sums in float16", SUMS, "1 + kThreadHeadsLog2;", "1;"),
+    Mutant("a lane's largest weight is a token's", PREFILL, LARGEST, LARGEST.replace("kMaxTokens", "64")),
+]
+
+
+def test_the_largest_sums() -> None:
+    assert not verdict_of_the_largest()
+
+
+@pytest.mark.parametrize("mutant", LARGE_WEIGHTS, ids=lambda mutant: mutant.id)
+def test_large_weights_are_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert verdict_of_the_largest()
 
 
 @pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda x: x.id)
@@ -99,6 +140,6 @@ def test_is_caught(
         assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.parametrize("case", [CASE, RANGED, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]

@@ -13,15 +13,24 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
+from mla_cupy.errors import ArgumentError
 from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_pipeline
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
-from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.indexer_cases import (
+    IN_FLOAT16,
+    LogitsCase,
+    PagedCase,
+    as_codes,
+    check_logits,
+    logits_inputs,
+    paged_inputs,
+)
 from tests.support.kernels import by_name
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 
-GENERIC = "indexer_logits_generic"
+GENERIC, HALF = "indexer_logits_generic", "indexer_logits_sm90_half"
 HOPPER, PAGED_HOPPER = "indexer_logits_sm90", "indexer_logits_sm90_paged"
 SM_COUNTS = (1, 3, 2)
 
@@ -64,6 +73,101 @@ def test_hopper(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hopper_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
     run(case, HOPPER, sm_count, mode)
+
+
+# ---- Products in float16 -----------------------------------------------------------------------------------------
+
+HALF_CASES = [
+    LogitsCase(s_q=8, s_kv=128, h=64, dtype="uint8", ranges="none", float16=True),
+    LogitsCase(s_q=11, s_kv=300, h=9, dtype="uint8", float16=True),
+    LogitsCase(s_q=9, s_kv=257, h=128, dtype="uint8", ranges="causal", float16=True),
+    LogitsCase(s_q=9, s_kv=129, h=24, d=64, dtype="uint8", float16=True),
+    LogitsCase(s_q=7, s_kv=127, h=3, d=32, dtype="uint8", scales=False, float16=True),
+    LogitsCase(s_q=17, s_kv=900, h=4, dtype="uint8", ranges="none", float16=True),
+]
+
+
+def in_float16(inputs: dict[str, Any], sm_count: int = 2, mode: tuple[str, int] = MODES[0], **options: Any) -> Any:
+    with simulated(sm_count, (9, 0), *mode):
+        return mla_cupy.indexer_logits(**inputs, **{"kernel": HALF, **options}, accumulate="float16")
+
+
+def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> None:
+    """The oracle has the same roundings, and no others but those of float32."""
+    inputs = logits_inputs(case)
+    inputs["weights"] *= np.float32(1e-30)
+    got, rounded = in_float16(inputs, sm_count, mode), reference.indexer_logits(**inputs, accumulate="float16")
+    check_logits(got, inputs, rounded)
+    check_logits(got, inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "sm_count"),
+    [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(HALF_CASES)],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_float16(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
+    run_in_float16(case, sm_count, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm_count", SM_COUNTS)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", HALF_CASES, ids=lambda case: case.id)
+def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
+    run_in_float16(case, sm_count, mode)
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
+    """Of all queries, keys and heads, whatever the weights, as long as the sum itself is a float."""
+    q, k = as_codes(np.full((2, 128, d), 128 / d)), as_codes(np.full((5, d), 448.0))
+    inputs = {"q": q, "k": k, "weights": np.full((2, 128), weight, np.float32)}
+    got = in_float16(inputs)
+    np.testing.assert_allclose(got, 57344.0 * 128 * inputs["weights"][0, 0].astype(np.float64), rtol=1e-2)
+
+
+def test_ordinary_codes_may_be_infinite_in_float16() -> None:
+    """Not an error: what is too large is seen in its logits, and in no others."""
+    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=140, h=3, dtype="uint8", ranges="none", float16=True))
+    inputs["weights"] = np.abs(inputs["weights"])
+    clean = in_float16(inputs)
+    inputs["q"][4, 1], inputs["k"][130] = as_codes(np.array([448.0])), as_codes(np.array([448.0]))
+    got, rounded = in_float16(inputs), reference.indexer_logits(**inputs, accumulate="float16")
+    np.testing.assert_array_equal(np.isposinf(got), np.isposinf(rounded))
+    assert np.isposinf(got[4, 130])
+    np.testing.assert_array_equal(np.delete(np.delete(got, 4, 0), 130, 1), np.delete(np.delete(clean, 4, 0), 130, 1))
+
+
+def test_weights_of_all_sizes_in_float16() -> None:
+    """Infinities and NaN reach the logits of their tokens; weights beside a large one lose bits, as they may."""
+    inputs = logits_inputs(LogitsCase(s_q=6, s_kv=140, h=9, dtype="uint8", ranges="none", float16=True))
+    inputs["weights"][1, 2], inputs["weights"][2, 3], inputs["weights"][3, 4] = np.nan, -np.inf, 1e5
+    inputs["weights"][4] = 0
+    got = in_float16(inputs)
+    assert np.isnan(got[1]).all()
+    assert not np.isfinite(got[2]).any()
+    assert (got[4] == 0).all()
+    for t in (0, 3, 5):
+        part = {name: x[t : t + 1] if name in ("q", "weights") else x for name, x in inputs.items()}
+        check_logits(got[t : t + 1], part, reference.indexer_logits(**part, accumulate="float16"))
+        check_logits(got[t : t + 1], part, reference.indexer_logits(**part), IN_FLOAT16)
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
+def test_other_kernels_add_up_in_float32(kernel: str) -> None:
+    inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="uint8", float16=True))
+    check_logits(in_float16(inputs, kernel=kernel), inputs, reference.indexer_logits(**inputs))
+
+
+def test_float16_is_for_codes() -> None:
+    inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="bfloat16"))
+    with simulated(1):
+        with pytest.raises(ArgumentError, match=r'accumulate: .* expected "float32" for q of bfloat16'):
+            mla_cupy.indexer_logits(**inputs, accumulate="float16")
+        with pytest.raises(ArgumentError, match='"float32" or "float16"'):
+            mla_cupy.indexer_logits(**inputs, accumulate="fp16")
 
 
 @pytest.mark.parametrize(
@@ -132,18 +236,20 @@ def test_nan_and_infinity() -> None:
         assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
 
 
+@pytest.mark.parametrize("accumulate", ["float32", "float16"])
 @pytest.mark.parametrize("sm_count", [1, 5])
-def test_bits_do_not_depend_on_the_place(sm_count: int) -> None:
+def test_bits_do_not_depend_on_the_place(sm_count: int, accumulate: str) -> None:
     """The same queries and keys elsewhere, with other neighbours, more heads of weight 0, or cut otherwise."""
-    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8"))
+    half = accumulate == "float16"
+    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8", float16=half))
     with simulated(2):
-        here = mla_cupy.indexer_logits(**inputs, kernel=HOPPER)
+        here = mla_cupy.indexer_logits(**inputs, accumulate=accumulate)
     other = {name: np.concatenate([x[-5:], x, x[:3]]) for name, x in inputs.items()}
     for name in ("q", "weights"):
         other[name] = np.concatenate([other[name], other[name][:, ::-1]], axis=1)
     other["weights"][:, 11:] = 0
     with simulated(sm_count):
-        there = mla_cupy.indexer_logits(**other, kernel=HOPPER)
+        there = mla_cupy.indexer_logits(**other, accumulate=accumulate)
     np.testing.assert_array_equal(there[5:14, 5:155].view(np.uint32), here.view(np.uint32))
 
 
@@ -279,7 +385,7 @@ def test_hostile_lengths() -> None:
 
 
 def test_no_kernel_is_forgotten() -> None:
-    assert set(by_name(LOGITS)) == {GENERIC, HOPPER}
+    assert set(by_name(LOGITS)) == {GENERIC, HOPPER, HALF}
     assert set(PAGED_KERNELS) == {GENERIC, PAGED_HOPPER}
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.indexer import logits_generic, logits_schedule, logits_sm90, logits_sm90_paged
+from mla_cupy.kernels.indexer import logits_generic, logits_schedule, logits_sm90, logits_sm90_half, logits_sm90_paged
 from mla_cupy.kernels.indexer.logits_problem import BLOCK_TOKENS, PARAMS, LogitsKernel, LogitsOptions, LogitsProblem
 from mla_cupy.kernels.indexer.logits_schedule import ScheduleVariant
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
@@ -113,7 +113,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
 class PrefillPipeline(LogitsPipeline):
     """Queries of any tokens, contiguous keys."""
 
-    kernels = (logits_sm90.KERNEL, logits_generic.KERNEL)
+    kernels = (logits_sm90_half.KERNEL, logits_sm90.KERNEL, logits_generic.KERNEL)
 
     def _addresses(self, call: Call) -> dict[str, str]:
         given = {"k_scale": "k_scale", "begins": "ks", "ends": "ke"}

@@ -27,7 +27,8 @@ class LogitsProblem:
     """What decides which kernels run and how: no pointers, no device.
 
     `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 where
-    keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes.
+    keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes;
+    `accumulate` is what products may be added up in.
     """
 
     num_tokens: int
@@ -39,6 +40,7 @@ class LogitsProblem:
     page_size: int = 0
     num_pages: int = 0
     aligned: bool = True
+    accumulate: str = "float32"
 
     @property
     def num_blocks(self) -> int:
@@ -55,6 +57,7 @@ class LogitsOptions(NamedTuple):
     """The numbers of a call."""
 
     clean: bool
+    accumulate: str
 
 
 def no_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:

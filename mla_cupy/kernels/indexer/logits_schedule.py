@@ -31,7 +31,7 @@ class ScheduleVariant(Variant):
     tile_keys: int
 
 
-VARIANTS = tuple(ScheduleVariant(keys) for keys in (128, 64))
+VARIANTS = tuple(ScheduleVariant(keys) for keys in (256, 128, 64))
 
 KERNEL: Kernel[object] = Kernel(
     "indexer_logits_schedule",
