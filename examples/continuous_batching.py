@@ -4,6 +4,7 @@ Every step decodes one token of each running sequence: extend, append, attend. P
 prompts, whose pages are found by their hash; a request asks for one to three samples, which share its prompt's pages.
 The attention is one layer with random weights: what it shows is who has which page. With `--topk`, each token attends
 to as many that an indexer selects: latent records and index keys then lie in two pools under the same block table.
+(`dsa_decode.py` has the launches of such a step in one CUDA graph.) `--plot` draws the use of the pool over the steps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +28,22 @@ from mla_cupy import CacheFullError, PagedKVCache
 D_LATENT, D_ROPE = 512, 64
 INDEX_HEADS, INDEX_DIM = 4, 128
 POOLS = {"kv": "v32", "indexer": "indexer"}
+PAGES = ("used", "cached", "free")
+
+
+@dataclass
+class Course:
+    """Tokens and time of the latest steps, and of every step the pages used, cached and free, and tokens per second."""
+
+    latest: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.perf_counter(), 0)], maxlen=20))
+    pages: list[tuple[int, ...]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, generated: int, stats: mla_cupy.CacheStats) -> None:
+        self.latest.append((time.perf_counter(), generated))
+        (begin, before), (end, after) = self.latest[0], self.latest[-1]
+        self.rates.append((after - before) / max(end - begin, 1e-9))
+        self.pages.append(tuple(getattr(stats, f"pages_{name}") for name in PAGES))
 
 
 @dataclass
@@ -43,6 +62,7 @@ class Loop:
     waited: int = 0
     generated: int = 0
     cached: int = 0
+    course: Course = field(default_factory=Course)
 
     def numbers(self, *shape: int, dtype: Any = np.float16) -> Any:
         """What a model would have computed."""
@@ -114,7 +134,7 @@ class Loop:
             self.cache.append_keys(step, 0, self.numbers(n, INDEX_DIM, dtype=ml_dtypes.bfloat16))
         return step
 
-    def table(self, seconds: float) -> Table:
+    def table(self) -> Table:
         """What happens, for the terminal."""
         stats = self.cache.stats()
         made = Table("what", "now", title=f"step {self.step}")
@@ -124,10 +144,28 @@ class Loop:
             ("pages shared", f"{stats.pages_shared}"),
             ("pages copied on a write, evicted", f"{stats.copies}, {stats.evictions}"),
             ("prompt tokens found in the cache", f"{self.cached}"),
-            ("tokens per second", f"{self.generated / max(seconds, 1e-9):.0f}"),
+            ("tokens per second, in the latest steps", f"{self.course.rates[-1]:.0f}" if self.course.rates else ""),
         ):
             made.add_row(what, value)
         return made
+
+
+def plot(course: Course, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(7, 5), layout="constrained")
+    steps = range(1, len(course.rates) + 1)
+    top.stackplot(steps, *zip(*course.pages, strict=True), labels=PAGES)
+    top.set(ylabel="pages")
+    top.legend(loc="lower left")
+    bottom.plot(steps, course.rates)
+    bottom.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -140,6 +178,7 @@ def main() -> None:
     parser.add_argument("--arrivals", type=float, default=0.5, help="requests per step, on average")
     parser.add_argument("--device", default=None, help='"cpu", or none for the current GPU, if there is one')
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw pages and tokens per second over the steps")
     options = parser.parse_args()
 
     rng = random.Random(options.seed)
@@ -158,16 +197,18 @@ def main() -> None:
         arrays = cupy
     loop = Loop(cache, options.heads, rng, arrays, options.topk)
     system_prompts = [[rng.randrange(1 << 16) for _ in range(length)] for length in (40, 70, 100)]
-    begin = time.perf_counter()
-    with Live(loop.table(0), refresh_per_second=4) as live:
+    with Live(loop.table(), refresh_per_second=4) as live:
         for loop.step in range(1, options.steps + 1):
             if rng.random() < options.arrivals:
                 loop.arrive(system_prompts)
             loop.decode()
-            live.update(loop.table(time.perf_counter() - begin))
+            loop.course.add(loop.generated, cache.stats())
+            live.update(loop.table())
     cache.verify()
     copies = cache.stats().copies
     cache.free(list(loop.running))
+    if options.plot:
+        plot(loop.course, options.plot)
     requests = f"{loop.arrived} requests, {loop.generated} tokens"
     print(f"\n{requests}; {copies} pages copied, {loop.cached} tokens reused")
 

@@ -192,6 +192,12 @@ BYTE_DTYPES = ("uint8", "float8_e4m3fn")
 #: Words before the lists of a step's upload, see `cache/update.cu`.
 HEADER_WORDS = 8
 
+
+def words_before_changes(max_rows: int) -> int:
+    """Words of a step's upload before the changes: the header and four lists."""
+    return HEADER_WORDS + 4 * max_rows + 2
+
+
 #: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, whose power of two is 2^-13.
 MAX_E4M3 = 448.0
 MIN_RATIO = 1e-4

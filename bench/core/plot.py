@@ -48,7 +48,8 @@ class Label:
 def draw(rows: Sequence[Row], directory: Path, suffix: str = "png") -> list[Path]:
     """Writes the figures of every operation into a directory; returns their paths.
 
-    A later row of the same case and implementation replaces an earlier one.
+    A later row of the same case and implementation replaces an earlier one. What computes nothing, such as a copy, has
+    no roofline.
     """
     timed = [row for row in index(rows).values() if microseconds(row) is not None]
     if not timed:
@@ -56,7 +57,8 @@ def draw(rows: Sequence[Row], directory: Path, suffix: str = "png") -> list[Path
     written = []
     for op in dict.fromkeys(row["op"] for row in timed):
         own = [row for row in timed if row["op"] == op]
-        figures = {"roofline": roofline} | ({"ratios": ratio_bars} if any(map(ratios, own)) else {})
+        figures = {"roofline": roofline} if all(row["flops"] for row in own) else {}
+        figures |= {"ratios": ratio_bars} if any(map(ratios, own)) else {}
         written += [_save(partial(f, rows=own), directory / f"{op}-{name}.{suffix}") for name, f in figures.items()]
     return written
 

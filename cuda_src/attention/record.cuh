@@ -41,6 +41,11 @@ MLA_DEVICE TokenBytes token_at(const RecordLayout& layout, u8* cache, i64 slot) 
     return TokenBytes{from + token * layout.token_stride, from + layout.scales_offset + token * layout.scales_stride};
 }
 
+// An address that one lane of the warp has.
+MLA_DEVICE u8* from_lane(u8* address, i32 lane) {
+    return reinterpret_cast<u8*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(address), lane));
+}
+
 MLA_DEVICE float e8m0_value(u32 code) {
     return code == 0xff ? __uint_as_float(0x7fffffff)
            : code == 0  ? 5.877471754111438e-39f
@@ -54,6 +59,15 @@ MLA_DEVICE float chunk_scale(const RecordLayout& layout, const TokenBytes& token
     }
     if (layout.scale_kind == kScaleE8m0) return e8m0_value(token.scales[chunk / layout.group_chunks]);
     return layout.kv_scale;
+}
+
+// The scale of a group as it is stored, and what it is: loads that are in flight together stay together.
+MLA_DEVICE u32 load_scale(const RecordLayout& layout, const TokenBytes& token, i32 group) {
+    return layout.scale_kind == kScaleFloat32 ? reinterpret_cast<const u32*>(token.scales)[group] : token.scales[group];
+}
+
+MLA_DEVICE float scale_value(const RecordLayout& layout, u32 stored) {
+    return layout.scale_kind == kScaleFloat32 ? __uint_as_float(stored) : e8m0_value(stored);
 }
 
 // Sixteen stored elements as floats.

@@ -103,10 +103,10 @@ MLA_DEVICE void copy_rows(const CacheGatherParams& p, const TokenBytes (&tokens)
     }
 }
 
-// What a lane has of a token: eight codes, twice, their scales, and eight elements of the RoPE part.
+// What a lane has of a token: eight codes, twice, their scales as they are stored, and eight elements of the RoPE part.
 struct Codes {
     uint2 codes[2];
-    float scales[2];
+    u32 scales[2];
     uint4 rope;
 };
 
@@ -118,13 +118,14 @@ MLA_DEVICE i32 rope_piece(const CacheGatherParams& p, i32 lane) {
 
 MLA_DEVICE Codes load_codes(const CacheGatherParams& p, const RecordLayout& layout, const TokenBytes& token, i32 lane) {
     const bool present = token.data != nullptr;
+    const i32 shift = 32 - __clz(p.group_chunks);  // of pieces, two for each chunk: there are as many as a power of 2
     Codes loaded;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
         const i32 piece = lane + half * kWarpThreads;
         const bool active = present && piece < 2 * p.latent_chunks;
         loaded.codes[half] = ld_global_8(token.data + piece * kPieceElems, active);
-        loaded.scales[half] = active ? chunk_scale(layout, token, piece / 2) : 0.f;
+        loaded.scales[half] = active ? load_scale(layout, token, piece >> shift) : 0;
     }
     const i32 piece = rope_piece(p, lane);
     loaded.rope = ld_global_16(token.data + p.rope_offset + piece * kPieceBytes, present && piece < 2 * p.rope_chunks);
@@ -149,28 +150,28 @@ MLA_DEVICE void dequantise_rows(const CacheGatherParams& p, const RecordLayout& 
     Codes loaded[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) loaded[r] = load_codes(p, layout, tokens[r], lane);
+    griddepcontrol_launch_dependents();
     const i32 in_rope = rope_piece(p, lane);
+    u8* row = p.rows + first * p.rows_stride_bytes;
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
+    for (i32 r = 0; r < kRows; ++r, row += p.rows_stride_bytes) {
         if (first + r >= p.n) return;
+        uint4* pieces = reinterpret_cast<uint4*>(row);
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
             const i32 piece = lane + half * kWarpThreads;
-            if (piece >= 2 * p.latent_chunks) continue;
-            *row_piece(p, first + r, piece) = dequantised<Element>(loaded[r].codes[half], loaded[r].scales[half]);
+            const float scale = scale_value(layout, loaded[r].scales[half]);
+            if (piece < 2 * p.latent_chunks) pieces[piece] = dequantised<Element>(loaded[r].codes[half], scale);
         }
-        if (in_rope < 2 * p.rope_chunks) {
-            *row_piece(p, first + r, 2 * p.latent_chunks + in_rope) = loaded[r].rope;
-        }
+        if (in_rope < 2 * p.rope_chunks) pieces[2 * p.latent_chunks + in_rope] = loaded[r].rope;
     }
 }
 
 MLA_DEVICE void gather_aligned(const CacheGatherParams& p, const RecordLayout& layout, i64 first, i32 lane) {
-    TokenBytes tokens[kRows];
+    TokenBytes mine{nullptr, nullptr}, tokens[kRows];  // lane r's is that of row r
+    if (lane < kRows && first + lane < p.n) mine = token_of_row(p, layout, first + lane);
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
-        tokens[r] = first + r < p.n ? token_of_row(p, layout, first + r) : TokenBytes{nullptr, nullptr};
-    }
+    for (i32 r = 0; r < kRows; ++r) tokens[r] = TokenBytes{from_lane(mine.data, r), from_lane(mine.scales, r)};
     if (p.kind == p.element) {
         copy_rows(p, tokens, first, lane);
     } else if (p.element == kBfloat16) {

@@ -1,11 +1,13 @@
-// Brings the device's block table up to date with the host's, and gathers the rows of a step in the caller's order.
+// Brings the device's block table up to date with the host's, gathers the rows of a step in the caller's order, and
+// tells where the step's tokens go.
 //
 //   table[row] gets its changes, seqlens[row] its length;   step_table[i] = table[row], step_seqlens[i] = its length
+//   the last tokens of row i, as many as are new:   position;   slot = page * page_size + position % page_size
 //
 // Everything that changes in a step arrives in one upload of 32-bit words:
 //
-//   header: rows of the step, all rows | row[max_rows] | length[max_rows] | first change[max_rows + 1] | (column,
-//   page)...
+//   header: rows of the step, all rows | row[max_rows] | length[max_rows] | first change[max_rows + 1]
+//   | first token[max_rows + 1] | (column, page)...
 //
 // Grid: x = rows of the upload. The first ones are those of the step; the others only change.
 #include "common/facts.cuh"
@@ -23,15 +25,28 @@ struct CacheUpdateParams {
     i32* seqlens;       // (max_rows,)
     i32* step_table;    // (max_rows, max_pages)
     i32* step_seqlens;  // (max_rows,)
+    i32* slots;         // (max_tokens,)
+    i32* positions;     // (max_tokens,)
     i64 table_stride_elems, step_table_stride_elems;
-    i32 max_rows, max_pages, page_size, changes_at, max_changes;
-    i32 padding;
+    i32 max_rows, max_pages, page_size, changes_at, max_changes, max_tokens;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(CacheUpdateParams, table_stride_elems), MLA_OFFSET(CacheUpdateParams, max_rows),
               (int)sizeof(CacheUpdateParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(header_words, kHeaderWords);
+
+// ---- Parts -----------------------------------------------------------------------------------------------------
+// The tokens from `first` to `end` of the step are the last ones of a sequence, whose row of the table this is.
+MLA_DEVICE void write_tokens(const CacheUpdateParams& p, const i32* row, i32 length, i32 first, i32 end) {
+    const i32 last = min(end, p.max_tokens);
+    for (i32 token = max(0, first) + (i32)threadIdx.x; token < last; token += kThreads) {
+        const i64 position = (i64)length - end + token, column = position / p.page_size;
+        const bool exists = position >= 0 && column < p.max_pages;
+        p.slots[token] = exists ? (i32)(row[column] * (i64)p.page_size + position % p.page_size) : -1;
+        p.positions[token] = exists ? (i32)position : -1;
+    }
+}
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_update(const __grid_constant__ CacheUpdateParams p) {
@@ -44,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_update(const __
     if ((u32)row >= (u32)p.max_rows) return;
     const i32* first = rows + 2 * p.max_rows;
     const i32 begin = max(0, first[i]), end = min(first[i + 1], p.max_changes);
-    const i32* changes = p.packed + p.changes_at;
+    const i32 *tokens = first + p.max_rows + 1, *changes = p.packed + p.changes_at;
     i32* table = p.table + row * p.table_stride_elems;
     i32* step = p.step_table + i * p.step_table_stride_elems;
 
@@ -63,5 +78,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_update(const __
         p.seqlens[row] = length;
         if (i < in_step) p.step_seqlens[i] = length;
     }
+    if (i >= in_step) return;
+    __syncthreads();
+    write_tokens(p, step, length, tokens[i], tokens[i + 1]);
 }
 }  // namespace mla::cache

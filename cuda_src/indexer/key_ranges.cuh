@@ -23,15 +23,11 @@ struct KeyRanges {
     const i32* ends;    // or null: num_keys
     i64 begins_stride_elems;
     i64 ends_stride_block_elems, ends_stride_token_elems;
-    i32 num_tokens, block_tokens;
+    i32 num_tokens, num_blocks, block_tokens;
     i32 num_keys;
     i32 end_of_last;  // `ends` are those of the last token of a block: each token before it sees one key less
 
-    MLA_DEVICE i32 num_blocks() const { return block_tokens == 1 ? num_tokens : ceil_div(num_tokens, block_tokens); }
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
-
-    // Whether the last token of a block sees what the others see.
-    MLA_DEVICE bool are_nested() const { return block_tokens == 1 || (begins == nullptr && end_of_last); }
 
     // The bounds of a token of a block.
     MLA_DEVICE KeyBounds load(i32 block, i32 token) const {
@@ -77,13 +73,6 @@ MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block) {
     return tiles_of<kTileKeys>(first, last);
 }
 
-// The same of nested ranges, from the bounds of the last token.
-template <i32 kTileKeys>
-MLA_DEVICE TileRange nested_tiles(const KeyRanges& ranges, i32 block, const KeyBounds& last) {
-    const KeyRange range = ranges.clamp(last, ranges.tokens_of(block) - 1);
-    return tiles_of<kTileKeys>(range.begin, range.end);
-}
-
 // By all lanes of a warp, each of which knows the range of one token, or an empty one.
 template <i32 kTileKeys>
 MLA_DEVICE TileRange warp_tiles(KeyRange range) {
@@ -97,9 +86,13 @@ struct TileCut {
     i32 block, tile;
 };
 
-// floor(split * total / num_splits), for up to 2^15 splits, without 64 bits.
-MLA_DEVICE i32 share_begin(i32 split, i32 num_splits, i32 total) {
-    return split * (total / num_splits) + split * (total % num_splits) / num_splits;
+struct Share {
+    TileCut from, to;
+};
+
+// Equal shares, of which the first ones are larger by one.
+MLA_DEVICE i32 share_begin(u32 split, u32 num_splits, u32 total) {
+    return (i32)(split * (total / num_splits) + min(split, total % num_splits));
 }
 
 // What a block adds to the line: its tiles, and what fetching its queries costs beside 128 keys.

@@ -29,7 +29,7 @@ struct LogitsParams {
     i32 num_tokens, block_tokens, num_keys, end_of_last;
     i32 heads, head_dim;
     i32 page_size, num_pages;
-    i32 clean, bf16_out, wide_rows;  // wide rows: four logits may be stored at once
+    i32 clean, bf16_out, wide_rows, num_blocks;  // wide rows: four logits may be stored at once
 };
 
 MLA_DEVICE KeyRanges key_ranges(const LogitsParams& p) {
@@ -39,6 +39,7 @@ MLA_DEVICE KeyRanges key_ranges(const LogitsParams& p) {
                      p.ends_stride_block_elems,
                      p.ends_stride_token_elems,
                      p.num_tokens,
+                     p.num_blocks,
                      p.block_tokens,
                      p.num_keys,
                      p.end_of_last};

@@ -28,7 +28,7 @@ struct LogitsScheduleParams {
     TileCut* cuts;  // (num_splits + 1,)
     i64 begins_stride_elems;
     i64 ends_stride_block_elems, ends_stride_token_elems;
-    i32 num_tokens, block_tokens, num_keys, end_of_last;
+    i32 num_tokens, num_blocks, block_tokens, num_keys, end_of_last;
     i32 num_splits;  // at most 1023
 };
 
@@ -84,7 +84,7 @@ MLA_DEVICE TileCut cut_at(const KeyRanges& ranges, const Storage& s, i32 place, 
     const i32 share = share_of(s, place);
     i32 block = share * share_blocks, left = place - (share == 0 ? 0 : s.through[share - 1]);
     TileRange tiles = block_tiles<kTileKeys>(ranges, block);
-    while (left >= Cost::of(tiles) && block + 1 < ranges.num_blocks()) {
+    while (left >= Cost::of(tiles) && block + 1 < ranges.num_blocks) {
         left -= Cost::of(tiles);
         tiles = block_tiles<kTileKeys>(ranges, ++block);
     }
@@ -101,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                            p.ends_stride_block_elems,
                            p.ends_stride_token_elems,
                            p.num_tokens,
+                           p.num_blocks,
                            p.block_tokens,
                            p.num_keys,
                            p.end_of_last};
-    const i32 blocks = ranges.num_blocks(), share_blocks = ceil_div(blocks, kThreads);
+    const i32 blocks = ranges.num_blocks, share_blocks = ceil_div(blocks, kThreads);
     const i32 first = min(blocks, (i32)threadIdx.x * share_blocks), last = min(blocks, first + share_blocks);
     i32 mine = 0;
     for (i32 block = first; block < last; ++block) mine += Cost::of(block_tiles<kTileKeys>(ranges, block));

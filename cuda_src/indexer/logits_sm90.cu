@@ -11,6 +11,9 @@
 // keys, which no product reads any more. The order of additions depends on heads only, and is that of paged decode,
 // too: a logit's bits do not depend on where its token and its key lie.
 //
+// Products and a thread's sums are float32. With MLA_ACCUMULATOR=float16 they are float16, and 256 keys make a tile:
+// for queries whose codes are so small that no product exceeds 57,344.
+//
 // Grid: one block per SM. The tiles of all blocks of tokens lie in one line, which logits_schedule.cu has cut into
 // equal shares. Math warpgroups take the tiles of a share in turn, also across blocks of tokens:
 //
@@ -22,9 +25,8 @@
 //
 // Source: the operation is DeepGEMM's fp8_mqa_logits (2025). What differs: queries are A and keys B, heads are added
 // without shuffles, the schedule is even to one tile, ranges mask the stores, and any number of heads fits.
+#include "indexer/sm90_head_sums.cuh"
 #include "indexer/sm90_logits.cuh"
-#include "ptx/wgmma_fp8.cuh"
-#include "ptx/wgmma_n128.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer {
@@ -33,6 +35,7 @@ using namespace sm90;
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
+using Sums = HeadSums<MLA_ACCUMULATOR>;  // float, or float16 for queries of small codes
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMathWarpgroups = 3;
@@ -41,7 +44,7 @@ constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
 constexpr i32 kRegsMath = 152, kRegsLoad = 56;  // fill as load
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
 
-constexpr i32 kTileKeys = 128;
+constexpr i32 kTileKeys = Sums::kTileKeys;
 constexpr i32 kTileHeads = 8;  // of an m64 tile of queries
 static_assert(kTileHeads * kMaxTokens == kSw128Rows, "an m64 tile");
 
@@ -60,11 +63,13 @@ constexpr u32 kKeyTileBytes = kPieces * kKeyPieceBytes;
 constexpr u32 kQueryBytes = 131072;
 constexpr i32 kMaxQueryTiles = kQueryBytes / kQueryTileBytes;
 constexpr i32 kMaxHeads = kMaxQueryTiles * kTileHeads;
-constexpr i32 kStages = kPieces == 1 ? 5 : 3;
+constexpr i32 kStages = kKeyTileBytes == 16384 ? 5 : 3;
 constexpr i32 kMaxQueryStages = 2;
 constexpr i32 kStageTiles = kMaxQueryTiles / kMaxQueryStages;
 
-constexpr i32 kSums = kTileKeys / 4;  // of a thread: its columns of an MMA fragment
+// A lane stores four keys of each part of a tile.
+constexpr i32 kPartKeys = 4 * kWarpThreads, kParts = kTileKeys / kPartKeys;
+constexpr i32 kLaneKeys = 4 * kParts;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries          waits   first phase
@@ -75,11 +80,12 @@ constexpr i32 kSums = kTileKeys / 4;  // of a thread: its columns of an MMA frag
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[kQueryBytes];
     u8 k[kStages][kKeyTileBytes];
-    float2 weights[kMaxHeads / 2][kMaxTokens];  // of two heads; the second stage is the second half
+    Sums::Weights weights[kMaxHeads / 2][kMaxTokens];  // of two heads; the second stage is the second half
     BlockInfo info[kMaxQueryStages];
     MBarrier q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
     TileBarriers<kStages> k_full;
     MBarrier k_empty[kStages];
+    float weight_scales[kMaxQueryStages][kMaxTokens];  // what weights in float16 have been divided by
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 static_assert(sizeof(float) * kWarpgroupWarps * kMaxTokens * kTileKeys <= kKeyTileBytes, "the sums of four warps");
@@ -90,6 +96,7 @@ MLA_FACT(max_short_line, kMaxShortLine);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(max_heads, kMaxHeads);
 MLA_FACT(block_tokens, kMaxTokens);
+MLA_FACT(tile_keys, kTileKeys);
 
 // Within a math warpgroup: its products have been read, its sums are there. One of each per warpgroup.
 enum NamedBarrier : i32 { ProductsDone = 1, SumsReady = ProductsDone + kMathWarpgroups };
@@ -131,6 +138,37 @@ MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const QueryStag
     }
 }
 
+MLA_DEVICE void put_weight(float2& pair, i32 head, float weight) { (head % 2 == 0 ? pair.x : pair.y) = weight; }
+MLA_DEVICE void put_weight(u32& pair, i32 head, float weight) {
+    reinterpret_cast<u16*>(&pair)[head % 2] = float16::from_float(weight);
+}
+
+// A power of two for the weights of the lane's token, from the largest of them.
+MLA_DEVICE float find_weight_scale(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 lane) {
+    float largest = 0.f;  // NaN does not count
+    load_weights(p, info, heads, kMaxTokens, lane,
+                 [&](i32, i32, float weight) { largest = fmaxf(largest, fabsf(weight)); });
+#pragma unroll
+    for (i32 step = kMaxTokens; step < kWarpThreads; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
+    }
+    return scale_of_weights(largest);
+}
+
+MLA_DEVICE void load_weights(const LogitsParams& p, Storage& s, const QueryStages& stages, i32 stage, i32 lane) {
+    const BlockInfo& info = s.info[stage];
+    const i32 heads = stages.tiles * kTileHeads;
+    float factor = 1.f;
+    if constexpr (Sums::kHalf) {
+        const float scale = find_weight_scale(p, info, heads, lane);
+        if (lane < kMaxTokens) s.weight_scales[stage][lane] = scale;
+        factor = inverse_power_of_2(scale);
+    }
+    Sums::Weights(*to)[kMaxTokens] = s.weights + stages.pair(stage);
+    load_weights(p, info, heads, kMaxTokens, lane,
+                 [&](i32 head, i32 token, float weight) { put_weight(to[head / 2][token], head, weight * factor); });
+}
+
 MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, const StageWalk<kStages>& key, i32 tile) {
     MBarrier& full = s.k_full.of(key);
     mbarrier_arrive_expect_tx(full, kKeyTileBytes);
@@ -147,7 +185,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
     const QueryStages stages(p);
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages> key(0);
-    BlockWalk<kTileKeys> walk(p, ranges, lane);
+    BlockWalk<kTileKeys> walk(ranges, find_share<kTileKeys>(p, ranges, lane), lane);
     for (bool found = true; found; query.advance(stages.count)) {
         found = walk.next();
         mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);
@@ -157,11 +195,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
             if (lane == 0) mbarrier_arrive(s.q_full[query.stage]);
             return;
         }
-        float2(*weights)[kMaxTokens] = s.weights + stages.pair(query.stage);
-        load_weights(p, info, stages.tiles * kTileHeads, kMaxTokens, lane, [&](i32 head, i32 token) -> float& {
-            float2& pair = weights[head / 2][token];
-            return head % 2 == 0 ? pair.x : pair.y;
-        });
+        load_weights(p, s, stages, query.stage, lane);
         __syncwarp();
         if (lane == 0) load_queries(s, q_map, stages, query.stage);
         for (i32 tile = walk.tiles.begin; tile < walk.tiles.end; ++tile, key.advance()) {
@@ -175,12 +209,15 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
 MLA_DEVICE void multiply_step(float8_e4m3fn element, float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
     wgmma_m64n128k32(element, d, a, b, accumulate);
 }
+MLA_DEVICE void multiply_step(float8_e4m3fn element, u32 (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
+    wgmma_m64n256k32(element, d, a, b, accumulate);
+}
 MLA_DEVICE void multiply_step(bfloat16 element, float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
     wgmma_m64n128k16<false>(element, d, a, b, accumulate);
 }
 
 // The products of an m64 tile of queries with the tile of keys.
-MLA_DEVICE void multiply(float (&d)[64], SmemDesc q, SmemDesc k) {
+MLA_DEVICE void multiply(Sums::Products& d, SmemDesc q, SmemDesc k) {
     pin(d);
     wgmma_fence();
 #pragma unroll
@@ -206,47 +243,44 @@ struct Math {
 
 // Adds the weighted products of all m64 tiles.
 MLA_DEVICE void add_heads(Storage& s, const Math& math, const QueryStages& stages, i32 query_stage, i32 key_stage,
-                          float (&sums)[kSums]) {
-    float d[64];
+                          Sums& sums) {
+    Sums::Products d;
     SmemDesc q = uniform(k_major_desc(smem_addr(s.q) + stages.q_offset(query_stage)));
     const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[key_stage])));
-    const float2* weights = &s.weights[stages.pair(query_stage) + math.warp][math.g];
-#pragma unroll
-    for (i32 i = 0; i < kSums; ++i) sums[i] = 0.f;
+    const Sums::Weights* weights = &s.weights[stages.pair(query_stage) + math.warp][math.g];
 #pragma unroll 1
     for (i32 tile = 0; tile < stages.tiles; ++tile) {
         multiply(d, q, k);
         q = advance(q, kQueryTileBytes);
-        const float2 weight = *weights;
+        const Sums::Weights pair = *weights;
         weights += kTileHeads / 2 * kMaxTokens;
         wgmma_wait_group<0>();
         pin(d);
-#pragma unroll
-        for (i32 i = 0; i < kSums; ++i) {  // columns 8 * (i / 2) + 2c + i % 2 of both rows
-            const i32 at = i / 2 * 4 + i % 2;
-            sums[i] = fmaf(fmaxf(d[at], 0.f), weight.x, sums[i]);
-            sums[i] = fmaf(fmaxf(d[at + 2], 0.f), weight.y, sums[i]);
-        }
+        sums.add(d, pair);
     }
 }
 
-// Where the sums of a warp meet those of the others: rows of 128 floats, [warp][token], in the memory of the tile of
+// Where the sums of a warp meet those of the others: rows of floats, [warp][token], in the memory of the tile of
 // keys. Eight columns are a chunk; chunk j of a token's row lies at j ^ token, which keeps banks apart.
 MLA_DEVICE float* sum_at(Storage& s, i32 stage, i32 warp, i32 token, i32 chunk) {
     return reinterpret_cast<float*>(s.k[stage]) + (warp * kMaxTokens + token) * kTileKeys + (chunk ^ token) * 8;
 }
 
-// Each warp stores two tokens, a lane four keys of each.
-MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, const BlockInfo& info, i32 tile,
-                           i32 stage, const float (&scales)[4]) {
+MLA_DEVICE float4 operator*(float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); }
+
+// Each warp stores two tokens, a lane four keys of each in every part of the tile.
+MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile, i32 stage,
+                           const float (&scales)[kLaneKeys]) {
+    const BlockInfo& info = s.info[query_stage];
     const i32 lane = math.thread % kWarpThreads;
-    float4 total[2];
+    float4 total[2 * kParts];
 #pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
+    for (i32 i = 0; i < 2 * kParts; ++i) {
+        const i32 token = 2 * math.warp + i / kParts, chunk = i % kParts * (kPartKeys / 8) + lane / 2;
         float4 x[kWarpgroupWarps];
 #pragma unroll
         for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) {
-            x[warp] = *reinterpret_cast<float4*>(sum_at(s, stage, warp, 2 * math.warp + i, lane / 2) + lane % 2 * 4);
+            x[warp] = *reinterpret_cast<float4*>(sum_at(s, stage, warp, token, chunk) + lane % 2 * 4);
         }
         total[i].x = (x[0].x + x[1].x) + (x[2].x + x[3].x);
         total[i].y = (x[0].y + x[1].y) + (x[2].y + x[3].y);
@@ -256,34 +290,34 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
     fence_proxy_async();  // the next tile of keys is written over the sums
     release(s.k_empty[stage], math.thread);
 #pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
-        const i32 token = 2 * math.warp + i;
+    for (i32 i = 0; i < 2 * kParts; ++i) {
+        const i32 token = 2 * math.warp + i / kParts, part = i % kParts;
         if (token >= info.tokens) continue;
-        const float4 x = total[i];
+        const float4 x = Sums::kHalf ? total[i] * s.weight_scales[query_stage][token] : total[i];
+        const float* scale = scales + 4 * part;
         const LogitsRow logits(p, info.block, token);
-        logits.store4(tile * kTileKeys + 4 * lane,
-                      make_float4(x.x * scales[0], x.y * scales[1], x.z * scales[2], x.w * scales[3]),
-                      info.ranges[token]);
+        logits.store4(tile * kTileKeys + part * kPartKeys + 4 * lane,
+                      make_float4(x.x * scale[0], x.y * scale[1], x.z * scale[2], x.w * scale[3]), info.ranges[token]);
     }
 }
 
 MLA_DEVICE void run_tile(const LogitsParams& p, Storage& s, const Math& math, const QueryStages& stages,
                          i32 query_stage, i32 tile, i32 stage) {
-    float scales[4], sums[kSums];
+    float scales[kLaneKeys];
+    Sums sums;
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-        const i32 key = tile * kTileKeys + math.thread % kWarpThreads * 4 + i;
+    for (i32 i = 0; i < kLaneKeys; ++i) {
+        const i32 key = tile * kTileKeys + i / 4 * kPartKeys + math.thread % kWarpThreads * 4 + i % 4;
         scales[i] = p.k_scale != nullptr && key < p.num_keys ? p.k_scale[key * p.k_scale_stride_elems] : 1.f;
     }
     add_heads(s, math, stages, query_stage, stage, sums);
     bar_sync(ProductsDone + math.warpgroup, kWarpgroupThreads);
 #pragma unroll
-    for (i32 i = 0; i < kSums; i += 2) {
-        *reinterpret_cast<float2*>(sum_at(s, stage, math.warp, math.g, i / 2) + 2 * math.c) =
-            make_float2(sums[i], sums[i + 1]);
+    for (i32 chunk = 0; chunk < Sums::kChunks; ++chunk) {
+        *reinterpret_cast<float2*>(sum_at(s, stage, math.warp, math.g, chunk) + 2 * math.c) = sums.of(chunk);
     }
     bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);
-    store_tile(p, s, math, s.info[query_stage], tile, stage, scales);
+    store_tile(p, s, math, query_stage, tile, stage, scales);
 }
 
 MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, const Math& math) {
@@ -329,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == kLoadWarp) {
             run_load_role(p, s, q_map, k_map, thread % kWarpThreads);
         } else {
-            run_fill_role<kTileKeys>(p, warp - kLoadWarp - 1, thread % kWarpThreads);
+            run_fill_role<kTileKeys, kWarpgroupWarps - 1>(p, warp - kLoadWarp - 1, thread % kWarpThreads);
         }
     }
     griddepcontrol_launch_dependents();

@@ -2,7 +2,7 @@
 //
 //   y = bf16(rope(x))                 on the first 2 * half_rope elements; (i, i + half_rope) or (2i, 2i + 1) turn
 //   z = bf16(H y * d^-0.5)            H: Hadamard, of order d
-//   s = 2^ceil(log2(amax / 448))      or amax / 448, with amax = max(|z|, 1e-4)
+//   s = 2^ceil(log2(amax / 448))      or amax / 448, with amax = max(|z|, 1e-4); or 448 is less
 //   code = e4m3(z / s);               of queries, the weight becomes ((w * h^-0.5) * s) * d^-0.5
 //
 // Every step is rounded as the models' own code rounds it, so multiplications and additions are not fused. Both
@@ -41,7 +41,8 @@ constexpr i32 kAngles = kElems / 2;  // of a lane
 // Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
 constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
 constexpr float kMinAmax = 1e-4f;
-constexpr float kInverseMaxCode = (float)(1.0 / 448.0);
+constexpr float kMaxCode = 448.f;             // of e4m3
+constexpr u32 kMaxScaleExponent = 127 + 126;  // whose inverse is a normal number, too
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct PrepareParams {
@@ -64,6 +65,7 @@ struct PrepareParams {
     i32 group_vectors;            // that a group of lanes takes in turn
     i32 step_tokens, step_heads;  // from one of them to the next
     float h_factor, d_factor;
+    float max_code, inverse_max_code;  // the largest code there may be
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
@@ -343,10 +345,19 @@ MLA_DEVICE float find_amax(const Elements& x) {
 }
 
 MLA_DEVICE float find_scale(const PrepareParams& p, float amax) {
-    const float ratio = __fmul_rn(amax, kInverseMaxCode);
+    const float ratio = __fmul_rn(amax, p.inverse_max_code);
     if (!has_powers_of_2(p)) return ratio;
     const u32 bits = __float_as_uint(ratio);
-    return __uint_as_float(((bits >> 23) + ((bits & 0x7fffff) != 0)) << 23);
+    return __uint_as_float(min((bits >> 23) + ((bits & 0x7fffff) != 0), kMaxScaleExponent) << 23);
+}
+
+// Infinities, and what no scale makes small enough. Conversions saturate at the largest e4m3 by themselves.
+MLA_DEVICE void saturate(const PrepareParams& p, float (&ratio)[kQuad]) {
+    if (p.max_code == kMaxCode) return;
+#pragma unroll
+    for (i32 i = 0; i < kQuad; ++i) {
+        if (fabsf(ratio[i]) > p.max_code) ratio[i] = copysignf(p.max_code, ratio[i]);  // NaN stays
+    }
 }
 
 // x / scale, rounded and saturated: a word for each quad. The inverse of a power of 2 is exact.
@@ -360,6 +371,7 @@ MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, u
             const float y = x[quad * kQuad + i];
             ratio[i] = has_powers_of_2(p) ? y * inverse : __fdiv_rn(y, scale);
         }
+        saturate(p, ratio);
         codes[quad] = cvt_e4m3_x2(ratio[0], ratio[1]) | cvt_e4m3_x2(ratio[2], ratio[3]) << 16;
     }
 }

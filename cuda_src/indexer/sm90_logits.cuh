@@ -12,13 +12,14 @@ namespace mla::indexer::sm90 {
 // role       warps of the block             does
 // math w     4w..                           every kMathWarpgroups-th tile of keys
 // load       the first of the last four     queries and weights of each block of tokens, tiles of keys
-// fill       the last three                 -inf where no tile is computed
+// fill       the others                     -inf where no tile is computed
+//
+// Paged, tiles and queries are loaded by a warp each.
 template <i32 kMathWarpgroups>
 struct Roles {
     static constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
     static constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps, kLoadWarp = kMathWarps;
 };
-constexpr i32 kFillWarps = kWarpgroupWarps - 1;
 
 constexpr i32 kMaxTokens = 8;  // of a block
 constexpr i32 kMaxDynamicSmem = 232448;
@@ -46,31 +47,14 @@ struct ShortLine {
     i32 before, total;  // what lies in front of this lane's blocks, and all of it
 
     MLA_DEVICE ShortLine(const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
-        const i32 blocks = ranges.num_blocks(), lane_blocks = ceil_div(blocks, kWarpThreads);
+        const i32 blocks = ranges.num_blocks, lane_blocks = ceil_div(blocks, kWarpThreads);
         first = lane * lane_blocks;
         const i32 own_blocks = max(0, min(lane_blocks, blocks - first));
-        if (ranges.are_nested()) {
-            look_at_last_tokens(own_blocks);
-        } else {
 #pragma unroll
-            for (i32 i = 0; i < kLaneBlocks; ++i) {
-                tiles[i] = i < own_blocks ? block_tiles<kTileKeys>(ranges, first + i) : TileRange{0, 0};
-            }
+        for (i32 i = 0; i < kLaneBlocks; ++i) {
+            tiles[i] = i < own_blocks ? block_tiles<kTileKeys>(ranges, first + i) : TileRange{0, 0};
         }
         sum_up(blocks);
-    }
-
-    MLA_DEVICE void look_at_last_tokens(i32 own_blocks) {
-        KeyBounds last[kLaneBlocks];  // all asked for at once
-#pragma unroll
-        for (i32 i = 0; i < kLaneBlocks; ++i) {
-            last[i] = KeyBounds{0, 0};
-            if (i < own_blocks) last[i] = ranges.load(first + i, ranges.tokens_of(first + i) - 1);
-        }
-#pragma unroll
-        for (i32 i = 0; i < kLaneBlocks; ++i) {
-            tiles[i] = i < own_blocks ? nested_tiles<kTileKeys>(ranges, first + i, last[i]) : TileRange{0, 0};
-        }
     }
 
     MLA_DEVICE void sum_up(i32 blocks) {
@@ -92,7 +76,7 @@ struct ShortLine {
     // The same as logits_schedule.cu finds.
     MLA_DEVICE TileCut cut(i32 split, i32 num_splits) const {
         const i32 place = share_begin(split, num_splits, total);
-        if (place >= total) return TileCut{ranges.num_blocks(), 0};
+        if (place >= total) return TileCut{ranges.num_blocks, 0};
         i32 left = place - before;
         TileCut found{-1, 0};
 #pragma unroll
@@ -106,7 +90,15 @@ struct ShortLine {
     }
 };
 
-// This thread block's share of the line of all tiles, by a whole warp. Lane i knows the range of token i.
+// This thread block's share of that line, or of a schedule.
+template <i32 kTileKeys>
+MLA_DEVICE Share find_share(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
+    if (p.cuts != nullptr) return Share{p.cuts[blockIdx.x], p.cuts[blockIdx.x + 1]};
+    const ShortLine<kTileKeys> line(ranges, lane);
+    return Share{line.cut(blockIdx.x, gridDim.x), line.cut(blockIdx.x + 1, gridDim.x)};
+}
+
+// The blocks of a share, by a whole warp. Lane i knows the range of token i.
 template <i32 kTileKeys>
 struct BlockWalk {
     const KeyRanges& ranges;
@@ -118,26 +110,18 @@ struct BlockWalk {
     KeyRange range;
     KeyBounds ahead;  // of the next block: asked for while this one is worked on
 
-    MLA_DEVICE BlockWalk(const LogitsParams& p, const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
-        if (p.cuts != nullptr) {
-            from = p.cuts[blockIdx.x];
-            to = p.cuts[blockIdx.x + 1];
-        } else {
-            const ShortLine<kTileKeys> line(ranges, lane);
-            from = line.cut(blockIdx.x, gridDim.x);
-            to = line.cut(blockIdx.x + 1, gridDim.x);
-        }
-        block = from.block - 1;
+    MLA_DEVICE BlockWalk(const KeyRanges& ranges, const Share& share, i32 lane)
+        : ranges(ranges), from(share.from), to(share.to), lane(lane), block(share.from.block - 1) {
         look_ahead();
     }
 
     MLA_DEVICE void look_ahead() {
         ahead = KeyBounds{0, 0};
-        if (block + 1 < ranges.num_blocks() && lane < ranges.tokens_of(block + 1)) ahead = ranges.load(block + 1, lane);
+        if (block + 1 < ranges.num_blocks && lane < ranges.tokens_of(block + 1)) ahead = ranges.load(block + 1, lane);
     }
 
     MLA_DEVICE bool next() {
-        const i32 last = min(to.block, ranges.num_blocks() - 1);
+        const i32 last = min(to.block, ranges.num_blocks - 1);
         while (++block <= last) {
             range = KeyRange{0, 0};
             if (lane < ranges.tokens_of(block)) range = ranges.clamp(ahead, lane);
@@ -186,11 +170,10 @@ struct TileBarriers {
     }
 };
 
-// By a warp: the weight of each head and token goes to place(head, token). Those that are not there weigh nothing.
-// All loads of a round are under way at once: short blocks wait for nothing else.
-template <class Place>
-MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane,
-                             Place place) {
+// By a warp: put(head, token, weight) takes the weight of each head and token, a lane those of one token. Those that
+// are not there weigh nothing. All loads of a round are under way at once: short blocks wait for nothing else.
+template <class Put>
+MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane, Put put) {
     constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 8;
     const i32 token = lane % kMaxTokens;
     const float* row = p.weights + info.block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
@@ -205,7 +188,7 @@ MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 h
 #pragma unroll
         for (i32 i = 0; i < kLoads; ++i) {
             const i32 head = first + i * kHeadsAtOnce;
-            if (token < tokens && head < heads) place(head, token) = weights[i];
+            if (token < tokens && head < heads) put(head, token, weights[i]);
         }
     }
 }
@@ -224,13 +207,13 @@ MLA_DEVICE void write_info(BlockInfo& info, const Walk& walk, bool found) {
 
 // ---- Fill role -------------------------------------------------------------------------------------------------
 // -inf in front of and behind the tiles of each token's block. Tokens go round the warps of the grid.
-template <i32 kTileKeys>
+template <i32 kTileKeys, i32 kWarps>
 MLA_DEVICE void run_fill_role(const LogitsParams& p, i32 warp, i32 lane) {
     if (!p.clean) return;
     const KeyRanges ranges = key_ranges(p);
     i32 filled = -1;
     TileRange tiles{0, 0};
-    for (i32 row = blockIdx.x * kFillWarps + warp; row < p.num_tokens; row += gridDim.x * kFillWarps) {
+    for (i32 row = blockIdx.x * kWarps + warp; row < p.num_tokens; row += gridDim.x * kWarps) {
         const i32 block = row / p.block_tokens, token = row % p.block_tokens;
         if (block != filled) {
             KeyRange range{0, 0};

@@ -39,6 +39,15 @@ MLA_DEVICE bool elect_one() {
     return elected != 0;
 }
 
+// The lane, read anew at each call: what follows from it then takes no register across a loop.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-laneid
+MLA_DEVICE i32 own_lane() {
+    i32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    __builtin_assume(lane >= 0 && lane < kWarpThreads);
+    return lane;
+}
+
 // Hides the value of `x` from the compiler: what is derived from it is recomputed after this point instead of being
 // kept in registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }

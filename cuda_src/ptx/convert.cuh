@@ -31,6 +31,36 @@ MLA_DEVICE u32 mul_x2(bfloat16, u32 a, u32 b) {
     return product;
 }
 
+// a * b + c of two pairs, rounded once.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-fma
+MLA_DEVICE u32 fma_x2(float16, u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+// The larger of two, twice; NaN only where both are.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-max
+MLA_DEVICE u32 max_x2(float16, u32 a, u32 b) {
+    u32 larger;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// The larger magnitude of each half, NaN if one of the two is; the sign is that of their product (sm_86 and later).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-max
+MLA_DEVICE u32 max_abs_x2(float16, u32 a, u32 b) {
+    u32 larger;
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+MLA_DEVICE u32 max_abs_x2(bfloat16, u32 a, u32 b) {
+    u32 larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 // Two floats to two 16-bit values in one word, round to nearest even. PTX takes the high half first.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 MLA_DEVICE u32 cvt_x2(bfloat16, float lo, float hi) {

@@ -31,6 +31,11 @@ MLA_DEVICE void pin(float (&d)[kCount]) {
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <i32 kCount>
+MLA_DEVICE void pin(u32 (&d)[kCount]) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
 // clang-format off

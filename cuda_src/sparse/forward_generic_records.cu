@@ -12,15 +12,10 @@ namespace mla::sparse {
 using namespace attention;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using TokenRecord = MLA_RECORD;
-using Records = GenericRecords<MLA_DTYPE, TokenRecord, ListedRows>;
-
-static_assert(sizeof(GenericStorage<Records>) <= 48 * 1024, "static shared memory");
+using Records = GenericRecords<MLA_DTYPE, MLA_RECORD, ListedRows>;
 
 MLA_DECODE_FACTS();
-MLA_FACT(threads, kGenericThreads);
-MLA_FACT(block_m, kGenericRows);
-MLA_RECORD_FACT(TokenRecord);
+MLA_GENERIC_RECORDS_FACTS(Records);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kGenericThreads, 2)

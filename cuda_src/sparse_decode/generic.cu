@@ -3,7 +3,7 @@
 //   s = q k^T * scale,   p = exp2(s log2(e) - m),   o = sum p v / (sum p + exp2(sink - m)),   lse = ln 2 (m + log2 sum
 //   p)
 //
-// To the schedule each query is a request whose tokens are its list (sparse_decode/lists.cu).
+// To the schedule each query is a request whose tokens are the entries of its lists.
 //
 // Grid: x = blocks of 8 heads, y = splits (attention/split_work.cuh). See attention/generic_records.cuh.
 #include "attention/generic_records.cuh"
@@ -12,15 +12,10 @@ namespace mla::sparse_decode {
 using namespace attention;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using TokenRecord = MLA_RECORD;
-using Records = GenericRecords<MLA_DTYPE, TokenRecord, SelectedTokens>;
-
-static_assert(sizeof(GenericStorage<Records>) <= 48 * 1024, "static shared memory");
+using Records = GenericRecords<MLA_DTYPE, MLA_RECORD, SelectedTokens>;
 
 MLA_SPARSE_DECODE_FACTS();
-MLA_FACT(threads, kGenericThreads);
-MLA_FACT(block_m, kGenericRows);
-MLA_RECORD_FACT(TokenRecord);
+MLA_GENERIC_RECORDS_FACTS(Records);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kGenericThreads, 2)

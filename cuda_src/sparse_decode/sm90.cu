@@ -10,17 +10,19 @@
 // cluster: blocks of one query dequantise for themselves.
 //
 // The mathematics are dense decode's seesaw (attention/sm90/seesaw.cuh). The third warpgroup reads rows into registers
-// and writes 16-bit tiles:
+// and writes 16-bit tiles; the fourth one finds the rows, a tile ahead:
 //
-//   left     | softmax 0 | O_L += P0 V0_L |          | O_L += P1 V1_L | S0 = Q K0'            | softmax 0'
-//   right    |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
-//   dequant  |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->   ... and Q of the next query
+//   left     S0 | softmax 0 | O_L += P0 V0_L |                | O_L += P1 V1_L | S0 = Q K0' | ...
+//   right       |           | O_R += P0 V0_R | S1 | softmax 1 | O_R += P1 V1_R | ...
+//   dequant  K1_left, K1_right ->            K0'_left, K0'_right ->           K1'_left ...
+//   scouts   where the rows of K0' are       ... of K1'
 //
 // Source: FlashMLA's FP8 sparse decode (2025) also dequantises in a third warpgroup. What differs: both math warpgroups
 // score, f16 where scales are no powers of two, and no exchange of dequantised keys between blocks.
 #include "attention/record_tokens.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
+#include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 #include "tile/warp.cuh"
 
@@ -33,6 +35,19 @@ using TokenRecord = MLA_RECORD;
 
 // Values of the record include the RoPE columns, or not.
 constexpr bool kRopeIsValue = kKeyColumns<TokenRecord> == kHeadDimV;
+
+// Where a row's scales are follows from where the row is, or not.
+constexpr bool kScalesInRow = TokenRecord::kScale == kScaleFloat32;
+
+// What a scout says about a tile.
+struct FoundTile {
+    static constexpr u32 kRows = 0xffff, kFirst = 1u << 16, kLast = 1u << 17;
+    u32 bits;   // which of the warp's rows are there, and two more
+    i32 query;  // whose rows are stored after the tile, or kNoQuery
+
+    MLA_DEVICE bool first() const { return bits & kFirst; }  // of its work item: in stage 0
+    MLA_DEVICE bool last() const { return bits & kLast; }    // of the split
+};
 
 // No SW128 tile of Q is kept in registers: they go to the dequantising warps.
 struct Fp8 : RecordTile<TokenRecord> {
@@ -50,17 +65,25 @@ struct Fp8 : RecordTile<TokenRecord> {
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
     struct Extra {
         float q_factors[kBlockM];
-        alignas(16) LaneScales<TokenRecord>::OfRow scales[kTileTokens];  // of the tile after that being stored
-        i32 slots[kTileTokens];                                          // of the one after that
+        // From each scout to the dequantising warp of the same rows: of the tile that is stored next ...
+        alignas(16) LaneScales<TokenRecord>::OfRow scales[kTileTokens];
+        FoundTile found[kWarpgroupWarps];
+        // ... and of the one after it, which is loaded meanwhile.
+        const u8* rows[kTileTokens];
+        const u8* scales_at[kScalesInRow ? 1 : kTileTokens];  // for the scout itself
+        MBarrier found_full[kWarpgroupWarps], found_empty[kWarpgroupWarps];
     };
 
     // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.
     static constexpr i32 kSwTilesLeft = kSwTilesHalf;
     MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
 
+    static constexpr bool kEvenValuesFirst = true;
+    static constexpr bool kHalvedProducts = true;  // for ptxas, a block of 512 threads has no 192 registers at entry
+
     // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
-    // tile, and MaxReady, on which all of its warps sync, comes between its scores and P. Before the place is written
-    // again, both warpgroups have released the stage.
+    // tile, and all of its warps sync between its scores and P. Before the place is written again, both warpgroups have
+    // released the stage.
     static constexpr i32 kPBuffers = kRopeIsValue ? 2 : 1;
     template <class S>
     MLA_DEVICE static u8* second_p(S& s) {
@@ -72,10 +95,15 @@ struct Fp8 : RecordTile<TokenRecord> {
 // role          warps    regs   does
 // left          0..3     192    even tiles: S0, softmax
 // right         4..7     192    odd tiles:  S1, softmax
-// dequant       8..11    120    16 rows of each tile per warp; query rows
+// dequant       8..11    104    16 rows of each tile per warp; query rows
+// scouts        12..15    24    find those rows
 constexpr i32 kRegsMath = 192;
-constexpr i32 kRegsDequant = 120;
-static_assert(2 * kRegsMath + kRegsDequant <= 3 * kRegsEntry, "what the block has at entry");
+constexpr i32 kRegsDequant = 104;
+constexpr i32 kRegsScout = 24;
+constexpr i32 kBlockThreads = kThreads + kWarpgroupThreads;
+constexpr i32 kScoutWarp = kLoaderWarp + kWarpgroupWarps;
+constexpr i32 kRegsOfLane = 65536 / kWarpgroupThreads;
+static_assert(2 * kRegsMath + kRegsDequant + kRegsScout <= kRegsOfLane, "what the SM has");
 static_assert(kTileTokens == kSw128Rows && kBlockM == kSw128Rows, "a tile is 64 rows, of keys and of Q");
 static_assert(sizeof(Storage<Fp8>) <= kMaxDynamicSmem, "shared memory");
 constexpr i32 kDequantWarps = kWarpgroupWarps;
@@ -85,10 +113,141 @@ constexpr i32 kRowsOfWarp = kRowsOfLane * kRowStep;
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens, "each row has its four lanes");
 
 MLA_SPARSE_DECODE_FACTS();
-MLA_FACT(threads, kThreads);
+MLA_FACT(threads, kBlockThreads);
 MLA_FACT(smem_bytes, sizeof(Storage<Fp8>));
 MLA_FACT(block_m, kBlockM);
 MLA_RECORD_FACT(TokenRecord);
+
+constexpr i32 kTokenBytes = TokenRecord::kRopeOffset + 2 * kHeadDimRope;  // RoPE columns come last
+constexpr i32 kNoQuery = -1;
+
+// The address of head `i` of the 16 heads of a warp; null past the last one.
+MLA_DEVICE const u16* query_row(const Block<Fp8>& block, i32 query, i32 warp, i32 i) {
+    const i32 head = block.row0 + warp * kRowsOfWarp + i;
+    const DecodeParams& p = block.p;
+    return head < block.rows ? p.q + query * p.q_stride_b_elems + head * p.q_stride_h_elems : nullptr;
+}
+
+// ---- Scouts ----------------------------------------------------------------------------------------------------
+// The same in all lanes: a reduction over the warp writes a uniform register.
+MLA_DEVICE i32 in_uniform(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
+
+// Finds the 16 rows of each tile that one dequantising warp reads, one per lane (the upper lanes repeat that).
+struct Scout {
+    Block<Fp8>& block;
+    i32 warp;
+    SlimTileWalk<SelectedWork> walk;
+    bool exists;  // the tile that the walk is at
+    i32 slot;     // of the lane's row of that tile
+
+    MLA_DEVICE Scout(Block<Fp8>& block, i32 warp)
+        : block(block), warp(warp), walk(block.p, block.split), exists(true), slot(SelectedTokens::kNoSlot) {}
+
+    MLA_DEVICE i32 row() const { return warp * kRowsOfWarp + own_lane() % kRowsOfWarp; }
+    MLA_DEVICE i32 token() const { return walk.tile * kTileTokens + row(); }
+
+    // The next tile, if there is one. Its slots are asked for.
+    MLA_DEVICE void advance() {
+        exists = in_uniform(walk.next(block.p));
+        walk.request = in_uniform(walk.request);
+        walk.tokens = in_uniform(walk.tokens);
+        walk.first_tokens = in_uniform(walk.first_tokens);
+        walk.tile = in_uniform(walk.tile);
+        walk.tile_end = in_uniform(walk.tile_end);
+        slot = exists ? SelectedTokens::place(block.p, walk, token()) : SelectedTokens::kNoSlot;
+    }
+
+    // Before the first tile: the tile before has rows of zeros.
+    MLA_DEVICE void reset() const {
+        if (own_lane() >= kRowsOfWarp) return;
+        block.s.extra.rows[row()] = kZeroRow;
+        if constexpr (!kScalesInRow) block.s.extra.scales_at[row()] = kZeroRow;
+    }
+
+    MLA_DEVICE TokenBytes find() const { return SelectedTokens::bytes<TokenRecord>(block.p, walk, token(), slot); }
+
+    MLA_DEVICE void prefetch_query() const {
+        const i32 lane = own_lane();
+#pragma unroll 1
+        for (i32 i = 0; i < kRowsOfWarp; ++i) {
+            const u16* from = query_row(block, walk.request, warp, i);
+            if (from != nullptr && lane < Fp8::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+        }
+    }
+
+    // Loads that are in flight for half a tile hide an L2's latency, not a memory's.
+    // PERF(H200, 2026-11-22, 134 to 116 us with 64 heads and a batch of 128)
+    MLA_DEVICE void prefetch_rows(const u8* row) const {
+        constexpr i32 kLineBytes = 128, kLines = ceil_div(kTokenBytes, kLineBytes);
+        const i32 lane = own_lane();
+        const u64 all = reinterpret_cast<u64>(row);
+#pragma unroll
+        for (i32 r = 0; r < kRowsOfLane; ++r) {
+            const u64 from = __shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep);
+#pragma unroll
+            for (i32 line = 0; line < kLines; line += kPieceLanes) {
+                const i32 at = (line + lane % kPieceLanes) * kLineBytes;
+                if (at < kTokenBytes) prefetch_global_l2(reinterpret_cast<const u8*>(from) + at);
+            }
+        }
+    }
+
+    // Passes on where the rows of a tile are, and asks for the scales of the tile before. Rows that are not there are
+    // rows of zeros, with scales of zeros.
+    MLA_DEVICE void pass_on(const TokenBytes& bytes) const {
+        Fp8::Extra& e = block.s.extra;
+        if (own_lane() >= kRowsOfWarp) return;
+        const i32 at = row();
+        const bool present = bytes.data != nullptr;
+        const u8* scales;
+        if constexpr (kScalesInRow) {
+            scales = e.rows[at] + TokenRecord::kLatentChunks * kRecordChunk;
+        } else {
+            scales = e.scales_at[at];
+            e.scales_at[at] = present ? bytes.scales : kZeroRow;
+        }
+        e.rows[at] = present ? bytes.data : kZeroRow;
+        cp_async<sizeof(LaneScales<TokenRecord>::OfRow)>(smem_addr(&e.scales[at]), scales, true);
+    }
+};
+
+// While a tile is stored and the next one is loaded, the one after it is found.
+MLA_DEVICE void run_scout_role(Block<Fp8>& block, i32 warp) {
+    Fp8::Extra& e = block.s.extra;
+    Scout scout(block, warp);
+    scout.advance();
+    if (!scout.exists) return;
+    scout.reset();
+    Ring<1> ring;
+    u32 bits = 0;  // of the tile before
+    i32 query = kNoQuery;
+    const i32 first_query = scout.walk.request;  // comes before all tiles
+    bool second = false;                         // tile of its work item
+#pragma unroll 1
+    while (true) {
+        const TokenBytes bytes = scout.find();
+        const bool present = bytes.data != nullptr;
+        mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));
+        ring.advance(0);
+        scout.prefetch_rows(present ? bytes.data : kZeroRow);  // no earlier: PERF(H200, 2026-11-22, 336.6 not 345.1 us)
+        scout.pass_on(bytes);
+        if (own_lane() == 0) e.found[warp] = {bits | (scout.exists ? 0 : FoundTile::kLast), query};
+        cp_async_wait_all();
+        release(e.found_full[warp], own_lane());
+        if (!scout.exists) break;
+
+        // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a
+        // query come before its Q.
+        static_assert(kStagesKV == 2, "after the second tile, or the only one");
+        const auto& walk = scout.walk;
+        const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
+        bits = (__ballot_sync(kFullWarp, present) & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0);
+        query = with_query && walk.request != first_query ? walk.request : kNoQuery;
+        second = walk.first;
+        scout.advance();
+        if (scout.exists && walk.first) scout.prefetch_query();
+    }
+}
 
 // ---- Dequant role ----------------------------------------------------------------------------------------------
 // A lane's pieces of a tile in order: the left half's of both rows, then the right half's.
@@ -104,75 +263,25 @@ struct Pieces {
     }
 };
 
-constexpr i32 kTokenBytes = TokenRecord::kRopeOffset + 2 * kHeadDimRope;  // RoPE columns come last
-constexpr i32 kNoQuery = -1;
-constexpr i32 kTilesBeforeQuery = kStagesKV;
-
-// A tile whose slots have been asked for.
-struct ListedTile {
-    i32 tag;  // packed to save registers: see below
-
-    MLA_DEVICE bool exists() const { return tag != 0; }
-    MLA_DEVICE bool first() const { return tag & 2; }        // of its work item: in stage 0
-    MLA_DEVICE i32 query() const { return (tag >> 2) - 1; }  // whose rows are stored after the tile, or kNoQuery
-    MLA_DEVICE void set(bool first, i32 query) { tag = (query + 1) << 2 | (first ? 2 : 0) | 1; }
-};
-
 struct Dequantiser {
     Block<Fp8>& block;
     i32 warp, lane;
-    Ring<kStagesKV> ring;
-    Ring<1> q_ring;
+    Ring<kStagesKV + 2> ring;  // phases of kv_empty, and after them of q_empty and found_full
+    static constexpr i32 kQ = kStagesKV, kFound = kStagesKV + 1;
 
-    // A lane's first row of each tile. (Of the addresses, it has that of row `lane`, and asks other lanes for its own.)
+    // A lane's first row of each tile.
     MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
 
-    // The address of head `i` of the warp's heads; null past the last one.
-    MLA_DEVICE const u16* query_row(i32 query, i32 i) const {
-        const i32 head = block.row0 + warp * kRowsOfWarp + i;
-        const DecodeParams& p = block.p;
-        return head < block.rows ? p.q + query * p.q_stride_b_elems + head * p.q_stride_h_elems : nullptr;
+    // Where the lane's bytes of its row r begin.
+    MLA_DEVICE const u8* bytes_of_row(i32 r) const {
+        return block.s.extra.rows[row0() + r * kRowStep] + lane % kPieceLanes * 16;
     }
 
-    // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a query
-    // come before its Q. Of the split's first query it comes before all: nothing of that item is `second`.
-    MLA_DEVICE ListedTile list_next(SlimTileWalk<SelectedWork>& walk, bool second) const {
-        ListedTile listed{0};
-        if (!walk.next(block.p)) return listed;
-        const i32* entry = SelectedTokens::entry_of(block.p, walk, token_of_lane(walk));
-        const bool present = entry != nullptr;
-        if (lane < kRowsOfWarp) cp_async<4>(smem_addr(&slot()), present ? entry : block.p.block_table, present);
-        static_assert(kTilesBeforeQuery == 2, "after the second tile, or the only one");
-        const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
-        listed.set(walk.first, with_query ? walk.request : kNoQuery);
-        if (walk.first) prefetch_query(walk.request);
-        return listed;
-    }
-
-    MLA_DEVICE i32 token_of_lane(const SlimTileWalk<SelectedWork>& walk) const {
-        return walk.tile * kTileTokens + warp * kRowsOfWarp + lane % kRowsOfWarp;
-    }
-
-    MLA_DEVICE i32& slot() const { return block.s.extra.slots[warp * kRowsOfWarp + lane % kRowsOfWarp]; }
-
-    // Where row `lane` of the tile that was read last is. Its scales are asked for.
-    MLA_DEVICE const u8* find(const SlimTileWalk<SelectedWork>& walk, const ListedTile& listed) const {
-        const i32 token = token_of_lane(walk);
-        const i32 slot = listed.exists() && token < walk.tokens ? this->slot() : SelectedTokens::kNoSlot;
-        const TokenBytes bytes = SelectedTokens::bytes<TokenRecord>(block.p, walk, token, slot);
-        const bool present = bytes.data != nullptr;
-        __syncwarp();
-        if (lane < kRowsOfWarp) {
-            const SmemAddr to = smem_addr(&block.s.extra.scales[warp * kRowsOfWarp + lane]);
-            cp_async<sizeof(LaneScales<TokenRecord>::OfRow)>(to, present ? bytes.scales : kZeroRow, present);
-        }
-        return present ? bytes.data : kZeroRow;
-    }
-
-    // Where the lane's row r is.
-    MLA_DEVICE const u8* row_of_lane(const u8* of_lane, i32 r) const {
-        const u64 all = reinterpret_cast<u64>(of_lane);
-        return reinterpret_cast<const u8*>(__shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep));
+    MLA_DEVICE uint4 load(const u8* bytes, i32 piece) const {
+        if (piece < Fp8::kLatentSwTiles) return ld_global_16(bytes + piece * kPieceBytes);
+        const i32 odd_row = lane / kPieceLanes & 1;
+        const i32 half = (piece - Fp8::kLatentSwTiles) ^ odd_row;
+        return ld_global_16(bytes + half * kPieceBytes + TokenRecord::kRopeOffset);
     }
 
     MLA_DEVICE RowScales<TokenRecord, Fp8::Latent> scales_of(i32 r) const {
@@ -180,19 +289,11 @@ struct Dequantiser {
         return RowScales<TokenRecord, Fp8::Latent>(LaneScales<TokenRecord>::of_row(row, lane));
     }
 
-    MLA_DEVICE void prefetch_query(i32 query) const {
-#pragma unroll 1
-        for (i32 i = 0; i < kRowsOfWarp; ++i) {
-            const u16* from = query_row(query, i);
-            if (from != nullptr && lane < Fp8::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
-        }
-    }
-
     // Copies the warp's query rows ...
     MLA_DEVICE void start_query(i32 query) {
         Storage<Fp8>& s = block.s;
-        mbarrier_wait(s.q_empty, q_ring.empty_parity(0));
-        q_ring.advance(0);
+        mbarrier_wait(s.q_empty, ring.empty_parity(kQ));
+        ring.advance(kQ);
         constexpr i32 kChunks = Fp8::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
         const i32 first = warp * kRowsOfWarp;
         const DecodeParams& p = block.p;
@@ -231,115 +332,100 @@ struct Dequantiser {
         release(s.q_full, lane);
     }
 
-    // Half a tile in flight hides an L2's latency, not a memory's: rows are brought into L2 half a tile earlier.
-    // PERF(H200, 2026-11-22, 134 to 116 us with 64 heads and a batch of 128)
-    MLA_DEVICE void prefetch_rows(const u8* data) const {
-        constexpr i32 kLineBytes = 128, kLines = ceil_div(kTokenBytes, kLineBytes);
-#pragma unroll
-        for (i32 r = 0; r < kRowsOfLane; ++r) {
-            const u8* from = row_of_lane(data, r);
-#pragma unroll
-            for (i32 line = 0; line < kLines; line += kPieceLanes) {
-                const i32 at = (line + lane % kPieceLanes) * kLineBytes;
-                if (at < kTokenBytes) prefetch_global_l2(from + at);
-            }
-        }
-    }
-
-    // Which of the warp's rows are there, as bits.
-    MLA_DEVICE u32 present_rows(const u8* data) const { return __ballot_sync(kFullWarp, data != kZeroRow); }
-
     // Stores pieces [begin, end) of a tile, and refills their registers with those of the next tile. The loads come
     // after the warp's barrier, which keeps the compiler from moving them up: they would need other registers, and be
     // waited for when they are copied back.
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kOfTile],
                                  const RowScales<TokenRecord, Fp8::Latent> (&scales)[kRowsOfLane],
-                                 const u8* next) const {
+                                 const u8* const (&next)[kRowsOfLane]) const {
 #pragma unroll
         for (i32 batch = kBegin; batch < kEnd; batch += Pieces::kBatch) {
 #pragma unroll
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
-                const i32 r = Pieces::row(i), piece = Pieces::piece(i), row = row0() + r * kRowStep;
-                u8* to = tile + Fp8::sw_tile_of(piece) * kSw128Bytes;
+                const i32 r = Pieces::row(i), piece = Pieces::piece(i);
+                u8* to = tile + Fp8::sw_tile_of(piece) * kSw128Bytes + r * kRowStep * kSw128RowBytes;
                 if (piece < Fp8::kLatentSwTiles) {
-                    store_latent<Fp8::Latent>(to, held[i], scales[r].of_piece(piece, lane), row, lane);
+                    store_latent<Fp8::Latent>(to, held[i], scales[r].of_piece(piece, lane), row0(), lane);
                 } else {
-                    store_rope<Fp8::Rope>(to, held[i], piece - Fp8::kLatentSwTiles, row, lane);
+                    store_rope<Fp8::Rope>(to, held[i], piece - Fp8::kLatentSwTiles, row0(), lane);
                 }
             }
             __syncwarp();
-            const u8* const rows[kRowsOfLane] = {row_of_lane(next, 0), row_of_lane(next, 1)};
 #pragma unroll
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
-                held[i] = load_piece<TokenRecord>(rows[Pieces::row(i)], Pieces::piece(i), lane);
+                held[i] = load(next[Pieces::row(i)], Pieces::piece(i));
             }
         }
     }
 };
 
-// While a tile is stored, the next one is loaded, and the slots of the one after it.
+// While a tile is stored, the next one is loaded.
 MLA_DEVICE void run_dequant_role(Block<Fp8>& block, i32 warp, i32 lane) {
     Storage<Fp8>& s = block.s;
+    Fp8::Extra& e = s.extra;
     Dequantiser dequantiser{block, warp, lane};
-    SlimTileWalk<SelectedWork> walk(block.p, block.split);
-    ListedTile current = dequantiser.list_next(walk, false);
-    if (!current.exists()) return;
-    current.set(true, kNoQuery);
-    cp_async_commit_group();
-    dequantiser.start_query(walk.request);
-    cp_async_wait_group<0>();  // not for the query
-    __syncwarp();
-    const u8* token = dequantiser.find(walk, current);
-    ListedTile next = dequantiser.list_next(walk, false);
+    {
+        SlimTileWalk<SelectedWork> walk(block.p, block.split);
+        if (!walk.next(block.p)) return;
+        dequantiser.start_query(walk.request);
+    }
     uint4 held[Pieces::kOfTile];
+    {
+        mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Dequantiser::kFound));
+        dequantiser.ring.advance(Dequantiser::kFound);
+        const u8* const rows[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
+        release(e.found_empty[warp], lane);
 #pragma unroll
-    for (i32 i = 0; i < Pieces::kOfTile; ++i) {
-        const u8* row = dequantiser.row_of_lane(token, Pieces::row(i));
-        held[i] = load_piece<TokenRecord>(row, Pieces::piece(i), lane);
+        for (i32 i = 0; i < Pieces::kOfTile; ++i) {
+            held[i] = dequantiser.load(rows[Pieces::row(i)], Pieces::piece(i));
+        }
     }
     dequantiser.finish_query();
     i32 stage = 0;
 #pragma unroll 1
     while (true) {
-        opaque(dequantiser.lane);  // derived values are not worth registers across the loop
-        const u32 present = dequantiser.present_rows(token);
-        cp_async_wait_group<0>();
-        __syncwarp();
+        lane = dequantiser.lane = own_lane();
+        mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Dequantiser::kFound));
+        dequantiser.ring.advance(Dequantiser::kFound);
+        const FoundTile found = e.found[warp];
+        const u8* const next[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
         const RowScales<TokenRecord, Fp8::Latent> scales[kRowsOfLane] = {dequantiser.scales_of(0),
                                                                          dequantiser.scales_of(1)};
-        token = dequantiser.find(walk, next);
-        dequantiser.prefetch_rows(token);
-        if (current.first()) stage = 0;
-        const ListedTile after = dequantiser.list_next(walk, next.first());
-        cp_async_commit_group();
+        release(e.found_empty[warp], lane);
+        if (found.first()) stage = 0;
         constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
         mbarrier_wait(s.kv_empty[stage].left, dequantiser.ring.empty_parity(stage));
-        if (lane == 0) reinterpret_cast<u16*>(&s.present[stage])[warp] = (u16)present;
-        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, token);
+        if (lane == 0) reinterpret_cast<u16*>(&s.present[stage])[warp] = (u16)found.bits;
+        dequantiser.store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, next);
         release(s.kv_full[stage].left, lane);
+        lane = dequantiser.lane = own_lane();
         opaque(reinterpret_cast<i32&>(dequantiser.ring.phases));  // the parity again: NVRTC 13.0 would spill one kept
         mbarrier_wait(s.kv_empty[stage].right, dequantiser.ring.empty_parity(stage));
-        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, token);
+        dequantiser.store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, next);
         release(s.kv_full[stage].right, lane);
         dequantiser.ring.advance(stage);
         stage ^= 1;
-        if (current.query() != kNoQuery) {
-            dequantiser.start_query(current.query());
+        if (found.query != kNoQuery) {
+            dequantiser.start_query(found.query);
             dequantiser.finish_query();
         }
-        if (!next.exists()) break;
-        current = next;
-        next = after;
+        if (found.last()) break;
     }
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     mla_sparse_decode_sm90(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     auto& s = *reinterpret_cast<Storage<Fp8>*>(smem);
     Block<Fp8> block(p, s);
+    if (threadIdx.x == 0) {
+        for (i32 i = 0; i < kWarpgroupWarps; ++i) {
+            mbarrier_init(s.extra.found_full[i], 1);
+            mbarrier_init(s.extra.found_empty[i], 1);
+        }
+    }
     if (threadIdx.x == 0) init_storage(s, kDequantWarps, kDequantWarps);
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
@@ -352,6 +438,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else if (warp < kLoaderWarp) {
         setmaxnreg_inc<kRegsMath>();
         run_right_role(block, thread);
+    } else if (warp >= kScoutWarp) {
+        setmaxnreg_dec<kRegsScout>();
+        run_scout_role(block, warp - kScoutWarp);
     } else {
         setmaxnreg_dec<kRegsDequant>();
         run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);

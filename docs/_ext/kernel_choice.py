@@ -74,6 +74,7 @@ SITUATIONS = (
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),
     ("`sparse_mla_backward`, strides not of 16 bytes", SPARSE_BACKWARD, _backward(128, aligned=False)),
     ("`indexer_logits`, e4m3, 64 heads of 128", LOGITS, _logits("float8_e4m3fn", 64)),
+    ('the same, accumulate="float16"', LOGITS, _logits("float8_e4m3fn", 64, accumulate="float16")),
     ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),
     ("`indexer_logits_paged`, pages of 64", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=64, num_pages=9)),
     ("`indexer_logits_paged`, pages of 16", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=16, num_pages=9)),

@@ -30,12 +30,16 @@ class Extension:
     rows : array, (b,)
     before, after : array, (b,)
         Lengths.
+    last : array, (b,)
+        The last token's column of the table.
     owned : array, (b,)
         Pages before.
     lacks : array, (b,), bool
         Whether pages are taken for a sequence.
-    growing, missing : array, (n,)
-        Which sequences these are, and how many pages each takes.
+    growing : array, (n,)
+        Which sequences these are.
+    total : int
+        Pages that they take together.
     copies : list of (row, column)
         Pages to copy, since others have them, too.
     copied : list of (int, int)
@@ -47,10 +51,11 @@ class Extension:
     rows: Array
     before: Array
     after: Array
+    last: Array
     owned: Array
     lacks: Array
     growing: Array
-    missing: Array
+    total: int
     copies: list[tuple[int, int]]
     copied: list[tuple[int, int]]
     taken: Array
@@ -62,6 +67,8 @@ class Book:
     Attributes
     ----------
     table : array, (max_seqs, max_pages), int32
+    ordinals : array, (max_seqs,)
+        1, 2, 3 ...
     length, owned, synced : array, (max_seqs,)
         Tokens of each sequence; pages that it has, those reserved included; leading pages that the device knows.
     dirty : array, (max_seqs,), bool
@@ -82,10 +89,11 @@ class Book:
         self.changed = False
         self.refs = np.zeros(num_pages, np.int32)
         self.prefixes = Prefixes(num_pages, page_size)
+        self.ordinals = np.arange(1, max_seqs + 1)
         self.chains: list[list[Digest]] = [[] for _ in range(max_seqs)]
         self.keys: list[bytes] = [b""] * max_seqs
         self.copies = self.evictions = 0
-        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack
+        self._free = np.arange(num_pages)[::-1].copy()  # a stack; as wide as indices are
         self._num_free = num_pages
         self._unused: dict[int, None] = {}  # pages of no sequence that can be found by their hash, the oldest first
         self._rows = list(range(max_seqs))[::-1]
@@ -134,7 +142,7 @@ class Book:
     def open(self, pages: Sequence[int], length: int, chain: list[Digest], key: bytes) -> int:
         """A new sequence that shares pages; returns its row."""
         row = self._rows.pop()
-        self._take_shared(np.asarray(pages, np.int32))
+        self._take_shared(np.asarray(pages, np.int64))
         self.table[row, : len(pages)] = pages
         self.length[row], self.owned[row], self.synced[row] = length, len(pages), 0
         self.active[row] = self.dirty[row] = self.changed = True
@@ -187,49 +195,60 @@ class Book:
         ArgumentError
             If a sequence would be longer than a row of the table.
         """
-        before, owned = self.length[rows], self.owned[rows]
+        before, owned = self.length.take(rows), self.owned.take(rows)
         after = before + counts
-        needed = (after + self.page_size - 1) // self.page_size
-        lacks = needed > owned
+        one = isinstance(counts, int) and counts == 1
+        last = (before if one else after - 1) // self.page_size
+        lacks = last >= owned
         (growing,) = lacks.nonzero()
-        missing = needed[growing] - owned[growing]
-        if len(growing) and needed[growing].max() > self.max_pages:
-            at = int(needed.argmax())
-            most = self.max_pages * self.page_size
-            raise ArgumentError(explain(f"counts[{at}]", f"{after[at]} tokens in all", f"at most {most} of a sequence"))
+        total = len(growing)
+        if total:
+            lasts = last.take(growing)
+            if not one:
+                total += int((lasts - owned.take(growing)).sum())
+            if np.count_nonzero(lasts >= self.max_pages):
+                at = int(last.argmax())
+                most = self.max_pages * self.page_size
+                got = f"{after[at]} tokens in all"
+                raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence"))
         copies = self._shared_tails(rows, before, counts) if self._more_owners else []
-        if len(growing) or copies:
-            self._check_pages(int(missing.sum()) + len(copies))
-        return Extension(rows, before, after, owned, lacks, growing, missing, copies, [], growing[:0])
+        if total or copies:
+            self._check_pages(total + len(copies))
+        return Extension(rows, before, after, last, owned, lacks, growing, total, copies, [], growing[:0])
 
     def extend(self, plan: Extension) -> None:
         """Take the pages and set the lengths."""
-        rows, growing = plan.rows, plan.growing
-        if len(growing) or plan.copies:
-            taken = self._take(int(plan.missing.sum()) + len(plan.copies))
-            for (row, column), page in zip(plan.copies, taken.tolist(), strict=False):
-                source = int(self.table[row, column])
-                self.refs[source] -= 1
-                self._more_owners -= 1
-                self.table[row, column] = page
-                self.synced[row] = min(self.synced[row], column)
-                plan.copied.append((source, page))
-            self.copies += len(plan.copies)
+        if plan.total or plan.copies:
+            taken = self._take(plan.total + len(plan.copies))
+            if plan.copies:
+                self._copy(plan, taken[: len(plan.copies)].tolist())
             plan.taken = taken[len(plan.copies) :]
-        if len(growing):
-            self._write_taken(plan, rows[growing])
+        if plan.total:
+            self._write_taken(plan)
         self._forget_tails(plan)
-        self.length[rows] = plan.after
+        self.length[plan.rows] = plan.after
 
-    def _write_taken(self, plan: Extension, rows: Array) -> None:
-        """The pages of the growing sequences, whose rows these are."""
-        first = plan.owned[plan.growing]
+    def _copy(self, plan: Extension, taken: list[int]) -> None:
+        """Pages for those that others have, too."""
+        for (row, column), page in zip(plan.copies, taken, strict=True):
+            source = int(self.table[row, column])
+            self.refs[source] -= 1
+            self._more_owners -= 1
+            self.table[row, column] = page
+            self.synced[row] = min(self.synced[row], column)
+            plan.copied.append((source, page))
+        self.copies += len(plan.copies)
+
+    def _write_taken(self, plan: Extension) -> None:
+        """The pages of the growing sequences."""
+        rows, first, end = (x.take(plan.growing) for x in (plan.rows, plan.owned, plan.last))
+        end += 1
         if len(plan.taken) == len(rows):  # one for each
             self.table[rows, first] = plan.taken
         else:
-            at, columns = _spread(first, first + plan.missing)
+            at, columns = _spread(first, end)
             self.table[rows[at], columns] = plan.taken
-        self.owned[rows] = first + plan.missing
+        self.owned[rows] = end
 
     def undo(self, plan: Extension) -> None:
         """The state before, but for hashes of pages that were taken; the device is told everything anew."""
@@ -238,7 +257,7 @@ class Book:
             self.refs[source] += 1
             self._more_owners += 1
             self.refs[page] = 0
-            self._put_back(np.array([page], np.int32))
+            self._put_back(np.array([page]))
         for row, length, owned in zip(plan.rows.tolist(), plan.before, plan.owned, strict=True):
             self._drop(row, int(owned))
             self.length[row] = length
@@ -308,7 +327,7 @@ class Book:
             del self._unused[page]
             self.prefixes.forget(page)
             self.evictions += 1
-            self._put_back(np.array([page], np.int32))
+            self._put_back(np.array([page]))
         self._num_free -= count
         pages: Array = self._free[self._num_free : self._num_free + count][::-1].copy()
         self.refs[pages] = 1

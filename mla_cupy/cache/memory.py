@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import ops, reference
-from mla_cupy.arrays import cupy_family
+from mla_cupy.arrays import cupy_family, stream_handle
 from mla_cupy.arrays.staging import Staging
-from mla_cupy.cache.upload import Words
+from mla_cupy.cache.upload import Sheet, Words
 from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.ops.cache_pages import UPDATE_OPERATION
+from mla_cupy.ops.call import fixed
 from mla_cupy.records import Record
 
 Array = npt.NDArray[Any]
@@ -25,22 +27,26 @@ class Memory(Protocol):
 
     Attributes
     ----------
-    words : array, (total,), int32
-        The latest upload; `step_table`, `step_seqlens`: the block table and the lengths of the latest step, both with a
-        row for each sequence that the cache can hold; `table`, `seqlens`: those of all sequences.
+    table, seqlens : array
+        The block table and the lengths of all sequences.
+    step_table, step_seqlens : array
+        Those of the latest step, with a row for each sequence that the cache can hold.
+    step_slots, step_positions : array
+        Of the latest step's tokens, with room for as many as a step can have.
     pools : mapping
         Name -> array of bytes, (num_layers, num_pages, page_bytes).
     """
 
-    words: Any
     table: Any
     seqlens: Any
     step_table: Any
     step_seqlens: Any
+    step_slots: Any
+    step_positions: Any
     pools: Mapping[str, Any]
 
-    def staging(self) -> Array:
-        """Words to write the next step to, on the host."""
+    def staging(self) -> Sheet:
+        """Where to write the next step, on the host."""
 
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """Upload a part of the words just written, bring the tables up to date, and copy pages."""
@@ -61,26 +67,29 @@ class HostMemory:
         self,
         at: Words,
         pools: Mapping[str, tuple[int, int, int]],
-        shape: tuple[int, int],
+        shape: tuple[int, int, int],
         page_size: int,
         run: ModuleType = reference,
     ) -> None:
         self._at, self._page_size, self._run = at, page_size, run
         self.words = np.zeros(at.total, np.int32)
-        self.table, self.step_table = np.zeros((2, *shape), np.int32)
-        self.seqlens, self.step_seqlens = np.zeros((2, shape[0]), np.int32)
+        self._sheet = at.sheet(self.words)
+        max_seqs, max_pages, max_tokens = shape
+        self.table, self.step_table = np.zeros((2, max_seqs, max_pages), np.int32)
+        self.seqlens, self.step_seqlens = np.zeros((2, max_seqs), np.int32)
+        self.step_slots, self.step_positions = np.zeros((2, max_tokens), np.int32)
         self.pools: Mapping[str, Any] = {name: np.zeros(size, np.uint8) for name, size in pools.items()}
 
-    def staging(self) -> Array:
+    def staging(self) -> Sheet:
         """The words themselves."""
-        return self.words
+        return self._sheet
 
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """At once."""
         arrays = (self.words[self._at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
-        self._run.cache_update(*arrays, page_size=self._page_size)
+        self._run.cache_update(*arrays, self.step_slots, self.step_positions, page_size=self._page_size)
         if copies:
-            pairs = self.words[self._at.pairs : self._at.pairs + 2 * self._at.max_seqs].reshape(-1, 2)
+            pairs = self.words[: 2 * self._at.max_seqs].reshape(-1, 2)
             for pool in self.pools.values():
                 self._run.cache_copy_pages(pool, pairs)
 
@@ -100,36 +109,50 @@ class DeviceMemory:
         self,
         at: Words,
         pools: Mapping[str, tuple[int, int, int]],
-        shape: tuple[int, int],
+        shape: tuple[int, int, int],
         page_size: int,
         device: int,
     ) -> None:
         self._at, self._page_size, self._device = at, page_size, device
         self._family = family = cupy_family()
         stream = family.current_stream(device)
-        self.words = family.empty((at.total,), "int32", device, stream)
-        self.table, self.step_table = (family.empty(shape, "int32", device, stream) for _ in range(2))
-        self.seqlens, self.step_seqlens = (family.empty(shape[:1], "int32", device, stream) for _ in range(2))
-        made = {name: family.empty(size, "uint8", device, stream) for name, size in pools.items()}
-        self.pools: Mapping[str, Any] = made
-        for array in (self.words, self.table, self.step_table, self.seqlens, self.step_seqlens, *self.pools.values()):
-            array.fill(0)
-        self._staging = Staging(at.total, device)
-        self._update = (self.words[at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
-        self._pairs = self.words[at.pairs : at.pairs + 2 * at.max_seqs].reshape(-1, 2)
+        max_seqs, max_pages, max_tokens = shape
 
-    def staging(self) -> Array:
+        def zeros(shape: tuple[int, ...], dtype: str = "int32") -> Any:
+            made = family.empty(shape, dtype, device, stream)
+            made.fill(0)
+            return made
+
+        self.words = zeros((at.total,))
+        self.table, self.step_table = (zeros((max_seqs, max_pages)) for _ in range(2))
+        self.seqlens, self.step_seqlens = (zeros((max_seqs,)) for _ in range(2))
+        self.step_slots, self.step_positions = (zeros((max_tokens,)) for _ in range(2))
+        self.pools: Mapping[str, Any] = {name: zeros(size, "uint8") for name, size in pools.items()}
+        self._staging = Staging(at.total, device)
+        self._sheets = [at.sheet(words) for words in self._staging.buffers]
+        self._address = family.address(self.words)
+        self._update: Callable[[int], None] | None = None  # enqueues `cache_update`
+        self._pairs = self.words[: 2 * at.max_seqs].reshape(-1, 2)
+
+    def staging(self) -> Sheet:
         """Pinned memory that no copy in flight reads."""
-        words: Array = self._staging.acquire()
-        return words
+        return self._sheets[self._staging.acquire()]
 
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """Enqueue; nothing waits."""
-        self._staging.copy_to(self.words, part, stream)
-        ops.cache_update(*self._update, page_size=self._page_size, stream=stream)
+        handle = self._family.current_stream(self._device) if stream is None else stream_handle(stream)
+        if self._update is None:
+            self._update = self._fixed(handle)
+        self._staging.copy_to(self._address, part, handle)
+        self._update(handle)
         if copies:
             for pool in self.pools.values():
-                ops.cache_copy_pages(pool, self._pairs, stream=stream)
+                ops.cache_copy_pages(pool, self._pairs, stream=handle)
+
+    def _fixed(self, stream: int) -> Callable[[int], None]:
+        arrays = (self.words[self._at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
+        everything = (*arrays, self.step_slots, self.step_positions)
+        return fixed(UPDATE_OPERATION, self._family.native, everything, (self._page_size,), stream)
 
     def view(self, pool: Any, record: Record, layer: int, page_size: int) -> Any:
         """See `Memory`."""

@@ -22,6 +22,7 @@ from mla_cupy.runtime import device as devices
 
 Array = npt.NDArray[Any]
 _MAX_SLOTS = 2**31 - 1
+_STEPS_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -159,14 +160,16 @@ class PagedKVCache:
         named = pools if isinstance(pools, Mapping) else {"kv": pools}
         self.records = {name: _record(name, record) for name, record in named.items()}
         self.page_size, self.num_layers, self._max_tokens = page_size, num_layers, max_tokens
-        self._words = Words.of(max_seqs, max_pages, max_tokens)
+        self._words = Words.of(max_seqs, max_pages)
         shapes = {
             name: (num_layers, num_pages, page_stride(record, page_size)) for name, record in self.records.items()
         }
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
-        self._memory: Memory = _memory(device, memory, self._words, shapes, (max_seqs, max_pages), page_size)
+        self._memory: Memory = _memory(
+            device, memory, self._words, shapes, (max_seqs, max_pages, max_tokens), page_size
+        )
         self._lock = threading.RLock()
-        self._latest: tuple[tuple[int, int], tuple[Any, Any, Any, Any]] = ((-1, -1), (None, None, None, None))
+        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # those of equal sizes are alike
 
     @property
     def block_table(self) -> Any:
@@ -252,16 +255,17 @@ class PagedKVCache:
             rows = self._book.rows_of(sequences)
             added = self._counts(counts, len(rows))
             plan = self._book.plan_extend(rows, added)
-            words = self._memory.staging()
+            sheet = self._memory.staging()
             self._book.extend(plan)
             try:
-                part = pack(words, self._words, self._book, plan, added)
+                part = pack(sheet, self._words, self._book, plan, added)
                 self._memory.submit(part, len(plan.copied), stream)
             except BaseException:
                 self._book.undo(plan)
                 raise
             mark_uploaded(self._book)
-            return self._step(len(rows), (self._words.pairs - part.start) // 2, len(plan.copied))
+            tokens = added * len(rows) if isinstance(added, int) else int(added.sum())
+            return self._step(len(rows), tokens, len(plan.copied))
 
     def append(
         self, step: CacheStep, layer: int, latent: Any, rope: Any = None, *, pool: str = "kv", **options: Any
@@ -448,12 +452,14 @@ class PagedKVCache:
                 raise AssertionError("; ".join(wrong))
 
     def _step(self, b: int, tokens: int, copies: int) -> CacheStep:
-        if (b, tokens) != self._latest[0]:  # slicing takes longer than the rest of a step's bookkeeping
-            slots, positions = self._words.tokens(tokens)
-            memory = self._memory
-            views = memory.words[slots], memory.words[positions], memory.step_table[:b], memory.step_seqlens[:b]
-            self._latest = (b, tokens), views
-        return CacheStep(*self._latest[1], copies)
+        step = self._steps.get((b, tokens, copies))
+        if step is None:  # slicing takes longer than the rest of a step's bookkeeping
+            if len(self._steps) >= _STEPS_KEPT:
+                self._steps.clear()
+            of = self._memory
+            views = of.step_slots[:tokens], of.step_positions[:tokens], of.step_table[:b], of.step_seqlens[:b]
+            step = self._steps[b, tokens, copies] = CacheStep(*views, copies)
+        return step
 
     def _pool(self, name: str) -> Record:
         if name not in self.records:
@@ -515,7 +521,7 @@ def _memory(
     host: type[HostMemory],
     words: Words,
     pools: Mapping[str, tuple[int, int, int]],
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     page_size: int,
 ) -> Memory:
     if device is None:

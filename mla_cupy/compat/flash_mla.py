@@ -8,7 +8,7 @@ engines that probe what a call can do.
 
 The LSE is natural. A query that sees nothing has `out` 0 and the LSE +inf, as in FlashMLA; `mla_cupy` itself has -inf.
 
-This is FlashMLA's interface of April 2026.
+This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mla_cupy import dtypes
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, Form, form_of, view_of
 from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
+from mla_cupy.ops.checks import check_count
 from mla_cupy.shapes import D_V
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -27,6 +28,8 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 EMPTY_LSE = math.inf
 _PAGE_SIZE, _HEADS, _TOPK = 64, (64, 128), 128
 """FlashMLA's own limits on Hopper: `topk` is a multiple of the last."""
+_INDEXER_TOPK = (0, 512, 1024, 2048)
+"""Those that FlashMLA is built for."""
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -169,7 +172,7 @@ def flash_mla_sparse_fwd(
     indexer_topk: int = 0,
     *,
     strict: bool = False,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Attend from each query to the rows of `kv` that its indices select.
 
     Parameters
@@ -186,10 +189,12 @@ def flash_mla_sparse_fwd(
     topk_length : array, (s_q,), int32, optional
         Only so many of each query's indices count.
     indexer_topk : int
-        0; other values are not supported.
+        At most topk. Unless 0, the log-sum-exp over so many of each query's indices, the first, is a fourth result: of
+        what the indexer has selected, where other rows follow.
     strict : bool
         Refuse what FlashMLA refuses on Hopper: float16, other heads than 64 or 128, a `topk` that is no multiple of
-        128, and arrays without their axis of one head.
+        128, arrays without their axis of one head, and an `indexer_topk` other than 0, 512, 1024 and, with 64 heads,
+        2048, or any but 0 with 128 heads and a d_qk of 576.
 
     Returns
     -------
@@ -198,6 +203,8 @@ def flash_mla_sparse_fwd(
         -inf for a query that selects nothing.
     lse : array, (s_q, h_q), float32
         Without the sink.
+    lse_indexer : array, (s_q, h_q), float32
+        With an `indexer_topk` only.
 
     Raises
     ------
@@ -206,7 +213,8 @@ def flash_mla_sparse_fwd(
 
     Notes
     -----
-    As `mla_cupy.sparse_mla_forward`. It records no gradient.
+    As `mla_cupy.sparse_mla_forward`. It records no gradient. `lse_indexer` is from a second call, over the first
+    indices, which takes as long as attention to them does; FlashMLA's kernel makes it on its way.
 
     Examples
     --------
@@ -218,19 +226,15 @@ def flash_mla_sparse_fwd(
     >>> out.shape, round(float(lse[0, 0]), 3), float(lse[1, 0]), float(max_logits[1, 0])
     ((2, 16, 512), 24.693, inf, -inf)
     """
-    if indexer_topk != 0:
-        raise ArgumentError(explain("indexer_topk", indexer_topk, "0", "nothing else is supported"))
+    first = check_count("indexer_topk", indexer_topk, 0, view_of(indices, "indices").shape[-1])
     if strict:
-        _check_strict_sparse(q, kv, indices)
-    out, lse, max_logits = sparse_mla_forward(
-        *(q, kv, indices),
-        d_v=d_v,
-        scale=sm_scale,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        empty_lse=EMPTY_LSE,
-    )
-    return out, max_logits, lse
+        _check_strict_sparse(q, kv, indices, first)
+    options = {"d_v": d_v, "scale": sm_scale, "topk_length": topk_length, "empty_lse": EMPTY_LSE}
+    out, lse, max_logits = sparse_mla_forward(q, kv, indices, attn_sink=attn_sink, **options)
+    if first == 0:
+        return out, max_logits, lse
+    _, lse_indexer, _ = sparse_mla_forward(q, kv, indices[..., :first], **options)
+    return out, max_logits, lse, lse_indexer
 
 
 def _sparse_decode_fp8(
@@ -325,7 +329,7 @@ def _check_strict_decode(form: Form) -> None:
         raise ShapeError(explain("q.shape[0]", form.b, "at least 1", "or strict=False"))
 
 
-def _check_strict_sparse(q: Any, kv: Any, indices: Any) -> None:
+def _check_strict_sparse(q: Any, kv: Any, indices: Any, indexer_topk: int) -> None:
     for name, x in (("q", q), ("kv", kv), ("indices", indices)):
         if len(x.shape) != 3:
             raise ShapeError(explain(f"{name}.shape", tuple(x.shape), "3 axes", "or strict=False"))
@@ -335,3 +339,7 @@ def _check_strict_sparse(q: Any, kv: Any, indices: Any) -> None:
         raise ShapeError(explain("q.shape[1]", q.shape[1], "64 or 128 heads", "or strict=False"))
     if indices.shape[2] % _TOPK:
         raise ShapeError(explain("indices.shape[2]", indices.shape[2], f"a multiple of {_TOPK}", "or strict=False"))
+    built = _INDEXER_TOPK if q.shape[1] == 64 else _INDEXER_TOPK[: 3 if q.shape[2] == 512 else 1]
+    if indexer_topk not in built:
+        expected = f"one of {built}, with {q.shape[1]} heads and d_qk {q.shape[2]}"
+        raise ArgumentError(explain("indexer_topk", indexer_topk, expected, "or strict=False"))

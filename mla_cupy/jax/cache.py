@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from mla_cupy.jax.lowering import call
-from mla_cupy.ops import BOUND_OPERATIONS
+from mla_cupy.jax.lowering import run
 
 
 def sparse_mla_decode(
@@ -49,10 +48,7 @@ def sparse_mla_decode(
     -----
     It has no gradient: decode serves inference.
     """
-    given = {"q": q, "kv_cache": kv_cache, "indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
-    extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices, "extra_topk_length": extra_topk_length}
-    operation = BOUND_OPERATIONS["sparse_mla_decode"]
-    out, lse = call(operation, {**given, **extra, "out": out, "lse": lse}, options, exportable)
+    out, lse = run("sparse_mla_decode", locals())
     return out, lse
 
 
@@ -97,9 +93,7 @@ def cache_append(
     >>> cache.shape, float(out[0, 0, 0, 0])
     ((4, 64, 656), 1.0)
     """
-    given = {"latent": latent, "rope": rope, "cache": cache, "slots": slots}
-    rotation = {"cos": cos, "sin": sin, "positions": positions}
-    (cache,) = call(BOUND_OPERATIONS["cache_append"], {**given, **rotation}, options, exportable)
+    (cache,) = run("cache_append", locals())
     return cache
 
 
@@ -122,7 +116,7 @@ def cache_gather(
     -------
     array, (n, d_qk)
     """
-    (rows,) = call(BOUND_OPERATIONS["cache_gather"], {"cache": cache, "slots": slots, "out": out}, options, exportable)
+    (rows,) = run("cache_gather", locals())
     return rows
 
 
@@ -140,7 +134,7 @@ def cache_copy_pages(pool: jax.Array, pairs: jax.Array, *, exportable: bool = Fa
     array
         The pool; in the old one's memory if that is donated.
     """
-    (pool,) = call(BOUND_OPERATIONS["cache_copy_pages"], {"pool": pool, "pairs": pairs}, {}, exportable)
+    (pool,) = run("cache_copy_pages", locals())
     return pool
 
 
@@ -170,8 +164,7 @@ def indexer_cache_append(
     array
         The cache; in the old one's memory if that is donated.
     """
-    given = {"k": k, "cache": cache, "slots": slots, "cos": cos, "sin": sin, "positions": positions}
-    (cache,) = call(BOUND_OPERATIONS["indexer_cache_append"], given, options, exportable)
+    (cache,) = run("indexer_cache_append", locals())
     return cache
 
 
@@ -197,6 +190,5 @@ def indexer_cache_gather(
     -------
     codes, k_scale : array
     """
-    given = {"cache": cache, "slots": slots, "codes": codes, "k_scale": k_scale}
-    codes, k_scale = call(BOUND_OPERATIONS["indexer_cache_gather"], given, {}, exportable)
+    codes, k_scale = run("indexer_cache_gather", locals())
     return codes, k_scale

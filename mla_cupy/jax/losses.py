@@ -24,10 +24,13 @@ class _Static(NamedTuple):
     exportable: bool
 
 
-def objective(
-    name: str, arrays: Mapping[str, jax.Array | None], options: Mapping[str, Any], exportable: bool
-) -> tuple[jax.Array, jax.Array]:
-    """sum(row_weights * kl) of the operation `name`, and kl; differentiable by the index queries, keys and weights."""
+def objective(name: str, arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """sum(row_weights * kl) of the operation `name`, and kl; differentiable by the index queries, keys and weights.
+
+    The arguments are the `locals()` of a function that has `options`, `exportable` and arrays.
+    """
+    arrays = dict(arguments)
+    options, exportable = arrays.pop("options"), arrays.pop("exportable")
     static = _Static(name, tuple(arrays), options_of(OPERATIONS[name], options), exportable)
     value, kl = _objective(static, *arrays.values())
     return value, jax.lax.stop_gradient(kl)

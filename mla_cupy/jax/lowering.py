@@ -19,6 +19,7 @@ from mla_cupy.errors import DTypeError, explain
 from mla_cupy.jax import ffi
 from mla_cupy.jax.buffers import locate
 from mla_cupy.jax.devices import gpu_ordinals, launcher
+from mla_cupy.ops import BOUND_OPERATIONS
 from mla_cupy.ops.bind import Launcher, Signature, options_of
 from mla_cupy.ops.operation import Operation
 
@@ -28,6 +29,18 @@ except ImportError:  # JAX before 0.6.1
     buffer_callback = None
 
 _Branch = Callable[..., Sequence[jax.Array]]
+
+
+def run(name: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The results of an operation, by the `locals()` of a function with its name.
+
+    Of the function's arguments, and of what its `options` hold, those that the operation has as arrays are arrays.
+    """
+    operation, others = BOUND_OPERATIONS[name], {**arguments, **arguments.get("options", {})}
+    others.pop("options", None)
+    exportable = others.pop("exportable")
+    given = {array: others.pop(array) for array in operation.names if array in others}
+    return call(operation, given, others, exportable)
 
 
 def call(

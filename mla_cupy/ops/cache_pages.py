@@ -11,7 +11,7 @@ from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import is_integer
 from mla_cupy.ops.operation import Examined, Input, Operation, Views
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.records import HEADER_WORDS
+from mla_cupy.records import words_before_changes
 
 
 def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
@@ -50,24 +50,30 @@ def cache_update(
     seqlens: Any,
     step_table: Any,
     step_seqlens: Any,
+    slots: Any,
+    positions: Any,
     *,
     page_size: int,
     stream: Any = None,
 ) -> None:
-    """Bring a block table on the device up to date, and gather the rows of a step. For `PagedKVCache`.
+    """Bring a block table on the device up to date, gather the rows of a step, and place its tokens.
+
+    For `PagedKVCache`.
 
     Parameters
     ----------
     packed : array, (words,), int32
         One upload, see `cuda_src/cache/update.cu`: [rows of the step, all rows, 0, ...], then rows (max_rows,), lengths
-        (max_rows,), first changes (max_rows + 1,), and changes (column, page). The rows of the step come first. Rows
-        must differ; those outside of the table, and columns outside of it, are skipped.
+        (max_rows,), first changes (max_rows + 1,), first tokens (max_rows + 1,), and changes (column, page). The rows
+        of the step come first. Rows must differ; those outside of the table, and columns outside of it, are skipped.
     table : array, (max_rows, max_pages), int32
     seqlens : array, (max_rows,), int32
         Both are changed in place, by sequence.
     step_table : array, (max_rows, max_pages), int32
     step_seqlens : array, (max_rows,), int32
         The rows of the step, in its order; of the table as many columns as the length takes.
+    slots, positions : array, (max_tokens,), int32
+        Where the step's tokens go, and their positions: the last ones of each row; -1 if there is no such place.
     page_size : int
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
@@ -77,7 +83,7 @@ def cache_update(
     ShapeError, DTypeError, DeviceError, ArgumentError
         If an argument does not fit; nothing has been launched.
     """
-    arrays = (packed, table, seqlens, step_table, step_seqlens, None)
+    arrays = (packed, table, seqlens, step_table, step_seqlens, slots, positions, None)
     call(UPDATE_OPERATION, arrays, (page_size,), None, False, stream)
 
 
@@ -101,7 +107,7 @@ def _examine_update(views: Views, given: _UpdateOptions) -> Examined:
     assert table is not None
     if not (is_integer(given.page_size) and given.page_size > 0):
         raise ArgumentError(explain("page_size", repr(given.page_size), "a whole number from 1 on"))
-    least = HEADER_WORDS + 3 * table.shape[0] + 1
+    least = words_before_changes(table.shape[0])
     if packed.shape[0] < least:
         raise ShapeError(explain("packed.shape[0]", packed.shape[0], f"at least {least}, before the changes"))
     return Examined(None, UpdateOptions(int(given.page_size)))
@@ -129,6 +135,8 @@ UPDATE_OPERATION = Operation(
         Input("seqlens", "max_rows", ("int32",), contiguous=True, written=True),
         Input("step_table", "max_rows max_pages", ("int32",), contiguous=True, written=True),
         Input("step_seqlens", "max_rows", ("int32",), contiguous=True, written=True),
+        Input("slots", "max_tokens", ("int32",), contiguous=True, written=True),
+        Input("positions", "max_tokens", ("int32",), contiguous=True, written=True),
     ),
     outputs=(),
     options=_UpdateOptions,

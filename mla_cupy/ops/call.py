@@ -166,6 +166,23 @@ def _repeat(
     return entry.run(arrays, addresses, stream, plan) if entry.prepared.driver is driver.active else None
 
 
+def fixed(
+    operation: Operation, native: Native, arrays: Sequence[Any], options: tuple[Any, ...], stream: int
+) -> Callable[[int], None]:
+    """A call of these very arrays, checked and prepared once: what enqueues it on a stream, for one thread at a time.
+
+    The operation allocates nothing. The kernels are built and loaded now; `stream` must not be being captured.
+    """
+    request = _examine(operation, native, dict(zip(operation.names, arrays, strict=True)), options)
+    pipeline, examined, info = operation.pipeline, request.examined, devices.describe(request.device)
+    config = pipeline.configure(examined.problem, info, examined.kernel)
+    assert not request.missing
+    assert not pipeline.workspace(config).nbytes
+    prepared = pipeline.prepare(config, Call(request.views, examined.options), operation.names, info, stream)
+    addresses = [0, *map(native.address, arrays)]
+    return lambda stream: prepared.enqueue(addresses, 0, stream)
+
+
 def _matcher(native: Native, signature: Signature) -> Matcher:
     def match(arrays: Sequence[Any]) -> list[int] | None:
         signed = native.signature(arrays)

@@ -16,6 +16,7 @@ _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 """What float32 can hold, also when it is multiplied by log2(e)."""
 
 
+ACCUMULATE = ("float32", "float16")
 MAX_DRAFTS = 64
 """The most drafts of a tree: one bit each."""
 MAX_CP_WORLD = 1 << 16
@@ -54,6 +55,13 @@ def check_empty_lse(empty_lse: Any) -> float:
     if _is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
         return float(empty_lse)
     raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32"))
+
+
+def check_accumulate(accumulate: Any) -> str:
+    """Check what products of 8-bit codes are added up in."""
+    if not (isinstance(accumulate, str) and accumulate in ACCUMULATE):
+        raise ArgumentError(explain("accumulate", repr(accumulate), '"float32" or "float16"'))
+    return accumulate
 
 
 def check_flag(argument: str, value: Any) -> bool:

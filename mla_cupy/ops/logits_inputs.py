@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
@@ -12,14 +12,6 @@ from mla_cupy.ops.operation import Views
 
 MIN_SIZES = {"h": 1}
 _MAX_INT32 = 2**31 - 1
-
-
-class GivenOptions(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    clean: Any
-    out_dtype: Any
-    kernel: Any
 
 
 def out_dtypes(first: str) -> tuple[str, ...]:
@@ -39,9 +31,9 @@ def present(views: Views, name: str) -> View:
     return view
 
 
-def resolve(given: GivenOptions) -> LogitsOptions:
+def resolve(clean: Any, accumulate: str = "float32") -> LogitsOptions:
     """Check the options."""
-    return LogitsOptions(check_flag("clean", given.clean))
+    return LogitsOptions(check_flag("clean", clean), accumulate)
 
 
 def check_sizes(*, heads: int, **counts: int) -> None:

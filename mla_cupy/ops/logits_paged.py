@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
@@ -12,7 +12,6 @@ from mla_cupy.ops.call import call
 from mla_cupy.ops.key_pages import CACHE, SIZES, check_pages
 from mla_cupy.ops.logits_inputs import (
     MIN_SIZES,
-    GivenOptions,
     check_sizes,
     kernel_dtype,
     out_dtypes,
@@ -96,7 +95,15 @@ def indexer_logits_paged(
     return logits
 
 
-def _examine(views: Views, given: GivenOptions) -> Examined:
+class PagedArguments(NamedTuple):
+    """The caller's arguments beside the arrays."""
+
+    clean: Any
+    out_dtype: Any
+    kernel: Any
+
+
+def _examine(views: Views, given: PagedArguments) -> Examined:
     q, cache, table = (present(views, name) for name in ("q", "cache", "block_table"))
     b, s_q, heads, d = q.shape
     page_size, keys = cache.shape[1], table.shape[1] * cache.shape[1]
@@ -114,7 +121,7 @@ def _examine(views: Views, given: GivenOptions) -> Examined:
         num_pages=cache.shape[0],
         aligned=steps_by_16_bytes(q),
     )
-    return Examined(problem, resolve(given), given.kernel)
+    return Examined(problem, resolve(given.clean), given.kernel)
 
 
 def _check_lengths(seqlens: View, s_q: int) -> None:
@@ -134,7 +141,7 @@ OPERATION = Operation(
     outputs=(Output("logits", "b s_q max_pages*page_size", out_dtypes, "out_dtype", "rows"),),
     sizes=SIZES,
     min_sizes={**MIN_SIZES, "page_size": 1},
-    options=GivenOptions,
+    options=PagedArguments,
     examine=_examine,
     reference_options=(),
     pipeline=LOGITS_PAGED,

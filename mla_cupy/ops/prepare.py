@@ -10,7 +10,8 @@ from mla_cupy.kernels.indexer import PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.indexer.logits_problem import CODES
 from mla_cupy.kernels.indexer.prepare import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_flag
+from mla_cupy.ops.checks import check_accumulate, check_flag
+from mla_cupy.ops.logits_inputs import present
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
 from mla_cupy.ops.schema import steps_by_16_bytes
 
@@ -29,6 +30,7 @@ def indexer_prepare_q(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    accumulate: str = "float32",
     codes: Any = None,
     folded: Any = None,
     workspace: Any = None,
@@ -56,6 +58,9 @@ def indexer_prepare_q(
         "power_of_2": s = 2**ceil(log2(amax / 448)), "plain": amax / 448; amax is at least 1e-4.
     reference_rounding : bool
         Round to bfloat16 after RoPE and after the transform, as the models' own code does.
+    accumulate : str
+        What `indexer_logits` will add products up in. "float16" makes codes of at most 128 / d, which takes the place
+        of 448 in s: then no product with any keys' codes exceeds 57,344, and float16 ends at 65,504.
     codes : array, (s_q, h, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     folded : array, (s_q, h), float32, optional
@@ -80,6 +85,10 @@ def indexer_prepare_q(
     -----
     Equal to the oracle byte by byte. NaN becomes the code 0x7f and does not count for the scale; infinities saturate.
 
+    Codes of at most 1 keep their three bits of mantissa from 1/64 on, and smaller ones are multiples of 1/512: what is
+    less than 1/64 of a vector's largest element loses bits, by an error of 1/1024 of that element at most. The keys'
+    codes are the same for both, and queries prepared for "float16" may be used with "float32", too.
+
     Examples
     --------
     >>> import ml_dtypes, numpy as np, mla_cupy
@@ -89,7 +98,7 @@ def indexer_prepare_q(
     >>> float(codes.view(ml_dtypes.float8_e4m3fn)[0, 0, 0]), round(float(folded[0, 0]), 6)
     (256.0, 0.000345)
     """
-    options = (interleaved, hadamard, scales, reference_rounding)
+    options = (interleaved, hadamard, scales, reference_rounding, accumulate)
     arrays = (q, weights, cos, sin, positions, codes, folded, workspace)
     codes, folded = call(OPERATION_Q, arrays, options, None, False, stream)
     return codes, folded
@@ -163,10 +172,24 @@ class PrepareArguments(NamedTuple):
     reference_rounding: Any
 
 
-def _examine(views: Views, given: PrepareArguments) -> Examined:
-    x = views["q"] if "q" in views else views["k"]
-    assert x is not None
-    return Examined(check_vectors(x, views["cos"]), check_prepare_options(given))
+class QueryArguments(NamedTuple):
+    """The same of queries."""
+
+    interleaved: Any
+    hadamard: Any
+    scales: Any
+    reference_rounding: Any
+    accumulate: Any
+
+
+def _examine_q(views: Views, given: QueryArguments) -> Examined:
+    options = check_prepare_options(PrepareArguments(*given[:-1]))
+    chosen = options._replace(accumulate=check_accumulate(given.accumulate))
+    return Examined(check_vectors(present(views, "q"), views["cos"]), chosen)
+
+
+def _examine_k(views: Views, given: PrepareArguments) -> Examined:
+    return Examined(check_vectors(present(views, "k"), views["cos"]), check_prepare_options(given))
 
 
 def check_vectors(x: View, cos: View | None) -> PrepareProblem:
@@ -225,9 +248,9 @@ OPERATION_Q = Operation(
     outputs=(Output("codes", "s_q h d", code_dtypes, layout="wide"), Output("folded", "s_q h")),
     sizes={"d": HEAD_DIMS},
     min_sizes={"h": 1, "max_position": 1},
-    options=PrepareArguments,
-    examine=_examine,
-    reference_options=REFERENCE_OPTIONS,
+    options=QueryArguments,
+    examine=_examine_q,
+    reference_options=QueryArguments._fields,
     pipeline=PREPARE_Q,
 )
 
@@ -242,7 +265,7 @@ OPERATION_K = Operation(
     sizes={"d": HEAD_DIMS},
     min_sizes={"max_position": 1},
     options=PrepareArguments,
-    examine=_examine,
+    examine=_examine_k,
     reference_options=REFERENCE_OPTIONS,
     pipeline=PREPARE_K,
 )

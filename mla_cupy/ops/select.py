@@ -24,6 +24,7 @@ def indexer_select(
     ke: Any = None,
     *,
     k_scale: Any = None,
+    accumulate: str = "float32",
     topk: int = 2048,
     order: str = "index",
     relative: bool = False,
@@ -40,14 +41,14 @@ def indexer_select(
 
     Parameters
     ----------
-    q, k, weights, ks, ke, k_scale
+    q, k, weights, ks, ke, k_scale, accumulate
         As for `indexer_logits`.
     topk : int
         How many keys to select: 1 to 8192.
     order, relative, keep_first, keep_last
         As for `indexer_topk`.
     buffer_bytes : int
-        The queries are taken in chunks whose logits fit; a chunk has one query at least.
+        The queries are taken in chunks whose logits fit, whatever `topk` is; a chunk has one query at least.
     logits : array, (rows, s_kv), float32, optional
         The buffer, of which the rows are a chunk. Default: allocated, by `buffer_bytes`.
     indices : array, (s_q, topk), int32, optional
@@ -120,6 +121,7 @@ def indexer_select(
             weights[part],
             **bounds,
             k_scale=k_scale,
+            accumulate=accumulate,
             clean=False,
             logits=buffer,
             workspace=workspace,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.records import HEADER_WORDS, MAX_E4M3, MIN_RATIO, Field, Record, record_of
+from mla_cupy.records import HEADER_WORDS, MAX_E4M3, MIN_RATIO, Field, Record, record_of, words_before_changes
 
 Array = npt.NDArray[Any]
 
@@ -272,14 +272,23 @@ def cache_copy_pages(pool: Array, pairs: npt.ArrayLike) -> tuple[()]:
 
 
 def cache_update(
-    packed: npt.ArrayLike, table: Array, seqlens: Array, step_table: Array, step_seqlens: Array, *, page_size: int
+    packed: npt.ArrayLike,
+    table: Array,
+    seqlens: Array,
+    step_table: Array,
+    step_seqlens: Array,
+    slots: Array,
+    positions: Array,
+    *,
+    page_size: int,
 ) -> tuple[()]:
-    """Bring a block table up to date, and gather the rows of a step: see `mla_cupy.ops.cache_update`."""
+    """Bring a block table up to date, and place the tokens of a step: see `mla_cupy.ops.cache_update`."""
     words = np.asarray(packed)
     max_rows, max_pages = table.shape
     in_step, everything = (min(int(words[at]), max_rows) for at in (0, 1))
     rows, lengths, first = (words[HEADER_WORDS + at * max_rows :] for at in range(3))
-    rest = words[HEADER_WORDS + 3 * max_rows + 1 :]
+    tokens = first[max_rows + 1 :]
+    rest = words[words_before_changes(max_rows) :]
     changes = rest[: len(rest) // 2 * 2].reshape(-1, 2)
     for i in range(everything):
         row, length = int(rows[i]), int(lengths[i])
@@ -294,4 +303,11 @@ def cache_update(
             step_table[i, :columns] = table[row, :columns]
             step_table[i, mine[:, 0]] = mine[:, 1]
             step_seqlens[i] = length
+            end = int(tokens[i + 1])
+            at = np.arange(max(0, int(tokens[i])), min(end, len(slots)))
+            position = length - end + at
+            exists = (position >= 0) & (position < max_pages * page_size)
+            pages = step_table[i, np.where(exists, position // page_size, 0)].astype(np.int64)
+            slots[at] = np.where(exists, pages * page_size + position % page_size, -1)
+            positions[at] = np.where(exists, position, -1)
     return ()

@@ -12,6 +12,11 @@ from mla_cupy.reference.indexer_records import page_parts
 
 Array = npt.NDArray[Any]
 
+MMA_ELEMENTS = 32
+"""Elements of a row that tensor cores multiply and add at once."""
+MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -121, 126
+"""Of the scale of weights in float16: for the smallest normal number; and one whose inverse is normal."""
+
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
 def indexer_logits(
@@ -22,6 +27,7 @@ def indexer_logits(
     ke: npt.ArrayLike | None = None,
     *,
     k_scale: npt.ArrayLike | None = None,
+    accumulate: str = "float32",
 ) -> Array:
     """Score every key for every query: I[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0).
 
@@ -37,6 +43,9 @@ def indexer_logits(
         Query t sees the keys ks[t] <= s < ke[t]; both are clamped to [0, s_kv]. Default: all.
     k_scale : array, (s_kv,), optional
         Scales of the keys' codes. Default: 1.
+    accumulate : str
+        "float32": in float64, as everywhere in the oracle. "float16": with the roundings of a kernel whose products and
+        sums over heads are float16, so that what exceeds 65,504 is infinite.
 
     Returns
     -------
@@ -52,10 +61,11 @@ def indexer_logits(
     s_q, s_kv = len(q), len(k)
     scales = np.ones(s_kv) if k_scale is None else np.asarray(k_scale).astype(np.float64)
     first, end = key_ranges(s_q, s_kv, ks, ke)
+    scores = _scores_in_float16 if accumulate == "float16" else _scores
     logits = np.full((s_q, s_kv), -np.inf)
     for t, (a, b) in enumerate(zip(first, end, strict=True)):
         if a < b:
-            logits[t, a:b] = _scores(q[t], k[a:b], weights[t]) * scales[a:b]
+            logits[t, a:b] = scores(q[t], k[a:b], weights[t]) * scales[a:b]
     return logits
 
 
@@ -120,6 +130,38 @@ def _scores(q: Array, k: Array, weights: Array) -> Array:
     """sum_h weights[h] * max(q[h] . k[s], 0), without the scales of the keys."""
     products = _values(q) @ _values(k).T
     return weights.astype(np.float64) @ np.where(products > 0, products, 0.0)
+
+
+def _scores_in_float16(q: Array, k: Array, weights: Array) -> Array:
+    """The same as tensor cores compute products of 32 elements, and four warps the sums of their pairs of heads."""
+    scale = weight_scale(weights)
+    shares = _half(weights.astype(np.float64) / scale)
+    q, k = _values(q), _values(k)
+    products = np.zeros((len(q), len(k)))
+    for step in range(0, q.shape[1], MMA_ELEMENTS):
+        part = slice(step, step + MMA_ELEMENTS)
+        products = _half(products + q[:, part] @ k[:, part].T)
+    sums = np.zeros((4, len(k)))
+    for head, (share, row) in enumerate(zip(shares, products, strict=True)):
+        warp = head // 2 % 4
+        sums[warp] = _half(sums[warp] + share * np.where(row > 0, row, 0.0))
+    total: Array = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * scale
+    return total
+
+
+def weight_scale(weights: Array) -> float:
+    """The power of 2 by which a token's weights are divided to be less than 1/32 in float16.
+
+    A warp has at most 32 heads, so that its sums are not larger than the largest product. NaN does not count.
+    """
+    largest = np.abs(weights[~np.isnan(weights)].astype(np.float64)).max(initial=0.0)
+    exponent = int(np.frexp(largest)[1]) + 5 if np.isfinite(largest) else MAX_SCALE_EXPONENT
+    return float(2.0 ** np.clip(exponent, MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT))
+
+
+def _half(x: Array) -> Array:
+    """Rounded to float16."""
+    return x.astype(np.float16).astype(np.float64)
 
 
 def _values(x: Array) -> Array:

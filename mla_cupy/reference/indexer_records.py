@@ -16,6 +16,8 @@ Array = npt.NDArray[Any]
 
 MAX_CODE = 448.0
 """The largest finite e4m3."""
+FLOAT16_HEADROOM = 57344.0
+"""What products in float16, which end at 65,504, may come to: 128 x 448."""
 MIN_AMAX = 1e-4
 """A vector's largest magnitude counts as at least this, so that zeros have a scale."""
 SCALE_BYTES = 4
@@ -34,6 +36,7 @@ def indexer_prepare_q(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    accumulate: str = "float32",
 ) -> tuple[Array, Array]:
     """Rotate and quantise indexer queries, and fold their scales into the weights.
 
@@ -55,6 +58,9 @@ def indexer_prepare_q(
         "power_of_2": 2**ceil(log2(amax / 448)); "plain": amax / 448.
     reference_rounding : bool
         Round to bfloat16 after RoPE and after the Hadamard transform, as the model's own code does.
+    accumulate : str
+        What `indexer_logits` adds products up in: for "float16", codes are at most `max_query_code(d)`, which takes the
+        place of 448.
 
     Returns
     -------
@@ -65,8 +71,9 @@ def indexer_prepare_q(
     """
     x, weights = np.asarray(q), np.asarray(weights).astype(np.float32)
     turned = rotate(x, cos, sin, np.asarray(positions)[:, None], interleaved, reference_rounding)
-    codes, factors = quantise(_transformed(turned, hadamard, reference_rounding), scales)
     _, heads, d = x.shape
+    max_code = max_query_code(d) if accumulate == "float16" else MAX_CODE
+    codes, factors = quantise(_transformed(turned, hadamard, reference_rounding), scales, max_code)
     folded = weights * np.float32(heads**-0.5) * factors * np.float32(d**-0.5)
     return codes.astype(np.float64), folded.astype(np.float64)
 
@@ -140,23 +147,30 @@ def _transformed(x: Array, wanted: bool, rounded: bool) -> Array:
     return round_to(y, "bfloat16") if rounded else y
 
 
-def quantise(x: Array, scale: str) -> tuple[Array, Array]:
-    """Codes of e4m3 and one float32 scale per vector (..., d).
+def max_query_code(d: int) -> float:
+    """The largest code of queries whose products with any keys, d x 448 x this, are finite in float16: 57,344."""
+    return FLOAT16_HEADROOM / (d * MAX_CODE)
+
+
+def quantise(x: Array, scale: str, max_code: float = MAX_CODE) -> tuple[Array, Array]:
+    """Codes of e4m3 up to `max_code`, and one float32 scale per vector (..., d).
 
     The scale comes from the largest magnitude that is a number, infinities counted as the largest float; codes
     saturate, and NaN stays NaN.
     """
     magnitudes = np.where(np.isnan(x), 0, np.minimum(np.abs(x), np.finfo(np.float32).max)).astype(np.float32)
     amax = np.maximum(magnitudes.max(axis=-1), np.float32(MIN_AMAX))
-    scales = _power_of_2(amax) if scale == "power_of_2" else amax * np.float32(1 / MAX_CODE)
+    scales = amax * np.float32(1 / max_code)
+    if scale == "power_of_2":
+        scales = _power_of_2(scales)
     ratio = x / scales[..., None]
-    return round_to(np.clip(ratio, -MAX_CODE, MAX_CODE), "float8_e4m3fn"), scales
+    return round_to(np.clip(ratio, -max_code, max_code), "float8_e4m3fn"), scales
 
 
-def _power_of_2(amax: Array) -> Array:
-    """2**ceil(log2(amax / 448)), from the bits: the exponent, and one more if the mantissa is not 0."""
-    bits = (amax * np.float32(1 / MAX_CODE)).view(np.uint32)
-    exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+def _power_of_2(x: Array) -> Array:
+    """2**ceil(log2(x)), from the bits: the exponent, and one more if the mantissa is not 0; 2**126 at most."""
+    bits = x.view(np.uint32)
+    exponents = np.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0), 253)
     scales: Array = (exponents << 23).astype(np.uint32).view(np.float32)
     return scales
 

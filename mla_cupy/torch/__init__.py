@@ -312,7 +312,7 @@ def indexer_logits(
     workspace : tensor, uint8, optional
         With `logits`.
     **options
-        clean, out_dtype, kernel.
+        accumulate, clean, out_dtype, kernel.
 
     Returns
     -------
@@ -379,7 +379,7 @@ def indexer_prepare_q(
     codes, folded : tensor, optional
         Where the results go: both or none.
     **options
-        interleaved, hadamard, scales, reference_rounding.
+        interleaved, hadamard, scales, reference_rounding, accumulate.
 
     Returns
     -------

@@ -17,7 +17,7 @@ from bench.operations import INDEXER_LOGITS
 from bench.ops.indexer_logits.cases import CASES, LogitsCase
 from mla_cupy import reference
 
-SMALL = ("sq3-skv20-h2-d32", "sq5-skv9-h3-full", "sq4-skv10-h2-bf16", "b2-sq2-skv70-h2")
+SMALL = ("sq3-skv20-h2-d32", "sq5-skv9-h3-full", "sq4-skv10-h2-bf16", "sq3-skv20-h2-float16", "b2-sq2-skv70-h2")
 
 
 def test_names_round_trip():

@@ -112,7 +112,7 @@ def test_a_second_dtype_is_named():
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)
 def test_labels_of_the_kept_results_do_not_overlap(path):
     rows = report.read(path)
-    for op in {row["op"] for row in rows}:
+    for op in {row["op"] for row in rows if row["flops"]}:
         figure, axes = drawn(plot.roofline, [row for row in rows if row["op"] == op and row["status"] == "ok"])
         figure.draw_without_rendering()
         boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the leader lines
@@ -158,6 +158,11 @@ def test_each_operation_has_its_own_figures(tmp_path, suffix, capsys):
     head = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[suffix]
     assert all(path.read_bytes().startswith(head) for path in (tmp_path / "new").iterdir())
     assert capsys.readouterr().out.count("wrote") == 3
+
+
+def test_what_computes_nothing_has_no_roofline(tmp_path):
+    rows = [row | {"flops": 0} for row in rows_of(DECODE[0], {"mla_cupy": 100.0, "fa3": 120.0})]
+    assert [path.name for path in plot.draw(rows, tmp_path)] == ["mla_decode-ratios.png"]
 
 
 def test_what_cannot_be_drawn(tmp_path, monkeypatch):

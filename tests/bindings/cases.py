@@ -218,6 +218,7 @@ CALLS = [
     merge(out_dtype="bfloat16", lse_base="2", empty_lse=0.0),
     logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32, dtype="bfloat16", scales=False)),
     logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32), out_dtype="bfloat16"),
+    logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32, float16=True), accumulate="float16"),
     logits_paged(),
     prepare("prepare_q"),
     prepare("prepare_k", interleaved=True, scales="plain"),

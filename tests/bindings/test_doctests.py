@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODULES = {"torch": ["mla_cupy.torch"], "jax": ["mla_cupy.jax", "mla_cupy.jax.ffi"]}
+MODULES = {
+    "torch": ["mla_cupy.torch", "mla_cupy.torch.cache"],
+    "jax": ["mla_cupy.jax", "mla_cupy.jax.cache", "mla_cupy.jax.ffi"],
+}
 
 
 @pytest.mark.usefixtures("_numpy_backend")

@@ -27,7 +27,7 @@ from tests.sparse_decode.runs import SparseDecodeCase
 from tests.sparse_decode.runs import make as records_call
 from tests.support import cases
 from tests.support.recorder import Recorder
-from tests.support.tolerance import check
+from tests.support.tolerance import check, check_lse
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -267,6 +267,25 @@ def test_sparse_forward(library: Any) -> None:
     check(results, wanted, rounded, "bfloat16")
 
 
+def test_lse_of_the_first_indices(library: Any) -> None:
+    """Of those within `topk_length`, and without the sink; other results are as they are without it."""
+    make, back = library
+    given = sparse_decode_inputs()
+    q, kv = given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576)
+    indices, first = given["indices"].reshape(-1, 1, TOPK), 7
+    lengths = np.resize(np.array([3, TOPK, 0], np.int32), len(q))
+    indices[1, 0, :first] = -1
+    arguments = [*(make(x) for x in (q, kv, indices)), SCALE, 512, make(np.ones(HEADS, "f4")), make(lengths)]
+    *results, lse = flash_mla_sparse_fwd(*arguments, indexer_topk=first)
+    short = {"topk_length": np.minimum(lengths, first), "scale": SCALE}
+    _, exact, _ = reference.sparse_mla_forward(q, kv, indices, **short, empty_lse=np.inf)
+    _, rounded, _ = reference.sparse_mla_forward(q, kv, indices, **short, empty_lse=np.inf, rounding="bfloat16")
+    assert (back(lse)[1:3] == np.inf).all()
+    check_lse(back(lse), exact, rounded)
+    for got, wanted in zip(results, flash_mla_sparse_fwd(*arguments), strict=True):
+        np.testing.assert_array_equal(back(got), back(wanted))
+
+
 # ---- refused -----------------------------------------------------------------------------------------------------
 
 DENSE_MISTAKES = [
@@ -350,27 +369,42 @@ def test_strict_decode() -> None:
 
 
 def test_strict_sparse_forward() -> None:
-    def call(h_q: int = 64, topk: int = 128, dtype: Any = ml_dtypes.bfloat16, axis: bool = True) -> Any:
-        kv, indices = np.zeros((10, 1, 576), dtype), np.full((1, 1, topk), -1, np.int32)
-        q = np.zeros((1, h_q, 576), dtype)
-        return flash_mla_sparse_fwd(q, kv if axis else kv[:, 0], indices, SCALE, strict=True)
+    def call(
+        h_q: int = 64,
+        topk: int = 128,
+        dtype: Any = ml_dtypes.bfloat16,
+        axis: bool = True,
+        d_qk: int = 576,
+        **options: Any,
+    ) -> Any:
+        kv, indices = np.zeros((10, 1, d_qk), dtype), np.full((1, 1, topk), -1, np.int32)
+        q = np.zeros((1, h_q, d_qk), dtype)
+        return flash_mla_sparse_fwd(q, kv if axis else kv[:, 0], indices, SCALE, strict=True, **options)
 
     call()
+    assert len(call(topk=2048, indexer_topk=2048)) == len(call(128, 1152, d_qk=512, indexer_topk=1024)) == 4
     for change, error, message in (
         ({"h_q": 16}, ShapeError, "64 or 128 heads"),
         ({"topk": 64}, ShapeError, "a multiple of 128"),
         ({"dtype": np.float16}, DTypeError, "q.dtype: got float16"),
         ({"axis": False}, ShapeError, "kv.shape: got"),
+        (
+            {"indexer_topk": 64},
+            ArgumentError,
+            "indexer_topk: got 64, expected one of .0, 512, 1024, 2048., with 64 heads",
+        ),
+        ({"h_q": 128, "topk": 512, "indexer_topk": 512}, ArgumentError, "one of .0,., with 128 heads and d_qk 576"),
     ):
         with pytest.raises(error, match=message):
             call(**change)
 
 
-def test_sparse_forward_without_what_is_unknown() -> None:
+@pytest.mark.parametrize("indexer_topk", [-1, TOPK + 1, 1.0, True])
+def test_no_such_indexer_topk(indexer_topk: Any) -> None:
     given = sparse_decode_inputs()
     arguments = (given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576))
-    with pytest.raises(ArgumentError, match="indexer_topk: got 512, expected 0"):
-        flash_mla_sparse_fwd(*arguments, given["indices"].reshape(-1, 1, TOPK), SCALE, indexer_topk=512)
+    with pytest.raises(ArgumentError, match=f"indexer_topk: got .*, expected an integer of 0 to {TOPK}"):
+        flash_mla_sparse_fwd(*arguments, given["indices"].reshape(-1, 1, TOPK), SCALE, indexer_topk=indexer_topk)
 
 
 def test_docstrings() -> None:

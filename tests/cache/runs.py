@@ -11,7 +11,7 @@ import numpy as np
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.ops import cache_update
-from mla_cupy.records import HEADER_WORDS, LATENT_RECORDS, RECORDS
+from mla_cupy.records import HEADER_WORDS, LATENT_RECORDS, RECORDS, words_before_changes
 from mla_cupy.reference.cache import field_view
 from tests.cache.inputs import Array, empty_cache, tokens
 
@@ -188,7 +188,7 @@ def update_case(max_rows: int, max_pages: int, page_size: int, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     in_step, everything = max_rows // 2, max_rows - 1
     room = max_rows * max_pages
-    packed = np.full(HEADER_WORDS + 3 * max_rows + 1 + 2 * room, -7, np.int32)
+    packed = np.full(words_before_changes(max_rows) + 2 * room, -7, np.int32)
     packed[:HEADER_WORDS] = [in_step, everything, *[0] * (HEADER_WORDS - 2)]
     lists = packed[HEADER_WORDS:]
     rows = rng.permutation(max_rows)
@@ -199,7 +199,9 @@ def update_case(max_rows: int, max_pages: int, page_size: int, seed: int = 0) ->
     counts = rng.integers(0, max_pages, max_rows)
     first = lists[2 * max_rows : 3 * max_rows + 1]
     first[:] = [0, *np.cumsum(counts)]
-    changes = lists[3 * max_rows + 1 :].reshape(-1, 2)
+    added = rng.integers(0, page_size + 2, max_rows)
+    lists[3 * max_rows + 1 : 4 * max_rows + 2] = [0, *np.cumsum(added)]
+    changes = lists[4 * max_rows + 2 :].reshape(-1, 2)
     for i, count in enumerate(counts):
         changes[first[i] : first[i + 1], 0] = rng.permutation(max_pages)[:count]
         changes[first[i] : first[i + 1], 1] = rng.integers(0, 1000, count)
@@ -207,7 +209,8 @@ def update_case(max_rows: int, max_pages: int, page_size: int, seed: int = 0) ->
     changes[int(first[1])] = (max_pages, 5)
     table, step_table = rng.integers(0, 1000, (2, max_rows, max_pages)).astype(np.int32)
     seqlens, step_seqlens = rng.integers(0, 9, (2, max_rows)).astype(np.int32)
-    return packed, [table, seqlens, step_table, step_seqlens]
+    slots, positions = rng.integers(0, 9, (2, max(1, int(added[:in_step].sum()) - 1))).astype(np.int32)  # one too few
+    return packed, [table, seqlens, step_table, step_seqlens, slots, positions]
 
 
 def check_update(to: Callable[[Any], Any], back: Callable[[Any], Array], sizes: tuple[int, int, int]) -> None:

@@ -52,7 +52,7 @@ def good_copy() -> Call:
 
 def good_update() -> Call:
     packed, arrays = update_case(6, 5, 3)
-    names = ("table", "seqlens", "step_table", "step_seqlens")
+    names = ("table", "seqlens", "step_table", "step_seqlens", "slots", "positions")
     return {"packed": packed, **dict(zip(names, arrays, strict=True)), "page_size": 3}
 
 
@@ -147,7 +147,7 @@ GATHER = [
 ]  # fmt: skip
 UPDATE = [
     Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "from 1 on")),
-    Bad("short", swap("packed", lambda x: x[:20].copy()), ShapeError, ("packed.shape[0]", "20", "at least 27")),
+    Bad("short", swap("packed", lambda x: x[:20].copy()), ShapeError, ("packed.shape[0]", "20", "at least 34")),
 ]
 APPEND_KEYS = [
     Bad("no positions", lambda c: c.pop("positions"), ArgumentError, ("positions", "None", "or none")),

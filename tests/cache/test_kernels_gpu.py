@@ -10,31 +10,16 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.records import RECORDS
-from tests.cache.inputs import Array, tokens
+from tests.cache.inputs import tokens
 from tests.cache.runs import CASES, COPIES, CacheCase, check_append_and_gather, check_copy, check_update
-from tests.support.gpu import upload
+from tests.support.gpu import fetch, upload
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_append_and_gather(case: CacheCase, gpu: object) -> None:
-    check_append_and_gather(case, upload, _whole)
-
-
-def _whole(x: Any) -> Array:
-    import cupy
-
-    return cupy.asnumpy(x) if x.flags.c_contiguous else _strided(x)
-
-
-def _strided(x: Any) -> Array:
-    """The array and its gaps."""
-    import cupy
-
-    reach = x.strides[0] * (x.shape[0] - 1) + x.strides[1] * (x.shape[1] - 1) + x.shape[2] * x.itemsize
-    raw = cupy.ndarray((reach,), cupy.uint8, x.data)
-    return np.ndarray(x.shape, x.dtype, cupy.asnumpy(raw), 0, x.strides)
+    check_append_and_gather(case, upload, fetch)
 
 
 @pytest.mark.parametrize("shape", COPIES, ids=str)

@@ -217,6 +217,24 @@ def test_attention_over_forks_and_prefixes() -> None:
 
 
 @pytest.mark.usefixtures("_numpy_backend")
+def test_lengths_may_be_lowered_on_the_device() -> None:
+    """By a model that rejects drafts: its next calls see fewer tokens, and the next step knows what `truncate` says."""
+    made = PagedKVCache("bf16", num_layers=2, **SIZES)
+    latent, rope = tokens(made.records["kv"], 9)
+    sequence, _ = made.allocate()
+    step = made.extend([sequence], 9)
+    made.append(step, 1, latent, rope)
+    q = np.random.default_rng(1).standard_normal((1, 1, 2, 576), np.float32).astype(latent.dtype)
+    step.seqlens[:] -= 2  # in place: there is no other array
+    lowered = attend(made, step, q)
+    assert made.length(sequence) == 9
+    made.truncate([sequence], 7)
+    step = made.extend([sequence], 0)
+    assert step.seqlens.tolist() == [7]
+    np.testing.assert_array_equal(attend(made, step, q), lowered)
+
+
+@pytest.mark.usefixtures("_numpy_backend")
 def test_rope_takes_the_positions_of_the_step() -> None:
     made = PagedKVCache("bf16", **SIZES)
     sequence, _ = made.allocate()
@@ -323,9 +341,14 @@ def test_host_time_of_a_step_of_256(growing: int, limit_us: float) -> None:
     assert min(times) <= limit_us
 
 
-def test_words_end_where_the_pairs_begin() -> None:
-    words = Words.of(max_seqs=5, max_pages=3, max_tokens=10)
-    slots, positions = words.tokens(7)
-    assert (slots.stop, positions.stop) == (positions.start, words.pairs)
-    assert slots.stop - slots.start == 7
-    assert words.total - words.changes == 2 * 5 * 3
+def test_the_parts_of_an_upload_follow_each_other() -> None:
+    at = Words.of(max_seqs=5, max_pages=3)
+    words = np.arange(at.total, dtype=np.int32)
+    sheet = at.sheet(words)
+    assert at.header % 4 == 0
+    assert len(words[at.changes :]) == 2 * 5 * 3
+    lists = sheet.header, sheet.rows, sheet.lengths, sheet.first_changes, sheet.first_tokens
+    assert [len(x) for x in lists] == [8, 5, 5, 6, 6]
+    for part, number in zip(lists, range(1, 6), strict=True):
+        part[:] = number
+    assert words[at.header : at.changes].tolist() == [1] * 8 + [2] * 5 + [3] * 5 + [4] * 6 + [5] * 6

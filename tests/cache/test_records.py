@@ -120,6 +120,21 @@ def test_scales_of_powers_of_two(dtype: np.dtype) -> None:
     np.testing.assert_array_equal(scales[:, 0], 2.0 ** np.ceil(np.log2(ratios)))
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
+def test_16_bits_are_enough_for_powers_of_two(dtype: np.dtype) -> None:
+    """What `append.cu` relies on, for all numbers: the exponent by an addition, and products rounded to 16 bits."""
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
+    numbers = numbers[np.isfinite(numbers)]
+    sizes = np.abs(numbers)
+    exponents = np.maximum(sizes.view(np.uint32) + 0x1FFFFF >> 23, 122) - 8
+    scales = (exponents.astype(np.uint32) << 23).view(np.float32)
+    np.testing.assert_array_equal(scales, oracle.quantize(sizes[:, None], 1, "power_of_2")[1][:, 0])
+    for scale in np.unique(scales).astype(np.float64):
+        products = numbers[sizes <= 448 * scale].astype(np.float64) / scale
+        codes = [x.astype(np.float32).astype(ml_dtypes.float8_e4m3fn) for x in (products, products.astype(dtype))]
+        np.testing.assert_array_equal(*(x.view(np.uint8) for x in codes))
+
+
 def test_scales_as_they_are() -> None:
     """vLLM's rule: one division in float32, nothing below the smallest normal number."""
     amax = bf16_numbers()

@@ -139,7 +139,10 @@ def test_few_rows_fall_back_like_many() -> None:
         (128, 1, Batch(8, 1025), SMALL),
         (128, 1, Batch(1, 131072), SEESAW),
         (64, 1, Batch(4, 8192), SMALL),
-        (64, 1, Batch(8, 8192), SEESAW),
+        (64, 1, Batch(8, 8192), SMALL),
+        (64, 1, Batch(32, 2048), SMALL),
+        (64, 1, Batch(64, 2048), SEESAW),
+        (96, 1, Batch(4, 8192), SEESAW),
         (128, 2, Batch(1, 8192), SMALL),  # two blocks for each of two KV heads
         (128, 1, None, SEESAW),
         (16, 1, Batch(128, 8192), SMALL),  # in one block anyway

@@ -159,7 +159,7 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     ("case", "kernel"),
     [
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9), SMALL),
-        (DecodeCase(b=200, s_q=4, h_q=16, seqlens=9), SEESAW),
+        (DecodeCase(b=200, s_q=4, h_q=32, seqlens=9), SEESAW),
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, d_qk=512), SEESAW),
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, strides="odd"), GENERIC),
         (DecodeCase(b=1, s_q=4, h_q=4, seqlens=9, record="v32"), RECORDS),

@@ -97,6 +97,13 @@ def test_continuous_batching(arguments: tuple[str, ...]) -> None:
     check_continuous_batching("numpy", *arguments)
 
 
+def test_continuous_batching_plots(tmp_path: Path) -> None:
+    needs("matplotlib")
+    plot = tmp_path / "pages.png"
+    check_continuous_batching("numpy", "--plot", str(plot))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("arguments", [(), SELECTED], ids=["all", "selected"])
 def test_continuous_batching_on_gpu(gpu: object, arguments: tuple[str, ...]) -> None:

@@ -15,9 +15,11 @@ from mla_cupy.reference.indexer_records import page_parts
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.indexer_cases import (
+    IN_FLOAT16,
     ON_TENSOR_CORES,
     LogitsCase,
     PagedCase,
+    as_codes,
     check_logits,
     logits_inputs,
     paged_inputs,
@@ -38,6 +40,14 @@ CASES = [
     LogitsCase(s_q=200, s_kv=1000, h=100, d=64, dtype="bfloat16"),
     LogitsCase(s_q=20, s_kv=700, h=100, d=128, dtype="bfloat16"),  # more than the fast kernel takes
     LogitsCase(s_q=9, s_kv=300, h=40, d=32, dtype="bfloat16"),
+]
+HALF_CASES = [
+    LogitsCase(s_q=1, s_kv=1, h=1, dtype="uint8", ranges="none", float16=True),
+    LogitsCase(s_q=333, s_kv=4099, h=64, dtype="uint8", float16=True),
+    LogitsCase(s_q=512, s_kv=2048, h=64, dtype="uint8", ranges="causal", float16=True),
+    LogitsCase(s_q=100, s_kv=3000, h=128, dtype="uint8", float16=True),
+    LogitsCase(s_q=65, s_kv=1000, h=12, d=64, dtype="uint8", float16=True),
+    LogitsCase(s_q=65, s_kv=1000, h=3, d=32, dtype="uint8", float16=True),
 ]
 PAGED_CASES = [
     PagedCase(b=1, s_q=1, h=64, seqlens=(1,)),
@@ -69,6 +79,50 @@ def test_logits(case: LogitsCase, gpu: object) -> None:
         for out_dtype in ("float32", "bfloat16"):
             got = mla_cupy.indexer_logits(**given, kernel=kernel, out_dtype=out_dtype).get()
             check_logits(got, inputs, exact, ON_TENSOR_CORES)
+
+
+@pytest.mark.parametrize("case", HALF_CASES, ids=lambda case: case.id)
+def test_float16(case: LogitsCase, gpu: object) -> None:
+    inputs = logits_inputs(case)
+    got = mla_cupy.indexer_logits(**on_gpu(inputs), accumulate="float16").get()
+    check_logits(got, inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
+
+
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_the_largest_codes_are_finite_in_float16(d: int, hopper: object) -> None:
+    q, k = as_codes(np.full((40, 128, d), 128 / d)), as_codes(np.full((300, d), 448.0))
+    weights = np.full((40, 128), -3e20, np.float32)
+    got = mla_cupy.indexer_logits(upload(q), upload(k), upload(weights), accumulate="float16").get()
+    np.testing.assert_allclose(got, 57344.0 * 128 * weights[0, 0].astype(np.float64), rtol=1e-2)
+    too_large = upload(k[None, :40]), upload(k), upload(weights[:1, :40])
+    assert np.isneginf(mla_cupy.indexer_logits(*too_large, accumulate="float16").get()).all()
+
+
+def test_bits_do_not_depend_on_the_place_in_float16(hopper: object) -> None:
+    inputs = logits_inputs(LogitsCase(s_q=40, s_kv=700, h=24, dtype="uint8", ranges="none", float16=True))
+    here = mla_cupy.indexer_logits(**on_gpu(inputs), accumulate="float16").get()
+    for tokens, before in ((3, 1), (5, 77), (8, 128)):
+        rows = {name: np.concatenate([inputs[name][:tokens], inputs[name]]) for name in ("q", "weights")}
+        keys = {name: np.concatenate([inputs[name][:before], inputs[name]]) for name in ("k", "k_scale")}
+        there = mla_cupy.indexer_logits(**on_gpu({**rows, **keys}), accumulate="float16").get()
+        np.testing.assert_array_equal(there[tokens:, before:].view(np.uint32), here.view(np.uint32))
+
+
+def test_prepared_queries_in_float16(gpu: object) -> None:
+    """From the same queries: as near to each other as their codes are."""
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((50, 64, 128), np.float32).astype(dtypes.numpy_dtype("bfloat16"))
+    k = rng.standard_normal((900, 128), np.float32).astype(dtypes.numpy_dtype("bfloat16"))
+    tables = upload(np.ones((1, 32), np.float32)), upload(np.zeros((1, 32), np.float32))
+    codes, scales = mla_cupy.indexer_prepare_k(upload(k), *tables, upload(np.zeros(900, np.int32)))
+    logits = []
+    for accumulate in ("float32", "float16"):
+        place = upload(np.zeros(50, np.int32))
+        weights = upload(np.ones((50, 64), np.float32))
+        queries, folded = mla_cupy.indexer_prepare_q(upload(q), weights, *tables, place, accumulate=accumulate)
+        got = mla_cupy.indexer_logits(queries, codes, folded, k_scale=scales, accumulate=accumulate)
+        logits.append(got.get().astype(np.float64))
+    assert np.abs(logits[0] - logits[1]).max() < 0.02 * np.abs(logits[0]).max()
 
 
 @pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.id)

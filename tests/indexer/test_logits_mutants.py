@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.indexer_cases import LogitsCase, PagedCase, as_codes, check_logits, logits_inputs, paged_inputs
 from tests.support.mutants import Mutant, as_verdict, planted
 from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits_sm90.cu", "indexer/logits_sm90_paged.cu"
 SHARED, RANGES = "indexer/sm90_logits.cuh", "indexer/key_ranges.cuh"
+SUMS = "indexer/sm90_head_sums.cuh"
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 #: Two blocks of tokens; more tiles than the ring has stages.
 CASE = LogitsCase(s_q=9, s_kv=700, h=4, ranges="none")
@@ -23,7 +25,13 @@ NINE = LogitsCase(s_q=3, s_kv=100, h=9, d=32)
 PAGES = PagedCase(b=1, s_q=2, h=9, seqlens=(800,))
 #: Products of two tokens, then of one.
 THREE = PagedCase(b=1, s_q=3, h=9, seqlens=(800,))
+#: Not all tokens see the last page, which is full.
+EDGE = PagedCase(b=1, s_q=3, h=9, seqlens=(128,))
+#: More sequences than a warp has lanes, of which the first 32 have nothing.
+GROUPS = PagedCase(b=74, h=2, seqlens=(0,) * 32 + (1, 70, 0, 64, 2, 0) * 7)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
+FIRST = "if (token == 0)"
+HALF = LogitsCase(s_q=9, s_kv=300, h=12, dtype="uint8", ranges="none", float16=True)
 READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
 
 ONE_BARRIER = (
@@ -49,23 +57,35 @@ EARLY_WEIGHTS = (
 )
 WAIT_FOR_QUERIES = "        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);"
 
+SECOND_ROW = "max_x2(float16{}, d[2 * i + 1], 0)"
+
 MUTANTS = [
+    (Mutant("negative products of half of the heads count", SUMS, SECOND_ROW, "d[2 * i + 1]"), HALF),
+    (
+        Mutant(
+            "sums are those of divided weights", PREFILL, "total[i] * s.weight_scales[query_stage][token]", "total[i]"
+        ),
+        HALF,
+    ),
     (Mutant("a stage has one full barrier", SHARED, *ONE_BARRIER), MANY),
     (Mutant("the next tile is fetched over sums without a fence", PREFILL, "    fence_proxy_async();", ""), CASE),
     (Mutant("sums are read before all are there", PREFILL, READY, ""), CASE),
     (Mutant("the last heads are left out", PREFILL, "ceil_div(p.heads, kTileHeads)", "max(1, p.heads / 8)"), NINE),
     (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
     (Mutant("a share ends a tile early", SHARED, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
-    (Mutant("the line ends too early", SHARED, "TileCut{ranges.num_blocks(), 0}", "TileCut{39, 0}"), SEQUENCES),
-    (Mutant("a page is released with tokens to come", PAGED, "if (left == 0)", "if (left <= 1)"), THREE),
-    (Mutant("the last product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
-    (Mutant("all tokens have the first one's row", PAGED, "+ sequence.row_bytes;", "+ 0;"), THREE),
+    (Mutant("the line ends too early", PAGED, "TileCut{ranges.num_blocks, 0}", "TileCut{39, 0}"), SEQUENCES),
+    (Mutant("a sequence's place is that in another group", PAGED, "if (of != group)", "if (false)"), GROUPS),
+    (Mutant("pages are those of the first sequence", PAGED, "if (!looked_up)", "if (false)"), SEQUENCES),
+    (Mutant("a page is released with tokens to come", PAGED, "if (token + kTokens == sequence.tokens)", FIRST), THREE),
+    (Mutant("a product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
+    (Mutant("later tokens have the first one's row", PAGED, "token * sequence.row_bytes", "0"), THREE),
+    (Mutant("the second token has the first one's row", PAGED, "block, own.c / 2)", "block, 0)"), THREE),
+    (Mutant("the second token has the first one's weights", PAGED, "from[(group * kGroupHeads + 8", "from[(8"), THREE),
+    (Mutant("a page is whole for the last token alone", PAGED, "end = min(end,", "end = max(end,"), EDGE),
     (Mutant("weights are announced before they are there", PAGED, *EARLY_WEIGHTS), SEQUENCES),
     (Mutant("queries come over those of a sequence in use", PAGED, WAIT_FOR_QUERIES, ""), SEQUENCES),
     (
-        Mutant(
-            "half of a row's threads are left out", PAGED, "return x + __shfl_xor_sync(kFullWarp, x, 2)", "return x"
-        ),
+        Mutant("half of a row's threads are left out", PAGED, "add_in_pair(first, second, 2, own.c / 2)", "first"),
         PAGES,
     ),
 ]
@@ -74,13 +94,42 @@ MUTANTS = [
 @as_verdict
 def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
     """What a run shows; empty if nothing."""
+    options = {}
     if isinstance(case, PagedCase):
         name, inputs = "indexer_logits_paged", paged_inputs(case)
     else:
         name, inputs = "indexer_logits", logits_inputs(case)
-    with simulated(3 if case == RANGED else 1, (9, 0), *mode):
-        got = getattr(mla_cupy, name)(**inputs)
-    check_logits(got, inputs, getattr(reference, name)(**inputs))
+        options = {"accumulate": "float16"} if case.float16 else {}
+    with simulated(3 if case in (RANGED, GROUPS) else 1, (9, 0), *mode):
+        got = getattr(mla_cupy, name)(**inputs, **options)
+    check_logits(got, inputs, getattr(reference, name)(**inputs, **options))
+
+
+@as_verdict
+def verdict_of_the_largest() -> None:
+    """What the largest sums of heads in float16 show, with weights that are small where a lane looks."""
+    q, k = as_codes(np.full((1, 128, 128), 1.0)), as_codes(np.full((3, 128), 448.0))
+    weights = np.where(np.arange(128) % 4 == 0, 1, 1e4).astype(np.float32)[None]
+    with simulated(1):
+        got = mla_cupy.indexer_logits(q, k, weights, accumulate="float16")
+    np.testing.assert_allclose(got, reference.indexer_logits(q, k, weights), rtol=1e-2)
+
+
+LARGEST = "for (i32 step = kMaxTokens; step < kWarpThreads; step *= 2) {\n        largest"
+LARGE_WEIGHTS = [
+    Mutant("weights are too large for sums in float16", SUMS, "1 + kThreadHeadsLog2;", "1;"),
+    Mutant("a lane's largest weight is a token's", PREFILL, LARGEST, LARGEST.replace("kMaxTokens", "64")),
+]
+
+
+def test_the_largest_sums() -> None:
+    assert not verdict_of_the_largest()
+
+
+@pytest.mark.parametrize("mutant", LARGE_WEIGHTS, ids=lambda mutant: mutant.id)
+def test_large_weights_are_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
+        assert verdict_of_the_largest()
 
 
 @pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda x: x.id)
@@ -91,6 +140,6 @@ def test_is_caught(
         assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.parametrize("case", [CASE, RANGED, PAGES, THREE], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]

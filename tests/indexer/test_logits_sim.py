@@ -13,15 +13,24 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_schedule
+from mla_cupy.errors import ArgumentError
+from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_pipeline
 from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
-from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.indexer_cases import (
+    IN_FLOAT16,
+    LogitsCase,
+    PagedCase,
+    as_codes,
+    check_logits,
+    logits_inputs,
+    paged_inputs,
+)
 from tests.support.kernels import by_name
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 
-GENERIC = "indexer_logits_generic"
+GENERIC, HALF = "indexer_logits_generic", "indexer_logits_sm90_half"
 HOPPER, PAGED_HOPPER = "indexer_logits_sm90", "indexer_logits_sm90_paged"
 SM_COUNTS = (1, 3, 2)
 
@@ -64,6 +73,101 @@ def test_hopper(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hopper_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
     run(case, HOPPER, sm_count, mode)
+
+
+# ---- Products in float16 -----------------------------------------------------------------------------------------
+
+HALF_CASES = [
+    LogitsCase(s_q=8, s_kv=128, h=64, dtype="uint8", ranges="none", float16=True),
+    LogitsCase(s_q=11, s_kv=300, h=9, dtype="uint8", float16=True),
+    LogitsCase(s_q=9, s_kv=257, h=128, dtype="uint8", ranges="causal", float16=True),
+    LogitsCase(s_q=9, s_kv=129, h=24, d=64, dtype="uint8", float16=True),
+    LogitsCase(s_q=7, s_kv=127, h=3, d=32, dtype="uint8", scales=False, float16=True),
+    LogitsCase(s_q=17, s_kv=900, h=4, dtype="uint8", ranges="none", float16=True),
+]
+
+
+def in_float16(inputs: dict[str, Any], sm_count: int = 2, mode: tuple[str, int] = MODES[0], **options: Any) -> Any:
+    with simulated(sm_count, (9, 0), *mode):
+        return mla_cupy.indexer_logits(**inputs, **{"kernel": HALF, **options}, accumulate="float16")
+
+
+def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> None:
+    """The oracle has the same roundings, and no others but those of float32."""
+    inputs = logits_inputs(case)
+    inputs["weights"] *= np.float32(1e-30)
+    got, rounded = in_float16(inputs, sm_count, mode), reference.indexer_logits(**inputs, accumulate="float16")
+    check_logits(got, inputs, rounded)
+    check_logits(got, inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "sm_count"),
+    [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(HALF_CASES)],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_float16(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
+    run_in_float16(case, sm_count, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm_count", SM_COUNTS)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", HALF_CASES, ids=lambda case: case.id)
+def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
+    run_in_float16(case, sm_count, mode)
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
+    """Of all queries, keys and heads, whatever the weights, as long as the sum itself is a float."""
+    q, k = as_codes(np.full((2, 128, d), 128 / d)), as_codes(np.full((5, d), 448.0))
+    inputs = {"q": q, "k": k, "weights": np.full((2, 128), weight, np.float32)}
+    got = in_float16(inputs)
+    np.testing.assert_allclose(got, 57344.0 * 128 * inputs["weights"][0, 0].astype(np.float64), rtol=1e-2)
+
+
+def test_ordinary_codes_may_be_infinite_in_float16() -> None:
+    """Not an error: what is too large is seen in its logits, and in no others."""
+    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=140, h=3, dtype="uint8", ranges="none", float16=True))
+    inputs["weights"] = np.abs(inputs["weights"])
+    clean = in_float16(inputs)
+    inputs["q"][4, 1], inputs["k"][130] = as_codes(np.array([448.0])), as_codes(np.array([448.0]))
+    got, rounded = in_float16(inputs), reference.indexer_logits(**inputs, accumulate="float16")
+    np.testing.assert_array_equal(np.isposinf(got), np.isposinf(rounded))
+    assert np.isposinf(got[4, 130])
+    np.testing.assert_array_equal(np.delete(np.delete(got, 4, 0), 130, 1), np.delete(np.delete(clean, 4, 0), 130, 1))
+
+
+def test_weights_of_all_sizes_in_float16() -> None:
+    """Infinities and NaN reach the logits of their tokens; weights beside a large one lose bits, as they may."""
+    inputs = logits_inputs(LogitsCase(s_q=6, s_kv=140, h=9, dtype="uint8", ranges="none", float16=True))
+    inputs["weights"][1, 2], inputs["weights"][2, 3], inputs["weights"][3, 4] = np.nan, -np.inf, 1e5
+    inputs["weights"][4] = 0
+    got = in_float16(inputs)
+    assert np.isnan(got[1]).all()
+    assert not np.isfinite(got[2]).any()
+    assert (got[4] == 0).all()
+    for t in (0, 3, 5):
+        part = {name: x[t : t + 1] if name in ("q", "weights") else x for name, x in inputs.items()}
+        check_logits(got[t : t + 1], part, reference.indexer_logits(**part, accumulate="float16"))
+        check_logits(got[t : t + 1], part, reference.indexer_logits(**part), IN_FLOAT16)
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
+def test_other_kernels_add_up_in_float32(kernel: str) -> None:
+    inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="uint8", float16=True))
+    check_logits(in_float16(inputs, kernel=kernel), inputs, reference.indexer_logits(**inputs))
+
+
+def test_float16_is_for_codes() -> None:
+    inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="bfloat16"))
+    with simulated(1):
+        with pytest.raises(ArgumentError, match=r'accumulate: .* expected "float32" for q of bfloat16'):
+            mla_cupy.indexer_logits(**inputs, accumulate="float16")
+        with pytest.raises(ArgumentError, match='"float32" or "float16"'):
+            mla_cupy.indexer_logits(**inputs, accumulate="fp16")
 
 
 @pytest.mark.parametrize(
@@ -132,22 +236,31 @@ def test_nan_and_infinity() -> None:
         assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
 
 
+@pytest.mark.parametrize("accumulate", ["float32", "float16"])
 @pytest.mark.parametrize("sm_count", [1, 5])
-def test_bits_do_not_depend_on_the_place(sm_count: int) -> None:
+def test_bits_do_not_depend_on_the_place(sm_count: int, accumulate: str) -> None:
     """The same queries and keys elsewhere, with other neighbours, more heads of weight 0, or cut otherwise."""
-    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8"))
+    half = accumulate == "float16"
+    inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8", float16=half))
     with simulated(2):
-        here = mla_cupy.indexer_logits(**inputs, kernel=HOPPER)
+        here = mla_cupy.indexer_logits(**inputs, accumulate=accumulate)
     other = {name: np.concatenate([x[-5:], x, x[:3]]) for name, x in inputs.items()}
     for name in ("q", "weights"):
         other[name] = np.concatenate([other[name], other[name][:, ::-1]], axis=1)
     other["weights"][:, 11:] = 0
     with simulated(sm_count):
-        there = mla_cupy.indexer_logits(**other, kernel=HOPPER)
+        there = mla_cupy.indexer_logits(**other, accumulate=accumulate)
     np.testing.assert_array_equal(there[5:14, 5:155].view(np.uint32), here.view(np.uint32))
 
 
 SCHEDULE = "indexer_logits_schedule"
+
+
+def always(*_: object) -> bool:
+    """For whether there is a schedule."""
+    return True
+
+
 #: Of a tile each, or of two: more blocks of tokens than a warp has lanes would be slow to simulate.
 MANY_BLOCKS = LogitsCase(s_q=150, s_kv=160, h=1, d=32, ranges="causal")
 
@@ -164,24 +277,39 @@ def launched(case: LogitsCase | PagedCase, sm_count: int, **options: Any) -> lis
 
 def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to one tile, where the queries of a block count as one, too; and its blocks are all computed."""
-    monkeypatch.setattr(logits_schedule, "MAX_SHORT_LINE", 0)
+    monkeypatch.setattr(logits_pipeline, "scheduled", always)
     splits, inputs = 3, logits_inputs(MANY_BLOCKS)
     workspace = np.zeros(256, np.uint8)
     assert launched(MANY_BLOCKS, splits, workspace=workspace) == [SCHEDULE, HOPPER]
     last = np.minimum(np.arange(8, 160, 8), 150) - 1
     line = [(n, max(0, i - 1)) for n, end in enumerate(inputs["ke"][last]) for i in range(1 + -(-int(end) // 128))]
-    places = [i * len(line) // splits for i in range(splits)]
+    size, larger = divmod(len(line), splits)
+    places = [i * size + min(i, larger) for i in range(splits)]
     cuts = workspace.view(np.int32).reshape(-1, 2)[: splits + 1]
     assert cuts.tolist() == [*map(list, (line[i] for i in places)), [19, 0]]
 
 
-@pytest.mark.parametrize("most", [128, 0])
-def test_many_sequences(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", [True, False])
+def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a warp has lanes, empty ones among them: with a schedule, and without."""
-    monkeypatch.setattr(logits_schedule, "MAX_SHORT_LINE", most)
+    if schedule:
+        monkeypatch.setattr(logits_pipeline, "scheduled", always)
     lengths = tuple(int(n) for n in np.random.default_rng(5).choice([0, 1, 64, 65, 130], 70))
-    schedule = [] if most else [SCHEDULE]
-    assert launched(PagedCase(b=70, h=2, seqlens=lengths), 3) == [*schedule, PAGED_HOPPER]
+    assert launched(PagedCase(b=70, h=2, seqlens=lengths), 3) == [SCHEDULE] * schedule + [PAGED_HOPPER]
+
+
+def test_sequences_of_many_groups() -> None:
+    """Of 32 each, several of which have nothing, and more than are looked at at once; shares within one and across."""
+    lengths = np.zeros((170, 2), int)
+    lengths[[3, 40, 69, 100, 165, 169]] = [[100, 3], [1, 64], [0, 65], [200, 130], [64, 0], [1, 1]]
+    case = PagedCase(b=170, s_q=2, h=2, seqlens=tuple(int(n) for n in lengths.max(axis=1)))
+    inputs = paged_inputs(case)
+    for given in (inputs, inputs | {"seqlens": lengths.astype(np.int32)}):
+        for sm_count in (1, 5):
+            with simulated(sm_count, (9, 0), "random", 2) as target:
+                got = mla_cupy.indexer_logits_paged(**given)
+            check_logits(got, given, reference.indexer_logits_paged(**given))
+            assert target.launched == [f"mla_{PAGED_HOPPER}"]
 
 
 # ---- Paged -------------------------------------------------------------------------------------------------------
@@ -257,14 +385,14 @@ def test_hostile_lengths() -> None:
 
 
 def test_no_kernel_is_forgotten() -> None:
-    assert set(by_name(LOGITS)) == {GENERIC, HOPPER}
+    assert set(by_name(LOGITS)) == {GENERIC, HOPPER, HALF}
     assert set(PAGED_KERNELS) == {GENERIC, PAGED_HOPPER}
 
 
 def test_paged_and_prefill_have_the_same_bits() -> None:
     """The same keys in pages and side by side, for several numbers of heads; 70 heads take two blocks of columns."""
     for h in (5, 33, 70):
-        case = PagedCase(b=1, s_q=2, h=h, seqlens=(100,), per_token=True)
+        case = PagedCase(b=1, s_q=3, h=h, seqlens=(100,), per_token=True)
         inputs = paged_inputs(case)
         codes, scales = page_parts(inputs["cache"][:, :, 0])
         pages = inputs["block_table"][0, :2]

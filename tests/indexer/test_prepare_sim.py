@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -43,6 +44,20 @@ def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **o
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_queries(d: int, cc: tuple[int, int]) -> None:
     check("prepare_q", arrays("prepare_q", d, tokens=7), cc)
+
+
+@pytest.mark.parametrize("scales", ["power_of_2", "plain"])
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_queries_for_float16(d: int, scales: str) -> None:
+    """No code exceeds 128 / d, whatever the vector: zeros, infinities, and what no scale makes small enough."""
+    inputs = arrays("prepare_q", d, tokens=7)
+    inputs["q"][5, 0, 3], inputs["q"][5, 1, 3:5] = np.inf, (np.nan, -3e38)
+    check("prepare_q", inputs, scales=scales, accumulate="float16")
+    with simulated(1):
+        codes, _ = mla_cupy.indexer_prepare_q(**inputs, scales=scales, accumulate="float16")
+    largest = np.nan_to_num(np.abs(codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64))).max(axis=-1)
+    assert largest.max() == 128 / d
+    assert (largest[2:5] >= 64 / d).all()
 
 
 @pytest.mark.parametrize("name", ["prepare_q", "prepare_k"])

@@ -28,12 +28,15 @@ def test_chunks_do_not_matter(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_array_equal(counts, wanted[1])
 
 
-def test_simulated() -> None:
+@pytest.mark.parametrize(("cc", "accumulate"), [((8, 0), "float32"), ((9, 0), "float16")])
+def test_simulated(cc: tuple[int, int], accumulate: str) -> None:
     bounds = {name: INPUTS.get(name) for name in ("ks", "ke")}
-    with simulated(2, (8, 0)):
-        logits = mla_cupy.indexer_logits(**INPUTS)
+    chosen: dict[str, Any] = {"accumulate": accumulate}
+    with simulated(2, cc) as target:
+        logits = mla_cupy.indexer_logits(**INPUTS, **chosen)
         wanted = mla_cupy.indexer_topk(logits, 9, **bounds)
-        indices, counts = mla_cupy.indexer_select(**INPUTS, topk=9, buffer_bytes=3 * 4 * 60)
+        indices, counts = mla_cupy.indexer_select(**INPUTS, **chosen, topk=9, buffer_bytes=3 * 4 * 60)
+    assert any("sm90" in name for name in target.launched) == (accumulate == "float16")
     np.testing.assert_array_equal(indices, wanted[0])
     np.testing.assert_array_equal(counts, wanted[1])
 
@@ -59,6 +62,7 @@ def test_mistakes_are_found_before_a_launch(recorder: Recorder) -> None:
     mistakes: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"topk": 0}, ArgumentError),
         ({"order": "size"}, ArgumentError),
+        ({"accumulate": "fp16"}, ArgumentError),
         ({"buffer_bytes": 0}, ArgumentError),
         ({"indices": np.zeros((5, 8), np.int32)}, ShapeError),
         ({"counts": np.zeros(6, np.int32)}, ShapeError),

@@ -23,6 +23,10 @@ NO_DTYPES = ("float", "fp32", "", 3, True, [], ["float32"], {}, np.zeros(3, np.f
 NO_BASES = ("10", "E", "", 2, 2.718281828, None, [], ["e"], np.array("e"), np.zeros(2), object())
 NO_COUNTS = ("3", "", 1.0, -1, 2**31, None, [], True, 1j, np.ones(2), object(), int)
 WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
+    "accumulate": (
+        ("", "fp16", "bfloat16", np.float16, 2, None, [], True, np.array("float16"), object()),
+        ArgumentError,
+    ),
     "causal": (NO_FLAGS, ArgumentError),
     "clean": (NO_FLAGS, ArgumentError),
     "deterministic": (NO_FLAGS, ArgumentError),

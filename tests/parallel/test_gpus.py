@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ParallelError
+from mla_cupy import ParallelError, arrays
 from mla_cupy.kernels.merge.exchange import ADDRESSES, BLOCKS_PER_SM, Exchange
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Layout, Prepared
@@ -25,6 +25,8 @@ from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
 WORLD = 2
+KINDS = ["peer", "nccl", "nccl4py"]
+"""NCCL by CuPy's binding, and by NVIDIA's, which is taken where CuPy has none."""
 
 
 # ---- Ranks that share a GPU ------------------------------------------------------------------------------------
@@ -116,10 +118,12 @@ def two_gpus(gpu: DeviceInfo) -> None:
     gc.collect()  # what earlier tests have left is freed now: amid an exchange that would wait for it
 
 
-def transports(kind: str, **options: Any) -> list[Any]:
+def transports(kind: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     if kind == "peer":
         return list(PeerTransport.for_devices(range(WORLD), **options))
     group = LocalGroup(WORLD)
+    if kind == "nccl4py":
+        monkeypatch.setattr(type(arrays.cupy_family()), "nccl", lambda self: None)
     try:
         return each(lambda rank: NcclTransport(group.member(rank), device=rank))
     except ParallelError as error:
@@ -162,12 +166,12 @@ def plan_of(shard: list[Any], rank: int) -> mla_cupy.DecodePlan:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("kind", ["peer", "nccl"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("partial_dtype", ["float32", "bfloat16"])
-def test_random_batches(kind: str, partial_dtype: str) -> None:
+def test_random_batches(kind: str, partial_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    contexts = [ContextParallel(x, partial_dtype=partial_dtype) for x in transports(kind)]
+    contexts = [ContextParallel(x, partial_dtype=partial_dtype) for x in transports(kind, monkeypatch)]
     rng, begin = np.random.default_rng(7), time.monotonic()
     for seed in range(12):
         s_q = int(rng.choice([1, 1, 2, 4]))
@@ -198,13 +202,13 @@ def test_random_batches(kind: str, partial_dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("kind", ["peer", "nccl"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replays", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_replays_of_graphs(kind: str, replays: int) -> None:
+def test_replays_of_graphs(kind: str, replays: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An odd number of exchanges in the graph, and the same bits from every replay, over results spoiled before."""
     import cupy
 
-    contexts = [ContextParallel(x) for x in transports(kind)]
+    contexts = [ContextParallel(x) for x in transports(kind, monkeypatch)]
     batch = Batch((900, 450, 33), h_q=128)
 
     def decode(rank: int) -> tuple[int, tuple[Any, Any]]:
@@ -245,10 +249,10 @@ def test_replays_of_graphs(kind: str, replays: int) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_one_thread_makes_the_calls_of_all_ranks() -> None:
+def test_one_thread_makes_the_calls_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    contexts = [ContextParallel(x) for x in transports("peer")]
+    contexts = [ContextParallel(x) for x in transports("peer", monkeypatch)]
     batch, found = Batch((300, 5), h_q=16), []
     for rank, context in enumerate(contexts):
         with cupy.cuda.Device(rank):
@@ -261,10 +265,10 @@ def test_one_thread_makes_the_calls_of_all_ranks() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_rank_that_stays_away() -> None:
+def test_a_rank_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    context, _ = (ContextParallel(x) for x in transports("peer", timeout=0.2))
+    context, _ = (ContextParallel(x) for x in transports("peer", monkeypatch, timeout=0.2))
     shard = [cupy.asarray(x) for x in Batch((30,), h_q=8).shard(WORLD, 0)]
     out, lse = context.decode(*shard)
     assert math.isnan(float(out[0, 0, 0, 0]))

@@ -30,6 +30,17 @@ def upload(x: Array) -> Any:
     return cupy.ndarray(x.shape, x.dtype, memory.data + offset, strides=x.strides)
 
 
+def fetch(x: Any) -> Array:
+    """A CuPy array on the host, with the same strides and whatever lies between its rows."""
+    import cupy
+
+    if x.flags.c_contiguous or x.size == 0:
+        return cupy.asnumpy(x)
+    reach = sum(step * (size - 1) for step, size in zip(x.strides, x.shape, strict=True)) + x.itemsize
+    raw = cupy.ndarray((reach,), cupy.uint8, x.data)
+    return np.ndarray(x.shape, x.dtype, cupy.asnumpy(raw), 0, x.strides)
+
+
 def uploaded(inputs: DecodeInputs) -> tuple[Any, ...]:
     """The positional arguments of `mla_decode` on the GPU."""
     return tuple(upload(x) for x in inputs.arguments)

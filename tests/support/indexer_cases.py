@@ -19,7 +19,10 @@ WILD = (-(2**31), 2**31 - 1)
 
 @dataclass(frozen=True)
 class LogitsCase:
-    """`ranges` are "random" (with empty and hostile ones), "causal", or "none"; `dtype` may be uint8, for codes."""
+    """`ranges` are "random" (with empty and hostile ones), "causal", or "none"; `dtype` may be uint8, for codes.
+
+    `float16`: codes of queries are at most 128 / d, those of keys use their whole range.
+    """
 
     s_q: int = 5
     s_kv: int = 200
@@ -29,17 +32,23 @@ class LogitsCase:
     ranges: str = "random"
     scales: bool = True
     seed: int = 0
+    float16: bool = False
 
     @property
     def id(self) -> str:
-        options = "" if self.scales else "-noscale"
+        options = ("" if self.scales else "-noscale") + ("-float16" if self.float16 else "")
         return f"{self.dtype}-q{self.s_q}-kv{self.s_kv}-h{self.h}-d{self.d}-{self.ranges}{options}"
 
 
 def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
     """Normal numbers, rounded."""
     made = rng.standard_normal(shape, np.float32)
-    return made.astype(CODES).view(np.uint8) if dtype == "uint8" else made.astype(dtypes.numpy_dtype(dtype))
+    return as_codes(made) if dtype == "uint8" else made.astype(dtypes.numpy_dtype(dtype))
+
+
+def as_codes(x: Array) -> Array:
+    """The bytes of e4m3."""
+    return x.astype(CODES).view(np.uint8)
 
 
 def ranges(rng: np.random.Generator, case: LogitsCase) -> dict[str, Array]:
@@ -64,6 +73,10 @@ def logits_inputs(case: LogitsCase) -> dict[str, Array]:
         "weights": rng.standard_normal((case.s_q, case.h), np.float32),
         **ranges(rng, case),
     }
+    if case.float16:
+        kind = inputs["q"].dtype
+        inputs["q"] = as_codes(rng.uniform(-128 / case.d, 128 / case.d, inputs["q"].shape)).view(kind)
+        inputs["k"] = as_codes(np.clip(150 * rng.standard_normal(inputs["k"].shape), -448, 448)).view(kind)
     if case.scales:
         inputs["k_scale"] = rng.uniform(0.5, 2.0, case.s_kv).astype(np.float32)
     seen = np.zeros(case.s_kv, bool)
@@ -135,6 +148,8 @@ def paged_inputs(case: PagedCase) -> dict[str, Array]:
 
 IN_FLOAT32 = 2.0**-18
 """Error of sums in float32, relative to the sum of the terms' magnitudes."""
+IN_FLOAT16 = 2.0**-10
+"""The same of products and sums in float16."""
 ON_TENSOR_CORES = 2.0**-11
 """The same of 8-bit products, of which the hardware cuts off bits."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "sq<N>-skv<N>-h<N>[-d<N>][-full][-bf16], or paged b<N>-sq<N>-skv<N>-h<N>"
+FORM = "sq<N>-skv<N>-h<N>[-d<N>][-full][-bf16|-float16], or paged b<N>-sq<N>-skv<N>-h<N>"
 PAGE_SIZE = 64
 HEAD_DIMS = (32, 64, 128)
 
@@ -18,6 +18,8 @@ HEAD_DIMS = (32, 64, 128)
 @dataclass(frozen=True)
 class LogitsCase:
     """`b` is 0 for queries of one sequence, the last of whose `s_kv` tokens they are; `full`: each sees all keys.
+
+    `float16`: our kernel adds up products in float16; a peer does what it does.
 
     The microseconds are those of the best peer on one H200 on one day, and our target there; for orientation only.
     """
@@ -29,6 +31,7 @@ class LogitsCase:
     full: bool = False
     bf16: bool = False
     b: int = 0
+    float16: bool = False
     peer_us: float | None = field(default=None, compare=False)
     target_us: float | None = field(default=None, compare=False)
 
@@ -49,7 +52,8 @@ class LogitsCase:
             return f"b{self.b}-{name}"
         if self.d != 128:
             name += f"-d{self.d}"
-        return name + ("-full" if self.full else "") + ("-bf16" if self.bf16 else "")
+        flags = {"-full": self.full, "-bf16": self.bf16, "-float16": self.float16}
+        return name + "".join(text for text, there in flags.items() if there)
 
     @property
     def keys_of_first(self) -> int:
@@ -80,7 +84,7 @@ class LogitsCase:
 
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
-        return {name: getattr(self, name) for name in ("b", "s_q", "s_kv", "h", "d", "full", "bf16")}
+        return {name: getattr(self, name) for name in ("b", "s_q", "s_kv", "h", "d", "full", "bf16", "float16")}
 
 
 CASES: tuple[LogitsCase, ...] = (
@@ -96,10 +100,12 @@ CASES: tuple[LogitsCase, ...] = (
     LogitsCase(2, 32768, b=64),
     LogitsCase(4, 8192, b=128),
     LogitsCase(1, 32768, 32, b=64),
+    LogitsCase(4096, 4096, float16=True),
+    LogitsCase(4096, 32768, float16=True),
 )
 SUITES: Mapping[str, tuple[LogitsCase, ...]] = {"targets": CASES, "quick": CASES[:4]}
 
-_PATTERN = re.compile(r"(?:b(\d+)-)?sq(\d+)-skv(\d+)-h(\d+)(?:-d(\d+))?(-full)?(-bf16)?")
+_PATTERN = re.compile(r"(?:b(\d+)-)?sq(\d+)-skv(\d+)-h(\d+)(?:-d(\d+))?(-full)?(-bf16|-float16)?")
 
 
 def parse(name: str) -> LogitsCase:
@@ -107,11 +113,11 @@ def parse(name: str) -> LogitsCase:
     match = _PATTERN.fullmatch(name.strip())
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
-    *texts, full, bf16 = match.groups()
+    *texts, full, kind = match.groups()
     b, s_q, s_kv, h, d = (
         int(text) if text else default for text, default in zip(texts, (0, 1, 1, 1, 128), strict=True)
     )
-    if min(s_q, s_kv, h) < 1 or d not in HEAD_DIMS or (texts[0] and b < 1) or (b and (full or bf16 or d != 128)):
+    if min(s_q, s_kv, h) < 1 or d not in HEAD_DIMS or (texts[0] and b < 1) or (b and (full or kind or d != 128)):
         raise BenchError(f"case {name!r}: every size must be at least 1, d one of {HEAD_DIMS}; paged only e4m3 of 128")
-    case = LogitsCase(s_q, s_kv, h, d, bool(full), bool(bf16), b)
+    case = LogitsCase(s_q, s_kv, h, d, bool(full), kind == "-bf16", b, kind == "-float16")
     return next((known for known in CASES if known == case), case)

@@ -43,7 +43,7 @@ def expect(case: LogitsCase, dtype: str, inputs: LogitsInputs, device: Device) -
 
 
 def _prefill_sample(case: LogitsCase, host: dict[str, Array], row: int) -> Sample:
-    one = {name: x[row : row + 1] if name not in ("k", "k_scale") else x for name, x in host.items()}
+    one: dict[str, Any] = {name: x[row : row + 1] if name not in ("k", "k_scale") else x for name, x in host.items()}
     absolute = {**one, "weights": np.abs(one["weights"]), "q": _absolute(one["q"]), "k": _absolute(one["k"])}
     return Sample((row,), reference.indexer_logits(**one)[0], RELATIVE * reference.indexer_logits(**absolute)[0])
 

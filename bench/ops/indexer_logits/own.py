@@ -31,10 +31,11 @@ class IndexerLogits:
         results = [device.empty(shape, "float32") for _ in sets]
         public: Callable[..., Any] = mla_cupy.indexer_logits_paged if case.b else mla_cupy.indexer_logits
         function = with_kernel(public, self._kernel)
+        chosen = {"accumulate": "float16"} if case.float16 else {}
 
         def calls(**options: Any) -> list[Call]:
             return [
-                partial(function, **inputs.arguments, logits=result, **options)
+                partial(function, **inputs.arguments, logits=result, **chosen, **options)
                 for inputs, result in zip(sets, results, strict=True)
             ]
 

@@ -29,6 +29,12 @@ struct Config : KeyTile<kHeadDimQk_> {
     static constexpr bool kScaledQueries = false;
     struct Extra {};
 
+    // Where keys come late: the right warpgroup adds the even tile's values before it scores the odd tile, and so frees
+    // half a stage before it waits.
+    static constexpr bool kEvenValuesFirst = false;
+    // Products with values in two instructions of 128 columns each.
+    static constexpr bool kHalvedProducts = false;
+
     static constexpr i32 kPBuffers = 1;
     template <class Storage>
     MLA_DEVICE static u8* second_p(Storage& s) {
@@ -79,9 +85,9 @@ struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[C::kTileBytes];  // the resident SW128 tile's place is p(1)
     u8 kv[kStagesKV][C::kTileBytes];
     u8 p_buffers[C::kPBuffers][kSw128Bytes];
-    float running_max[kStagesKV][kBlockM];  // after the tile in that stage
-    float sums[2][kBlockM];                 // left, right: their shares of l
-    float right_row_max[kBlockM];           // the largest scores of the right warpgroup; sparse only
+    float running_max[kStagesKV][kBlockM];              // after the tile in that stage
+    float sums[2][kBlockM];                             // left, right: their shares of l
+    float right_row_max[C::kWithRowMax ? kBlockM : 1];  // the largest scores of the right warpgroup; sparse only
     u64 present[kStagesKV];    // bit t: token t of the tile is there; dense, or of lists with other entries
     i32 nonfinite_request[2];  // left, right: the last request in which sanitize_v found NaN or Inf
     HalfBarriers kv_full[kStagesKV], kv_empty[kStagesKV];

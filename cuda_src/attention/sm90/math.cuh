@@ -5,6 +5,7 @@
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
 #include "ptx/control.cuh"
+#include "ptx/wgmma_n128.cuh"
 #include "tile/sw128_fragments.cuh"
 
 namespace mla::attention::sm90 {
@@ -93,6 +94,20 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
     wgmma_commit_group();
 }
 
+// One step of O += P V.
+template <class C, class Operand>
+MLA_DEVICE void add_product(Math& math, const Operand& p, SmemDesc v) {
+    if constexpr (!C::kHalvedProducts) {
+        wgmma_m64n256k16<true>(typename C::Latent{}, math.out, p, v, true);
+    } else {
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            auto& columns = reinterpret_cast<float (&)[kOutPerThread / 2]>(math.out[half * kOutPerThread / 2]);
+            wgmma_m64n128k16<true>(typename C::Latent{}, columns, p, advance(v, half * 2 * kSw128Bytes), true);
+        }
+    }
+}
+
 // Starts O += P V with P in registers (this warpgroup's own tile) ...
 template <bool kRight, class C>
 MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
@@ -101,8 +116,7 @@ MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        wgmma_m64n256k16<true>(typename C::Latent{}, math.out, math.p_fragment[step],
-                               advance(v, step * kMnMajorStepBytes), true);
+        add_product<C>(math, math.p_fragment[step], advance(v, step * kMnMajorStepBytes));
     }
     wgmma_commit_group();
 }
@@ -116,8 +130,7 @@ MLA_DEVICE void start_other_product(Storage<C>& s, Math& math, i32 stage) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        wgmma_m64n256k16<true>(typename C::Latent{}, math.out, advance(p, step * kKMajorStepBytes),
-                               advance(v, step * kMnMajorStepBytes), true);
+        add_product<C>(math, advance(p, step * kKMajorStepBytes), advance(v, step * kMnMajorStepBytes));
     }
     wgmma_commit_group();
 }
@@ -150,7 +163,9 @@ template <class C>
 MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 stage, i32 thread) {
     const u64 present = C::kSparse && !C::kSkipsTokens ? ~0ull : block.s.present[stage];
     if constexpr (C::kSkipsTokens) {  // of a list: every row sees the same
-        if (present != ~0ull) mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
+        if (present == ~0ull) return;
+        opaque(thread);  // what follows from it is not worth registers across the loop
+        mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
         return;
     }
     if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;

@@ -8,6 +8,9 @@
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
 //   load    |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->
 //
+// Where keys come late (kEvenValuesFirst), the right warpgroup does O_R += P0 V0_R before S1: it frees the even tile
+// before it waits for the odd one.
+//
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // What differs: separate loader warps; one running maximum instead of exchanged scales; both warpgroups add tile 0
 // before tile 1, so P0 is written once and never rescaled; the maximum moves only by more than 2^8, so O is almost
@@ -60,35 +63,57 @@ MLA_DEVICE void left_pair(Block<C>& block, Math& math, const WorkItem& item, i32
     math.ring.advance(1);
 }
 
+// The maximum after the even tile becomes the right warpgroup's.
+template <class C>
+MLA_DEVICE RowScale take_even_max(Storage<C>& s, Math& math, i32 thread) {
+    float maxima[kFragmentRows];
+    bar_sync(MaxReady, kMathThreads);
+    load_rows(maxima, s.running_max[0], thread);
+    return math.rows.move_max(maxima);
+}
+
+// O_R += P0 V0_R.
+template <class C>
+MLA_DEVICE void add_even_to_right(Block<C>& block, Math& math, const WorkItem& item, i32 tile, const RowScale& scale,
+                                  i32 thread) {
+    bar_sync(P0Ready, kMathThreads);
+    rescale(math.out, scale);
+    sanitize_v<true>(block, item, tile, 0, thread);
+    start_other_product<true>(block.s, math, 0);
+    finish(math);
+    release(block.s.kv_empty[0].right, thread);
+    math.ring.advance(0);
+}
+
 // The right warpgroup's share of the same tiles if both exist ...
 template <class C>
 MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 thread) {
     Storage<C>& s = block.s;
     const float scale_log2 = block.p.scale_log2;
     float tile_maxima[kFragmentRows], maxima[kFragmentRows];
+    RowScale even_scale;
 
+    if constexpr (C::kEvenValuesFirst) {
+        even_scale = take_even_max(s, math, thread);
+        add_even_to_right(block, math, item, tile, even_scale, thread);
+    }
     start_scores(s, math, 1);
     finish(math);
     scale_scores(s, math, thread);
     mask_tile(block, math, item, tile + 1, 1, thread);
     tile_max(tile_maxima, math.scores, scale_log2);
-    bar_sync(MaxReady, kMathThreads);
-    load_rows(maxima, s.running_max[0], thread);
-    const RowScale even_scale = math.rows.move_max(maxima);
+    if constexpr (!C::kEvenValuesFirst) even_scale = take_even_max(s, math, thread);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[1], maxima, thread);
     const RowScale odd_scale = math.rows.move_max(maxima);
     exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
+    if constexpr (C::kEvenValuesFirst) {  // P may take the place of what the other warps have scored by then
+        bar_sync(own_barrier(true), kWarpgroupThreads);
+    }
     store_sw128(s.p(1), math.p_fragment, thread);
     bar_arrive(P1Ready, kMathThreads);
 
-    bar_sync(P0Ready, kMathThreads);
-    rescale(math.out, even_scale);
-    sanitize_v<true>(block, item, tile, 0, thread);
-    start_other_product<true>(s, math, 0);
-    finish(math);
-    release(s.kv_empty[0].right, thread);
-    math.ring.advance(0);
+    if constexpr (!C::kEvenValuesFirst) add_even_to_right(block, math, item, tile, even_scale, thread);
     rescale(math.out, odd_scale);
     sanitize_v<true>(block, item, tile + 1, 1, thread);
     start_own_product<true>(s, math, 1);
@@ -100,17 +125,8 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
 // ... and if only the even one does.
 template <class C>
 MLA_DEVICE void right_last(Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 thread) {
-    Storage<C>& s = block.s;
-    float maxima[kFragmentRows];
-    bar_sync(MaxReady, kMathThreads);
-    load_rows(maxima, s.running_max[0], thread);
-    rescale(math.out, math.rows.move_max(maxima));
-    bar_sync(P0Ready, kMathThreads);
-    sanitize_v<true>(block, item, tile, 0, thread);
-    start_other_product<true>(s, math, 0);
-    finish(math);
-    release(s.kv_empty[0].right, thread);
-    math.ring.advance(0);
+    const RowScale scale = take_even_max(block.s, math, thread);
+    add_even_to_right(block, math, item, tile, scale, thread);
 }
 
 // ---- Roles -----------------------------------------------------------------------------------------------------

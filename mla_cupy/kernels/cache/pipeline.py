@@ -11,7 +11,7 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.cache import append, copy_pages, gather, layout, update
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.spec import PLAIN, Kernel
-from mla_cupy.records import HEADER_WORDS, RECORDS
+from mla_cupy.records import RECORDS, words_before_changes
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -151,13 +151,13 @@ class UpdatePipeline(CachePipeline):
         """One launch."""
         table = call.view("table")
         max_rows, max_pages = table.shape
-        changes_at = HEADER_WORDS + 3 * max_rows + 1
+        changes_at = words_before_changes(max_rows)
         values = (
             *(table.strides[0], call.view("step_table").strides[0]),
             *(max_rows, max_pages, call.options.page_size, changes_at),
-            (call.view("packed").shape[0] - changes_at) // 2,
+            *((call.view("packed").shape[0] - changes_at) // 2, call.view("slots").shape[0]),
         )
-        names = ("packed", "table", "seqlens", "step_table", "step_seqlens")
+        names = ("packed", "table", "seqlens", "step_table", "step_seqlens", "slots", "positions")
         return _launch(update.KERNEL, max_rows, names, values)
 
 

@@ -7,7 +7,7 @@ from mla_cupy.records import HEADER_WORDS
 
 KERNEL: Kernel[object] = Kernel(
     "cache_update",
-    "brings a block table up to date and gathers the rows of a step",
+    "brings a block table up to date, gathers the rows of a step and places its tokens",
     "cache/update.cu",
     Params(
         packed="u8",
@@ -15,6 +15,8 @@ KERNEL: Kernel[object] = Kernel(
         seqlens="u8",
         step_table="u8",
         step_seqlens="u8",
+        slots="u8",
+        positions="u8",
         table_stride_elems="i8",
         step_table_stride_elems="i8",
         max_rows="i4",
@@ -22,6 +24,7 @@ KERNEL: Kernel[object] = Kernel(
         page_size="i4",
         changes_at="i4",
         max_changes="i4",
+        max_tokens="i4",
     ),
     facts={"header_words": HEADER_WORDS},
 )

@@ -16,8 +16,10 @@ BLOCK_ROWS = (8, 16, 24, 32)
 NARROW_BLOCK_ROWS = (16, 32)
 """Rows of the builds for narrower keys, and of others that are seldom asked for: each takes seconds to compile."""
 
-MAX_SHARED_TILES = 8
-"""Largest number of tiles per split where several blocks share them: from about 12 on the seesaw is faster."""
+MAX_SHARED_TILES = {2: 16}
+"""Largest number of tiles per split, by the number of blocks that share them: with more the seesaw is faster."""
+MOST_SHARED_TILES = 8
+"""The same for all other numbers of blocks: of four, from about 12 on."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
         return True
     if problem.batch is None:
         return False
-    blocks = problem.h_kv * -(-problem.rows // BLOCK_ROWS[-1])
-    return problem.batch.tiles * blocks <= MAX_SHARED_TILES * device.sm_count
+    blocks = -(-problem.rows // BLOCK_ROWS[-1])
+    most = MAX_SHARED_TILES.get(blocks, MOST_SHARED_TILES)
+    return problem.batch.tiles * problem.h_kv * blocks <= most * device.sm_count
 
 
 def variant(problem: DecodeProblem) -> SmallVariant:

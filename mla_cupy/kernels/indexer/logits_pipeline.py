@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.indexer import logits_generic, logits_schedule, logits_sm90, logits_sm90_paged
+from mla_cupy.kernels.indexer import logits_generic, logits_schedule, logits_sm90, logits_sm90_half, logits_sm90_paged
 from mla_cupy.kernels.indexer.logits_problem import BLOCK_TOKENS, PARAMS, LogitsKernel, LogitsOptions, LogitsProblem
 from mla_cupy.kernels.indexer.logits_schedule import ScheduleVariant
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
@@ -34,6 +34,11 @@ class LogitsConfig:
     num_splits: int
 
 
+def scheduled(kernel: LogitsKernel, problem: LogitsProblem) -> bool:
+    """Whether the kernel wants a schedule."""
+    return bool(kernel.tile_keys) and problem.num_blocks > kernel.short_line
+
+
 class LogitsPipeline(Pipeline[LogitsConfig]):
     """What both forms of the logits have in common."""
 
@@ -46,8 +51,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         if not chosen.tile_keys:
             return LogitsConfig(problem, chosen, (x, y, z), 0)
         splits = min(x, logits_schedule.MAX_SPLITS)
-        short = problem.num_blocks <= logits_schedule.MAX_SHORT_LINE
-        return LogitsConfig(problem, chosen, (splits, y, z), 0 if short else splits)
+        return LogitsConfig(problem, chosen, (splits, y, z), splits if scheduled(chosen, problem) else 0)
 
     def workspace(self, config: LogitsConfig) -> Layout:
         """The cuts of the schedule."""
@@ -85,6 +89,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
             "clean": options.clean,
             "bf16_out": logits.dtype == "bfloat16",
             "wide_rows": _is_wide(logits),
+            "num_blocks": problem.num_blocks,
         }
 
     def _record(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> Record:
@@ -108,7 +113,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
 class PrefillPipeline(LogitsPipeline):
     """Queries of any tokens, contiguous keys."""
 
-    kernels = (logits_sm90.KERNEL, logits_generic.KERNEL)
+    kernels = (logits_sm90_half.KERNEL, logits_sm90.KERNEL, logits_generic.KERNEL)
 
     def _addresses(self, call: Call) -> dict[str, str]:
         given = {"k_scale": "k_scale", "begins": "ks", "ends": "ke"}

@@ -27,7 +27,8 @@ class LogitsProblem:
     """What decides which kernels run and how: no pointers, no device.
 
     `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 where
-    keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes.
+    keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes;
+    `accumulate` is what products may be added up in.
     """
 
     num_tokens: int
@@ -39,6 +40,7 @@ class LogitsProblem:
     page_size: int = 0
     num_pages: int = 0
     aligned: bool = True
+    accumulate: str = "float32"
 
     @property
     def num_blocks(self) -> int:
@@ -55,6 +57,7 @@ class LogitsOptions(NamedTuple):
     """The numbers of a call."""
 
     clean: bool
+    accumulate: str
 
 
 def no_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
@@ -74,6 +77,8 @@ class LogitsKernel(Kernel[LogitsProblem]):
         `grid(problem, device)`.
     tile_keys : int
         Keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0: it needs none.
+    short_line : int
+        For so many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
     maps : callable
         `maps(call)`: its tensor maps, by the names of the arrays.
     """
@@ -81,6 +86,7 @@ class LogitsKernel(Kernel[LogitsProblem]):
     variant: Callable[[LogitsProblem], Variant] = lambda problem: DtypeVariant(problem.dtype)
     grid: Callable[[LogitsProblem, DeviceInfo], Dim3] = lambda problem, device: (device.sm_count, 1, 1)
     tile_keys: int = 0
+    short_line: int = 0
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = no_maps
 
 
@@ -121,4 +127,5 @@ PARAMS = Params(
     clean="i4",
     bf16_out="i4",
     wide_rows="i4",
+    num_blocks="i4",
 )

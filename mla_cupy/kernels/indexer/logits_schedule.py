@@ -8,9 +8,6 @@ from mla_cupy.kernels.spec import Kernel, Params, Variant
 
 MAX_SPLITS = 1023
 CUT_BYTES = 8
-MAX_SHORT_LINE = 128
-"""Blocks of tokens whose tiles the kernels cut into shares themselves, without a schedule."""
-
 PARAMS = Params(
     begins="u8",
     ends="u8",
@@ -19,6 +16,7 @@ PARAMS = Params(
     ends_stride_block_elems="i8",
     ends_stride_token_elems="i8",
     num_tokens="i4",
+    num_blocks="i4",
     block_tokens="i4",
     num_keys="i4",
     end_of_last="i4",
@@ -33,7 +31,7 @@ class ScheduleVariant(Variant):
     tile_keys: int
 
 
-VARIANTS = tuple(ScheduleVariant(keys) for keys in (128, 64))
+VARIANTS = tuple(ScheduleVariant(keys) for keys in (256, 128, 64))
 
 KERNEL: Kernel[object] = Kernel(
     "indexer_logits_schedule",

@@ -15,13 +15,13 @@ from mla_cupy.kernels.indexer.logits_problem import (
     LogitsKernel,
     LogitsProblem,
 )
-from mla_cupy.kernels.indexer.logits_schedule import MAX_SHORT_LINE
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
-TILE_KEYS = 128
+TILE_KEYS, HALF_TILE_KEYS = 128, 256
+_SHORT_LINE = 128
 TILE_HEADS = 8
 """Heads of an m64 tile of queries."""
 PIECE_BYTES = 128
@@ -44,10 +44,16 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 @dataclass(frozen=True)
 class LogitsVariant(Variant):
-    """Element type of queries and keys, and their width."""
+    """Element type of queries and keys, their width, and the type of products and of a thread's sums."""
 
     dtype: str
     head_dim: int
+    accumulator: str = "float"
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile: products in float16 take half the registers."""
+        return HALF_TILE_KEYS if self.accumulator == "float16" else TILE_KEYS
 
     @property
     def max_heads(self) -> int:
@@ -74,7 +80,7 @@ def q_map(q: View) -> TensorMapSpec:
     )
 
 
-def k_map(k: View) -> TensorMapSpec:
+def k_map(k: View, tile_keys: int = TILE_KEYS) -> TensorMapSpec:
     """The keys as (1, keys, head_dim), fetched in tiles."""
     (keys, head_dim), nbytes = k.shape, TABLE[k.dtype].nbytes
     stride = nbytes * (k.strides[0] if keys > 1 else head_dim)
@@ -83,7 +89,7 @@ def k_map(k: View) -> TensorMapSpec:
         k.ptr,
         dims=(head_dim, keys, 1),
         strides_bytes=(stride, stride),
-        box=(PIECE_BYTES // nbytes, TILE_KEYS, 1),
+        box=(PIECE_BYTES // nbytes, tile_keys, 1),
     )
 
 
@@ -101,9 +107,10 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     VARIANTS,
-    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": MAX_SHORT_LINE},
+    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
     tile_keys=TILE_KEYS,
+    short_line=_SHORT_LINE,
     maps=maps,
 )

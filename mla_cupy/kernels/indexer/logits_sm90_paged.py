@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.indexer.logits_problem import BLOCK_TOKENS, CODES, MAX_HEADS, PARAMS, LogitsKernel, LogitsProblem
-from mla_cupy.kernels.indexer.logits_schedule import MAX_SHORT_LINE
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -14,9 +13,8 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 
 PAGE_KEYS = 64
 HEAD_DIM = 128
-BLOCK_HEADS = (32, 64)
-_FEW_TILES, _ALL_TILES = 4, 16
-"""Products' queries for which there is room: those of two sequences of two at most, or of all that the kernel takes."""
+BLOCK_HEADS = (32, 64, 128)
+_SHORT_LINE = 1024
 _QUERY_STAGES = 2
 _SCALE_BYTES = 4 * PAGE_KEYS
 _PAGE_BYTES = PAGE_KEYS * HEAD_DIM + _SCALE_BYTES
@@ -24,16 +22,16 @@ _PAGE_BYTES = PAGE_KEYS * HEAD_DIM + _SCALE_BYTES
 
 @dataclass(frozen=True)
 class PagedVariant(Variant):
-    """Heads of one product, including those past h; and room for products' queries: of 64 heads, few or all."""
+    """Heads of a token, including those past h; and for how many tokens' queries there is room."""
 
     block_heads: int
     query_tiles: int
 
 
 _VARIANTS = (
-    PagedVariant(BLOCK_HEADS[0], _ALL_TILES),
-    PagedVariant(BLOCK_HEADS[-1], _FEW_TILES),
-    PagedVariant(BLOCK_HEADS[-1], _ALL_TILES),
+    PagedVariant(32, _QUERY_STAGES * BLOCK_TOKENS),
+    PagedVariant(64, _QUERY_STAGES * BLOCK_TOKENS),
+    PagedVariant(128, BLOCK_TOKENS),
 )
 
 
@@ -55,17 +53,16 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 def variant(problem: LogitsProblem) -> PagedVariant:
     """The build that it takes."""
     block = block_heads(problem.heads)
-    few = problem.block_tokens * -(-problem.heads // block) <= _FEW_TILES // _QUERY_STAGES
-    return PagedVariant(block, _FEW_TILES if few and block == BLOCK_HEADS[-1] else _ALL_TILES)
+    return next(build for build in _VARIANTS if build.block_heads == block)
 
 
 def block_heads(heads: int) -> int:
-    """How many heads one product has."""
-    return next((block for block in BLOCK_HEADS if heads <= block), BLOCK_HEADS[-1])
+    """How many heads a token has in the kernel."""
+    return next(block for block in BLOCK_HEADS if heads <= block)
 
 
 def q_map(q: View) -> TensorMapSpec:
-    """The queries as (b, s_q, heads, head_dim), fetched token by token in blocks of heads."""
+    """The queries as (b, s_q, heads, head_dim), fetched token by token."""
     b, s_q, heads, head_dim = q.shape
     strides = (q.strides[2] if heads > 1 else head_dim, q.strides[1] if s_q > 1 else head_dim)
     return TensorMapSpec(
@@ -112,9 +109,10 @@ KERNEL = LogitsKernel(
     PARAMS,
     HOPPER,
     variants=_VARIANTS,
-    facts={"page_keys": PAGE_KEYS, "max_short_line": MAX_SHORT_LINE},
+    facts={"page_keys": PAGE_KEYS, "max_short_line": _SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
     tile_keys=PAGE_KEYS,
+    short_line=_SHORT_LINE,
     maps=maps,
 )

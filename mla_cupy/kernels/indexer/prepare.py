@@ -18,6 +18,8 @@ GROUP_VECTORS = 4
 MANY_VECTORS = 32768
 """Fewer are one of each group: then what counts is how soon the last one is done."""
 HEAD_DIMS = (32, 64, 128)
+MAX_CODE = 448.0
+"""The largest finite e4m3."""
 
 PARAMS = Params(
     x="u8",
@@ -59,6 +61,8 @@ PARAMS = Params(
     step_heads="i4",
     h_factor="f4",
     d_factor="f4",
+    max_code="f4",
+    inverse_max_code="f4",
 )
 
 
@@ -85,6 +89,7 @@ class PrepareOptions(NamedTuple):
     hadamard: bool
     scales: str
     reference_rounding: bool
+    accumulate: str = "float32"
 
 
 KERNEL: Kernel[PrepareProblem] = Kernel(
@@ -95,6 +100,11 @@ KERNEL: Kernel[PrepareProblem] = Kernel(
     variants=(*(PrepareVariant(d, 0) for d in HEAD_DIMS), PrepareVariant(HEAD_DIMS[-1], 1)),
     facts={"block_groups": BLOCK_GROUPS},
 )
+
+
+def max_code(head_dim: int, accumulate: str) -> float:
+    """The largest code. For float16, products with any keys come to 57,344 at most, which it can hold."""
+    return 57344 / (head_dim * MAX_CODE) if accumulate == "float16" else MAX_CODE
 
 
 def group_vectors(vectors: int) -> int:

@@ -51,6 +51,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             return []
         axes = 2 if self._weights else 1
         variant = PrepareVariant(config.head_dim, int(self._is_usual(config, call)))
+        max_code = prepare.max_code(config.head_dim, options.accumulate)
         group_vectors = prepare.group_vectors(vectors)
         values = (
             *self._strides(call, self._x, axes),
@@ -64,7 +65,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             *(config.aligned, _tables_are_aligned(call)),
             *((*codes.shape[:2], slots_are_64(call)) if paged else (0, 0, False)),
             *(group_vectors, *divmod(prepare.WARP_VECTORS, heads)),
-            *(heads**-0.5, config.head_dim**-0.5),
+            *(heads**-0.5, config.head_dim**-0.5, max_code, 1 / max_code),
         )
         tables = (call.name(name) for name in ("cos", "sin", "positions"))
         names = (self._x, self._weights, *tables, "slots" if paged else NULL, self._codes, self._scales)

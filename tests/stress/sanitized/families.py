@@ -1,0 +1,15 @@
+"""The names of the families: of the modules beside this one."""
+
+FAMILIES = (
+    "decode",
+    "records",
+    "plans",
+    "sparse",
+    "sparse_records",
+    "sparse_decode",
+    "cache",
+    "logits",
+    "topk",
+    "losses",
+    "merge",
+)
