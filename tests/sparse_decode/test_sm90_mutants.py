@@ -6,6 +6,8 @@ least one mode.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,9 @@ MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
 #: One block works on five requests, of one to three tiles.
 CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
 
+#: The same in a block of 32 heads, which has one math warpgroup and no scouts.
+CASE_OF_32 = replace(CASE, h_q=20)
+
 MUTANTS = (
     # Keys
     Mutant("keys released early", SMALL, "    wgmma_wait_group<2>();\n", ""),
@@ -33,8 +38,13 @@ MUTANTS = (
     ),
     Mutant("keys announced by seven warps", SMALL, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
     Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
-    Mutant("keys do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage][kGroup], ring.empty_parity(stage));", ""),
-    Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
+    Mutant("keys do not wait", SMALL, "mbarrier_wait(block.s.kv_empty[stage][kGroup], ring.empty_parity(stage));", ""),
+    Mutant(
+        "one stage only for the mathematics",
+        SMALL,
+        "math.group = math.stage = group;",
+        "math.group = group;\n    math.stage = 0;",
+    ),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
     Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant(
@@ -51,13 +61,18 @@ MUTANTS = (
     Mutant("list entries stuck", SMALL, "        next = after;\n", ""),
     # Query rows
     Mutant("Q does not wait", SMALL, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
-    Mutant("Q released after the first tile", SMALL, "if (tile + 1 == item.tile_end)", "if (tile == item.tile_begin)"),
+    Mutant(
+        "Q released after the first tile",
+        SMALL,
+        "if (last) release(s.q_empty",
+        "if (tile == item.tile_begin) release(s.q_empty",
+    ),
     Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
     Mutant(
         "Q freed by one warp too few",
         SMALL,
-        "s.q_empty) mbarrier_init(empty, kWarpgroupWarps)",
-        "s.q_empty) mbarrier_init(empty, 3)",
+        "mbarrier_init(empty, C::kMathGroups * kWarpgroupWarps)",
+        "mbarrier_init(empty, C::kMathGroups * kWarpgroupWarps - 1)",
     ),
     Mutant("scores in another unit", QUERY, "power_of_two(exponent - 14)", "power_of_two(exponent - 13)"),
     Mutant("scores not scaled back", SMALL, "factors.multiply(math.scores);", ";"),
@@ -69,8 +84,27 @@ MUTANTS = (
     Mutant(
         "P not waited for",
         SMALL,
-        "    bar_sync(MathOnly, kWarpgroupThreads);\n    add_values(s",
+        "    bar_sync(MathOnly + math.group, kWarpgroupThreads);\n    add_values(s",
         "    add_values(s",
+    ),
+    # The two math warpgroups, and scouts
+    Mutant(
+        "a part not waited for",
+        SMALL,
+        "    bar_sync(MathBoth, 2 * kWarpgroupThreads);\n    if (math.group == 0 &&",
+        "    if (math.group == 0 &&",
+    ),
+    Mutant("a part overwritten", SMALL, "math.group > 0 && last, thread);", "false, thread);"),
+    Mutant(
+        "a part of fewer warps", SMALL, "    bar_sync(MathOnly + math.group, kWarpgroupThreads);  // all", "    // all"
+    ),
+    Mutant(
+        "the first warpgroup's sums alone", SMALL, "if (math.group == 0 && has_part) add_part", "if (false) add_part"
+    ),
+    Mutant("scouts do not wait", SMALL, "        at.wait_empty(s.empty);\n", ""),
+    Mutant("scouts not waited for", SMALL, "        at.wait_full(s.full);\n", ""),
+    Mutant(
+        "a row's scales not waited for", SMALL, "        __syncwarp();  // the four lanes", "        // the four lanes"
     ),
     Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
 )
@@ -136,7 +170,10 @@ def verdict(mode: tuple[str, int], case: SparseDecodeCase, kernel: str) -> None:
         check(case, lambda x: x, np.asarray, kernel)
 
 
-RUNS = {"sparse_decode_sm90_small": (CASE, MUTANTS), "sparse_decode_sm90": (CASE_OF_BLOCKS, MUTANTS_OF_BLOCKS)}
+RUNS = {
+    "sparse_decode_sm90_small": ((CASE, CASE_OF_32), MUTANTS),
+    "sparse_decode_sm90": ((CASE_OF_BLOCKS,), MUTANTS_OF_BLOCKS),
+}
 PLANTED = [
     pytest.param(kernel, mutant, id=f"{kernel}-{mutant.id}")
     for kernel, (_, mutants) in RUNS.items()
@@ -148,11 +185,13 @@ PLANTED = [
 @pytest.mark.parametrize(("kernel", "mutant"), PLANTED)
 def test_is_caught(kernel: str, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(mode, RUNS[kernel][0], kernel) for mode in MODES), f"nothing shows that {mutant.name}"
+        assert any(verdict(mode, case, kernel) for mode, case in product(MODES, RUNS[kernel][0])), (
+            f"nothing shows that {mutant.name}"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", RUNS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(mode: tuple[str, int], kernel: str) -> None:
-    assert verdict(mode, RUNS[kernel][0], kernel) == ""
+    assert [verdict(mode, case, kernel) for case in RUNS[kernel][0]] == [""] * len(RUNS[kernel][0])

@@ -43,16 +43,24 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static constexpr bool kStaged = Tokens::kStaged;
     // Scouts find out where the rows are, so that dequantising warps do not. With 32 query rows there is no room.
     static constexpr bool kScouted = kStaged && kBlockRows <= 16;
-    static constexpr i32 kThreads = (kScouted ? 4 : 3) * kWarpgroupThreads;
-    static constexpr i32 kRegsDequant = kScouted ? 112 : 128;
+    // Two math warpgroups take tiles in turn, so that one multiplies while the other weighs. With 32 query rows there
+    // are not enough registers.
+    static constexpr i32 kMathGroups = kBlockRows <= 16 ? 2 : 1;
+    static constexpr i32 kWarpgroups = kMathGroups + 2 + (kScouted ? 1 : 0), kThreads = kWarpgroups * kWarpgroupThreads;
+    static constexpr i32 kRegsMath = kMathGroups > 1 ? 136 : 240;
+    static constexpr i32 kRegsDequant = kScouted ? 80 : kMathGroups > 1 ? 120 : 128;
+    static constexpr i32 kRegsScout = 48;
+    static constexpr i32 kRegsAtEntry = 512 / kWarpgroups / 8 * 8;  // of a thread
+    static_assert(kMathGroups * kRegsMath + 2 * kRegsDequant + (kScouted ? kRegsScout : 0) <=
+                      kWarpgroups * kRegsAtEntry,
+                  "registers of the block");
     // Where rows are staged, there is room for 32 query rows once.
-    static constexpr i32 kStagesQ = kStaged && kBlockRows > 16 ? 1 : 2;
+    static constexpr i32 kStagesQ = kStaged ? 1 : 2;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
     // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1, with 32 rows it costs 9 %; lists: -3 to -5 %
     // with 16 rows, with 32 it costs 4 %)
-    // Dequantising warps that have scouts have the time.
-    static constexpr bool kFencedByReaders = !kScouted && (kBlockRows <= 16 || kStaged);
+    static constexpr bool kFencedByReaders = kBlockRows <= 16 || kStaged;
     static constexpr bool kUnshifted = kBlockRows <= 16 && !kHasValueScale<TokenRecord>;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
@@ -63,15 +71,13 @@ struct SmallRecords : RecordTile<TokenRecord_> {
 };
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-// role      warps    regs   does
-// math      0..3     240    S^T, softmax, O^T
-// dequant   4..11    128    eight rows of each tile per warp; query rows
+// role      warps, registers: 8 and 16 rows, scouted   not scouted   32 rows      does
+// math      0..7, 136                                  0..7, 136     0..3, 240    S^T, softmax, O^T
+// dequant   8..15, 80                                  8..15, 120    4..11, 128   eight rows of a tile per warp; Q
+// scouts    16..17, 48                                                            addresses of a tile's rows
 constexpr i32 kDequantWarps = 8;
 constexpr i32 kRowsOfWarp = kWarpThreads / kPieceLanes;
 constexpr i32 kScoutWarps = kTileTokens / kWarpThreads;  // of a warpgroup; the others have nothing to do
-constexpr i32 kRegsMath = 240, kRegsScout = 48;
-static_assert(kRegsMath + 2 * 128 <= 3 * 168, "what a block of three warpgroups has at entry");
-static_assert(kRegsMath + 2 * 112 + kRegsScout <= 4 * 128, "what a block of four warpgroups has at entry");
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -119,9 +125,9 @@ template <class C>
 struct SmallStorage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
     u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
-    u8 p[C::kQSwTileBytes];                             // [head][token]
-    float q_factors[C::kStagesQ][C::kBlockRows];        // of the scores of each head
-    float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
+    u8 p[C::kMathGroups][C::kQSwTileBytes];                             // [head][token]
+    float q_factors[C::kStagesQ][C::kBlockRows];                        // of the scores of each head
+    float warp_values[C::kMathGroups][kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
     ScoutStorage<C> rows;
     u64 present[kStagesKV];  // bit t: token t of the tile is there
@@ -129,8 +135,8 @@ struct SmallStorage {
     MBarrier q_empty[C::kStagesQ];
 };
 
-// MathOnly: within the math warpgroup.
-enum SmallBarrier : i32 { MathOnly = 1 };
+// MathOnly: within a math warpgroup, one of each. MathBoth: between the two.
+enum SmallBarrier : i32 { MathOnly = 1, MathBoth = 3 };
 
 template <class C>
 struct SmallBlock : RowBlock<C::kBlockRows, C::kTree> {
@@ -146,7 +152,7 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
         for (MBarrier& full : s.kv_full[stage]) mbarrier_init(full, kDequantWarps);
         for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps);
     }
-    for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupWarps);
+    for (MBarrier& empty : s.q_empty) mbarrier_init(empty, C::kMathGroups * kWarpgroupWarps);
     if constexpr (C::kScouted) init_ring(s.rows.full, s.rows.empty, kScoutWarps, kDequantWarps);
 }
 
@@ -396,8 +402,7 @@ MLA_DEVICE void run_scout_role(SmallBlock<C>& block, i32 thread) {
     while (true) {
         const ListedTile<C> next = scout.list_next(walk);
         at.wait_empty(s.empty);
-        const TokenBytes token =
-            C::Tokens::template bytes<TokenRecord>(p, current, current.token, current.place);
+        const TokenBytes token = C::Tokens::template bytes<TokenRecord>(p, current, current.token, current.place);
         scout.report(s.tiles[at.stage], current, token);
         release(s.full[at.stage], thread);
         at.advance();
@@ -515,7 +520,7 @@ MLA_DEVICE void run_scouted_dequant_role(SmallBlock<C>& block, i32 warp, i32 lan
 // ---- Math role -------------------------------------------------------------------------------------------------
 template <class C>
 struct SmallMath : SwappedMath<C::kBlockRows, kSwTilesV> {
-    i32 stage, q_stage;
+    i32 group, stage, q_stage;
     Ring<kStagesKV> ring;
 };
 
@@ -555,9 +560,9 @@ MLA_DEVICE void score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
 
 // O^T += V^T P^T; each group of the stage is released as soon as it has been multiplied.
 template <class C>
-MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
+MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, bool keeps, i32 thread) {
     const SmemDesc v = uniform(mn_major_desc(smem_addr(s.kv[math.stage])));
-    const SmemDesc p = uniform(k_major_desc(smem_addr(s.p)));
+    const SmemDesc p = uniform(k_major_desc(smem_addr(s.p[math.group])));
 #pragma unroll
     for (auto& columns : math.out) pin(columns);
     wgmma_fence();
@@ -573,11 +578,11 @@ MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     }
     static_assert(C::kGroups == 3, "as many groups are committed");
     wgmma_wait_group<2>();
-    release(s.kv_empty[math.stage][0], thread);
+    if (!keeps) release(s.kv_empty[math.stage][0], thread);
     wgmma_wait_group<1>();
-    release(s.kv_empty[math.stage][1], thread);
+    if (!keeps) release(s.kv_empty[math.stage][1], thread);
     wgmma_wait_group<0>();
-    release(s.kv_empty[math.stage][2], thread);
+    if (!keeps) release(s.kv_empty[math.stage][2], thread);
 #pragma unroll
     for (auto& columns : math.out) pin(columns);
 }
@@ -630,36 +635,123 @@ MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const Wor
     SmallStorage<C>& s = block.s;
     const float scale_log2 = block.p.scale_log2;
     score(s, math, thread);
-    if (tile + 1 == item.tile_end) release(s.q_empty[math.q_stage], thread);
+    const bool last = tile + C::kMathGroups >= item.tile_end;
+    if (last) release(s.q_empty[math.q_stage], thread);
     mask_tile(block, math, item, tile, thread);
-    update_maxima(math, s.warp_values, scale_log2, MathOnly, thread);
+    update_maxima(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
     sanitize_v(block, math, item, tile, thread);
-    store_p(typename C::Latent{}, math, smem_addr(s.p), scale_log2, thread);
-    bar_sync(MathOnly, kWarpgroupThreads);
-    add_values(s, math, thread);
+    store_p(typename C::Latent{}, math, smem_addr(s.p[math.group]), scale_log2, thread);
+    bar_sync(MathOnly + math.group, kWarpgroupThreads);
+    add_values(s, math, math.group > 0 && last, thread);
     math.ring.advance(math.stage);
-    math.stage ^= 1;
+    if (C::kMathGroups == 1) math.stage ^= 1;
+}
+
+// Where the second math warpgroup leaves its part of a work item: in the memory of stage 1, whose last tile it has
+// therefore not released. A thread's maxima, sums and largest scores, then its columns; the thread of the first
+// warpgroup with the same number has the same heads and columns.
+template <class C>
+struct MathPart {
+    static constexpr i32 kHeads = kHeadsOfThread<C::kBlockRows>;
+    float* at;
+
+    MLA_DEVICE MathPart(SmallStorage<C>& s, i32 thread) : at(reinterpret_cast<float*>(s.kv[1]) + thread) {}
+    MLA_DEVICE float& max(i32 head) const { return at[head * kWarpgroupThreads]; }
+    MLA_DEVICE float& sum(i32 head) const { return at[(kHeads + head) * kWarpgroupThreads]; }
+    MLA_DEVICE float& row_max(i32 head) const { return at[(2 * kHeads + head) * kWarpgroupThreads]; }
+    MLA_DEVICE float& out(i32 sw_tile, i32 i) const {
+        return at[(3 * kHeads + sw_tile * (C::kBlockRows / 2) + i) * kWarpgroupThreads];
+    }
+};
+template <class C>
+constexpr bool kPartFits =
+    4 * kWarpgroupThreads * (3 * kHeadsOfThread<C::kBlockRows> + kSwTilesV * C::kBlockRows / 2) <= C::kTileBytes;
+
+template <class C>
+MLA_DEVICE void leave_part(SmallStorage<C>& s, const SmallMath<C>& math, i32 thread) {
+    static_assert(kPartFits<C>, "a stage has room for a part");
+    const MathPart<C> part(s, thread);
+    bar_sync(MathOnly + math.group, kWarpgroupThreads);  // all have multiplied the tile
+#pragma unroll
+    for (i32 k = 0; k < part.kHeads; ++k) {
+        part.max(k) = math.heads.max.value[k];
+        part.sum(k) = math.heads.sum.value[k];
+        if (C::Tokens::kWithRowMax) part.row_max(k) = math.heads.row_max.value[k];
+    }
+#pragma unroll
+    for (i32 t = 0; t < kSwTilesV; ++t) {
+#pragma unroll
+        for (i32 i = 0; i < C::kBlockRows / 2; ++i) part.out(t, i) = math.out[t][i];
+    }
+}
+
+// Which warpgroup has which tiles depends on where the item begins, so the sum must not depend on it: no operation is
+// fused.
+template <class C>
+MLA_DEVICE void add_part(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
+    const MathPart<C> part(s, thread);
+    HeadValues<C::kBlockRows> mine, theirs;
+#pragma unroll
+    for (i32 k = 0; k < part.kHeads; ++k) {
+        const float max = fmaxf(math.heads.max.value[k], part.max(k));
+        mine.value[k] = ex2_approx(math.heads.max.value[k] - max);
+        theirs.value[k] = ex2_approx(part.max(k) - max);
+        math.heads.max.value[k] = max;
+        math.heads.sum.value[k] =
+            __fadd_rn(__fmul_rn(math.heads.sum.value[k], mine.value[k]), __fmul_rn(part.sum(k), theirs.value[k]));
+        if (C::Tokens::kWithRowMax) {
+            math.heads.row_max.value[k] = fmaxf(math.heads.row_max.value[k], part.row_max(k));
+        }
+    }
+#pragma unroll
+    for (i32 t = 0; t < kSwTilesV; ++t) {
+#pragma unroll
+        for (i32 i = 0; i < C::kBlockRows / 2; ++i) {
+            math.out[t][i] = __fadd_rn(__fmul_rn(math.out[t][i], mine.of(i)), __fmul_rn(part.out(t, i), theirs.of(i)));
+        }
+    }
+}
+
+// By both math warpgroups: the first one has the whole item afterwards. `has_part`: the second one had a tile.
+template <class C>
+MLA_DEVICE void merge_parts(SmallStorage<C>& s, SmallMath<C>& math, bool has_part, i32 thread) {
+    if (math.group > 0 && has_part) leave_part(s, math, thread);
+    bar_sync(MathBoth, 2 * kWarpgroupThreads);
+    if (math.group == 0 && has_part) add_part(s, math, thread);
+    bar_sync(MathBoth, 2 * kWarpgroupThreads);
+    if (math.group == 0 || !has_part) return;
+    for (MBarrier& empty : s.kv_empty[1]) release(empty, thread);
 }
 
 template <class C>
-MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
+MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 group, i32 thread) {
     using Element = typename C::Element;
     const DecodeParams& p = block.p;
     SmallStorage<C>& s = block.s;
     const BlockHeads heads{block.kv_head, block.row0, block.rows};
     SmallMath<C> math;
-    math.stage = math.q_stage = 0;
+    math.group = math.stage = group;
+    math.q_stage = 0;
+    i32 stage = 0;
     WorkItem item;
     using Work = WorkIteratorOf<typename C::Tokens::Work>;
     for (Work walk(p, block.split, C::Tokens::kMasked ? block.hidden : 0); walk.next(p, item);) {
         math.reset();
-        if (item.tile_begin < item.tile_end) {
+        const i32 tiles = item.tile_end - item.tile_begin;
+        if (tiles > 0) {
+            const i32 skipped = C::kMathGroups > 1 ? group ^ stage : 0;  // tiles of a stage belong to one warpgroup
 #pragma unroll 1
-            for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
+            for (i32 tile = item.tile_begin + skipped; tile < item.tile_end; tile += C::kMathGroups) {
                 process_tile(block, math, item, tile, thread);
+            }
+            if constexpr (C::kMathGroups > 1) {
+                if (skipped >= tiles) release(s.q_empty[math.q_stage], thread);
+                merge_parts(s, math, (tiles + stage) / 2 > 0, thread);
+                stage = (stage + tiles) & 1;
             }
             math.q_stage = (math.q_stage + 1) % C::kStagesQ;
         }
+        if (group > 0) continue;
         if constexpr (kHasValueScale<typename C::TokenRecord>) {
 #pragma unroll
             for (auto& columns : math.out) {
@@ -667,8 +759,8 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 thread) {
                 for (float& x : columns) x *= p.value_scale;
             }
         }
-        store_result<C::Tokens::kWithRowMax>(Element{}, p, item, heads, math, s.warp_values, s.stats, 0, true, MathOnly,
-                                             thread);
+        store_result<C::Tokens::kWithRowMax>(Element{}, p, item, heads, math, s.warp_values[0], s.stats, 0, true,
+                                             MathOnly, thread);
     }
 }
 
@@ -682,19 +774,20 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     const i32 warp = uniform_warp();
-    if (warp < kWarpgroupWarps) {
-        setmaxnreg_inc<kRegsMath>();
-        run_math_role(block, threadIdx.x);
-    } else if (!C::kScouted || warp < kWarpgroupWarps + kDequantWarps) {
+    constexpr i32 kMathWarps = C::kMathGroups * kWarpgroupWarps;
+    if (warp < kMathWarps) {
+        setmaxnreg_inc<C::kRegsMath>();
+        run_math_role(block, warp / kWarpgroupWarps, threadIdx.x % kWarpgroupThreads);
+    } else if (!C::kScouted || warp < kMathWarps + kDequantWarps) {
         setmaxnreg_dec<C::kRegsDequant>();
         const i32 lane = threadIdx.x % kWarpThreads;
         if constexpr (C::kScouted) {
-            run_scouted_dequant_role(block, warp - kWarpgroupWarps, lane);
+            run_scouted_dequant_role(block, warp - kMathWarps, lane);
         } else {
-            run_dequant_role(block, warp - kWarpgroupWarps, lane);
+            run_dequant_role(block, warp - kMathWarps, lane);
         }
     } else if constexpr (C::kScouted) {
-        setmaxnreg_dec<kRegsScout>();
+        setmaxnreg_dec<C::kRegsScout>();
         const i32 thread = threadIdx.x % kWarpgroupThreads;
         if (thread < kTileTokens) run_scout_role(block, thread);
     }
