@@ -86,7 +86,7 @@ struct TileCut {
     i32 block, tile;
 };
 
-struct Share {
+struct LineShare {
     TileCut from, to;
 };
 

@@ -187,10 +187,10 @@ struct PageLine {
 };
 
 // This thread block's.
-struct PageShare : Share {
+struct PageShare : LineShare {
     i32 first_end;  // of the first sequence; 0: not known
 
-    MLA_DEVICE PageShare(const LogitsParams& p, const KeyRanges& ranges, i32 lane) : Share{}, first_end(0) {
+    MLA_DEVICE PageShare(const LogitsParams& p, const KeyRanges& ranges, i32 lane) : LineShare{}, first_end(0) {
         if (p.cuts != nullptr) {
             from = p.cuts[blockIdx.x];
             to = p.cuts[blockIdx.x + 1];
@@ -494,6 +494,9 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, 
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
+// Of all roles, each where it needs the barriers of the storage.
+enum NamedBarrier : i32 { StorageReady = 1 };
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_indexer_logits_sm90_paged(const __grid_constant__ LogitsParams p, const __grid_constant__ TensorMap q_map,
                                   const __grid_constant__ TensorMap codes_map,
@@ -510,20 +513,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     if (warp < kLoadWarp) {
-        __syncthreads();
+        bar_sync(StorageReady, kThreads);
         run_math_role(p, s, warp / kWarpgroupWarps, thread);
     } else if (warp < kFillWarp) {
         const KeyRanges ranges = paged_ranges(p);
         const PageShare share(p, ranges, lane);
         BlockWalk<kPageKeys> walk(ranges, share, lane);
-        __syncthreads();  // not before: what has been asked for takes longer than the barriers
+        bar_sync(StorageReady, kThreads);  // not before: what has been asked for takes longer than the barriers
         if (warp == kQueryWarp) {
             run_query_role(p, s, maps, walk);
         } else {
             run_page_role(p, s, maps, walk, share.first_end);
         }
     } else {
-        __syncthreads();
+        bar_sync(StorageReady, kThreads);
         run_fill_role<kPageKeys, kFillWarps>(p, warp - kFillWarp, lane);
     }
     griddepcontrol_launch_dependents();

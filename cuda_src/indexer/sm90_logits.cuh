@@ -92,10 +92,10 @@ struct ShortLine {
 
 // This thread block's share of that line, or of a schedule.
 template <i32 kTileKeys>
-MLA_DEVICE Share find_share(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
-    if (p.cuts != nullptr) return Share{p.cuts[blockIdx.x], p.cuts[blockIdx.x + 1]};
+MLA_DEVICE LineShare find_share(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
+    if (p.cuts != nullptr) return LineShare{p.cuts[blockIdx.x], p.cuts[blockIdx.x + 1]};
     const ShortLine<kTileKeys> line(ranges, lane);
-    return Share{line.cut(blockIdx.x, gridDim.x), line.cut(blockIdx.x + 1, gridDim.x)};
+    return LineShare{line.cut(blockIdx.x, gridDim.x), line.cut(blockIdx.x + 1, gridDim.x)};
 }
 
 // The blocks of a share, by a whole warp. Lane i knows the range of token i.
@@ -110,7 +110,7 @@ struct BlockWalk {
     KeyRange range;
     KeyBounds ahead;  // of the next block: asked for while this one is worked on
 
-    MLA_DEVICE BlockWalk(const KeyRanges& ranges, const Share& share, i32 lane)
+    MLA_DEVICE BlockWalk(const KeyRanges& ranges, const LineShare& share, i32 lane)
         : ranges(ranges), from(share.from), to(share.to), lane(lane), block(share.from.block - 1) {
         look_ahead();
     }

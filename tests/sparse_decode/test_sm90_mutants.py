@@ -67,7 +67,6 @@ MUTANTS = (
         "if (last) release(s.q_empty",
         "if (tile == item.tile_begin) release(s.q_empty",
     ),
-    Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
     Mutant(
         "Q freed by one warp too few",
         SMALL,
@@ -96,16 +95,10 @@ MUTANTS = (
     ),
     Mutant("a part overwritten", SMALL, "math.group > 0 && last, thread);", "false, thread);"),
     Mutant(
-        "a part of fewer warps", SMALL, "    bar_sync(MathOnly + math.group, kWarpgroupThreads);  // all", "    // all"
-    ),
-    Mutant(
         "the first warpgroup's sums alone", SMALL, "if (math.group == 0 && has_part) add_part", "if (false) add_part"
     ),
     Mutant("scouts do not wait", SMALL, "        at.wait_empty(s.empty);\n", ""),
     Mutant("scouts not waited for", SMALL, "        at.wait_full(s.full);\n", ""),
-    Mutant(
-        "a row's scales not waited for", SMALL, "        __syncwarp();  // the four lanes", "        // the four lanes"
-    ),
     Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
 )
 
