@@ -777,7 +777,8 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
     constexpr i32 kMathWarps = C::kMathGroups * kWarpgroupWarps;
     if (warp < kMathWarps) {
         setmaxnreg_inc<C::kRegsMath>();
-        run_math_role(block, warp / kWarpgroupWarps, threadIdx.x % kWarpgroupThreads);
+        const i32 group = C::kMathGroups > 1 ? warp / kWarpgroupWarps : 0;  // one alone: named barriers are constants
+        run_math_role(block, group, threadIdx.x - group * kWarpgroupThreads);
     } else if (!C::kScouted || warp < kMathWarps + kDequantWarps) {
         setmaxnreg_dec<C::kRegsDequant>();
         const i32 lane = threadIdx.x % kWarpThreads;
