@@ -286,6 +286,7 @@ MUTANTS = (
     Mutant("no list of what is there", SMALL, "if (lane == 0) reinterpret_cast", "if (lane > 31) reinterpret_cast"),
     Mutant("presence of the next tile", SMALL, "store_presence(tile.present)", "store_presence(true)"),
     Mutant("presence of a row's neighbour", SMALL, "lane % kRowsOfWarp * kPieceLanes", "(lane + 1) % 8 * 4"),
+    Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
     Mutant("one token too many", SMALL, "row0 + kth_head(k, thread)) - tile", "row0 + kth_head(k, thread)) + 1 - tile"),
     Mutant("hidden values not sanitized", SMALL, "    sanitize_v(block, math, item, tile, thread);\n", ""),
 )

@@ -67,6 +67,8 @@ MUTANTS = (
         "if (last) release(s.q_empty",
         "if (tile == item.tile_begin) release(s.q_empty",
     ),
+    Mutant("Q kept by who has no tile", SMALL, "if (skipped >= tiles) release(s.q_empty[math.q_stage], thread);", ""),
+    Mutant("the first query twice", SMALL, "        current.query = kNoQuery;\n", ""),
     Mutant(
         "Q freed by one warp too few",
         SMALL,
@@ -94,11 +96,26 @@ MUTANTS = (
         "    if (math.group == 0 &&",
     ),
     Mutant("a part overwritten", SMALL, "math.group > 0 && last, thread);", "false, thread);"),
+    Mutant("a part in another unit", SMALL, "ex2_approx(part.max(k) - max)", "1.f"),
+    Mutant("a part's sums forgotten", SMALL, "__fmul_rn(part.sum(k), theirs.value[k])", "0.f"),
+    Mutant("tiles of the other stage", SMALL, "C::kMathGroups > 1 ? group ^ stage : 0;", "group;"),
     Mutant(
         "the first warpgroup's sums alone", SMALL, "if (math.group == 0 && has_part) add_part", "if (false) add_part"
     ),
     Mutant("scouts do not wait", SMALL, "        at.wait_empty(s.empty);\n", ""),
     Mutant("scouts not waited for", SMALL, "        at.wait_full(s.full);\n", ""),
+    Mutant("one scout is enough", SMALL, "s.rows.empty, kScoutWarps,", "s.rows.empty, 1,"),
+    Mutant("scales not copied", SMALL, "from.scales + part * kBytes, present)", "from.scales + part * kBytes, false)"),
+    Mutant(
+        "whole rows' scales of the next group", KEYS, "(row, piece / RowScales", "(row, (piece + 2) % 8 / RowScales"
+    ),
+    Mutant(
+        "scouted rows not waited for",
+        SMALL,
+        "        cp_async_wait_group<C::kGroups - 1>();\n        __syncwarp();",
+        "        __syncwarp();",
+    ),
+    Mutant("scouted rows' groups not waited for", SMALL, "            cp_async_wait_group<C::kGroups - 1>();\n", ""),
     Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
 )
 

@@ -1,16 +1,19 @@
-// Attention to FP8 records on Hopper for few query rows: warps that dequantise feed a warpgroup that multiplies.
+// Attention to FP8 records on Hopper for few query rows: warps that dequantise feed warpgroups that multiply, one or two.
 //
-// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of addresses
-// (sparse_decode/sm90_small.cu) or in pages (decode/sm90_records.cu). Operands are swapped, see
-// attention/sm90/swapped.cuh; query rows that share keys are called heads.
+// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
+// (sparse_decode/sm90_small.cu), in listed rows (sparse/forward_sm90_records.cu) or in pages (decode/sm90_records.cu).
+// Operands are swapped, see attention/sm90/swapped.cuh; query rows that share keys are called heads.
 //
-// Eight warps read rows straight into registers, convert them to 16 bits (attention/sm90/record_keys.cuh) and write
-// SW128 tiles of two stages. Each register is refilled from the next tile as soon as it has been converted, across work
-// items, too: a whole tile is in flight all the time. A stage has three groups of SW128 tiles, passed on one by one:
+// Eight warps load rows, into registers or through shared memory, convert them to 16 bits
+// (attention/sm90/record_keys.cuh) and write SW128 tiles of two stages. What has been converted is asked for again of
+// the next tile at once, across work items, too: a whole tile is in flight all the time. A stage has three groups of
+// SW128 tiles, passed on one by one:
 //
 //   math     |   S^T group 0, 1, 2   | max, P | O^T += V^T P^T, group 0, 1, 2 | S'^T ...
 //   dequant  |        K' groups 0, 1, 2 ->          wait for a group, K'' ->
 //   loads    |  K''  ...                              K''' ...
+//
+// Of two math warpgroups each has the tiles of a stage, and the first one adds up both at the end of a work item.
 #pragma once
 #include "attention/record_tokens.cuh"
 #include "attention/row_block.cuh"
@@ -61,6 +64,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     // 2026-11-22, pages: -4 to -6 % with 8 and 16 rows, 28 % at batch 1, with 32 rows it costs 9 %; lists: -3 to -5 %
     // with 16 rows, with 32 it costs 4 %)
     static constexpr bool kFencedByReaders = kBlockRows <= 16 || kStaged;
+    // See e4m3_pair. PERF(H200, 2026-11-22: -2 % from pages with 16 rows, but +2 % where a record has one scale)
     static constexpr bool kUnshifted = kBlockRows <= 16 && !kHasValueScale<TokenRecord>;
 
     MLA_DEVICE static constexpr i32 group_of(i32 sw_tile) { return sw_tile / kGroupSwTiles; }
@@ -83,8 +87,10 @@ static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw12
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier           arrives (count)       waits      first phase
 // kv_full[s][g]     dequant warps (8)     math       blocked
-// kv_empty[s][g]    math warps (4)        dequant    free
-// q_empty[s]        math warps (4)        dequant    free
+// kv_empty[s][g]    math warps (4)        dequant    free       of the warpgroup that has the tile
+// q_empty[s]        math warps (4 or 8)   dequant    free
+// rows.full[i]      scout warps (2)       dequant    blocked    where there are scouts
+// rows.empty[i]     dequant warps (8)     scouts     free
 //
 // A query comes with group 0 of its first tile: it is written before, and the fence and the barrier of the group cover
 // it, too (see kFencedByReaders). P needs no barrier of its own: it is overwritten after the next tile's maxima have
@@ -777,7 +783,8 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
     constexpr i32 kMathWarps = C::kMathGroups * kWarpgroupWarps;
     if (warp < kMathWarps) {
         setmaxnreg_inc<C::kRegsMath>();
-        run_math_role(block, warp / kWarpgroupWarps, threadIdx.x % kWarpgroupThreads);
+        const i32 group = C::kMathGroups > 1 ? warp / kWarpgroupWarps : 0;  // one alone: named barriers are constants
+        run_math_role(block, group, C::kMathGroups > 1 ? threadIdx.x % kWarpgroupThreads : threadIdx.x);
     } else if (!C::kScouted || warp < kMathWarps + kDequantWarps) {
         setmaxnreg_dec<C::kRegsDequant>();
         const i32 lane = threadIdx.x % kWarpThreads;
