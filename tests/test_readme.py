@@ -59,11 +59,12 @@ def measured() -> dict[tuple[str, str], float]:
     """Microseconds of the kept runs that the README shows, by case and implementation."""
     rows = [
         json.loads(line)
-        for name in ("decode-h200-2026-11-22", "sparse-h200-2026-11-22")
+        for name in ("decode-h200-2026-11-22", "sparse-h200-2026-11-22", "sparse-decode-e5486fa-h200-2026-11-22")
         for line in (REPOSITORY / "bench" / "results" / f"{name}.jsonl").read_text().splitlines()
     ]
     operations = {
         "mla_decode": "decode",
+        "sparse_mla_decode": "sparse decode, FP8",
         "sparse_mla_forward": "sparse forward",
         "sparse_mla_backward": "sparse backward",
     }
