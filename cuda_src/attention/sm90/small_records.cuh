@@ -1,4 +1,4 @@
-// Attention to FP8 records on Hopper for few query rows: warps that dequantise feed warpgroups that multiply, one or two.
+// Attention to FP8 records on Hopper for few query rows: warps that dequantise feed warpgroups that multiply.
 //
 // What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
 // (sparse_decode/sm90_small.cu), in listed rows (sparse/forward_sm90_records.cu) or in pages (decode/sm90_records.cu).
