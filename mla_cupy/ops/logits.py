@@ -58,7 +58,7 @@ def indexer_logits(
     accumulate : str
         What products of codes are added up in: "float32" or, faster, "float16", for queries of
         `indexer_prepare_q(..., accumulate="float16")`. Of others the caller must know that no product exceeds 65,504,
-        nor does a part of one: with 448 * sum_d |q[t, h, d]| <= 65504 none does, whatever the keys.
+        nor does a part of one: with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
     clean : bool
         Write -inf where a query does not see a key. Otherwise these logits keep what the memory held.
     logits : array, (s_q, s_kv), float32 or bfloat16, optional
