@@ -5,8 +5,8 @@
 //   l = sum of P,  O = P V       V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of 64 heads, y = splits. To the schedule each query is a request whose tokens are its list
-// (sparse_decode/lists.cu). One block per SM iterates over the work items of its split (attention/split_work.cuh). No
+// Grid: x = blocks of 64 heads, y = splits. To the schedule each query is a request whose tokens are the
+// entries of its lists. One block per SM iterates over the work items of its split (attention/split_work.cuh). No
 // cluster: blocks of one query dequantise for themselves.
 //
 // The mathematics are dense decode's seesaw (attention/sm90/seesaw.cuh). The third warpgroup reads rows into registers

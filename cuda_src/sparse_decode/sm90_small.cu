@@ -1,12 +1,12 @@
-// Sparse MLA decode from FP8 records on Hopper, for few heads: warps that dequantise feed a warpgroup that multiplies.
+// Sparse MLA decode from FP8 records on Hopper, for few heads: warps that dequantise feed warpgroups that multiply.
 //
 //   S^T = K Q^T * scale           (64 x d_qk) (d_qk x heads) per tile of 64 listed tokens
 //   P^T = exp2(S^T log2(e) - m)   m: running maximum of each head
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x heads); V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of heads, y = splits. To the schedule each query is a request whose tokens are its list
-// (sparse_decode/lists.cu). One block per SM iterates over the work items of its split (attention/split_work.cuh).
+// Grid: x = blocks of heads, y = splits. To the schedule each query is a request whose tokens are the
+// entries of its lists. One block per SM iterates over the work items of its split (attention/split_work.cuh).
 //
 // The roles are in attention/sm90/small_records.cuh.
 //

@@ -129,11 +129,6 @@ MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
 // Read in place of a row that is not there: a load without a condition stays where it is, and its register, too.
 __device__ alignas(16) const u8 kZeroRow[768] = {};
 
-template <class Record>
-MLA_DEVICE uint4 load_piece(const u8* row, i32 piece, i32 lane) {
-    return ld_global_16(piece_address<Record>(row, piece, lane));
-}
-
 // The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven. `OfRow` is a copy
 // of them in shared memory.
 template <class Record>

@@ -95,6 +95,7 @@ static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw12
 // A query comes with group 0 of its first tile: it is written before, and the fence and the barrier of the group cover
 // it, too (see kFencedByReaders). P needs no barrier of its own: it is overwritten after the next tile's maxima have
 // been exchanged, before which every warp has finished with the product that read it.
+
 // Each lane's 16 bytes of each piece of its row: they are the lane's own.
 template <i32 kPieces>
 struct RawRows {
