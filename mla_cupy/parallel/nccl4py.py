@@ -5,36 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 
-class _Memory:
-    """GPU memory, as nccl4py takes it."""
-
-    def __init__(self, address: int, count: int, typestr: str) -> None:
-        place = {"data": (address, False), "shape": (count,), "strides": None}
-        self.__cuda_array_interface__ = {**place, "typestr": typestr, "version": 3}
-
-
 class _Communicator:
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
+    """Sends by nccl4py's layer of plain addresses: the layer above it imports PyTorch where it is installed."""
+
+    def __init__(self, bindings: Any, communicator: Any) -> None:
+        self._bindings, self._communicator = bindings, communicator
+        self._handle = bindings.Comm(communicator.ptr)
         self.abort = communicator.abort
 
-    def send(self, address: int, count: int, kind: str, other: int, stream: int) -> None:
-        if count:  # nothing has no address
-            self._communicator.send(_Memory(address, count, kind), other, stream=stream)
+    def send(self, address: int, count: int, kind: int, other: int, stream: int) -> None:
+        self._bindings.send(address, count, kind, other, self._handle, stream)
 
-    def recv(self, address: int, count: int, kind: str, other: int, stream: int) -> None:
-        if count:
-            self._communicator.recv(_Memory(address, count, kind), other, stream=stream)
+    def recv(self, address: int, count: int, kind: int, other: int, stream: int) -> None:
+        self._bindings.recv(address, count, kind, other, self._handle, stream)
 
 
 class Nccl4Py:
-    """The names of `cupy.cuda.nccl`, over the module `nccl.core`."""
+    """The names of `cupy.cuda.nccl`, over the modules `nccl.core` and `nccl.bindings.nccl`."""
 
-    NCCL_UINT8 = "|u1"
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self.groupStart, self.groupEnd = core.group_start, core.group_end
+    def __init__(self, core: Any, bindings: Any) -> None:
+        self._core, self._bindings = core, bindings
+        self.NCCL_UINT8 = int(bindings.DataType.Uint8)
+        self.groupStart, self.groupEnd = bindings.group_start, bindings.group_end
 
     def get_unique_id(self) -> bytes:
         """What all ranks of a group need to meet."""
@@ -42,13 +34,15 @@ class Nccl4Py:
 
     def NcclCommunicator(self, world: int, unique: bytes, rank: int) -> _Communicator:  # noqa: N802
         """On the current device; returns once all ranks have come."""
-        return _Communicator(self._core.Communicator.init(world, rank, self._core.UniqueId.from_bytes(unique)))
+        made = self._core.Communicator.init(world, rank, self._core.UniqueId.from_bytes(unique))
+        return _Communicator(self._bindings, made)
 
 
 def find() -> Nccl4Py | None:
     """nccl4py, where a version of at least 0.6 is installed and finds NCCL's library."""
     try:
         from nccl import core
+        from nccl.bindings import nccl as bindings
     except ImportError:
         return None
-    return Nccl4Py(core) if getattr(core.get_version(), "libnccl", None) else None
+    return Nccl4Py(core, bindings) if getattr(core.get_version(), "libnccl", None) else None

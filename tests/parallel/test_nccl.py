@@ -56,6 +56,7 @@ def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     without_library = SimpleNamespace(get_version=lambda: SimpleNamespace(libnccl=None))
     for module in (None, SimpleNamespace(core=old), SimpleNamespace(core=without_library)):
         monkeypatch.setitem(sys.modules, "nccl", module)
+        monkeypatch.setitem(sys.modules, "nccl.bindings", SimpleNamespace(nccl=None))
         with pytest.raises(ParallelError, match=r"NCCL: got none, expected cupy\.cuda\.nccl or nccl4py; install"):
             NcclTransport(LocalGroup(1).member(0))
 
@@ -79,22 +80,22 @@ class StandIn:
             get_unique_id=lambda: _UniqueId.from_bytes(UNIQUE),
             UniqueId=_UniqueId,
             Communicator=SimpleNamespace(init=self.nccl4py_communicator),
+        )
+        self.nccl4py_bindings = SimpleNamespace(
+            DataType=SimpleNamespace(Uint8=1),
+            Comm=lambda handle: _Comm(self.joined[handle]),
+            send=lambda address, nbytes, kind, other, comm, stream: comm.own.send(address, nbytes, kind, other, stream),
+            recv=lambda address, nbytes, kind, other, comm, stream: comm.own.recv(address, nbytes, kind, other, stream),
             group_start=self.group_start,
             group_end=self.group_end,
         )
+        self.joined: dict[int, Any] = {}
 
     def nccl4py_communicator(self, nranks: int, rank: int, unique_id: _UniqueId) -> Any:
         """With the signatures of nccl4py 0.6."""
         assert isinstance(unique_id, _UniqueId)
-        own = self.communicator(nranks, bytes(unique_id), rank)
-
-        def send(sendbuf: Any, peer: int, *, stream: int | None = None) -> None:
-            own.send(*bytes_of(sendbuf), self.module.NCCL_UINT8, peer, stream)
-
-        def recv(recvbuf: Any, peer: int, *, stream: int | None = None) -> None:
-            own.recv(*bytes_of(recvbuf), self.module.NCCL_UINT8, peer, stream)
-
-        return SimpleNamespace(send=send, recv=recv, abort=own.abort)
+        self.joined[rank + 1] = own = self.communicator(nranks, bytes(unique_id), rank)
+        return SimpleNamespace(ptr=rank + 1, abort=own.abort)
 
     def communicator(self, world: int, unique: bytes, rank: int) -> Any:
         def send(address: int, nbytes: int, kind: int, other: int, stream: int) -> None:
@@ -129,14 +130,11 @@ class _UniqueId:
         return self._own
 
 
-def bytes_of(x: Any) -> tuple[int, int]:
-    """Address and size of an array of bytes, by the CUDA array interface."""
-    face = x.__cuda_array_interface__
-    assert (face["version"], face["typestr"], face["strides"]) == (3, "|u1", None)
-    (count,), (address, read_only) = face["shape"], face["data"]
-    assert not read_only
-    assert address > 0
-    return address, count
+class _Comm:
+    """Of nccl4py's bindings: they refuse a bare handle."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
 
 
 @pytest.fixture(params=["CuPy's NCCL", "nccl4py"])
@@ -155,6 +153,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         family.nccl = lambda: made.module if by_cupy else None
         if not by_cupy:
             monkeypatch.setitem(sys.modules, "nccl", SimpleNamespace(core=made.nccl4py))
+            monkeypatch.setitem(sys.modules, "nccl.bindings", SimpleNamespace(nccl=made.nccl4py_bindings))
         monkeypatch.setattr(nccl, "merge_states", one_at_a_time)
         yield made
 
