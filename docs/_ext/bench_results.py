@@ -11,7 +11,7 @@ from bench.core import plot, report
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "bench" / "results"
-FIGURES_OF = ("decode-h200-2026-11-22.jsonl", "sparse-h200-2026-11-22.jsonl")
+FIGURES_OF = ("decode-h200-2026-11-23.jsonl", "sparse-h200-2026-11-22.jsonl")
 OWN = "mla_cupy"
 NAMES = {
     "flashmla": "FlashMLA",
