@@ -159,7 +159,7 @@ def test_nothing_heavy_is_imported_for_list():
 
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
-    from bench.ops.decode.own import INVARIANT, NAMED, BatchInvariant, Decode
+    from bench.ops.decode.own import INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
     from bench.ops.sparse_backward.own import SparseBackward
     from bench.ops.sparse_forward.own import SparseForward
     from bench.peers.cudnn_sparse import CudnnSparse
@@ -169,7 +169,7 @@ def test_adapters_meet_the_protocol():
     from bench.peers.flashmla_sparse import FlashMlaSparse
 
     own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
-    own_calls |= dict.fromkeys(INVARIANT, BatchInvariant)
+    own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     forward = {"mla_cupy": SparseForward, "generic": SparseForward}
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), SparseBackward)

@@ -79,6 +79,25 @@ def test_batch_invariant_plans_are_asked_for(device, numpy_backend, monkeypatch)
     assert asked == [usual, *({"batch_invariant": True, "split_tokens": split} for split in (4096, 512))]
 
 
+def test_a_chain_of_drafts_as_a_tree_is_the_causal_mask(device, numpy_backend, monkeypatch):
+    masks, mla_decode = [], mla_cupy.mla_decode
+
+    def noted(*arrays, **options):
+        masks.append(options.get("tree_mask"))
+        return mla_decode(*arrays, **options)
+
+    monkeypatch.setattr(mla_cupy, "mla_decode", noted)
+    sets, found = [make_inputs(CASE, "bfloat16", 0, device)], []
+    for implementation in make(["mla_cupy", "tree_mask"], DECODE.implementations(Choices())):
+        prepared = implementation.prepare(CASE, "bfloat16", sets, device)
+        prepared.calls[0]()
+        found.append(prepared.outputs(0))
+    assert masks[0] is None
+    assert masks[1].tolist() == [[0b01, 0b11]] * CASE.b
+    assert np.array_equal(found[0].out, found[1].out)
+    assert np.array_equal(found[0].lse, found[1].lse)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
 def test_host_times_of_every_operation(device, options, numpy_backend, monkeypatch, operation):
     """A repeated call is one with the same arrays; the empty launch is measured beside it. Read by a scripted clock."""

@@ -10,7 +10,7 @@ from ...peers.cupy_unfused import CupyUnfused
 from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla
 from . import cases, check, inputs
-from .own import GENERIC, INVARIANT, NAMED, BatchInvariant, Decode
+from .own import GENERIC, INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
 
 EXAMPLES = """examples:
   run decode --quick                                   the four main cases, with the built-in baselines
@@ -28,6 +28,7 @@ def implementations(choices: Choices) -> Known:
         "generic": lambda: Decode(GENERIC, "generic"),
         **{name: partial(Decode, name, name) for name in NAMED},
         **{name: partial(BatchInvariant, name, split) for name, split in INVARIANT.items()},
+        TREE: lambda: TreeMasked(name=TREE),
         "cupy": CupyUnfused,
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
         "fa3": lambda: FlashAttention3(choices.directory("fa3")),
@@ -39,8 +40,8 @@ DECODE = BenchOperation(
     title="dense paged decode",
     examples=EXAMPLES,
     peers="flashmla, fa3 (they import torch and need --peers-dir), cupy, generic, "
-    "decode_sm90_seesaw, decode_sm90_small, decode_sm90_small_cluster8, batch_invariant, batch_invariant_512; or none. "
-    "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
+    "decode_sm90_seesaw, decode_sm90_small, decode_sm90_small_cluster8, batch_invariant, batch_invariant_512, "
+    "tree_mask; or none. Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,

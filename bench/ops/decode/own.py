@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import mla_cupy
 
 from ...core.cost import D_QK
@@ -22,6 +24,7 @@ GENERIC = "decode_generic"  # without tensor cores
 NAMED = ("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8")
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
+TREE = "tree_mask"
 
 
 class Decode:
@@ -37,6 +40,10 @@ class Decode:
         """Further arguments of the plan."""
         return {} if case.d_qk == D_QK else {"d_qk": case.d_qk}  # older trees know one width
 
+    def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        """Further arguments of the call."""
+        return {}
+
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
             max_b=case.b,
@@ -50,7 +57,7 @@ class Decode:
         )
         plan.update(sets[0].seqlens)  # all sets have the same lengths
         results = [make_outputs(case, dtype, device) for _ in sets]
-        decode = with_kernel(mla_cupy.mla_decode, self._kernel)
+        decode = partial(with_kernel(mla_cupy.mla_decode, self._kernel), **self.call_options(case, device))
 
         def calls(plan: mla_cupy.DecodePlan | None) -> list[Call]:
             return [
@@ -91,6 +98,17 @@ class BatchInvariant(Decode):
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         return {**super().plan_options(case), "batch_invariant": True, "split_tokens": self._split_tokens}
+
+
+class TreeMasked(Decode):
+    """The causal mask given as a tree, that of a chain of drafts: the same results, with the tree's kernels."""
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "tree_mask": True}
+
+    def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        chain = [(2 << draft) - 1 for draft in range(case.s_q)]  # itself, and those before it
+        return {"tree_mask": device.upload(np.tile(np.array(chain, np.uint64), (case.b, 1)))}
 
 
 def _steps(updates: Sequence[Call], planned: Sequence[Call], layers: int) -> list[Call]:
