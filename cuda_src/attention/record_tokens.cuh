@@ -53,7 +53,7 @@ struct SelectedWork {
 // Slots that are none in their cache are skipped. Every row sees all others.
 struct SelectedTokens {
     using Work = SelectedWork;
-    static constexpr bool kMasked = false, kWithRowMax = false, kStaged = true;
+    static constexpr bool kMasked = false, kWithRowMax = false, kStaged = true, kQueriesAnywhere = false;
     using Place = i32;  // a slot as in its list, or kNoSlot
     static constexpr i32 kNoSlot = -1;
 
@@ -132,7 +132,7 @@ struct ListedRows {
 // Pages may be missing, and of the last tokens some rows see fewer than others. Strides of the cache are in bytes.
 struct PagedTokens {
     using Work = ScheduledWork;
-    static constexpr bool kMasked = true, kWithRowMax = false, kStaged = false;
+    static constexpr bool kMasked = true, kWithRowMax = false, kStaged = false, kQueriesAnywhere = true;
     struct Place {
         i32 page;  // as in the block table, or kNoPage
         i32 token;

@@ -120,7 +120,7 @@ MUTANTS = (
 )
 
 
-BLOCKS, SEESAW = "sparse_decode/sm90.cu", "attention/sm90/seesaw.cuh"
+BLOCKS, SEESAW = "attention/sm90/seesaw_records.cuh", "attention/sm90/seesaw.cuh"
 #: One block of 64 heads works on six requests, of one to three tiles; a request of two is followed by one of one.
 CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
 MUTANTS_OF_BLOCKS = (
@@ -141,13 +141,13 @@ MUTANTS_OF_BLOCKS = (
     Mutant("scales of the first row", BLOCKS, "scales[r].of_piece", "scales[0].of_piece"),
     Mutant("pieces of the first row", BLOCKS, "load(next[Pieces::row(i)]", "load(next[0]"),
     Mutant("halves split elsewhere", BLOCKS, "kSwTilesLeft = kSwTilesHalf;", "kSwTilesLeft = kSwTilesHalf + 1;"),
-    Mutant("odd P over even RoPE columns", BLOCKS, "s.kv[1] + kRopeSwTile", "s.kv[0] + kRopeSwTile"),
+    Mutant("odd P over even RoPE columns", BLOCKS, "s.kv[1] + Tile::kRopeSwTile", "s.kv[0] + Tile::kRopeSwTile"),
     Mutant("Q does not wait", BLOCKS, "mbarrier_wait(s.q_empty, ring.empty_parity(kQ));", ""),
     Mutant("Q converted before it is there", BLOCKS, "cp_async_wait_all();\n        __syncwarp();\n        if", "if"),
     Mutant(
         "rows not waited for",
         BLOCKS,
-        "mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Dequantiser::kFound));",
+        "mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Queue::kFound));",
         "",
     ),
     Mutant("rows not yet read", BLOCKS, "mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));", ""),
@@ -169,7 +169,7 @@ MUTANTS_OF_BLOCKS = (
         "    start_scores(s, math, 0);\n    finish(math);",
     ),
     Mutant("even values before P", SEESAW, "    bar_sync(P0Ready, kMathThreads);\n", ""),
-    Mutant("list entries stuck", BLOCKS, "slot = exists ? SelectedTokens", "slot = slot < -1 ? SelectedTokens"),
+    Mutant("list entries stuck", BLOCKS, "place = exists ? Tokens", "place = place < -1 ? Tokens"),
 )
 
 

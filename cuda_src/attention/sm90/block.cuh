@@ -27,6 +27,7 @@ struct Config : KeyTile<kHeadDimQk_> {
     // Queries beside keys of another format have been multiplied by a power of two each, see store_query_row of
     // attention/sm90/record_query.cuh; then `Extra` has the inverses, `q_factors`.
     static constexpr bool kScaledQueries = false;
+    static constexpr bool kValueScale = false;  // one for all values, in the parameters
     struct Extra {};
 
     // Where keys come late: the right warpgroup adds the even tile's values before it scores the odd tile, and so frees

@@ -268,7 +268,9 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
         store_row_lse(p, item, block.kv_head, row, row_lse2(my_max, my_sum));
         if (C::kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(my_sum, my_row_max));
     }
-    store_out<kRight>(block, item, math, output_factor(p, item, block.kv_head, my_row, my_max, my_sum), my_row, thread);
+    float factor = output_factor(p, item, block.kv_head, my_row, my_max, my_sum);
+    if constexpr (C::kValueScale) factor *= p.value_scale;
+    store_out<kRight>(block, item, math, factor, my_row, thread);
 }
 
 // One math warpgroup; `tiles` processes the tiles of a work item, in the order of the schedule.

@@ -69,12 +69,14 @@ struct TileWalk : WorkItem {
 template <class Work>
 struct SlimTileWalk {
     SchedulePoint end;
-    i32 request, tokens, first_tokens;  // as in WorkItem
+    i32 hidden;                         // tokens at a sequence's end that none of the block's rows sees
+    i32 request, tokens, first_tokens;  // as in WorkItem, but without what is hidden
     i32 tile, tile_end;
     i32 skipped;  // tiles of the next request that are another split's
     bool first;   // of its work item
 
-    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split) : end(Work::begin(p, split + 1)) {
+    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split, i32 hidden = 0)
+        : end(Work::begin(p, split + 1)), hidden(hidden) {
         const SchedulePoint begin = Work::begin(p, split);
         request = begin.request - 1, skipped = begin.tile;
         tokens = first_tokens = tile = tile_end = 0;
@@ -94,11 +96,12 @@ struct SlimTileWalk {
     MLA_DEVICE bool open(const DecodeParams& p, i32 next) {
         if (next >= p.b || next > end.request || (next == end.request && end.tile == 0)) return false;
         request = next;
-        tokens = Work::length(p, request).tokens;
+        const RequestLength length = Work::length(p, request);
+        tokens = length.tokens - (hidden == 0 ? 0 : hidden_here(p, hidden, length.behind_last));
         first_tokens = Work::first_tokens(p, request);
         tile = skipped;
         skipped = 0;
-        tile_end = ceil_div(tokens, kTileTokens);
+        tile_end = ceil_div(length.tokens, kTileTokens);
         if (request == end.request) tile_end = min(tile_end, end.tile);
         first = true;
         return true;
@@ -126,8 +129,14 @@ MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
     return ld_global_16(piece_address<Record>(token.data, piece, lane), token.data != nullptr);
 }
 
+// Whether the scales of a row lie elsewhere than the row.
+template <class Record>
+constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
+
 // Read in place of a row that is not there: a load without a condition stays where it is, and its register, too.
 __device__ alignas(16) const u8 kZeroRow[768] = {};
+
+struct NoScale {};
 
 // The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven. `OfRow` is a copy
 // of them in shared memory.
@@ -171,6 +180,7 @@ struct LaneScales<v4> {
 
 template <>
 struct LaneScales<fp8> {
+    using OfRow = NoScale;
     MLA_DEVICE static LaneScales load(const TokenBytes&, i32) { return {}; }
 };
 
@@ -206,8 +216,6 @@ struct WholeRowScales {
         return cvt_x2(Latent{}, scale, scale);
     }
 };
-
-struct NoScale {};
 
 template <class Latent>
 struct RowScales<fp8, Latent> {

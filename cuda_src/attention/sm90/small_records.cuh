@@ -108,9 +108,6 @@ struct RawRows<0> {};
 constexpr i32 kScoutStages = 4;
 constexpr i32 kNoQuery = -1, kNoTile = -2;
 
-template <class Record>
-constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
-
 template <class C>
 struct ScoutedTile {
     const u8* rows[kTileTokens];  // where none is: some address, which is not read

@@ -1,0 +1,478 @@
+// Attention to FP8 records on Hopper, 64 query rows per block: the seesaw over keys that a warpgroup dequantises.
+//
+// What a tile goes through, for kernels that differ in where a request's tokens lie (sparse_decode/sm90.cu: in lists of
+// slots). All rows of a block are of one query token, so all of them see the same tokens.
+//
+// The mathematics are dense decode's seesaw (attention/sm90/seesaw.cuh). The third warpgroup reads rows into registers
+// and writes 16-bit tiles; the fourth one finds the rows, a tile ahead:
+//
+//   left     S0 | softmax 0 | O_L += P0 V0_L |                | O_L += P1 V1_L | S0 = Q K0' | ...
+//   right       |           | O_R += P0 V0_R | S1 | softmax 1 | O_R += P1 V1_R | ...
+//   dequant  K1_left, K1_right ->            K0'_left, K0'_right ->           K1'_left ...
+//   scouts   where the rows of K0' are       ... of K1'
+#pragma once
+#include "attention/record_tokens.cuh"
+#include "attention/sm90/record_query.cuh"
+#include "attention/sm90/seesaw.cuh"
+#include "ptx/control.cuh"
+#include "ptx/copy.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::attention::sm90 {
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// What a scout says about a tile.
+struct FoundTile {
+    static constexpr u32 kRows = 0xffff, kFirst = 1u << 16, kLast = 1u << 17;
+    u32 bits;   // which of the warp's rows are there, and two more
+    i32 query;  // whose rows are stored after the tile, or kNoQuery
+
+    MLA_DEVICE bool first() const { return bits & kFirst; }  // of its work item: in stage 0
+    MLA_DEVICE bool last() const { return bits & kLast; }    // of the split
+};
+
+template <class TokenRecord>
+struct RecordExtra {
+    float q_factors[kBlockM];
+    // From each scout to the dequantising warp of the same rows: of the tile that is stored next ...
+    alignas(16) typename LaneScales<TokenRecord>::OfRow scales[kHasValueScale<TokenRecord> ? 1 : kTileTokens];
+    FoundTile found[kWarpgroupWarps];
+    // ... and of the one after it, which is loaded meanwhile.
+    const u8* rows[kTileTokens];
+    const u8* scales_at[kScalesApart<TokenRecord> ? kTileTokens : 1];  // for the scout itself
+    MBarrier found_full[kWarpgroupWarps], found_empty[kWarpgroupWarps];
+};
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh. No SW128 tile of Q is kept in registers: they
+// go to the dequantising warps.
+template <class Element_, class TokenRecord_, class Tokens_>
+struct SeesawRecords : RecordTile<TokenRecord_> {
+    using Element = Element_;
+    using TokenRecord = TokenRecord_;
+    using Tokens = Tokens_;
+    using Tile = RecordTile<TokenRecord>;
+    using Work = typename Tokens::Work;
+    using Latent = typename KeyFormats<TokenRecord, Element>::Latent;
+    using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
+    static constexpr bool kSparse = true, kTree = false;
+    static constexpr bool kWithRowMax = false;
+    static constexpr bool kSkipsTokens = true;
+    static constexpr bool kValueScale = kHasValueScale<TokenRecord>;
+    // The dequantising warps have loads in flight, for which a fence would most likely wait.
+    static constexpr bool kFencedByConsumers = true;
+    static constexpr i32 kResidentSwTile = kNothingResident;
+
+    static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
+    using Extra = RecordExtra<TokenRecord>;
+
+    // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.
+    static constexpr i32 kSwTilesLeft = kSwTilesHalf;
+    MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
+
+    static constexpr bool kEvenValuesFirst = true;
+    static constexpr bool kHalvedProducts = true;  // for ptxas, a block of 512 threads has no 192 registers at entry
+
+    // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
+    // tile, and all of its warps sync between its scores and P. Before the place is written again, both warpgroups have
+    // released the stage.
+    static constexpr bool kRopeIsValue = kKeyColumns<TokenRecord> == kHeadDimV;
+    static constexpr i32 kPBuffers = kRopeIsValue ? 2 : 1;
+    template <class S>
+    MLA_DEVICE static u8* second_p(S& s) {
+        return kRopeIsValue ? s.p_buffers[kPBuffers - 1] : s.kv[1] + Tile::kRopeSwTile * kSw128Bytes;
+    }
+};
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role          warps    regs   does
+// left          0..3     192    even tiles: S0, softmax
+// right         4..7     192    odd tiles:  S1, softmax
+// dequant       8..11    104    16 rows of each tile per warp; query rows
+// scouts        12..15    24    find those rows
+constexpr i32 kRegsMath = 192;
+constexpr i32 kRegsDequant = 104;
+constexpr i32 kRegsScout = 24;
+constexpr i32 kSeesawThreads = kThreads + kWarpgroupThreads;
+constexpr i32 kScoutWarp = kLoaderWarp + kWarpgroupWarps;
+constexpr i32 kRegsOfLane = 65536 / kWarpgroupThreads;
+static_assert(2 * kRegsMath + kRegsDequant + kRegsScout <= kRegsOfLane, "what the SM has");
+static_assert(kTileTokens == kSw128Rows && kBlockM == kSw128Rows, "a tile is 64 rows, of keys and of Q");
+constexpr i32 kDequantWarps = kWarpgroupWarps;
+constexpr i32 kRowsOfLane = 2;
+constexpr i32 kRowStep = kWarpThreads / kPieceLanes;  // from a lane's first row to its second
+constexpr i32 kRowsOfWarp = kRowsOfLane * kRowStep;
+static_assert(kDequantWarps * kRowsOfWarp == kTileTokens, "each row has its four lanes");
+
+template <class Record>
+constexpr i32 kTokenBytes = Record::kRopeOffset + kRopePieces<Record> * kPieceBytes;  // RoPE columns come last
+constexpr i32 kNoQuery = -1;
+
+// The first of the 16 query rows of a warp; others follow head by head.
+template <class C>
+MLA_DEVICE const u16* first_query_row(const Block<C>& block, i32 request, i32 warp) {
+    return C::Tokens::query_row(block.p, request, block.kv_head, block.row0 + warp * kRowsOfWarp);
+}
+
+// How many of them there are; below 0 where not even the first one is.
+template <class C>
+MLA_DEVICE i32 query_rows_of_warp(const Block<C>& block, i32 warp) {
+    return min(block.rows - block.row0 - warp * kRowsOfWarp, kRowsOfWarp);
+}
+
+// ---- Scouts ----------------------------------------------------------------------------------------------------
+// The same in all lanes: a reduction over the warp writes a uniform register.
+MLA_DEVICE i32 in_uniform(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
+
+// Finds the 16 rows of each tile that one dequantising warp reads, one per lane (the upper lanes repeat that).
+template <class C>
+struct Scout {
+    using TokenRecord = typename C::TokenRecord;
+    using Tokens = typename C::Tokens;
+    Block<C>& block;
+    i32 warp;
+    SlimTileWalk<typename C::Work> walk;
+    bool exists;                   // the tile that the walk is at
+    typename Tokens::Place place;  // of the lane's row of that tile
+
+    MLA_DEVICE Scout(Block<C>& block, i32 warp)
+        : block(block),
+          warp(warp),
+          walk(block.p, block.split, Tokens::kMasked ? block.hidden : 0),
+          exists(true),
+          place(Tokens::nowhere()) {}
+
+    MLA_DEVICE i32 row() const { return warp * kRowsOfWarp + own_lane() % kRowsOfWarp; }
+    MLA_DEVICE i32 token() const { return walk.tile * kTileTokens + row(); }
+
+    // The next tile, if there is one. The places of its rows are asked for.
+    MLA_DEVICE void advance() {
+        exists = in_uniform(walk.next(block.p));
+        walk.request = in_uniform(walk.request);
+        walk.tokens = in_uniform(walk.tokens);
+        walk.first_tokens = in_uniform(walk.first_tokens);
+        walk.tile = in_uniform(walk.tile);
+        walk.tile_end = in_uniform(walk.tile_end);
+        place = exists ? Tokens::place(block.p, walk, token()) : Tokens::nowhere();
+    }
+
+    // Before the first tile: the tile before has rows of zeros.
+    MLA_DEVICE void reset() const {
+        if (own_lane() >= kRowsOfWarp) return;
+        block.s.extra.rows[row()] = kZeroRow;
+        if constexpr (kScalesApart<TokenRecord>) block.s.extra.scales_at[row()] = kZeroRow;
+    }
+
+    MLA_DEVICE TokenBytes find() const { return Tokens::template bytes<TokenRecord>(block.p, walk, token(), place); }
+
+    MLA_DEVICE void prefetch_query() const {
+        const i32 lane = own_lane();
+#pragma unroll 1
+        for (i32 i = 0; i < kRowsOfWarp; ++i) {
+            const i32 row = block.row0 + warp * kRowsOfWarp + i;
+            const u16* from = row < block.rows ? Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
+            if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+        }
+    }
+
+    // Loads that are in flight for half a tile hide an L2's latency, not a memory's.
+    // PERF(H200, 2026-11-22, 134 to 116 us with 64 heads and a batch of 128)
+    MLA_DEVICE void prefetch_rows(const u8* row) const {
+        constexpr i32 kBytes = kTokenBytes<TokenRecord>, kLineBytes = 128, kLines = ceil_div(kBytes, kLineBytes);
+        const i32 lane = own_lane();
+        const u64 all = reinterpret_cast<u64>(row);
+#pragma unroll
+        for (i32 r = 0; r < kRowsOfLane; ++r) {
+            const u64 from = __shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep);
+#pragma unroll
+            for (i32 line = 0; line < kLines; line += kPieceLanes) {
+                const i32 at = (line + lane % kPieceLanes) * kLineBytes;
+                if (at < kBytes) prefetch_global_l2(reinterpret_cast<const u8*>(from) + at);
+            }
+        }
+    }
+
+    // Passes on where the rows of a tile are, and asks for the scales of the tile before. Rows that are not there are
+    // rows of zeros, with scales of zeros.
+    MLA_DEVICE void pass_on(const TokenBytes& bytes) const {
+        typename C::Extra& e = block.s.extra;
+        if (own_lane() >= kRowsOfWarp) return;
+        const i32 at = row();
+        const bool present = bytes.data != nullptr;
+        const u8* scales;
+        if constexpr (kScalesApart<TokenRecord>) {
+            scales = e.scales_at[at];
+            e.scales_at[at] = present ? bytes.scales : kZeroRow;
+        } else {
+            scales = e.rows[at] + TokenRecord::kLatentChunks * kRecordChunk;
+        }
+        e.rows[at] = present ? bytes.data : kZeroRow;
+        if constexpr (!kHasValueScale<TokenRecord>) {
+            cp_async<sizeof(typename LaneScales<TokenRecord>::OfRow)>(smem_addr(&e.scales[at]), scales, true);
+        }
+    }
+};
+
+// While a tile is stored and the next one is loaded, the one after it is found.
+template <class C>
+MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
+    typename C::Extra& e = block.s.extra;
+    Scout<C> scout(block, warp);
+    scout.advance();
+    if (!scout.exists) return;
+    scout.reset();
+    Ring<1> ring;
+    u32 bits = 0;  // of the tile before
+    i32 query = kNoQuery;
+    const i32 first_query = scout.walk.request;  // comes before all tiles
+    bool second = false;                         // tile of its work item
+#pragma unroll 1
+    while (true) {
+        const TokenBytes bytes = scout.find();
+        const bool present = bytes.data != nullptr;
+        mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));
+        ring.advance(0);
+        scout.prefetch_rows(present ? bytes.data : kZeroRow);  // no earlier: PERF(H200, 2026-11-22, 336.6 not 345.1 us)
+        scout.pass_on(bytes);
+        if (own_lane() == 0) e.found[warp] = {bits | (scout.exists ? 0 : FoundTile::kLast), query};
+        cp_async_wait_all();
+        release(e.found_full[warp], own_lane());
+        if (!scout.exists) break;
+
+        // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a
+        // query come before its Q.
+        static_assert(kStagesKV == 2, "after the second tile, or the only one");
+        const auto& walk = scout.walk;
+        const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
+        bits = (__ballot_sync(kFullWarp, present) & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0);
+        query = with_query && walk.request != first_query ? walk.request : kNoQuery;
+        second = walk.first;
+        scout.advance();
+        if (scout.exists && walk.first) scout.prefetch_query();
+    }
+}
+
+// ---- Dequant role ----------------------------------------------------------------------------------------------
+// A lane's pieces of a tile in order: the left half's of both rows, then the right half's.
+template <class C>
+struct PieceOrder {
+    static constexpr i32 kLeft = C::kSwTilesLeft, kRight = C::kRowPieces - kLeft;
+    static constexpr i32 kOfTile = kRowsOfLane * C::kRowPieces;
+    static constexpr i32 kBatch = 2;  // are converted, and then reloaded
+
+    MLA_DEVICE static constexpr bool is_left(i32 i) { return i < kRowsOfLane * kLeft; }
+    MLA_DEVICE static constexpr i32 row(i32 i) { return is_left(i) ? i / kLeft : (i - kRowsOfLane * kLeft) / kRight; }
+    MLA_DEVICE static constexpr i32 piece(i32 i) {
+        return is_left(i) ? i % kLeft : kLeft + (i - kRowsOfLane * kLeft) % kRight;
+    }
+};
+
+template <class C>
+struct Dequantiser {
+    using TokenRecord = typename C::TokenRecord;
+    using Pieces = PieceOrder<C>;
+    using Scales = RowScales<TokenRecord, typename C::Latent>;
+    Block<C>& block;
+    i32 warp, lane;
+    Ring<kStagesKV + 2> ring;  // phases of kv_empty, and after them of q_empty and found_full
+    static constexpr i32 kQ = kStagesKV, kFound = kStagesKV + 1;
+
+    // A lane's first row of each tile.
+    MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
+
+    // Where the lane's bytes of its row r begin.
+    MLA_DEVICE const u8* bytes_of_row(i32 r) const {
+        return block.s.extra.rows[row0() + r * kRowStep] + lane % kPieceLanes * 16;
+    }
+
+    MLA_DEVICE uint4 load(const u8* bytes, i32 piece) const {
+        if (piece < C::kLatentSwTiles || kRopePieces<TokenRecord> == 1) {
+            return ld_global_16(bytes + piece * kPieceBytes);
+        }
+        const i32 odd_row = lane / kPieceLanes & 1;
+        const i32 half = (piece - C::kLatentSwTiles) ^ odd_row;
+        return ld_global_16(bytes + half * kPieceBytes + TokenRecord::kRopeOffset);
+    }
+
+    MLA_DEVICE Scales scales_of(i32 r) const {
+        if constexpr (kHasValueScale<TokenRecord>) {
+            return Scales({});
+        } else {
+            const auto& row = block.s.extra.scales[row0() + r * kRowStep];
+            return Scales(LaneScales<TokenRecord>::of_row(row, lane));
+        }
+    }
+
+    // The warp's query rows where cp.async cannot copy them: their addresses are no multiples of 16.
+    MLA_DEVICE void copy_query(const u16* from) const {
+        using Element = typename C::Element;
+        const i32 rows = query_rows_of_warp(block, warp);
+#pragma unroll 1
+        for (i32 i = 0; i < kRowsOfWarp; ++i, from += block.p.q_stride_h_elems) {
+            QueryRow<C> row;
+            row.load(i < rows ? from : nullptr, lane);
+            store_query_row<C, Element, Element>(block.s.q, kSw128Bytes, row, warp * kRowsOfWarp + i, lane);
+        }
+    }
+
+    // Copies the warp's query rows ...
+    MLA_DEVICE void start_query(i32 query) {
+        Storage<C>& s = block.s;
+        mbarrier_wait(s.q_empty, ring.empty_parity(kQ));
+        ring.advance(kQ);
+        constexpr i32 kChunks = C::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
+        const i32 first = warp * kRowsOfWarp;
+        const DecodeParams& p = block.p;
+        const u16* row = first_query_row(block, query, warp);
+        if constexpr (C::Tokens::kQueriesAnywhere) {
+            if (((reinterpret_cast<u64>(row) | 2 * p.q_stride_h_elems) & 15) != 0) return copy_query(row);
+        }
+        row += lane * kChunkElems;
+        const SmemAddr tiles = smem_addr(s.q) + lane / kSw128Chunks * kSw128Bytes;
+#pragma unroll 2
+        for (i32 i = 0; i < kRowsOfWarp; ++i, row += p.q_stride_h_elems) {
+            const bool present = block.row0 + first + i < block.rows;
+            const u16* from = present ? row : p.q;
+            const SmemAddr to = tiles + sw128_offset(first + i, lane % kSw128Chunks);
+#pragma unroll
+            for (i32 step = 0; step < ceil_div(kChunks, kWarpThreads); ++step) {
+                if (lane + step * kWarpThreads >= kChunks) continue;
+                cp_async_16(to + step * kSwTilesOfStep * kSw128Bytes,
+                            from + (present ? step * kWarpThreads * kChunkElems : 0), present);
+            }
+        }
+    }
+
+    // ... and then scales and converts them where they are.
+    MLA_DEVICE void finish_query() const {
+        Storage<C>& s = block.s;
+        cp_async_wait_all();
+        __syncwarp();
+        if constexpr (C::kScaledQueries) {
+            constexpr i32 kSideBySide = kHasValueScale<TokenRecord> ? 1 : 2;  // NVRTC 13.0 would spill two of "fp8"
+#pragma unroll kSideBySide
+            for (i32 i = 0; i < kRowsOfWarp; ++i) {
+                const i32 at = warp * kRowsOfWarp + i;
+                QueryRow<C> row;
+                row.load_stored(s.q, kSw128Bytes, at, lane);
+                const float factor =
+                    store_query_row<C, typename C::Element, typename C::Latent>(s.q, kSw128Bytes, row, at, lane);
+                if (lane == 0) s.extra.q_factors[at] = factor;
+            }
+        }
+        release(s.q_full, lane);
+    }
+
+    // Stores pieces [begin, end) of a tile, and refills their registers with those of the next tile. The loads come
+    // after the warp's barrier, which keeps the compiler from moving them up: they would need other registers, and be
+    // waited for when they are copied back.
+    template <i32 kBegin, i32 kEnd>
+    MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kOfTile], const Scales (&scales)[kRowsOfLane],
+                                 const u8* const (&next)[kRowsOfLane]) const {
+#pragma unroll
+        for (i32 batch = kBegin; batch < kEnd; batch += Pieces::kBatch) {
+#pragma unroll
+            for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
+                const i32 r = Pieces::row(i), piece = Pieces::piece(i);
+                u8* to = tile + C::sw_tile_of(piece) * kSw128Bytes + r * kRowStep * kSw128RowBytes;
+                if (piece < C::kLatentSwTiles) {
+                    store_latent<typename C::Latent>(to, held[i], scales[r].of_piece(piece, lane), row0(), lane);
+                } else {
+                    store_rope_piece<TokenRecord, typename C::Rope>(to, held[i], piece - C::kLatentSwTiles, row0(),
+                                                                    lane);
+                }
+            }
+            __syncwarp();
+#pragma unroll
+            for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
+                held[i] = load(next[Pieces::row(i)], Pieces::piece(i));
+            }
+        }
+    }
+};
+
+// While a tile is stored, the next one is loaded.
+template <class C>
+MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
+    using Pieces = PieceOrder<C>;
+    using Queue = Dequantiser<C>;
+    Storage<C>& s = block.s;
+    typename C::Extra& e = s.extra;
+    Dequantiser<C> dequantiser{block, warp, lane};
+    {
+        SlimTileWalk<typename C::Work> walk(block.p, block.split);
+        if (!walk.next(block.p)) return;
+        dequantiser.start_query(walk.request);
+    }
+    uint4 held[Pieces::kOfTile];
+    {
+        mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Queue::kFound));
+        dequantiser.ring.advance(Queue::kFound);
+        const u8* const rows[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
+        release(e.found_empty[warp], lane);
+#pragma unroll
+        for (i32 i = 0; i < Pieces::kOfTile; ++i) {
+            held[i] = dequantiser.load(rows[Pieces::row(i)], Pieces::piece(i));
+        }
+    }
+    dequantiser.finish_query();
+    i32 stage = 0;
+#pragma unroll 1
+    while (true) {
+        lane = dequantiser.lane = own_lane();
+        mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Queue::kFound));
+        dequantiser.ring.advance(Queue::kFound);
+        const FoundTile found = e.found[warp];
+        const u8* const next[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
+        const typename Queue::Scales scales[kRowsOfLane] = {dequantiser.scales_of(0), dequantiser.scales_of(1)};
+        release(e.found_empty[warp], lane);
+        if (found.first()) stage = 0;
+        constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
+        mbarrier_wait(s.kv_empty[stage].left, dequantiser.ring.empty_parity(stage));
+        if (lane == 0) reinterpret_cast<u16*>(&s.present[stage])[warp] = (u16)found.bits;
+        dequantiser.template store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, next);
+        release(s.kv_full[stage].left, lane);
+        lane = dequantiser.lane = own_lane();
+        opaque(reinterpret_cast<i32&>(dequantiser.ring.phases));  // the parity again: NVRTC 13.0 would spill one kept
+        mbarrier_wait(s.kv_empty[stage].right, dequantiser.ring.empty_parity(stage));
+        dequantiser.template store_pieces<kLeftPieces, Pieces::kOfTile>(s.kv[stage], held, scales, next);
+        release(s.kv_full[stage].right, lane);
+        dequantiser.ring.advance(stage);
+        stage ^= 1;
+        if (found.query != kNoQuery) {
+            dequantiser.start_query(found.query);
+            dequantiser.finish_query();
+        }
+        if (found.last()) break;
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+// All of it, after the storage has been laid out.
+template <class C>
+MLA_DEVICE void run_seesaw_records(const DecodeParams& p, Storage<C>& s) {
+    Block<C> block(p, s);
+    if (threadIdx.x == 0) {
+        init_ring(s.extra.found_full, s.extra.found_empty, 1, 1);
+        init_storage(s, kDequantWarps, kDequantWarps);
+    }
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp();
+    const i32 thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < kRightWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_left_role(block, thread);
+    } else if (warp < kLoaderWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_right_role(block, thread);
+    } else if (warp >= kScoutWarp) {
+        setmaxnreg_dec<kRegsScout>();
+        run_scout_role(block, warp - kScoutWarp);
+    } else {
+        setmaxnreg_dec<kRegsDequant>();
+        run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::attention::sm90
