@@ -15,3 +15,5 @@ TILE_TOKENS = 64
 """Tokens of one step of a kernel, and the unit of the split-KV schedule."""
 MAX_TOKENS = 2**31 - TILE_TOKENS
 """Longest list of tokens: kernels count them in int32, in tiles."""
+MAX_INT32 = 2**31 - 1
+"""Largest number of anything else that kernels count."""

@@ -11,8 +11,8 @@ from mla_cupy.kernels.cache import APPEND, GATHER
 from mla_cupy.kernels.cache.layout import page_and_token_bytes
 from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_factor, check_flag
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.checks import check_all_or_none, check_factor, check_flag
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.records import BYTE_DTYPES, Record, record_of
 
 _CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
@@ -159,8 +159,7 @@ def check_layout(record: Record, cache: View, argument: str = "cache") -> None:
 
 
 def _record(views: Views, name: Any, kv_scale: Any) -> tuple[Record, float]:
-    cache = views["cache"]
-    assert cache is not None
+    cache = present(views, "cache")
     record = record_of(cache.dtype, cache.shape[2], name=name)
     check_layout(record, cache)
     scale = check_factor("kv_scale", kv_scale)
@@ -178,8 +177,7 @@ class _AppendOptions(NamedTuple):
 
 def _examine_append(views: Views, given: _AppendOptions) -> Examined:
     record, kv_scale = _record(views, given.record, given.kv_scale)
-    latent, rope = views["latent"], views["rope"]
-    assert latent is not None
+    latent, rope = present(views, "latent"), views["rope"]
     if latent.shape[1] != record.d_latent:
         raise ShapeError(explain("latent.shape[-1]", latent.shape[1], f"{record.d_latent} for {record.name}"))
     if (0 if rope is None else rope.shape[1]) != record.d_rope:
@@ -196,18 +194,13 @@ def _examine_append(views: Views, given: _AppendOptions) -> Examined:
 
 def _check_rotation(views: Views, record: Record) -> None:
     """Check that RoPE is asked for with everything that it needs, or not at all."""
-    names = ("cos", "sin", "positions")
-    missing = [name for name in names if views[name] is None]
-    if len(missing) not in (0, len(names)):
-        raise ArgumentError(explain(missing[0], None, "an array", f"give all of {', '.join(names)}, or none"))
-    if missing:
+    if not check_all_or_none(views, "cos", "sin", "positions"):
         return
-    cos = views["cos"]
-    assert cos is not None
     if not record.d_rope:
         raise ArgumentError(explain("cos", "an array", f"None: {record.name} has no RoPE part"))
-    if cos.shape[1] != record.d_rope // 2:
-        raise ShapeError(explain("cos.shape[-1]", cos.shape[1], f"{record.d_rope // 2} pairs"))
+    pairs = present(views, "cos").shape[1]
+    if pairs != record.d_rope // 2:
+        raise ShapeError(explain("cos.shape[-1]", pairs, f"{record.d_rope // 2} pairs"))
 
 
 class _GatherOptions(NamedTuple):

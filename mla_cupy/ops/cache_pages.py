@@ -9,7 +9,7 @@ from mla_cupy.kernels.cache import COPY_PAGES, UPDATE
 from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, UpdateOptions
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import is_integer
-from mla_cupy.ops.operation import Examined, Input, Operation, Views
+from mla_cupy.ops.operation import Examined, Input, Operation, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.records import words_before_changes
 
@@ -92,8 +92,7 @@ class _NoOptions(NamedTuple):
 
 
 def _examine_copy(views: Views, given: _NoOptions) -> Examined:
-    pool = views["pool"]
-    assert pool is not None
+    pool = present(views, "pool")
     return Examined(None, CopyPagesOptions(steps_by_16_bytes(pool) and pool.shape[2] % 16 == 0))
 
 
@@ -102,9 +101,7 @@ class _UpdateOptions(NamedTuple):
 
 
 def _examine_update(views: Views, given: _UpdateOptions) -> Examined:
-    packed, table = views["packed"], views["table"]
-    assert packed is not None
-    assert table is not None
+    packed, table = present(views, "packed"), present(views, "table")
     if not (is_integer(given.page_size) and given.page_size > 0):
         raise ArgumentError(explain("page_size", repr(given.page_size), "a whole number from 1 on"))
     least = words_before_changes(table.shape[0])

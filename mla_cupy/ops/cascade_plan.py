@@ -10,9 +10,7 @@ from mla_cupy.errors import PlanError, ShapeError, explain
 from mla_cupy.ops.checks import check_count
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
-from mla_cupy.shapes import D_QK, D_V
-
-_MAX_INT32 = 2**31 - 1
+from mla_cupy.shapes import D_QK, D_V, MAX_INT32
 
 
 class GroupMemory(NamedTuple):
@@ -197,7 +195,7 @@ def plan_cascade(
     >>> out, lse = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, plan=plan)
     """
     for argument, value in (("b", b), ("s_q", s_q), ("max_pages", max_pages)):
-        check_count(argument, value, 1, _MAX_INT32)
+        check_count(argument, value, 1, MAX_INT32)
     check_groups(groups, b, max_pages)
     shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "record": record, "page_size": page_size, "dtype": dtype}
     shape["device"] = device

@@ -9,6 +9,7 @@ import numpy as np
 
 from mla_cupy import dtypes
 from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
+from mla_cupy.ops.operation import Views
 from mla_cupy.shapes import D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -104,6 +105,15 @@ def check_dtype(argument: str, dtype: Any) -> str | None:
     if name not in dtypes.TABLE:
         raise DTypeError(explain(argument, repr(dtype), "None, or a dtype or its name", "such as 'float32'"))
     return name
+
+
+def check_all_or_none(views: Views, *names: str, expected: str = "an array") -> bool:
+    """Check that optional arrays that need each other are all given, or none of them; whether they are."""
+    missing = [name for name in names if views[name] is None]
+    if len(missing) not in (0, len(names)):
+        all_of_them = "both" if len(names) == 2 else f"all of {', '.join(names)}"
+        raise ArgumentError(explain(missing[0], None, expected, f"give {all_of_them}, or none"))
+    return not missing
 
 
 def is_integer(value: Any) -> bool:

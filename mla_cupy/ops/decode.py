@@ -26,7 +26,7 @@ from mla_cupy.ops.checks import (
     resolve_scale,
 )
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
-from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.records import BYTE_DTYPES, RECORDS, record_of
 from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
@@ -199,10 +199,7 @@ class _Options(NamedTuple):
 
 def _examine(views: Views, given: _Options) -> Examined:
     check_d_v(given.d_v)
-    q, kv_cache, block_table = views["q"], views["kv_cache"], views["block_table"]
-    assert q is not None
-    assert kv_cache is not None
-    assert block_table is not None
+    q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = q.shape
     num_pages, page_size, h_kv, _ = kv_cache.shape
     options = DecodeOptions(
@@ -268,10 +265,7 @@ def _without_heads(cache: View) -> View:
 
 
 def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
-    seqlens, table, pool = arrays["seqlens"], arrays["block_table"], arrays["kv_cache"]
-    assert seqlens is not None
-    assert table is not None
-    assert pool is not None
+    seqlens, table, pool = (present(arrays, name) for name in ("seqlens", "block_table", "kv_cache"))
     num_pages, page_size = pool.shape[:2]
     world, rank = options.cp_world, options.cp_rank
     capacity = table.shape[1] * page_size * world + rank

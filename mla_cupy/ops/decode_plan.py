@@ -26,9 +26,7 @@ from mla_cupy.ops.checks import check_drafts, check_flag, check_shard, is_intege
 from mla_cupy.ops.decode_pieces import check_pieces
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
-from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
-
-_MAX_INT32 = 2**31 - 1
+from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS
 
 
 class _Limits(NamedTuple):
@@ -312,8 +310,8 @@ def plan_decode(
     """
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "max_pages": max_pages, "page_size": page_size}
     for argument, value in sizes.items():
-        if not is_integer(value) or not 1 <= value <= _MAX_INT32:
-            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {_MAX_INT32}"))
+        if not is_integer(value) or not 1 <= value <= MAX_INT32:
+            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
     if d_qk not in (D_QK, D_V):
         raise ArgumentError(explain("d_qk", d_qk, f"{D_QK} or {D_V}"))
     if h_q % h_kv:

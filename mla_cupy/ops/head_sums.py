@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss_problem import MAX_HEAD_DIM, LossOptions, LossProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_count, check_flag, resolve_scale
-from mla_cupy.ops.logits_inputs import present
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.checks import check_flag, resolve_scale
+from mla_cupy.ops.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.ops.warmup_loss import BUFFER_BYTES, MAX_BUFFER_BYTES
-from mla_cupy.shapes import MAX_TOKENS
-
-_MAX_INT32 = 2**31 - 1
+from mla_cupy.ops.starts import STARTS, check_starts
+from mla_cupy.shapes import MAX_INT32, MAX_TOKENS
 
 
 def indexer_head_sums(
@@ -125,13 +123,13 @@ def _examine(views: Views, given: _Options) -> Examined:
     q, k, indices = present(views, "q"), present(views, "k"), views["indices"]
     (s_q, heads, head_dim), s_kv = q.shape, k.shape[0]
     topk = None if indices is None else indices.shape[1]
-    sizes = {"s_q": (s_q, _MAX_INT32), "s_kv": (s_kv, _MAX_INT32 - 256), "d": (head_dim, MAX_HEAD_DIM)}
-    for name, (size, limit) in {**sizes, "topk": (topk or 0, MAX_TOKENS)}.items():
-        if size > limit:
-            raise ShapeError(explain(name, size, f"at most {limit}"))
-    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
-    if len(missing) == 1:
-        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    check_sizes(
+        s_q=(s_q, MAX_INT32),
+        s_kv=(s_kv, MAX_INT32 - 256),
+        d=(head_dim, MAX_HEAD_DIM),
+        topk=(topk or 0, MAX_TOKENS),
+    )
+    check_starts(views)
     if indices is None and views["topk_length"] is not None:
         raise ArgumentError(explain("topk_length", "an array", "None without indices"))
     causal = indices is None if given.causal is None else check_flag("causal", given.causal)
@@ -140,7 +138,7 @@ def _examine(views: Views, given: _Options) -> Examined:
         *(s_q, s_kv, heads, 0, head_dim, 0),
         needs_lse=views["lse"] is None,
         gradients=False,
-        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
+        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
         aligned=all(steps_by_16_bytes(x) for x in (q, k)),
         topk=topk,
     )
@@ -155,8 +153,7 @@ OPERATION = Operation(
         Input("indices", "s_q 1? topk", ("int32",), optional=True),
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("topk_length", "s_q", ("int32",), optional=True),
-        Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
-        Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+        *STARTS,
     ),
     outputs=(Output("head_sums", "s_q keys", layout="rows"),),
     min_sizes={"h": 1, "d": 1, "b+1": 1},

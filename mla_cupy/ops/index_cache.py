@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mla_cupy.arrays.view import View
-from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer import APPEND_KEYS, GATHER_KEYS
 from mla_cupy.ops.call import call
+from mla_cupy.ops.checks import check_all_or_none
 from mla_cupy.ops.key_pages import CACHE, SCALE_BYTES, SIZES, check_pages
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.prepare import (
     REFERENCE_OPTIONS,
     PrepareArguments,
@@ -17,9 +17,9 @@ from mla_cupy.ops.prepare import (
     check_vectors,
     code_dtypes,
 )
+from mla_cupy.shapes import MAX_INT32
 
 _SLOT_DTYPES = ("int32", "int64")
-_MAX_KEYS = 2**31 - 1
 
 
 def indexer_cache_append(
@@ -129,12 +129,9 @@ def indexer_cache_gather(
 
 
 def _examine_append(views: Views, given: PrepareArguments) -> Examined:
-    k, cache = _present(views, "k"), _present(views, "cache")
+    k, cache = present(views, "k"), present(views, "cache")
     check_pages(cache, k.shape[1])
-    names = ("cos", "sin", "positions")
-    missing = [name for name in names if views[name] is None]
-    if len(missing) not in (0, len(names)):
-        raise ArgumentError(explain(missing[0], None, "an array", f"give all of {', '.join(names)}, or none"))
+    check_all_or_none(views, "cos", "sin", "positions")
     return Examined(check_vectors(k, views["cos"]), check_prepare_options(given))
 
 
@@ -143,18 +140,12 @@ class _NoOptions(NamedTuple):
 
 
 def _examine_gather(views: Views, given: _NoOptions) -> Examined:
-    cache, slots = _present(views, "cache"), _present(views, "slots")
+    cache, slots = present(views, "cache"), present(views, "slots")
     d = cache.shape[2] - SCALE_BYTES
     check_pages(cache, d)
-    if slots.shape[0] > _MAX_KEYS:
-        raise ShapeError(explain("slots.shape[0]", slots.shape[0], f"at most {_MAX_KEYS}", "split the call"))
+    if slots.shape[0] > MAX_INT32:
+        raise ShapeError(explain("slots.shape[0]", slots.shape[0], f"at most {MAX_INT32}", "split the call"))
     return Examined(None, None, sizes={"d": d})
-
-
-def _present(views: Views, name: str) -> View:
-    view = views[name]
-    assert view is not None
-    return view
 
 
 APPEND_OPERATION = Operation(

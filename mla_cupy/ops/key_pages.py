@@ -5,6 +5,7 @@ from __future__ import annotations
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits_problem import HEAD_DIMS
+from mla_cupy.shapes import MAX_INT32
 
 SCALE_BYTES = 4
 """Bytes of a record's scale: after the codes of a page come its scales, float32."""
@@ -12,7 +13,6 @@ CACHE = "num_pages page_size 1? d+4"
 """The axes of a cache of index keys."""
 SIZES = {"d": HEAD_DIMS, "d+4": tuple(d + SCALE_BYTES for d in HEAD_DIMS)}
 _PAGE_ALIGNMENT = 16
-_MAX_INT32 = 2**31 - 1
 
 
 def check_pages(cache: View, d: int) -> None:
@@ -28,8 +28,8 @@ def check_pages(cache: View, d: int) -> None:
     num_pages, page_size = cache.shape[:2]
     if 0 in cache.shape:
         return
-    if num_pages > _MAX_INT32 or page_size > _MAX_INT32:
-        raise ShapeError(explain("cache.shape", cache.shape, f"at most {_MAX_INT32} pages, and tokens of a page"))
+    if num_pages > MAX_INT32 or page_size > MAX_INT32:
+        raise ShapeError(explain("cache.shape", cache.shape, f"at most {MAX_INT32} pages, and tokens of a page"))
     if cache.strides[2] != 1 or (page_size > 1 and cache.strides[1] != record):
         remedy = "only whole pages may lie apart"
         raise ShapeError(explain("cache.strides", cache.strides, f"contiguous pages: (any, {record}, 1)", remedy))

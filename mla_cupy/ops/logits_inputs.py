@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits_problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions
 from mla_cupy.ops.checks import check_flag
-from mla_cupy.ops.operation import Views
+from mla_cupy.shapes import MAX_INT32
 
 MIN_SIZES = {"h": 1}
-_MAX_INT32 = 2**31 - 1
 
 
 def out_dtypes(first: str) -> tuple[str, ...]:
@@ -22,13 +20,6 @@ def out_dtypes(first: str) -> tuple[str, ...]:
 def kernel_dtype(name: str) -> str:
     """The kernels' name of a dtype: bytes are e4m3 codes."""
     return CODES[0] if name in CODES else name
-
-
-def present(views: Views, name: str) -> View:
-    """The view of a required array."""
-    view = views[name]
-    assert view is not None
-    return view
 
 
 def resolve(clean: Any, accumulate: str = "float32") -> LogitsOptions:
@@ -46,8 +37,8 @@ def check_sizes(*, heads: int, **counts: int) -> None:
     if heads > MAX_HEADS:
         raise ShapeError(explain("q.shape[-2]", f"{heads} heads", f"at most {MAX_HEADS}"))
     for name, count in counts.items():
-        if count > _MAX_INT32:
-            raise ShapeError(explain(name, count, f"at most {_MAX_INT32}", "the kernels count in int32"))
+        if count > MAX_INT32:
+            raise ShapeError(explain(name, count, f"at most {MAX_INT32}", "the kernels count in int32"))
 
 
 SIZES = {"d": HEAD_DIMS}

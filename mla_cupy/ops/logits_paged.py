@@ -15,10 +15,9 @@ from mla_cupy.ops.logits_inputs import (
     check_sizes,
     kernel_dtype,
     out_dtypes,
-    present,
     resolve,
 )
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 
 

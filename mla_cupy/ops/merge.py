@@ -10,7 +10,7 @@ from mla_cupy.kernels.merge import MERGE
 from mla_cupy.kernels.merge.pipeline import MergeOptions, MergeProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
 
 def merge_states(
@@ -91,10 +91,8 @@ def _out_dtypes(first: str) -> tuple[str, ...]:
 
 
 def _examine(views: Views, given: _Options) -> Examined:
-    outs = views["outs"]
-    assert outs is not None
     options = MergeOptions(check_lse_base(given.lse_base), check_empty_lse(given.empty_lse))
-    return Examined(MergeProblem(outs.dtype), options)
+    return Examined(MergeProblem(present(views, "outs").dtype), options)
 
 
 OPERATION = Operation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from mla_cupy.kernels.pipeline import Pipeline
 
 Views = Mapping[str, View | None]
 Arrays = Mapping[str, np.ndarray[Any, Any] | None]
+_T = TypeVar("_T")
+
+
+def present(arrays: Mapping[str, _T | None], name: str) -> _T:
+    """An array that is not optional."""
+    array = arrays[name]
+    assert array is not None
+    return array
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.runtime import device as devices
-from mla_cupy.shapes import TILE_TOKENS
+from mla_cupy.shapes import MAX_INT32, TILE_TOKENS
 
 Array = npt.NDArray[np.integer[Any]]
 
-_MAX_INT32 = 2**31 - 1
 _THRESHOLDS = 16
 """How many lengths of shared prefixes are tried as the shortest of a group."""
 
@@ -90,7 +89,7 @@ def shared_prefixes(
         got = f"{table.shape} and {lengths.shape}"
         raise ShapeError(explain("block_table.shape and seqlens.shape", got, "(b, max_pages) and (b,)"))
     for argument, value in (("page_size", page_size), ("h_q", h_q), ("s_q", s_q)):
-        check_count(argument, value, 1, _MAX_INT32)
+        check_count(argument, value, 1, MAX_INT32)
     always = check_flag("always", always)
     if len(table) < 2:
         return ()

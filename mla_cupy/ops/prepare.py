@@ -11,12 +11,11 @@ from mla_cupy.kernels.indexer.logits_problem import CODES
 from mla_cupy.kernels.indexer.prepare import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_accumulate, check_flag
-from mla_cupy.ops.logits_inputs import present
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.shapes import MAX_INT32
 
 SCALES = ("power_of_2", "plain")
-_MAX_VECTORS = 2**31 - 1
 
 
 def indexer_prepare_q(
@@ -204,8 +203,8 @@ def check_vectors(x: View, cos: View | None) -> PrepareProblem:
     if pairs % (d // LANES) or 2 * pairs > d:
         expected = f"a multiple of d / {LANES} = {d // LANES}, at most d / 2"
         raise ShapeError(explain("cos.shape[-1]", pairs, expected))
-    if vectors > _MAX_VECTORS:
-        raise ShapeError(explain("vectors", vectors, f"at most {_MAX_VECTORS}", "split the call"))
+    if vectors > MAX_INT32:
+        raise ShapeError(explain("vectors", vectors, f"at most {MAX_INT32}", "split the call"))
     return PrepareProblem(d, steps_by_16_bytes(x))
 
 

@@ -12,8 +12,8 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_empty_lse, check_lse_base, resolve_scale
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
 from mla_cupy.records import BYTE_DTYPES, record_of
 from mla_cupy.shapes import D_V, MAX_TOKENS
@@ -126,21 +126,17 @@ class _Options(NamedTuple):
 
 
 def _check_extra(views: Views, record: str) -> None:
-    cache, indices = views["extra_kv_cache"], views["extra_indices"]
-    if (cache is None) != (indices is None):
-        missing = "extra_kv_cache" if cache is None else "extra_indices"
-        raise ArgumentError(explain(missing, None, "an array", "give both, or none"))
-    if views["extra_topk_length"] is not None and indices is None:
+    check_all_or_none(views, "extra_kv_cache", "extra_indices")
+    cache = views["extra_kv_cache"]
+    if views["extra_topk_length"] is not None and cache is None:
         raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
     if cache is not None:
         check_layout(record_of(cache.dtype, cache.shape[2], "extra_kv_cache", record), cache, "extra_kv_cache")
 
 
 def _examine(views: Views, given: _Options) -> Examined:
-    q, cache, indices, extra = (views[name] for name in ("q", "kv_cache", "indices", "extra_indices"))
-    assert q is not None
-    assert cache is not None
-    assert indices is not None
+    q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
+    extra = views["extra_indices"]
     record = record_of(cache.dtype, cache.shape[2], "kv_cache")
     if record.name not in RECORDS:
         remedy = "read 16-bit rows with sparse_mla_forward"

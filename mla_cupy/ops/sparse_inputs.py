@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
 from mla_cupy.ops.cache import check_layout
-from mla_cupy.ops.operation import Arrays, Input, Views
+from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.ops.starts import STARTS, check_starts
 from mla_cupy.records import BYTE_DTYPES, record_of
-from mla_cupy.shapes import D_V, MAX_TOKENS
+from mla_cupy.shapes import D_V, MAX_INT32, MAX_TOKENS
 
 Array = np.ndarray[Any, Any]
 
@@ -28,13 +28,10 @@ INDICES = Input("indices", "s_q 1? topk", ("int32",))
 OPTIONAL_INPUTS = (
     Input("topk_length", "s_q", ("int32",), optional=True),
     Input("attn_sink", "h_q", ("float32",), optional=True),
-    Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
-    Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+    *STARTS,
 )
 SIZES = {"d_qk": HEAD_DIMS_QK, "d_v": (D_V,)}
 MIN_SIZES = {"h_q": 1, "b+1": 1}
-
-_MAX_INT32 = 2**31 - 1
 
 
 class SparseSizes(NamedTuple):
@@ -55,7 +52,7 @@ def check_rows_or_pages(views: Views) -> str:
     ------
     ShapeError
     """
-    q, kv = _present(views, "q"), _present(views, "kv")
+    q, kv = present(views, "q"), present(views, "kv")
     d_qk, (_, page_size, width) = q.shape[2], kv.shape
     if kv.dtype not in BYTE_DTYPES:
         if page_size != 1:
@@ -81,31 +78,23 @@ def check_selection(views: Views) -> SparseSizes:
     ------
     ShapeError, ArgumentError
     """
-    q, kv, indices = (_present(views, name) for name in ("q", "kv", "indices"))
+    q, kv, indices = (present(views, name) for name in ("q", "kv", "indices"))
     s_q, h_q, d_qk = q.shape
     s_kv, topk = math.prod(kv.shape[:-1]), indices.shape[1]
     for argument, size, limit in (
-        ("q.shape[0]", s_q, _MAX_INT32),
-        ("kv.shape[0]" if len(kv.shape) == 2 else "kv.shape[0] * kv.shape[1]", s_kv, _MAX_INT32),
+        ("q.shape[0]", s_q, MAX_INT32),
+        ("kv.shape[0]" if len(kv.shape) == 2 else "kv.shape[0] * kv.shape[1]", s_kv, MAX_INT32),
         ("topk", topk, MAX_TOKENS),
     ):
         if size > limit:
             raise ShapeError(explain(argument, size, f"at most {limit}", "the kernels count in int32"))
-    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
-    if len(missing) == 1:
-        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    check_starts(views)
     return SparseSizes(s_q, s_kv, h_q, topk, d_qk, q.dtype)
 
 
 def aligned(views: Views, *names: str) -> bool:
     """Whether these arrays start at, and step by, multiples of 16 bytes."""
-    return all(steps_by_16_bytes(_present(views, name)) for name in names)
-
-
-def _present(views: Views, name: str) -> View:
-    view = views[name]
-    assert view is not None
-    return view
+    return all(steps_by_16_bytes(present(views, name)) for name in names)
 
 
 def check_sparse_values(arrays: Arrays, options: Any) -> None:
@@ -116,10 +105,8 @@ def check_sparse_values(arrays: Arrays, options: Any) -> None:
     ArgumentError
         That names the first bad one.
     """
-    names = ("kv", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
-    kv, indices, lengths, starts_q, starts_kv = (arrays[name] for name in names)
-    assert kv is not None
-    assert indices is not None
+    kv, indices = present(arrays, "kv"), present(arrays, "indices")
+    lengths, starts_q, starts_kv = (arrays[name] for name in ("topk_length", "cu_seqlens_q", "cu_seqlens_kv"))
     s_kv = math.prod(kv.shape[:-1])
     indices = indices.reshape(indices.shape[0], indices.shape[-1])
     s_q, topk = indices.shape

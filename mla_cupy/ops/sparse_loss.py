@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss_problem import MAX_HEAD_DIM, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_count, check_flag, resolve_scale
-from mla_cupy.ops.logits_inputs import present
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.checks import check_flag, resolve_scale
+from mla_cupy.ops.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.ops.sparse_inputs import INDICES
-from mla_cupy.ops.warmup_loss import BUFFER_BYTES, GRADIENTS, MAX_BUFFER_BYTES, SCORED_INPUTS
-from mla_cupy.shapes import MAX_TOKENS
-
-_MAX_INT32 = 2**31 - 1
+from mla_cupy.ops.starts import STARTS, check_starts
+from mla_cupy.shapes import MAX_INT32, MAX_TOKENS
 
 
 def indexer_sparse_loss(
@@ -174,13 +171,13 @@ class _Options(NamedTuple):
 def _examine(views: Views, given: _Options) -> Examined:
     q, k, index_q, index_k, indices = (present(views, name) for name in ("q", "k", "index_q", "index_k", "indices"))
     (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
-    sizes = {"s_q": (s_q, _MAX_INT32), "s_kv": (k.shape[0], _MAX_INT32), "d": (head_dim, MAX_HEAD_DIM)}
-    for name, (size, limit) in {**sizes, "topk": (indices.shape[1], MAX_TOKENS)}.items():
-        if size > limit:
-            raise ShapeError(explain(name, size, f"at most {limit}"))
-    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
-    if len(missing) == 1:
-        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    check_sizes(
+        s_q=(s_q, MAX_INT32),
+        s_kv=(k.shape[0], MAX_INT32),
+        d=(head_dim, MAX_HEAD_DIM),
+        topk=(indices.shape[1], MAX_TOKENS),
+    )
+    check_starts(views)
     options = LossOptions(
         "head_sum",
         check_flag("causal", given.causal),
@@ -193,7 +190,7 @@ def _examine(views: Views, given: _Options) -> Examined:
         needs_lse=views["lse"] is None and views["head_sums"] is None,
         given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
-        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
+        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
         topk=indices.shape[1],
         deterministic=check_flag("deterministic", given.deterministic),
@@ -210,8 +207,7 @@ OPERATION = Operation(
         Input("head_sums", "s_q topk", ("float32",), optional=True, contiguous=True),
         Input("topk_length", "s_q", ("int32",), optional=True),
         Input("row_weights", "s_q", ("float32",), optional=True),
-        Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
-        Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+        *STARTS,
     ),
     outputs=(
         Output("kl", "s_q"),

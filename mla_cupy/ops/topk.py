@@ -9,9 +9,9 @@ from mla_cupy.kernels.indexer import TOPK
 from mla_cupy.kernels.indexer.problem import MAX_TOPK, TopkOptions, TopkProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count, check_flag
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
+from mla_cupy.shapes import MAX_INT32
 
-_MAX_INT32 = 2**31 - 1
 ORDERS = ("index", "value")
 
 
@@ -138,21 +138,20 @@ def check_topk_options(given: TopkArguments) -> TopkOptions:
         check_count("k", given.k, 1, MAX_TOPK),
         given.order,
         check_flag("relative", given.relative),
-        check_count("page_size", given.page_size, 1, _MAX_INT32),
-        check_count("keep_first", given.keep_first, 0, _MAX_INT32),
-        check_count("keep_last", given.keep_last, 0, _MAX_INT32),
+        check_count("page_size", given.page_size, 1, MAX_INT32),
+        check_count("keep_first", given.keep_first, 0, MAX_INT32),
+        check_count("keep_last", given.keep_last, 0, MAX_INT32),
         check_flag("return_values", given.return_values),
     )
 
 
 def _examine(views: Views, given: TopkArguments) -> Examined:
     options = check_topk_options(given)
-    logits, table = views["logits"], views["block_table"]
-    assert logits is not None
-    s_q, s_kv = logits.shape
+    s_q, s_kv = present(views, "logits").shape
+    table = views["block_table"]
     for argument, size in (("logits.shape[0]", s_q), ("logits.shape[1]", s_kv)):
-        if size > _MAX_INT32 // 8:
-            raise ShapeError(explain(argument, size, f"at most {_MAX_INT32 // 8}", "split the call"))
+        if size > MAX_INT32 // 8:
+            raise ShapeError(explain(argument, size, f"at most {MAX_INT32 // 8}", "split the call"))
     ke = views["ke"]
     if ke is not None and ke.shape[0] != s_q and (ke.shape[0] == 0 or s_q % ke.shape[0]):
         raise ShapeError(explain("ke.shape[0]", ke.shape[0], f"s_q={s_q}, as in logits, or one per sequence"))

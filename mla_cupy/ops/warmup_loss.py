@@ -15,16 +15,12 @@ from mla_cupy.kernels.indexer.loss_problem import (
 )
 from mla_cupy.kernels.indexer.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_count, check_factor, check_flag, resolve_scale
-from mla_cupy.ops.logits_inputs import present
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.checks import check_factor, check_flag, resolve_scale
+from mla_cupy.ops.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
-
-BUFFER_BYTES = 512 << 20
-"""Default limit of what a chunk of tokens holds of all keys."""
-MAX_BUFFER_BYTES = 1 << 40
-"""The largest limit."""
-_MAX_INT32 = 2**31 - 1
+from mla_cupy.ops.starts import STARTS, check_starts
+from mla_cupy.shapes import MAX_INT32
 
 
 def indexer_warmup_loss(
@@ -208,25 +204,17 @@ def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> st
     return target
 
 
-def _check_sizes(**sizes: tuple[int, int]) -> None:
-    for name, (size, limit) in sizes.items():
-        if size > limit:
-            raise ShapeError(explain(name, size, f"at most {limit}"))
-
-
 def _examine(views: Views, given: _Options) -> Examined:
     q, k, index_q, index_k = (present(views, name) for name in ("q", "k", "index_q", "index_k"))
     (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
     value_dim = 0 if (v := views["v"]) is None else v.shape[1]
-    _check_sizes(
-        s_q=(s_q, _MAX_INT32),
-        s_kv=(k.shape[0], _MAX_INT32 - 256),
+    check_sizes(
+        s_q=(s_q, MAX_INT32),
+        s_kv=(k.shape[0], MAX_INT32 - 256),
         d=(head_dim, MAX_HEAD_DIM),
         d_v=(value_dim, MAX_VALUE_DIM),
     )
-    missing = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if views[name] is None]
-    if len(missing) == 1:
-        raise ArgumentError(explain(missing[0], None, "as many starts as its counterpart", "give both, or none"))
+    check_starts(views)
     target = _check_target(given.target, views, heads, index_heads)
     options = LossOptions(
         target,
@@ -241,25 +229,11 @@ def _examine(views: Views, given: _Options) -> Examined:
         needs_lse=target == "head_sum" and views["lse"] is None and views["head_sums"] is None,
         given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
-        buffer_bytes=check_count("buffer_bytes", given.buffer_bytes, 1, MAX_BUFFER_BYTES),
+        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
     )
     return Examined(problem, options, given.kernel, {"targets": heads if target == "per_head" else 0})
 
-
-# What both losses of the indexer take and give.
-SCORED_INPUTS = (
-    Input("q", "s_q h d", ("bfloat16",), contiguous=True),
-    Input("k", "s_kv d", ("=q",), contiguous=True),
-    Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
-    Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
-    Input("weights", "s_q h_i", ("float32", "bfloat16")),
-)
-GRADIENTS = (
-    Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
-    Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
-    Output("d_weights", "s_q h_i", when="gradients"),
-)
 
 OPERATION = Operation(
     "indexer_warmup_loss",
@@ -269,8 +243,7 @@ OPERATION = Operation(
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("head_sums", "s_q s_kv", ("float32",), optional=True, contiguous=True),
         Input("row_weights", "s_q", ("float32",), optional=True),
-        Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
-        Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+        *STARTS,
     ),
     outputs=(
         Output("kl", "s_q targets?"),
