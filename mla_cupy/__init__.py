@@ -58,59 +58,6 @@ if TYPE_CHECKING:
         workspace_bytes,
     )
 
-_HOME = {
-    **dict.fromkeys(
-        (
-            "CascadePlan",
-            "DecodePlan",
-            "PrefixGroup",
-            "cache_append",
-            "cache_copy_pages",
-            "cache_gather",
-            "cascade_decode",
-            "indexer_cache_append",
-            "indexer_cache_gather",
-            "indexer_head_sums",
-            "indexer_logits",
-            "indexer_logits_paged",
-            "indexer_prepare_k",
-            "indexer_prepare_q",
-            "indexer_select",
-            "indexer_select_paged",
-            "indexer_sparse_loss",
-            "indexer_topk",
-            "indexer_warmup_loss",
-            "merge_states",
-            "mla_decode",
-            "plan_cascade",
-            "plan_decode",
-            "shared_prefixes",
-            "sparse_mla_backward",
-            "sparse_mla_decode",
-            "sparse_mla_forward",
-            "workspace_bytes",
-        ),
-        "mla_cupy.ops",
-    ),
-    **dict.fromkeys(("CacheStats", "CacheStep", "PagedKVCache"), "mla_cupy.cache"),
-    **dict.fromkeys(
-        (
-            "ArgumentError",
-            "CacheFullError",
-            "DTypeError",
-            "DeviceError",
-            "KernelCompileError",
-            "KernelNotBuiltError",
-            "MlaError",
-            "ParallelError",
-            "PlanError",
-            "ShapeError",
-            "UnsupportedDeviceError",
-        ),
-        "mla_cupy.errors",
-    ),
-}
-
 __all__ = [
     "ArgumentError",
     "CacheFullError",
@@ -160,12 +107,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'mla_cupy' has no attribute {name!r}")
     if name == "reference":
         return importlib.import_module("mla_cupy.reference")
-    if name in _HOME:
-        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-        return value
-    raise AttributeError(f"module 'mla_cupy' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_home(name)), name)
+    return value
+
+
+def _home(name: str) -> str:
+    """The module that a class or a function comes from."""
+    if name.endswith("Error"):
+        return "mla_cupy.errors"
+    return "mla_cupy.cache" if name in ("CacheStats", "CacheStep", "PagedKVCache") else "mla_cupy.ops"
 
 
 def __dir__() -> list[str]:

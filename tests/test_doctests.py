@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,7 @@ MODULES = sorted(
     if path.name != "__main__.py" and path.relative_to(PACKAGE).parts[0] not in (*BINDINGS, "bench", "cuda_src")
 )
 #: Public calls whose docstring must have an example.
-PUBLIC = (
-    "indexer_cache_append",
-    "indexer_cache_gather",
-    "indexer_head_sums",
-    "indexer_prepare_k",
-    "indexer_prepare_q",
-    "indexer_select",
-    "indexer_select_paged",
-    "indexer_sparse_loss",
-    "indexer_topk",
-    "indexer_warmup_loss",
-    "merge_states",
-    "mla_decode",
-    "plan_decode",
-    "sparse_mla_backward",
-    "sparse_mla_forward",
-    "workspace_bytes",
-)
+PUBLIC = [name for name in mla_cupy.__all__ if inspect.isfunction(getattr(mla_cupy, name))]
 
 
 @pytest.fixture(autouse=True)
