@@ -1,31 +1,258 @@
-"""Losses as differentiable scalars: their gradients are there already, and are multiplied by the cotangent."""
+"""The losses that train the lightning indexer, also as differentiable scalars."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from mla_cupy import ops
 from mla_cupy.torch.library import LIBRARY, NAMESPACE, define
+from mla_cupy.torch.operators import run, single, targets
 
 _NAME = "with_gradients"
 _TENSORS = ("index_q", "index_k", "weights", "value", "d_index_q", "d_index_k", "d_weights")
 
 
-def objective(
-    leaves: tuple[torch.Tensor, ...],
-    kl: torch.Tensor,
-    row_weights: torch.Tensor | None,
-    gradients: tuple[torch.Tensor | None, ...],
+def indexer_warmup_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    v: torch.Tensor | None = None,
+    gradients: bool = True,
+    kl: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    index_lse: torch.Tensor | None = None,
+    d_index_q: torch.Tensor | None = None,
+    d_index_k: torch.Tensor | None = None,
+    d_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    attention_lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """The indexer's warm-up loss and its gradients: see `mla_cupy.indexer_warmup_loss`.
+
+    Autograd does not look into it: `indexer_warmup_objective` is differentiable.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, v : tensor
+    gradients : bool
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse : tensor, optional
+        Where the results go: all that there are, or none.
+    workspace : tensor, uint8, optional
+        With these.
+    **options
+        lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes,
+        kernel.
+
+    Returns
+    -------
+    kl, mass, index_lse : tensor
+    d_index_q, d_index_k, d_weights : tensor or None
+        None without `gradients`.
+    out, attention_lse : tensor or None
+        None without `v`.
+    """
+    losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
+    backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
+    attention = {} if v is None else {"out": out, "attention_lse": attention_lse}
+    inputs = tuple(x.detach() for x in (q, k, index_q, index_k, weights))
+    chosen = {"v": None if v is None else v.detach(), "gradients": gradients, **options}
+    return _run_loss("indexer_warmup_loss", inputs, chosen, {**losses, **backward, **attention}, workspace)
+
+
+def indexer_warmup_objective(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum(row_weights * kl) of the indexer's warm-up loss, differentiable by index_q, index_k and weights.
+
+    The gradients are made in the forward: its larger part, the scores of the main attention, is not repeated. The
+    backward multiplies them by the cotangent, in the dtypes of the arrays.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights : tensor
+    row_weights : tensor, (s_q,), float32, optional
+        For a mean, 1 / s_q. They count as constants.
+    **options
+        Of `indexer_warmup_loss`: lse, head_sums, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal,
+        buffer_bytes, kernel.
+
+    Returns
+    -------
+    objective : tensor, (), float32
+    kl : tensor
+        Without a gradient.
+    """
+    return _objective(indexer_warmup_loss, (q, k), (index_q, index_k, weights), row_weights, options)
+
+
+def indexer_sparse_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    gradients: bool = True,
+    kl: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    index_lse: torch.Tensor | None = None,
+    d_index_q: torch.Tensor | None = None,
+    d_index_k: torch.Tensor | None = None,
+    d_weights: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """The indexer's loss over selected keys and its gradients: see `mla_cupy.indexer_sparse_loss`.
+
+    Autograd does not look into it: `indexer_sparse_objective` is differentiable.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, indices : tensor
+    gradients : bool
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights : tensor, optional
+        Where the results go: all that there are, or none.
+    workspace : tensor, uint8, optional
+        With these.
+    **options
+        lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic,
+        buffer_bytes, kernel.
+
+    Returns
+    -------
+    kl, mass, index_lse : tensor
+    d_index_q, d_index_k, d_weights : tensor or None
+        None without `gradients`.
+    """
+    losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
+    backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
+    inputs = (*(x.detach() for x in (q, k, index_q, index_k, weights)), indices)
+    chosen = {"gradients": gradients, **options}
+    return _run_loss("indexer_sparse_loss", inputs, chosen, {**losses, **backward}, workspace)
+
+
+def indexer_sparse_objective(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum(row_weights * kl) of the indexer's loss over selected keys, differentiable by index_q, index_k and weights.
+
+    The gradients are made in the forward; the backward multiplies them by the cotangent, in the dtypes of the arrays.
+
+    Parameters
+    ----------
+    q, k, index_q, index_k, weights, indices : tensor
+    row_weights : tensor, (s_q,), float32, optional
+        For a mean, 1 / s_q. They count as constants.
+    **options
+        Of `indexer_sparse_loss`: lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal,
+        deterministic, buffer_bytes, kernel.
+
+    Returns
+    -------
+    objective : tensor, (), float32
+    kl : tensor
+        Without a gradient.
+    """
+    loss = partial(indexer_sparse_loss, indices=indices)
+    return _objective(loss, (q, k), (index_q, index_k, weights), row_weights, options)
+
+
+def indexer_head_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    head_sums: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """sum(row_weights * kl); with `gradients` it is differentiable by the leaves: index_q, index_k and weights."""
+    """What the indexer's losses normalise to their target, of one rank's heads: see `mla_cupy.indexer_head_sums`.
+
+    Parameters
+    ----------
+    q, k : tensor
+    head_sums : tensor, optional
+        Where the result goes.
+    workspace : tensor, uint8, optional
+        With `head_sums`.
+    **options
+        indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal, buffer_bytes, kernel.
+
+    Returns
+    -------
+    tensor
+
+    Notes
+    -----
+    It has no gradient: nothing flows to the main attention.
+    """
+    given = targets(head_sums=head_sums)
+    return single(run("indexer_head_sums", (q.detach(), k.detach()), options, given, workspace))
+
+
+# ---- What both losses do ----------------------------------------------------------------------------------------
+
+
+def _run_loss(
+    name: str,
+    inputs: tuple[torch.Tensor, ...],
+    options: dict[str, Any],
+    wanted: dict[str, torch.Tensor | None],
+    workspace: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """All results of a loss, None where they are not `wanted`: the names of those that are, and where they go."""
+    given = targets(**wanted)
+    names = [output.name for output in ops.BOUND_OPERATIONS[name].outputs]
+    found = dict(zip(given or names, run(name, inputs, options, given, workspace), strict=True))
+    return tuple(found[name] if name in wanted else None for name in names)
+
+
+def _objective(
+    loss: Callable[..., tuple[torch.Tensor | None, ...]],
+    attention: tuple[torch.Tensor, torch.Tensor],
+    leaves: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    row_weights: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum(row_weights * kl), differentiable by the leaves: index_q, index_k and weights; and kl."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    found = loss(*attention, *leaves, gradients=wanted, row_weights=row_weights, **options)
+    kl, gradients = found[0], found[3:6]
+    assert kl is not None
     factors = kl if row_weights is None else kl * row_weights.detach().reshape(-1, *[1] * (kl.ndim - 1))
     value: torch.Tensor = factors.sum()
     own = [made.to(leaf.dtype) for leaf, made in zip(leaves, gradients, strict=True) if made is not None]
-    return _operator(*leaves, value, *own) if own else value
+    return _with_gradients(*leaves, value, *own) if own else value, kl
 
 
-def _run(*tensors: torch.Tensor) -> torch.Tensor:
+# ---- The operator of a scalar whose gradients are there already, and are multiplied by the cotangent ------------
+
+
+def _value(*tensors: torch.Tensor) -> torch.Tensor:
     return tensors[_TENSORS.index("value")].clone()
 
 
@@ -42,5 +269,5 @@ def _pull_back(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, 
     return (*made, *[None] * (len(_TENSORS) - len(made)))
 
 
-_operator = define(_NAME, f"({', '.join(f'Tensor {name}' for name in _TENSORS)}) -> Tensor", _run, _fake)
+_with_gradients = define(_NAME, f"({', '.join(f'Tensor {name}' for name in _TENSORS)}) -> Tensor", _value, _fake)
 torch.library.register_autograd(f"{NAMESPACE}::{_NAME}", _pull_back, setup_context=_save, lib=LIBRARY)
