@@ -42,9 +42,15 @@ class Target:
         return self.spec.request(self.variant, self.arch).name
 
     @property
-    def is_repetition(self) -> bool:
-        """Whether a run without long forms leaves it out: a kernel's first variant stands for the others of a twin."""
-        return self.arch in TWINS and self.variant != self.spec.variants[0]
+    def is_long_form(self) -> bool:
+        """Whether a run without long forms leaves it out.
+
+        Such a run makes each build with one line of NVRTC. The lines take turns over a kernel's variants and over the
+        architectures, so that every kernel meets both. Of a twin it makes a kernel's first variant alone.
+        """
+        index = self.spec.variants.index(self.variant)
+        turn = LINES[(index + ARCHS.index(self.arch)) % len(LINES)]
+        return self.line != turn or (self.arch in TWINS and index > 0)
 
     def __str__(self) -> str:
         return f"nvrtc{self.line}-{self.name}"

@@ -1,4 +1,7 @@
-"""Every kernel compiles for every target on both lines of NVRTC, within the resources that the golden file holds."""
+"""Every kernel compiles for every target on both lines of NVRTC, within the resources that the golden file holds.
+
+A run without long forms makes about half of the builds: see `Target.is_long_form`.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ def built(target: Target) -> Build:
 
 
 def to_build(targets: Iterable[Target]) -> list[Any]:
-    """As parameters of tests; repetitions are long forms."""
+    """As parameters of tests."""
     marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(target, id=str(target), marks=marks[target.is_repetition]) for target in targets]
+    return [pytest.param(target, id=str(target), marks=marks[target.is_long_form]) for target in targets]
 
 
 @pytest.fixture(params=to_build(builds.TARGETS))
@@ -80,6 +83,13 @@ def test_resources_are_the_golden_ones(target: Target) -> None:
     if version not in known:
         pytest.skip(f"the golden file has no figures of NVRTC {version}, only of {', '.join(known)}")
     assert builds.figures(made) == known[version].get(target.name), "if intended: python -m tests.budgets.update"
+
+
+def test_every_run_has_each_kernel_on_both_lines_and_each_build_on_one() -> None:
+    short = [target for target in builds.TARGETS if not target.is_long_form]
+    assert {(target.line, target.kernel) for target in short} == {(t.line, t.kernel) for t in builds.TARGETS}
+    expected = {target.name for target in builds.TARGETS if target.arch not in builds.TWINS}
+    assert sorted(target.name for target in short if target.arch not in builds.TWINS) == sorted(expected)
 
 
 @pytest.mark.parametrize("twin", builds.TWINS)
