@@ -6,7 +6,6 @@ repeated in the same workspace: what the clusters count with must be as they fou
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import CLUSTER_KERNELS, DECODE_KERNELS
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -222,12 +221,10 @@ def _pytest_mutants() -> list[Any]:
 
 
 @pytest.mark.parametrize(("mutant", "case", "sm_count"), _pytest_mutants())
-def test_is_caught(
-    mutant: Mutant, case: DecodeCase, sm_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        verdicts = (_verdict(case, sm_count, mode, infinite) for infinite in (True, False) for mode in MODES)
-        assert any(verdicts), f"nothing shows that {mutant.name}"
+def test_is_caught(mutant: Mutant, case: DecodeCase, sm_count: int, plant: Plant) -> None:
+    plant(mutant)
+    verdicts = (_verdict(case, sm_count, mode, infinite) for infinite in (True, False) for mode in MODES)
+    assert any(verdicts), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mla_cupy.kernels.decode.problem import MAX_SPLITS, DecodeOptions, DecodePro
 from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 
@@ -173,10 +172,10 @@ def test_in_every_order(mode: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_bugs_are_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_merge)
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(PIECES, NUM_SPLITS, "float32", 2, mode) for mode in MODES)
+    plant(mutant)
+    assert any(verdict(PIECES, NUM_SPLITS, "float32", 2, mode) for mode in MODES)
 
 
 def test_a_merge_does_not_depend_on_other_requests() -> None:

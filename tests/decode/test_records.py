@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import run_and_check
 from tests.support.kernels import RECORD_KERNELS
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -308,9 +307,9 @@ def verdict(mode: tuple[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        verdicts = [verdict(mode) for mode in MODES]
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    verdicts = [verdict(mode) for mode in MODES]
     assert any(verdicts), f"nothing shows that {mutant.name}"
     assert "KernelCompileError" not in verdicts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import mla_cupy
 from mla_cupy import reference
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.kernels import SCHEDULED_KERNELS, on_hopper
-from tests.support.mutants import Mutant, planted
+from tests.support.mutants import Mutant, Plant
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -102,9 +101,9 @@ def _verdict() -> str:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_a_wrong_mask_shows(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert _verdict(), f"nothing shows that {mutant.name}"
+def test_a_wrong_mask_shows(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert _verdict(), f"nothing shows that {mutant.name}"
 
 
 def test_the_masks_as_they_are() -> None:

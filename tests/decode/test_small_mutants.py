@@ -7,7 +7,6 @@ as long as the write is early, too.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 
 import mla_cupy
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -158,9 +157,9 @@ def verdict(mode: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(mode) for mode in MODES), f"nothing shows that {mutant.name}"
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, Unsupport
 from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make
 from tests.support.gpu import upload, uploaded
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -272,9 +271,9 @@ def verdict(case: DecodeCase, kernel: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        verdicts = [verdict(case, SMALL) for case in CASES]
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    verdicts = [verdict(case, SMALL) for case in CASES]
     assert any(verdicts), f"nothing shows that {mutant.name}"
     assert "KernelCompileError" not in verdicts
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import mla_cupy
 from mla_cupy import reference
 from tests.support.indexer_cases import LogitsCase, PagedCase, as_codes, check_logits, logits_inputs, paged_inputs
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits_sm90.cu", "indexer/logits_sm90_paged.cu"
@@ -127,17 +125,15 @@ def test_the_largest_sums() -> None:
 
 
 @pytest.mark.parametrize("mutant", LARGE_WEIGHTS, ids=lambda mutant: mutant.id)
-def test_large_weights_are_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert verdict_of_the_largest()
+def test_large_weights_are_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert verdict_of_the_largest()
 
 
 @pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda x: x.id)
-def test_is_caught(
-    mutant: Mutant, case: LogitsCase | PagedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
+def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.parametrize("case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)

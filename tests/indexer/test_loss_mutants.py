@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
-from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.kernels.indexer import loss_queries_sm90
 from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
 RANGES, ROWS, KEYS = "indexer/loss_ranges.cu", "indexer/loss_rows.cu", "indexer/loss_keys_generic.cu"
@@ -141,37 +140,10 @@ def run_hopper(mode: tuple[str, int], case: LossCase = TILES, gradients: bool = 
     check_loss(got, exact, TENSOR_CORE_ERROR)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_hopper_without_a_bug(mode: tuple[str, int]) -> None:
-    run_hopper(mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", HOPPER_MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows_on_hopper(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one of the modes."""
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(as_verdict(run_hopper)(mode) for mode in MODES)
-
-
-def run_splits(mode: tuple[str, int] = ("late", 0)) -> None:
+def run_splits(mode: tuple[str, int]) -> None:
     """Three of each tile of keys, some without a token, in chunks of seven tokens and five."""
     with splits_of(2, most=3):
         run_hopper(mode, buffer_bytes=7 * 10 * 256)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_splits_without_a_bug(mode: tuple[str, int]) -> None:
-    run_splits(mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", SPLIT_MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows_in_the_splits(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, SimError)):
-        run_splits()
 
 
 def run_pairs(mode: tuple[str, int]) -> None:
@@ -180,32 +152,8 @@ def run_pairs(mode: tuple[str, int]) -> None:
         run_hopper(mode, PAIRS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_pairs_without_a_bug(mode: tuple[str, int]) -> None:
-    run_pairs(mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", PAIR_MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows_in_the_pairs(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one of the modes."""
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(as_verdict(run_pairs)(mode) for mode in MODES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_lse_without_a_bug(mode: tuple[str, int]) -> None:
+def run_lse(mode: tuple[str, int]) -> None:
     run_hopper(mode, LSE_TILES, gradients=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", LSE_MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows_in_the_lse(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one of the modes."""
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(as_verdict(run_hopper)(mode, LSE_TILES, gradients=False) for mode in MODES)
 
 
 def run_heads(mode: tuple[str, int]) -> None:
@@ -214,18 +162,33 @@ def run_heads(mode: tuple[str, int]) -> None:
         run_hopper(mode, HEAD_TILES)
 
 
+#: Which bugs show in which calls.
+HOPPER = {
+    run_hopper: HOPPER_MUTANTS,
+    run_splits: SPLIT_MUTANTS,
+    run_pairs: PAIR_MUTANTS,
+    run_lse: LSE_MUTANTS,
+    run_heads: HEAD_MUTANTS,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_heads_without_a_bug(mode: tuple[str, int]) -> None:
-    run_heads(mode)
+@pytest.mark.parametrize("run_mode", HOPPER, ids=lambda run: run.__name__)
+def test_hopper_without_a_bug(run_mode: Callable[[tuple[str, int]], None], mode: tuple[str, int]) -> None:
+    run_mode(mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", HEAD_MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows_in_the_heads(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("run_mode", "mutant"),
+    [(run_mode, mutant) for run_mode, mutants in HOPPER.items() for mutant in mutants],
+    ids=lambda x: x.id if isinstance(x, Mutant) else x.__name__,
+)
+def test_shows_on_hopper(run_mode: Callable[[tuple[str, int]], None], mutant: Mutant, plant: Plant) -> None:
     """In one of the modes."""
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(as_verdict(run_heads)(mode) for mode in MODES)
+    plant(mutant)
+    assert any(as_verdict(run_mode)(mode) for mode in MODES)
 
 
 @pytest.mark.parametrize("case", [CASE, PER_HEAD], ids=lambda case: case.id)
@@ -235,6 +198,7 @@ def test_without_a_bug(case: LossCase) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda x: x.id if isinstance(x, Mutant) else "")
-def test_shows(mutant: Mutant, case: LossCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, SimError)):
+def test_shows(mutant: Mutant, case: LossCase, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
         run(case)

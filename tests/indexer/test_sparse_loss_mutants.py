@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from ptxsim.errors import SimError
 
 import mla_cupy
 from mla_cupy import reference
 from tests.indexer.test_sparse_loss_sim import GENERIC, MODES, bits_of_both_orders, run_hopper
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
@@ -86,15 +83,16 @@ def test_without_a_bug() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch), pytest.raises((AssertionError, SimError)):
+def test_shows(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
         run()
 
 
 @pytest.mark.slow
-def test_the_order_shows_bounds_that_are_too_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(LOW_BOUND, tmp_path / "cuda_src", monkeypatch):
-        assert len(bits_of_both_orders(deterministic=True)) == 2
+def test_the_order_shows_bounds_that_are_too_low(plant: Plant) -> None:
+    plant(LOW_BOUND)
+    assert len(bits_of_both_orders(deterministic=True)) == 2
 
 
 @pytest.mark.slow
@@ -110,7 +108,7 @@ def test_hopper_without_a_bug(case: SparseLossCase, mode: tuple[str, int]) -> No
     [*((mutant, HOPPER_CASE) for mutant in HOPPER_MUTANTS), *((mutant, LSE_CASE) for mutant in LSE_MUTANTS)],
     ids=lambda x: x.id,
 )
-def test_shows_on_hopper(mutant: Mutant, case: SparseLossCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_on_hopper(mutant: Mutant, case: SparseLossCase, plant: Plant) -> None:
     """In one of the modes."""
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(as_verdict(run_hopper)(case, mode) for mode in MODES)
+    plant(mutant)
+    assert any(as_verdict(run_hopper)(case, mode) for mode in MODES)

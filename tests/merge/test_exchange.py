@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from mla_cupy.kernels.merge.exchange import MAX_BLOCKS, Exchange
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.runtime import loader
 from tests.merge.exchanges import Ranks
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import SimDriver, fake_gpu, simulated
 
 CASES = (
@@ -220,10 +219,10 @@ MODES = (("early", 0), ("random", 1), ("random", 2))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        ranks = SPLIT if mutant.file == SLICES else WHOLE
-        shown = next(filter(None, (verdict(ranks, *mode) for mode in MODES)), "nothing")
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    ranks = SPLIT if mutant.file == SLICES else WHOLE
+    shown = next(filter(None, (verdict(ranks, *mode) for mode in MODES)), "nothing")
     assert shown not in ("nothing", "KernelCompileError"), f"{shown} shows that {mutant.name}"
 
 

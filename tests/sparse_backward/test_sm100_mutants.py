@@ -8,7 +8,6 @@ as long as the write is early, too.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -347,10 +346,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 
 
-def test_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mutants.planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        modes = MODES[:1] if mutant.low_scores else MODES
-        shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in modes)
+def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
+    plant(mutant)
+    modes = MODES[:1] if mutant.low_scores else MODES
+    shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in modes)
     assert shown, f"nothing shows that {mutant.name}"
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.sparse_decode.runs import SparseDecodeCase, check
-from tests.support.mutants import Mutant, as_verdict, planted
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
 SMALL = "attention/sm90/small_records.cuh"
@@ -193,11 +192,11 @@ PLANTED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "mutant"), PLANTED)
-def test_is_caught(kernel: str, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planted(mutant, tmp_path / "cuda_src", monkeypatch):
-        assert any(verdict(mode, case, kernel) for mode, case in product(MODES, RUNS[kernel][0])), (
-            f"nothing shows that {mutant.name}"
-        )
+def test_is_caught(kernel: str, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(mode, case, kernel) for mode, case in product(MODES, RUNS[kernel][0])), (
+        f"nothing shows that {mutant.name}"
+    )
 
 
 @pytest.mark.slow

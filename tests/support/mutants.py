@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -19,6 +18,8 @@ from mla_cupy.runtime import loader, sources
 Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
+CAUGHT = (AssertionError, ptxsim.SimError)
+"""What a test raises that has caught one. A mutant that does not compile is not caught."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,24 @@ class Mutant:
         return self.name.replace(" ", "_")
 
 
-@contextmanager
-def planted(mutant: Mutant, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """While it lasts, kernels are built from a copy of the sources, at `root`, with the bug in it."""
-    shutil.copytree(sources.source_root(), root)
-    text = (root / mutant.file).read_text()
-    assert mutant.old in text, f"the text of {mutant.name!r} is no longer in {mutant.file}"
-    (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
-    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
-    loader.forget()
-    try:
-        yield
-    finally:
+Plant = Callable[[Mutant], None]
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+    """Plants a bug: for the rest of the test, kernels are built from a copy of the sources with the bug in it."""
+
+    def plant_it(mutant: Mutant) -> None:
+        root = tmp_path / "cuda_src"
+        shutil.copytree(sources.source_root(), root)
+        text = (root / mutant.file).read_text()
+        assert mutant.old in text, f"the text of {mutant.name!r} is no longer in {mutant.file}"
+        (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+        monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
         loader.forget()
+
+    yield plant_it
+    loader.forget()
 
 
 def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
