@@ -13,40 +13,31 @@ FOLDER = Path(__file__).resolve().parent
 
 SEESAW = Chart(
     "The seesaw schedule of dense decode: a pair of tiles",
-    (
-        (
-            "left",
-            (
-                Span(0, 3, "S0 = Q K0ᵀ", "mma"),
-                Span(3, 5, "max, softmax 0", "softmax"),
-                Span(5, 7, "O_L += P0 V0_L", "mma"),
-                Span(7, 7.7, "wait", "wait"),
-                Span(7.7, 9.7, "O_L += P1 V1_L", "mma"),
-                Span(9.7, 12.7, "S0' = Q K0'ᵀ", "mma"),
-            ),
+    {
+        "left": (
+            Span(0, 3, "S0 = Q K0ᵀ", "mma"),
+            Span(3, 5, "max, softmax 0", "softmax"),
+            Span(5, 7, "O_L += P0 V0_L", "mma"),
+            Span(7, 7.7, "wait", "wait"),
+            Span(7.7, 9.7, "O_L += P1 V1_L", "mma"),
+            Span(9.7, 12.7, "S0' = Q K0'ᵀ", "mma"),
         ),
-        (
-            "right",
-            (
-                Span(0, 3.4, "S1 = Q K1ᵀ", "mma"),
-                Span(3.4, 4.6, "wait max", "wait"),
-                Span(4.6, 6.4, "max, softmax 1", "softmax"),
-                Span(6.4, 8.4, "O_R += P0 V0_R", "mma"),
-                Span(8.4, 10.4, "O_R += P1 V1_R", "mma"),
-                Span(10.4, 12.7, "S1' = Q K1'ᵀ", "mma"),
-            ),
+        "right": (
+            Span(0, 3.4, "S1 = Q K1ᵀ", "mma"),
+            Span(3.4, 4.6, "wait max", "wait"),
+            Span(4.6, 6.4, "max, softmax 1", "softmax"),
+            Span(6.4, 8.4, "O_R += P0 V0_R", "mma"),
+            Span(8.4, 10.4, "O_R += P1 V1_R", "mma"),
+            Span(10.4, 12.7, "S1' = Q K1'ᵀ", "mma"),
         ),
-        (
-            "load",
-            (
-                Span(0, 7, "waits for a free half of a stage", "wait"),
-                Span(7, 8.4, "kv[0].left|← K0'", "copy"),
-                Span(8.4, 9.7, "kv[0].right|← K0'", "copy"),
-                Span(9.7, 10.4, "kv[1].l|← K1'", "copy"),
-                Span(10.4, 12.7, "kv[1].right|← K1'", "copy"),
-            ),
+        "load": (
+            Span(0, 7, "waits for a free half of a stage", "wait"),
+            Span(7, 8.4, "kv[0].left|← K0'", "copy"),
+            Span(8.4, 9.7, "kv[0].right|← K0'", "copy"),
+            Span(9.7, 10.4, "kv[1].l|← K1'", "copy"),
+            Span(10.4, 12.7, "kv[1].right|← K1'", "copy"),
         ),
-    ),
+    },
     (
         Arrow(0, 3.8, 1, 4.6, "MaxReady"),
         Arrow(0, 5, 1, 6.4, "P0Ready"),
@@ -57,79 +48,60 @@ SEESAW = Chart(
     note="Not to scale. Blue: tensor cores; orange: softmax; green: TMA; grey: waiting. Prime: the next pair of tiles.",
 )
 
+
+def _half(side: str) -> tuple[Span, ...]:
+    """What the warpgroup of one half of the columns does."""
+    return (
+        Span(0, 2, f"S_{side} = K_{side} Q_{side}ᵀ", "mma"),
+        Span(2, 3, "swap|shares", "wait"),
+        Span(3, 4.6, "max, P", "softmax"),
+        Span(4.6, 6.6, f"O_{side}ᵀ += V_{side}ᵀ Pᵀ", "mma"),
+        Span(6.6, 8.6, f"S_{side}'", "mma"),
+        Span(8.6, 9.6, "swap|shares", "wait"),
+    )
+
+
 SMALL = Chart(
     "The sparse forward for few heads: a tile, and the next one",
-    (
-        (
-            "left",
-            (
-                Span(0, 2, "S_L = K_L Q_Lᵀ", "mma"),
-                Span(2, 3, "swap|shares", "wait"),
-                Span(3, 4.6, "max, P", "softmax"),
-                Span(4.6, 6.6, "O_Lᵀ += V_Lᵀ Pᵀ", "mma"),
-                Span(6.6, 8.6, "S_L'", "mma"),
-                Span(8.6, 9.6, "swap|shares", "wait"),
-            ),
+    {
+        "left": _half("L"),
+        "right": _half("R"),
+        "gather": (
+            Span(0, 6.6, "rows of the next tile, into the other stage (cp.async)", "copy"),
+            Span(6.6, 9.6, "the tile after it, into this one, half by half", "copy"),
         ),
-        (
-            "right",
-            (
-                Span(0, 2, "S_R = K_R Q_Rᵀ", "mma"),
-                Span(2, 3, "swap|shares", "wait"),
-                Span(3, 4.6, "max, P", "softmax"),
-                Span(4.6, 6.6, "O_Rᵀ += V_Rᵀ Pᵀ", "mma"),
-                Span(6.6, 8.6, "S_R'", "mma"),
-                Span(8.6, 9.6, "swap|shares", "wait"),
-            ),
-        ),
-        (
-            "gather",
-            (
-                Span(0, 6.6, "rows of the next tile, into the other stage (cp.async)", "copy"),
-                Span(6.6, 9.6, "the tile after it, into this one, half by half", "copy"),
-            ),
-        ),
-    ),
+    },
     (Arrow(0, 2.2, 1, 2.8), Arrow(1, 2.2, 0, 2.8)),
     note="Not to scale. Each warpgroup has half of the columns; they meet once per tile, to add their shares of S.",
 )
 
 BACKWARD_SM90 = Chart(
     "The sparse backward on Hopper, 64 heads: one tile of 64 keys",
-    (
-        (
-            "scores",
-            (
-                Span(0, 0.8, "wait K", "wait"),
-                Span(0.8, 2.8, "S = Q Kᵀ", "mma"),
-                Span(2.8, 3.8, "P", "softmax"),
-                Span(3.8, 5.4, "wait dS", "wait"),
-                Span(5.4, 7.4, "dQ[:, :256] += dS K", "mma"),
-                Span(7.4, 10, "gather the next tile", "copy"),
-            ),
+    {
+        "scores": (
+            Span(0, 0.8, "wait K", "wait"),
+            Span(0.8, 2.8, "S = Q Kᵀ", "mma"),
+            Span(2.8, 3.8, "P", "softmax"),
+            Span(3.8, 5.4, "wait dS", "wait"),
+            Span(5.4, 7.4, "dQ[:, :256] += dS K", "mma"),
+            Span(7.4, 10, "gather the next tile", "copy"),
         ),
-        (
-            "values",
-            (
-                Span(0, 0.8, "wait K", "wait"),
-                Span(0.8, 2.8, "dP = dO Vᵀ", "mma"),
-                Span(2.8, 4, "wait P", "wait"),
-                Span(4, 5.2, "dS", "softmax"),
-                Span(5.4, 7.4, "dQ[:, 256:512] += dS K", "mma"),
-                Span(7.4, 10, "gather the next tile", "copy"),
-            ),
+        "values": (
+            Span(0, 0.8, "wait K", "wait"),
+            Span(0.8, 2.8, "dP = dO Vᵀ", "mma"),
+            Span(2.8, 4, "wait P", "wait"),
+            Span(4, 5.2, "dS", "softmax"),
+            Span(5.4, 7.4, "dQ[:, 256:512] += dS K", "mma"),
+            Span(7.4, 10, "gather the next tile", "copy"),
         ),
-        (
-            "reduce",
-            (
-                Span(0, 3.8, "dKV of the previous tile: 64 dims multiplied, added to memory, 64 more", "add"),
-                Span(3.8, 4.8, "Pᵀ to registers", "softmax"),
-                Span(4.8, 5.4, "wait", "wait"),
-                Span(5.4, 6.6, "dQ[:, 512:]", "mma"),
-                Span(6.6, 10, "dKV of this tile: 64 dims multiplied, added, 64 more", "add"),
-            ),
+        "reduce": (
+            Span(0, 3.8, "dKV of the previous tile: 64 dims multiplied, added to memory, 64 more", "add"),
+            Span(3.8, 4.8, "Pᵀ to registers", "softmax"),
+            Span(4.8, 5.4, "wait", "wait"),
+            Span(5.4, 6.6, "dQ[:, 512:]", "mma"),
+            Span(6.6, 10, "dKV of this tile: 64 dims multiplied, added, 64 more", "add"),
         ),
-    ),
+    },
     (Arrow(0, 3.6, 1, 4), Arrow(1, 5.2, 2, 5.4), Arrow(1, 5.2, 0, 5.4)),
     note="Not to scale. dS overwrites P in shared memory once the reduce role has Pᵀ in registers.",
 )
@@ -157,30 +129,24 @@ def _products(first: float) -> list[Span]:
 PRODUCTS = _products(0)
 BACKWARD_SM100 = Chart(
     "The sparse backward on Blackwell: products of a tile of 32 keys, in cycles",
-    (
-        (
-            "gather",
-            (
-                Span(0, 640, "K j+1", "copy"),
-                Span(
-                    640,
-                    4544,
-                    "K j+2, into j's buffer, 128 columns at a time, each freed by the last product that reads it",
-                    "copy",
-                ),
+    {
+        "gather": (
+            Span(0, 640, "K j+1", "copy"),
+            Span(
+                640,
+                4544,
+                "K j+2, into j's buffer, 128 columns at a time, each freed by the last product that reads it",
+                "copy",
             ),
         ),
-        ("mma", PRODUCTS),
-        (
-            "softmax",
-            (
-                Span(0, 560, "dS j", "softmax"),
-                Span(2688, 3400, "P j+1", "softmax"),
-                Span(3456, 4050, "dS j+1", "softmax"),
-            ),
+        "mma": PRODUCTS,
+        "softmax": (
+            Span(0, 560, "dS j", "softmax"),
+            Span(2688, 3400, "P j+1", "softmax"),
+            Span(3456, 4050, "dS j+1", "softmax"),
         ),
-        ("epilogue", (Span(1250, 3300, "dKV j: 128 dims at a time, once their dK is done; added by red.v4", "add"),)),
-    ),
+        "epilogue": (Span(1250, 3300, "dKV j: 128 dims at a time, once their dK is done; added by red.v4", "add"),),
+    },
     (Arrow(1, 2688, 2, 2700), Arrow(1, 3456, 2, 3470), Arrow(2, 3400, 1, 3456), Arrow(2, 4050, 1, 4096)),
     tuple((span.start, f"{span.start:.0f}") for span in PRODUCTS if span.label),
     "Products to scale, in predicted cycles; other lanes show order only. Unlabelled: the RoPE dims of dKV, 96 cycles.",
@@ -215,30 +181,24 @@ TENSOR_MEMORY = (
 
 CALL = Chart(
     "The way of a call, from the public function to the driver",
-    (
-        (
-            "first call",
-            (
-                Span(0, 2, "ops/decode.py|options", "free"),
-                Span(2, 4, "ops/call.py, schema|every check", "softmax"),
-                Span(4, 6, "Pipeline.configure|choose a kernel", "mma"),
-                Span(6, 8, "Pipeline.steps|launches as data", "mma"),
-                Span(8, 10, "runtime/loader|build and load", "copy"),
-                Span(10, 12, "Prepared.enqueue|pack addresses", "add"),
-                Span(12, 14, "runtime/cuda_driver|launch", "add"),
-            ),
+    {
+        "first call": (
+            Span(0, 2, "ops/decode.py|options", "free"),
+            Span(2, 4, "ops/call.py, schema|every check", "softmax"),
+            Span(4, 6, "Pipeline.configure|choose a kernel", "mma"),
+            Span(6, 8, "Pipeline.steps|launches as data", "mma"),
+            Span(8, 10, "runtime/loader|build and load", "copy"),
+            Span(10, 12, "Prepared.enqueue|pack addresses", "add"),
+            Span(12, 14, "runtime/cuda_driver|launch", "add"),
         ),
-        (
-            "later calls",
-            (
-                Span(0, 2, "ops/decode.py|options", "free"),
-                Span(2, 4, "ops/call.py|look up", "softmax"),
-                Span(4, 10, "checks, configuration, kernels, parameter blocks: as they were", "wait"),
-                Span(10, 12, "Prepared.enqueue|pack addresses", "add"),
-                Span(12, 14, "runtime/cuda_driver|launch", "add"),
-            ),
+        "later calls": (
+            Span(0, 2, "ops/decode.py|options", "free"),
+            Span(2, 4, "ops/call.py|look up", "softmax"),
+            Span(4, 10, "checks, configuration, kernels, parameter blocks: as they were", "wait"),
+            Span(10, 12, "Prepared.enqueue|pack addresses", "add"),
+            Span(12, 14, "runtime/cuda_driver|launch", "add"),
         ),
-    ),
+    },
 )
 
 DRAWINGS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -48,7 +48,7 @@ class Chart(NamedTuple):
     """Lanes over time."""
 
     title: str
-    lanes: Sequence[tuple[str, Sequence[Span]]]
+    lanes: Mapping[str, Sequence[Span]]
     arrows: Sequence[Arrow] = ()
     ticks: Sequence[tuple[float, str]] = ()
     note: str = ""
@@ -89,7 +89,7 @@ def document(title: str, height: float, body: str) -> str:
 
 def chart(drawing: Chart) -> str:
     """Lanes with bars, arrows between them, ticks below."""
-    end = max(span.end for _, spans in drawing.lanes for span in spans)
+    end = max(span.end for spans in drawing.lanes.values() for span in spans)
     scale = (WIDTH - NAMES - 2 * MARGIN) / end
 
     def x(time: float) -> float:
@@ -99,7 +99,7 @@ def chart(drawing: Chart) -> str:
         return MARGIN + lane * (LANE + GAP)
 
     body = ""
-    for lane, (name, spans) in enumerate(drawing.lanes):
+    for lane, (name, spans) in enumerate(drawing.lanes.items()):
         body += text(MARGIN, top(lane) + LANE / 2, name, "start", ' font-weight="bold"')
         for span in spans:
             body += box(x(span.start), top(lane), (span.end - span.start) * scale, LANE, span.label, span.kind)
