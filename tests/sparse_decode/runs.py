@@ -99,7 +99,7 @@ def make(case: SparseDecodeCase) -> dict[str, Any]:
     if case.lengths:
         call["topk_length"] = np.resize(np.array([case.topk - 3, 2**30, 2], np.int32), case.b)
     if case.lengths and case.extra:
-        call["extra_topk_length"] = np.resize(np.array([-4, case.extra - 1], np.int32), case.b)
+        call["extra_topk_length"] = np.resize(np.array([case.extra - 1, -4], np.int32), case.b)
     if case.sink:
         call["attn_sink"] = np.resize(np.array([0.5, -np.inf, 3.0], np.float32), case.h_q)
     if case.empty:

@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant("extra page size of the first cache", TOKENS, "extra ? all.extra_page_size : ", ""),
     Mutant("extra entries from further on", TOKENS, "(token - item.first_tokens) *", "token *"),
     Mutant("extra entries follow all of the first", TOKENS, "token < item.first_tokens", "token < p.max_pages"),
-    Mutant("slots below 0", TOKENS, "slot < 0 || ", ""),
+    Mutant("slots behind a cache", TOKENS, "(u32)(extra ? all.extra_num_pages : p.num_pages)", "~0u"),
     Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
     Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
