@@ -89,25 +89,14 @@ def indexer_select(
     check_topk_options(TopkArguments(k=topk, page_size=1, return_values=False, kernel=None, **chosen))
     check_count("buffer_bytes", buffer_bytes, 1, MAX_BUFFER_BYTES)
     family = families.common_family({"q": q, "k": k})
-    native = family.native
-    (q_view, k_view) = (native.view(family.adopt(x), name) for name, x in (("q", q), ("k", k)))
+    (q_view, k_view) = (family.native.view(family.adopt(x), name) for name, x in (("q", q), ("k", k)))
     if len(q_view.shape) != 3 or len(k_view.shape) != 2:
         raise ShapeError(explain("q.shape and k.shape", (q_view.shape, k_view.shape), "(s_q, h, d) and (s_kv, d)"))
     (s_q, _, _), (s_kv, _) = q_view.shape, k_view.shape
     rows = max(1, min(s_q, buffer_bytes // (4 * max(1, s_kv))))
-    made = []
-    for name, given, shape, dtype in (
-        ("logits", logits, (rows, s_kv), "float32"),
-        ("indices", indices, (s_q, topk), "int32"),
-        ("counts", counts, (s_q,), "int32"),
-    ):
-        if given is None:
-            handle = 0 if q_view.device < 0 else launch_stream(native, q_view.device, stream)
-            given = family.release(native.empty(shape, dtype, q_view.device, handle))
-        elif name != "logits" and tuple(given.shape) != shape:
-            raise ShapeError(explain(f"{name}.shape", tuple(given.shape), str(shape)))
-        made.append(given)
-    logits, indices, counts = made
+    shapes = {"logits": (rows, s_kv), "indices": (s_q, topk), "counts": (s_q,)}
+    given = {"logits": logits, "indices": indices, "counts": counts}
+    logits, indices, counts = given_or_new(family, shapes, given, q_view.device, stream)
     rows = logits.shape[0]
     if rows < 1 or len(logits.shape) != 2:
         raise ShapeError(explain("logits.shape", tuple(logits.shape), f"(rows, {s_kv}), one row at least"))
@@ -132,6 +121,27 @@ def indexer_select(
     return indices, counts
 
 
-def launch_stream(native: Any, device: int, stream: Any) -> int:
+def given_or_new(
+    family: families.Family, shapes: dict[str, tuple[int, ...]], given: dict[str, Any], device: int, stream: Any
+) -> list[Any]:
+    """The buffer of logits, the indices and the counts: those given, the last two of these shapes, or new ones.
+
+    Raises
+    ------
+    ShapeError
+    """
+    made = []
+    for name, shape in shapes.items():
+        x = given[name]
+        if x is None:
+            handle = 0 if device < 0 else _launch_stream(family.native, device, stream)
+            x = family.release(family.native.empty(shape, "float32" if name == "logits" else "int32", device, handle))
+        elif name != "logits" and tuple(x.shape) != shape:
+            raise ShapeError(explain(f"{name}.shape", tuple(x.shape), str(shape)))
+        made.append(x)
+    return made
+
+
+def _launch_stream(native: Any, device: int, stream: Any) -> int:
     """The raw handle of the stream to run on: the caller's current one by default."""
     return int(native.current_stream(device)) if stream is None else families.stream_handle(stream)

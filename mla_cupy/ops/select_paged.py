@@ -10,7 +10,7 @@ from mla_cupy.errors import ShapeError, explain
 from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.ops.logits_paged import indexer_logits_paged
 from mla_cupy.ops.schema import check_even
-from mla_cupy.ops.select import BUFFER_BYTES, MAX_BUFFER_BYTES, launch_stream
+from mla_cupy.ops.select import BUFFER_BYTES, MAX_BUFFER_BYTES, given_or_new
 from mla_cupy.ops.topk import TopkArguments, check_topk_options, indexer_topk
 
 
@@ -157,17 +157,10 @@ def _results(
     b, s_q, keys, _, device = sizes
     wanted = max(1, min(b, buffer_bytes // (4 * max(1, keys * s_q)))) * s_q
     shapes = {"logits": (wanted, keys), "indices": (b, s_q, topk), "counts": (b, s_q)}
-    made = []
-    for (name, shape), x in zip(shapes.items(), given.values(), strict=True):
-        if x is None:
-            handle = 0 if device < 0 else launch_stream(family.native, device, stream)
-            dtype = "float32" if name == "logits" else "int32"
-            x = family.release(family.native.empty(shape, dtype, device, handle))
-        elif name != "logits":
-            if tuple(x.shape) != shape:
-                raise ShapeError(explain(f"{name}.shape", tuple(x.shape), str(shape)))
+    made = given_or_new(family, shapes, given, device, stream)
+    for name in ("indices", "counts"):
+        if (x := given[name]) is not None:
             check_even(name, family.native.view(family.adopt(x), name))
-        made.append(x)
     buffer = tuple(made[0].shape)
     if len(buffer) != 2 or buffer[0] < s_q or buffer[1] != keys:
         raise ShapeError(explain("logits.shape", buffer, f"(rows, {keys}), of s_q={s_q} rows at least"))
