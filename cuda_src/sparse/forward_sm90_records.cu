@@ -17,21 +17,15 @@ using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using TokenRecord = MLA_RECORD;
-using Small = SmallRecords<MLA_DTYPE, TokenRecord, ListedRows, MLA_BLOCK_ROWS>;
-
-static_assert(sizeof(SmallStorage<Small>) <= kMaxDynamicSmem, "shared memory");
+using Small = SmallRecords<MLA_DTYPE, MLA_RECORD, ListedRows, MLA_BLOCK_ROWS>;
 
 MLA_DECODE_FACTS();
-MLA_FACT(threads, Small::kThreads);
-MLA_FACT(smem_bytes, sizeof(SmallStorage<Small>));
-MLA_FACT(block_rows, Small::kBlockRows);
-MLA_RECORD_FACT(TokenRecord);
+MLA_SMALL_RECORDS_FACTS(Small);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(Small::kThreads, 1)
     mla_sparse_forward_sm90_records(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    run_small_records(p, *reinterpret_cast<SmallStorage<Small>*>(smem));
+    run_small_records<Small>(p, smem);
 }
 }  // namespace mla::sparse

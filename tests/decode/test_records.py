@@ -275,19 +275,22 @@ def test_a_plan_serves_records() -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-SMALL, TOKENS = "attention/sm90/small_records.cuh", "attention/record_tokens.cuh"
+CONVERSION, DEQUANT, MATH = (f"attention/sm90/small_records_{part}.cuh" for part in ("conversion", "dequant", "math"))
+TOKENS = "attention/record_tokens.cuh"
 MUTANTS = (
-    Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
+    Mutant("keys without a proxy fence", MATH, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant("pages not compared", TOKENS, "(u32)place.page >= (u32)p.num_pages", "place.page == kNoPage"),
     Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
     Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),
     Mutant("the first query's heads for all", TOKENS, "row / group * p.q_stride_s_elems", "0"),
-    Mutant("no list of what is there", SMALL, "if (lane == 0) reinterpret_cast", "if (lane > 31) reinterpret_cast"),
-    Mutant("presence of the next tile", SMALL, "store_presence(tile.present)", "store_presence(true)"),
-    Mutant("presence of a row's neighbour", SMALL, "lane % kRowsOfWarp * kPieceLanes", "(lane + 1) % 8 * 4"),
-    Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
-    Mutant("one token too many", SMALL, "row0 + kth_head(k, thread)) - tile", "row0 + kth_head(k, thread)) + 1 - tile"),
-    Mutant("hidden values not sanitized", SMALL, "    sanitize_v(block, math, item, tile, thread);\n", ""),
+    Mutant(
+        "no list of what is there", CONVERSION, "if (lane == 0) reinterpret_cast", "if (lane > 31) reinterpret_cast"
+    ),
+    Mutant("presence of the next tile", DEQUANT, "store_presence(tile.present)", "store_presence(true)"),
+    Mutant("presence of a row's neighbour", DEQUANT, "lane % kRowsOfWarp * kPieceLanes", "(lane + 1) % 8 * 4"),
+    Mutant("one stage of Q for the mathematics", MATH, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
+    Mutant("one token too many", MATH, "row0 + kth_head(k, thread)) - tile", "row0 + kth_head(k, thread)) + 1 - tile"),
+    Mutant("hidden values not sanitized", MATH, "    sanitize_v(block, math, item, tile, thread);\n", ""),
 )
 
 

@@ -16,7 +16,9 @@ from tests.sparse_decode.runs import SparseDecodeCase, check
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
-SMALL = "attention/sm90/small_records.cuh"
+STORAGE, CONVERSION, DEQUANT, SCOUTS, MATH = (
+    f"attention/sm90/small_records_{part}.cuh" for part in ("storage", "conversion", "dequant", "scouts", "math")
+)
 KEYS, QUERY = "attention/sm90/record_keys.cuh", "attention/sm90/record_query.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
 #: One block works on five requests, of one to three tiles.
@@ -27,95 +29,97 @@ CASE_OF_32 = replace(CASE, h_q=20)
 
 MUTANTS = (
     # Keys
-    Mutant("keys released early", SMALL, "    wgmma_wait_group<2>();\n", ""),
-    Mutant("rows not waited for", SMALL, "if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();", ""),
+    Mutant("keys released early", MATH, "    wgmma_wait_group<2>();\n", ""),
+    Mutant("rows not waited for", DEQUANT, "if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();", ""),
     Mutant(
         "keys freed by one warp too few",
-        SMALL,
+        STORAGE,
         "kv_empty[stage]) mbarrier_init(empty, kWarpgroupWarps)",
         "kv_empty[stage]) mbarrier_init(empty, 3)",
     ),
-    Mutant("keys announced by seven warps", SMALL, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
-    Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
-    Mutant("keys do not wait", SMALL, "mbarrier_wait(block.s.kv_empty[stage][kGroup], ring.empty_parity(stage));", ""),
+    Mutant("keys announced by seven warps", STORAGE, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
+    Mutant("later groups not waited for", MATH, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
+    Mutant(
+        "keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""
+    ),
     Mutant(
         "one stage only for the mathematics",
-        SMALL,
+        MATH,
         "math.group = math.stage = group;",
         "math.group = group;\n    math.stage = 0;",
     ),
-    Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
-    Mutant("keys without a proxy fence", SMALL, "if (C::kFencedByReaders) fence_proxy_async();", ""),
+    Mutant("parity stuck", MATH, "math.ring.full_parity(math.stage);", "0;"),
+    Mutant("keys without a proxy fence", MATH, "if (C::kFencedByReaders) fence_proxy_async();", ""),
     Mutant(
         "keys of another row",
-        SMALL,
+        CONVERSION,
         "scales.of_piece(piece, lane), row, lane)",
         "scales.of_piece(piece, lane), row ^ 1, lane)",
     ),
     Mutant("chunks in the wrong order", KEYS, "lane % kPieceLanes * 2 + half)", "lane % kPieceLanes * 2 + (1 - half))"),
     Mutant("scales of the next group", KEYS, "group = piece / kGroupPieces", "group = (piece + 1) / kGroupPieces % 4"),
-    Mutant("scales of the tile before", SMALL, "tile.scales = LaneScales<TokenRecord>::load(next, lane);", ""),
+    Mutant("scales of the tile before", DEQUANT, "tile.scales = LaneScales<TokenRecord>::load(next, lane);", ""),
     Mutant("halves of RoPE in order", KEYS, "chunk = (half ^ odd_row) * kPieceLanes", "chunk = half * kPieceLanes"),
-    Mutant("RoPE in the latents' format", SMALL, "add_scores(typename C::Rope{}", "add_scores(typename C::Latent{}"),
-    Mutant("list entries stuck", SMALL, "        next = after;\n", ""),
+    Mutant("RoPE in the latents' format", MATH, "add_scores(typename C::Rope{}", "add_scores(typename C::Latent{}"),
+    Mutant("list entries stuck", DEQUANT, "        next = after;\n", ""),
     # Query rows
-    Mutant("Q does not wait", SMALL, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
+    Mutant("Q does not wait", CONVERSION, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
     Mutant(
         "Q released after the first tile",
-        SMALL,
+        MATH,
         "if (last) release(s.q_empty",
         "if (tile == item.tile_begin) release(s.q_empty",
     ),
-    Mutant("Q kept by who has no tile", SMALL, "if (skipped >= tiles) release(s.q_empty[math.q_stage], thread);", ""),
-    Mutant("the first query twice", SMALL, "        current.query = kNoQuery;\n", ""),
+    Mutant("Q kept by who has no tile", MATH, "if (skipped >= tiles) release(s.q_empty[math.q_stage], thread);", ""),
+    Mutant("the first query twice", SCOUTS, "        current.query = kNoQuery;\n", ""),
     Mutant(
         "Q freed by one warp too few",
-        SMALL,
+        STORAGE,
         "mbarrier_init(empty, C::kMathGroups * kWarpgroupWarps)",
         "mbarrier_init(empty, C::kMathGroups * kWarpgroupWarps - 1)",
     ),
     Mutant("scores in another unit", QUERY, "power_of_two(exponent - 14)", "power_of_two(exponent - 13)"),
-    Mutant("scores not scaled back", SMALL, "factors.multiply(math.scores);", ";"),
+    Mutant("scores not scaled back", MATH, "factors.multiply(math.scores);", ";"),
     Mutant("exponents of a lane", QUERY, "__reduce_max_sync(kFullWarp, largest)", "largest"),
     Mutant("RoPE queries in the latents' format", QUERY, "if (i * kSwTilesOfStep >= Tile::kRopeSwTile) continue;", ""),
     # Softmax and results
-    Mutant("zeros count", SMALL, "mask_absent(math.scores, present, thread);", ""),
-    Mutant("rows there announced for all", SMALL, "[warp] = (u8)rows;", "[warp] = 0xff;"),
+    Mutant("zeros count", MATH, "mask_absent(math.scores, present, thread);", ""),
+    Mutant("rows there announced for all", CONVERSION, "[warp] = (u8)rows;", "[warp] = 0xff;"),
     Mutant(
         "P not waited for",
-        SMALL,
+        MATH,
         "    bar_sync(MathOnly + math.group, kWarpgroupThreads);\n    add_values(s",
         "    add_values(s",
     ),
     # The two math warpgroups, and scouts
     Mutant(
         "a part not waited for",
-        SMALL,
+        MATH,
         "    bar_sync(MathBoth, 2 * kWarpgroupThreads);\n    if (math.group == 0 &&",
         "    if (math.group == 0 &&",
     ),
-    Mutant("a part overwritten", SMALL, "math.group > 0 && last, thread);", "false, thread);"),
-    Mutant("a part in another unit", SMALL, "ex2_approx(part.max(k) - max)", "1.f"),
-    Mutant("a part's sums forgotten", SMALL, "__fmul_rn(part.sum(k), theirs.value[k])", "0.f"),
-    Mutant("tiles of the other stage", SMALL, "C::kMathGroups > 1 ? group ^ stage : 0;", "group;"),
+    Mutant("a part overwritten", MATH, "math.group > 0 && last, thread);", "false, thread);"),
+    Mutant("a part in another unit", MATH, "ex2_approx(part.max(k) - max)", "1.f"),
+    Mutant("a part's sums forgotten", MATH, "__fmul_rn(part.sum(k), theirs.value[k])", "0.f"),
+    Mutant("tiles of the other stage", MATH, "C::kMathGroups > 1 ? group ^ stage : 0;", "group;"),
     Mutant(
-        "the first warpgroup's sums alone", SMALL, "if (math.group == 0 && has_part) add_part", "if (false) add_part"
+        "the first warpgroup's sums alone", MATH, "if (math.group == 0 && has_part) add_part", "if (false) add_part"
     ),
-    Mutant("scouts do not wait", SMALL, "        at.wait_empty(s.empty);\n", ""),
-    Mutant("scouts not waited for", SMALL, "        at.wait_full(s.full);\n", ""),
-    Mutant("one scout is enough", SMALL, "s.rows.empty, kScoutWarps,", "s.rows.empty, 1,"),
-    Mutant("scales not copied", SMALL, "from.scales + part * kBytes, present)", "from.scales + part * kBytes, false)"),
+    Mutant("scouts do not wait", SCOUTS, "        at.wait_empty(s.empty);\n", ""),
+    Mutant("scouts not waited for", SCOUTS, "        at.wait_full(s.full);\n", ""),
+    Mutant("one scout is enough", STORAGE, "s.rows.empty, kScoutWarps,", "s.rows.empty, 1,"),
+    Mutant("scales not copied", SCOUTS, "from.scales + part * kBytes, present)", "from.scales + part * kBytes, false)"),
     Mutant(
         "whole rows' scales of the next group", KEYS, "(row, piece / RowScales", "(row, (piece + 2) % 8 / RowScales"
     ),
     Mutant(
         "scouted rows not waited for",
-        SMALL,
+        SCOUTS,
         "        cp_async_wait_group<C::kGroups - 1>();\n        __syncwarp();",
         "        __syncwarp();",
     ),
-    Mutant("scouted rows' groups not waited for", SMALL, "            cp_async_wait_group<C::kGroups - 1>();\n", ""),
-    Mutant("O carried over", SMALL, "        math.reset();\n", "        math.heads.reset();\n"),
+    Mutant("scouted rows' groups not waited for", SCOUTS, "            cp_async_wait_group<C::kGroups - 1>();\n", ""),
+    Mutant("O carried over", MATH, "        math.reset();\n", "        math.heads.reset();\n"),
 )
 
 

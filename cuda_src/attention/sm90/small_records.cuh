@@ -14,6 +14,12 @@
 //   loads    |  K''  ...                              K''' ...
 //
 // Of two math warpgroups each has the tiles of a stage, and the first one adds up both at the end of a work item.
+//
+// small_records_storage.cuh      what a kernel chooses; warps and registers of the roles; shared memory, barriers
+// small_records_conversion.cuh   a dequantising warp's query rows, and its rows of keys once it has their bytes
+// small_records_dequant.cuh      the dequantising role, where it finds its rows itself
+// small_records_scouts.cuh       warps that find rows, and the dequantising role that is told
+// small_records_math.cuh         the math role
 #pragma once
 #include "attention/sm90/small_records_dequant.cuh"
 #include "attention/sm90/small_records_math.cuh"
@@ -21,9 +27,11 @@
 
 namespace mla::attention::sm90 {
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-// All of it, after the storage has been laid out.
+// All of it. `smem` is aligned to kSwizzleAtomBytes.
 template <class C>
-MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
+MLA_DEVICE void run_small_records(const DecodeParams& p, u8* smem) {
+    static_assert(sizeof(SmallStorage<C>) <= kMaxDynamicSmem, "shared memory");
+    SmallStorage<C>& s = *reinterpret_cast<SmallStorage<C>*>(smem);
     SmallBlock<C> block(p, s);
     if (threadIdx.x == 0) init_storage(s);
     __syncthreads();
@@ -51,3 +59,10 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, SmallStorage<C>& s) {
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::attention::sm90
+
+// What such a kernel tells the host, besides the layout of its parameters.
+#define MLA_SMALL_RECORDS_FACTS(C)                                       \
+    MLA_FACT(threads, C::kThreads);                                      \
+    MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::SmallStorage<C>)); \
+    MLA_FACT(block_rows, C::kBlockRows);                                 \
+    MLA_RECORD_FACT(C::TokenRecord)

@@ -1,6 +1,7 @@
 // Attention to FP8 records for few query rows: the mathematics. See attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/sm90/nonfinite_values.cuh"
+#include "attention/sm90/record_query.cuh"
 #include "attention/sm90/small_records_storage.cuh"
 
 namespace mla::attention::sm90 {
