@@ -41,7 +41,7 @@ constexpr i32 kRoomTiles = MLA_QUERY_TILES;               // of queries, in shar
 constexpr i32 kMathWarpgroups = 4;
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
-constexpr i32 kQueryWarp = kLoadWarp + 1, kFillWarp = kLoadWarp + 2;  // kLoadWarp: pages
+constexpr i32 kPageWarp = kLoadWarp, kQueryWarp = kLoadWarp + 1, kFillWarp = kLoadWarp + 2;
 constexpr i32 kFillWarps = kWarpgroupWarps - 2;
 constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedule: see PageLine
 
@@ -190,7 +190,8 @@ struct PageLine {
 struct PageShare : LineShare {
     i32 first_end;  // of the first sequence; 0: not known
 
-    MLA_DEVICE PageShare(const LogitsParams& p, const KeyRanges& ranges, i32 lane) : LineShare{}, first_end(0) {
+    MLA_DEVICE PageShare() : LineShare{}, first_end(0) {}
+    MLA_DEVICE void find(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
         if (p.cuts != nullptr) {
             from = p.cuts[blockIdx.x];
             to = p.cuts[blockIdx.x + 1];
@@ -281,7 +282,7 @@ struct Maps {
 };
 
 // The queries and weights of the sequences of a share.
-MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys>& walk) {
+MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys> walk) {
     const i32 stages = query_stages(p);
     StageWalk<kMaxQueryStages> query(0);
     for (bool found = true; found; query.advance(stages)) {
@@ -299,7 +300,7 @@ MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& ma
 }
 
 // Their pages. Where those of the first sequence lie is looked up while its lengths are read again.
-MLA_DEVICE void run_page_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys>& walk,
+MLA_DEVICE void run_page_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys> walk,
                               i32 first_end) {
     PageNumbers numbers(p, walk.from.block, TileRange{walk.from.tile, first_end}, walk.lane);
     StageWalk<kStages> key(0);
@@ -494,9 +495,6 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, 
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-// Of all roles, each where it needs the barriers of the storage.
-enum NamedBarrier : i32 { StorageReady = 1 };
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_indexer_logits_sm90_paged(const __grid_constant__ LogitsParams p, const __grid_constant__ TensorMap q_map,
                                   const __grid_constant__ TensorMap codes_map,
@@ -512,21 +510,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         prefetch_inputs(p, warp - kFillWarp, lane);
     }
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    const KeyRanges ranges = paged_ranges(p);
+    PageShare share;
+    if (warp == kPageWarp || warp == kQueryWarp) share.find(p, ranges, lane);
+    __syncthreads();  // not before: what has been asked for takes longer than the barriers
     if (warp < kLoadWarp) {
-        bar_sync(StorageReady, kThreads);
         run_math_role(p, s, warp / kWarpgroupWarps, thread);
-    } else if (warp < kFillWarp) {
-        const KeyRanges ranges = paged_ranges(p);
-        const PageShare share(p, ranges, lane);
-        BlockWalk<kPageKeys> walk(ranges, share, lane);
-        bar_sync(StorageReady, kThreads);  // not before: what has been asked for takes longer than the barriers
-        if (warp == kQueryWarp) {
-            run_query_role(p, s, maps, walk);
-        } else {
-            run_page_role(p, s, maps, walk, share.first_end);
-        }
+    } else if (warp == kPageWarp) {
+        run_page_role(p, s, maps, BlockWalk<kPageKeys>(ranges, share, lane), share.first_end);
+    } else if (warp == kQueryWarp) {
+        run_query_role(p, s, maps, BlockWalk<kPageKeys>(ranges, share, lane));
     } else {
-        bar_sync(StorageReady, kThreads);
         run_fill_role<kPageKeys, kFillWarps>(p, warp - kFillWarp, lane);
     }
     griddepcontrol_launch_dependents();
