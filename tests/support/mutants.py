@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec
 
@@ -13,13 +14,16 @@ import pytest
 
 import ptxsim
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import loader, sources
+from mla_cupy.runtime import loader, nvrtc, sources
+from mla_cupy.runtime.build import Build, BuildRequest, options
 
 Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
 CAUGHT = (AssertionError, ptxsim.SimError)
 """What a test raises that has caught one. A mutant that does not compile is not caught."""
+
+_FACT = re.compile(rb"\.u32 mla_fact_(\w+) = (\d+);")
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ Plant = Callable[[Mutant], None]
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
-    """Plants a bug: for the rest of the test, kernels are built from a copy of the sources with the bug in it."""
+    """Plants a bug: for the rest of the test, kernels are built for the simulator from sources with the bug in them."""
 
     def plant_it(mutant: Mutant) -> None:
         root = tmp_path / "cuda_src"
@@ -54,16 +58,29 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
         assert mutant.old in text, f"the text of {mutant.name!r} is no longer in {mutant.file}"
         (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
         monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
+        monkeypatch.setattr(loader, "_obtain", functools.cache(to_ptx))
         loader.forget()
 
     yield plant_it
     loader.forget()
 
 
+def to_ptx(request: BuildRequest) -> Build:
+    """What the simulator asks of a build. To make the cubin, too, takes more than twice as long."""
+    files = sources.gather(request.source)
+    headers = {name: text for name, text in files.items() if name != request.source}
+    flags = options(replace(request, arch=request.arch.replace("sm_", "compute_")))
+    output = nvrtc.load(nvrtc.find_nvrtc()).compile(request.source, files[request.source], headers, flags)
+    if not output.ok:
+        raise KernelCompileError(f"{request.name} does not compile:\n{output.log}")
+    facts = {name.decode(): int(value) for name, value in _FACT.findall(output.ptx)}
+    return Build(b"", output.ptx, {"entry": request.entry, "facts": facts})
+
+
 def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
     """`run`, which simulates and asserts, as a function that says what it shows: an error's name or "wrong result"."""
 
-    @wraps(run)
+    @functools.wraps(run)
     def verdict(*arguments: Parameters.args, **options: Parameters.kwargs) -> str:
         try:
             run(*arguments, **options)
