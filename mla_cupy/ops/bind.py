@@ -20,8 +20,9 @@ from mla_cupy.arrays import ALIGNMENT as ARRAY_ALIGNMENT
 from mla_cupy.arrays import HOST
 from mla_cupy.errors import DeviceError, ShapeError, explain
 from mla_cupy.kernels.pipeline import ALIGNMENT, Call, Launch, Prepared
-from mla_cupy.ops.call import Request, examine
+from mla_cupy.ops.call import examine
 from mla_cupy.ops.checks import check_dtype
+from mla_cupy.ops.entry import Request
 from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.schema import contiguous_view
 from mla_cupy.runtime import device as devices

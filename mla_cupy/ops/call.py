@@ -10,61 +10,22 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Matcher, Native, Signature, View
-from mla_cupy.errors import ArgumentError, DeviceError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DeviceError, explain
 from mla_cupy.kernels.choice import check_kernel
-from mla_cupy.kernels.pipeline import ALIGNMENT, Call, Prepared
+from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops import backend, overlap, schema
+from mla_cupy.ops.entry import Entry, Outputs, Plan, Request
 from mla_cupy.ops.operation import Examined, Operation
+from mla_cupy.ops.workspace import check_workspace
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 
 MAX_ENTRIES = 256
 """Kinds of calls that a thread remembers."""
-
-
-class Plan(Protocol):
-    """A configuration and a workspace, made before the calls that use them."""
-
-    @property
-    def address(self) -> int:
-        """Where the workspace begins."""
-
-    @property
-    def device(self) -> int:
-        """Where it is, or HOST."""
-
-    @property
-    def state(self) -> Hashable:
-        """Changes whenever calls that the plan served may no longer be served."""
-
-    def configuration(self, request: Request) -> Any:
-        """For the pipeline; raises PlanError unless the plan serves such a call."""
-
-
-class Request(NamedTuple):
-    """A call that has passed all checks.
-
-    Attributes
-    ----------
-    views : dict
-        All arrays, with the axes of the record; outputs that were not given are contiguous and at address 0.
-    sizes : dict
-        Of the axes, by name.
-    missing : dict
-        The outputs to allocate: name -> (shape, dtype).
-    device : int
-    examined : Examined
-    """
-
-    views: dict[str, View | None]
-    sizes: dict[str, int]
-    missing: dict[str, tuple[tuple[int, ...], str]]
-    device: int
-    examined: Examined
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +35,7 @@ class _Last:
     options: tuple[Any, ...]
     kinds: list[type]
     state: Hashable
-    entry: _Entry
+    entry: Entry
 
 
 class _Recent:
@@ -84,7 +45,7 @@ class _Recent:
 
     def __init__(self) -> None:
         self.natives: dict[type, Native] = {}
-        self.entries: dict[Hashable, _Entry] = {}
+        self.entries: dict[Hashable, Entry] = {}
         self.last: dict[str, _Last] = {}  # of each operation
         self.measured: list[int] | None = None
 
@@ -211,88 +172,6 @@ def measuring() -> Iterator[list[int]]:
         recent.measured = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """What a kind of calls writes: the outputs' place among the arrays, (index, shape, dtype) of those to make, and the
-    indices of inputs that are changed in place.
-    """
-
-    begin: int
-    end: int
-    missing: tuple[tuple[int, tuple[int, ...], str], ...]
-    changed: tuple[int, ...] = ()
-
-
-class _Entry:
-    """A kind of calls: everything that they have in common."""
-
-    __slots__ = (
-        "_apart",
-        "_device",
-        "_given",
-        "_native",
-        "_nbytes",
-        "_outputs",
-        "_reach",
-        "_written",
-        "match",
-        "prepared",
-    )
-
-    match: Matcher
-
-    def __init__(
-        self, native: Native, request: Request, prepared: Prepared, nbytes: tuple[int, int], outputs: _Outputs
-    ) -> None:
-        """`nbytes` are the sizes of the workspace that is needed, and of the one that is given."""
-        needed, lent = nbytes
-        self.prepared = prepared
-        self._native, self._device, self._nbytes, self._outputs = native, request.device, needed, outputs
-        self._given = slice(outputs.begin, outputs.end)
-        made = {index for index, _, _ in outputs.missing}
-        reach = [None if at in made else span for at, span in enumerate(overlap.spans(tuple(request.views.values())))]
-        self._reach = (None, *reach, (0, lent) if lent else None)
-        changed = (index + 1 for index in outputs.changed)
-        written = (*changed, *range(outputs.begin + 1, outputs.end + 1), outputs.end + 1)
-        self._written = tuple(index for index in written if self._reach[index] is not None)
-        self._apart: list[int] | None = None
-
-    def trust(self, addresses: list[int]) -> None:
-        """Arrays at these addresses have been found not to overlap."""
-        self._apart = addresses.copy()
-
-    def run(
-        self, arrays: tuple[Any, ...], addresses: list[int], stream: Any, plan: Plan | None
-    ) -> tuple[Any, ...] | None:
-        """Run a call of this kind; None if its arrays may overlap or its workspace is not aligned."""
-        if addresses != self._apart:
-            if addresses[-1] % ALIGNMENT or not overlap.clearly_apart(addresses, self._reach, self._written):
-                return None
-            self._apart = addresses.copy()
-        native, device, outputs = self._native, self._device, self._outputs
-        handle = native.current_stream(device) if stream is None else families.stream_handle(stream)
-        results = arrays[self._given]
-        if outputs.missing:
-            results = self._complete(results, addresses, handle)
-        memory = addresses.pop()
-        scratch = None
-        if plan is not None:
-            memory = plan.address
-        elif not memory and self._nbytes:
-            scratch, memory = native.scratch(self._nbytes, device, handle)
-        self.prepared.enqueue(addresses, memory, handle)
-        del scratch  # held until everything is enqueued: the stream orders its next use
-        return results
-
-    def _complete(self, results: tuple[Any, ...], addresses: list[int], stream: int) -> tuple[Any, ...]:
-        """Allocate the outputs that were not given, and write down their addresses."""
-        native, completed = self._native, list(results)
-        for index, shape, dtype in self._outputs.missing:
-            made = completed[index - self._outputs.begin] = native.empty(shape, dtype, self._device, stream)
-            addresses[index + 1] = native.address(made)
-        return tuple(completed)
-
-
 def _first(
     operation: Operation,
     arrays: tuple[Any, ...],
@@ -372,7 +251,7 @@ def _on_gpu(
         recent.measured.append(nbytes)
         return arrays[begin:-1]
     if workspace is not None:
-        _check_workspace(native, lent, request, workspace, plan, nbytes)
+        check_workspace(native, lent, request.device, workspace, plan, nbytes)
     handle = native.current_stream(request.device) if stream is None else families.stream_handle(stream)
     if check:
         _check_values(operation, {name: _copy(native, lent[name], handle) for name in _inputs(operation)}, examined)
@@ -381,7 +260,7 @@ def _on_gpu(
     missing = tuple((names.index(name), shape, dtype) for name, (shape, dtype) in request.missing.items())
     lent_bytes = 0 if workspace is None else native.view(workspace).shape[0]
     changed = tuple(names.index(array.name) for array in operation.inputs if array.written)
-    entry = _Entry(native, request, prepared, (nbytes, lent_bytes), _Outputs(begin, len(names), missing, changed))
+    entry = Entry(native, request, prepared, (nbytes, lent_bytes), Outputs(begin, len(names), missing, changed))
     signed = native.signature(arrays)
     if signed is None:  # of a subclass, say: it is as good as any, but not remembered
         addresses = [0, *(0 if x is None else native.address(x) for x in arrays)]
@@ -462,40 +341,6 @@ def _copy(native: Native, x: Any, stream: int) -> Any:
 
 def _check_values(operation: Operation, arrays: Mapping[str, Any], examined: Examined) -> None:
     operation.check_values(arrays, examined.options)
-
-
-def _check_workspace(
-    native: Native,
-    lent: Mapping[str, Any],
-    request: Request,
-    workspace: Any,
-    plan: Plan | None,
-    nbytes: int,
-) -> None:
-    if plan is not None:
-        raise ArgumentError(explain("workspace", "an array, with a plan", "None: the plan has its own"))
-    view = native.view(workspace, "workspace")
-    check_memory(view, nbytes, request.device)
-    present = {name: native.view(x, name) for name, x in lent.items() if x is not None}
-    overlap.check_apart({"workspace": view, **present}, ["workspace"])
-
-
-def check_memory(view: View, nbytes: int, device: int) -> None:
-    """Check a workspace: a contiguous, aligned vector of at least `nbytes` bytes on `device`.
-
-    Raises
-    ------
-    ShapeError, DeviceError, ArgumentError
-    """
-    if view.device != device:
-        raise DeviceError(explain("workspace's device", view.device, str(device), "move it"))
-    if view.dtype != "uint8" or len(view.shape) != 1 or (view.strides != (1,) and view.shape[0] > 1):
-        raise ShapeError(explain("workspace", f"{view.dtype} {view.shape}", "a contiguous vector of uint8"))
-    if view.shape[0] < nbytes:
-        remedy = "`mla_cupy.workspace_bytes` tells how many"
-        raise ShapeError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes", remedy))
-    if view.ptr % ALIGNMENT:
-        raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {ALIGNMENT}"))
 
 
 def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> int:

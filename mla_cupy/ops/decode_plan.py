@@ -21,9 +21,11 @@ from mla_cupy.kernels.decode.records import DENSE_RECORDS as RECORDS
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
-from mla_cupy.ops.call import MAX_ENTRIES, Request, check_memory
+from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import check_drafts, check_flag, check_shard, is_integer
 from mla_cupy.ops.decode_pieces import check_pieces
+from mla_cupy.ops.entry import Request
+from mla_cupy.ops.workspace import check_memory
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS
@@ -227,7 +229,7 @@ class UnmergedPlan:
 
     @property
     def state(self) -> Hashable:
-        """See `ops.call.Plan`."""
+        """See `ops.entry.Plan`."""
         return "unmerged", self._plan.state
 
     def configuration(self, request: Request) -> DecodeConfig | None:

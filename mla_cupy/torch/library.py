@@ -15,7 +15,8 @@ import torch
 
 from mla_cupy.arrays import View
 from mla_cupy.ops.bind import options_of, parameters
-from mla_cupy.ops.call import Request, call, examine
+from mla_cupy.ops.call import call, examine
+from mla_cupy.ops.entry import Request
 from mla_cupy.ops.operation import Operation
 
 NAMESPACE = "mla_cupy"

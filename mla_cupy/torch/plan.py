@@ -11,7 +11,8 @@ import torch
 
 from mla_cupy.errors import PlanError, explain
 from mla_cupy.ops import OPERATIONS, DecodePlan, plan_decode
-from mla_cupy.ops.call import Request, call
+from mla_cupy.ops.call import call
+from mla_cupy.ops.entry import Request
 from mla_cupy.torch.library import Arguments, define, new_results
 
 _DECODE = OPERATIONS["mla_decode"]
