@@ -14,9 +14,12 @@ from mla_cupy.arrays import cupy_family, stream_handle
 from mla_cupy.arrays.staging import Staging
 from mla_cupy.cache.upload import Sheet, Words
 from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.ops import backend
 from mla_cupy.ops.cache_pages import UPDATE_OPERATION
 from mla_cupy.ops.call import fixed
+from mla_cupy.ops.checks import check_count
 from mla_cupy.records import Record
+from mla_cupy.runtime import device as devices
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 256
@@ -159,3 +162,20 @@ class DeviceMemory:
         strides = (pool.strides[1], record.token_bytes, numpy_dtype(record.dtype).itemsize)
         shape = (pool.shape[1], page_size, record.width)
         return self._family.view_as(pool[layer], shape, record.dtype, strides)
+
+
+def memory_on(
+    device: Any,
+    host: type[HostMemory],
+    words: Words,
+    pools: Mapping[str, tuple[int, int, int]],
+    shape: tuple[int, int, int],
+    page_size: int,
+) -> Memory:
+    """That of a device: "cpu", a GPU, or None, the current GPU if there is one."""
+    if device is None:
+        device = cupy_family().current_device() if backend.use_gpu() else "cpu"
+    if isinstance(device, str) and device == "cpu":
+        return host(words, pools, shape, page_size)
+    check_count("device", device, 0, max(0, devices.gpu_count() - 1))
+    return DeviceMemory(words, pools, shape, page_size, int(device))

@@ -3,85 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import ops
-from mla_cupy.arrays import cupy_family
+from mla_cupy.cache.arguments import MAX_SLOTS, check_sizes, record_of_pool, tokens_of, vector
 from mla_cupy.cache.book import Book
-from mla_cupy.cache.memory import DeviceMemory, HostMemory, Memory, page_stride
+from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
+from mla_cupy.cache.reports import CacheStats, CacheStep
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.ops import backend
-from mla_cupy.records import RECORDS, Record
-from mla_cupy.runtime import device as devices
+from mla_cupy.ops.checks import check_count
+from mla_cupy.records import Record
 
 Array = npt.NDArray[Any]
-_MAX_SLOTS = 2**31 - 1
 _STEPS_KEPT = 256
-
-
-@dataclass(frozen=True)
-class CacheStep:
-    """What the calls of one step take. Its arrays are those of the cache: the next step overwrites them.
-
-    Attributes
-    ----------
-    slots : array, (n,), int32
-        Where the step's tokens go, sequence after sequence: for `cache_append`.
-    positions : array, (n,), int32
-        Their positions in their sequences: for RoPE.
-    block_table : array, (b, max_pages), int32
-    seqlens : array, (b,), int32
-        For `mla_decode`, in the order of the sequences. Lengths include the step's tokens. A model may lower them on
-        the device for its own calls; the cache learns of rejected tokens by `truncate`.
-    copies : int
-        Pages that were copied because sequences shared them.
-    """
-
-    slots: Any
-    positions: Any
-    block_table: Any
-    seqlens: Any
-    copies: int
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """How the pages of a cache are used.
-
-    Attributes
-    ----------
-    sequences, tokens : int
-        Alive, and held by them; a shared token counts for each.
-    pages_used, pages_cached, pages_free : int
-        Pages of sequences; pages that only their hashes know, which are given up when pages are needed; empty ones.
-    pages_shared, pages_reserved : int
-        Of those used: by several sequences; beyond the tokens.
-    tokens_wasted : int
-        Places in used pages that hold no token.
-    copies, evictions : int
-        Pages copied on a write, and cached pages given up, so far.
-    prefix_hits, prefix_lookups : int
-        Pages found, and pages looked for, by hash, so far.
-    """
-
-    sequences: int
-    tokens: int
-    pages_used: int
-    pages_cached: int
-    pages_free: int
-    pages_shared: int
-    pages_reserved: int
-    tokens_wasted: int
-    copies: int
-    evictions: int
-    prefix_hits: int
-    prefix_lookups: int
 
 
 class PagedKVCache:
@@ -156,16 +95,16 @@ class PagedKVCache:
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         sizes |= {"max_seqs": max_seqs, "max_pages": max_pages}
         max_tokens = max(8192, max_seqs) if max_tokens is None else max_tokens
-        _check_sizes({**sizes, "max_tokens": max_tokens})
+        check_sizes({**sizes, "max_tokens": max_tokens})
         named = pools if isinstance(pools, Mapping) else {"kv": pools}
-        self.records = {name: _record(name, record) for name, record in named.items()}
+        self.records = {name: record_of_pool(name, record) for name, record in named.items()}
         self.page_size, self.num_layers, self._max_tokens = page_size, num_layers, max_tokens
         self._words = Words.of(max_seqs, max_pages)
         shapes = {
             name: (num_layers, num_pages, page_stride(record, page_size)) for name, record in self.records.items()
         }
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
-        self._memory: Memory = _memory(
+        self._memory: Memory = memory_on(
             device, memory, self._words, shapes, (max_seqs, max_pages, max_tokens), page_size
         )
         self._lock = threading.RLock()
@@ -195,7 +134,7 @@ class PagedKVCache:
             A view, of uint8 or of the record's 16-bit dtype: what `mla_decode` and `cache_append` take.
         """
         record = self._pool(pool)
-        _check_number("index", index, 0, self.num_layers - 1)
+        check_count("index", index, 0, self.num_layers - 1)
         return self._memory.view(self._memory.pools[pool], record, index, self.page_size)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
@@ -220,7 +159,7 @@ class PagedKVCache:
         CacheFullError
             If there are max_seqs sequences.
         """
-        given = _tokens(tokens)
+        given = tokens_of(tokens)
         with self._lock:
             book = self._book
             book.check_rows(1)
@@ -322,7 +261,7 @@ class PagedKVCache:
         CacheFullError
             If there are not as many places for sequences; nothing has changed.
         """
-        _check_number("count", count, 0, _MAX_SLOTS)
+        check_count("count", count, 0, MAX_SLOTS)
         with self._lock:
             (row,) = self._book.rows_of([sequence])
             self._book.check_rows(count)
@@ -344,7 +283,7 @@ class PagedKVCache:
         """
         with self._lock:
             rows = self._book.rows_of(sequences)
-            wanted = _vector("lengths", lengths, len(rows))
+            wanted = vector("lengths", lengths, len(rows))
             bad = np.flatnonzero((wanted < 0) | (wanted > self._book.length[rows]))
             if len(bad):
                 most = self._book.length[rows[bad[0]]]
@@ -377,7 +316,7 @@ class PagedKVCache:
         ArgumentError
             If there are more tokens than the sequence has.
         """
-        given = _tokens(tokens)
+        given = tokens_of(tokens)
         with self._lock:
             (row,) = self._book.rows_of([sequence]).tolist()
             if len(given) > self._book.length[row]:
@@ -401,7 +340,7 @@ class PagedKVCache:
         -----
         A page that has to be copied, because its last, partly filled page is shared, is not included.
         """
-        _check_number("tokens", tokens, 0, _MAX_SLOTS)
+        check_count("tokens", tokens, 0, MAX_SLOTS)
         with self._lock:
             (row,) = self._book.rows_of([sequence]).tolist()
             self._book.reserve(row, self._book.plan_reserve(row, tokens))
@@ -467,66 +406,10 @@ class PagedKVCache:
         return self.records[name]
 
     def _counts(self, counts: Any, b: int) -> Array | int:
-        added: Array | int = counts if type(counts) is int else _vector("counts", counts, b)
+        added: Array | int = counts if type(counts) is int else vector("counts", counts, b)
         least, total = (added, added * b) if isinstance(added, int) else (added.min(initial=0), int(added.sum()))
         if least < 0 or total > self._max_tokens:
             got = f"{total} in all" if least >= 0 else "one below 0"
             expected = f"at most max_tokens={self._max_tokens}"
             raise ArgumentError(explain("counts", got, expected, "extend in several steps"))
         return added
-
-
-# ---- Checks -----------------------------------------------------------------------------------------------------
-
-
-def _check_number(argument: str, value: Any, least: int, most: int) -> None:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not (whole and least <= value <= most):
-        raise ArgumentError(explain(argument, repr(value), f"a whole number from {least} to {most}"))
-
-
-def _check_sizes(sizes: Mapping[str, Any]) -> None:
-    for argument, value in sizes.items():
-        _check_number(argument, value, 1, _MAX_SLOTS)
-    if sizes["num_pages"] * sizes["page_size"] > _MAX_SLOTS:
-        got = sizes["num_pages"] * sizes["page_size"]
-        raise ArgumentError(explain("num_pages * page_size", got, f"at most {_MAX_SLOTS}", "slots are int32"))
-
-
-def _record(pool: str, record: Any) -> Record:
-    found = RECORDS.get(record) if isinstance(record, str) else record
-    if not isinstance(found, Record):
-        raise ArgumentError(explain(f"pools[{pool!r}]", repr(record), f"a record: {', '.join(RECORDS)}"))
-    return found
-
-
-def _vector(argument: str, given: Any, b: int) -> Array:
-    values = np.asarray(given)
-    if values.ndim == 0 and values.dtype.kind in "iu":
-        return np.full(b, int(values), np.int64)
-    if values.shape != (b,) or (values.dtype.kind not in "iu" and b):
-        raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", f"an integer, or {b} of them"))
-    return values.astype(np.int64)
-
-
-def _tokens(tokens: Iterable[int] | None) -> npt.NDArray[np.int32]:
-    given = np.asarray([] if tokens is None else tokens)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        raise ArgumentError(explain("tokens", f"{given.dtype} {given.shape}", "a list of integers"))
-    return given.astype(np.int32)
-
-
-def _memory(
-    device: Any,
-    host: type[HostMemory],
-    words: Words,
-    pools: Mapping[str, tuple[int, int, int]],
-    shape: tuple[int, int, int],
-    page_size: int,
-) -> Memory:
-    if device is None:
-        device = cupy_family().current_device() if backend.use_gpu() else "cpu"
-    if isinstance(device, str) and device == "cpu":
-        return host(words, pools, shape, page_size)
-    _check_number("device", device, 0, max(0, devices.gpu_count() - 1))
-    return DeviceMemory(words, pools, shape, page_size, int(device))

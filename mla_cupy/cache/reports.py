@@ -1,0 +1,65 @@
+"""What a cache tells its callers: the arrays of a step, and how its pages are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """What the calls of one step take. Its arrays are those of the cache: the next step overwrites them.
+
+    Attributes
+    ----------
+    slots : array, (n,), int32
+        Where the step's tokens go, sequence after sequence: for `cache_append`.
+    positions : array, (n,), int32
+        Their positions in their sequences: for RoPE.
+    block_table : array, (b, max_pages), int32
+    seqlens : array, (b,), int32
+        For `mla_decode`, in the order of the sequences. Lengths include the step's tokens. A model may lower them on
+        the device for its own calls; the cache learns of rejected tokens by `truncate`.
+    copies : int
+        Pages that were copied because sequences shared them.
+    """
+
+    slots: Any
+    positions: Any
+    block_table: Any
+    seqlens: Any
+    copies: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """How the pages of a cache are used.
+
+    Attributes
+    ----------
+    sequences, tokens : int
+        Alive, and held by them; a shared token counts for each.
+    pages_used, pages_cached, pages_free : int
+        Pages of sequences; pages that only their hashes know, which are given up when pages are needed; empty ones.
+    pages_shared, pages_reserved : int
+        Of those used: by several sequences; beyond the tokens.
+    tokens_wasted : int
+        Places in used pages that hold no token.
+    copies, evictions : int
+        Pages copied on a write, and cached pages given up, so far.
+    prefix_hits, prefix_lookups : int
+        Pages found, and pages looked for, by hash, so far.
+    """
+
+    sequences: int
+    tokens: int
+    pages_used: int
+    pages_cached: int
+    pages_free: int
+    pages_shared: int
+    pages_reserved: int
+    tokens_wasted: int
+    copies: int
+    evictions: int
+    prefix_hits: int
+    prefix_lookups: int
