@@ -83,14 +83,9 @@ def cascade_decode(
         raise ShapeError(explain("q.shape and kv_cache.shape", (view.shape, pages.shape), "those of mla_decode"))
     b, s_q, h_q, _ = view.shape
     check_groups(groups, b, native.view(block_table, "block_table").shape[-1])
-    handle = 0 if view.device == HOST else native.current_stream(view.device)
     dtype = check_dtype("out_dtype", out_dtype) or view.dtype
     shapes = {"out": ((b, s_q, h_q, D_V), dtype), "lse": ((b, h_q, s_q), "float32")}
-    out, lse = (
-        family.adopt(given[name]) if name in given else native.empty(*shapes[name], view.device, handle)
-        for name in shapes
-    )
-    _check_results(native, out, lse, {name: shape for name, (shape, _) in shapes.items()})
+    out, lse = _results(family, given, shapes, view.device)
     batch = _Batch(native, q, kv_cache, block_table, seqlens, {"scale": scale, "lse_base": lse_base}, causal)
     unplanned = ((section, None) for section in sections(groups, b))
     for section, memory in unplanned if plan is None else plan.parts(groups, b, native, view.device):
@@ -167,8 +162,15 @@ class _Batch(NamedTuple):
         return outs, self.native.transposed(lses, (0, 2, 1, 3))
 
 
-def _check_results(native: Any, out: Any, lse: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    for name, x in (("out", out), ("lse", lse)):
-        got = native.view(x, name).shape
-        if got != shapes[name]:
-            raise ShapeError(explain(f"{name}.shape", got, str(shapes[name])))
+def _results(
+    family: families.Family, given: dict[str, Any], shapes: dict[str, tuple[tuple[int, ...], str]], device: int
+) -> list[Any]:
+    """Where the results go: to arrays that were given, of these shapes, or to new ones."""
+    native, made = family.native, []
+    handle = 0 if device == HOST else native.current_stream(device)
+    for name, (shape, dtype) in shapes.items():
+        x = family.adopt(given[name]) if name in given else native.empty(shape, dtype, device, handle)
+        if (got := native.view(x, name).shape) != shape:
+            raise ShapeError(explain(f"{name}.shape", got, str(shape)))
+        made.append(x)
+    return made

@@ -7,6 +7,7 @@ from typing import Any
 from mla_cupy.kernels.decode.problem import (
     KEY_VARIANTS,
     PARAMS,
+    READS_RECORDS,
     READS_ROWS,
     AttentionKernel,
     DecodeProblem,
@@ -17,6 +18,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 8
+"""Query rows of a block, in all attention forwards on CUDA cores."""
 
 
 def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
@@ -27,6 +29,11 @@ def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
 def unsupported_rows(problem: Any, device: DeviceInfo) -> Reason | None:
     """The same, if it is about 16-bit rows."""
     return READS_ROWS if problem.record else unsupported(problem, device)
+
+
+def unsupported_records(problem: Any, device: DeviceInfo) -> Reason | None:
+    """The same, if it is about FP8 records."""
+    return unsupported(problem, device) if problem.record else READS_RECORDS
 
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
