@@ -11,11 +11,10 @@ from mla_cupy import arrays
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DeviceError, explain
 from mla_cupy.ops.merge import merge_states
-from mla_cupy.parallel.group import Group
-from mla_cupy.parallel.transport import Result, check_alike, heads_per_rank
+from mla_cupy.parallel.transport import OfGroup, Result, check_alike, heads_per_rank
 
 
-class HostTransport:
+class HostTransport(OfGroup):
     """Arrays on the host, NumPy's or PyTorch's; every rank sees the partial results of all.
 
     Parameters
@@ -23,23 +22,6 @@ class HostTransport:
     group : Group
         A `Rendezvous`, or a member of a `LocalGroup`.
     """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return self._group.world
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._group.rank
-
-    def check(self) -> None:
-        """Raise ParallelError if another rank is gone."""
-        self._group.check()
 
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
         """See `Transport.merge`."""

@@ -12,7 +12,7 @@ from mla_cupy.errors import DeviceError, ParallelError, explain
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.parallel import nccl4py
 from mla_cupy.parallel.group import Group, weakly
-from mla_cupy.parallel.transport import Result, check_alike, heads_per_rank
+from mla_cupy.parallel.transport import OfGroup, Result, check_alike, heads_per_rank
 
 _BY_HEAD = {4: (2, 0, 1, 3), 3: (1, 0, 2)}
 """The axes of outs and of lses, heads first: then what goes to one rank is in one piece."""
@@ -20,7 +20,7 @@ _STATES = {5: (0, 2, 3, 1, 4), 4: (0, 2, 1, 3)}
 """And back, behind the axis of the ranks."""
 
 
-class NcclTransport:
+class NcclTransport(OfGroup):
     """GPUs that NCCL connects, on one host or several; one process, or one thread, per GPU.
 
     Needs CuPy with NCCL, or nccl4py. Ranks that see a call of new shapes first compare it through the group; after
@@ -41,7 +41,7 @@ class NcclTransport:
             wheel = "the wheel nvidia-nccl-cu12 or nvidia-nccl-cu13"
             remedy = f"install NCCL for CuPy ({wheel}) or nccl4py 0.6 or later, or use PeerTransport"
             raise ParallelError(explain("NCCL", "none", "cupy.cuda.nccl or nccl4py", remedy))
-        self._group = group
+        super().__init__(group)
         self._device = arrays.cupy_family().current_device() if device is None else device
         uid = self._nccl.get_unique_id() if group.rank == 0 else ()
         # The numbers may be negative: bytes as signed characters.
@@ -62,19 +62,9 @@ class NcclTransport:
             signed = tuple(x - 256 if x > 127 else x for x in unique)
             return self._nccl.NcclCommunicator(world, signed, rank)
 
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return self._group.world
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._group.rank
-
     def check(self) -> None:
         """Raise ParallelError if another rank is gone."""
-        self._group.check()
+        super().check()
         if self._aborted:
             raise ParallelError(explain("the transport", "aborted", "all ranks at work", "start all of them anew"))
 

@@ -22,7 +22,7 @@ from mla_cupy.kernels.pipeline import Launch, Layout, Prepared
 from mla_cupy.ops import overlap
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base, is_integer
 from mla_cupy.parallel.group import Group, LocalGroup, weakly
-from mla_cupy.parallel.transport import Result, heads_per_rank
+from mla_cupy.parallel.transport import OfGroup, Result, heads_per_rank
 from mla_cupy.runtime import device as devices
 
 _CHUNK = exchange.CHUNK_BYTES
@@ -43,7 +43,7 @@ class _Own(NamedTuple):
     report: tuple[np.ndarray[Any, Any], int]
 
 
-class PeerTransport:
+class PeerTransport(OfGroup):
     """GPUs of one host that reach each other's memory; one process, or one thread, per GPU.
 
     After a decode one launch stores each rank's partial results into the others' memory, waits for theirs and merges.
@@ -92,7 +92,8 @@ class PeerTransport:
             raise ArgumentError(explain("timeout", repr(timeout), "seconds, above 0"))
         if group.world > MAX_WORLD:
             raise ArgumentError(explain("world", group.world, f"at most {MAX_WORLD}"))
-        self._group, self._timeout_ns = group, int(timeout * 1e9)
+        super().__init__(group)
+        self._timeout_ns = int(timeout * 1e9)
         self._cupy = arrays.cupy_family()
         self._device = self._cupy.current_device() if device is None else device
         self._slab = exchange.slab_bytes(max_rows, -(-max_d // 4) * 4)
@@ -116,16 +117,6 @@ class PeerTransport:
         with ThreadPoolExecutor(len(devices)) as threads:
             return list(threads.map(make, range(len(devices))))
 
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return self._group.world
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._group.rank
-
     def check(self) -> None:
         """Raise ParallelError if another rank is gone, or an earlier exchange has failed."""
         failure = int(self._report["failure"][0])
@@ -133,7 +124,7 @@ class PeerTransport:
             what, rank, epoch = _FAILURES.get(failure & 0xFF, "has failed"), failure >> 8 & 0xFF, failure >> 32
             remedy = "start all ranks anew"
             raise ParallelError(explain(f"exchange {epoch}", f"rank {rank} {what}", "the same call of all", remedy))
-        self._group.check()
+        super().check()
 
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
         """See `Transport.merge`."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mla_cupy.errors import ParallelError, ShapeError, explain
 from mla_cupy.kernels.merge.exchange import Splits
+from mla_cupy.parallel.group import Group
 
 
 class Result(NamedTuple):
@@ -48,6 +49,27 @@ class Transport(Protocol):
 
     def check(self) -> None:
         """Raise ParallelError if another rank is gone, or an earlier exchange has failed."""
+
+
+class OfGroup:
+    """What every transport between the ranks of a group has."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._group.world
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._group.rank
+
+    def check(self) -> None:
+        """Raise ParallelError if another rank is gone."""
+        self._group.check()
 
 
 @runtime_checkable
