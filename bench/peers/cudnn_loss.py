@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.device import Device
-from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.indexer_loss.cases import LossCase
 from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
+from . import cudnn
 from .torch_ops import peak_bytes, recorder_for
 
 MIN_INDEX_HEADS, HEAD_TILE, LIST_TILE = 64, 64, 128  # of its kernels for Hopper
@@ -26,15 +26,7 @@ class CudnnLoss:
     name = "cudnn"
 
     def __init__(self) -> None:
-        try:
-            import torch
-            from cudnn.deepseek_sparse_attention import DSA
-        except ImportError as error:
-            raise BenchError(
-                f"peer 'cudnn' needs PyTorch, nvidia-cudnn-frontend and nvidia-cutlass-dsl: {error}"
-            ) from error
-        self._torch: Any = torch
-        self._dsa: Any = DSA
+        self._torch, self._dsa = cudnn.load()
 
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
         if case.per_head:

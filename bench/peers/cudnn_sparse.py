@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.device import Device
-from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.sparse.cases import SparseCase
 from ..ops.sparse_backward.inputs import GradientInputs, Gradients
+from . import cudnn
 from .torch_ops import peak_bytes, recorder_for
 
 
@@ -20,15 +20,8 @@ class CudnnSparse:
     name = "cudnn"
 
     def __init__(self) -> None:
-        try:
-            import torch
-            from cudnn.deepseek_sparse_attention import DSA
-        except ImportError as error:
-            raise BenchError(
-                f"peer 'cudnn' needs PyTorch, nvidia-cudnn-frontend and nvidia-cutlass-dsl: {error}"
-            ) from error
-        self._torch: Any = torch
-        self._backward: Any = DSA.sparse_attention_backward_wrapper
+        self._torch, dsa = cudnn.load()
+        self._backward = dsa.sparse_attention_backward_wrapper
 
     def unsupported(self, case: SparseCase, dtype: str) -> str | None:
         return None if case.h_q > 1 else "takes more than one head"

@@ -38,7 +38,11 @@ class Outputs:
 
 def make_inputs(case: DecodeCase, dtype: str, seed: int, device: Device) -> InputSet:
     """Random queries and latents; the keys are in shuffled pages."""
-    table = shuffled_table(case, seed)
+    return inputs_of(case, dtype, seed, device, shuffled_table(case, seed))
+
+
+def inputs_of(case: DecodeCase, dtype: str, seed: int, device: Device, table: npt.NDArray[np.int32]) -> InputSet:
+    """Random queries, and random latents in the pages of this block table."""
     seqlens = case.lengths()
     return InputSet(
         q=device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, 2 * seed + 1),
