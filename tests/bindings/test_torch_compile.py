@@ -95,17 +95,11 @@ def test_vmap_goes_through_the_operator(torch: Any, of_torch: Any) -> None:
 # ---- Plans -------------------------------------------------------------------------------------------------------
 
 
-def plan_for(torch: Any, of_torch: Any, given: dict[str, Any]) -> Any:
+def plan_for(of_torch: Any, given: dict[str, Any], **options: Any) -> Any:
+    """A plan that serves a decode call."""
     b, s_q, h_q, _ = given["q"].shape
-    return of_torch.plan_decode(
-        max_b=b,
-        s_q=s_q,
-        h_q=h_q,
-        max_pages=given["block_table"].shape[1],
-        page_size=given["kv_cache"].shape[1],
-        dtype=torch.bfloat16,
-        device="cpu",
-    )
+    pages, page_size, dtype = given["block_table"].shape[1], given["kv_cache"].shape[1], given["q"].dtype
+    return of_torch.plan_decode(max_b=b, s_q=s_q, h_q=h_q, max_pages=pages, page_size=page_size, dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("write", [False, True], ids=["returned", "given"])
@@ -113,7 +107,7 @@ def plan_for(torch: Any, of_torch: Any, given: dict[str, Any]) -> Any:
 def test_plans(torch: Any, of_torch: Any, write: bool, by_operator: bool) -> None:
     call = decode()
     given, wanted = tensors(torch, call), call.eager()
-    plan = plan_for(torch, of_torch, given)
+    plan = plan_for(of_torch, given, device="cpu")
     with pytest.raises(PlanError, match="no update yet"):
         of_torch.mla_decode(**given, plan=plan)
     plan.update(given["seqlens"])
@@ -130,7 +124,7 @@ def test_plans(torch: Any, of_torch: Any, write: bool, by_operator: bool) -> Non
 
 def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
     given = tensors(torch, decode())
-    plan = plan_for(torch, of_torch, given)
+    plan = plan_for(of_torch, given, device="cpu")
     plan.update(given["seqlens"])
     held = {"workspace": plan.workspace, "plan": plan.number}
     torch.library.opcheck(torch.ops.mla_cupy.decode_plan_update.default, (), {**held, "seqlens": given["seqlens"]})
@@ -139,7 +133,7 @@ def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
 
 def test_a_plan_must_live(torch: Any, of_torch: Any) -> None:
     given = tensors(torch, decode())
-    plan = plan_for(torch, of_torch, given)
+    plan = plan_for(of_torch, given, device="cpu")
     number, workspace = plan.number, plan.workspace
     del plan
     gc.collect()

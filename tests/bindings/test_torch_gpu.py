@@ -14,7 +14,7 @@ import pytest
 import mla_cupy
 from tests.bindings.cases import BoundCall, as_tuple, every_call, sparse_inputs
 from tests.bindings.test_torch import options
-from tests.bindings.test_torch_compile import repeated
+from tests.bindings.test_torch_compile import plan_for, repeated
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
 from tests.support.calls import assert_same
@@ -36,18 +36,6 @@ def on_gpu(torch: Any, arrays: dict[str, Any]) -> dict[str, Any]:
 def decode_on_gpu(torch: Any, case: cases.DecodeCase = CASE) -> tuple[cases.DecodeInputs, dict[str, Any]]:
     inputs = cases.make(case)
     return inputs, on_gpu(torch, dict(zip(NAMES, inputs.arguments, strict=True)))
-
-
-def plan_for(torch: Any, of_torch: Any, given: dict[str, Any]) -> Any:
-    b, s_q, h_q, _ = given["q"].shape
-    return of_torch.plan_decode(
-        max_b=b,
-        s_q=s_q,
-        h_q=h_q,
-        max_pages=given["block_table"].shape[1],
-        page_size=given["kv_cache"].shape[1],
-        dtype=given["q"].dtype,
-    )
 
 
 def check_decode(torch: Any, results: Any, inputs: cases.DecodeInputs) -> None:
@@ -79,7 +67,7 @@ def test_operators(torch_gpu: Any, of_torch: Any, call: BoundCall) -> None:
 def test_the_workspace_is_pytorch_s(torch_gpu: Any, of_torch: Any) -> None:
     """The operators use the memory that they are given, also where PyTorch has moved it."""
     inputs, given = decode_on_gpu(torch_gpu)
-    plan = plan_for(torch_gpu, of_torch, given)
+    plan = plan_for(of_torch, given)
     assert plan.workspace.is_cuda
     assert plan.workspace.numel() == plan.plan.workspace_bytes
     assert plan.workspace.data_ptr() == plan.plan.address
@@ -95,7 +83,7 @@ def test_the_workspace_is_pytorch_s(torch_gpu: Any, of_torch: Any) -> None:
 def test_decode_loop_in_a_graph(torch_gpu: Any, of_torch: Any, write: bool) -> None:
     torch = torch_gpu
     inputs, given = decode_on_gpu(torch)
-    plan = plan_for(torch, of_torch, given)
+    plan = plan_for(of_torch, given)
     targets = {"out": torch.empty((4, 2, 32, 512), dtype=torch.bfloat16, device="cuda")}
     targets["lse"] = torch.empty((4, 32, 2), device="cuda")
 
@@ -130,7 +118,7 @@ def test_compiled_by_inductor(torch_gpu: Any, of_torch: Any, mode: str) -> None:
     torch._dynamo.reset()
     _, given = decode_on_gpu(torch)
     largest = repeated(torch, given, 16)
-    plan = plan_for(torch, of_torch, largest)
+    plan = plan_for(of_torch, largest)
 
     def step(q: Any, kv_cache: Any, block_table: Any, seqlens: Any) -> Any:
         plan.update(seqlens)
@@ -194,7 +182,7 @@ def test_overhead_over_the_public_call(
 ) -> None:
     """Decode without gradients: at most 3 us more than the public call."""
     _, given = decode_on_gpu(torch_gpu, cases.DecodeCase(b=2, h_q=16, seqlens=64, strides="dense"))
-    plan = plan_for(torch_gpu, of_torch, given) if with_plan else None
+    plan = plan_for(of_torch, given) if with_plan else None
     if plan is not None:
         plan.update(given["seqlens"])
     out, lse = of_torch.mla_decode(**given)

@@ -10,9 +10,8 @@ import pytest
 import mla_cupy
 from mla_cupy import dtypes, reference
 from tests.support.calls import assert_same
-from tests.support.sparse_cases import SparseCase, SparseInputs, make
+from tests.support.sparse_cases import CORNERS, SparseCase, SparseInputs, make
 
-SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
 SMALL = SparseCase(h_q=4, topk=40, lengths=True, sink=True)
 
 
@@ -58,22 +57,7 @@ def test_options_reach_the_oracle(options: dict[str, Any]) -> None:
     check(SMALL, **options)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        SparseCase(h_q=3, head_axis=True, topk=33),
-        SparseCase(h_q=2, strides="odd", lengths=True, sink=True),
-        SparseCase(h_q=2, strides="dense", causal=True),
-        SparseCase(s_q=9, h_q=2, topk=30, sequences=SEQUENCES),
-        SparseCase(s_q=9, h_q=2, topk=30, sequences=SEQUENCES, causal=True, lengths=True, strides="odd"),
-        SparseCase(invalid=1.0, h_q=2, sink=True),
-        SparseCase(s_q=0, h_q=2, sink=True),
-        SparseCase(s_kv=0, h_q=2),
-        SparseCase(topk=0, h_q=2),
-        SparseCase(h_q=1, s_q=1, s_kv=1, topk=1, invalid=0.0),
-    ],
-    ids=lambda case: case.id,
-)
+@pytest.mark.parametrize("case", CORNERS, ids=lambda case: case.id)
 def test_shapes(case: SparseCase) -> None:
     check(case)
 

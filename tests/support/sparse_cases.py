@@ -75,6 +75,22 @@ class SparseCase:
         return "-".join(part for part in parts if part)
 
 
+_SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
+#: Small ones: other layouts, sequences, and sizes of nothing and of one.
+CORNERS = (
+    SparseCase(h_q=3, head_axis=True, topk=33),
+    SparseCase(h_q=2, strides="odd", lengths=True, sink=True),
+    SparseCase(h_q=2, strides="dense", causal=True),
+    SparseCase(s_q=9, h_q=2, topk=30, sequences=_SEQUENCES),
+    SparseCase(s_q=9, h_q=2, topk=30, sequences=_SEQUENCES, causal=True, lengths=True, strides="odd"),
+    SparseCase(invalid=1.0, h_q=2, sink=True),
+    SparseCase(s_q=0, h_q=2, sink=True),
+    SparseCase(s_kv=0, h_q=2),
+    SparseCase(topk=0, h_q=2),
+    SparseCase(h_q=1, s_q=1, s_kv=1, topk=1, invalid=0.0),
+)
+
+
 @dataclass(frozen=True)
 class SparseInputs:
     """The arrays of a case, and what the oracle says about them."""

@@ -1,28 +1,21 @@
-# ruff: noqa: E501 (lines of PTX are kept whole)
 """The golden tables' floating-point rows against exact rational arithmetic, written from the PTX ISA."""
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-import ptxsim
 from ptxsim import numeric
 from simtest import exact
 from simtest.exact import NAN, ONE, ZERO, Num
-from simtest.golden.rows import LANES, RESULTS, TABLES, Row, given, inputs, kernel, rows
+from simtest.golden.known import compare, sources
+from simtest.golden.rows import RESULTS, Row
 
 KINDS = {"f": "f32", "g": "f64", "h": "f16", "e": "bf16", "x": "f16", "y": "bf16"}
 INTEGERS = {f"{k}{n}": n for k in "us" for n in (8, 16, 32, 64)}
 ROUNDINGS = ("rn", "rz", "rm", "rp")
-
-
-def sources(code: str) -> list[str]:
-    """Return the names of a row's inputs, in order."""
-    return re.findall(r"%([islfghexy]\d)\b", code)
 
 
 def saturated(x: Num) -> Num:
@@ -180,34 +173,15 @@ def expected(row: Row, lane: dict[str, int]) -> int | None:
 
 @pytest.mark.parametrize("table", ["float", "half", "cvt to float", "cvt to integer"])
 def test_rows_of_the_golden_table(table: str) -> None:
-    arrays, rows_ = inputs(), rows(TABLES[table])
-    wide = [np.concatenate([given(n, base) for n in range(4)]) for base in arrays.values()]
-    out = np.zeros((len(rows_), LANES), "u8")
-    ptxsim.Module(kernel(rows_, arrays)).launch("k", 1, LANES, [*wide, np.zeros((LANES, 4), "u8"), out])
-    columns = {
-        f"{name}{n}": given(n, base).view(f"u{base.itemsize}").tolist()
-        for name, base in arrays.items()
-        for n in range(4)
-    }
-    known, wrong = 0, []
-    for row, results in zip(rows_, out.tolist(), strict=True):
-        for lane in range(LANES):
-            want = expected(row, {name: column[lane] for name, column in columns.items()})
-            if want is None:
-                break
-            known += not lane
-            got = results[lane]
-            if got != want and not both_nan(row, got, want):
-                wrong.append(
-                    f"{row.code} lane {lane}: {got:#x} for {want:#x} of {[hex(columns[n][lane]) for n in sources(row.code)]}"
-                )
-                break
+    known, wrong = compare(table, expected, alike)
     assert wrong == []
     assert known >= {"float": 80, "half": 60, "cvt to float": 180, "cvt to integer": 130}[table]
 
 
-def both_nan(row: Row, got: int, want: int) -> bool:
-    """Tell whether two results are NaN where they differ."""
+def alike(row: Row, got: int, want: int) -> bool:
+    """Tell whether two results are equal, or NaN where they differ."""
+    if got == want:
+        return True
     form = {"f2": "f16", "hh": "f16", "bf": "bf16", "bb": "bf16", "f4": "f32", "f8": "f64"}.get(row.result)
     if form is None:
         return False

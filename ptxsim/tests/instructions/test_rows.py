@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-import ptxsim
-from simtest.golden.rows import LANES, RESULTS, TABLES, Row, given, inputs, kernel, rows
+from simtest.golden.known import compare
+from simtest.golden.rows import RESULTS, Row
 
 
 def signed(x: int, bits: int) -> int:
@@ -217,25 +216,6 @@ def expected(row: Row, lane: dict[str, int]) -> int | None:
 
 @pytest.mark.parametrize("table", ["integer", "logic"])
 def test_rows_of_the_golden_table(table: str) -> None:
-    arrays, rows_ = inputs(), rows(TABLES[table])
-    wide = [np.concatenate([given(n, base) for n in range(4)]) for base in arrays.values()]
-    out = np.zeros((len(rows_), LANES), "u8")
-    ptxsim.Module(kernel(rows_, arrays)).launch("k", 1, LANES, [*wide, np.zeros((LANES, 4), "u8"), out])
-    columns = {
-        f"{name}{n}": given(n, base).view(f"u{base.itemsize}").tolist()
-        for name, base in arrays.items()
-        for n in range(4)
-    }
-    known, wrong = 0, []
-    for row, results in zip(rows_, out.tolist(), strict=True):
-        for lane in range(LANES):
-            values = {name: column[lane] for name, column in columns.items()}
-            want = expected(row, values)
-            if want is None:
-                break
-            known += not lane
-            if results[lane] != want:
-                wrong.append(f"{row.code} lane {lane}: {results[lane]:#x} for {want:#x}")
-                break
+    known, wrong = compare(table, expected)
     assert wrong == []
     assert known >= {"integer": 110, "logic": 40}[table]
