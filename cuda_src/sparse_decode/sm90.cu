@@ -20,21 +20,15 @@ using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using TokenRecord = MLA_RECORD;
-using Records = SeesawRecords<MLA_DTYPE, TokenRecord, SelectedTokens>;
-
-static_assert(sizeof(Storage<Records>) <= kMaxDynamicSmem, "shared memory");
+using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, SelectedTokens>;
 
 MLA_SPARSE_DECODE_FACTS();
-MLA_FACT(threads, kSeesawThreads);
-MLA_FACT(smem_bytes, sizeof(Storage<Records>));
-MLA_FACT(block_m, kBlockM);
-MLA_RECORD_FACT(TokenRecord);
+MLA_SEESAW_RECORDS_FACTS(Records);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kSeesawThreads, 1)
     mla_sparse_decode_sm90(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    run_seesaw_records(p, *reinterpret_cast<Storage<Records>*>(smem));
+    run_seesaw_records<Records>(p, smem);
 }
 }  // namespace mla::sparse_decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 HOPPER = "decode_sm90_records"
+SEESAW = "decode_sm90_records_seesaw"
 GENERIC = "decode_generic_records"
 
 
@@ -53,6 +55,26 @@ CASES = (
     v4(b=1, seqlens=129, h_q=7),
     v4(b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=16, dtype="float16"),
     v4(b=1, seqlens=66, s_q=2, h_q=12, page_size=24),
+)
+#: Blocks of 64 rows, each of one query token.
+WIDE_CASES = (
+    v32(b=1, seqlens=129, h_q=64),  # an odd number of tiles, the last one with a single token
+    v32(b=3, seqlens=(200, 0, 70), h_q=40, dtype="float16", page_size=24),
+    v32(b=2, seqlens=(65, 190), s_q=2, h_q=64, page_size=1, missing_pages=1),  # the causal edge within a tile
+    v32(b=3, seqlens=(389, 1, 193), s_q=2, h_q=64, cp_world=3, cp_rank=1),
+    v32(b=2, seqlens=(70, 5), h_q=33, scales="plain", strides="odd", head_axis=False, page_size=128),
+    v32(b=2, seqlens=(129, 2), s_q=2, h_q=64, causal=False, dtype="float16"),
+    fp8(b=1, seqlens=129, h_q=34),
+    fp8(b=2, seqlens=(3, 130), s_q=2, h_q=64, dtype="float16", missing_pages=1, page_size=16, kv_scale=1.0),
+    v4(b=2, seqlens=(3, 130), s_q=2, h_q=64, missing_pages=1, page_size=16),
+    v4(b=1, seqlens=129, h_q=40, dtype="float16", page_size=24),
+)
+MORE_WIDE_CASES = (
+    v32(b=1, seqlens=400, h_q=128),  # split
+    v32(b=5, seqlens=(70, 1, 0, 200, 130), h_q=7),
+    v32(b=4, seqlens=(257, 321, 64, 1), h_q=96),
+    fp8(b=2, seqlens=(300, 70), h_q=64),
+    v4(b=2, seqlens=(300, 70), h_q=65),
 )
 GENERIC_CASES = (
     v32(b=2, seqlens=(3, 70), s_q=2, h_q=5, scales="plain", missing_pages=1, page_size=16),
@@ -207,6 +229,33 @@ def test_which_kernel(recorder: Recorder) -> None:
             mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
 
 
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        (v32(b=1, seqlens=700, h_q=64, strides="odd"), SEESAW),
+        (fp8(b=1, seqlens=700, s_q=2, h_q=128), SEESAW),
+        (v32(b=2, seqlens=700, h_q=32), HOPPER),
+        (v32(b=1, seqlens=700, s_q=4, h_q=16), HOPPER),  # rows of several tokens
+        (v32(b=1, seqlens=40, h_q=128), HOPPER),  # short splits
+    ],
+    ids=lambda value: getattr(value, "id", value),
+)
+def test_which_hopper_kernel(case: DecodeCase, kernel: str, recorder: Recorder) -> None:
+    recorder.gpu = replace(recorder.gpu, sm_count=3)
+    mla_cupy.mla_decode(*make(case).arguments)
+    assert kernel in recorder.entries
+
+
+def test_what_a_block_of_many_rows_does_not_take(recorder: Recorder) -> None:
+    arguments = make(v32(b=1, seqlens=5, s_q=2, h_q=32)).arguments
+    with pytest.raises(UnsupportedDeviceError, match="multiples of 64 heads"):
+        mla_cupy.mla_decode(*arguments, kernel=SEESAW)
+    tree = np.ones((1, 2), np.uint64)
+    with pytest.raises(UnsupportedDeviceError, match="takes no tree_mask"):
+        mla_cupy.mla_decode(*make(v32(b=1, seqlens=5, s_q=2, h_q=64)).arguments, tree_mask=tree, kernel=SEESAW)
+    assert recorder.launches == []
+
+
 # ---- Kernels in the simulator ----------------------------------------------------------------------------------
 
 
@@ -233,6 +282,22 @@ def test_hopper_kernel_in_all_modes(case: DecodeCase, mode: tuple[str, int], sm_
     check(run(inputs, HOPPER, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
+def test_hopper_kernel_for_many_rows(case: DecodeCase) -> None:
+    inputs, number = make(case), WIDE_CASES.index(case)
+    got = run(inputs, SEESAW, (1, 3)[number % 2], MODES[number % len(MODES)])
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*WIDE_CASES, *MORE_WIDE_CASES], ids=lambda case: case.id)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("sm_count", [1, 3, 5])
+def test_hopper_kernel_for_many_rows_in_all_modes(case: DecodeCase, mode: tuple[str, int], sm_count: int) -> None:
+    inputs = make(case)
+    check(run(inputs, SEESAW, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
 @pytest.mark.parametrize("case", GENERIC_CASES, ids=lambda case: case.id)
 def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
     inputs = make(case)
@@ -245,7 +310,7 @@ def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
 @pytest.mark.parametrize("of", [v32, v4])
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(of: Callable[..., DecodeCase], kernel: str) -> None:
     """A NaN among the elements, and one in a scale or in the RoPE part; in a tile that another one follows."""
-    inputs = make(of(b=1, seqlens=193, s_q=3, h_q=4))
+    inputs = make(of(b=1, seqlens=193, s_q=3, h_q=64 if kernel == SEESAW else 4))
     page, token = inputs.block_table[0, 191 // 64], 191 % 64  # hidden from the first query only
     record = RECORDS[inputs.case.record]
     latent, other = (
@@ -322,6 +387,39 @@ def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
     assert verdict(mode) == ""
 
 
+WIDE, KEYS = "attention/sm90/seesaw_records.cuh", "attention/sm90/record_keys.cuh"
+#: The earlier of two queries sees one tile less; on one of three ranks; q at odd addresses; one scale for all.
+CASES_OF_WIDE = (
+    v32(b=2, seqlens=(129, 65), s_q=2, h_q=64, page_size=16),
+    v32(b=1, seqlens=193, s_q=3, h_q=64, cp_world=3, cp_rank=1),
+    v32(b=1, seqlens=66, h_q=33, strides="odd"),
+    fp8(b=1, seqlens=66, h_q=33),
+)
+MUTANTS_OF_WIDE = (
+    Mutant("hidden tokens are there", WIDE, "Tokens::kMasked ? block.hidden : 0", "0"),
+    Mutant("hidden on all ranks alike", KEYS, "hidden_here(p, hidden, length.behind_last)", "hidden"),
+    Mutant("no tiles of what is hidden", KEYS, "ceil_div(length.tokens, kTileTokens)", "ceil_div(tokens, kTileTokens)"),
+    Mutant("queries at even addresses only", WIDE, "!= 0) return copy_query(row);", "!= 0) {}"),
+    Mutant("values not scaled", "attention/sm90/math.cuh", "if constexpr (C::kValueScale) factor", "if (false) factor"),
+)
+
+
+@as_verdict
+def verdict_of_wide(mode: tuple[str, int], case: DecodeCase) -> None:
+    """What a run of a block of 64 rows shows."""
+    inputs = make(case)
+    check(run(inputs, SEESAW, 1, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS_OF_WIDE, ids=lambda mutant: mutant.id)
+def test_is_caught_with_many_rows(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    verdicts = [verdict_of_wide(MODES[1], case) for case in CASES_OF_WIDE]
+    assert any(verdicts), f"nothing shows that {mutant.name}"
+    assert "KernelCompileError" not in verdicts
+
+
 # ---- On a GPU --------------------------------------------------------------------------------------------------
 
 EDGES = tuple(64 * blocks + off for blocks in range(1, 9) for off in (-1, 0, 1))
@@ -349,6 +447,30 @@ ON_GPU = (
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.id)
 def test_hopper_kernel_on_a_gpu(hopper: object, case: DecodeCase) -> None:
     run_and_check(case, kernel=HOPPER)
+
+
+WIDE_ON_GPU = (
+    *WIDE_CASES,
+    *MORE_WIDE_CASES,
+    *(v32(b=len(EDGES), seqlens=EDGES, h_q=h_q, dtype=d) for h_q, d in ((64, "bfloat16"), (128, "float16"))),
+    *(v32(s_q=s_q, h_q=h_q, scales="plain") for s_q, h_q in ((1, 1), (2, 64), (4, 128), (1, 80))),
+    *(v32(page_size=page_size, s_q=2, h_q=128, b=5, seqlens="ragged-500") for page_size in (1, 16, 65, 256)),
+    v32(b=1, h_q=128, seqlens=20000),
+    v32(b=300, h_q=64, seqlens="ragged-200"),
+    v32(b=4, h_q=64, missing_pages=2, page_size=16, seqlens="ragged-300"),
+    fp8(b=len(EDGES), seqlens=EDGES, h_q=128),
+    fp8(b=3, s_q=4, h_q=128, seqlens="ragged-500", dtype="float16"),
+    fp8(b=300, h_q=64, seqlens="ragged-200", kv_scale=1.0),
+    v4(b=len(EDGES), seqlens=EDGES, h_q=64),
+    v4(b=3, s_q=4, h_q=128, seqlens="ragged-500", dtype="float16"),
+    v4(b=1, h_q=64, seqlens=20000, page_size=256),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WIDE_ON_GPU, ids=lambda case: case.id)
+def test_hopper_kernel_for_many_rows_on_a_gpu(hopper: object, case: DecodeCase) -> None:
+    run_and_check(case, kernel=SEESAW)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 // Attention to FP8 records on Hopper, 64 query rows per block: the seesaw over keys that a warpgroup dequantises.
 //
-// What a tile goes through, for kernels that differ in where a request's tokens lie (sparse_decode/sm90.cu: in lists of
-// slots). All rows of a block are of one query token, so all of them see the same tokens.
+// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
+// (sparse_decode/sm90.cu) or in pages (decode/sm90_records_seesaw.cu). All rows of a block are of one query token, so
+// all of them see the same tokens.
 //
 // The mathematics are dense decode's seesaw (attention/sm90/seesaw.cuh). The third warpgroup reads rows into registers
 // and writes 16-bit tiles; the fourth one finds the rows, a tile ahead:
@@ -447,9 +448,11 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-// All of it, after the storage has been laid out.
+// All of it, in the block's dynamic shared memory.
 template <class C>
-MLA_DEVICE void run_seesaw_records(const DecodeParams& p, Storage<C>& s) {
+MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
+    static_assert(sizeof(Storage<C>) <= kMaxDynamicSmem, "shared memory");
+    Storage<C>& s = *reinterpret_cast<Storage<C>*>(smem);
     Block<C> block(p, s);
     if (threadIdx.x == 0) {
         init_ring(s.extra.found_full, s.extra.found_empty, 1, 1);
@@ -476,3 +479,10 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, Storage<C>& s) {
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::attention::sm90
+
+// What a kernel of these roles tells the host, beside the layout of its parameters.
+#define MLA_SEESAW_RECORDS_FACTS(C)                                 \
+    MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);        \
+    MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::Storage<C>)); \
+    MLA_FACT(block_m, mla::attention::sm90::kBlockM);               \
+    MLA_RECORD_FACT(C::TokenRecord)

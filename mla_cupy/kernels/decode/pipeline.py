@@ -17,6 +17,7 @@ from mla_cupy.kernels.decode import (
     schedule,
     schedule_pieces,
     sm90_records,
+    sm90_records_seesaw,
     sm90_seesaw,
     sm90_small,
     sm90_small_cluster8,
@@ -75,6 +76,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_small.KERNEL,
         sm90_seesaw.KERNEL,
         generic.KERNEL,
+        sm90_records_seesaw.KERNEL,
         sm90_records.KERNEL,
         generic_records.KERNEL,
     )

@@ -1,0 +1,32 @@
+// Dense MLA decode straight from FP8 records on Hopper, 64 query rows per block.
+//
+//   S = Q K^T * scale            (64 x d_qk) (d_qk x 64) per tile of 64 tokens
+//   P = exp2(S log2(e) - m)      m: running row maximum
+//   l = sum of P,  O = P V       V is K's first 512 columns
+//   out = O / l,   lse = ln 2 (m + log2 l)
+//
+// Grid: x = blocks of 64 query rows of one token, y = splits. One block per SM iterates over the work items of its
+// split (attention/split_work.cuh). No cluster: each block dequantises for itself. Sparse decode's kernel for many
+// heads, whose tokens are those of a block table. What a block's token does not see is not read. The roles are in
+// attention/sm90/seesaw_records.cuh.
+//
+// Source: as sparse_decode/sm90.cu.
+#include "attention/sm90/seesaw_records.cuh"
+
+namespace mla::decode {
+using namespace attention;
+using namespace attention::sm90;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, PagedTokens>;
+
+MLA_DECODE_FACTS();
+MLA_SEESAW_RECORDS_FACTS(Records);
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kSeesawThreads, 1)
+    mla_decode_sm90_records_seesaw(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    run_seesaw_records<Records>(p, smem);
+}
+}  // namespace mla::decode
