@@ -47,10 +47,12 @@ class Fp8DecodeCase(DecodeCase):
 CASES: tuple[Fp8DecodeCase, ...] = (
     *(Fp8DecodeCase(128, 1, h_q, 8192) for h_q in (16, 8, 32)),
     Fp8DecodeCase(128, 2, 16, 8192),
+    *(Fp8DecodeCase(128, 1, h_q, 8192) for h_q in (64, 128)),
     Fp8DecodeCase(128, 1, 128, 4096),
     Fp8DecodeCase(32, 1, 16, 8192),
+    Fp8DecodeCase(16, 1, 128, 8192),
     *(Fp8DecodeCase(1, 1, 16, s_kv) for s_kv in (8192, 131072)),
-    *(Fp8DecodeCase(128, 1, h_q, 8192, one_scale=True) for h_q in (16, 8, 32)),
+    *(Fp8DecodeCase(128, 1, h_q, 8192, one_scale=True) for h_q in (16, 8, 32, 64, 128)),
 )
 SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CASES[:2]}
 
