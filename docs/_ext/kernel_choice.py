@@ -57,6 +57,8 @@ SITUATIONS = (
     ("`mla_decode`, 128 heads, 1 sequence of up to 1,024", DECODE, _single(1024)),
     ("`mla_decode`, 128 heads of 4 KV heads", DECODE, DecodeProblem(1, 128, 4, "bfloat16")),
     ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, 1, "bfloat16", record="v32")),
+    ("`mla_decode`, 128 heads, FP8 records", DECODE, DecodeProblem(1, 128, 1, "bfloat16", record="v32")),
+    ("`mla_decode`, 4 queries, 16 heads, FP8 records", DECODE, DecodeProblem(4, 16, 1, "bfloat16", record="v32")),
     ("`mla_decode`, 16 heads, 4 drafts that form a tree", DECODE, DecodeProblem(4, 16, 1, "bfloat16", tree_mask=True)),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),

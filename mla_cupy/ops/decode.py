@@ -140,8 +140,8 @@ def mla_decode(
     (d_qk + 512) FLOPs.
 
     FP8 records are read as they are: nothing is converted in memory. On Hopper latents of "v32" are rounded to float16,
-    see `sparse_mla_decode`, those of "fp8" are exact, and more than 32 rows (s_q * h_q) are blocks of 32, each of which
-    converts for itself; "v4" runs on CUDA cores.
+    see `sparse_mla_decode`, those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of one query
+    token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster.
 
     Examples
     --------
