@@ -19,7 +19,7 @@ from mla_cupy.arrays import Signature
 from mla_cupy.dtypes import TABLE
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device as devices
-from mla_cupy.runtime import driver
+from mla_cupy.runtime import driver, loader
 from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel, PreparedLaunch
@@ -206,6 +206,7 @@ def simulated(
     target = SimDriver(mode, seed)
     gpu, family = fake_gpu(sm_count, cc, l2_bytes), SimFamily(target.memory)
     with ExitStack() as stack:
+        stack.callback(loader.drop_kernels_of, target)
         stack.enter_context(driver.use(target))
         stack.enter_context(_replaced(devices, "describe", lambda ordinal: gpu))
         stack.enter_context(_replaced(arrays, "NUMPY", family))

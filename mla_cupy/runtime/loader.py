@@ -135,6 +135,12 @@ def forget() -> None:
     _kernels.clear()
 
 
+def drop_kernels_of(target: driver.Driver) -> None:
+    """Forget what `target` has loaded: nobody will launch with it again, and what it holds can be freed."""
+    for key in [key for key in _kernels if key[0] is target]:
+        del _kernels[key]
+
+
 def _obtain(request: BuildRequest) -> Build:
     found = cache.prebuilt(request)
     if found is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from mla_cupy import dtypes, reference
 from tests.support.calls import Array, assert_same, on_host
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload, uploaded
+from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -81,6 +84,16 @@ def test_given_arrays_are_written_where_they_lie() -> None:
     assert (whole_out[:, 1::2] == 7).all()
     assert (whole_out[..., 4:] == 7).all()
     assert (whole_lse[1::2] == 7).all()
+
+
+def test_what_a_simulated_gpu_held_is_freed() -> None:
+    with simulated() as gpu:
+        mla_cupy.merge_states(np.zeros((2, 1, 1, 2, 64), np.float32), np.zeros((2, 1, 2, 1), np.float32))
+    assert gpu.launched
+    kept = weakref.ref(gpu)
+    del gpu
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.usefixtures("_numpy_backend")

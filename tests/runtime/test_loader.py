@@ -167,6 +167,16 @@ def test_loaded_once_per_driver_and_device_with_its_shared_memory(fresh: Path, r
     assert driver.current() is recording
 
 
+def test_what_a_driver_has_loaded_is_dropped_with_it(fresh: Path, recording: RecordingDriver) -> None:
+    loader.loaded(TINY_REQUEST, 0)
+    loader.drop_kernels_of(RecordingDriver())
+    loader.loaded(TINY_REQUEST, 0)
+    assert len(recording.loads) == 1
+    loader.drop_kernels_of(recording)
+    loader.loaded(TINY_REQUEST, 0)
+    assert len(recording.loads) == 2
+
+
 def test_loading_during_capture_says_what_to_do(fresh: Path, recording: RecordingDriver) -> None:
     recording.capturing.add(5)
     with pytest.raises(KernelNotBuiltError, match=r"being captured.*make a plan, or call the function once, before"):
