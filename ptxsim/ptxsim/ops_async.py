@@ -122,25 +122,33 @@ def _tensor(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
     if mode in _IM2COL and rank < 3:
         mods.fail("im2col needs three dimensions or more")
     if not loading:
-        reduction = mods.choose(*_REDUCTIONS) if reduce else None
-        mods.choose("bulk_group")
-        hint = mods.flag("L2::cache_hint")
-        target, source, *_ = mods.args(3 if hint else 2)
-        _check_coords(mods, target, coords)
-
-        def store(W: Ctx, L: object, m: np.ndarray, qm: object, s: np.ndarray, qs: object, *c: object) -> None:
-            _clean(W, L, ins, (qm, qs, *c[1::2]))
-            for lane in range(len(m)):
-                place = tuple(int(x[lane]) for x in c[::2])
-                BulkStore(W, ins, _lane(L, lane)).tensor(int(m[lane]), place, int(s[lane]), reduction, mode)
-
-        sources = [(Addr(target.base, target.offset), "addr64"), (source, "addr32")]
-        return cg.call(store, sources + [(c, "s32") for c in target.parts[0].items], [])
+        return _tensor_store(cg, ins, mods, mode, coords, reduce)
     if reduce:
         mods.fail("cp.reduce writes to global memory only")
+    return _tensor_load(cg, ins, mods, mode, coords)
+
+
+def _tensor_store(cg: Codegen, ins: Instr, mods: Mods, mode: str, coords: int, reduce: bool) -> None:
+    reduction = mods.choose(*_REDUCTIONS) if reduce else None
+    mods.choose("bulk_group")
+    hint = mods.flag("L2::cache_hint")
+    target, source, *_ = mods.args(3 if hint else 2)
+    _check_coords(mods, target, coords)
+
+    def store(W: Ctx, L: object, m: np.ndarray, qm: object, s: np.ndarray, qs: object, *c: object) -> None:
+        _clean(W, L, ins, (qm, qs, *c[1::2]))
+        for lane in range(len(m)):
+            place = tuple(int(x[lane]) for x in c[::2])
+            BulkStore(W, ins, _lane(L, lane)).tensor(int(m[lane]), place, int(s[lane]), reduction, mode)
+
+    sources = [(Addr(target.base, target.offset), "addr64"), (source, "addr32")]
+    return cg.call(store, sources + [(c, "s32") for c in target.parts[0].items], [])
+
+
+def _tensor_load(cg: Codegen, ins: Instr, mods: Mods, mode: str, coords: int) -> None:
     mods.choose("mbarrier::complete_tx::bytes")
     multicast, hint, group = _cluster_mods(mods)
-    offsets = rank - 2 if mode == "im2col" else 0
+    offsets = coords - 2 if mode == "im2col" else 0
     dst, source, barrier, *rest = mods.args(3 + (offsets > 0) + multicast + hint)
     _check_coords(mods, source, coords)
     shifts = list(rest.pop(0).items) if offsets and isinstance(rest[0], Vec) else []
