@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
@@ -156,6 +157,21 @@ def check_layout(record: Record, cache: View, argument: str = "cache") -> None:
         remedy = f"allocate pages of a multiple of {_ALIGNMENT} bytes, such as {record.page_bytes(page_size)}"
         expected = f"a start and steps that are multiples of {_ALIGNMENT} bytes"
         raise ShapeError(explain(f"{argument}.strides", got, expected, remedy))
+
+
+def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str) -> Record:
+    """The FP8 record of a cache's pages: one that kernels `read`, for queries of this width.
+
+    Raises
+    ------
+    ShapeError
+    """
+    record = record_of(cache.dtype, cache.shape[-1], argument)
+    if record.name not in read:
+        raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
+    if d_qk != record.d_qk:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
+    return record
 
 
 def _record(views: Views, name: Any, kv_scale: Any) -> tuple[Record, float]:

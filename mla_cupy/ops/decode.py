@@ -13,7 +13,7 @@ from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.records import DENSE_RECORDS as READ
-from mla_cupy.ops.cache import check_layout
+from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_d_v,
@@ -28,7 +28,7 @@ from mla_cupy.ops.checks import (
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.records import BYTE_DTYPES, RECORDS, record_of
+from mla_cupy.records import BYTE_DTYPES, RECORDS
 from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
 
 
@@ -236,14 +236,9 @@ def _record(kv_cache: View, q: View) -> str:
         if width != d_qk:
             raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as of q"))
         return ""
-    record = record_of(kv_cache.dtype, width, "kv_cache")
-    if record.name not in READ:
-        remedy = "read it by cache_gather"
-        raise ShapeError(explain("kv_cache", f"pages of {record.name}", " or ".join(READ), remedy))
+    record = record_read(kv_cache, d_qk, READ, "kv_cache", "read it by cache_gather")
     if h_kv != 1:
         raise ShapeError(explain("kv_cache.shape[2]", h_kv, "1", f"{record.name} has one KV head"))
-    if d_qk != record.d_qk:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
     check_layout(record, _without_heads(kv_cache), "kv_cache")
     return record.name
 

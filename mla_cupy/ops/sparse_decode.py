@@ -10,7 +10,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
-from mla_cupy.ops.cache import check_layout
+from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
@@ -137,15 +137,10 @@ def _check_extra(views: Views, record: str) -> None:
 def _examine(views: Views, given: _Options) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
-    record = record_of(cache.dtype, cache.shape[2], "kv_cache")
-    if record.name not in RECORDS:
-        remedy = "read 16-bit rows with sparse_mla_forward"
-        raise ShapeError(explain("kv_cache", f"pages of {record.name}", " or ".join(RECORDS), remedy))
+    b, s_q, h_q, d_qk = q.shape
+    record = record_read(cache, d_qk, RECORDS, "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
     _check_extra(views, record.name)
-    b, s_q, h_q, d_qk = q.shape
-    if d_qk != record.d_qk:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
     check_even("q", q)
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
     if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:

@@ -11,11 +11,11 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.decode.records import RECORDS
 from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
-from mla_cupy.ops.cache import check_layout
+from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.ops.starts import STARTS, check_starts
-from mla_cupy.records import BYTE_DTYPES, record_of
+from mla_cupy.records import BYTE_DTYPES
 from mla_cupy.shapes import D_V, MAX_INT32, MAX_TOKENS
 
 Array = np.ndarray[Any, Any]
@@ -61,12 +61,7 @@ def check_rows_or_pages(views: Views) -> str:
         if width != d_qk:
             raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))
         return ""
-    record = record_of(kv.dtype, width, "kv")
-    if record.name not in RECORDS:
-        remedy = "read it by cache_gather"
-        raise ShapeError(explain("kv", f"pages of {record.name}", " or ".join(RECORDS), remedy))
-    if d_qk != record.d_qk:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
+    record = record_read(kv, d_qk, RECORDS, "kv", "read it by cache_gather")
     check_layout(record, kv, "kv")
     return record.name
 
