@@ -340,13 +340,9 @@ def verdict(kernel: str, mode: tuple[str, int], low_scores: bool = False) -> Non
     check_gradients(got, inputs)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function is test_is_caught:
-        # Deadlocks and late completion show most; every mode is tried until one has caught it.
-        metafunc.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-
-
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
+    """In one of the modes: deadlocks and late completion show most."""
     plant(mutant)
     modes = MODES[:1] if mutant.low_scores else MODES
     shown = any(verdict(mutant.kernel, mode, mutant.low_scores) for mode in modes)
