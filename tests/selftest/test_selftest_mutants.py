@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mla_cupy.runtime import loader, sources
 from mla_cupy.selftest import catalog, copies, layouts, mma, reductions, runner, tmem
 from mla_cupy.selftest.layouts import Cells
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import Machine
-from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
+from tests.support import (
+    mutants,
+    sim_driver,  # noqa: F401 (the tests' own copy of the simulator)
+)
 
 LD2, LD16 = "tmem/ld/16x256b.x2-lane0", "tmem/ld/32x32b.x16-lane0"
 S32, DP32, DKV32 = "mma/bfloat16/s-m64n32", "mma/bfloat16/dp-m64n32", "mma/bfloat16/dkv-m128n32"
@@ -24,13 +25,10 @@ DQ = "mma/bfloat16/dq-m128n64-64keys"
 STMATRIX = "stmatrix/bfloat16-32keys"
 
 
-class Mutant(NamedTuple):
-    """`old` becomes `new` in a file; every probe named must then fail, and those of `fine` must not."""
+@dataclass(frozen=True)
+class Mutant(mutants.Mutant):
+    """Every probe of `seen_by` must then fail, and those of `fine` must not."""
 
-    what: str
-    file: str
-    old: str
-    new: str
     seen_by: tuple[str, ...]
     fine: tuple[str, ...] = ()
 
@@ -137,14 +135,6 @@ def machine() -> Iterator[Machine]:
         yield found
 
 
-@pytest.fixture
-def fresh_builds() -> Iterator[None]:
-    """Builds are remembered by name, not by their text."""
-    loader.forget()
-    yield
-    loader.forget()
-
-
 def results(machine: Machine, patterns: tuple[str, ...]) -> list[runner.Result]:
     chosen = [
         probe for probe in catalog.probes(machine.arch) if any(fnmatchcase(probe.name, pattern) for pattern in patterns)
@@ -153,17 +143,9 @@ def results(machine: Machine, patterns: tuple[str, ...]) -> list[runner.Result]:
     return [runner.attempt(probe, machine) for probe in chosen]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
-def test_changed_source(
-    machine: Machine, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_builds: None
-) -> None:
-    copy = tmp_path / "cuda_src"
-    shutil.copytree(sources.source_root(), copy)
-    path = copy / mutant.file
-    text = path.read_text()
-    assert mutant.old in text, "the mutant no longer fits the source"
-    path.write_text(text.replace(mutant.old, mutant.new))
-    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(copy))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_changed_source(machine: Machine, mutant: Mutant, plant: mutants.Plant) -> None:
+    plant(mutant)
     assert [result for result in results(machine, mutant.seen_by) if result.status not in runner.BAD] == []
     assert [result for result in results(machine, mutant.fine) if result.status != runner.PASSED] == []
 
