@@ -89,6 +89,27 @@ MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) 
     }
 }
 
+// Maxima over the lanes that differ in the bits from kStep down to 4, which have values of the same heads: from the
+// k-th on. While they can be halved, each of two lanes keeps half of them, and gives the other half away: a shuffle is
+// then of half as many values.
+template <i32 kStep, i32 kHeads, i32 kCount>
+MLA_DEVICE void store_lane_maxima(float (&to)[kHeads], const float (&values)[kCount], i32 k, i32 thread) {
+    if constexpr (kStep < 4) {
+#pragma unroll
+        for (i32 i = 0; i < kCount; ++i) to[kth_head(k + i, thread)] = values[i];
+    } else {
+        constexpr i32 kKept = kCount % 2 == 0 ? kCount / 2 : kCount, kGiven = kCount - kKept;
+        const bool upper = kGiven > 0 && thread & kStep;
+        float kept[kKept];
+#pragma unroll
+        for (i32 i = 0; i < kKept; ++i) {
+            const float low = values[i], high = values[kGiven + i];
+            kept[i] = fmaxf(upper ? high : low, __shfl_xor_sync(kFullWarp, upper ? low : high, kStep));
+        }
+        store_lane_maxima<kStep / 2>(to, kept, upper ? k + kGiven : k, thread);
+    }
+}
+
 // The maxima of a warp's 16 rows, unscaled, one float per head.
 template <i32 kHeads>
 MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {
@@ -100,6 +121,19 @@ MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHe
         for (i32 step = 4; step < kWarpThreads; step *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
         if (thread % kWarpThreads < 4) to[kth_head(k, thread)] = x;
     }
+}
+
+// The same with fewer shuffles, which take turns with all that the block does in shared memory: four instead of twelve
+// for 16 heads, seven instead of 24 for 32. There are some more instructions in all.
+template <i32 kHeads>
+MLA_DEVICE void store_warp_maxima_by_halves(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {
+    float values[kHeadsOfThread<kHeads>];
+#pragma unroll
+    for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
+        const i32 i = k / 2 * 4 + k % 2;
+        values[k] = fmaxf(scores[i], scores[i + 2]);
+    }
+    store_lane_maxima<kWarpThreads / 2>(to, values, 0, thread);
 }
 
 template <i32 kHeads>

@@ -20,6 +20,7 @@ STORAGE, CONVERSION, DEQUANT, SCOUTS, MATH = (
     f"attention/sm90/small_records_{part}.cuh" for part in ("storage", "conversion", "dequant", "scouts", "math")
 )
 KEYS, QUERY = "attention/sm90/record_keys.cuh", "attention/sm90/record_query.cuh"
+SOFTMAX = "attention/head_softmax.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
 #: One block works on five requests, of one to three tiles.
 CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
@@ -83,6 +84,7 @@ MUTANTS = (
     Mutant("exponents of a lane", QUERY, "__reduce_max_sync(kFullWarp, largest)", "largest"),
     Mutant("RoPE queries in the latents' format", QUERY, "if (i * kSwTilesOfStep >= Tile::kRopeSwTile) continue;", ""),
     # Softmax and results
+    Mutant("maxima of the other half's heads", SOFTMAX, "upper ? k + kGiven : k, thread", "k, thread"),
     Mutant("zeros count", MATH, "mask_absent(math.scores, present, thread);", ""),
     Mutant("rows there announced for all", CONVERSION, "[warp] = (u8)rows;", "[warp] = 0xff;"),
     Mutant(

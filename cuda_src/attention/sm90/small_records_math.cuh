@@ -12,9 +12,9 @@ struct SmallMath : SwappedMath<C::kBlockRows, kSwTilesV> {
     Ring<kStagesKV> ring;
 };
 
-// S^T of the tile in the current stage, each group as soon as it is there.
+// S^T of the tile in the current stage, each group as soon as it is there. Returns which tokens are there.
 template <class C>
-MLA_DEVICE void score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
+MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     const SmemDesc k = uniform(k_major_desc(smem_addr(s.kv[math.stage])));
     const SmemDesc q = uniform(k_major_desc(smem_addr(s.q[math.q_stage])));
     const u32 parity = math.ring.full_parity(math.stage);
@@ -34,16 +34,18 @@ MLA_DEVICE void score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
         }
     }
     wgmma_commit_group();
+    // What comes next is read while the products are on their way.
+    constexpr bool kScaled = !kSameFormat<typename C::Element, typename C::Latent>;
+    HeadValues<C::kBlockRows> factors;
+#pragma unroll
+    for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+        if (kScaled) factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)];
+    }
+    const u64 present = s.present[math.stage];
     wgmma_wait_group<0>();
     pin(math.scores);
-    if constexpr (!kSameFormat<typename C::Element, typename C::Latent>) {
-        HeadValues<C::kBlockRows> factors;
-#pragma unroll
-        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-            factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)];
-        }
-        factors.multiply(math.scores);
-    }
+    if constexpr (kScaled) factors.multiply(math.scores);
+    return present;
 }
 
 // O^T += V^T P^T; each group of the stage is released as soon as it has been multiplied.
@@ -77,8 +79,8 @@ MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, bool keeps, i
 
 // Most tiles hide nothing.
 template <class C>
-MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, const WorkItem& item, i32 tile, i32 thread) {
-    const u64 present = block.s.present[math.stage];  // not of what lies past the end, either
+MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 present, const WorkItem& item, i32 tile,
+                          i32 thread) {
     if constexpr (!C::Tokens::kMasked) {
         mask_absent(math.scores, present, thread);
     } else {
@@ -122,11 +124,11 @@ template <class C>
 MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     SmallStorage<C>& s = block.s;
     const float scale_log2 = block.p.scale_log2;
-    score(s, math, thread);
+    const u64 present = score(s, math, thread);
     const bool last = tile + C::kMathGroups >= item.tile_end;
     if (last) release(s.q_empty[math.q_stage], thread);
-    mask_tile(block, math, item, tile, thread);
-    update_maxima(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
+    mask_tile(block, math, present, item, tile, thread);
+    update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
     sanitize_v(block, math, item, tile, thread);
     store_p(typename C::Latent{}, math, smem_addr(s.p[math.group]), scale_log2, thread);
     bar_sync(MathOnly + math.group, kWarpgroupThreads);
