@@ -13,7 +13,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.sparse import rows
-from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, sm90
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.gradients import problem_of, reason_against
@@ -247,6 +247,16 @@ def test_the_fastest_kernel_that_fits_is_the_default(gpu: DeviceInfo, h_q: int, 
     assert configure(problem, gpu).kernel.name == fits[0]
     assert fits[0] in (BLACKWELL if gpu is B200 else ON_HOPPER)
     assert fits[0] != GENERIC
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_build_for_17_to_32_heads(deterministic: bool) -> None:
+    """Of the Hopper kernel; its results are complete with so many heads only."""
+    for h_q, max_heads in ((1, 64), (16, 64), (17, 32), (32, 32), (33, 64), (64, 64), (160, 64)):
+        problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16", deterministic=deterministic)
+        build = sm90.variant(problem)
+        assert build.max_heads == max_heads
+        assert build in sm90.KERNEL.variants
 
 
 def test_the_reason_for_the_plain_kernel_is_one_that_can_be_mended(caplog: pytest.LogCaptureFixture) -> None:

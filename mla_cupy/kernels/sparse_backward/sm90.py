@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
     PARAMS,
@@ -9,12 +11,36 @@ from mla_cupy.kernels.sparse_backward.problem import (
     BackwardKernel,
     DkvOrder,
     SparseBackwardProblem,
+    SparseBackwardVariant,
 )
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
 BLOCK_HEADS = 64
+_FEW, _FEWEST = 32, 16
+"""Up to as many heads dkv takes fewer products: up to 32 in a build of its own, up to 16 in that of 64."""
+
+
+@dataclass(frozen=True)
+class HeadsVariant(SparseBackwardVariant):
+    """The build of items of up to `max_heads` heads."""
+
+    max_heads: int
+
+
+def variant(problem: SparseBackwardProblem) -> HeadsVariant:
+    """The build that takes the fewest products."""
+    max_heads = _FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS
+    return HeadsVariant(problem.dtype, problem.d_qk, int(problem.deterministic), max_heads)
+
+
+def _with_heads(builds: tuple[SparseBackwardVariant, ...]) -> tuple[HeadsVariant, ...]:
+    return tuple(
+        HeadsVariant(build.dtype, build.head_dim_qk, build.deterministic, max_heads)
+        for build in builds
+        for max_heads in (BLOCK_HEADS, _FEW)
+    )
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
@@ -36,11 +62,12 @@ KERNEL = BackwardKernel(
     "sparse_backward/sm90.cu",
     PARAMS,
     HOPPER,
-    VARIANTS,
-    CORE,
+    _with_heads(VARIANTS),
+    _with_heads(CORE),
     facts={"block_heads": BLOCK_HEADS},
     unsupported=unsupported,
     grid=grid,
     heads_per_addition=BLOCK_HEADS,
     dkv_order=DkvOrder.SM90,
+    variant=variant,
 )
