@@ -52,7 +52,7 @@ def test_any_strides(gpu: DeviceInfo, case: SparseCase, deterministic: bool) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_qk", [576, 512])
-@pytest.mark.parametrize("h_q", [1, 16, 64, 128])
+@pytest.mark.parametrize("h_q", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_tolerance_at_topk_2048(gpu: DeviceInfo, kernel: str, h_q: int, d_qk: int, dtype: str) -> None:
     """DeepSeek's number of rows; few enough of them in kv that many queries add to each."""
