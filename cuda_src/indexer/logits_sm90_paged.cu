@@ -18,7 +18,7 @@
 //   math 1   |     page 1                         | page 5 ...
 //   math 2   |         page 2                         | page 6 ...
 //   math 3   |             page 3                         | page 7 ...
-//   pages    | share, pages of the first sequence, of the next one, ...
+//   pages    | share, pages of the first sequence, of the next one, ...   (two warps in turn for few tokens)
 //   queries  | share, Q of the first sequence, of the next one, ...
 //   fill     | -inf behind each sequence
 //
@@ -36,13 +36,16 @@ using Element = float8_e4m3fn;
 constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;              // of a token, all of them: columns of its products
 constexpr i32 kTokensAtOnce = kBlockHeads < 128 ? 2 : 1;  // multiplied, where there are so many
 constexpr i32 kRoomTiles = MLA_QUERY_TILES;               // of queries, in shared memory: see below
+constexpr i32 kMaxQueryStages = 2, kStageTiles = kRoomTiles / kMaxQueryStages;
+constexpr bool kFewTokens = kStageTiles == kTokensAtOnce;  // in every sequence: all are multiplied at once
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMathWarpgroups = 4;
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
-constexpr i32 kPageWarp = kLoadWarp, kQueryWarp = kLoadWarp + 1, kFillWarp = kLoadWarp + 2;
-constexpr i32 kFillWarps = kWarpgroupWarps - 2;
+constexpr i32 kPageWarps = kFewTokens ? 2 : 1;  // from kLoadWarp on
+constexpr i32 kQueryWarp = kLoadWarp + kPageWarps, kFillWarp = kQueryWarp + 1;
+constexpr i32 kFillWarps = kLoadWarp + kWarpgroupWarps - kFillWarp;
 constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedule: see PageLine
 
 constexpr i32 kHeadDim = kSw128RowBytes;
@@ -54,13 +57,17 @@ constexpr i32 kMmaBytes = 32;                        // of a row, for one wgmma
 constexpr i32 kMmaSteps = kHeadDim / kMmaBytes;
 
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
-// Room for the queries of two sequences, or of one of many heads and tokens.
-constexpr i32 kMaxQueryStages = 2;
-constexpr i32 kStageTiles = kRoomTiles / kMaxQueryStages;
+// There is room for the queries of two sequences, or of one of many heads and tokens.
 constexpr i32 kStages = 8;  // more pages under way take longer
-static_assert(kStages % kMathWarpgroups == 0, "a stage is always the same warpgroup's");
+static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage is always the same ones'");
 
 constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
+constexpr i32 kHeldPairs = 8;               // of weights, in registers
+// Which are few: the load roles leave some to the math role. The kernel starts with as many as fit its threads.
+constexpr bool kMovesRegisters = kFewTokens && kBlockHeads >= 64;
+constexpr i32 kMathRegisters = 104, kLoadRegisters = 64, kStartRegisters = 96;
+static_assert(kMathWarpgroups * kMathRegisters + kLoadRegisters <= (kMathWarpgroups + 1) * kStartRegisters,
+              "registers");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)   carries                     waits   first phase
@@ -236,8 +243,8 @@ MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMa
     cp_async_bulk_tensor_3d(smem_addr(s.scales[stage]), scales_map, full, 0, kScaleRow, page, kEvictFirst);
 }
 
-// Where the pages of a sequence lie, one after the other. Lanes look up 32 at a time, the next ones while these are
-// fetched.
+// Where every kPageWarps-th page of a sequence lies, one after the other. Lanes look up 32 at a time, the next ones
+// while these are fetched.
 struct PageNumbers {
     const i32* table;
     i64 stride_elems;
@@ -257,14 +264,17 @@ struct PageNumbers {
         next = look_up(begin);
     }
     // As it stands in the table: a look at it would wait for it.
-    MLA_DEVICE i32 look_up(i32 first) const { return first + lane < end ? table[(first + lane) * stride_elems] : -1; }
+    MLA_DEVICE i32 look_up(i32 first) const {
+        const i32 own = first + lane * kPageWarps;
+        return own < end ? table[own * stride_elems] : -1;
+    }
     MLA_DEVICE i32 take() {
-        const i32 place = (tile - begin) % kWarpThreads;
+        const i32 place = (tile - begin) / kPageWarps % kWarpThreads;
         if (place == 0) {
             pages = next;
-            next = look_up(tile + kWarpThreads);
+            next = look_up(tile + kWarpThreads * kPageWarps);
         }
-        ++tile;
+        tile += kPageWarps;
         const i32 page = __shfl_sync(kFullWarp, pages, place);
         return (u32)page < (u32)num_pages ? page : -1;
     }
@@ -299,18 +309,21 @@ MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& ma
     }
 }
 
-// Their pages. Where those of the first sequence lie is looked up while its lengths are read again.
+// Their pages, by warps in turn. Where those of the first sequence lie is looked up while its lengths are read again.
 MLA_DEVICE void run_page_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys> walk,
-                              i32 first_end) {
-    PageNumbers numbers(p, walk.from.block, TileRange{walk.from.tile, first_end}, walk.lane);
-    StageWalk<kStages> key(0);
+                              i32 first_end, i32 warp) {
+    i32 ahead = kPageWarps == 1 ? 0 : warp;  // pages of the others before this warp's next one
+    PageNumbers numbers(p, walk.from.block, TileRange{walk.from.tile + ahead, first_end}, walk.lane);
+    StageWalk<kStages, kPageWarps> key(ahead);
     for (bool looked_up = first_end > 0; walk.next(); looked_up = false) {
-        if (!looked_up) numbers = PageNumbers(p, walk.block, walk.tiles, walk.lane);
-        for (numbers.end = walk.tiles.end; numbers.tile < numbers.end; key.advance()) {
+        const i32 end = walk.tiles.end;
+        if (!looked_up) numbers = PageNumbers(p, walk.block, TileRange{walk.tiles.begin + ahead, end}, walk.lane);
+        for (numbers.end = end; numbers.tile < end; key.advance()) {
             const i32 page = numbers.take();
             mbarrier_wait(s.k_empty[key.stage], key.parity() ^ 1);
             if (elect_one()) load_page(s, maps.codes, maps.scales, key.stage, page);
         }
+        if constexpr (kPageWarps > 1) ahead = numbers.tile - end;
     }
 }
 
@@ -354,6 +367,19 @@ MLA_DEVICE float add_in_pair(float first, float second, i32 distance, bool is_up
     return (is_upper ? second : first) + __shfl_xor_sync(kFullWarp, is_upper ? first : second, distance);
 }
 
+// This thread's weights of one or two tokens: of two heads of every eight. The first of these pairs stay in registers.
+template <i32 kHeld>
+struct Weights {
+    const float2* from;
+    float2 held[kHeld > 0 ? kHeld : 1];
+
+    MLA_DEVICE explicit Weights(const float2* from) : from(from) {
+#pragma unroll
+        for (i32 i = 0; i < kHeld; ++i) held[i] = from[4 * i];
+    }
+    MLA_DEVICE float2 at(i32 i) const { return i < kHeld ? held[i] : from[4 * i]; }
+};
+
 // What a thread of a math warpgroup knows of a sequence: found out once, not for each of its pages.
 struct Sequence {
     i32 tokens;
@@ -377,6 +403,7 @@ struct Sequence {
         opaque(offset);  // kept, not found again for each page
         row.row = static_cast<u8*>(p.logits) + offset;
     }
+    MLA_DEVICE Weights<0> weights_of(i32 token) const { return Weights<0>(weights + token * kBlockHeads / 2); }
 };
 
 // A page, for one or two tokens at a time.
@@ -425,17 +452,16 @@ struct PageMath {
 
     // The logits of so many tokens, whose products are one. Heads are added a group at a time, whose weights are in
     // registers.
-    template <i32 kTokens>
-    MLA_DEVICE void run(i32 token) {
+    template <i32 kTokens, i32 kHeld>
+    MLA_DEVICE void run(i32 token, const Weights<kHeld>& of_tokens) {
         constexpr i32 kGroupHeads = kBlockHeads < 64 ? kBlockHeads : 64, kGroups = kBlockHeads / kGroupHeads;
         float d[kTokens * kProducts], sums[kTokens][2] = {};
         multiply(d, token);
-        const float2* from = sequence.weights + token * kBlockHeads / 2;
 #pragma unroll
         for (i32 group = 0; group < kTokens * kGroups; ++group) {
             float2 weights[kGroupHeads / 8];
 #pragma unroll
-            for (i32 j = 0; j < kGroupHeads / 8; ++j) weights[j] = from[(group * kGroupHeads + 8 * j) / 2];
+            for (i32 j = 0; j < kGroupHeads / 8; ++j) weights[j] = of_tokens.at(group * kGroupHeads / 8 + j);
             if (group == 0) {
                 wgmma_wait_group<0>();
                 if (token + kTokens == sequence.tokens) release(s.k_empty[stage], thread);
@@ -468,6 +494,29 @@ struct PageMath {
     }
 };
 
+// This warpgroup's pages of a sequence that has kTokens tokens, which are multiplied at once, or, if 0, any number.
+template <i32 kTokens>
+MLA_DEVICE void run_pages(Storage& s, const Sequence& sequence, const RowThread& own, TileRange tiles, i32& ahead,
+                          StageWalk<kStages, kMathWarpgroups>& key, i32 thread) {
+    constexpr i32 kPairs = kTokens * kBlockHeads / 8;
+    const Weights<(kPairs < kHeldPairs ? kPairs : kHeldPairs)> weights(sequence.weights);
+#pragma unroll 1
+    for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
+        const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[key.stage])));
+        mbarrier_wait(s.k_full[key.stage], key.parity());
+        PageMath page(s, sequence, own, k, key.stage, tiles.begin + ahead, thread);
+        if constexpr (kTokens > 0) {
+            page.run<kTokens>(0, weights);
+        } else {
+            i32 token = 0;
+            for (; token + kTokensAtOnce <= sequence.tokens; token += kTokensAtOnce) {
+                page.run<kTokensAtOnce>(token, sequence.weights_of(token));
+            }
+            if (token < sequence.tokens) page.run<1>(token, sequence.weights_of(token));
+        }
+    }
+}
+
 MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, i32 thread) {
     const i32 stages = query_stages(p);
     const RowThread own(thread);
@@ -479,14 +528,12 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, 
         const TileRange tiles = s.info[query.stage].tiles;
         if (tiles.size() == 0) return;
         const Sequence sequence(p, s, query.stage, own);
-#pragma unroll 1
-        for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
-            const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[key.stage])));
-            mbarrier_wait(s.k_full[key.stage], key.parity());
-            PageMath page(s, sequence, own, k, key.stage, tiles.begin + ahead, thread);
-            i32 token = 0;
-            for (; token + kTokensAtOnce <= sequence.tokens; token += kTokensAtOnce) page.run<kTokensAtOnce>(token);
-            if (token < sequence.tokens) page.run<1>(token);
+        if constexpr (!kFewTokens) {
+            run_pages<0>(s, sequence, own, tiles, ahead, key, thread);
+        } else if (sequence.tokens == 1) {
+            run_pages<1>(s, sequence, own, tiles, ahead, key, thread);
+        } else if constexpr (kTokensAtOnce > 1) {
+            run_pages<kTokensAtOnce>(s, sequence, own, tiles, ahead, key, thread);
         }
         ahead -= tiles.size();
         release(s.q_empty[query.stage], thread);
@@ -512,12 +559,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     const KeyRanges ranges = paged_ranges(p);
     PageShare share;
-    if (warp == kPageWarp || warp == kQueryWarp) share.find(p, ranges, lane);
+    if (warp >= kLoadWarp && warp < kFillWarp) share.find(p, ranges, lane);
     __syncthreads();  // not before: what has been asked for takes longer than the barriers
+    if (kMovesRegisters && warp >= kLoadWarp) setmaxnreg_dec<kLoadRegisters>();
     if (warp < kLoadWarp) {
+        if constexpr (kMovesRegisters) setmaxnreg_inc<kMathRegisters>();
         run_math_role(p, s, warp / kWarpgroupWarps, thread);
-    } else if (warp == kPageWarp) {
-        run_page_role(p, s, maps, BlockWalk<kPageKeys>(ranges, share, lane), share.first_end);
+    } else if (warp < kQueryWarp) {
+        run_page_role(p, s, maps, BlockWalk<kPageKeys>(ranges, share, lane), share.first_end, warp - kLoadWarp);
     } else if (warp == kQueryWarp) {
         run_query_role(p, s, maps, BlockWalk<kPageKeys>(ranges, share, lane));
     } else {

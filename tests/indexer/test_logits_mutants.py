@@ -53,6 +53,7 @@ EARLY_WEIGHTS = (
     }
     mbarrier_arrive(s.q_full[stage]);""",
 )
+FIRST_WEIGHTS = ("of_tokens.at(group * kGroupHeads / 8 + j)", "of_tokens.at(j)")
 WAIT_FOR_QUERIES = "        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);"
 
 SECOND_ROW = "max_x2(float16{}, d[2 * i + 1], 0)"
@@ -78,7 +79,17 @@ MUTANTS = [
     (Mutant("a product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
     (Mutant("later tokens have the first one's row", PAGED, "token * sequence.row_bytes", "0"), THREE),
     (Mutant("the second token has the first one's row", PAGED, "block, own.c / 2)", "block, 0)"), THREE),
-    (Mutant("the second token has the first one's weights", PAGED, "from[(group * kGroupHeads + 8", "from[(8"), THREE),
+    (Mutant("the second token has the first one's weights", PAGED, *FIRST_WEIGHTS), THREE),
+    (Mutant("the second token has the first one's weights", PAGED, *FIRST_WEIGHTS), PAGES),
+    (
+        Mutant("the third token has the first one's weights", PAGED, "weights + token * kBlockHeads / 2", "weights"),
+        THREE,
+    ),
+    (
+        Mutant("weights in registers are those of other heads", PAGED, "held[i] = from[4 * i]", "held[i] = from[i]"),
+        PAGES,
+    ),
+    (Mutant("a warp begins each sequence anew", PAGED, "ahead = numbers.tile - end;", "ahead = warp;"), SEQUENCES),
     (Mutant("a page is whole for the last token alone", PAGED, "end = min(end,", "end = max(end,"), EDGE),
     (Mutant("weights are announced before they are there", PAGED, *EARLY_WEIGHTS), SEQUENCES),
     (Mutant("queries come over those of a sequence in use", PAGED, WAIT_FOR_QUERIES, ""), SEQUENCES),

@@ -29,10 +29,14 @@ class PagedVariant(Variant):
 
 
 _VARIANTS = (
+    PagedVariant(32, _QUERY_STAGES * 2),
     PagedVariant(32, _QUERY_STAGES * BLOCK_TOKENS),
+    PagedVariant(64, _QUERY_STAGES * 2),
     PagedVariant(64, _QUERY_STAGES * BLOCK_TOKENS),
+    PagedVariant(128, _QUERY_STAGES),
     PagedVariant(128, BLOCK_TOKENS),
 )
+"""Of each number of heads one for as many tokens as are multiplied at once, which may keep weights in registers."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
@@ -53,7 +57,8 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 def variant(problem: LogitsProblem) -> PagedVariant:
     """The build that it takes."""
     block = block_heads(problem.heads)
-    return next(build for build in _VARIANTS if build.block_heads == block)
+    few, many = (build for build in _VARIANTS if build.block_heads == block)
+    return few if _QUERY_STAGES * problem.block_tokens <= few.query_tiles else many
 
 
 def block_heads(heads: int) -> int:
