@@ -12,7 +12,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
-SHORT_SPLIT = 8
+SHORT_SPLIT = 4
 """Tiles per split of blocks of 32 heads up to which these are faster."""
 
 
