@@ -69,15 +69,16 @@ MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
     }
 }
 
-// The rows' maxima over the tile, scaled to base 2; equal in the four lanes of a quad.
+// The rows' maxima over the tile, in base 2 after `scale_log2` of each row; equal in the four lanes of a quad.
 template <i32 kCount>
-MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCount], float scale_log2) {
+MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCount],
+                         const float (&scale_log2)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) to[r] = negative_infinity();
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) to[fragment_half(i)] = fmaxf(to[fragment_half(i)], scores[i]);
 #pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = quad_max(to[r]) * scale_log2;
+    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = quad_max(to[r]) * scale_log2[r];
 }
 
 // The running maximum after a tile.
@@ -92,12 +93,12 @@ MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], RowState& rows, const float
 // P in 16 bits, as the A fragments of the product with V; adds the unrounded values to the rows' sums.
 template <class Element, i32 kCount>
 MLA_DEVICE void exponentiate(u32 (&p_fragment)[kCount / 8][4], RowState& rows, const float (&scores)[kCount],
-                             float scale_log2) {
+                             const float (&scale_log2)[kFragmentRows]) {
 #pragma unroll
     for (i32 i = 0; i < kCount; i += 2) {
         const i32 r = fragment_half(i);
-        const float p0 = ex2_approx(fmaf(scores[i], scale_log2, -rows.max[r]));
-        const float p1 = ex2_approx(fmaf(scores[i + 1], scale_log2, -rows.max[r]));
+        const float p0 = ex2_approx(fmaf(scores[i], scale_log2[r], -rows.max[r]));
+        const float p1 = ex2_approx(fmaf(scores[i + 1], scale_log2[r], -rows.max[r]));
         rows.sum[r] += p0 + p1;
         p_fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
     }

@@ -73,6 +73,7 @@ MUTANTS = (
     ),
     Mutant("Q kept by who has no tile", MATH, "if (skipped >= tiles) release(s.q_empty[math.q_stage], thread);", ""),
     Mutant("the first query twice", SCOUTS, "        current.query = kNoQuery;\n", ""),
+    Mutant("the first query of 32 heads twice", DEQUANT, "        current.query = kNoQuery;\n", ""),
     Mutant(
         "Q freed by one warp too few",
         STORAGE,
@@ -125,7 +126,8 @@ MUTANTS = (
 )
 
 
-BLOCKS, SEESAW = "attention/sm90/seesaw_records.cuh", "attention/sm90/seesaw.cuh"
+BLOCKS, TURNS = "attention/sm90/seesaw_records.cuh", "attention/sm90/turns.cuh"
+STEPS = "attention/sm90/math.cuh"
 #: One block of 64 heads works on six requests, of one to three tiles; a request of two is followed by one of one.
 CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
 MUTANTS_OF_BLOCKS = (
@@ -167,13 +169,15 @@ MUTANTS_OF_BLOCKS = (
     Mutant("Q after every tile", BLOCKS, ": second;", ": true;"),
     Mutant("rows there announced for all", BLOCKS, "(u16)found.bits", "(u16)0xffff"),
     Mutant("factors of a neighbour", BLOCKS, "s.extra.q_factors[at] = factor;", "s.extra.q_factors[at ^ 1] = factor;"),
+    Mutant("scores of blocks not scaled back", STEPS, "        to[0] *= factors[0];\n", ""),
+    Mutant("the other P not waited for", TURNS, "    bar_sync(p_ready(kStage), kMathThreads);\n", ""),
+    Mutant("values freed before they are added", TURNS, "    wgmma_wait_group<1>();\n    release", "    release"),
     Mutant(
-        "even scores not scaled back",
-        SEESAW,
-        "    start_scores(s, math, 0);\n    finish(math);\n    scale_scores(s, math, thread);",
-        "    start_scores(s, math, 0);\n    finish(math);",
+        "the last even tile in one half only",
+        TURNS,
+        "if (tile == item.tile_end) add_other_tile<true>",
+        "if (false) add_other_tile<true>",
     ),
-    Mutant("even values before P", SEESAW, "    bar_sync(P0Ready, kMathThreads);\n", ""),
     Mutant("list entries stuck", BLOCKS, "place = exists ? Tokens", "place = place < -1 ? Tokens"),
 )
 

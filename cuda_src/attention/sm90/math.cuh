@@ -50,30 +50,41 @@ MLA_DEVICE void load_q_resident(Storage<C>& s, Math& math, i32 thread) {
     if constexpr (C::kResidentSwTile != kNothingResident) load_sw128(math.q_resident, s.q_resident(), thread);
 }
 
-// S = Q K^T, where Q was scaled.
+// What takes the scores of the thread's rows to base 2, and back to the queries' unit where these were scaled: by a
+// power of two, so the product is exact.
 template <class C>
-MLA_DEVICE void scale_scores(Storage<C>& s, Math& math, i32 thread) {
+MLA_DEVICE void score_scales(float (&to)[kFragmentRows], const Block<C>& block, i32 thread) {
+    to[0] = to[1] = block.p.scale_log2;
     if constexpr (C::kScaledQueries) {
         float factors[kFragmentRows];
-        load_rows(factors, s.extra.q_factors, thread);
-#pragma unroll
-        for (i32 i = 0; i < kScoresPerThread; ++i) math.scores[i] *= factors[fragment_half(i)];
+        load_rows(factors, block.s.extra.q_factors, thread);
+        to[0] *= factors[0];
+        to[1] *= factors[1];
     }
 }
 
-// Starts S = Q K^T of the tile in `stage`, each half as soon as it has arrived.
-template <class C>
-MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
-    const SmemDesc q = uniform(k_major_desc(smem_addr(s.q))), k = uniform(k_major_desc(smem_addr(s.kv[stage])));
-    const u32 parity = math.ring.full_parity(stage);
-    pin(math.scores);
+// Q, and the keys in `stage`, as operands of S = Q K^T.
+struct ScoreOperands {
+    SmemDesc q, k;
+    u32 parity;
+
+    template <class C>
+    MLA_DEVICE ScoreOperands(Storage<C>& s, const Math& math, i32 stage)
+        : q(uniform(k_major_desc(smem_addr(s.q)))),
+          k(uniform(k_major_desc(smem_addr(s.kv[stage])))),
+          parity(math.ring.full_parity(stage)) {}
+};
+
+// Issues what a half of the keys in `stage` adds to S, as soon as it has arrived.
+template <bool kRightHalf, class C>
+MLA_DEVICE void issue_scores(Storage<C>& s, Math& math, i32 stage, const ScoreOperands& of) {
+    constexpr i32 kBegin = kRightHalf ? C::kSwTilesLeft : 0, kEnd = kRightHalf ? C::kSwTilesQk : C::kSwTilesLeft;
+    const SmemDesc &q = of.q, &k = of.k;
+    mbarrier_wait(kRightHalf ? s.kv_full[stage].right : s.kv_full[stage].left, of.parity);
+    fence_gathered<C>();
+    wgmma_fence();
 #pragma unroll
-    for (i32 i = 0; i < C::kSwTilesQk; ++i) {
-        if (i == 0 || i == C::kSwTilesLeft) {
-            mbarrier_wait(i == 0 ? s.kv_full[stage].left : s.kv_full[stage].right, parity);
-            fence_gathered<C>();
-            wgmma_fence();
-        }
+    for (i32 i = kBegin; i < kEnd; ++i) {
         const i32 sw_tile = C::sw_tile_in_order(i);
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
@@ -91,6 +102,15 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
             }
         }
     }
+}
+
+// Starts S = Q K^T of the tile in `stage`.
+template <class C>
+MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
+    const ScoreOperands operands(s, math, stage);
+    pin(math.scores);
+    issue_scores<false>(s, math, stage, operands);
+    issue_scores<true>(s, math, stage, operands);
     wgmma_commit_group();
 }
 

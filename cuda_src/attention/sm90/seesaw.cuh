@@ -9,7 +9,7 @@
 //   load    |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->
 //
 // Where keys come late (kEvenValuesFirst), the right warpgroup does O_R += P0 V0_R before S1: it frees the even tile
-// before it waits for the odd one.
+// before it waits for the odd one. Half a tile at a time: attention/sm90/turns.cuh.
 //
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // What differs: separate loader warps; one running maximum instead of exchanged scales; both warpgroups add tile 0
@@ -29,13 +29,12 @@ enum NamedBarrier : i32 { MaxReady = FirstFreeBarrier, P0Ready, P1Ready };
 template <class C>
 MLA_DEVICE void left_pair(Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 thread) {
     Storage<C>& s = block.s;
-    const float scale_log2 = block.p.scale_log2;
-    float tile_maxima[kFragmentRows], maxima[kFragmentRows];
+    float scale_log2[kFragmentRows], tile_maxima[kFragmentRows], maxima[kFragmentRows];
 
     start_scores(s, math, 0);
     finish(math);
-    scale_scores(s, math, thread);
     mask_tile(block, math, item, tile, 0, thread);
+    score_scales(scale_log2, block, thread);
     tile_max(tile_maxima, math.scores, scale_log2);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[0], maxima, thread);
@@ -89,8 +88,7 @@ MLA_DEVICE void add_even_to_right(Block<C>& block, Math& math, const WorkItem& i
 template <class C>
 MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 thread) {
     Storage<C>& s = block.s;
-    const float scale_log2 = block.p.scale_log2;
-    float tile_maxima[kFragmentRows], maxima[kFragmentRows];
+    float scale_log2[kFragmentRows], tile_maxima[kFragmentRows], maxima[kFragmentRows];
     RowScale even_scale;
 
     if constexpr (C::kEvenValuesFirst) {
@@ -99,8 +97,8 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
     }
     start_scores(s, math, 1);
     finish(math);
-    scale_scores(s, math, thread);
     mask_tile(block, math, item, tile + 1, 1, thread);
+    score_scales(scale_log2, block, thread);
     tile_max(tile_maxima, math.scores, scale_log2);
     if constexpr (!C::kEvenValuesFirst) even_scale = take_even_max(s, math, thread);
     lazy_max(maxima, math.rows, tile_maxima);

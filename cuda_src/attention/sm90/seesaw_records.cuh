@@ -4,17 +4,18 @@
 // (sparse_decode/sm90.cu) or in pages (decode/sm90_records_seesaw.cu). All rows of a block are of one query token, so
 // all of them see the same tokens.
 //
-// The mathematics are dense decode's seesaw (attention/sm90/seesaw.cuh). The third warpgroup reads rows into registers
+// Two warpgroups score tiles in turn (attention/sm90/turns.cuh, or seesaw.cuh). The third one reads rows into registers
 // and writes 16-bit tiles; the fourth one finds the rows, a tile ahead:
 //
-//   left     S0 | softmax 0 | O_L += P0 V0_L |                | O_L += P1 V1_L | S0 = Q K0' | ...
-//   right       |           | O_R += P0 V0_R | S1 | softmax 1 | O_R += P1 V1_R | ...
-//   dequant  K1_left, K1_right ->            K0'_left, K0'_right ->           K1'_left ...
-//   scouts   where the rows of K0' are       ... of K1'
+//   left     S0_right | softmax 0 | O_L += P0 V0_L   | S0'_left | O_L += P1 V1_L | S0'_right | ...
+//   right               S1_left | O_R += P0 V0_R   | S1_right | softmax 1 | O_R += P1 V1_R | ...
+//   dequant  K1_left ->        K1_right ->       K0'_left ->           K0'_right ->
+//   scouts   where the rows of K0' are             ... of K1'
 #pragma once
 #include "attention/record_tokens.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
+#include "attention/sm90/turns.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 #include "tile/warp.cuh"
@@ -70,6 +71,8 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static constexpr i32 kSwTilesLeft = kSwTilesHalf;
     MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
 
+    // Half a tile at a time; but beside records of one scale, NVRTC 12.9 would spill registers of the scouts.
+    static constexpr bool kInTurns = !kValueScale;
     static constexpr bool kEvenValuesFirst = true;
     static constexpr bool kHalvedProducts = true;  // for ptxas, a block of 512 threads has no 192 registers at entry
 
@@ -465,10 +468,18 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < kRightWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_left_role(block, thread);
+        if constexpr (C::kInTurns) {
+            run_left_in_turns(block, thread);
+        } else {
+            run_left_role(block, thread);
+        }
     } else if (warp < kLoaderWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_right_role(block, thread);
+        if constexpr (C::kInTurns) {
+            run_right_in_turns(block, thread);
+        } else {
+            run_right_role(block, thread);
+        }
     } else if (warp >= kScoutWarp) {
         setmaxnreg_dec<kRegsScout>();
         run_scout_role(block, warp - kScoutWarp);

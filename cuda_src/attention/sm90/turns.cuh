@@ -1,0 +1,128 @@
+// The seesaw where keys come late, half a tile after half a tile: between the scores of the two halves of its tile, a
+// warpgroup adds the values of the tile before.
+//
+// As in attention/sm90/seesaw.cuh, the left warpgroup scores the even tiles and the right one the odd ones, and each
+// multiplies every P with its own half of the values. Both do the same here, half a pair of tiles apart:
+//
+//   left     S0_right | softmax 0 | O_L += P0 V0_L   | S0'_left | O_L += P1 V1_L | S0'_right | softmax 0' | ...
+//   right               S1_left | O_R += P0 V0_R   | S1_right | softmax 1 | O_R += P1 V1_R | S1'_left ...
+//   dequant  K1_left ->        K1_right ->       K0'_left ->           K0'_right ->
+//
+// So half of the scores are there when the right half of the keys arrives, and what frees the tile before does not wait
+// for it. No tile is there as a whole before both warpgroups are done with the tile two before it.
+//
+// All rows of a block see the same tokens: V is not cleaned.
+#pragma once
+#include "attention/sm90/math.cuh"
+
+namespace mla::attention::sm90 {
+// Named barriers, from the warpgroup that scores the tile in stage 0 (1) to the other one: P is in p(0) (p(1)), and the
+// maximum after the tile in running_max[0] ([1]).
+enum TurnBarrier : i32 { EvenReady = FirstFreeBarrier, OddReady };
+
+MLA_DEVICE constexpr i32 p_ready(i32 stage) { return stage == 0 ? EvenReady : OddReady; }
+
+// The stage of this warpgroup's tiles, and of the other one's.
+template <bool kRight>
+constexpr i32 kOwnStage = kRight ? 1 : 0;
+template <bool kRight>
+constexpr i32 kOtherStage = kOwnStage<!kRight>;
+
+template <bool kRight, class C>
+MLA_DEVICE void release_values(Storage<C>& s, i32 stage, i32 thread) {
+    release(kRight ? s.kv_empty[stage].right : s.kv_empty[stage].left, thread);
+}
+
+// Starts O += P V of the other warpgroup's tile.
+template <bool kRight, class C>
+MLA_DEVICE void start_other_tile(Storage<C>& s, Math& math, i32 thread) {
+    constexpr i32 kStage = kOtherStage<kRight>;
+    float maxima[kFragmentRows];
+    bar_sync(p_ready(kStage), kMathThreads);
+    load_rows(maxima, s.running_max[kStage], thread);
+    const RowScale scale = math.rows.move_max(maxima);
+    finish(math);  // scores: no branch while products are in flight
+    rescale(math.out, scale);
+    start_other_product<kRight>(s, math, kStage);
+}
+
+// The same, where no tile follows.
+template <bool kRight, class C>
+MLA_DEVICE void add_other_tile(Storage<C>& s, Math& math, i32 thread) {
+    start_other_tile<kRight>(s, math, thread);
+    finish(math);
+    release_values<kRight>(s, kOtherStage<kRight>, thread);
+}
+
+// S of the own tile, and O += P V of the one before it.
+template <bool kRight, class C>
+MLA_DEVICE void score_beside_other_tile(Storage<C>& s, Math& math, i32 thread) {
+    const ScoreOperands operands(s, math, kOwnStage<kRight>);
+    pin(math.scores);
+    issue_scores<false>(s, math, kOwnStage<kRight>, operands);
+    wgmma_commit_group();
+    start_other_tile<kRight>(s, math, thread);
+    issue_scores<true>(s, math, kOwnStage<kRight>, operands);
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+    release_values<kRight>(s, kOtherStage<kRight>, thread);
+    finish(math);
+}
+
+// The softmax of the own tile, which has been scored, and O += P V.
+template <bool kRight, class C>
+MLA_DEVICE void add_own_tile(Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 thread) {
+    constexpr i32 kStage = kOwnStage<kRight>;
+    Storage<C>& s = block.s;
+    float scale_log2[kFragmentRows], tile_maxima[kFragmentRows], maxima[kFragmentRows];
+
+    mask_tile(block, math, item, tile, kStage, thread);
+    score_scales(scale_log2, block, thread);
+    tile_max(tile_maxima, math.scores, scale_log2);
+    lazy_max(maxima, math.rows, tile_maxima);
+    store_rows(s.running_max[kStage], maxima, thread);
+    const RowScale scale = math.rows.move_max(maxima);
+    exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
+    if (kRight) bar_sync(own_barrier(kRight), kWarpgroupThreads);  // P may take the place of keys that all have scored
+    store_sw128(s.p(kStage), math.p_fragment, thread);
+    bar_arrive(p_ready(kStage), kMathThreads);
+
+    rescale(math.out, scale);
+    start_own_product<kRight>(s, math, kStage);
+    finish(math);
+    release_values<kRight>(s, kStage, thread);
+    math.ring.advance(kStage);
+}
+
+// ---- Roles -----------------------------------------------------------------------------------------------------
+template <class C>
+MLA_DEVICE void run_left_in_turns(Block<C>& block, i32 thread) {
+    static_assert(C::kSparse, "V is not cleaned");
+    run_math_role<false>(block, thread, [&](Math& math, const WorkItem& item) {
+        i32 tile = item.tile_begin;
+        start_scores(block.s, math, kOwnStage<false>);  // the first tile has none before it
+        finish(math);
+#pragma unroll 1
+        while (true) {
+            add_own_tile<false>(block, math, item, tile, thread);
+            tile += 2;
+            if (tile >= item.tile_end) break;
+            score_beside_other_tile<false>(block.s, math, thread);
+        }
+        if (tile == item.tile_end) add_other_tile<false>(block.s, math, thread);
+    });
+}
+
+template <class C>
+MLA_DEVICE void run_right_in_turns(Block<C>& block, i32 thread) {
+    run_math_role<true>(block, thread, [&](Math& math, const WorkItem& item) {
+        i32 tile = item.tile_begin + 1;
+#pragma unroll 1
+        for (; tile < item.tile_end; tile += 2) {
+            score_beside_other_tile<true>(block.s, math, thread);
+            add_own_tile<true>(block, math, item, tile, thread);
+        }
+        if (tile == item.tile_end) add_other_tile<true>(block.s, math, thread);
+    });
+}
+}  // namespace mla::attention::sm90
