@@ -193,7 +193,7 @@ LINES = {
         ("]", '    "toy_scale",\n'),
     ),
     "mla_cupy/__init__.py": (
-        ('            "workspace_bytes",\n        ),', '            "toy_scale",\n'),
+        ("        workspace_bytes,\n    )", "        toy_scale,\n"),
         ('    "workspace_bytes",\n]', '    "toy_scale",\n'),
     ),
     "setup.cfg": (("    mla_cupy.kernels.merge\n", "    mla_cupy.kernels.toy\n"),),
