@@ -275,7 +275,6 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     verdicts = [verdict(case, SMALL) for case in CASES]
     assert any(verdicts), f"nothing shows that {mutant.name}"
-    assert "KernelCompileError" not in verdicts
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------
