@@ -21,8 +21,9 @@ Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
 CAUGHT = (AssertionError, ptxsim.SimError)
-"""What a test raises that has caught one. A mutant that does not compile is not caught."""
+"""What a test raises that has caught one."""
 
+_STATIC_ASSERTION = "static assertion failed"
 _FACT = re.compile(rb"\.u32 mla_fact_(\w+) = (\d+);")
 
 
@@ -78,7 +79,10 @@ def to_ptx(request: BuildRequest) -> Build:
 
 
 def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
-    """`run`, which simulates and asserts, as a function that says what it shows: an error's name or "wrong result"."""
+    """`run`, which simulates and asserts, as a function that says what it shows: an error's name or "wrong result".
+
+    A static assertion of the sources catches a mutant, too. One that does not compile for another reason raises.
+    """
 
     @functools.wraps(run)
     def verdict(*arguments: Parameters.args, **options: Parameters.kwargs) -> str:
@@ -86,6 +90,10 @@ def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
             run(*arguments, **options)
         except ptxsim.SimError as error:
             return type(error).__name__
+        except KernelCompileError as error:
+            if _STATIC_ASSERTION not in str(error):
+                raise
+            return _STATIC_ASSERTION
         except AssertionError:
             return "wrong result"
         return ""
