@@ -38,6 +38,9 @@ from tests.support.sim_driver import fake_gpu, simulated
 MAX_TOKENS = 1 << 20
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
+EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+"""The same ones in every run: a change must not fail by chance. With derandomize=False others are drawn each time."""
+
 lengths = st.lists(
     st.one_of(
         st.integers(0, 400),
@@ -72,7 +75,7 @@ def assert_covered(cuts: list[Point], seqlens: Sequence[int], most: int) -> list
     return work
 
 
-@settings(max_examples=300, deadline=None)
+@EXAMPLES
 @given(lengths, splits, merge_costs)
 @example([0], 1, 8)
 @example([0] * 40, MAX_SPLITS, 8)  # less work than splits
@@ -86,7 +89,7 @@ def test_model_covers_every_tile_once(seqlens: list[int], num_splits: int, merge
         assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@EXAMPLES
 @given(few_lengths, splits, merge_costs, piece_costs)
 @example([8192], 132, 2, schedule.piece_cost(16))
 @example([8192, 1, 0, 640], 132, 2, schedule.piece_cost(16))
@@ -108,7 +111,7 @@ def test_model_that_counts_partials_covers_every_tile_once(
         assert cuts == points(seqlens, MAX_TOKENS, num_splits, merge_cost)
 
 
-@settings(max_examples=300, deadline=None)
+@EXAMPLES
 @given(lengths, splits)
 def test_every_way_covers_every_tile_once(seqlens: list[int], num_splits: int) -> None:
     """Of the algorithm, also where another way is the better one."""
@@ -117,7 +120,7 @@ def test_every_way_covers_every_tile_once(seqlens: list[int], num_splits: int) -
             assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@EXAMPLES
 @given(lengths, splits, merge_costs)
 def test_model_is_balanced(seqlens: list[int], num_splits: int, merge_cost: int) -> None:
     """Of the algorithm: at most three items and the merge above an even share of the cost, which no schedule beats."""
@@ -128,7 +131,7 @@ def test_model_is_balanced(seqlens: list[int], num_splits: int, merge_cost: int)
     assert -(-total // num_splits) <= found <= -(-total // num_splits) + 3 * ITEM_COST + merge_cost
 
 
-@settings(max_examples=200, deadline=None)
+@EXAMPLES
 @given(st.lists(st.integers(1, 40000), min_size=1, max_size=40), st.integers(2, 6))
 def test_few_requests_get_the_shortest_pieces(seqlens: list[int], splits_per_request: int) -> None:
     """Of the algorithm: with a piece per split, no shorter longest piece is possible."""
@@ -140,7 +143,7 @@ def test_few_requests_get_the_shortest_pieces(seqlens: list[int], splits_per_req
     assert makespan(points(seqlens, MAX_TOKENS, num_splits), units, 8) <= limit + ITEM_COST + 8
 
 
-@settings(max_examples=200, deadline=None)
+@EXAMPLES
 @given(lengths, splits, st.data())
 def test_model_covers_other_lengths_than_planned(seqlens: list[int], num_splits: int, data: st.DataObject) -> None:
     """Of the algorithm: a stale schedule is slow, not wrong."""
