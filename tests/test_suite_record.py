@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.suite_record import Record, numbers_of, ranges_of
@@ -13,6 +13,7 @@ from tests.support.suite_record import Record, numbers_of, ranges_of
 KEPT = Record(Path(__file__).parent / "golden" / "flash_mla_suites.json")
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.sets(st.integers(1, 60)))
 def test_ranges(numbers: set[int]) -> None:
     assert numbers_of(ranges_of(numbers)) == numbers
