@@ -91,6 +91,13 @@ class Cta:
         if not self.alive:
             self._check_exit()
 
+    def free(self) -> None:
+        """Let go of the memory of a block that has run: blocks and warps refer to one another, and Python's
+        collector of such cycles does not count bytes."""
+        self.shared = self.shadow = self.lanes = self.tmem = None
+        for warp in self.warps:
+            warp.local = None
+
     def _check_exit(self) -> None:
         if self.tmem is not None:
             self.tmem.check_exit()
@@ -180,6 +187,11 @@ class Cluster:
 
     def _progress_one(self, queues: dict[tuple, deque[AsyncOp]]) -> bool:
         return bool(queues) and self.progress([*queues][int(self.launch.rng.integers(len(queues)))])
+
+    def free(self) -> None:
+        """Let go of the memory of its blocks."""
+        for cta in self.ctas:
+            cta.free()
 
     @property
     def alive(self) -> bool:
@@ -303,25 +315,33 @@ class Launch:
 
     def run(self, clusters: Iterable[tuple[int, list[tuple[int, int, int]]]] | None = None) -> None:
         """Run clusters, given with their index and origins, or all of the grid; ``resident`` of them at a time."""
+        self.waiting.extend(enumerate(self.cluster_origins()) if clusters is None else clusters)
+        try:
+            with np.errstate(all="ignore"):
+                self._run_all()
+        finally:
+            for cluster in self.clusters:
+                cluster.free()
+
+    def _run_all(self) -> None:
         waiting = self.waiting
-        waiting.extend(enumerate(self.cluster_origins()) if clusters is None else clusters)
         total = len(waiting)
-        with np.errstate(all="ignore"):
-            while waiting or self.clusters:
-                while waiting and len(self.clusters) < self.resident:
-                    index, ctaids = waiting.popleft()
-                    self.clusters.append(Cluster(self, index, ctaids))
-                self._round()
-                if self.progress is not None:
-                    self.progress(total - len(waiting) - len(self.clusters), total, self.steps)
-                for cluster in [c for c in self.clusters if not c.alive]:
-                    self._retire(cluster)
+        while waiting or self.clusters:
+            while waiting and len(self.clusters) < self.resident:
+                index, ctaids = waiting.popleft()
+                self.clusters.append(Cluster(self, index, ctaids))
+            self._round()
+            if self.progress is not None:
+                self.progress(total - len(waiting) - len(self.clusters), total, self.steps)
+            for cluster in [c for c in self.clusters if not c.alive]:
+                self._retire(cluster)
 
     def _retire(self, cluster: Cluster) -> None:
         """Finish what a cluster left in flight, and drop it."""
         while cluster.progress_any():
             pass
         self.clusters.remove(cluster)
+        cluster.free()
 
     def _round(self) -> None:
         """Give every warp a turn; when none can move, finish asynchronous work."""

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 import ptxsim
+from ptxsim import machine
 from simtest import nvrtc
 
 SOURCE = r"""
@@ -106,3 +110,38 @@ def test_lanes_in_different_arrays() -> None:
     module.launch("both", 1, 8, [np.array(addresses, "u8"), out])
     assert out.tolist() == [10 * i for i in range(8)]
     assert [int(a[0]) for a in arrays] == [2] * 8
+
+
+LATE = r"""
+extern "C" __global__ void late(int *x) {
+    __shared__ int shared[64];
+    if (blockIdx.x == 1 && x[0] == 1) __trap();
+    shared[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = shared[threadIdx.x ^ 1];
+}
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_memory_does_not_wait_for_the_collector(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    class Shared(machine.Shared):
+        def __init__(self, size: int, rank: int) -> None:
+            super().__init__(size, rank)
+            alive.append(weakref.ref(self.bytes))
+
+    monkeypatch.setattr(machine, "Shared", Shared)
+    module = ptxsim.Module(nvrtc.compile_ptx(LATE))
+    gc.disable()
+    try:
+        if fails:
+            with pytest.raises(ptxsim.SimError):
+                module.launch("late", grid=2, block=64, args=[np.ones(64, np.int32)])
+        else:
+            module.launch("late", grid=2, block=64, args=[np.zeros(64, np.int32)])
+        assert len(alive) == 2
+        assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
