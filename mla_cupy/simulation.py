@@ -223,8 +223,8 @@ def simulated(
 def _trim_heap() -> None:
     """Give freed memory back to the system.
 
-    glibc keeps what lies between blocks still in use. After tests that simulate a whole GPU that was 19 of a process's
-    20 GB.
+    glibc keeps what lies between blocks still in use: nine tenths of a process's memory, after tests that simulate all
+    SMs of a GPU.
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
