@@ -112,8 +112,8 @@ def test_lanes_in_different_arrays() -> None:
     assert [int(a[0]) for a in arrays] == [2] * 8
 
 
-LATE = r"""
-extern "C" __global__ void late(int *x) {
+NEIGHBOURS = r"""
+extern "C" __global__ void neighbours(int *x) {
     __shared__ int shared[64];
     if (blockIdx.x == 1 && x[0] == 1) __trap();
     shared[threadIdx.x] = x[threadIdx.x];
@@ -133,14 +133,14 @@ def test_blocks_memory_does_not_wait_for_the_collector(monkeypatch: pytest.Monke
             alive.append(weakref.ref(self.bytes))
 
     monkeypatch.setattr(machine, "Shared", Shared)
-    module = ptxsim.Module(nvrtc.compile_ptx(LATE))
+    module = ptxsim.Module(nvrtc.compile_ptx(NEIGHBOURS))
     gc.disable()
     try:
         if fails:
             with pytest.raises(ptxsim.SimError):
-                module.launch("late", grid=2, block=64, args=[np.ones(64, np.int32)])
+                module.launch("neighbours", grid=2, block=64, args=[np.ones(64, np.int32)])
         else:
-            module.launch("late", grid=2, block=64, args=[np.zeros(64, np.int32)])
+            module.launch("neighbours", grid=2, block=64, args=[np.zeros(64, np.int32)])
         assert len(alive) == 2
         assert not any(ref() is not None for ref in alive)
     finally:
