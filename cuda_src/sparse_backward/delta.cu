@@ -8,21 +8,17 @@
 //
 // A row is empty if its query has no key or if its lse is infinite: then out and dout are not read, delta is 0 and lse2
 // is +Inf, so that exp2(s - lse2) is 0.
-#include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
-#include "tile/elements.cuh"
-#include "tile/warp.cuh"
+#include "sparse_backward/delta.cuh"
 
 namespace mla::sparse_backward {
-using namespace attention;
 using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kSpanQueries = 8;
-constexpr i32 kChunks = kHeadDimV / kChunkElems / kWarpThreads;  // per row and lane: 2
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DeltaParams {
@@ -49,31 +45,6 @@ MLA_FACT(threads, kThreads);
 MLA_FACT(units_per_block, kWarps);
 MLA_FACT(span_queries, kSpanQueries);
 
-MLA_DEVICE float add_dot(const uint4& a, const uint4& b, float sum) {
-    const u32 *a_words = &a.x, *b_words = &b.x;
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-        const float2 x = unpack<Element>(a_words[i]), y = unpack<Element>(b_words[i]);
-        sum = fmaf(x.x, y.x, sum);
-        sum = fmaf(x.y, y.y, sum);
-    }
-    return sum;
-}
-
-// 16-bit rows that begin at multiples of 16 bytes: all loads in flight at once.
-MLA_DEVICE float aligned_dot(const u16* out, const u16* dout, i32 lane) {
-    uint4 a[kChunks], b[kChunks];
-#pragma unroll
-    for (i32 i = 0; i < kChunks; ++i) {
-        a[i] = reinterpret_cast<const uint4*>(out)[i * kWarpThreads + lane];
-        b[i] = reinterpret_cast<const uint4*>(dout)[i * kWarpThreads + lane];
-    }
-    float sum = 0.f;
-#pragma unroll
-    for (i32 i = 0; i < kChunks; ++i) sum = add_dot(a[i], b[i], sum);
-    return sum;
-}
-
 template <class Out>
 MLA_DEVICE float any_dot(const Out* out, const u16* dout, i32 lane) {
     float sum = 0.f;
@@ -94,7 +65,10 @@ MLA_DEVICE float row_delta(const DeltaParams& p, i64 query, i64 head, i32 lane) 
     const u16* dout = p.dout + query * p.dout_stride_s_elems + head * p.dout_stride_h_elems;
     if (p.out_is_fp32) return warp_sum(any_dot(static_cast<const float*>(p.out) + at, dout, lane));
     const bool aligned = (reinterpret_cast<u64>(out) | reinterpret_cast<u64>(dout)) % 16 == 0;
-    return warp_sum(aligned ? aligned_dot(out, dout, lane) : any_dot(out, dout, lane));
+    if (!aligned) return warp_sum(any_dot(out, dout, lane));
+    DeltaLoads loads;
+    loads.start(out, dout, lane);
+    return warp_sum(loads.dot<Element>());
 }
 
 // log2(2^a + 2^b) of a finite a and any b. NaN propagates.

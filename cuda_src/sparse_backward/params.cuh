@@ -14,17 +14,21 @@ struct BackwardParams {
     const u16* dout;          // (s_q, h_q, 512)
     const i32* rows;          // (s_q, rows_stride)
     const i32* counts;        // (s_q,)
-    const float* lse2;        // (s_q, h_q): base 2, the sink included; +inf for a row without a key
-    const float* delta;       // (s_q, h_q): sum of out * dout
+    const float* lse2;        // (s_q, h_q): times lse2_factor of base 2, the sink included; infinite without a key
+    float* delta;             // (s_q, h_q): sum of out * dout; with `out` the main kernel writes it
     const float* extractors;  // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound
     u16* dq;                  // (s_q, h_q, d_qk)
     float* dkv;               // (s_kv, d_qk), zeroed; if deterministic kNumBins of them
     u64* progress;            // zeroed: for the blocks' lockstep; null: without it
+    const u16* out;           // (s_q, h_q, 512), for delta; null if delta is there. Kernels that need it never get it
     i64 q_stride_s_elems, q_stride_h_elems, kv_stride_s_elems;
     i64 dout_stride_s_elems, dout_stride_h_elems;
     i64 dq_stride_s_elems, dq_stride_h_elems;
+    i64 out_stride_s_elems, out_stride_h_elems;
+    i64 lse2_stride_s_elems, lse2_stride_h_elems;
     i64 rows_stride_elems;
-    i32 s_q, s_kv, h_q, padding;
+    i32 s_q, s_kv, h_q;
+    float lse2_factor;        // to base 2
     float scale, scale_log2;  // of the scores; scale * log2(e)
 };
 

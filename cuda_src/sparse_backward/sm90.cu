@@ -16,6 +16,7 @@
 // rows is DeepSeek's sparse attention (2025). What differs: dKV is added directly from the accumulators to a workspace
 // whose dims are permuted (sparse_backward/params.cuh) so that a quad's addition covers 64 bytes of a row; P^T is read
 // into registers first, so that dS can overwrite P, two stages fit, and the next tile need not wait for the additions.
+#include "sparse_backward/delta.cuh"
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/sm90.cuh"
 #include "tile/warp.cuh"
@@ -32,9 +33,9 @@ static_assert(kMaxHeads == kBlockHeads || kMaxHeads == kBlockHeads / 2, "all hea
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
-// scores   0..3    192    S, P; dQ[:, :256]; half of the gather
-// values   4..7    192    dP, dS; dQ[:, 256:512]; half of the gather
-// reduce   8..11   120    dQ[:, 512:]; dKV and its additions; Q and dO of each item
+// scores   0..3    192    S, P; dQ[:, :256]; half of the gather, of Q and of dO
+// values   4..7    192    dP, dS; dQ[:, 256:512]; half of the gather, of Q and of dO
+// reduce   8..11   120    dQ[:, 512:]; dKV and its additions
 constexpr i32 kStagesP = 2;
 constexpr i32 kRegsMath = 192;
 constexpr i32 kRegsReduce = 120;
@@ -47,16 +48,15 @@ constexpr i32 kRopeSwTile = kSwTilesV;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier     arrives (count)              waits                first phase
-// q_full      reduce (128)                 all                  blocked
-// k_full      scores, values (256)         scores, values       blocked
+// k_full      scores, values (256)         scores, values       blocked; of an item's first tile: Q and dO, too
 // k_empty     all warps (12)               scores, values       blocked
 // p_full      scores (128)                 values, reduce       blocked
 // p_read      reduce warps (4)             values               blocked
 // ds_full     values (128)                 all                  blocked
 // p_empty[s]  reduce warps (4)             scores               free
+// q_empty[i]  reduce warps (4)             scores, values       free: SW128 tile i of Q and dO, once per item
 //
-// Q and dO need no "empty": reduce refills them after its last product of an item, and dS of that tile was made from
-// the last S and dP.
+// Products of dKV are the last readers of Q and dO: dS of that tile was made from the last S and dP.
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[kSwTilesQk * kSw128Bytes];
     u8 dout[kSwTilesV * kSw128Bytes];
@@ -64,8 +64,9 @@ struct Storage {
     u8 p[kStagesP][kSw128Bytes];                // P, then dS in its place
     alignas(16) i32 rows[kStagesP][kTileKeys];  // which rows of kv
     L2Lockstep lockstep;
-    MBarrier q_full, k_full, k_empty, p_full, p_read, ds_full;
+    MBarrier k_full, k_empty, p_full, p_read, ds_full;
     MBarrier p_empty[kStagesP];
+    MBarrier q_empty[kSwTilesQk];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
@@ -76,13 +77,13 @@ MLA_FACT(block_heads, kBlockHeads);
 
 MLA_DEVICE void init_storage(Storage& s) {
     s.lockstep.init();
-    mbarrier_init(s.q_full, kWarpgroupThreads);
     mbarrier_init(s.k_full, kGatherThreads);
     mbarrier_init(s.k_empty, kThreads / kWarpThreads);
     mbarrier_init(s.p_full, kWarpgroupThreads);
     mbarrier_init(s.p_read, kWarpgroupThreads / kWarpThreads);
     mbarrier_init(s.ds_full, kWarpgroupThreads);
     for (MBarrier& empty : s.p_empty) mbarrier_init(empty, kWarpgroupThreads / kWarpThreads);
+    for (MBarrier& empty : s.q_empty) mbarrier_init(empty, kWarpgroupThreads / kWarpThreads);
     fence_mbarrier_init();
 }
 
@@ -93,7 +94,7 @@ struct PipelineState {
     MLA_DEVICE u32 tile_parity() const { return tiles & 1; }
     MLA_DEVICE u32 stage() const { return tiles % kStagesP; }
     MLA_DEVICE u32 p_empty_parity() const { return (tiles / kStagesP & 1) ^ 1; }
-    MLA_DEVICE u32 item_parity() const { return items & 1; }
+    MLA_DEVICE u32 q_empty_parity() const { return (items & 1) ^ 1; }
 };
 
 // ---- Work ------------------------------------------------------------------------------------------------------
@@ -108,9 +109,19 @@ struct Block {
 
     MLA_DEVICE i32 item(const Cursor& at) const { return blockIdx.x + at.pass * gridDim.x; }
     MLA_DEVICE bool valid(const Cursor& at) const { return item(at) < items; }
-    MLA_DEVICE i32 query(const Cursor& at) const { return item(at) / head_blocks; }
-    MLA_DEVICE i32 head0(const Cursor& at) const { return item(at) % head_blocks * kBlockHeads; }
+    // Mostly there is one block of heads, and no need to wait for a division.
+    MLA_DEVICE i32 query(const Cursor& at) const { return head_blocks == 1 ? item(at) : item(at) / head_blocks; }
+    MLA_DEVICE i32 head0(const Cursor& at) const { return head_blocks == 1 ? 0 : item(at) % head_blocks * kBlockHeads; }
     MLA_DEVICE i32 heads(const Cursor& at) const { return min(p.h_q - head0(at), kBlockHeads); }
+    MLA_DEVICE float* delta(const Cursor& at, i32 row) const {
+        return p.delta + ((i64)query(at) * p.h_q + head0(at) + row);
+    }
+    // +Inf for a row without a key.
+    MLA_DEVICE float lse2(const Cursor& at, i32 row) const {
+        const i64 elem = query(at) * p.lse2_stride_s_elems + (head0(at) + row) * p.lse2_stride_h_elems;
+        const float lse2 = p.lse2[elem] * p.lse2_factor;
+        return lse2 == negative_infinity() ? -lse2 : lse2;
+    }
 };
 
 // ---- Gather ----------------------------------------------------------------------------------------------------
@@ -148,6 +159,34 @@ struct Gather {
         begin(block, next(block, at, Nothing{}), thread);
     }
 };
+
+// Starts the copies of Q and dO of an item, 64 columns at a time, each as soon as the previous item's are no longer
+// read. Heads past the last one are 0, and so are those without a gradient, whatever they hold.
+MLA_DEVICE void load_item(const Block& block, const Cursor& at, u32 q_empty_parity, i32 thread) {
+    const BackwardParams& p = block.p;
+    const i32 chunk = thread % kSw128Chunks;
+    const u16 *q[kRowsPerThread], *dout[kRowsPerThread];
+    bool present[kRowsPerThread];
+#pragma unroll
+    for (i32 i = 0; i < kRowsPerThread; ++i) {
+        const i32 row = tile_row(thread, i);
+        present[i] = row < block.heads(at) && block.lse2(at, row) != -negative_infinity();
+        const i64 query = block.query(at), head = present[i] ? block.head0(at) + row : 0;
+        q[i] = p.q + query * p.q_stride_s_elems + head * p.q_stride_h_elems + chunk * 8;
+        dout[i] = p.dout + query * p.dout_stride_s_elems + head * p.dout_stride_h_elems + chunk * 8;
+    }
+#pragma unroll
+    for (i32 sw_tile = 0; sw_tile < kSwTilesQk; ++sw_tile) {
+        mbarrier_wait(block.s.q_empty[sw_tile], q_empty_parity);
+#pragma unroll
+        for (i32 i = 0; i < kRowsPerThread; ++i) {
+            const u32 to = sw128_offset(tile_row(thread, i), chunk) + sw_tile * kSw128Bytes;
+            const i32 column = sw_tile * kSw128Columns;
+            cp_async_16(smem_addr(block.s.q) + to, q[i] + column, present[i]);
+            if (sw_tile < kSwTilesV) cp_async_16(smem_addr(block.s.dout) + to, dout[i] + column, present[i]);
+        }
+    }
+}
 
 // ---- Math roles ------------------------------------------------------------------------------------------------
 struct Math {
@@ -236,16 +275,82 @@ struct StoreZeros {
     }
 };
 
-// A per-head value of the item, for this thread's two rows. Rows past the last head get `absent`.
-MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const float* values, const Cursor& at,
-                          float absent, i32 thread) {
-    const i64 first = (i64)block.query(at) * block.p.h_q + block.head0(at);
+// lse2, or delta * scale, of this thread's two rows. Rows past the last head have no weights.
+template <bool kValues>
+MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const Cursor& at, i32 thread) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r;
-        to[r] = row < block.heads(at) ? values[first + row] : absent;
+        if (kValues) {
+            to[r] = row < block.heads(at) ? *block.delta(at, row) * block.p.scale : 0.f;
+        } else {
+            to[r] = row < block.heads(at) ? block.lse2(at, row) : -negative_infinity();
+        }
     }
 }
+
+// ---- delta -----------------------------------------------------------------------------------------------------
+// Where nothing else needs delta (`p.out` is given) scores computes it one item ahead, a share of the heads with each
+// tile, while it waits for dS and dQ. Values reads it when the item begins, after k_empty of every tile before. The
+// main kernel has bandwidth to spare for out, and finds dO in the L2 when the item begins.
+constexpr bool kMayMakeDelta = !kDeterministic;
+
+// Of a head, by a warp.
+struct HeadDelta {
+    DeltaLoads loads;
+    float lse2;
+
+    MLA_DEVICE void start(const Block& block, const Cursor& at, i32 row, i32 lane) {
+        const BackwardParams& p = block.p;
+        const i64 query = block.query(at), head = block.head0(at) + row;
+        loads.start(p.out + query * p.out_stride_s_elems + head * p.out_stride_h_elems,
+                    p.dout + query * p.dout_stride_s_elems + head * p.dout_stride_h_elems, lane);
+        lse2 = block.lse2(at, row);
+    }
+
+    MLA_DEVICE void finish(const Block& block, const Cursor& at, i32 row, i32 lane) const {
+        const float delta = warp_sum(loads.dot<Element>());
+        if (lane == 0) *block.delta(at, row) = lse2 != -negative_infinity() ? delta : 0.f;
+    }
+};
+
+MLA_DEVICE void make_delta(const Block& block, const Cursor& at, i32 row, i32 lane) {
+    HeadDelta delta;
+    delta.start(block, at, row, lane);
+    delta.finish(block, at, row, lane);
+}
+
+// Of the block's first item, by all warps.
+MLA_DEVICE void make_first_deltas(const Block& block) {
+    const Cursor at = seek(block, 0, Nothing{});
+    if (!block.valid(at)) return;
+    const i32 warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+#pragma unroll 2
+    for (i32 row = warp; row < block.heads(at); row += kThreads / kWarpThreads) make_delta(block, at, row, lane);
+}
+
+// A warp's share of the next item's heads that falls to a tile of this one: every fourth from `row` on. One head, as
+// in lists of 1,024 keys and more, is loaded while dS and dQ are made; the few tiles of shorter lists make several one
+// by one, before dQ.
+struct DeltasAhead {
+    HeadDelta one = {};  // Zeros, or its registers would be taken in the whole loop: a condition guards both its uses.
+    i32 row = 0, count = 0;
+
+    MLA_DEVICE void start(const Block& block, const Cursor& at, const Cursor& item, i32 thread) {
+        const i32 tiles = ceil_div(at.count, kTileKeys), lane = thread % kWarpThreads;
+        const i32 share = max(1, kBlockHeads / kWarpgroupWarps >> (31 - __clz(tiles)));  // times tiles: all heads
+        row = at.tile * share * kWarpgroupWarps + thread / kWarpThreads;
+        const i32 left = block.valid(item) ? ceil_div(block.heads(item) - row, kWarpgroupWarps) : 0;
+        count = min(share, left);
+        if (count == 1) one.start(block, item, row, lane);
+#pragma unroll 1
+        for (i32 i = 0; count > 1 && i < count; ++i) make_delta(block, item, row + i * kWarpgroupWarps, lane);
+    }
+
+    MLA_DEVICE void finish(const Block& block, const Cursor& item, i32 thread) const {
+        if (count == 1) one.finish(block, item, row, thread % kWarpThreads);
+    }
+};
 
 template <bool kValues, class Skipped>
 MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipped skipped) {
@@ -254,18 +359,16 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
     math.gather.begin(block, seek(block, 0, Nothing{}), gather_thread);
     math.gather.template start<!kValues>(block, math.state.stage(), gather_thread);
     float per_row[kFragmentRows];  // lse2, or delta * scale
+    const bool makes_delta = kMayMakeDelta && !kValues && block.p.out != nullptr;
+    i32 next_pass = 0;  // of the next item
     for (Cursor at = seek(block, 0, skipped); block.valid(at);) {
         if (at.first()) {
-            load_rows(per_row, block, kValues ? block.p.delta : block.p.lse2, at, kValues ? 0.f : -negative_infinity(),
-                      thread);
-            if (kValues) {
-                per_row[0] *= block.p.scale;
-                per_row[1] *= block.p.scale;
-            }
+            load_item(block, at, math.state.q_empty_parity(), gather_thread);
+            ++math.state.items;
+            load_rows<kValues>(per_row, block, at, thread);
+            if (makes_delta) next_pass = seek(block, at.pass + 1, Nothing{}).pass;
 #pragma unroll
             for (i32 i = 0; i < 128; ++i) math.dq[i] = 0.f;
-            mbarrier_wait(s.q_full, math.state.item_parity());
-            ++math.state.items;
         }
         arrive_with_copies(s.k_full);
         mbarrier_wait(s.k_full, math.state.tile_parity());
@@ -281,8 +384,12 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
         } else {
             make_p(block, math, at, per_row, thread);
         }
+        DeltasAhead deltas;
+        const Cursor next_item{next_pass, 0, 0};
+        if (makes_delta) deltas.start(block, at, next_item, thread);
         mbarrier_wait(s.ds_full, math.state.tile_parity());
         start_dq(math.dq, s.p[math.state.stage()], s.k + (kValues ? kSwTilesHalf * kSw128Bytes : 0));
+        if (makes_delta) deltas.finish(block, next_item, thread);
         wgmma_wait_group<0>();
         pin(math.dq);
         release(s.k_empty, thread);
@@ -296,52 +403,31 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
 }
 
 // ---- Reduce role -----------------------------------------------------------------------------------------------
+// The first three steps of dS^T are multiplied from registers, which spares shared memory a tenth of its traffic. There
+// is no room for a fourth.
+constexpr i32 kStepsInRegs = kMaxHeads == kBlockHeads ? 3 : kMaxHeads / kMmaK;
+
 struct Reduce {
     float dkv[32];  // 64 keys x 64 dims
     float dq_rope[32];
     u32 p[kMaxHeads / kMmaK][4];  // P^T: 64 keys x the heads
+    u32 ds[kStepsInRegs][4];      // dS^T, the first of them
     PipelineState state;
 };
 
-// Q and dO of an item. Heads past the last one are 0, and so are those without a gradient, whatever they hold.
-MLA_DEVICE void load_item(const Block& block, const Cursor& at, i32 thread) {
-    const BackwardParams& p = block.p;
-    const u16* q = p.q + block.query(at) * p.q_stride_s_elems;
-    const u16* dout = p.dout + block.query(at) * p.dout_stride_s_elems;
-    const float* lse2 = p.lse2 + (i64)block.query(at) * p.h_q + block.head0(at);
-    const i32 chunk = thread % kSw128Chunks;
-#pragma unroll 1
-    for (i32 row = thread / kSw128Chunks; row < kBlockHeads; row += kWarpgroupThreads / kSw128Chunks) {
-        const bool present = row < block.heads(at) && lse2[row] != -negative_infinity();
-        const i64 head = present ? block.head0(at) + row : 0;
-        const u16* q_from = q + head * p.q_stride_h_elems + chunk * 8;
-        const u16* dout_from = dout + head * p.dout_stride_h_elems + chunk * 8;
-        const u32 to = sw128_offset(row, chunk);
-#pragma unroll
-        for (i32 sw_tile = 0; sw_tile < kSwTilesQk; ++sw_tile) {
-            cp_async_16(smem_addr(block.s.q) + (to + sw_tile * kSw128Bytes), q_from + sw_tile * kSw128Columns, present);
-        }
-#pragma unroll
-        for (i32 sw_tile = 0; sw_tile < kSwTilesV; ++sw_tile) {
-            cp_async_16(smem_addr(block.s.dout) + (to + sw_tile * kSw128Bytes), dout_from + sw_tile * kSw128Columns,
-                        present);
-        }
-    }
-    arrive_with_copies(block.s.q_full);
-}
-
 // dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
 template <i32 kHeadSteps, bool kRope>
-MLA_DEVICE void make_dkv(Reduce& reduce, Storage& s, const u8* ds_sw_tile, i32 sw_tile) {
-    const SmemDesc ds = uniform(mn_major_desc(smem_addr(ds_sw_tile)));
-    const SmemDesc q = uniform(mn_major_desc(smem_addr(s.q) + sw_tile * kSw128Bytes));
-    const SmemDesc dout = uniform(mn_major_desc(smem_addr(s.dout) + sw_tile * kSw128Bytes));
+MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout) {
     pin(reduce.dkv);
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kHeadSteps; ++step) {
-        wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes),
-                                    advance(q, step * kMnMajorStepBytes), step > 0);
+        const SmemDesc b = advance(q, step * kMnMajorStepBytes);
+        if (step < kStepsInRegs) {
+            wgmma_m64n64k16<true>(Element{}, reduce.dkv, reduce.ds[step % kStepsInRegs], b, step > 0);
+        } else {
+            wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes), b, step > 0);
+        }
     }
 #pragma unroll
     for (i32 step = 0; !kRope && step < kHeadSteps; ++step) {
@@ -358,29 +444,29 @@ using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 // one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
 struct Targets {
     Adder adder;
-    float* rows[kFragmentRows][2];  // at this thread's position in the first 32 dims
-    i32 present[kFragmentRows][2];
+    float* base;  // this thread's position in the first 32 dims of row 0
+    i32 rows[kFragmentRows][2];
     i32 extractors[kFragmentRows][2];
 
     MLA_DEVICE Targets(const BackwardParams& p, const i32* tile_rows, i32 thread) : adder(p) {
         const i32 g = thread % kWarpThreads / 4;
-        const i32 position = g % 2 * 16 + thread % 4 * 4;  // dkv_position
+        base = adder.at(0, g % 2 * 16 + thread % 4 * 4);  // dkv_position
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 first = thread / kWarpThreads * 16 + g / 2 * 2 + 8 * r;
 #pragma unroll
             for (i32 i = 0; i < 2; ++i) {
-                const i32 row = tile_rows[first + i];
-                rows[r][i] = adder.at(row, position);
-                present[r][i] = row >= 0;
-                extractors[r][i] = adder.extractor(row);
+                rows[r][i] = tile_rows[first + i];
+                extractors[r][i] = adder.extractor(rows[r][i]);
             }
         }
     }
 
     // Adds four numbers to the row, from dim `dim` of this thread's position on.
     MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
-        adder.add(rows[r][i] + dim, extractors[r][i], x, present[r][i]);
+        i32 row = rows[r][i];
+        opaque(row);  // four pointers and as many flags would be four registers more
+        adder.add(base + (i64)row * kHeadDimQk + dim, extractors[r][i], x, row - kNoRow);
     }
 };
 
@@ -395,18 +481,23 @@ MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread
     }
 }
 
-// dKV of the tile. `multiplied` is called after the last product.
+// dKV of the tile. `multiplied` is called after the products of each SW128 tile.
 template <i32 kHeadSteps, class Multiplied>
 MLA_DEVICE void reduce_tile(Reduce& reduce, Storage& s, i32 stage, const Targets& to, i32 thread,
                             Multiplied multiplied) {
+    // Once per tile: making a register uniform takes as long as a product.
+    const SmemDesc ds = uniform(mn_major_desc(smem_addr(s.p[stage])));
+    const SmemDesc q0 = uniform(mn_major_desc(smem_addr(s.q)));
+    const SmemDesc dout0 = uniform(mn_major_desc(smem_addr(s.dout)));
 #pragma unroll
     for (i32 sw_tile = 0; sw_tile < kSwTilesQk; ++sw_tile) {
+        const SmemDesc q = advance(q0, sw_tile * kSw128Bytes);
         if (sw_tile < kSwTilesV) {
-            make_dkv<kHeadSteps, false>(reduce, s, s.p[stage], sw_tile);
+            make_dkv<kHeadSteps, false>(reduce, ds, q, advance(dout0, sw_tile * kSw128Bytes));
         } else {
-            make_dkv<kHeadSteps, true>(reduce, s, s.p[stage], sw_tile);
+            make_dkv<kHeadSteps, true>(reduce, ds, q, dout0);
         }
-        if (sw_tile == kSwTilesQk - 1) multiplied();
+        multiplied(sw_tile);
         add_dkv(reduce.dkv, to, sw_tile * kSw128Columns, thread);
         add_dkv(reduce.dkv + 16, to, sw_tile * kSw128Columns + kSw128Columns / 2, thread);
     }
@@ -417,11 +508,8 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
     Storage& s = block.s;
     Reduce reduce;
     for (Cursor at = seek(block, 0, Nothing{}); block.valid(at); at = next(block, at, Nothing{})) {
+        opaque(thread);  // what is derived from it has no register from one tile to the next
         if (at.first()) {
-            bar_sync(ItemMultiplied, kWarpgroupThreads);
-            load_item(block, at, thread);
-            mbarrier_wait(s.q_full, reduce.state.item_parity());
-            ++reduce.state.items;
 #pragma unroll
             for (i32 i = 0; kHasRope && i < 32; ++i) reduce.dq_rope[i] = 0.f;
         }
@@ -433,11 +521,17 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
         mbarrier_wait(s.ds_full, parity);
         if (kHasRope) {
             start_dq(reduce.dq_rope, s.p[stage], s.k + kRopeSwTile * kSw128Bytes);
+        }
+        load_sw128_transposed(reduce.ds, s.p[stage], thread);
+        if (kHasRope) {
             wgmma_wait_group<0>();
             pin(reduce.dq_rope);
         }
         release(s.k_empty, thread);
-        reduce_tile<kHeadSteps>(reduce, s, stage, to, thread, [&] { release(s.p_empty[stage], thread); });
+        reduce_tile<kHeadSteps>(reduce, s, stage, to, thread, [&](i32 sw_tile) {
+            if (sw_tile == kSwTilesQk - 1) release(s.p_empty[stage], thread);
+            if (at.last()) release(s.q_empty[sw_tile], thread);
+        });
         ++reduce.state.tiles;
         if (kHasRope && at.last()) store_dq(block, at, reduce.dq_rope, kHeadDimV, thread);
     }
@@ -452,6 +546,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     Block block(p, s);
+    if (kMayMakeDelta && p.out != nullptr) {
+        make_first_deltas(block);
+        __syncthreads();
+    }
 
     const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;

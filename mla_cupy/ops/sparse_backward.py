@@ -8,7 +8,7 @@ from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_d_v, check_flag, check_lse_base, resolve_scale
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.sparse_inputs import (
     INDICES,
     MIN_SIZES,
@@ -161,6 +161,7 @@ def _examine(views: Views, given: _Options) -> Examined:
         has_sink=views["attn_sink"] is not None,
         deterministic=check_flag("deterministic", given.deterministic),
         aligned=aligned(views, "q", "kv", "dout"),
+        aligned_out=present(views, "out").dtype != "float32" and aligned(views, "out"),
     )
     return Examined(problem, options, given.kernel)
 

@@ -53,7 +53,8 @@ def records(recorder: Recorder, entry: str) -> list[Any]:
 def test_the_order_of_the_kernels(recorder: Recorder, kernel: str) -> None:
     recorder.gpu = gpu_of(kernel)
     backward(make(SparseCase(h_q=100)), kernel=kernel)
-    assert recorder.entries == ["sparse_rows", "sparse_backward_delta", name_of(kernel), "sparse_backward_dkv"]
+    delta = [] if BACKWARD_KERNELS[kernel].makes_delta else ["sparse_backward_delta"]
+    assert recorder.entries == ["sparse_rows", *delta, name_of(kernel), "sparse_backward_dkv"]
     assert records(recorder, "sparse_backward_dkv")[0]["order"] == BACKWARD_KERNELS[kernel].dkv_order
 
 
@@ -120,6 +121,36 @@ def test_statistics_are_made_of_the_caller_s_arrays(recorder: Recorder, dtype: s
     assert (sink["spans"], sink["h_q"]) == (1, 16)
 
 
+def test_delta_is_left_to_a_main_kernel_that_can(recorder: Recorder) -> None:
+    inputs = make(SparseCase(topk=70))
+    backward(inputs, lse_base="2")
+    assert recorder.entries == ["sparse_rows", "sparse_backward_sm90", "sparse_backward_dkv"]
+    (main,) = records(recorder, "sparse_backward_sm90")
+    assert (main["out"], main["lse2"]) == (inputs.out.ctypes.data, inputs.lse.ctypes.data)
+    assert main["delta"] != 0
+    for name, x in (("out", inputs.out), ("lse2", inputs.lse)):
+        assert main[f"{name}_stride_s_elems"] == x.strides[0] // x.itemsize
+        assert main[f"{name}_stride_h_elems"] == x.strides[1] // x.itemsize
+    assert main["lse2_factor"] == 1
+    backward(inputs)
+    assert records(recorder, "sparse_backward_sm90")[-1]["lse2_factor"] == np.float32(math.log2(math.e))
+
+
+@pytest.mark.parametrize("why", ["sink", "deterministic", "float32", "odd"])
+def test_delta_comes_first_where_more_needs_it_or_out_is_another(recorder: Recorder, why: str) -> None:
+    inputs = make(SparseCase(topk=70, sink=why == "sink"))
+    out = inputs.out
+    if why == "float32":
+        out = inputs.exact[0].astype(np.float32)
+    elif why == "odd":
+        out = np.empty((7, 16, 513), inputs.out.dtype)[..., 1:]
+    arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
+    mla_cupy.sparse_mla_backward(*arguments, **inputs.options, deterministic=why == "deterministic")
+    (delta,), (main,) = records(recorder, "sparse_backward_delta"), records(recorder, "sparse_backward_sm90")
+    assert (main["out"], main["lse2"], main["delta"]) == (0, delta["lse2"], delta["delta"])
+    assert (main["lse2_stride_s_elems"], main["lse2_stride_h_elems"], main["lse2_factor"]) == (16, 1, 1)
+
+
 @pytest.mark.parametrize("dkv_dtype", ["bfloat16", "float32"])
 def test_dkv_goes_where_it_is_to_go(recorder: Recorder, dkv_dtype: str) -> None:
     inputs = make(SparseCase(head_axis=True))
@@ -130,7 +161,7 @@ def test_dkv_goes_where_it_is_to_go(recorder: Recorder, dkv_dtype: str) -> None:
     wanted = {"dkv": dkv.ctypes.data, "dkv_stride_s_elems": 576, "s_kv": 300, "d_qk": 576, "num_bins": 1}
     assert {name: record[name] for name in wanted} == wanted
     assert record["dkv_is_fp32"] == (dkv_dtype == "float32")
-    assert record["order"] == BACKWARD_KERNELS[recorder.entries[2]].dkv_order
+    assert record["order"] == BACKWARD_KERNELS[recorder.entries[-2]].dkv_order
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -206,7 +237,7 @@ def test_lists_are_sorted_once_the_sums_do_not_fit_in_l2() -> None:
 @pytest.mark.parametrize(("s_kv", "ordered"), [(9000, False), (40_000, True)])
 def test_sorted_lists_and_blocks_in_step(recorder: Recorder, s_kv: int, ordered: bool) -> None:
     backward(make(SparseCase(s_q=2, h_q=1, s_kv=s_kv, topk=3)))
-    (lists,), (main,) = records(recorder, "sparse_rows"), records(recorder, recorder.entries[2])
+    (lists,), (main,) = records(recorder, "sparse_rows"), records(recorder, recorder.entries[-2])
     assert lists["ordered"] == ordered
     assert (main["progress"] != 0) == ordered
     ((zeroed, _, nbytes, _),) = recorder.memsets

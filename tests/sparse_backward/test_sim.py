@@ -43,6 +43,7 @@ CASES = [
     SparseCase(s_q=1, s_kv=100, h_q=100, topk=70, sink=True),
     SparseCase(s_q=3, s_kv=50, h_q=2, topk=9, invalid=1.0, sink=True),  # nothing to attend to
     SparseCase(s_q=2, s_kv=70, h_q=2, topk=30, head_axis=True),
+    SparseCase(s_q=7, s_kv=150, h_q=20, topk=200, lengths=True),  # several items of a block, with and without keys
 ]
 
 

@@ -10,21 +10,25 @@ import mla_cupy
 from tests.support import mutants
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, make
 
 KERNEL = "sparse_backward_sm90"
 SOURCE = "sparse_backward/sm90.cu"
 
 
-def with_heads(h_q: int) -> SparseCase:
-    return SparseCase(s_q=2, s_kv=60, h_q=h_q, topk=20, invalid=0.0)
+def with_heads(h_q: int, s_q: int = 2, topk: int = 20) -> SparseCase:
+    return SparseCase(s_q=s_q, s_kv=60, h_q=h_q, topk=topk, invalid=0.0)
 
 
 @dataclass(frozen=True)
 class Mutant(mutants.Mutant):
-    """So many heads show it."""
+    """So many heads show it, so many queries and indices, and a mode of the simulator."""
 
     h_q: int = 16
+    s_q: int = 2
+    topk: int = 20
+    mode: tuple[str, int] = ("early", 0)
 
 
 MUTANTS = [
@@ -33,14 +37,40 @@ MUTANTS = [
         "half of the heads", SOURCE, "run_reduce_role<kMaxHeads / kMmaK>", "run_reduce_role<kMaxHeads / 2 / kMmaK>", 33
     ),
     Mutant("few heads are all heads", SOURCE, "p.h_q <= kMmaK)", "p.h_q <= 3 * kMmaK)", 33),
+    Mutant("no delta of the first item", SOURCE, "        make_first_deltas(block);\n", ""),
+    Mutant("no delta ahead", SOURCE, "if (makes_delta) deltas.start(", "if (0) deltas.start(", s_q=3),
+    Mutant(
+        "the loads of one delta alone", SOURCE, "if (makes_delta) deltas.finish(", "if (0) deltas.finish(", 4, s_q=3
+    ),
+    Mutant("every fourth delta", SOURCE, "* kWarpgroupWarps + thread / kWarpThreads;", "* kWarpgroupWarps;", s_q=3),
+    Mutant("one delta of several", SOURCE, "count > 1 && i < count", "count > 1 && i < 1", s_q=3),
+    Mutant("deltas of the first tile only", SOURCE, "row = at.tile * share", "row = 0 * share", 40, s_q=3, topk=130),
+    Mutant("delta of the same item again", SOURCE, "seek(block, at.pass + 1, Nothing{}).pass", "at.pass", s_q=3),
+    Mutant(
+        "deltas are not waited for",
+        SOURCE,
+        "make_first_deltas(block);\n        __syncthreads();",
+        "make_first_deltas(block);",
+    ),
+    Mutant("dS of the first heads", SOURCE, "reduce.ds[step % kStepsInRegs]", "reduce.ds[0]", 33),
+    Mutant("dS all from registers", SOURCE, "if (step < kStepsInRegs) {", "if (true) {", 64),
+    Mutant("dS is not waited for", SOURCE, "mbarrier_wait(s.ds_full, parity);", ""),
+    Mutant(
+        "Q of the next item too early", SOURCE, "mbarrier_wait(block.s.q_empty[sw_tile], q_empty_parity);", "", s_q=3
+    ),
+    Mutant(
+        "Q given back with every tile", SOURCE, "if (at.last()) release(s.q_empty", "release(s.q_empty", s_q=5, topk=70
+    ),
+    Mutant("copies are not waited for", "sparse_backward/sm90.cuh", "cp_async_wait_all();", "", mode=("late", 0)),
 ]
 
 
 @mutants.as_verdict
-def verdict(h_q: int, deterministic: bool = False) -> None:
+def verdict(case: SparseCase, deterministic: bool = False, mode: tuple[str, int] = ("early", 0)) -> None:
     """What a run shows; empty if nothing."""
-    inputs = make(with_heads(h_q))
-    with simulated(2, (9, 0)):
+    inputs = make(case)
+    with simulated(2, (9, 0), *mode) as target:
+        target.race_global = True
         got = mla_cupy.sparse_mla_backward(
             *inputs.backward_arguments, **inputs.options, kernel=KERNEL, deterministic=deterministic
         )
@@ -50,11 +80,18 @@ def verdict(h_q: int, deterministic: bool = False) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     plant(mutant)
-    assert verdict(mutant.h_q), f"nothing shows that {mutant.name}"
+    shown = verdict(with_heads(mutant.h_q, mutant.s_q, mutant.topk), mode=mutant.mode)
+    assert shown, f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("h_q", [16, 17, 32, 33])
+@pytest.mark.parametrize("h_q", [4, 16, 17, 32, 33, 49])
 def test_as_it_is(h_q: int, deterministic: bool) -> None:
     """On both sides of where another build begins, or fewer products."""
-    assert verdict(h_q, deterministic) == ""
+    assert verdict(with_heads(h_q), deterministic) == ""
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(("h_q", "s_q", "topk"), [(4, 3, 70), (16, 3, 130), (16, 5, 70), (40, 3, 130)])
+def test_several_items_as_they_are(h_q: int, s_q: int, topk: int, mode: tuple[str, int]) -> None:
+    assert verdict(with_heads(h_q, s_q, topk), mode=mode) == ""

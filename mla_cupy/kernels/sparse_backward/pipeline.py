@@ -11,7 +11,7 @@ from typing import cast
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.numbers import LOG2_E
+from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
 from mla_cupy.kernels.sparse import rows
 from mla_cupy.kernels.sparse_backward import (
@@ -52,6 +52,13 @@ class SparseBackwardConfig:
     kernel: BackwardKernel
     grid: Dim3
     ordered: bool
+
+    @property
+    def delta_in_main(self) -> bool:
+        """Whether the main kernel computes delta: nothing else needs it, and the kernel can."""
+        problem = self.problem
+        needed = problem.has_sink or problem.deterministic
+        return self.kernel.makes_delta and problem.aligned_out and not needed
 
     @property
     def num_bins(self) -> int:
@@ -113,7 +120,9 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             selected = "selected" if problem.deterministic else NULL
             lists = rows.launch(call, call.options.causal, ordered=config.ordered, selected=selected)
             # Milliseconds of work: nothing to gain from a kernel that starts while its predecessor still adds.
-            steps += [replace(lists, dependent=False), delta.launch(problem, call)]
+            steps += [replace(lists, dependent=False)]
+            if not config.delta_in_main:
+                steps.append(delta.launch(problem, call))
             if problem.deterministic:
                 steps += self._bin(config, call)
             steps.append(self._main(config, call))
@@ -132,20 +141,27 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
     def _main(self, config: SparseBackwardConfig, call: Call) -> Launch:
         problem, kernel = config.problem, config.kernel
         options = cast(SparseBackwardOptions, call.options)
+        if config.delta_in_main:
+            out, lse2, lse2_strides, lse2_factor = "out", "lse", call.strides("lse", 2), to_log2(options.lse_base)
+        else:
+            out, lse2, lse2_strides, lse2_factor = NULL, "lse2", (problem.h_q, 1), 1.0
         addresses = (
-            *("q", "kv", "dout", "rows", "counts", "lse2", "delta"),
+            *("q", "kv", "dout", "rows", "counts", lse2, "delta"),
             "extractors" if problem.deterministic else NULL,
             *("dq", "sums"),
             "progress" if config.ordered else NULL,
+            out,
         )
         values = (
             *call.strides("q", 2),
             *call.strides("kv", 1),
             *call.strides("dout", 2),
             *call.strides("dq", 2),
+            *call.strides("out", 2),
+            *lse2_strides,
             rows.rows_stride(problem.topk),
-            *(problem.s_q, problem.s_kv, problem.h_q, 0),
-            *(options.scale, options.scale * LOG2_E),
+            *(problem.s_q, problem.s_kv, problem.h_q),
+            *(lse2_factor, options.scale, options.scale * LOG2_E),
         )
         maps = kernel.maps(problem, call) if kernel.maps else ()
         record = Record(kernel, addresses, values, maps)

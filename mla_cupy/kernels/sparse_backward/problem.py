@@ -37,6 +37,7 @@ PARAMS = Params(
     dq="u8",
     dkv="u8",
     progress="u8",
+    out="u8",
     q_stride_s_elems="i8",
     q_stride_h_elems="i8",
     kv_stride_s_elems="i8",
@@ -44,11 +45,15 @@ PARAMS = Params(
     dout_stride_h_elems="i8",
     dq_stride_s_elems="i8",
     dq_stride_h_elems="i8",
+    out_stride_s_elems="i8",
+    out_stride_h_elems="i8",
+    lse2_stride_s_elems="i8",
+    lse2_stride_h_elems="i8",
     rows_stride_elems="i8",
     s_q="i4",
     s_kv="i4",
     h_q="i4",
-    padding="i4",
+    lse2_factor="f4",
     scale="f4",
     scale_log2="f4",
 )
@@ -76,7 +81,8 @@ CORE = (SparseBackwardVariant("bfloat16", D_QK, 0),)
 class SparseBackwardProblem:
     """What decides which kernels run and how: no pointers, no device.
 
-    `aligned` says that q, kv, dout and dq start at, and step by, multiples of 16 bytes.
+    `aligned` says that q, kv, dout and dq start at, and step by, multiples of 16 bytes; `aligned_out` that out, of 16
+    bits, does.
     """
 
     s_q: int
@@ -88,6 +94,7 @@ class SparseBackwardProblem:
     has_sink: bool = False
     deterministic: bool = False
     aligned: bool = True
+    aligned_out: bool = False
 
 
 class SparseBackwardOptions(NamedTuple):
@@ -116,6 +123,8 @@ class BackwardKernel(Kernel[SparseBackwardProblem]):
     dkv_order : DkvOrder
     variant : callable
         `variant(problem)`: the build that it takes.
+    makes_delta : bool
+        Whether it can compute sum(out * dout) itself, of an `aligned_out`.
     maps : callable, optional
         `maps(problem, call)`: its tensor maps and the arrays that they are of, if it fetches by TMA.
     """
@@ -124,6 +133,7 @@ class BackwardKernel(Kernel[SparseBackwardProblem]):
     heads_per_addition: int = 64
     dkv_order: DkvOrder = DkvOrder.PLAIN
     variant: Callable[[SparseBackwardProblem], Variant] = plain_variant
+    makes_delta: bool = False
     maps: Callable[[SparseBackwardProblem, Call], tuple[tuple[str, TensorMapSpec], ...]] | None = None
 
     def additions(self, problem: SparseBackwardProblem) -> int:

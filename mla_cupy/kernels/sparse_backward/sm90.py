@@ -70,4 +70,5 @@ KERNEL = BackwardKernel(
     heads_per_addition=BLOCK_HEADS,
     dkv_order=DkvOrder.SM90,
     variant=variant,
+    makes_delta=True,
 )
