@@ -59,7 +59,12 @@ def measured() -> dict[tuple[str, str], float]:
     """Microseconds of the kept runs that the README shows, by case and implementation."""
     rows = [
         json.loads(line)
-        for name in ("decode-h200-2026-11-23", "sparse-h200-2026-11-22", "sparse-decode-h200-2026-11-23")
+        for name in (
+            "decode-h200-2026-11-23",
+            "sparse-h200-2026-11-22",
+            "sparse-backward-h200-2026-11-23",
+            "sparse-decode-h200-2026-11-23",
+        )
         for line in (REPOSITORY / "bench" / "results" / f"{name}.jsonl").read_text().splitlines()
     ]
     operations = {

@@ -11,7 +11,11 @@ from bench.core import plot, report
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "bench" / "results"
-FIGURES_OF = ("decode-h200-2026-11-23.jsonl", "sparse-h200-2026-11-22.jsonl")
+FIGURES_OF = (
+    "decode-h200-2026-11-23.jsonl",
+    "sparse-h200-2026-11-22.jsonl",
+    "sparse-backward-h200-2026-11-23.jsonl",  # its figures replace those of the run before
+)
 OWN = "mla_cupy"
 NAMES = {
     "flashmla": "FlashMLA",
