@@ -47,5 +47,5 @@ MLA_DEVICE constexpr i32 dkv_position_sm100(i32 dim) {
 #define MLA_BACKWARD_FACTS()                                                                         \
     MLA_FACT_LIST(params_layout, MLA_OFFSET(mla::sparse_backward::BackwardParams, q_stride_s_elems), \
                   MLA_OFFSET(mla::sparse_backward::BackwardParams, s_q),                             \
-                  MLA_OFFSET(mla::sparse_backward::BackwardParams, scale),                           \
+                  MLA_OFFSET(mla::sparse_backward::BackwardParams, lse2_factor),                     \
                   (int)sizeof(mla::sparse_backward::BackwardParams))
