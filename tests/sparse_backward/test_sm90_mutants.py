@@ -45,6 +45,15 @@ MUTANTS = [
     Mutant("every fourth delta", SOURCE, "* kWarpgroupWarps + thread / kWarpThreads;", "* kWarpgroupWarps;", s_q=3),
     Mutant("one delta of several", SOURCE, "count > 1 && i < count", "count > 1 && i < 1", s_q=3),
     Mutant("deltas of the first tile only", SOURCE, "row = at.tile * share", "row = 0 * share", 40, s_q=3, topk=130),
+    Mutant(
+        "deltas of the first tile of a long list only",
+        SOURCE,
+        "row = at.tile * share",
+        "row = 0 * share",
+        8,
+        s_q=3,
+        topk=1030,
+    ),
     Mutant("delta of the same item again", SOURCE, "seek(block, at.pass + 1, Nothing{}).pass", "at.pass", s_q=3),
     Mutant(
         "deltas are not waited for",
@@ -89,6 +98,10 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
 def test_as_it_is(h_q: int, deterministic: bool) -> None:
     """On both sides of where another build begins, or fewer products."""
     assert verdict(with_heads(h_q), deterministic) == ""
+
+
+def test_one_head_with_each_tile_of_a_long_list() -> None:
+    assert verdict(with_heads(8, 3, 1030)) == ""
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -36,6 +36,7 @@ _SIZES = [
     SparseCase(s_q=2, s_kv=20_000, h_q=16, topk=4000, sink=True),
     SparseCase(s_q=600, s_kv=900, h_q=16, topk=70, lengths=True),  # more queries than blocks
     SparseCase(s_q=600, s_kv=900, h_q=128, topk=64, sink=True),
+    SparseCase(s_q=150, s_kv=900, h_q=5, topk=1100),  # and lists of many tiles
     SparseCase(s_q=40, s_kv=60_000, h_q=64, topk=700, sink=True),  # kv is walked in order
     SparseCase(s_q=40, s_kv=60_000, h_q=16, topk=700, d_qk=512, lengths=True),
     SparseCase(s_q=4, s_kv=3, h_q=16, topk=300, invalid=0.0),  # each row a hundred times
