@@ -74,7 +74,7 @@ class Book:
     dirty : array, (max_seqs,), bool
         Rows whose length or pages the device does not know.
     changed : bool
-        Whether there are any, or pages taken ahead that it does not know.
+        Whether there are any. Of all other rows the device knows every page: `synced` is `owned`.
     refs : array, (num_pages,), int32
         How many sequences have a page.
     copies, evictions : int
@@ -277,11 +277,12 @@ class Book:
         return missing
 
     def reserve(self, row: int, pages: int) -> None:
-        """Take pages ahead."""
-        owned = int(self.owned[row])
-        self.table[row, owned : owned + pages] = self._take(pages)
-        self.owned[row] += pages
-        self.changed = True
+        """Take pages ahead, of which the device hears with the next step, whoever's it is."""
+        if pages:
+            owned = int(self.owned[row])
+            self.table[row, owned : owned + pages] = self._take(pages)
+            self.owned[row] += pages
+            self.dirty[row] = self.changed = True
 
     def _shared_tails(self, rows: Array, before: Array, counts: Array | int) -> list[tuple[int, int]]:
         """Partly filled pages that are written while others have them. The last of several writers keeps the page."""

@@ -197,12 +197,12 @@ class PagedKVCache:
             sheet = self._memory.staging()
             self._book.extend(plan)
             try:
-                part = pack(sheet, self._words, self._book, plan, added)
+                part, packed = pack(sheet, self._words, self._book, plan, added)
                 self._memory.submit(part, len(plan.copied), stream)
             except BaseException:
                 self._book.undo(plan)
                 raise
-            mark_uploaded(self._book)
+            mark_uploaded(self._book, plan, packed)
             tokens = added * len(rows) if isinstance(added, int) else int(added.sum())
             return self._step(len(rows), tokens, len(plan.copied))
 

@@ -72,8 +72,16 @@ class Sheet:
     rows_of: Array | None = None
 
 
-def pack(sheet: Sheet, at: Words, book: Book, plan: Extension, counts: Array | int) -> slice:
-    """Write a step of sequences that have been extended by `counts`; returns the words to upload."""
+def pack(sheet: Sheet, at: Words, book: Book, plan: Extension, counts: Array | int) -> tuple[slice, Array]:
+    """Write a step of sequences that have been extended by `counts`.
+
+    Returns
+    -------
+    slice
+        The words to upload.
+    array
+        The rows that they are about: the step's, and those that the device does not know.
+    """
     rows = everything = plan.rows
     if book.changed:
         outside = book.dirty.copy()
@@ -96,7 +104,7 @@ def pack(sheet: Sheet, at: Words, book: Book, plan: Extension, counts: Array | i
         made = _pack_changes(sheet, book, everything)
     else:
         made = _pack_taken(sheet, plan)
-    return slice(0 if plan.copied else at.header, at.changes + 2 * made)
+    return slice(0 if plan.copied else at.header, at.changes + 2 * made), everything
 
 
 def _pack_counts(ends: Array, book: Book, counts: Array | int) -> None:
@@ -134,9 +142,10 @@ def _pack_changes(sheet: Sheet, book: Book, rows: Array) -> int:
     return total
 
 
-def mark_uploaded(book: Book) -> None:
-    """The device knows everything now."""
-    np.copyto(book.synced, book.owned)
+def mark_uploaded(book: Book, plan: Extension, rows: Array) -> None:
+    """The device knows the rows that have been packed."""
+    if book.changed or plan.total or plan.copied:
+        book.synced[rows] = book.owned.take(rows)
     if book.changed:
-        book.dirty[:] = False
+        book.dirty[rows] = False
         book.changed = False

@@ -121,6 +121,63 @@ def test_reserved_pages_are_there() -> None:
     assert made.stats().pages_free == 4
 
 
+def reaches_the_device(made: PagedKVCache, sequences: list[int]) -> None:
+    """Every page of a sequence stands in the block table of the device, and every length."""
+    for sequence in sequences:
+        pages, row = made.pages(sequence), made.row(sequence)
+        assert made.block_table[row, : len(pages)].tolist() == pages.tolist()
+        assert made.seqlens[row] == made.length(sequence)
+
+
+AFTER_RESERVE: tuple[tuple[str, Any], ...] = (
+    ("nothing", lambda c, a, b: None),
+    ("a step of another", lambda c, a, b: c.extend([b], 1)),
+    ("two steps of another", lambda c, a, b: (c.extend([b], 1), c.extend([b], 1))),
+    ("a step of nobody", lambda c, a, b: c.extend([])),
+    ("a step that grows by two pages", lambda c, a, b: c.extend([b], 8)),
+    ("truncate", lambda c, a, b: (c.truncate([a], 2), c.extend([b], 4))),
+    ("truncate after a step", lambda c, a, b: (c.extend([b], 1), c.truncate([a], 2), c.extend([b], 4))),
+    ("fork", lambda c, a, b: (c.fork(a), c.extend([b], 1))),
+    ("fork, and the original copies", lambda c, a, b: (c.extend([c.fork(a)[0], b], 1), c.extend([b], 1))),
+    ("fork, and the fork copies", lambda c, a, b: (c.fork(a), c.extend([a, b], 1), c.extend([b], 1))),
+    ("a step that finds no page", lambda c, a, b: no_room(c, b)),
+    ("a step that fails", lambda c, a, b: (failed_step(c, b), c.extend([b], 1))),
+    ("a step of its own that fails", lambda c, a, b: (failed_step(c, a), c.extend([b], 1))),
+    ("reserve once more", lambda c, a, b: (c.extend([b], 1), c.reserve(a, 9), c.extend([b], 1))),
+    ("free", lambda c, a, b: (c.free([b]), c.extend([], 1))),
+)  # fmt: skip
+
+
+def no_room(made: PagedKVCache, sequence: int) -> None:
+    with pytest.raises(CacheFullError, match="pages"):
+        made.extend([sequence, *made.fork(sequence, 1)], 16)
+
+
+def failed_step(made: PagedKVCache, sequence: int) -> None:
+    submit = made._memory.submit
+    made._memory.submit = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        made.extend([sequence], 1)
+    made._memory.submit = submit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("between", "change"), AFTER_RESERVE, ids=[name for name, _ in AFTER_RESERVE])
+def test_reserved_pages_reach_the_device(between: str, change: Any) -> None:
+    """Whatever comes before the tokens that they are for."""
+    made = cache()
+    a, b = made.allocate()[0], made.allocate()[0]
+    made.extend([a, b], [3, 4])
+    made.reserve(a, 5)
+    change(made, a, b)
+    step = made.extend([a], 5)
+    pages = made.pages(a)
+    assert step.block_table[0, : len(pages)].tolist() == pages.tolist()
+    place = np.arange(made.length(a) - 5, made.length(a))
+    assert step.slots.tolist() == (pages[place // 4] * 4 + place % 4).tolist()
+    reaches_the_device(made, [a] if between == "free" else [a, b])
+    made.verify()
+
+
 def test_what_is_full() -> None:
     made = cache()
     held = [made.allocate()[0] for _ in range(4)]

@@ -45,6 +45,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, num_pages: int, page_size: int, max_seqs: int, max_pages: int) -> None:
         self.pair = self.pair_type(num_pages, page_size, max_seqs, max_pages, memory=FailingMemory)
         self.prompts: list[list[int]] = [[]]
+        self.promised: dict[int, int] = {}  # the length up to which there are pages of a sequence's own
 
     def pick(self, number: int) -> int:
         return list(self.pair.tokens)[number % len(self.pair.tokens)]
@@ -64,8 +65,17 @@ class Machine(RuleBasedStateMachine):
         self._extend({sequence: whole[len(self.pair.tokens[sequence]) :]})
 
     def _extend(self, added: dict[int, list[int]]) -> None:
-        with contextlib.suppress(CacheFullError):
+        """All or nothing; nothing is no answer where every token has been promised a place."""
+        kept = all(self._has_room(sequence, len(tokens)) for sequence, tokens in added.items())
+        with contextlib.nullcontext() if kept else contextlib.suppress(CacheFullError):
             self.pair.extend(added)
+
+    def _has_room(self, sequence: int, count: int) -> bool:
+        """By what `reserve` promised, unless the last page is shared."""
+        tail, book = len(self.pair.tokens[sequence]), self.pair.cache._book
+        page = book.table[self.pair.cache.row(sequence), max(0, tail - 1) // self.pair.page_size]
+        own = tail % self.pair.page_size == 0 or book.refs[page] == 1
+        return count == 0 or (own and tail + count <= self.promised.get(sequence, 0))
 
     @precondition(lambda self: self.pair.tokens)
     @rule(
@@ -105,6 +115,7 @@ class Machine(RuleBasedStateMachine):
     def truncate(self, number: int, length: int) -> None:
         sequence = self.pick(number)
         self.pair.truncate(sequence, length % (len(self.pair.tokens[sequence]) + 1))
+        self.promised.pop(sequence, None)
 
     @precondition(lambda self: self.pair.tokens)
     @rule(number=st.integers(0, 9))
@@ -122,7 +133,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.pair.tokens)
     @rule(number=st.integers(0, 9), count=st.integers(0, 12))
     def reserve(self, number: int, count: int) -> None:
-        """Then as many tokens fit, unless the last page is shared."""
+        """What it promises is held against the sequence's later steps, so that others' steps may come between."""
         sequence = self.pick(number)
         count = min(count, self.room(sequence))
         before = self.pair.state()
@@ -131,10 +142,7 @@ class Machine(RuleBasedStateMachine):
         except CacheFullError:
             assert self.pair.state() == before
             return
-        row, book = self.pair.cache.row(sequence), self.pair.cache._book
-        tail = len(self.pair.tokens[sequence])
-        if tail % self.pair.page_size == 0 or book.refs[book.table[row, tail // self.pair.page_size]] == 1:
-            self.pair.extend({sequence: self.pair.new_ids(count)})
+        self.promised[sequence] = max(self.promised.get(sequence, 0), len(self.pair.tokens[sequence]) + count)
 
     @invariant()
     def equal(self) -> None:
