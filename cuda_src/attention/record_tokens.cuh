@@ -99,9 +99,9 @@ struct SelectedTokens {
     }
 };
 
-// The lists of sparse/rows.cu, where row r is token r % page_size of page r / page_size. A list ends in kNoRow up to
-// the end of its last tile. Every row sees all of a list; the largest score is wanted, too. Strides of the cache are in
-// bytes.
+// The lists of attention/row_lists.cu, where row r is token r % page_size of page r / page_size. A list ends in kNoRow
+// up to the end of its last tile. Every row sees all of a list; the largest score is wanted, too. Strides of the cache
+// are in bytes.
 struct ListedRows {
     using Work = ScheduledWork;
     static constexpr bool kMasked = false, kWithRowMax = true, kStaged = false;

@@ -1,6 +1,6 @@
-// Lists of kv rows, one per query: what sparse_rows makes of the caller's indices, and all that the other sparse
-// kernels see of them. A list holds the valid rows only, then kNoRow up to the end of its last tile of kTileTokens
-// rows.
+// Lists of kv rows, one per query: what attention_row_lists makes of the caller's indices, and all that the other
+// sparse kernels see of them. A list holds the valid rows only, then kNoRow up to the end of its last tile of
+// kTileTokens rows.
 #pragma once
 #include "attention/shapes.cuh"
 

@@ -2,7 +2,7 @@
 //
 // The tiles of all requests form one line; split i covers schedule[i] up to schedule[i + 1]. What a split holds of one
 // request is a work item. A request that a boundary cuts has several: each writes a partial result to the workspace,
-// and decode_combine merges them. A split has at most two such items, so two partial results: one that continues the
+// and attention_combine merges them. A split has at most two such items, so two partial results: one that continues the
 // last request of the previous split (partial index `split`), one that the next split continues (`num_splits + split`).
 //
 // A batch-invariant schedule (decode/schedule_pieces.cu) cuts every request alone, into pieces of one length, and each

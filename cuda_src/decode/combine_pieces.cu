@@ -2,12 +2,14 @@
 //
 // Grid: x: teams of 128 threads, which share the rows of all requests, y: the columns of a row that has as many pieces
 // as there can be; a request with fewer pieces has fewer columns. A row is merged in an order that depends on its
-// number of pieces only. The merge itself is in decode/merge_partials.cuh.
-#include "decode/merge_partials.cuh"
+// number of pieces only. The merge itself is in attention/merge_partials.cuh.
+#include "attention/merge_partials.cuh"
 #include "decode/pieces.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::decode {
+using namespace attention;
+
 using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -18,7 +20,7 @@ MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(max_pieces, kMaxPartials);
 
-// Four blocks per SM, as decode_combine.
+// Four blocks per SM, as attention_combine.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     mla_decode_combine_pieces(const __grid_constant__ DecodeParams p) {
     __shared__ Team teams[kTeams];

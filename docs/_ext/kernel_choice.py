@@ -7,16 +7,18 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
-from mla_cupy.kernels.indexer import HEAD_SUMS, LOGITS, LOGITS_PAGED, LOSS, SPARSE_LOSS, TOPK
-from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
-from mla_cupy.kernels.indexer.loss_problem import LossProblem
-from mla_cupy.kernels.indexer.problem import TopkProblem
-from mla_cupy.kernels.sparse import SPARSE_FORWARD
-from mla_cupy.kernels.sparse.problem import SparseForwardProblem
+from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
+from mla_cupy.kernels.indexer.loss import HEAD_SUMS, LOSS, SPARSE_LOSS
+from mla_cupy.kernels.indexer.loss.problem import LossProblem
+from mla_cupy.kernels.indexer.topk import TOPK
+from mla_cupy.kernels.indexer.topk.problem import TopkProblem
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
+from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 
 

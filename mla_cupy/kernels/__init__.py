@@ -1,16 +1,37 @@
 """The kernels as the host sees them: one folder per family of operations, one file per kernel.
 
-A family knows those before it: sparse attention is decode over pages of one token, its backward takes its lists.
+What several families share is in `attention`, which sees sparse attention as decode over pages of one token, and in
+`exact_sums`.
 """
 
 from typing import Any
 
-from mla_cupy.kernels import cache, decode, indexer, merge, sparse, sparse_backward, sparse_decode
+from mla_cupy.kernels import (
+    attention,
+    cache,
+    decode,
+    exact_sums,
+    indexer,
+    merge,
+    sparse_backward,
+    sparse_decode,
+    sparse_forward,
+)
 from mla_cupy.kernels.spec import Kernel
 
 #: Every kernel of the package, by name.
 KERNELS: dict[str, Kernel[Any]] = {
     kernel.name: kernel
-    for family in (decode, merge, sparse, sparse_backward, indexer, cache, sparse_decode)
+    for family in (
+        attention,
+        decode,
+        sparse_forward,
+        sparse_decode,
+        exact_sums,
+        sparse_backward,
+        merge,
+        indexer,
+        cache,
+    )
     for kernel in family.KERNELS
 }

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.cache import APPEND, GATHER
-from mla_cupy.kernels.cache.layout import page_and_token_bytes
 from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none, check_factor, check_flag

@@ -10,9 +10,9 @@ import numpy as np
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
+from mla_cupy.kernels.attention.records import DENSE_RECORDS as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
-from mla_cupy.kernels.decode.records import DENSE_RECORDS as READ
 from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (

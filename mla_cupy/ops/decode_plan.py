@@ -13,11 +13,11 @@ from mla_cupy import arrays, dtypes, records
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, explain
+from mla_cupy.kernels.attention.records import DENSE_RECORDS as RECORDS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
-from mla_cupy.kernels.decode.records import DENSE_RECORDS as RECORDS
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend

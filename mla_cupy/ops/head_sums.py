@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.kernels.indexer import HEAD_SUMS
-from mla_cupy.kernels.indexer.loss_problem import MAX_HEAD_DIM, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss import HEAD_SUMS
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossOptions, LossProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_flag, resolve_scale
 from mla_cupy.ops.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes

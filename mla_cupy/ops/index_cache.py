@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.kernels.indexer import APPEND_KEYS, GATHER_KEYS
+from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none
 from mla_cupy.ops.key_pages import CACHE, SCALE_BYTES, SIZES, check_pages

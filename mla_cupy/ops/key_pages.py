@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.kernels.indexer.logits_problem import HEAD_DIMS
+from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.shapes import MAX_INT32
 
 SCALE_BYTES = 4

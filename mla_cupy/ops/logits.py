@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.kernels.indexer import LOGITS
-from mla_cupy.kernels.indexer.logits_problem import CODES, LogitsProblem
+from mla_cupy.kernels.indexer.logits import LOGITS
+from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_accumulate
 from mla_cupy.ops.logits_inputs import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.kernels.indexer.logits_problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions
+from mla_cupy.kernels.indexer.logits.problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.shapes import MAX_INT32
 

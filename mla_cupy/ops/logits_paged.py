@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.kernels.indexer import LOGITS_PAGED
-from mla_cupy.kernels.indexer.logits_problem import CODES, LogitsProblem
+from mla_cupy.kernels.indexer.logits import LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.key_pages import CACHE, SIZES, check_pages
 from mla_cupy.ops.logits_inputs import (

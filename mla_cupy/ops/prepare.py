@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.indexer import PREPARE_K, PREPARE_Q
-from mla_cupy.kernels.indexer.logits_problem import CODES
-from mla_cupy.kernels.indexer.prepare import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
+from mla_cupy.kernels.indexer.logits.problem import CODES
+from mla_cupy.kernels.indexer.prepare import PREPARE_K, PREPARE_Q
+from mla_cupy.kernels.indexer.prepare.quantize import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_accumulate, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.decode.records import RECORDS
+from mla_cupy.kernels.attention.records import RECORDS
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout, record_read

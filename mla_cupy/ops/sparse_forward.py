@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from mla_cupy.kernels.decode.records import RECORDS as READ
-from mla_cupy.kernels.sparse import SPARSE_FORWARD
-from mla_cupy.kernels.sparse.problem import SparseForwardOptions, SparseForwardProblem
+from mla_cupy.kernels.attention.records import RECORDS as READ
+from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
+from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_d_v, check_empty_lse, check_flag, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, like_first_or_float32

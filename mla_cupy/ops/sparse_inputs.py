@@ -9,8 +9,8 @@ import numpy as np
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.decode.records import RECORDS
-from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
+from mla_cupy.kernels.attention.records import RECORDS
+from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.indexer import TOPK
-from mla_cupy.kernels.indexer.problem import MAX_TOPK, TopkOptions, TopkProblem
+from mla_cupy.kernels.indexer.topk import TOPK
+from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions, TopkProblem
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.indexer import LOSS
-from mla_cupy.kernels.indexer.loss_problem import (
-    MAX_HEAD_DIM,
-    MAX_VALUE_DIM,
-    TARGETS,
-    LossOptions,
-    LossProblem,
-)
-from mla_cupy.kernels.indexer.problem import HEAD_DIMS
+from mla_cupy.kernels.indexer.loss import LOSS
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, TARGETS, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_factor, check_flag, resolve_scale
 from mla_cupy.ops.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes

@@ -193,8 +193,8 @@ def test_kernels_that_a_batch_may_get_are_peers_of_the_chosen_one():
 
     assert {kernel.name for kernel in PIPELINE.kernels if kernel.on_request} <= set(NAMED)
     assert set(NAMED) <= {kernel.name for kernel in PIPELINE.kernels}
-    known = DECODE.implementations(Choices(kernel="decode_generic"))
-    assert [one._kernel for one in make(NAMED, known)] == ["decode_generic", *NAMED]
+    known = DECODE.implementations(Choices(kernel="attention_generic"))
+    assert [one._kernel for one in make(NAMED, known)] == ["attention_generic", *NAMED]
 
 
 def test_our_own_calls_have_names():

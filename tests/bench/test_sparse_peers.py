@@ -164,7 +164,7 @@ def test_the_forward_through_its_public_call(rows_of):
     rows = rows_of(SPARSE_FORWARD, FORWARD, ["generic"], Choices())
     assert {name: row["status"] for name, row in rows.items()} == {"mla_cupy": "ok", "generic": "ok"}, rows
     assert rows["mla_cupy"]["workspace_bytes"] == 12345
-    assert rows["generic"]["kernel"] == "decode_generic"
+    assert rows["generic"]["kernel"] == "attention_generic"
 
 
 def test_the_backward_through_its_public_call(rows_of, monkeypatch):

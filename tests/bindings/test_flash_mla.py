@@ -91,11 +91,11 @@ def test_a_step_is_scheduled_once(recorder: Recorder) -> None:
     schedule = FlashMLASchedMeta()
     for _ in range(3):
         flash_mla_with_kvcache(*inputs.arguments, 512, schedule, causal=True)
-    assert recorder.entries.count("decode_schedule") == 1
-    assert recorder.entries.count("decode_combine") == 3
+    assert recorder.entries.count("attention_schedule") == 1
+    assert recorder.entries.count("attention_combine") == 3
     assert sum(len(shape) == 1 for shape in recorder.allocations) == 1, "one workspace, and results"
     schedule.update(inputs.seqlens)
-    assert recorder.entries[-1] == "decode_schedule"
+    assert recorder.entries[-1] == "attention_schedule"
 
 
 def test_no_sequence_and_rows_off_the_grid() -> None:

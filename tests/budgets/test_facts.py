@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mla_cupy.kernels import KERNELS
-from mla_cupy.kernels.decode import schedule
+from mla_cupy.kernels.attention import schedule
 from mla_cupy.kernels.spec import Kernel
 from mla_cupy.records import RECORDS
 from mla_cupy.runtime import sources

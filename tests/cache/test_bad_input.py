@@ -82,7 +82,7 @@ GOOD: dict[str, Callable[[], Call]] = {
     "indexer_cache_gather": good_gather_keys,
 }
 #: What launches of kernels of another name.
-ENTRIES = {"indexer_cache_append": "indexer_prepare", "indexer_cache_gather": "indexer_gather_keys"}
+ENTRIES = {"indexer_cache_append": "indexer_prepare_quantize", "indexer_cache_gather": "indexer_prepare_gather_keys"}
 
 
 def function_of(name: str) -> Any:

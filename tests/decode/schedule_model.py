@@ -1,5 +1,5 @@
 """The device schedule, stated again in Python: `attention/split_schedule.cuh`, `attention/split_work.cuh` and the list
-of split requests of `decode/combine.cu`.
+of split requests of `attention/combine.cu`.
 
 What is proved about this model holds for the algorithm. The simulator and the GPU show that the kernel computes the
 same cuts.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from mla_cupy.kernels.decode.schedule import PRICE_SCALE
+from mla_cupy.kernels.attention.schedule import PRICE_SCALE
 from mla_cupy.runtime.sources import source_root
 
 TILE_TOKENS = 64

@@ -103,7 +103,7 @@ DECODE = [
     Bad("lse_base 2", option("lse_base", 2), ArgumentError, ("lse_base", "2", '"e" or "2"')),
     Bad("empty_lse", option("empty_lse", "x"), MlaError, ("empty_lse", "'x'", "number")),
     Bad("empty_lse huge", option("empty_lse", 1e300), MlaError, ("empty_lse", "1e+300", "float32")),
-    Bad("kernel", option("kernel", "fastest"), ArgumentError, ("kernel", "'fastest'", "decode_generic")),
+    Bad("kernel", option("kernel", "fastest"), ArgumentError, ("kernel", "'fastest'", "attention_generic")),
     Bad("plan", option("plan", "a plan"), MlaError, ("plan", "'a plan'", "plan_decode")),
     # values
     Bad(
@@ -223,7 +223,7 @@ def test_update_refuses(place: str, seqlens: Any, error: type[Exception], words:
         ({"dtype": "float32"}, DTypeError, ("dtype", "float32", "bfloat16 or float16")),
         ({"dtype": np.float64}, DTypeError, ("dtype", "float64", "bfloat16 or float16")),
         ({"dtype": None}, DTypeError, ("dtype", "None", "bfloat16 or float16")),
-        ({"kernel": "fastest"}, ArgumentError, ("kernel", "'fastest'", "decode_generic")),
+        ({"kernel": "fastest"}, ArgumentError, ("kernel", "'fastest'", "attention_generic")),
     ],
     ids=str,
 )

@@ -82,7 +82,7 @@ def test_fp8_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("kernel", [*KERNELS, "decode_generic"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "attention_generic"])
 def test_random_batches(kernel: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = tuple(int(n) for n in rng.integers(0, 500, 6))
@@ -135,7 +135,7 @@ def test_bad_plans(options: dict[str, Any], match: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*KERNELS, "decode_generic"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "attention_generic"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_batches_on_a_gpu(hopper: object, kernel: str, seed: int) -> None:
     import cupy

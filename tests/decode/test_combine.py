@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from mla_cupy.arrays import View
-from mla_cupy.kernels.decode import DECODE, combine
+from mla_cupy.kernels.attention import combine
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
-from mla_cupy.kernels.decode.problem import MAX_SPLITS, DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
 from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
@@ -133,7 +135,7 @@ def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> No
     check_merge(pieces, num_splits, dtype)
 
 
-MERGE, COMBINE = "decode/merge_partials.cuh", "decode/combine.cu"
+MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cu"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
 MUTANTS = (
     Mutant("a unit used before it is prepared", MERGE, "    }\n    Team::sync();\n}", "    }\n}"),

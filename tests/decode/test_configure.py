@@ -9,9 +9,11 @@ import pytest
 
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.arrays import HOST, View
+from mla_cupy.kernels.attention import combine, generic, schedule
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS, PARAMS
 from mla_cupy.kernels.choice import _say_slow
-from mla_cupy.kernels.decode import DECODE, combine, generic, schedule
-from mla_cupy.kernels.decode.problem import MAX_SPLITS, PARAMS, Batch, DecodeProblem
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90 import kv_map
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -20,7 +22,7 @@ from tests.support.recorder import H200
 from tests.support.workspace import assert_laid_out
 
 HOPPER = on_hopper(SCHEDULED_KERNELS)
-SMALL, SEESAW, GENERIC = "decode_sm90_small", "decode_sm90_seesaw", "decode_generic"
+SMALL, SEESAW, GENERIC = "decode_sm90_small", "decode_sm90_seesaw", "attention_generic"
 
 
 def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mla_cupy.kernels.decode import schedule
+from mla_cupy.kernels.attention import schedule
 from mla_cupy.kernels.pipeline import bind
 from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.runtime import driver, loader

@@ -14,7 +14,7 @@ from tests.support.kernels import DECODE_KERNELS, on_hopper, takes
 pytestmark = pytest.mark.gpu
 
 HOPPER = on_hopper(DECODE_KERNELS)
-GENERIC = "decode_generic"
+GENERIC = "attention_generic"
 DTYPES = ("bfloat16", "float16")
 
 #: 1 to 20 blocks of 64 tokens, one less and one more; and nothing.

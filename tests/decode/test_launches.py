@@ -10,8 +10,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import KernelNotBuiltError, PlanError, ShapeError
+from mla_cupy.kernels.attention.combine import needed_blocks
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.combine import needed_blocks
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime import loader
 from tests.support.calls import plan_of
@@ -53,7 +53,7 @@ def test_a_call(recorder: Recorder) -> None:
     schedule, attend, combine = recorder.launches
     config = DECODE.configure(attend_problem(inputs), H200)
     space = DECODE.workspace(config)
-    assert recorder.entries == ["decode_schedule", FAST, "decode_combine"]
+    assert recorder.entries == ["attention_schedule", FAST, "attention_combine"]
     assert {launch.stream for launch in recorder.launches} == {99}
     assert attend.grid == (config.row_blocks, config.num_splits, 1)
     b, rows = CASE.b, CASE.s_q * CASE.h_q
@@ -131,7 +131,7 @@ def test_what_tma_cannot_take_goes_to_the_generic_kernel(recorder: Recorder, cha
     inputs = make(CASE)
     q, kv_cache = change(inputs.q, inputs.kv_cache)
     mla_cupy.mla_decode(q, kv_cache, inputs.block_table, inputs.seqlens)
-    assert recorder.entries[1] == "decode_generic"
+    assert recorder.entries[1] == "attention_generic"
     p = recorder.launches[1].params
     assert (p["q"], p["kv"]) == (address(q), address(kv_cache))
     assert [p[f"q_stride_{axis}_elems"] for axis in "bsh"] == elements(q, 3)
@@ -153,7 +153,7 @@ def test_planned_call(recorder: Recorder) -> None:
     out, lse = results(inputs)
     plan = plan_of(inputs, max_b=7)
     plan.update(inputs.seqlens, stream=5)
-    assert recorder.entries == ["decode_schedule"]
+    assert recorder.entries == ["attention_schedule"]
     assert recorder.launches[0].stream == 5
     assert recorder.launches[0].params["b"] == 3
     assert recorder.launches[0].params["schedule"] == plan.address
@@ -162,7 +162,7 @@ def test_planned_call(recorder: Recorder) -> None:
         got = mla_cupy.mla_decode(*inputs.arguments, plan=plan, out=out, lse=lse, stream=5)
         assert got[0] is out
         assert got[1] is lse
-    assert recorder.entries == [FAST, "decode_combine"] * 3  # never scheduled again
+    assert recorder.entries == [FAST, "attention_combine"] * 3  # never scheduled again
     assert recorder.allocations == []
     for launch in recorder.launches:
         assert_record(launch, inputs, out, lse)
@@ -194,7 +194,7 @@ def test_repeated_calls_follow_every_change(recorder: Recorder) -> None:
         for inputs_now in (inputs, other, inputs):
             recorder.launches.clear()
             decode(*inputs_now.arguments, plan=plan, **options)
-            assert recorder.entries == [FAST, "decode_combine"]
+            assert recorder.entries == [FAST, "attention_combine"]
             for launch in recorder.launches:
                 assert launch.stream == options.get("stream", 0)
                 wanted = {**default, "q": address(inputs_now.q), "kv": address(inputs_now.kv_cache), **expected}

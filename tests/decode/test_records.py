@@ -224,7 +224,7 @@ def test_which_kernel(recorder: Recorder) -> None:
     for kernel in RECORD_KERNELS:
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of FP8 records"):
             mla_cupy.mla_decode(*make(DecodeCase(b=1, seqlens=5)).arguments, kernel=kernel)
-    for kernel in ("decode_sm90_small", "decode_generic"):
+    for kernel in ("decode_sm90_small", "attention_generic"):
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of 16-bit rows"):
             mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
 

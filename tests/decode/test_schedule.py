@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mla_cupy.kernels.decode import combine, schedule
-from mla_cupy.kernels.decode.problem import MAX_SPLITS
+from mla_cupy.kernels.attention import combine, schedule
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from mla_cupy.kernels.spec import DtypeVariant
 from mla_cupy.runtime import loader

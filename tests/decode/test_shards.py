@@ -19,7 +19,7 @@ from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
 
-GENERIC = "decode_generic"
+GENERIC = "attention_generic"
 KERNELS = (*on_hopper(SCHEDULED_KERNELS), GENERIC)
 #: The causal edge on both sides of the end of a rank's tile, in a rank's first token, and ranks without any token.
 WHOLE = DecodeCase(b=5, seqlens=(131, 2, 0, 4, 67), s_q=3, h_q=3, page_size=16)

@@ -20,7 +20,7 @@ from tests.support.sim_modes import parametrize_pairs
 from tests.support.tolerance import check
 
 HOPPER = on_hopper(SCHEDULED_KERNELS)
-GENERIC = "decode_generic"
+GENERIC = "attention_generic"
 
 CASES = [
     DecodeCase(b=1, seqlens=64, h_q=64),  # one whole tile
@@ -80,7 +80,7 @@ def test_generic_kernel(case: DecodeCase) -> None:
 def test_a_split_request_is_merged() -> None:
     """Few pieces go by warps, many by blocks: both must be reached."""
     case = DecodeCase(b=2, seqlens=(700, 130), h_q=2)
-    assert "mla_decode_combine" in _run(case, HOPPER[0], 12, ("early", 0))
+    assert "mla_attention_combine" in _run(case, HOPPER[0], 12, ("early", 0))
 
 
 @pytest.mark.parametrize("kernel", HOPPER)

@@ -24,7 +24,7 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 SEESAW, SMALL, RECORDS = "decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_records"
-GENERIC, GENERIC_RECORDS = "decode_generic", "decode_generic_records"
+GENERIC, GENERIC_RECORDS = "attention_generic", "decode_generic_records"
 
 
 def tree_masks(case: DecodeCase) -> Array:

@@ -23,8 +23,8 @@ from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
-GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_scores_sm90"
-LISTS = "indexer_loss_list_scores_sm90"
+GENERIC, HOPPER = "indexer_loss_generic_scores", "indexer_loss_sm90_scores"
+LISTS = "indexer_loss_sm90_list_scores"
 RANKS = 3
 CASE = LossCase(s_q=4, s_kv=7, h=5, d=11, lse=True, sequences=((3, 5), (1, 1)))
 SPARSE = SparseLossCase(s_q=4, h=5, d=11, lengths=True, lse=True)
@@ -94,7 +94,7 @@ def check_ranks(case: LossCase, kernel: str, error: float, mode: tuple[str, int]
         given = of_one_rank(inputs, RANKS, 2)
         got = mla_cupy.indexer_warmup_loss(**given, head_sums=sum(made), kernel=kernel, buffer_bytes=1 << 11)
     assert f"mla_{kernel}" in target.launched
-    assert "mla_indexer_loss_attention_generic" not in target.launched
+    assert "mla_indexer_loss_generic_attention" not in target.launched
     check_loss(got, reference.indexer_warmup_loss(**inputs), error)
 
 
@@ -128,7 +128,7 @@ def check_sparse(case: SparseLossCase, kernel: str, error: float, mode: tuple[st
         sums = summed(inputs, **options)
         got = mla_cupy.indexer_sparse_loss(**of_one_rank(inputs, RANKS, 0), head_sums=sums, **options)
     assert f"mla_{kernel}" in target.launched
-    assert ("mla_indexer_loss_attention_generic" in target.launched) == (not case.lse and kernel == GENERIC)
+    assert ("mla_indexer_loss_generic_attention" in target.launched) == (not case.lse and kernel == GENERIC)
     exact = sum(reference.indexer_head_sums(**x) for x in shares(inputs, RANKS))
     np.testing.assert_allclose(sums, exact, rtol=0, atol=error)
     assert (sums[exact == 0] == 0).all(), "zeros are exact after the last of a list"
@@ -143,7 +143,7 @@ def test_sparse_on_hopper() -> None:
     check_sparse(LONG_LISTS, LISTS, TENSOR_CORE_ERROR, ("random", 1))
 
 
-HEAD_SUMS, ROWS = "indexer/loss_head_sums.cu", "indexer/loss_rows.cu"
+HEAD_SUMS, ROWS = "indexer/loss/head_sums.cu", "indexer/loss/rows.cu"
 MUTANTS = [
     Mutant("what a token does not see is not cleared", HEAD_SUMS, "seen ? ", "true ? "),
     Mutant(

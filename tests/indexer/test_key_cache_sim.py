@@ -21,7 +21,7 @@ def same(x: object) -> object:
 def test_equals_the_oracle(case: KeyCase) -> None:
     with simulated(2) as target:
         check(case, same, np.asarray)
-        assert target.launched == ["mla_indexer_prepare", "mla_indexer_gather_keys"]
+        assert target.launched == ["mla_indexer_prepare_quantize", "mla_indexer_prepare_gather_keys"]
 
 
 def test_without_instructions_for_e4m3() -> None:
@@ -58,7 +58,7 @@ def test_nothing_to_do_is_no_launch() -> None:
         assert not scales.any()
 
 
-PREPARE, GATHER = "indexer/prepare.cu", "indexer/gather_keys.cu"
+PREPARE, GATHER = "indexer/prepare/quantize.cu", "indexer/prepare/gather_keys.cu"
 MUTANTS = [
     Mutant("slots are not checked", PREPARE, "slot >= (i64)p.num_pages * p.page_size", "false"),
     Mutant("scales of a neighbour", PREPARE, "p.page_size * kHeadDim) + at}", "p.page_size * kHeadDim) + (at ^ 1)}"),

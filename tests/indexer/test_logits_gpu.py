@@ -9,8 +9,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
-from mla_cupy.kernels.indexer.logits_problem import CODES, LogitsProblem
+from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
 from mla_cupy.runtime import device
 from tests.support.gpu import upload

@@ -11,9 +11,9 @@ from tests.support.indexer_cases import LogitsCase, PagedCase, as_codes, check_l
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
-PREFILL, PAGED = "indexer/logits_sm90.cu", "indexer/logits_sm90_paged.cu"
-SHARED, RANGES = "indexer/sm90_logits.cuh", "indexer/key_ranges.cuh"
-SUMS = "indexer/sm90_head_sums.cuh"
+PREFILL, PAGED = "indexer/logits/sm90.cu", "indexer/logits/sm90_paged.cu"
+SHARED, RANGES = "indexer/logits/sm90.cuh", "indexer/key_ranges.cuh"
+SUMS = "indexer/logits/sm90_head_sums.cuh"
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 #: Two blocks of tokens; more tiles than the ring has stages.
 CASE = LogitsCase(s_q=9, s_kv=700, h=4, ranges="none")

@@ -14,8 +14,8 @@ import pytest
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.errors import ArgumentError
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED, logits_pipeline
-from mla_cupy.kernels.indexer.logits_problem import LogitsProblem
+from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED, pipeline
+from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
 from tests.support.indexer_cases import (
     IN_FLOAT16,
@@ -277,7 +277,7 @@ def launched(case: LogitsCase | PagedCase, sm_count: int, **options: Any) -> lis
 
 def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to one tile, where the queries of a block count as one, too; and its blocks are all computed."""
-    monkeypatch.setattr(logits_pipeline, "scheduled", always)
+    monkeypatch.setattr(pipeline, "scheduled", always)
     splits, inputs = 3, logits_inputs(MANY_BLOCKS)
     workspace = np.zeros(256, np.uint8)
     assert launched(MANY_BLOCKS, splits, workspace=workspace) == [SCHEDULE, HOPPER]
@@ -293,7 +293,7 @@ def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a warp has lanes, empty ones among them: with a schedule, and without."""
     if schedule:
-        monkeypatch.setattr(logits_pipeline, "scheduled", always)
+        monkeypatch.setattr(pipeline, "scheduled", always)
     lengths = tuple(int(n) for n in np.random.default_rng(5).choice([0, 1, 64, 65, 130], 70))
     assert launched(PagedCase(b=70, h=2, seqlens=lengths), 3) == [SCHEDULE] * schedule + [PAGED_HOPPER]
 

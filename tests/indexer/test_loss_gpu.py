@@ -9,8 +9,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.kernels.indexer import LOSS
-from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.indexer.loss import LOSS
+from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.kernels import by_name

@@ -9,15 +9,15 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.kernels.indexer import loss_queries_sm90
+from mla_cupy.kernels.indexer.loss import sm90_queries
 from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
-RANGES, ROWS, KEYS = "indexer/loss_ranges.cu", "indexer/loss_rows.cu", "indexer/loss_keys_generic.cu"
-SCORES, QUERIES = "indexer/loss_scores_generic.cu", "indexer/loss_queries_generic.cu"
+RANGES, ROWS, KEYS = "indexer/loss/ranges.cu", "indexer/loss/rows.cu", "indexer/loss/generic_keys.cu"
+SCORES, QUERIES = "indexer/loss/generic_scores.cu", "indexer/loss/generic_queries.cu"
 CASE = LossCase(s_q=4, s_kv=6, h=2, lse=True, sequences=((2, 3), (2, 3)))
-PARAMS = "indexer/loss_params.cuh"
+PARAMS = "indexer/loss/params.cuh"
 BF16 = LossCase(s_q=2, s_kv=5, weights="bfloat16")
 PER_HEAD = LossCase(s_q=2, s_kv=5, h=2, h_i=2, target="per_head", spread=20)
 
@@ -35,13 +35,13 @@ MUTANTS = [
     (Mutant("all heads share a row", PARAMS, "p.per_head ? head : 0", "0"), PER_HEAD),
 ]  # fmt: skip
 
-SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss_{name}_sm90.cu" for name in ("scores", "queries", "keys"))
+SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss/sm90_{name}.cu" for name in ("scores", "queries", "keys"))
 TILES = LossCase(s_q=12, s_kv=140, h=7, h_i=5, d=128, d_i=64, lse=True, sequences=((6, 100), (6, 38)))
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 M_COLUMNS = "gradients[2 * step + i / 2]"
 FREE = "    steps.wait_empty(s.q_empty);\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
-LSE_SM90, LSE_SUMS = "indexer/loss_lse_sm90.cu", "indexer/sm90_loss_lse.cuh"
+LSE_SM90, LSE_SUMS = "indexer/loss/sm90_lse.cu", "indexer/loss/sm90_lse.cuh"
 LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=136, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
 LSE_FREE = "            pieces.wait_empty(s.k_empty);\n"
 LSE_MUTANTS = [
@@ -67,11 +67,11 @@ HOPPER_MUTANTS = [
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
     Mutant("inactive heads have a part", QUERIES_SM90, "low > 0.f ?", "true ?"),
     Mutant("edges of tiles are not cleared", ROWS, "    clear_edges(p, row);\n", ""),
-    Mutant("keys are copied as they are", "indexer/loss_finite_keys.cu", "finite ? x : (u16)0", "x"),
+    Mutant("keys are copied as they are", "indexer/loss/finite_keys.cu", "finite ? x : (u16)0", "x"),
     Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
     Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
 ]  # fmt: skip
-SEEN_TOKENS = "indexer/sm90_loss_keys.cuh"
+SEEN_TOKENS = "indexer/loss/sm90_keys.cuh"
 SPLIT_MUTANTS = [
     Mutant("a split forgets tokens", KEYS_SM90, "min(begin + size, all.end)", "min(begin + size - 1, all.end)"),
     Mutant("splits overlap", KEYS_SM90, "all.begin + split * size", "all.begin + split * (size - 1)"),
@@ -79,7 +79,7 @@ SPLIT_MUTANTS = [
     Mutant("warps keep what they have seen", SEEN_TOKENS, "min(tokens.begin, of_warp.begin)", "tokens.begin"),
     Mutant("sums without a token are not cleared", KEYS_SM90, "if (p.first_chunk || share", "if (share"),
     Mutant("sums of earlier chunks are forgotten", KEYS_SM90, "before = p.first_chunk ?", "before = true ?"),
-    Mutant("a split is left out", "indexer/loss_keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
+    Mutant("a split is left out", "indexer/loss/keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
 ]
 PAIRS = LossCase(s_q=23, s_kv=140, h=1, h_i=5, d=64, d_i=64, lse=True, sequences=((6, 100), (17, 38)))
 PAIR_FREE = "    pairs.wait_empty(s.q_empty);\n"
@@ -90,8 +90,8 @@ PAIR_MUTANTS = [
     Mutant("a block leaves pairs out", QUERIES_SM90, "at -= gridDim.x", "at -= gridDim.x + 1"),
     Mutant("gradients of the same tile", QUERIES_SM90, "row + (tile + 1) * kTileKeys", "row + tile * kTileKeys"),
 ]
-HEADS, HEAD_QUERIES, HEAD_KEYS = (f"indexer/loss_{name}_sm90.cu" for name in ("heads", "head_queries", "head_keys"))
-ROW_TILES = "indexer/sm90_loss_rows.cuh"
+HEADS, HEAD_QUERIES, HEAD_KEYS = (f"indexer/loss/sm90_{name}.cu" for name in ("heads", "head_queries", "head_keys"))
+ROW_TILES = "indexer/loss/sm90_rows.cuh"
 HEAD_TILES = LossCase(
     s_q=70, s_kv=270, h=4, h_i=4, d=72, d_i=64, d_v=24, spread=2, target="per_head", sequences=((30, 230), (38, 38))
 )
@@ -110,7 +110,7 @@ HEAD_MUTANTS = [
     Mutant("the score's maximum is not in the sum", HEADS, "divergence = fmaf(target, more, divergence);", ""),
     Mutant("the lanes of a quad are not merged", HEADS, "quad_sum(row.divergence)", "row.divergence"),
     Mutant("values are released before they are read", HEADS, ADD_VALUES + FREE_VALUES, FREE_VALUES + ADD_VALUES),
-    Mutant("values are copied as they are", "indexer/loss_finite_values.cu", ZEROED, "false"),
+    Mutant("values are copied as they are", "indexer/loss/finite_values.cu", ZEROED, "false"),
     Mutant("a unit is filled that is in use", ROW_TILES, UNIT_FREE, ""),
     Mutant("inactive heads have a part", HEAD_QUERIES, "a > 0.f ? score - target : 0.f", "score - target"),
     Mutant("rows have no factor", HEAD_QUERIES, "there && live ? row_weight(p, token)", "there && live ? 1.f"),
@@ -126,14 +126,14 @@ def run(case: LossCase) -> None:
     inputs = loss_inputs(case)
     with simulated(1):
         got = mla_cupy.indexer_warmup_loss(
-            **inputs, **case.options, kernel="indexer_loss_scores_generic", buffer_bytes=2 * 8 * 128
+            **inputs, **case.options, kernel="indexer_loss_generic_scores", buffer_bytes=2 * 8 * 128
         )
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
 
 
 def run_hopper(mode: tuple[str, int], case: LossCase = TILES, gradients: bool = True, **options: int) -> None:
     inputs = loss_inputs(case)
-    kernel = "indexer_loss_heads_sm90" if case.target == "per_head" else "indexer_loss_scores_sm90"
+    kernel = "indexer_loss_sm90_heads" if case.target == "per_head" else "indexer_loss_sm90_scores"
     with simulated(1, (9, 0), *mode):
         got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=kernel, gradients=gradients, **options)
     exact = reference.indexer_warmup_loss(**inputs, **case.options, gradients=gradients)
@@ -148,7 +148,7 @@ def run_splits(mode: tuple[str, int]) -> None:
 
 def run_pairs(mode: tuple[str, int]) -> None:
     """Several to a block."""
-    with mock.patch.object(loss_queries_sm90, "MAX_BLOCKS", 3):
+    with mock.patch.object(sm90_queries, "MAX_BLOCKS", 3):
         run_hopper(mode, PAIRS)
 
 

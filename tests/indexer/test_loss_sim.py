@@ -10,13 +10,13 @@ import pytest
 
 import mla_cupy
 from mla_cupy import UnsupportedDeviceError, reference
-from mla_cupy.kernels.indexer import LOSS, loss_queries_sm90
-from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.indexer.loss import LOSS, sm90_queries
+from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.sim_driver import fake_gpu, simulated
 
-GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_scores_sm90"
-HEADS = "indexer_loss_heads_sm90"
+GENERIC, HOPPER = "indexer_loss_generic_scores", "indexer_loss_sm90_scores"
+HEADS = "indexer_loss_sm90_heads"
 CASES = [
     LossCase(),
     LossCase(s_q=4, s_kv=7, causal=False, lse=True, d_v=20, row_weights=False),
@@ -89,8 +89,8 @@ def hopper_kernels(case: LossCase) -> tuple[str, set[str]]:
     if case.target == "per_head":
         return HEADS, set()
     if case.d_v:
-        return HOPPER, {f"mla_{HEADS}" if max(case.d, case.d_v) <= 128 else "mla_indexer_loss_attention_generic"}
-    return HOPPER, set() if case.lse else {"mla_indexer_loss_lse_sm90"}
+        return HOPPER, {f"mla_{HEADS}" if max(case.d, case.d_v) <= 128 else "mla_indexer_loss_generic_attention"}
+    return HOPPER, set() if case.lse else {"mla_indexer_loss_sm90_lse"}
 
 
 def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[Any, ...]:
@@ -98,7 +98,7 @@ def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[A
     main, attention = hopper_kernels(case)
     with simulated(2, (9, 0), *mode) as target:
         got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=main, **options)
-    makers = {f"mla_{HEADS}", "mla_indexer_loss_attention_generic", "mla_indexer_loss_lse_sm90"}
+    makers = {f"mla_{HEADS}", "mla_indexer_loss_generic_attention", "mla_indexer_loss_sm90_lse"}
     assert f"mla_{main}" in target.launched
     assert makers & set(target.launched) == attention | ({f"mla_{main}"} & makers)
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options), TENSOR_CORE_ERROR)
@@ -164,7 +164,7 @@ def test_splits_divide_the_tokens_that_see_a_tile() -> None:
 
 def test_a_block_takes_several_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than it has stages for queries."""
-    monkeypatch.setattr(loss_queries_sm90, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(sm90_queries, "MAX_BLOCKS", 2)
     run_hopper(
         LossCase(s_q=15, s_kv=12, h=1, h_i=3, d=64, d_i=32, lse=True, sequences=((4, 2), (0, 3), (9, 6))), MODES[1]
     )

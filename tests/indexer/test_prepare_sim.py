@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.kernels.indexer import prepare
+from mla_cupy.kernels.indexer.prepare import quantize
 from tests.indexer.prepare_cases import Array, arrays, expected
 from tests.support.calls import assert_same
 from tests.support.mutants import CAUGHT, Mutant, Plant
@@ -27,13 +27,13 @@ FLAGS = [
 @pytest.fixture(autouse=True)
 def _groups_take_vectors_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there are many. `test_one_vector_of_a_group`, and the tests of the cache, are about few."""
-    monkeypatch.setattr(prepare, "MANY_VECTORS", 1)
+    monkeypatch.setattr(quantize, "MANY_VECTORS", 1)
 
 
 def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **options: Any) -> None:
     with simulated(2, cc) as target:
         got = getattr(mla_cupy, f"indexer_{name}")(**inputs, **options)
-        assert target.launched == ["mla_indexer_prepare"]
+        assert target.launched == ["mla_indexer_prepare_quantize"]
     for x, wanted in zip(got, expected(name, inputs, **options), strict=True):
         assert_same(x, wanted)
 
@@ -61,7 +61,7 @@ def test_queries_for_float16(d: int, scales: str) -> None:
 @pytest.mark.parametrize("name", ["prepare_q", "prepare_k"])
 def test_one_vector_of_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert prepare.group_vectors(prepare.MANY_VECTORS - 1) == 1
+    assert quantize.group_vectors(quantize.MANY_VECTORS - 1) == 1
     check(name, arrays(name, 128, tokens=19))
 
 
@@ -101,7 +101,7 @@ def check_with_and_without_transform(inputs: dict[str, Array]) -> None:
 
 
 def mutant(name: str, old: str, new: str) -> Mutant:
-    return Mutant(name, "indexer/prepare.cu", old, new)
+    return Mutant(name, "indexer/prepare/quantize.cu", old, new)
 
 
 LEVELS = "for (i32 step = 1; step < kLanes; step *= 2) "

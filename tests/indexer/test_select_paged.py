@@ -69,7 +69,7 @@ def test_simulated(slots: bool) -> None:
     given = inputs()
     with simulated(2, (8, 0)) as target:
         got = mla_cupy.indexer_select_paged(**given, topk=5, slots=slots, buffer_bytes=2 * 2 * 4 * 16)
-        assert target.launched == ["mla_indexer_logits_generic", "mla_indexer_topk"] * 2
+        assert target.launched == ["mla_indexer_logits_generic", "mla_indexer_topk_select"] * 2
     for x, wanted in zip(got, expected(given, 5, slots), strict=True):
         np.testing.assert_array_equal(x, wanted)
 

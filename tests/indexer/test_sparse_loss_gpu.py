@@ -10,8 +10,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.kernels.indexer import SPARSE_LOSS
-from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
+from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.kernels import by_name

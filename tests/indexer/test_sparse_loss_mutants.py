@@ -12,8 +12,8 @@ from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
-SCATTER, BOUNDS = "indexer/loss_scatter_generic.cu", "indexer/loss_bounds.cu"
-PARAMS, RANGES = "indexer/loss_params.cuh", "indexer/loss_ranges.cu"
+SCATTER, BOUNDS = "indexer/loss/generic_scatter.cu", "indexer/loss/bounds.cu"
+PARAMS, RANGES = "indexer/loss/params.cuh", "indexer/loss/ranges.cu"
 CASE = SparseLossCase(s_q=4, topk=5)
 
 MUTANTS = [
@@ -23,8 +23,8 @@ MUTANTS = [
     Mutant("lists are as long as all keys", RANGES, "KeyRange{0, p.counts[token]}", "KeyRange{0, p.s_kv}"),
     Mutant("all numbers in one bin", SCATTER, "bins.index(fabsf(value))", "0"),
 ]  # fmt: skip
-LIST_SCORES, LIST_GRADIENTS = (f"indexer/loss_list_{name}_sm90.cu" for name in ("scores", "gradients"))
-LISTS, LIST_LSE, LSE_SUMS = "indexer/sm90_loss_lists.cuh", "indexer/loss_list_lse_sm90.cu", "indexer/sm90_loss_lse.cuh"
+LIST_SCORES, LIST_GRADIENTS = (f"indexer/loss/sm90_list_{name}.cu" for name in ("scores", "gradients"))
+LISTS, LIST_LSE, LSE_SUMS = "indexer/loss/sm90_lists.cuh", "indexer/loss/sm90_list_lse.cu", "indexer/loss/sm90_lse.cuh"
 #: More pieces and tiles than stages, lists that end within a tile's half, and both kinds of queries in one place.
 HOPPER_CASE = SparseLossCase(s_q=3, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
 #: The same, of both warpgroups.

@@ -11,8 +11,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, UnsupportedDeviceError, reference
-from mla_cupy.kernels.indexer import SPARSE_LOSS
-from mla_cupy.kernels.indexer.loss_problem import LossProblem
+from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
+from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.simulation import fake_gpu
 from tests.support.loss_cases import TENSOR_CORE_ERROR
 from tests.support.sim_driver import simulated
@@ -27,7 +27,7 @@ CASES = [
     SparseLossCase(s_q=1, s_kv=1, topk=1, h=1, h_i=1, d=1),
 ]
 FIRST = CASES[0]
-GENERIC, HOPPER = "indexer_loss_scores_generic", "indexer_loss_list_scores_sm90"
+GENERIC, HOPPER = "indexer_loss_generic_scores", "indexer_loss_sm90_list_scores"
 #: (mode of completion, seed)
 MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
 HOPPER_CASES = [
@@ -53,9 +53,9 @@ def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> t
     with simulated(2, (9, 0), *mode) as target:
         got = mla_cupy.indexer_sparse_loss(**inputs, causal=case.causal, kernel=HOPPER, **options)
     launched = set(target.launched)
-    assert {f"mla_{HOPPER}", "mla_indexer_loss_list_gradients_sm90"} <= launched
-    assert ("mla_indexer_loss_list_lse_sm90" in launched) == (not case.lse)
-    assert "mla_indexer_loss_attention_generic" not in launched
+    assert {f"mla_{HOPPER}", "mla_indexer_loss_sm90_list_gradients"} <= launched
+    assert ("mla_indexer_loss_sm90_list_lse" in launched) == (not case.lse)
+    assert "mla_indexer_loss_generic_attention" not in launched
     check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal), TENSOR_CORE_ERROR)
     return got
 
@@ -160,7 +160,7 @@ def test_all_keys_selected_is_the_warmup_loss() -> None:
     got = run(case, inputs)
     del inputs["indices"]
     with simulated(2):
-        wanted = mla_cupy.indexer_warmup_loss(**inputs, causal=False, kernel="indexer_loss_scores_generic")
+        wanted = mla_cupy.indexer_warmup_loss(**inputs, causal=False, kernel="indexer_loss_generic_scores")
     for x, y in zip(got[:4], wanted[:4], strict=True):
         np.testing.assert_array_equal(x, y)
 

@@ -12,7 +12,7 @@ from tests.indexer.topk_cases import Array, assert_selected, expected, hard_rows
 from tests.support.gpu import upload
 
 pytestmark = pytest.mark.gpu
-KERNELS = ("indexer_topk", "indexer_topk_cluster")
+KERNELS = ("indexer_topk_select", "indexer_topk_select_cluster")
 
 
 def select(logits: Array, **options: Any) -> Any:
@@ -47,7 +47,7 @@ def test_causal_ranges(gpu: object, rows: int) -> None:
 
 def test_long_rows_of_one_block(gpu: object) -> None:
     logits = hard_rows(131_072)[:4]
-    assert_selected(select(logits, k=2048, kernel="indexer_topk"), expected(logits, k=2048))
+    assert_selected(select(logits, k=2048, kernel="indexer_topk_select"), expected(logits, k=2048))
 
 
 def test_repeats_and_kernels_agree_bit_by_bit(hopper: object) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, ShapeError
-from mla_cupy.kernels.indexer import topk
-from mla_cupy.kernels.indexer.problem import TopkProblem
+from mla_cupy.kernels.indexer.topk import select
+from mla_cupy.kernels.indexer.topk.problem import TopkProblem
 from tests.support.recorder import Recorder, address, elements
 
 
@@ -52,8 +52,8 @@ def test_blocks(recorder: Recorder, shape: tuple[int, int], blocks: int) -> None
 @pytest.mark.parametrize(("width", "threads"), [(1, 512), (16384, 512), (16385, 1024), (32768, 1024), (99999, 1024)])
 def test_short_rows_take_smaller_blocks(width: int, threads: int) -> None:
     """The fewest threads whose registers hold the row."""
-    chosen = topk.variant(topk.KERNEL, TopkProblem(500, width, 1))
-    assert chosen == topk.TopkVariant(1, threads)
+    chosen = select.variant(select.KERNEL, TopkProblem(500, width, 1))
+    assert chosen == select.TopkVariant(1, threads)
 
 
 def test_values_are_optional(recorder: Recorder) -> None:

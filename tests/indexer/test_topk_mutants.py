@@ -15,7 +15,9 @@ from tests.support.mutants import CAUGHT, Mutant, Plant
 
 def mutant(kernel: str, name: str, old: str, new: str, quick: bool = False) -> object:
     marks = () if quick else (pytest.mark.slow,)
-    return pytest.param(kernel, Mutant(name, "indexer/topk.cu", old, new), id=name.replace(" ", "_"), marks=marks)
+    return pytest.param(
+        kernel, Mutant(name, "indexer/topk/select.cu", old, new), id=name.replace(" ", "_"), marks=marks
+    )
 
 
 MUTANTS = [
@@ -55,7 +57,7 @@ MUTANTS = [
     mutant(CLUSTER, "every block takes the ties", "before.equal = found.equal_before;", "before.equal = 0;"),
     mutant(BLOCK, "bins are not emptied", "        bin = 0;\n", ""),
 ]
-ENDS = Mutant("every row sees the last key", "indexer/topk.cu", "- rows_after;", ";")
+ENDS = Mutant("every row sees the last key", "indexer/topk/select.cu", "- rows_after;", ";")
 
 
 @pytest.mark.slow
@@ -67,8 +69,10 @@ def test_ends_of_sequences_are_caught(plant: Plant) -> None:
 
 
 SORT = [
-    Mutant("warps do not wait", "indexer/topk.cu", "x[1]);\n    }\n    __syncthreads();", "x[1]);\n    }"),
-    Mutant("ties in any order", "indexer/topk.cu", "sorted.places[n] = (u16)n;", "sorted.places[n] = (u16)(n ^ 1);"),
+    Mutant("warps do not wait", "indexer/topk/select.cu", "x[1]);\n    }\n    __syncthreads();", "x[1]);\n    }"),
+    Mutant(
+        "ties in any order", "indexer/topk/select.cu", "sorted.places[n] = (u16)n;", "sorted.places[n] = (u16)(n ^ 1);"
+    ),
 ]
 
 
@@ -81,7 +85,7 @@ def test_a_wrong_order_is_caught(planted_bug: Mutant, plant: Plant) -> None:
         assert_selected(select(BLOCK, logits, k=300, order="value"), expected(logits, k=300, order="value"))
 
 
-KEPT = Mutant("keys past the range are kept", "indexer/topk.cu", "s < row.last && row.keeps(s)", "row.keeps(s)")
+KEPT = Mutant("keys past the range are kept", "indexer/topk/select.cu", "s < row.last && row.keeps(s)", "row.keeps(s)")
 
 
 @pytest.mark.slow

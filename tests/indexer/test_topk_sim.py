@@ -10,14 +10,14 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ShapeError
-from mla_cupy.kernels.indexer import TOPK
-from mla_cupy.kernels.indexer.problem import TopkProblem
+from mla_cupy.kernels.indexer.topk import TOPK
+from mla_cupy.kernels.indexer.topk.problem import TopkProblem
 from mla_cupy.simulation import fake_gpu
 from tests.indexer.topk_cases import assert_selected, expected, hard_rows
 from tests.support.sim_driver import simulated
 
 Array = np.ndarray[Any, Any]
-BLOCK, CLUSTER = "indexer_topk", "indexer_topk_cluster"
+BLOCK, CLUSTER = "indexer_topk_select", "indexer_topk_select_cluster"
 #: Widths that the kernels are chosen for, and a GPU that has them.
 WIDTHS = {BLOCK: 1500, CLUSTER: 4100}
 PLACES = {BLOCK: (8, 0), CLUSTER: (9, 0)}
@@ -26,7 +26,7 @@ PLACES = {BLOCK: (8, 0), CLUSTER: (9, 0)}
 def select(kernel: str, logits: Array, **options: Any) -> Any:
     with simulated(4, PLACES[kernel]) as target:
         got = mla_cupy.indexer_topk(logits, **options)
-        assert target.launched == ["mla_indexer_topk"]
+        assert target.launched == ["mla_indexer_topk_select"]
     return got
 
 

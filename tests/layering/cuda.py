@@ -11,7 +11,7 @@ from mla_cupy.selftest import catalog
 
 #: From the bottom up: a header may include headers of its own folder and of those before it.
 HEADERS = ("common", "ptx", "tile", "attention")
-#: One folder per family of operations, and the probes': kernels, and headers that only they include.
+#: The folders with kernels: one per family of operations, the probes', and `attention`, whose kernels families share.
 FAMILIES = tuple(
     dict.fromkeys(kernel.source.partition("/")[0] for kernel in (*KERNELS.values(), *catalog.KERNELS.values()))
 )
@@ -62,7 +62,7 @@ def namespaces(name: str) -> list[str]:
 
 
 def _of_any(name: str, text: str, files: set[str]) -> Iterator[str]:
-    folder = name.partition("/")[0]
+    folder, inner = name.partition("/")[0], name.rpartition("/")[0]
     for included in includes(text):
         other = included.partition("/")[0]
         if included not in files:
@@ -71,8 +71,8 @@ def _of_any(name: str, text: str, files: set[str]) -> Iterator[str]:
             yield f"includes {included}, which is not a header"
         elif folder in HEADERS and (other not in HEADERS or HEADERS.index(other) > HEADERS.index(folder)):
             yield f"includes {included}, from a layer above"
-        elif folder in FAMILIES and other in FAMILIES and folder != other:
-            yield f"includes {included}, which is private to {other}"
+        elif other not in HEADERS and not f"{inner}/".startswith(f"{(home := included.rpartition('/')[0])}/"):
+            yield f"includes {included}, which is private to {home}"
     if _ASM.search(text) and folder != "ptx":
         yield "asm outside ptx/"
     if any(space not in namespaces(name) for space in _NAMESPACE.findall(text)):

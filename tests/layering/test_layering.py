@@ -42,9 +42,10 @@ def test_frameworks_are_optional(folder: str) -> None:
 def test_names_of_kernels() -> None:
     """A kernel's name is the path of its host side, and of its source but where two are builds of one source."""
     for name, kernel in KERNELS.items():
-        family = kernel.source.partition("/")[0]
-        assert name.startswith(f"{family}_")
-        assert (REPOSITORY / "mla_cupy" / "kernels" / family / f"{name.removeprefix(family + '_')}.py").is_file()
+        folder = kernel.source.rpartition("/")[0]
+        prefix = folder.replace("/", "_") + "_"
+        assert name.startswith(prefix)
+        assert (REPOSITORY / "mla_cupy" / "kernels" / folder / f"{name.removeprefix(prefix)}.py").is_file()
         assert name.startswith(kernel.entry.removeprefix("mla_"))
     sources_of = {kernel.source for kernel in KERNELS.values()}
     assert {source.removesuffix(".cu").replace("/", "_") for source in sources_of} <= set(KERNELS)

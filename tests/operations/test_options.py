@@ -18,7 +18,18 @@ from tests.support.operations import each, function_of, good_call, output_names
 #: For flags; 0 and 1, and NumPy's truth values, are fine.
 NO_FLAGS = ("True", "False", "", 2, -1, 0.0, None, [], [True], np.ones(2), np.array([True]), object())
 NO_NUMBERS = ("0.5", True, [], [1.0], np.ones(2), np.array([1.0]), 1j, object(), float)
-NO_KERNELS = ("fastest", "", 3, True, [], ["decode_generic"], {}, np.zeros(3), np.array("decode_generic"), object())
+NO_KERNELS = (
+    "fastest",
+    "",
+    3,
+    True,
+    [],
+    ["attention_generic"],
+    {},
+    np.zeros(3),
+    np.array("attention_generic"),
+    object(),
+)
 NO_DTYPES = ("float", "fp32", "", 3, True, [], ["float32"], {}, np.zeros(3, np.float32), object(), Ellipsis)
 NO_BASES = ("10", "E", "", 2, 2.718281828, None, [], ["e"], np.array("e"), np.zeros(2), object())
 NO_COUNTS = ("3", "", 1.0, -1, 2**31, None, [], True, 1j, np.ones(2), object(), int)

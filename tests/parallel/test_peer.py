@@ -88,12 +88,12 @@ def test_split_requests_are_merged_on_the_way(gpu_alone: SimDriver, partial_dtyp
     plan.update(shard[3])
     context = ContextParallel(transport(max_d=512), partial_dtype=partial_dtype)
     out, lse = context.decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
-    assert gpu_alone.launched == ["mla_decode_schedule", "mla_decode_sm90_small", "mla_merge_exchange"]
+    assert gpu_alone.launched == ["mla_attention_schedule", "mla_decode_sm90_small", "mla_merge_exchange"]
     expected, expected_lse = batch.expected(rounding="bfloat16")
     np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.02)
     np.testing.assert_allclose(lse, expected_lse / np.log(2), rtol=1e-3, atol=1e-3)
     plain = mla_cupy.mla_decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
-    assert gpu_alone.launched[-1] == "mla_decode_combine"
+    assert gpu_alone.launched[-1] == "mla_attention_combine"
     for found, wanted in zip((out, lse), plain, strict=True):
         exact = partial_dtype == "float32"
         np.testing.assert_allclose(found, wanted, rtol=1e-5 if exact else 2**-7, atol=1e-6 if exact else 1e-3)
@@ -139,7 +139,7 @@ def test_partial_results_of_16_bits(gpu_alone: SimDriver) -> None:
     for rank in range(2):
         context = ContextParallel(OneOfTwo(rank), partial_dtype="bfloat16")
         parts.append(context.decode(*batch.shard(2, rank), kernel="decode_sm90_small"))
-    assert gpu_alone.launched == 2 * ["mla_decode_schedule", "mla_decode_sm90_small", "mla_decode_combine"]
+    assert gpu_alone.launched == 2 * ["mla_attention_schedule", "mla_decode_sm90_small", "mla_attention_combine"]
     out, lse = reference.merge_states(*(np.stack(part) for part in zip(*parts, strict=True)))
     check((out.astype(parts[0][0].dtype), lse), batch.expected(), batch.expected(rounding="bfloat16"), batch.dtype)
 

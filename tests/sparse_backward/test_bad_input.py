@@ -106,7 +106,7 @@ def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.Monk
 
 def test_the_same_call_is_launched_when_good(recorder: Recorder) -> None:
     mla_cupy.sparse_mla_backward(**good_call(), check=True)
-    assert recorder.entries[0] == "sparse_rows"
+    assert recorder.entries[0] == "attention_row_lists"
     assert recorder.entries[-1] == "sparse_backward_sink"
 
 

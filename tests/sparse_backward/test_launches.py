@@ -12,7 +12,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.sparse import rows
+from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, sm90
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -54,7 +54,7 @@ def test_the_order_of_the_kernels(recorder: Recorder, kernel: str) -> None:
     recorder.gpu = gpu_of(kernel)
     backward(make(SparseCase(h_q=100)), kernel=kernel)
     delta = [] if BACKWARD_KERNELS[kernel].makes_delta else ["sparse_backward_delta"]
-    assert recorder.entries == ["sparse_rows", *delta, name_of(kernel), "sparse_backward_dkv"]
+    assert recorder.entries == ["attention_row_lists", *delta, name_of(kernel), "sparse_backward_dkv"]
     assert records(recorder, "sparse_backward_dkv")[0]["order"] == BACKWARD_KERNELS[kernel].dkv_order
 
 
@@ -69,14 +69,14 @@ def test_the_order_of_the_kernels_of_a_deterministic_call(recorder: Recorder, ke
         return
     backward(make(case), kernel=kernel, deterministic=True)
     before = [
-        "sparse_rows",
+        "attention_row_lists",
         "sparse_backward_delta",
-        "sparse_backward_norms",
-        "sparse_backward_bounds",
-        "sparse_backward_bins",
+        "exact_sums_norms",
+        "exact_sums_bounds",
+        "exact_sums_bins",
     ]
     assert recorder.entries == [*before, name_of(kernel), "sparse_backward_dkv", "sparse_backward_sink"]
-    (bins,), (main,) = records(recorder, "sparse_backward_bins"), records(recorder, name_of(kernel))
+    (bins,), (main,) = records(recorder, "exact_sums_bins"), records(recorder, name_of(kernel))
     assert bins["extractors"] == main["extractors"]
     assert bins["additions"] == math.ceil(100 / BACKWARD_KERNELS[kernel].heads_per_addition)
     assert [record["num_bins"] for record in records(recorder, "sparse_backward_dkv")] == [6]
@@ -124,7 +124,7 @@ def test_statistics_are_made_of_the_caller_s_arrays(recorder: Recorder, dtype: s
 def test_delta_is_left_to_a_main_kernel_that_can(recorder: Recorder) -> None:
     inputs = make(SparseCase(topk=70))
     backward(inputs, lse_base="2")
-    assert recorder.entries == ["sparse_rows", "sparse_backward_sm90", "sparse_backward_dkv"]
+    assert recorder.entries == ["attention_row_lists", "sparse_backward_sm90", "sparse_backward_dkv"]
     (main,) = records(recorder, "sparse_backward_sm90")
     assert (main["out"], main["lse2"]) == (inputs.out.ctypes.data, inputs.lse.ctypes.data)
     assert main["delta"] != 0
@@ -178,7 +178,7 @@ def test_memory(recorder: Recorder, deterministic: bool) -> None:
     zeroed = space.offsets["selected"]
     assert recorder.memsets == [(base + zeroed, 0, space.nbytes - zeroed, 77)]
     assert {launch.stream for launch in recorder.launches} == {77}
-    (record,) = records(recorder, "sparse_rows")
+    (record,) = records(recorder, "attention_row_lists")
     assert record["selected"] == (base + space.offsets["selected"] if deterministic else 0)
     recorder.allocations.clear()
     backward(
@@ -212,7 +212,7 @@ def test_workspace_is_aligned_and_does_not_overlap(sizes: tuple[int, ...], deter
     space = SPARSE_BACKWARD.workspace(configure(problem, H200))
     per_row = 4 * s_kv if deterministic else 0
     needs = {
-        "rows": 4 * s_q * rows.rows_stride(topk),
+        "rows": 4 * s_q * row_lists.rows_stride(topk),
         "counts": 4 * s_q,
         "lse2": 4 * s_q * h_q,
         "delta": 4 * s_q * h_q,
@@ -237,7 +237,7 @@ def test_lists_are_sorted_once_the_sums_do_not_fit_in_l2() -> None:
 @pytest.mark.parametrize(("s_kv", "ordered"), [(9000, False), (40_000, True)])
 def test_sorted_lists_and_blocks_in_step(recorder: Recorder, s_kv: int, ordered: bool) -> None:
     backward(make(SparseCase(s_q=2, h_q=1, s_kv=s_kv, topk=3)))
-    (lists,), (main,) = records(recorder, "sparse_rows"), records(recorder, recorder.entries[-2])
+    (lists,), (main,) = records(recorder, "attention_row_lists"), records(recorder, recorder.entries[-2])
     assert lists["ordered"] == ordered
     assert (main["progress"] != 0) == ordered
     ((zeroed, _, nbytes, _),) = recorder.memsets

@@ -14,8 +14,8 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.arrays import View
+from mla_cupy.kernels.exact_sums import bins
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Prepared
-from mla_cupy.kernels.sparse_backward import bins
 from mla_cupy.kernels.sparse_backward import dkv as sparse_dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime import sources

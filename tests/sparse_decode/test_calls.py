@@ -82,7 +82,7 @@ BAD = [
     Bad("q in steps", swap("q", lambda x: np.repeat(x, 2, axis=0)[::2]), ShapeError, ("q.strides[0]", "2 times")),
     Bad("out in steps", swap("out", lambda x: np.repeat(x, 2, axis=0)[::2]), ShapeError, ("out.strides[0]", "2 times")),
     Bad("scale", option("scale", 0), ArgumentError, ("scale", "0", "above 0")),
-    Bad("kernel", option("kernel", "decode_generic"), ArgumentError, ("kernel", "sparse_decode_generic")),
+    Bad("kernel", option("kernel", "attention_generic"), ArgumentError, ("kernel", "sparse_decode_generic")),
 ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_refuses(bad: Bad, place: str) -> None:
 def test_launches(recorder: Recorder) -> None:
     """And a repeated call is launched as the first."""
     call = good()
-    names = ["sparse_decode_schedule", "sparse_decode_sm90_small", "decode_combine"]
+    names = ["sparse_decode_schedule", "sparse_decode_sm90_small", "attention_combine"]
     for times in (1, 2):
         mla_cupy.sparse_mla_decode(**call)
         assert recorder.entries == names * times

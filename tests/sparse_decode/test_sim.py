@@ -74,7 +74,7 @@ def test_pieces_may_have_no_token(kernel: str, held: int) -> None:
     call["indices"][..., held:] = -1
     with simulated(case.sm_count) as driver:
         check_call(case, call, lambda x: x, np.asarray, kernel)
-    assert "mla_decode_combine" in driver.launched
+    assert "mla_attention_combine" in driver.launched
 
 
 @pytest.mark.parametrize("kernel", ON_HOPPER)
@@ -84,7 +84,7 @@ def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *sizes: Cuts(3, 2, 1))
     with simulated(case.sm_count) as driver:
         check_call(case, make(case), lambda x: x, np.asarray, kernel)
-    assert driver.launched[-1] == "mla_decode_combine"
+    assert driver.launched[-1] == "mla_attention_combine"
 
 
 def test_even_cuts() -> None:

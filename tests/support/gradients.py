@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.kernels.sparse_backward import bins
+from mla_cupy.kernels.exact_sums import bins
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.kernels.spec import Reason
 from mla_cupy.runtime.device import DeviceInfo

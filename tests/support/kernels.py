@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeProblem
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.pipeline import Pipeline
-from mla_cupy.kernels.sparse import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel
+from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.simulation import fake_gpu
 from tests.support.cases import DecodeCase
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import mla_cupy
-from mla_cupy.kernels.sparse.problem import SparseForwardProblem
+from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.gpu import upload
 from tests.support.kernels import FORWARD_KERNELS

@@ -19,7 +19,7 @@ from .inputs import InputSet, make_outputs
 
 LAYERS = (1, 61)
 """Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
-GENERIC = "decode_generic"  # without tensor cores
+GENERIC = "attention_generic"  # without tensor cores
 #: Kernels among which the size of a batch decides, to be compared with the one that is chosen.
 NAMED = ("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8")
 #: Batch-invariant plans, and the `split_tokens` of each.

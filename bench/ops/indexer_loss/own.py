@@ -14,7 +14,7 @@ from ...core.recorders import Call
 from .cases import LossCase
 from .inputs import LossInputs, LossOutputs
 
-GENERIC = "indexer_loss_scores_generic"  # without tensor cores
+GENERIC = "indexer_loss_generic_scores"  # without tensor cores
 DETERMINISTIC = "deterministic"
 FORWARD = "forward"
 """The figure of the loss alone; per head, with the attention's output."""

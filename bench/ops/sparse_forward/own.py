@@ -14,7 +14,7 @@ from ...core.recorders import Call
 from ..sparse.inputs import SparseInputs, SparseOutputs
 from .cases import SparseForwardCase
 
-GENERIC = "decode_generic"  # without tensor cores
+GENERIC = "attention_generic"  # without tensor cores
 
 
 class SparseForward:

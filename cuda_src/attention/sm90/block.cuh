@@ -1,5 +1,6 @@
 // A thread block of the attention kernels for Hopper: 64 query rows, 64-token tiles of the latent cache,
-// warp-specialised roles. The kernels differ in how tiles arrive (decode/sm90_load.cuh, sparse/sm90_gather_role.cuh).
+// warp-specialised roles. The kernels differ in how tiles arrive (decode/sm90_load.cuh,
+// sparse_forward/sm90_gather_role.cuh).
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/row_block.cuh"

@@ -1,7 +1,7 @@
 // Attention to FP8 records on Hopper for few query rows: warps that dequantise feed warpgroups that multiply.
 //
 // What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
-// (sparse_decode/sm90_small.cu), in listed rows (sparse/forward_sm90_records.cu) or in pages (decode/sm90_records.cu).
+// (sparse_decode/sm90_small.cu), in listed rows (sparse_forward/sm90_records.cu) or in pages (decode/sm90_records.cu).
 // Operands are swapped, see attention/sm90/swapped.cuh; query rows that share keys are called heads.
 //
 // Eight warps load rows, into registers or through shared memory, convert them to 16 bits

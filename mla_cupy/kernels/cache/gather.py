@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.cache.layout import MEMBERS
+from mla_cupy.kernels.attention.record_layout import MEMBERS
 from mla_cupy.kernels.spec import Kernel, Params
 
 ROWS_PER_BLOCK = 8

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.cache import append, copy_pages, gather, layout, update
+from mla_cupy.kernels.attention import record_layout
+from mla_cupy.kernels.cache import append, copy_pages, gather, update
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.spec import PLAIN, Kernel
 from mla_cupy.records import RECORDS, words_before_changes
@@ -91,14 +92,14 @@ class AppendPipeline(CachePipeline):
         latent, cache, cos = call.view("latent"), call.view("cache"), call.views["cos"]
         n, (num_pages, page_size, _) = latent.shape[0], cache.shape
         names = ("latent", "rope", "cache", "slots", "cos", "sin", "positions")
-        page, token = layout.page_and_token_bytes(kept, cache)
+        page, token = record_layout.page_and_token_bytes(kept, cache)
         values = (
             *(_bytes(latent), _bytes(call.views["rope"]), _bytes(call.views["slots"]), _bytes(call.views["positions"])),
             *(*call.strides("cos", 1), *call.strides("sin", 1), page, token),
             *(n, num_pages, page_size, cos.shape[0] if cos else 0),
-            *(layout.KINDS[latent.dtype], _is_64(call.views["slots"]), _is_64(call.views["positions"])),
+            *(record_layout.KINDS[latent.dtype], _is_64(call.views["slots"]), _is_64(call.views["positions"])),
             *(options.interleaved, options.scales == "power_of_2"),
-            *layout.values(kept, page_size, token, options.kv_scale),
+            *record_layout.values(kept, page_size, token, options.kv_scale),
         )
         blocks = -(-n // append.TOKENS_PER_BLOCK) if num_pages * page_size else 0
         return _launch(append.KERNEL, blocks, tuple(call.name(name) for name in names), values)
@@ -116,11 +117,11 @@ class GatherPipeline(CachePipeline):
         kept = RECORDS[options.record]
         cache, slots, rows = call.view("cache"), call.view("slots"), call.view("out")
         num_pages, page_size, _ = cache.shape
-        page, token = layout.page_and_token_bytes(kept, cache)
+        page, token = record_layout.page_and_token_bytes(kept, cache)
         values = (
             *(_bytes(slots), _bytes(rows), page, token),
-            *(slots.shape[0], num_pages, page_size, layout.KINDS[rows.dtype], _is_64(slots)),
-            *layout.values(kept, page_size, token, options.kv_scale),
+            *(slots.shape[0], num_pages, page_size, record_layout.KINDS[rows.dtype], _is_64(slots)),
+            *record_layout.values(kept, page_size, token, options.kv_scale),
         )
         return _launch(gather.KERNEL, -(-slots.shape[0] // gather.ROWS_PER_BLOCK), ("cache", "slots", "out"), values)
 

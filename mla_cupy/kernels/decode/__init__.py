@@ -1,8 +1,8 @@
 """Dense decode over a paged cache."""
 
-from mla_cupy.kernels.decode import combine, combine_pieces, schedule, schedule_pieces
+from mla_cupy.kernels.decode import combine_pieces, schedule_pieces
 from mla_cupy.kernels.decode.pipeline import DECODE
 
 __all__ = ["DECODE", "KERNELS"]
 
-KERNELS = (*DECODE.kernels, schedule.KERNEL, combine.KERNEL, schedule_pieces.KERNEL, combine_pieces.KERNEL)
+KERNELS = (*DECODE.kernels, schedule_pieces.KERNEL, combine_pieces.KERNEL)

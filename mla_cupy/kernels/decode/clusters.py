@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeProblem, Splits
+from mla_cupy.kernels.attention.kernel import AttentionKernel, Splits
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V, TILE_TOKENS
 

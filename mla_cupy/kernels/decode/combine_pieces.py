@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.decode.combine import UNITS_PER_BLOCK
-from mla_cupy.kernels.decode.problem import PARAMS
+from mla_cupy.kernels.attention.combine import UNITS_PER_BLOCK
+from mla_cupy.kernels.attention.kernel import PARAMS
 from mla_cupy.kernels.pipeline import Launch, Record
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel
 from mla_cupy.shapes import TILE_TOKENS

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.decode.generic import BLOCK_M, unsupported_records
-from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel, DecodeProblem
-from mla_cupy.kernels.decode.records import DENSE_RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported_records
+from mla_cupy.kernels.attention.kernel import PARAMS, AttentionKernel
+from mla_cupy.kernels.attention.records import DENSE_RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.shapes import TILE_TOKENS
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(

@@ -7,14 +7,13 @@ from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.cache.layout import page_and_token_bytes
+from mla_cupy.kernels.attention import combine, generic, schedule
+from mla_cupy.kernels.attention.kernel import AttentionKernel, Splits
+from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
-    combine,
     combine_pieces,
-    generic,
     generic_records,
-    schedule,
     schedule_pieces,
     sm90_records,
     sm90_records_seesaw,
@@ -22,7 +21,7 @@ from mla_cupy.kernels.decode import (
     sm90_small,
     sm90_small_cluster8,
 )
-from mla_cupy.kernels.decode.problem import AttentionKernel, DecodeOptions, DecodeProblem, Splits
+from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill

@@ -1,81 +1,19 @@
-"""What the kernels of dense decode share on the host: the problem, the options and the parameter record."""
+"""What the kernels of dense decode share on the host: the problem and the options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mla_cupy.arrays.view import View
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params, ProblemT, Reason, Variant
-from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.tensormap import TensorMapSpec
-from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
-
-MAX_SPLITS = 256
-"""Splits of a schedule: the combine kernel gives each of them a thread."""
-
-PARAMS = Params(
-    q="u8",
-    kv="u8",
-    block_table="u8",
-    seqlens="u8",
-    schedule="u8",
-    out="u8",
-    lse="u8",
-    attn_sink="u8",
-    max_logits="u8",
-    partial_out="u8",
-    partial_lse="u8",
-    partial_max="u8",
-    tickets="u8",
-    tree_mask="u8",
-    q_stride_b_elems="i8",
-    q_stride_s_elems="i8",
-    q_stride_h_elems="i8",
-    kv_stride_page_elems="i8",
-    kv_stride_token_elems="i8",
-    kv_stride_h_elems="i8",
-    table_stride_b_elems="i8",
-    table_stride_page_elems="i8",
-    seqlens_stride_elems="i8",
-    out_stride_b_elems="i8",
-    out_stride_s_elems="i8",
-    out_stride_h_elems="i8",
-    lse_stride_b_elems="i8",
-    lse_stride_h_elems="i8",
-    lse_stride_s_elems="i8",
-    max_stride_b_elems="i8",
-    max_stride_h_elems="i8",
-    max_stride_s_elems="i8",
-    sink_stride_elems="i8",
-    tree_stride_b_elems="i8",
-    tree_stride_s_elems="i8",
-    b="i4",
-    s_q="i4",
-    h_q="i4",
-    h_kv="i4",
-    num_pages="i4",
-    page_size="i4",
-    max_pages="i4",
-    num_splits="i4",
-    causal="i4",
-    out_is_fp32="i4",
-    continued_index="i4",
-    request_units="i4",
-    unit_tiles="i4",
-    cp_world="i4",
-    cp_rank="i4",
-    scale_log2="f4",
-    lse_factor="f4",
-    empty_lse="f4",
-    value_scale="f4",
+from mla_cupy.kernels.attention.kernel import TreeVariant, key_variant
+from mla_cupy.kernels.attention.records import (
+    TREE_BLOCK_ROWS,
+    SmallRecordVariant,
+    TreeRecordVariant,
+    small_record_variant,
 )
-
-
-READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
-READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
-NO_TREE = Reason("takes no tree_mask")
+from mla_cupy.kernels.spec import Variant
+from mla_cupy.shapes import D_QK, TILE_TOKENS
 
 
 class Batch(NamedTuple):
@@ -129,77 +67,14 @@ class DecodeOptions(NamedTuple):
     kv_scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class Splits:
-    """How a kernel divides the work: `row_blocks` blocks side by side (all KV heads), each in `num_splits` splits."""
-
-    row_blocks: int
-    num_splits: int
-
-
-@dataclass(frozen=True)
-class HeadDimVariant(Variant):
-    """A kernel that is compiled per dtype and per width of the keys."""
-
-    dtype: str
-    head_dim_qk: int
-
-
-@dataclass(frozen=True)
-class TreeVariant(HeadDimVariant):
-    """The same for calls with a mask of drafts."""
-
-    tree_mask: int = 1
-
-
 def tree_variant(problem: DecodeProblem) -> Variant:
     """The build for a problem's `dtype`, `d_qk` and mask."""
     return TreeVariant(problem.dtype, problem.d_qk) if problem.tree_mask else key_variant(problem)
 
 
-def key_variant(problem: Any) -> Variant:
-    """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
-    if problem.d_qk == D_QK:
-        return DtypeVariant(problem.dtype)
-    return HeadDimVariant(problem.dtype, problem.d_qk)
-
-
-KEY_VARIANTS: tuple[Variant, ...] = (*DTYPE_VARIANTS, *(HeadDimVariant(v.dtype, D_V) for v in DTYPE_VARIANTS))
-"""All that `key_variant` may ask for."""
-TREE_VARIANTS: tuple[Variant, ...] = tuple(TreeVariant(v.dtype, d_qk) for v in DTYPE_VARIANTS for d_qk in (D_QK, D_V))
-"""What `tree_variant` may ask for besides."""
-
-
-@dataclass(frozen=True)
-class AttentionKernel(Kernel[ProblemT]):
-    """An attention kernel over a schedule of splits: those of dense decode and of the sparse forward.
-
-    Attributes
-    ----------
-    variant : callable
-        `variant(problem)`: the build that it takes.
-    block_rows : int
-        Query rows of a block.
-    blocks_per_sm : int
-        Blocks that are resident on an SM at once.
-    kv_map : callable, optional
-        `kv_map(kv_cache)`: the tensor map through which it fetches, if it does.
-    cluster_blocks : int
-        Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
-        neither a schedule nor a combine.
-    counts_partials : bool
-        Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
-    """
-
-    variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
-    block_rows: int = 64
-    blocks_per_sm: int = 1
-    kv_map: Callable[[View], TensorMapSpec] | None = None
-    cluster_blocks: int = 1
-    counts_partials: bool = False
-
-    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
-        """As many splits as keep every block of the grid resident at once; `rows` are those of one KV head."""
-        row_blocks = h_kv * -(-rows // self.block_rows)
-        resident = self.blocks_per_sm * device.sm_count
-        return Splits(row_blocks, min(MAX_SPLITS, max(1, resident // row_blocks)))
+def tree_record_variant(problem: DecodeProblem) -> SmallRecordVariant:
+    """The build for a problem of dense decode."""
+    if not problem.tree_mask:
+        return small_record_variant(problem, problem.rows)
+    block_rows = next((block for block in TREE_BLOCK_ROWS if problem.rows <= block), TREE_BLOCK_ROWS[-1])
+    return TreeRecordVariant(problem.dtype, problem.record, block_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.decode.schedule import POINT_BYTES
+from mla_cupy.kernels.attention.schedule import POINT_BYTES
 from mla_cupy.kernels.pipeline import Launch, Record
 from mla_cupy.kernels.spec import PLAIN, Kernel, Params
 

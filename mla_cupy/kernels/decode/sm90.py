@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.decode.problem import READS_ROWS, DecodeProblem
+from mla_cupy.kernels.attention.kernel import READS_ROWS
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.decode.problem import PARAMS, READS_RECORDS, AttentionKernel, DecodeProblem
-from mla_cupy.kernels.decode.records import (
-    BLOCK_ROWS,
-    TREE_BLOCK_ROWS,
-    SmallRecordVariant,
-    TreeRecordVariant,
-    tree_record_variant,
-)
+from mla_cupy.kernels.attention.kernel import PARAMS, READS_RECORDS, AttentionKernel
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, TREE_BLOCK_ROWS, SmallRecordVariant, TreeRecordVariant
+from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS

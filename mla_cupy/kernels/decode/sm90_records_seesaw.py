@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.kernel import NO_TREE, PARAMS, AttentionKernel
+from mla_cupy.kernels.attention.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
+from mla_cupy.kernels.attention.records import DENSE_RECORDS, RecordVariant, record_variant
 from mla_cupy.kernels.decode import sm90_records
-from mla_cupy.kernels.decode.problem import NO_TREE, PARAMS, AttentionKernel, DecodeProblem
-from mla_cupy.kernels.decode.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
-from mla_cupy.kernels.decode.records import DENSE_RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS

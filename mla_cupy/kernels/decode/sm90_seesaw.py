@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.decode.problem import (
-    KEY_VARIANTS,
-    PARAMS,
-    TREE_VARIANTS,
-    AttentionKernel,
-    DecodeProblem,
-    tree_variant,
-)
+from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, PARAMS, TREE_VARIANTS, AttentionKernel
+from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
 from mla_cupy.kernels.decode.sm90 import BLOCK_M, kv_map, unsupported
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER
 from mla_cupy.shapes import TILE_TOKENS

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.kernel import PARAMS, AttentionKernel
 from mla_cupy.kernels.decode import sm90
-from mla_cupy.kernels.decode.problem import PARAMS, AttentionKernel, DecodeProblem
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS

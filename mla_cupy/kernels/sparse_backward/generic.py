@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.decode import generic as decode_generic
+from mla_cupy.kernels.attention import generic as attention_generic
 from mla_cupy.kernels.sparse_backward.problem import CORE, PARAMS, VARIANTS, BackwardKernel, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
@@ -23,7 +23,7 @@ KERNEL = BackwardKernel(
     variants=VARIANTS,
     core=CORE,
     facts={"block_heads": BLOCK_HEADS},
-    unsupported=decode_generic.unsupported,
+    unsupported=attention_generic.unsupported,
     fallback=True,
     grid=grid,
     heads_per_addition=BLOCK_HEADS,

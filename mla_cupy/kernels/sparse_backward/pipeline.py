@@ -11,23 +11,11 @@ from typing import cast
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
+from mla_cupy.kernels.attention import row_lists
+from mla_cupy.kernels.exact_sums import bins, bounds, norms
 from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
-from mla_cupy.kernels.sparse import rows
-from mla_cupy.kernels.sparse_backward import (
-    bins,
-    bounds,
-    delta,
-    dkv,
-    generic,
-    norms,
-    sink,
-    sm90,
-    sm90_pair,
-    sm100,
-    sm100_keys64,
-    sm100_ws,
-)
+from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_keys64, sm100_ws
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
@@ -99,7 +87,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         per_row, one = (_FLOAT * problem.s_kv, _FLOAT) if problem.deterministic else (0, 0)
         return Layout(
             {
-                **rows.list_sizes(problem.s_q, problem.topk),
+                **row_lists.list_sizes(problem.s_q, problem.topk),
                 "lse2": per_head,
                 "delta": per_head,
                 "sink_sums": _FLOAT * delta.spans(problem.s_q) * problem.h_q if problem.has_sink else 0,
@@ -118,7 +106,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         steps: list[Step] = [ZeroFill(_FIRST_ZEROED)]
         if problem.s_q > 0:
             selected = "selected" if problem.deterministic else NULL
-            lists = rows.launch(call, call.options.causal, ordered=config.ordered, selected=selected)
+            lists = row_lists.launch(call, call.options.causal, ordered=config.ordered, selected=selected)
             # Milliseconds of work: nothing to gain from a kernel that starts while its predecessor still adds.
             steps += [replace(lists, dependent=False)]
             if not config.delta_in_main:
@@ -159,7 +147,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             *call.strides("dq", 2),
             *call.strides("out", 2),
             *lse2_strides,
-            rows.rows_stride(problem.topk),
+            row_lists.rows_stride(problem.topk),
             *(problem.s_q, problem.s_kv, problem.h_q),
             *(lse2_factor, options.scale, options.scale * LOG2_E),
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.sparse.problem import HEAD_DIMS_QK
+from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.kernels.spec import Kernel, Params, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.decode.generic import BLOCK_M, unsupported
-from mla_cupy.kernels.decode.problem import AttentionKernel
-from mla_cupy.kernels.decode.records import RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.records import RECORDS, RecordVariant, record_variant
 from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
 from mla_cupy.shapes import TILE_TOKENS
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.cache import layout
-from mla_cupy.kernels.decode import combine
-from mla_cupy.kernels.decode import schedule as decode_schedule
-from mla_cupy.kernels.decode.problem import MAX_SPLITS, AttentionKernel
+from mla_cupy.kernels.attention import combine, record_layout
+from mla_cupy.kernels.attention import schedule as attention_schedule
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS, AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
 from mla_cupy.kernels.sparse_decode import generic, schedule, sm90, sm90_small
@@ -74,7 +73,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         partial_rows = 2 * splits * problem.h_q if config.combine_blocks else 0
         return Layout(
             {
-                "schedule": decode_schedule.nbytes(splits) if problem.ragged else 0,
+                "schedule": attention_schedule.nbytes(splits) if problem.ragged else 0,
                 "partial_lse": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
             }
@@ -88,7 +87,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         common = self._record(config, call)
         steps: list[Step] = []
         if problem.ragged:
-            merge_cost = decode_schedule.merge_cost(min(problem.h_q, config.block_rows))
+            merge_cost = attention_schedule.merge_cost(min(problem.h_q, config.block_rows))
             steps.append(schedule.launch(call, problem, splits, merge_cost))
         steps.append(
             Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), _selection(problem, common, call))
@@ -142,7 +141,7 @@ def _selection(problem: SparseDecodeProblem, common: Record, call: Call) -> Reco
 
 def _strides(record: str, cache: View) -> tuple[int, int]:
     """From page to page and from token to token, in bytes."""
-    return layout.page_and_token_bytes(RECORDS[record], cache)
+    return record_layout.page_and_token_bytes(RECORDS[record], cache)
 
 
 SPARSE_DECODE = SparseDecodePipeline()

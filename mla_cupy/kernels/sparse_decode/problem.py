@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_cupy.kernels.decode.problem import PARAMS as DECODE_PARAMS
+from mla_cupy.kernels.attention.kernel import PARAMS as DECODE_PARAMS
 from mla_cupy.kernels.spec import Params
 from mla_cupy.shapes import TILE_TOKENS
 

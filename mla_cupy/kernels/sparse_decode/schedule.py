@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mla_cupy.kernels.decode.problem import MAX_SPLITS
-from mla_cupy.kernels.decode.schedule import PRICE_SCALE, merge_cost, piece_cost
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.attention.schedule import PRICE_SCALE, merge_cost, piece_cost
 from mla_cupy.kernels.pipeline import Call, Launch, Record
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.spec import PLAIN, Kernel, Params

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.decode.problem import AttentionKernel
-from mla_cupy.kernels.decode.records import BLOCK_ROWS, RECORDS, SmallRecordVariant
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, RECORDS, SmallRecordVariant
 from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo

@@ -10,7 +10,7 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.kernels.indexer import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
 from tests.indexer.prepare_cases import arrays, expected
 from tests.indexer.test_prepare_sim import FLAGS
 from tests.stress.sanitized import Call

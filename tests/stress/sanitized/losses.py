@@ -8,7 +8,7 @@ from typing import Any
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.kernels.indexer import LOSS, SPARSE_LOSS
+from mla_cupy.kernels.indexer.loss import LOSS, SPARSE_LOSS
 from tests.stress.sanitized import Call
 from tests.support.gpu import fetch, upload
 from tests.support.kernels import by_name

@@ -18,7 +18,7 @@ from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload, uploaded
 from tests.support.tolerance import check
 
-KERNELS = {"decode_sm90_small": 8, "decode_sm90_seesaw": 40, "decode_generic": 40}
+KERNELS = {"decode_sm90_small": 8, "decode_sm90_seesaw": 40, "attention_generic": 40}
 """And how many heads they get."""
 
 

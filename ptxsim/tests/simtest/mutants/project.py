@@ -26,7 +26,7 @@ BACKWARD, PAIR, SMALL = "sparse_backward_sm90", "sparse_backward_sm90_pair", "sp
 SOURCES = {
     BACKWARD: "sparse_backward/sm90.cu",
     PAIR: "sparse_backward/sm90_pair.cu",
-    SMALL: "sparse/forward_sm90_small.cu",
+    SMALL: "sparse_forward/sm90_small.cu",
 }
 SHARED = (
     "sparse_backward/sm90.cuh",

@@ -1,0 +1,136 @@
+// Indexer logits on any GPU, in fp32: correct and slow.
+//
+//   logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0)   for keys s in the token's range
+//
+// Grid: x = tiles of 128 keys, y = tokens; both take turns where there are more. A thread holds its key in registers,
+// and the block has the query in shared memory, 16 heads at a time. Products of NaN count as 0, as max has it; NaN in
+// weights and scales stays.
+#include "indexer/logits/params.cuh"
+#include "ptx/control.cuh"
+
+namespace mla::indexer::logits {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 128;
+constexpr i32 kTileKeys = kThreads;
+constexpr i32 kMaxHeadDim = 128;
+constexpr i32 kChunk = 32;  // elements of a key between two tests of the width
+constexpr i32 kHeadsAtOnce = 16;
+
+MLA_LOGITS_FACTS();
+MLA_FACT(threads, kThreads);
+MLA_FACT(max_head_dim, kMaxHeadDim);
+
+struct Storage {
+    float q[kHeadsAtOnce][kMaxHeadDim];
+    float weights[kHeadsAtOnce];
+};
+
+// ---- Elements --------------------------------------------------------------------------------------------------
+MLA_DEVICE float element(float8_e4m3fn, const u8* from, i64 at) { return float8_e4m3fn::to_float(from[at]); }
+MLA_DEVICE float element(bfloat16, const u8* from, i64 at) {
+    return bfloat16::to_float(reinterpret_cast<const u16*>(from)[at]);
+}
+
+struct Key {
+    float x[kMaxHeadDim];
+    float scale;
+
+    // Zeros, for a key that is not needed or not there.
+    MLA_DEVICE void clear() {
+#pragma unroll
+        for (i32 i = 0; i < kMaxHeadDim; ++i) x[i] = 0.f;
+        scale = 0.f;
+    }
+
+    MLA_DEVICE void load(const u8* from, i32 head_dim, float key_scale) {
+        scale = key_scale;
+#pragma unroll
+        for (i32 i = 0; i < kMaxHeadDim; ++i) x[i] = i < head_dim ? element(Element{}, from, i) : 0.f;
+    }
+
+    MLA_DEVICE float dot(const float* q, i32 head_dim) const {
+        float sum = 0.f;
+#pragma unroll
+        for (i32 chunk = 0; chunk < kMaxHeadDim; chunk += kChunk) {
+            if (chunk >= head_dim) break;
+#pragma unroll
+            for (i32 i = chunk; i < chunk + kChunk; ++i) sum = fmaf(q[i], x[i], sum);
+        }
+        return sum;
+    }
+};
+
+// In a page the codes of all its keys come first, then their scales.
+MLA_DEVICE void load_cached(const LogitsParams& p, Key& key, i32 block, i32 index) {
+    const i32 page =
+        p.block_table[block * p.table_stride_block_elems + index / p.page_size * p.table_stride_page_elems];
+    if ((u32)page >= (u32)p.num_pages) return;
+    const i32 row = index % p.page_size, row_bytes = p.head_dim * element_bytes(Element{});
+    const u8* records = p.k + page * p.page_stride_bytes;
+    const u8* scale = records + (i64)p.page_size * row_bytes + row * 4;  // pages are aligned to 4 bytes
+    key.load(records + (i64)row * row_bytes, p.head_dim, *reinterpret_cast<const float*>(scale));
+}
+
+MLA_DEVICE void load_key(const LogitsParams& p, Key& key, i32 block, i32 index) {
+    if (p.block_table != nullptr) return load_cached(p, key, block, index);
+    const float scale = p.k_scale == nullptr ? 1.f : p.k_scale[index * p.k_scale_stride_elems];
+    key.load(p.k + index * p.k_stride_elems * element_bytes(Element{}), p.head_dim, scale);
+}
+
+// ---- One token, one tile ---------------------------------------------------------------------------------------
+// All threads; padded to whole chunks.
+MLA_DEVICE void load_heads(const LogitsParams& p, Storage& s, i32 block, i32 token, i32 head0) {
+    const u8* q = p.q + (block * p.q_stride_block_elems + token * p.q_stride_token_elems) * element_bytes(Element{});
+    for (i32 i = threadIdx.x; i < kHeadsAtOnce * kMaxHeadDim; i += kThreads) {
+        const i32 head = head0 + i / kMaxHeadDim, at = i % kMaxHeadDim;
+        const bool present = head < p.heads && at < p.head_dim;
+        s.q[i / kMaxHeadDim][at] = present ? element(Element{}, q, head * p.q_stride_head_elems + at) : 0.f;
+    }
+    const i64 row = block * p.weights_stride_block_elems + token * p.weights_stride_token_elems;
+    if (threadIdx.x < kHeadsAtOnce && head0 + (i32)threadIdx.x < p.heads) {
+        s.weights[threadIdx.x] = p.weights[row + (head0 + threadIdx.x) * p.weights_stride_head_elems];
+    }
+}
+
+MLA_DEVICE float score(const LogitsParams& p, Storage& s, const Key& key, i32 block, i32 token) {
+    float sum = 0.f;
+    for (i32 head0 = 0; head0 < p.heads; head0 += kHeadsAtOnce) {
+        __syncthreads();
+        load_heads(p, s, block, token, head0);
+        __syncthreads();
+        for (i32 head = 0; head < min(kHeadsAtOnce, p.heads - head0); ++head) {
+            sum = fmaf(s.weights[head], fmaxf(key.dot(s.q[head], p.head_dim), 0.f), sum);
+        }
+    }
+    return sum * key.scale;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_indexer_logits_generic(const __grid_constant__ LogitsParams p) {
+    __shared__ Storage s;
+    griddepcontrol_wait();
+    const KeyRanges ranges = key_ranges(p);
+    const i32 tiles = ceil_div(p.num_keys, kTileKeys);
+    for (i32 row = blockIdx.y; row < p.num_tokens; row += gridDim.y) {
+        const i32 block = row / p.block_tokens, token = row % p.block_tokens;
+        const KeyRange range = ranges.of(block, token);
+        const TileRange needed = tiles_of<kTileKeys>(range.begin, range.end);
+        const LogitsRow logits(p, block, token);
+        for (i32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const i32 index = tile * kTileKeys + threadIdx.x;
+            float value = 0.f;
+            if (needed.begin <= tile && tile < needed.end) {
+                Key key;
+                key.clear();
+                if (range.contains(index)) load_key(p, key, block, index);
+                value = score(p, s, key, block, token);
+            }
+            logits.store(index, value, range);
+        }
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::indexer::logits

@@ -1,0 +1,54 @@
+// Reads index keys of a paged cache: codes and scales as they are, gathered by slot.
+//
+// Grid: x = keys. Eight lanes share a key; each copies up to 16 bytes of its codes, and the first one its scale. A slot
+// outside of the pool gives zeros.
+#include "common/facts.cuh"
+#include "common/types.cuh"
+#include "ptx/control.cuh"
+
+namespace mla::indexer::prepare {
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 128;
+constexpr i32 kLanes = 8;  // of a key
+constexpr i32 kKeys = kThreads / kLanes;
+constexpr i32 kChunkBytes = 16;
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct GatherKeysParams {
+    const u8* cache;  // (num_pages, page_size * (d + 4)): the codes of a page, then its scales
+    const u8* slots;  // (n,), i32 or i64
+    u8* codes;        // (n, d)
+    float* k_scale;   // (n,)
+    i64 slots_stride_bytes, page_stride_bytes, codes_stride_elems, k_scale_stride_elems;
+    i32 n, num_pages, page_size, d, slots_are_64;
+    i32 padding;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(GatherKeysParams, slots_stride_bytes), MLA_OFFSET(GatherKeysParams, n),
+              (int)sizeof(GatherKeysParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(keys_per_block, kKeys);
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_indexer_prepare_gather_keys(const __grid_constant__ GatherKeysParams p) {
+    griddepcontrol_wait();
+    const i64 i = (i64)blockIdx.x * kKeys + threadIdx.x / kLanes;
+    const i32 lane = threadIdx.x % kLanes;
+    if (i >= p.n) return;
+    const u8* from = p.slots + i * p.slots_stride_bytes;
+    const i64 slot = p.slots_are_64 ? *reinterpret_cast<const i64*>(from) : (i64) * reinterpret_cast<const i32*>(from);
+    const bool found = slot >= 0 && slot < (i64)p.num_pages * p.page_size;
+    const i64 page = found ? slot / p.page_size : 0, at = found ? slot - page * p.page_size : 0;
+    const u8* codes = p.cache + page * p.page_stride_bytes;
+    if (lane < p.d / kChunkBytes) {
+        const uint4* chunk = reinterpret_cast<const uint4*>(codes + at * p.d) + lane;
+        reinterpret_cast<uint4*>(p.codes + i * p.codes_stride_elems)[lane] = found ? *chunk : make_uint4(0, 0, 0, 0);
+    }
+    if (lane == 0) {
+        const float* scale = reinterpret_cast<const float*>(codes + (i64)p.page_size * p.d) + at;
+        p.k_scale[i * p.k_scale_stride_elems] = found ? *scale : 0.f;
+    }
+}
+}  // namespace mla::indexer::prepare

@@ -1,0 +1,427 @@
+// Index queries and keys before the logits: RoPE, Hadamard transform, e4m3 codes with one scale per vector.
+//
+//   y = bf16(rope(x))                 on the first 2 * half_rope elements; (i, i + half_rope) or (2i, 2i + 1) turn
+//   z = bf16(H y * d^-0.5)            H: Hadamard, of order d
+//   s = 2^ceil(log2(amax / 448))      or amax / 448, with amax = max(|z|, 1e-4); or 448 is less
+//   code = e4m3(z / s);               of queries, the weight becomes ((w * h^-0.5) * s) * d^-0.5
+//
+// Every step is rounded as the models' own code rounds it, so multiplications and additions are not fused. Both
+// roundings to bf16 can be left out.
+//
+// Grid: blocks of warps. Eight lanes share a vector, and a warp takes four neighbouring vectors, then the next four: a
+// lane has four neighbouring elements of every 32, so that all but three of the Hadamard transform's levels, and RoPE's
+// pairs where they are 32 or 64 apart, stay within it. Cos and sin are loaded once for all heads of a token.
+//
+// Keys may go straight to a paged cache: with `slots`, key i becomes the record of its slot, and is skipped if there is
+// no such slot.
+//
+// Source: the reference implementation of DeepSeek-V3.2-Exp, from its description. What differs: one pass over memory.
+#include "common/facts.cuh"
+#include "common/types.cuh"
+#include "ptx/control.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/element.cuh"
+#include "ptx/fp8.cuh"
+
+namespace mla::indexer::prepare {
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+constexpr i32 kHeadDim = MLA_HEAD_DIM;
+constexpr bool kUsual = MLA_USUAL;  // the options of DeepSeek-V3.2, and arrays that start at multiples of 16 bytes
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kThreads = 128;
+constexpr i32 kLanes = 8;                             // of a vector
+constexpr i32 kWarpVectors = kWarpThreads / kLanes;   // that a warp works on at once
+constexpr i32 kGroups = kThreads / kLanes;            // that a block does
+constexpr i32 kQuad = 4, kQuadStep = kLanes * kQuad;  // neighbouring elements of a lane, and how far apart they lie
+constexpr i32 kQuads = kHeadDim / kQuadStep;          // of a lane
+constexpr i32 kElems = kQuads * kQuad;
+constexpr i32 kAngles = kElems / 2;  // of a lane
+// Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
+constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
+constexpr float kMinAmax = 1e-4f;
+constexpr float kMaxCode = 448.f;             // of e4m3
+constexpr u32 kMaxScaleExponent = 127 + 126;  // whose inverse is a normal number, too
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct PrepareParams {
+    const u16* x;          // (n, h, d), bfloat16
+    const float* weights;  // (n, h), or null: `scales` are the scales themselves
+    const float* cos;      // (max_position, half_rope); as sin and positions, null if half_rope is 0
+    const float* sin;      // (max_position, half_rope)
+    const i32* positions;  // (n,)
+    const u8* slots;       // (n,), i32 or i64: `codes` are pages, h is 1; or null
+    u8* codes;             // (n, h, d), or (num_pages, page_size * (d + 4))
+    float* scales;         // (n, h); not with slots
+    i64 x_stride_n_elems, x_stride_h_elems, weights_stride_n_elems, weights_stride_h_elems;
+    i64 cos_stride_elems, sin_stride_elems, positions_stride_elems;
+    i64 codes_stride_n_elems, codes_stride_h_elems, scales_stride_n_elems, scales_stride_h_elems;
+    i64 slots_stride_bytes, page_stride_bytes;
+    i32 n, h, half_rope, max_position;
+    i32 interleaved, hadamard, power_of_2, rounded;
+    i32 x_aligned, tables_aligned;  // to 16 bytes, in every row
+    i32 num_pages, page_size, slots_are_64;
+    i32 group_vectors;            // that a group of lanes takes in turn
+    i32 step_tokens, step_heads;  // from one of them to the next
+    float h_factor, d_factor;
+    float max_code, inverse_max_code;  // the largest code there may be
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
+              MLA_OFFSET(PrepareParams, h_factor), (int)sizeof(PrepareParams));
+MLA_FACT(threads, kThreads);
+MLA_FACT(block_groups, kGroups);
+
+// What a call asks for, or what the usual ones do.
+MLA_DEVICE bool x_aligned(const PrepareParams& p) { return kUsual || p.x_aligned; }
+MLA_DEVICE bool tables_aligned(const PrepareParams& p) { return kUsual || p.tables_aligned; }
+MLA_DEVICE bool is_interleaved(const PrepareParams& p) { return !kUsual && p.interleaved; }
+MLA_DEVICE bool has_hadamard(const PrepareParams& p) { return kUsual || p.hadamard; }
+MLA_DEVICE bool has_powers_of_2(const PrepareParams& p) { return kUsual || p.power_of_2; }
+MLA_DEVICE bool is_rounded(const PrepareParams& p) { return kUsual || p.rounded; }
+MLA_DEVICE i32 half_rope(const PrepareParams& p) { return kUsual ? kHeadDim / 4 : p.half_rope; }
+
+// ---- Where a vector is, and where it goes ----------------------------------------------------------------------
+// One of a warp's vectors, kWarpVectors further with each step.
+struct Place {
+    i64 at;
+    i32 token, head;
+
+    MLA_DEVICE Place(const PrepareParams& p, i64 at) : at(at) {
+        if (at >> 32 == 0) {
+            token = (i32)((u32)at / (u32)p.h);
+            head = (i32)((u32)at - (u32)token * (u32)p.h);
+        } else {
+            token = (i32)(at / p.h);
+            head = (i32)(at % p.h);
+        }
+    }
+    MLA_DEVICE void advance(const PrepareParams& p) {
+        at += kWarpVectors;
+        token += p.step_tokens;
+        head += p.step_heads;
+        if (head < p.h) return;
+        head -= p.h;
+        ++token;
+    }
+    // Usual arrays are dense.
+    MLA_DEVICE const u16* x(const PrepareParams& p) const {
+        return p.x + (kUsual ? at * kHeadDim : token * p.x_stride_n_elems + head * p.x_stride_h_elems);
+    }
+    MLA_DEVICE float weight(const PrepareParams& p) const {
+        if (p.weights == nullptr) return 0.f;
+        return p.weights[kUsual ? at : token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
+    }
+};
+
+struct Destination {
+    u8* codes;  // null: nowhere
+    float* scale;
+};
+
+MLA_DEVICE Destination record_of_slot(const PrepareParams& p, i32 token) {
+    const u8* from = p.slots + token * p.slots_stride_bytes;
+    const i64 slot = p.slots_are_64 ? *reinterpret_cast<const i64*>(from) : (i64) * reinterpret_cast<const i32*>(from);
+    if (slot < 0 || slot >= (i64)p.num_pages * p.page_size) return Destination{nullptr, nullptr};
+    const i64 page = slot / p.page_size, at = slot - page * p.page_size;
+    u8* codes = p.codes + page * p.page_stride_bytes;
+    return Destination{codes + at * kHeadDim, reinterpret_cast<float*>(codes + (i64)p.page_size * kHeadDim) + at};
+}
+
+MLA_DEVICE Destination destination(const PrepareParams& p, const Place& place) {
+    if (kUsual) return Destination{p.codes + place.at * kHeadDim, p.scales + place.at};
+    if (p.slots != nullptr) return record_of_slot(p, place.token);
+    return Destination{p.codes + place.token * p.codes_stride_n_elems + place.head * p.codes_stride_h_elems,
+                       p.scales + place.token * p.scales_stride_n_elems + place.head * p.scales_stride_h_elems};
+}
+
+// ---- A vector --------------------------------------------------------------------------------------------------
+typedef float Elements[kElems];  // four of each quad
+
+// As it lies in memory: two elements in a word.
+typedef u32 RawElements[kElems / 2];
+struct alignas(8) RawQuad {
+    u32 words[2];
+};
+struct alignas(16) FloatQuad {
+    float x[kQuad];
+};
+
+MLA_DEVICE i32 lane_of_vector() { return threadIdx.x % kLanes; }
+MLA_DEVICE i32 first_element(i32 quad) { return quad * kQuadStep + lane_of_vector() * kQuad; }
+
+MLA_DEVICE RawQuad load_quad(const PrepareParams& p, const u16* from) {
+    if (x_aligned(p)) return *reinterpret_cast<const RawQuad*>(from);
+    return RawQuad{{(u32)from[0] | (u32)from[1] << 16, (u32)from[2] | (u32)from[3] << 16}};
+}
+
+MLA_DEVICE void load_raw(const PrepareParams& p, const u16* vector, RawElements& raw) {
+#pragma unroll
+    for (i32 quad = 0; quad < kQuads; ++quad) {
+        const RawQuad four = load_quad(p, vector + first_element(quad));
+        raw[2 * quad] = four.words[0];
+        raw[2 * quad + 1] = four.words[1];
+    }
+}
+
+MLA_DEVICE void unpack(const u32* raw, float* x, i32 words) {
+#pragma unroll
+    for (i32 i = 0; i < words; ++i) {
+        x[2 * i] = __uint_as_float(raw[i] << 16);
+        x[2 * i + 1] = __uint_as_float(raw[i] & 0xffff0000u);
+    }
+}
+
+// To bfloat16, an even number of elements.
+MLA_DEVICE void round_elements(float* x, i32 count) {
+#pragma unroll
+    for (i32 i = 0; i < count; i += 2) {
+        const u32 packed = cvt_x2(bfloat16{}, x[i], x[i + 1]);
+        unpack(&packed, x + i, 1);
+    }
+}
+
+// ---- RoPE ------------------------------------------------------------------------------------------------------
+
+MLA_DEVICE void turn(float& x, float& y, float cos, float sin) {
+    const float turned = __fadd_rn(__fmul_rn(x, cos), __fmul_rn(y, -sin));
+    y = __fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin));
+    x = turned;
+}
+
+struct Tables {
+    const float *cos, *sin;
+
+    MLA_DEVICE Tables(const PrepareParams& p, i32 token) {
+        const i32 row = max(0, min(p.positions[token * p.positions_stride_elems], p.max_position - 1));
+        cos = p.cos + row * p.cos_stride_elems;
+        sin = p.sin + row * p.sin_stride_elems;
+    }
+};
+
+MLA_DEVICE FloatQuad load_angles(const PrepareParams& p, const float* from) {
+    if (tables_aligned(p)) return *reinterpret_cast<const FloatQuad*>(from);
+    return FloatQuad{{from[0], from[1], from[2], from[3]}};
+}
+
+// Where the elements of a pair are: neighbours; in quads of a lane; in different lanes.
+enum PairPlace { kNowhere, kNeighbours, kQuadsApart, kLanesApart };
+
+MLA_DEVICE PairPlace pair_place(const PrepareParams& p) {
+    if (half_rope(p) == 0) return kNowhere;
+    if (is_interleaved(p)) return kNeighbours;
+    return half_rope(p) % kQuadStep == 0 ? kQuadsApart : kLanesApart;
+}
+
+// cos and sin of a lane's pairs; none where a pair's elements are in different lanes.
+struct Angles {
+    float cos[kAngles], sin[kAngles];
+
+    MLA_DEVICE void load(const PrepareParams& p, i32 token) {
+        const PairPlace pairs = pair_place(p);
+        if (pairs == kNowhere || pairs == kLanesApart) return;
+        const Tables tables(p, token);
+        if (pairs == kNeighbours) {
+#pragma unroll
+            for (i32 i = 0; i < kAngles; ++i) {
+                const i32 at = first_element(i / 2) / 2 + i % 2;
+                cos[i] = at < half_rope(p) ? tables.cos[at] : 1.f;
+                sin[i] = at < half_rope(p) ? tables.sin[at] : 0.f;
+            }
+        } else {
+#pragma unroll
+            for (i32 quad = 0; quad < kQuads / 2; ++quad) {
+                if (quad * kQuadStep >= half_rope(p)) break;
+                const FloatQuad c = load_angles(p, tables.cos + first_element(quad));
+                const FloatQuad s = load_angles(p, tables.sin + first_element(quad));
+#pragma unroll
+                for (i32 i = 0; i < kQuad; ++i) {
+                    cos[quad * kQuad + i] = c.x[i];
+                    sin[quad * kQuad + i] = s.x[i];
+                }
+            }
+        }
+    }
+};
+
+// Elements that do not turn stay as they are, NaN and infinities, too; so do they if they are rounded.
+MLA_DEVICE void turn_neighbours(const PrepareParams& p, const Angles& angles, Elements& x) {
+#pragma unroll
+    for (i32 i = 0; i < kAngles; ++i) {
+        if (first_element(i / 2) + 2 * (i % 2) >= 2 * half_rope(p)) continue;
+        turn(x[2 * i], x[2 * i + 1], angles.cos[i], angles.sin[i]);
+        if (is_rounded(p)) round_elements(x + 2 * i, 2);
+    }
+}
+
+template <i32 kDistance>
+MLA_DEVICE void turn_quads(const PrepareParams& p, const Angles& angles, Elements& x) {
+    if constexpr (2 * kDistance <= kQuads) {
+#pragma unroll
+        for (i32 i = 0; i < kDistance * kQuad; ++i) {
+            turn(x[i], x[i + kDistance * kQuad], angles.cos[i], angles.sin[i]);
+        }
+        if (is_rounded(p)) round_elements(x, 2 * kDistance * kQuad);
+    }
+}
+
+// The other lanes' elements are loaded once more.
+MLA_DEVICE void turn_lanes(const PrepareParams& p, const Place& place, Elements& x) {
+    const Tables tables(p, place.token);
+    const u16* vector = place.x(p);
+#pragma unroll
+    for (i32 quad = 0; quad < kQuads; ++quad) {
+        const i32 at = first_element(quad);
+        if (at >= 2 * half_rope(p)) continue;
+        const bool is_first = at < half_rope(p);
+        const i32 pair = is_first ? at : at - half_rope(p);
+        const RawQuad raw = load_quad(p, vector + (is_first ? at + half_rope(p) : pair));
+        float others[kQuad];
+        unpack(raw.words, others, 2);
+#pragma unroll
+        for (i32 i = 0; i < kQuad; ++i) {
+            const float sin = tables.sin[pair + i];
+            float& own = x[quad * kQuad + i];
+            own = __fadd_rn(__fmul_rn(own, tables.cos[pair + i]), __fmul_rn(others[i], is_first ? -sin : sin));
+        }
+        if (is_rounded(p)) round_elements(x + quad * kQuad, kQuad);
+    }
+}
+
+MLA_DEVICE void rotate(const PrepareParams& p, const Angles& angles, const Place& place, Elements& x) {
+    switch (pair_place(p)) {
+        case kNowhere:
+            return;
+        case kNeighbours:
+            return turn_neighbours(p, angles, x);
+        case kLanesApart:
+            return turn_lanes(p, place, x);
+        case kQuadsApart:
+            return half_rope(p) == kQuadStep ? turn_quads<1>(p, angles, x) : turn_quads<2>(p, angles, x);
+    }
+}
+
+// ---- Hadamard transform ----------------------------------------------------------------------------------------
+
+// Levels whose pairs are `first`, 2 * first ... below `end` apart in a lane's elements.
+MLA_DEVICE void transform_lane(Elements& x, i32 first, i32 end) {
+#pragma unroll
+    for (i32 step = first; step < end; step *= 2) {
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) {
+            if (i & step) continue;
+            const float a = x[i], b = x[i + step];
+            x[i] = a + b;
+            x[i + step] = a - b;
+        }
+    }
+}
+
+// Neighbours first: the order of the additions is part of the result. Called by whole warps.
+MLA_DEVICE void transform(const PrepareParams& p, Elements& x) {
+    transform_lane(x, 1, kQuad);
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) {
+        const float sign = threadIdx.x & step ? -1.f : 1.f;
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) x[i] = fmaf(sign, x[i], __shfl_xor_sync(kFullWarp, x[i], step));
+    }
+    transform_lane(x, kQuad, kElems);
+#pragma unroll
+    for (i32 i = 0; i < kElems; ++i) x[i] = __fmul_rn(x[i], p.d_factor);
+}
+
+// ---- Codes -----------------------------------------------------------------------------------------------------
+
+// The largest magnitude of the vector: NaN does not count, infinity as the largest float. Called by whole warps.
+MLA_DEVICE float find_amax(const Elements& x) {
+    float amax = kMinAmax;
+#pragma unroll
+    for (i32 i = 0; i < kElems; ++i) amax = fmaxf(amax, fabsf(x[i]));
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+    return fminf(amax, kMaxFloat);
+}
+
+MLA_DEVICE float find_scale(const PrepareParams& p, float amax) {
+    const float ratio = __fmul_rn(amax, p.inverse_max_code);
+    if (!has_powers_of_2(p)) return ratio;
+    const u32 bits = __float_as_uint(ratio);
+    return __uint_as_float(min((bits >> 23) + ((bits & 0x7fffff) != 0), kMaxScaleExponent) << 23);
+}
+
+// Infinities, and what no scale makes small enough. Conversions saturate at the largest e4m3 by themselves.
+MLA_DEVICE void saturate(const PrepareParams& p, float (&ratio)[kQuad]) {
+    if (p.max_code == kMaxCode) return;
+#pragma unroll
+    for (i32 i = 0; i < kQuad; ++i) {
+        if (fabsf(ratio[i]) > p.max_code) ratio[i] = copysignf(p.max_code, ratio[i]);  // NaN stays
+    }
+}
+
+// x / scale, rounded and saturated: a word for each quad. The inverse of a power of 2 is exact.
+MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, u32 (&codes)[kQuads]) {
+    const float inverse = __uint_as_float((254u << 23) - __float_as_uint(scale));
+#pragma unroll
+    for (i32 quad = 0; quad < kQuads; ++quad) {
+        float ratio[kQuad];
+#pragma unroll
+        for (i32 i = 0; i < kQuad; ++i) {
+            const float y = x[quad * kQuad + i];
+            ratio[i] = has_powers_of_2(p) ? y * inverse : __fdiv_rn(y, scale);
+        }
+        saturate(p, ratio);
+        codes[quad] = cvt_e4m3_x2(ratio[0], ratio[1]) | cvt_e4m3_x2(ratio[2], ratio[3]) << 16;
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+MLA_DEVICE void store(const PrepareParams& p, const Place& place, const Elements& x, float scale, float weight) {
+    const Destination to = destination(p, place);
+    if (!kUsual && to.codes == nullptr) return;
+    u32 codes[kQuads];
+    encode(p, x, scale, codes);
+#pragma unroll
+    for (i32 quad = 0; quad < kQuads; ++quad) {
+        *reinterpret_cast<u32*>(to.codes + first_element(quad)) = codes[quad];
+    }
+    if (lane_of_vector() != 0) return;
+    const float folded = __fmul_rn(__fmul_rn(__fmul_rn(weight, p.h_factor), scale), p.d_factor);
+    *to.scale = p.weights != nullptr ? folded : scale;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    mla_indexer_prepare_quantize(const __grid_constant__ PrepareParams p) {
+    griddepcontrol_wait();
+    const i64 vectors = (i64)p.n * p.h;
+    const i64 warp = (i64)blockIdx.x * (kThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
+    const i64 first = warp * kWarpVectors * p.group_vectors + threadIdx.x % kWarpThreads / kLanes;
+    Place place(p, min(first, vectors - 1)), next = place;
+    RawElements ahead;  // the next vector and its weight are under way while one is worked on
+    load_raw(p, place.x(p), ahead);
+    float weight_ahead = place.weight(p);
+    Angles angles;
+    angles.load(p, place.token);
+    for (i32 i = 0; i < p.group_vectors; ++i, place = next) {
+        Elements x;
+        unpack(ahead, x, kElems / 2);
+        const float weight = weight_ahead;
+        const bool is_there = first + (i64)i * kWarpVectors < vectors;  // else whole warps: the last one again
+        if (next.at + kWarpVectors < vectors) next.advance(p);
+        if (i + 1 < p.group_vectors) {
+            load_raw(p, next.x(p), ahead);
+            weight_ahead = next.weight(p);
+        }
+        rotate(p, angles, place, x);
+        if (next.token != place.token) angles.load(p, next.token);
+        if (has_hadamard(p)) {
+            transform(p, x);
+            if (is_rounded(p)) round_elements(x, kElems);
+        }
+        const float scale = find_scale(p, find_amax(x));
+        if (is_there) store(p, place, x, scale, weight);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::indexer::prepare

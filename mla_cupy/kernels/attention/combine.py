@@ -1,0 +1,39 @@
+"""Host side of `attention/combine.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS, PARAMS
+from mla_cupy.kernels.pipeline import Launch, Record
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCKS_PER_SM = 4
+UNITS_PER_BLOCK = 2
+"""How many units of work, some columns of a row each, a block works at side by side."""
+
+KERNEL: Kernel[object] = Kernel(
+    "attention_combine",
+    "merges the partial results of requests that were split",
+    "attention/combine.cu",
+    PARAMS,
+    variants=DTYPE_VARIANTS,
+    core=DTYPE_VARIANTS,
+    facts={"max_splits": MAX_SPLITS, "tile_tokens": TILE_TOKENS},
+)
+
+
+def blocks(num_splits: int, device: DeviceInfo) -> int:
+    """As many blocks as are resident at once: they share whatever there is to merge; 0 for a single split."""
+    return BLOCKS_PER_SM * device.sm_count if num_splits > 1 else 0
+
+
+def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
+    """Fewer for small batches: half a block per row of a split request, and more where there are more than 8 pieces."""
+    units = rows * (min(b, num_splits // 2) + num_splits // 4)
+    return min(resident, -(-units // UNITS_PER_BLOCK))
+
+
+def launch(dtype: str, num_blocks: int, record: Record) -> Launch:
+    """Merge what the attention kernel of the same record has left in the workspace."""
+    return Launch(KERNEL, DtypeVariant(dtype), (num_blocks, 1, 1), record)

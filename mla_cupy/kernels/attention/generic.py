@@ -1,0 +1,51 @@
+"""Host side of `attention/generic.cu`, which also serves the sparse forward, as decode over pages of one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_cupy.kernels.attention.kernel import (
+    KEY_VARIANTS,
+    PARAMS,
+    READS_RECORDS,
+    READS_ROWS,
+    AttentionKernel,
+    key_variant,
+)
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCK_M = 8
+"""Query rows of a block, in all attention forwards on CUDA cores."""
+
+
+def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    return needs_cc(device, "7.5") if device.cc < (7, 5) else None
+
+
+def unsupported_rows(problem: Any, device: DeviceInfo) -> Reason | None:
+    """The same, if it is about 16-bit rows."""
+    return READS_ROWS if problem.record else unsupported(problem, device)
+
+
+def unsupported_records(problem: Any, device: DeviceInfo) -> Reason | None:
+    """The same, if it is about FP8 records."""
+    return unsupported(problem, device) if problem.record else READS_RECORDS
+
+
+KERNEL: AttentionKernel[Any] = AttentionKernel(
+    "attention_generic",
+    "dense decode and sparse forward on CUDA cores, for any GPU from sm_75 on: the fallback",
+    "attention/generic.cu",
+    PARAMS,
+    variants=KEY_VARIANTS,
+    core=DTYPE_VARIANTS,
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported_rows,
+    variant=key_variant,
+    block_rows=BLOCK_M,
+    blocks_per_sm=2,
+    fallback=True,
+)

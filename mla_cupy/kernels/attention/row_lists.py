@@ -1,0 +1,80 @@
+"""Host side of `attention/row_lists.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Record
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.shapes import TILE_TOKENS
+
+ROWS_PER_TILE = TILE_TOKENS
+"""The lists are padded to whole tiles."""
+MAX_BLOCKS = 1 << 16
+"""Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
+
+PARAMS = Params(
+    indices="u8",
+    topk_length="u8",
+    cu_seqlens_q="u8",
+    cu_seqlens_kv="u8",
+    rows="u8",
+    counts="u8",
+    selected="u8",
+    indices_stride_s_elems="i8",
+    indices_stride_k_elems="i8",
+    topk_length_stride_elems="i8",
+    cu_seqlens_q_stride_elems="i8",
+    cu_seqlens_kv_stride_elems="i8",
+    rows_stride_elems="i8",
+    s_q="i4",
+    s_kv="i4",
+    topk="i4",
+    b="i4",
+    causal="i4",
+    ordered="i4",
+)
+
+KERNEL: Kernel[object] = Kernel(
+    "attention_row_lists",
+    "turns indices into lists of valid rows, sorted where the cache does not fit the L2",
+    "attention/row_lists.cu",
+    PARAMS,
+    core=PLAIN,
+    facts={"rows_per_tile": ROWS_PER_TILE},
+)
+
+
+def rows_stride(topk: int) -> int:
+    """Length of the memory for one list: whole tiles, one at least."""
+    return max(1, -(-topk // ROWS_PER_TILE)) * ROWS_PER_TILE
+
+
+def list_sizes(s_q: int, topk: int) -> dict[str, int]:
+    """The parts of a workspace that hold the lists, `rows`, and their lengths, `counts`: name -> bytes."""
+    return {"rows": 4 * s_q * rows_stride(topk), "counts": 4 * s_q}
+
+
+def launch(
+    call: Call, causal: bool, *, ordered: bool, selected: str = NULL, keys: str = "kv", s_kv: int = -1
+) -> Launch:
+    """Write the lists and their lengths to the workspace.
+
+    `selected`, if given, is an array of (s_kv,) zeros: how many entries select each row is added to it. `ordered`
+    lists are sorted by the 256th of kv that a row is in; the others keep the order of the indices. `keys` is the array
+    that the rows are of, as many as `s_kv` if that is not the size of its first axis.
+    """
+    s_q, topk = call.view("indices").shape
+    s_kv = call.view(keys).shape[0] if s_kv < 0 else s_kv
+    starts = call.views["cu_seqlens_q"]
+    arrays = ("indices", *(call.name(name) for name in ("topk_length", "cu_seqlens_q", "cu_seqlens_kv")))
+    values = (
+        *call.strides("indices", 2),
+        *call.strides("topk_length", 1),
+        *call.strides("cu_seqlens_q", 1),
+        *call.strides("cu_seqlens_kv", 1),
+        rows_stride(topk),
+        *(s_q, s_kv, topk),
+        0 if starts is None else starts.shape[0] - 1,
+        *(causal, ordered),
+    )
+    record = Record(KERNEL, (*arrays, "rows", "counts", selected), values)
+    return Launch(KERNEL, PLAIN[0], (min(s_q, MAX_BLOCKS), 1, 1), record)

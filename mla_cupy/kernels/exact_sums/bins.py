@@ -1,0 +1,27 @@
+"""Host side of `exact_sums/bins.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.pipeline import Launch, Record
+from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+
+ROWS_PER_BLOCK = 256
+NUM_BINS = 6
+"""Sums of a deterministic backward per element of dkv."""
+
+PARAMS = Params(selected="u8", largest="u8", extractors="u8", s_kv="i4", additions="i4")
+
+KERNEL: Kernel[object] = Kernel(
+    "exact_sums_bins",
+    "for a deterministic backward: the extraction constants of its order-independent (binned) sums",
+    "exact_sums/bins.cu",
+    PARAMS,
+    facts={"rows_per_block": ROWS_PER_BLOCK, "num_bins": NUM_BINS},
+)
+
+
+def launch(problem: SparseBackwardProblem, additions: int) -> Launch:
+    """Write the extraction constant of each row, and after them their common bound: (s_kv + 1,)."""
+    record = Record(KERNEL, ("selected", "largest", "extractors"), (problem.s_kv, additions))
+    return Launch(KERNEL, PLAIN[0], (problem.s_kv // ROWS_PER_BLOCK + 1, 1, 1), record, dependent=False)

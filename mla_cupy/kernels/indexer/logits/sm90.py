@@ -1,0 +1,116 @@
+"""Host side of `indexer/logits/sm90.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.indexer.logits.problem import (
+    BLOCK_TOKENS,
+    DTYPES,
+    HEAD_DIMS,
+    MAX_HEADS,
+    PARAMS,
+    LogitsKernel,
+    LogitsProblem,
+)
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+TILE_KEYS, HALF_TILE_KEYS = 128, 256
+_SHORT_LINE = 128
+TILE_HEADS = 8
+"""Heads of an m64 tile of queries."""
+PIECE_BYTES = 128
+"""What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
+_WIDE_MAX_HEADS = 64
+"""Most heads where rows have two pieces: more queries do not fit beside the keys."""
+
+
+def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if device.arch not in HOPPER:
+        return needs_cc(device, "9.0")
+    if problem.page_size:
+        return Reason("takes contiguous keys")
+    heads = variant(problem).max_heads
+    if problem.heads > heads:
+        return Reason(f"takes at most {heads} heads of {problem.head_dim} {problem.dtype}")
+    return problem.countable(TILE_KEYS) if problem.aligned else needs_alignment("q and k")
+
+
+@dataclass(frozen=True)
+class LogitsVariant(Variant):
+    """Element type of queries and keys, their width, and the type of products and of a thread's sums."""
+
+    dtype: str
+    head_dim: int
+    accumulator: str = "float"
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile: products in float16 take half the registers."""
+        return HALF_TILE_KEYS if self.accumulator == "float16" else TILE_KEYS
+
+    @property
+    def max_heads(self) -> int:
+        """As many as the queries of a block of tokens fit into shared memory."""
+        return MAX_HEADS if TABLE[self.dtype].nbytes * self.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
+
+
+def variant(problem: LogitsProblem) -> LogitsVariant:
+    """The build that it takes."""
+    return LogitsVariant(problem.dtype, problem.head_dim)
+
+
+def q_map(q: View) -> TensorMapSpec:
+    """The queries as (heads, tokens, head_dim), fetched as m64 tiles: row 8 * head + token."""
+    (tokens, heads, head_dim), nbytes = q.shape, TABLE[q.dtype].nbytes
+    token, head = (nbytes * stride for stride in q.strides[:2])
+    row = nbytes * head_dim
+    return TensorMapSpec(
+        q.dtype,
+        q.ptr,
+        dims=(head_dim, tokens, heads),
+        strides_bytes=(token if tokens > 1 else row, head if heads > 1 else row),
+        box=(PIECE_BYTES // nbytes, BLOCK_TOKENS, TILE_HEADS),
+    )
+
+
+def k_map(k: View, tile_keys: int = TILE_KEYS) -> TensorMapSpec:
+    """The keys as (1, keys, head_dim), fetched in tiles."""
+    (keys, head_dim), nbytes = k.shape, TABLE[k.dtype].nbytes
+    stride = nbytes * (k.strides[0] if keys > 1 else head_dim)
+    return TensorMapSpec(
+        k.dtype,
+        k.ptr,
+        dims=(head_dim, keys, 1),
+        strides_bytes=(stride, stride),
+        box=(PIECE_BYTES // nbytes, tile_keys, 1),
+    )
+
+
+def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
+    """Queries and keys."""
+    return ("q", q_map(call.view("q"))), ("k", k_map(call.view("k")))
+
+
+VARIANTS = tuple(LogitsVariant(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)
+
+KERNEL = LogitsKernel(
+    "indexer_logits_sm90",
+    "indexer logits with WGMMA and TMA",
+    "indexer/logits/sm90.cu",
+    PARAMS,
+    HOPPER,
+    VARIANTS,
+    facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
+    unsupported=unsupported,
+    variant=variant,
+    tile_keys=TILE_KEYS,
+    short_line=_SHORT_LINE,
+    maps=maps,
+)

@@ -1,0 +1,23 @@
+"""Host side of `indexer/loss/generic_scores.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_INDEX_DIM, PARAMS, LossKernel, LossProblem, in_turns
+from mla_cupy.runtime.driver import Dim3
+
+BLOCK_KEYS = 4
+
+
+def grid(problem: LossProblem, tokens: int) -> Dim3:
+    """A warp per token and key."""
+    return -(-problem.keys // BLOCK_KEYS), in_turns(tokens), 1
+
+
+KERNEL = LossKernel(
+    "indexer_loss_generic_scores",
+    "targets and scores of the indexer's loss on any GPU, in fp32",
+    "indexer/loss/generic_scores.cu",
+    PARAMS,
+    facts={"block_keys": BLOCK_KEYS, "max_head_dim": MAX_HEAD_DIM, "max_index_dim": MAX_INDEX_DIM},
+    grid=grid,
+)

@@ -1,0 +1,74 @@
+"""What the indexer's losses normalise to their target, for tensor parallelism: the first half of a loss, of one rank.
+
+The kernels of the losses make the targets of a chunk of tokens, without scores; then they are copied to the caller's
+array, with zeros for what a token does not see.
+"""
+
+from __future__ import annotations
+
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.attention import row_lists
+from mla_cupy.kernels.indexer.loss import generic_scores, head_sums, ranges, sm90_list_scores, sm90_scores
+from mla_cupy.kernels.indexer.loss.pipeline import (
+    FLOAT,
+    RANGE_BYTES,
+    LossConfig,
+    attention_kernel,
+    chunk_tokens,
+    loss_launch,
+    loss_record,
+)
+from mla_cupy.kernels.indexer.loss.problem import LossProblem
+from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
+from mla_cupy.kernels.pipeline import NULL, Call, Layout, Pipeline, Step
+from mla_cupy.runtime.device import DeviceInfo
+
+
+class HeadSumsPipeline(Pipeline[LossConfig]):
+    """The kernels of the losses that make targets."""
+
+    kernels = (sm90_scores.KERNEL, sm90_list_scores.KERNEL, generic_scores.KERNEL)
+
+    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
+        """See `Pipeline.configure`."""
+        chosen = choice.choose("the sums over heads", self.kernels, problem, device, kernel)
+        chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if chosen is sm90_scores.KERNEL else 1)
+        on_hopper = chosen is not generic_scores.KERNEL
+        return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
+
+    def workspace(self, config: LossConfig) -> Layout:
+        """The lists if there are any, the tokens' keys, the log-sum-exps if they are not given, rows of a chunk."""
+        problem = config.problem
+        lists = {} if problem.topk is None else row_lists.list_sizes(problem.s_q, problem.keys)
+        return Layout(
+            {
+                **lists,
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if problem.needs_lse else 0,
+                "target_rows": FLOAT * config.chunk * problem.row_stride,
+            }
+        )
+
+    def steps(self, config: LossConfig, call: Call) -> list[Step]:
+        """Nothing is launched for no token or no key."""
+        problem = config.problem
+        if 0 in (problem.s_q, problem.keys):
+            return []
+        steps: list[Step] = []
+        parts = {"scores": NULL}
+        if problem.topk is not None:
+            steps.append(row_lists.launch(call, call.options.causal, ordered=False, keys="k"))
+            parts |= {"rows": "rows", "counts": "counts"}
+        whole = loss_record(config, call, 0, problem.s_q, parts)
+        steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole)
+        if config.attention is not None:
+            steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
+        for first in range(0, problem.s_q, config.chunk):
+            tokens = min(config.chunk, problem.s_q - first)
+            record = loss_record(config, call, first, tokens, parts)
+            for kernel in (config.kernel, head_sums.KERNEL):
+                steps += loss_launch(kernel, problem, tokens, record, call)
+        return steps
+
+
+HEAD_SUMS = HeadSumsPipeline()

@@ -1,0 +1,161 @@
+"""The indexer's loss of the sparse stage: lists of keys, then what the warm-up loss does, over the places of the lists.
+
+Only the gradients by keys differ: each token adds to those of its list. A deterministic call adds to bins, as the
+sparse backward does, whose kernels make the bins and add them up: `tile/binned_sum.cuh`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.attention import row_lists
+from mla_cupy.kernels.exact_sums import bins
+from mla_cupy.kernels.indexer.loss import (
+    bounds,
+    finite_keys,
+    generic_queries,
+    generic_scatter,
+    generic_scores,
+    ranges,
+    rows,
+    sm90_list_gradients,
+    sm90_list_scores,
+)
+from mla_cupy.kernels.indexer.loss.pipeline import (
+    FLOAT,
+    RANGE_BYTES,
+    LossConfig,
+    attention_kernel,
+    chunk_tokens,
+    loss_launch,
+    loss_record,
+)
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.sm90 import FINITE_KEYS
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
+from mla_cupy.kernels.sparse_backward import dkv
+from mla_cupy.kernels.sparse_backward.problem import DkvOrder
+from mla_cupy.kernels.spec import PLAIN, DtypeVariant
+from mla_cupy.runtime.device import DeviceInfo
+
+_FIRST_ZEROED = "selected"
+"""The part of the workspace from which on it starts as zeros."""
+
+
+@dataclass(frozen=True)
+class SparseLossConfig(LossConfig):
+    """As of the warm-up loss, with sums of bins."""
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether gradients are made by the kernel for Hopper; it has those by the scores in float32."""
+        return self.problem.gradients and self.kernel is sm90_list_scores.KERNEL
+
+    @property
+    def gradient_kernels(self) -> tuple[LossKernel, ...]:
+        """Those that run after the rows of a chunk."""
+        if not self.problem.gradients:
+            return ()
+        if self.on_tensor_cores:
+            return (sm90_list_gradients.KERNEL,)
+        return generic_queries.KERNEL, generic_scatter.KERNEL
+
+    @property
+    def binned(self) -> bool:
+        """Whether gradients by keys are added to bins."""
+        return self.problem.gradients and self.problem.deterministic
+
+    @property
+    def num_bins(self) -> int:
+        """How many sums there are per element of the gradient by keys."""
+        return bins.NUM_BINS if self.binned else 1
+
+
+class SparseLossPipeline(Pipeline[SparseLossConfig]):
+    """The kernels of the sparse stage's loss."""
+
+    kernels = (sm90_list_scores.KERNEL, generic_scores.KERNEL)
+
+    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> SparseLossConfig:
+        """See `Pipeline.configure`; a deterministic call of too many additions is an ArgumentError, too."""
+        chosen = choice.choose("the indexer's sparse loss", self.kernels, problem, device, kernel)
+        total = problem.s_q * problem.keys
+        if problem.deterministic and total >= 2**32:
+            got = f"True, with s_q * topk = {total}"
+            raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
+        chunk = chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT)
+        on_hopper = chosen is sm90_list_scores.KERNEL
+        return SparseLossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
+
+    def workspace(self, config: SparseLossConfig) -> Layout:
+        """The lists, the attention's log-sum-exps if they are not given, the rows of a chunk, and the sums."""
+        problem = config.problem
+        elements = config.chunk * problem.row_stride
+        per_row, one = (FLOAT * problem.s_kv, FLOAT) if config.binned else (0, 0)
+        sums = FLOAT * problem.s_kv * problem.index_dim * config.num_bins
+        return Layout(
+            {
+                **row_lists.list_sizes(problem.s_q, problem.keys),
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if problem.needs_lse else 0,
+                "target_rows": 0 if problem.given_sums else FLOAT * elements,
+                "score_rows": FLOAT * elements,
+                FINITE_KEYS: 2 * problem.s_kv * problem.index_dim if config.on_tensor_cores else 0,
+                "extractors": per_row + one,
+                _FIRST_ZEROED: per_row,
+                "largest": one,
+                "key_sums": sums if problem.gradients else 0,
+            }
+        )
+
+    def steps(self, config: SparseLossConfig, call: Call) -> list[Step]:
+        """Without a query, the gradients by keys become zeros all the same."""
+        problem = config.problem
+        options = cast(LossOptions, call.options)
+        steps: list[Step] = [ZeroFill(_FIRST_ZEROED)] if problem.gradients else []
+        if problem.s_q > 0:
+            selected = _FIRST_ZEROED if config.binned else NULL
+            lists = row_lists.launch(call, options.causal, ordered=False, selected=selected, keys="k")
+            steps.append(replace(lists, dependent=not problem.gradients))
+            steps += self._tokens(config, call)
+        if problem.gradients and problem.s_kv > 0:
+            steps.append(_finish(config, call))
+        return steps
+
+    def _tokens(self, config: SparseLossConfig, call: Call) -> list[Step]:
+        problem = config.problem
+        parts = {"rows": "rows", "counts": "counts", "key_sums": "key_sums" if problem.gradients else NULL}
+        parts["gradient"] = NULL
+        if config.binned:
+            parts |= {"extractors": "extractors", "largest": "largest"}
+        whole = loss_record(config, call, 0, problem.s_q, parts)
+        steps = loss_launch(ranges.KERNEL, problem, problem.s_q, whole)
+        if config.attention is not None:
+            steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
+        if config.binned:
+            steps += loss_launch(bounds.KERNEL, problem, problem.s_q, whole)
+            record = Record(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
+            blocks = problem.s_kv // bins.ROWS_PER_BLOCK + 1
+            steps.append(Launch(bins.KERNEL, PLAIN[0], (blocks, 1, 1), record))
+        if config.on_tensor_cores:
+            steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole)
+        for first in range(0, problem.s_q, config.chunk):
+            tokens = min(config.chunk, problem.s_q - first)
+            record = loss_record(config, call, first, tokens, parts, problem.target_heads)
+            for kernel in (config.kernel, rows.KERNEL, *config.gradient_kernels):
+                steps += loss_launch(kernel, problem, tokens, record, call)
+        return steps
+
+
+def _finish(config: SparseLossConfig, call: Call) -> Launch:
+    """The sums of all bins, in the gradient's dtype."""
+    problem, to = config.problem, call.view("d_index_k")
+    values = (to.strides[0], problem.s_kv, problem.index_dim, config.num_bins, DkvOrder.PLAIN, to.dtype == "float32")
+    record = Record(dkv.KERNEL, ("key_sums", "d_index_k"), values)
+    return Launch(dkv.KERNEL, DtypeVariant("bfloat16"), (-(-problem.s_kv // dkv.ROWS_PER_BLOCK), 1, 1), record)
+
+
+SPARSE_LOSS = SparseLossPipeline()

@@ -1,0 +1,297 @@
+"""The indexer's warm-up loss: the keys of each token, the attention's log-sum-exps, then chunk by chunk of tokens the
+targets and scores, the divergence of each row, and the gradients.
+
+What a chunk holds of all keys is bounded by the caller's limit, so that the workspace grows with the keys, not with
+their square. Gradients by keys are carried from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+from mla_cupy.arrays.view import View
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.attention import row_lists
+from mla_cupy.kernels.indexer.loss import (
+    finite_keys,
+    finite_values,
+    generic_attention,
+    generic_keys,
+    generic_queries,
+    generic_scores,
+    keys_sum,
+    ranges,
+    rows,
+    sm90_head_keys,
+    sm90_head_queries,
+    sm90_heads,
+    sm90_keys,
+    sm90_list_lse,
+    sm90_lse,
+    sm90_queries,
+    sm90_scores,
+)
+from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.sm90 import (
+    FINITE_KEYS,
+    FINITE_VALUES,
+    MIN_SPLIT_TOKENS,
+    NONFINITE_TILES,
+    TILE_KEYS,
+    finite_value_stride,
+    key_splits,
+)
+from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.runtime.device import DeviceInfo
+
+FLOAT = 4
+RANGE_BYTES = 8
+_HALF = 2
+_ADDRESSES = tuple(PARAMS.dtype.names or ())[: PARAMS.num_addresses]
+_NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Everything about a call that does not depend on pointers or strides. A chunk is `chunk` tokens. `attention` makes
+    the attention's output and log-sum-exps, or the latter alone, where the main kernel does not.
+    """
+
+    problem: LossProblem
+    kernel: LossKernel
+    chunk: int
+    attention: LossKernel | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """One at least: without a token the gradient by keys becomes zeros all the same."""
+        return max(1, -(-self.problem.s_q // self.chunk))
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether gradients are made by the kernels for Hopper, which have them in bf16."""
+        return self.problem.gradients and self.kernel is not generic_scores.KERNEL
+
+    @property
+    def without_rows(self) -> bool:
+        """Whether nothing of a query and a key is stored: divergences per head, at once for all tokens."""
+        return self.kernel is sm90_heads.KERNEL
+
+    @property
+    def copies_values(self) -> bool:
+        """Whether an attention on tensor cores has values."""
+        return self.problem.value_dim > 0 and sm90_heads.KERNEL in (self.kernel, self.attention)
+
+    @property
+    def key_splits(self) -> int:
+        """How many sums there are of each key's gradient."""
+        return key_splits(self.problem) if self.on_tensor_cores else 1
+
+    @property
+    def carries_sums(self) -> bool:
+        """Whether gradients by keys are carried from chunk to chunk, or from one kernel to the next."""
+        return self.problem.gradients and (self.num_chunks > 1 or self.on_tensor_cores)
+
+
+class LossPipeline(Pipeline[LossConfig]):
+    """The kernels of the warm-up loss."""
+
+    kernels = (sm90_scores.KERNEL, sm90_heads.KERNEL, generic_scores.KERNEL)
+
+    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
+        """See `Pipeline.configure`."""
+        chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
+        if chosen is sm90_heads.KERNEL:
+            return LossConfig(problem, chosen, problem.s_q)
+        on_hopper = chosen is sm90_scores.KERNEL
+        bytes_per_key = (1 if problem.given_sums else 2) * FLOAT + (_HALF if on_hopper else 0)
+        chunk = chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1)
+        return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
+
+    def workspace(self, config: LossConfig) -> Layout:
+        """The tokens' keys, the attention's log-sum-exps if they are not given, the rows of a chunk, the sums."""
+        problem = config.problem
+        elements = 0 if config.without_rows else config.chunk * problem.rows_per_token * problem.row_stride
+        keys = problem.s_kv * problem.index_dim
+        values = problem.s_kv * finite_value_stride(problem.value_dim) if config.copies_values else 0
+        own_lse = problem.needs_lse and not problem.value_dim
+        return Layout(
+            {
+                "ranges": RANGE_BYTES * problem.s_q,
+                "own_lse": FLOAT * problem.s_q * problem.heads if own_lse else 0,
+                "target_rows": 0 if problem.given_sums else FLOAT * elements,
+                "score_rows": FLOAT * elements,
+                "gradient_rows": _HALF * elements if config.on_tensor_cores else 0,
+                FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
+                FINITE_VALUES: _HALF * values,
+                NONFINITE_TILES: FLOAT * -(-problem.s_kv // TILE_KEYS) if config.copies_values else 0,
+                "key_sums": FLOAT * config.key_splits * keys if config.carries_sums else 0,
+            }
+        )
+
+    def steps(self, config: LossConfig, call: Call) -> list[Step]:
+        """Nothing is launched for no token, no key, or no result."""
+        problem = config.problem
+        steps: list[Step] = []
+        whole = loss_record(config, call, 0, problem.s_q)
+        steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
+        if config.copies_values:
+            steps += loss_launch(finite_values.KERNEL, problem, problem.s_q, whole, call)
+        if config.attention is not None:
+            steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
+        if config.on_tensor_cores:
+            steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole, call)
+        for first in range(0, max(1, problem.s_q), config.chunk):
+            tokens = min(config.chunk, problem.s_q - first)
+            record = loss_record(config, call, first, tokens, heads=problem.target_heads)
+            for kernel in _kernels(config):
+                steps += loss_launch(kernel, problem, tokens, record, call)
+        if config.on_tensor_cores:
+            steps += loss_launch(keys_sum.KERNEL, problem, problem.s_q, whole, call)
+        return steps
+
+
+def chunk_tokens(problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1) -> int:
+    """As many as have their rows within the limit, targets, scores and what else there is; one at least. More than
+    `unit` tokens are a multiple of it.
+    """
+    fitting = problem.buffer_bytes // (bytes_per_key * problem.rows_per_token * problem.row_stride)
+    whole = fitting if fitting < unit else fitting // unit * unit
+    return max(1, min(whole, problem.s_q))
+
+
+def _kernels(config: LossConfig) -> Iterator[LossKernel]:
+    """Those that run for each chunk."""
+    yield config.kernel
+    if not config.without_rows:
+        yield rows.KERNEL
+    if config.problem.gradients:
+        yield from _gradient_kernels(config)
+
+
+def _gradient_kernels(config: LossConfig) -> tuple[LossKernel, LossKernel]:
+    if config.without_rows:
+        return sm90_head_queries.KERNEL, sm90_head_keys.KERNEL
+    if config.on_tensor_cores:
+        return sm90_queries.KERNEL, sm90_keys.KERNEL
+    return generic_queries.KERNEL, generic_keys.KERNEL
+
+
+def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) -> LossKernel | None:
+    """What makes that of the attention which is asked for or missing."""
+    if problem.value_dim:
+        on_rows = on_hopper and sm90_heads.attends(problem, device)
+        return sm90_heads.KERNEL if on_rows else generic_attention.KERNEL
+    if problem.needs_lse:
+        on_all_keys = problem.topk is None
+        of_hopper = sm90_lse.KERNEL if on_all_keys else sm90_list_lse.KERNEL
+        return of_hopper if on_hopper else generic_attention.KERNEL
+    return None
+
+
+def loss_launch(
+    kernel: LossKernel, problem: LossProblem, tokens: int, record: Record, call: Call | None = None
+) -> list[Step]:
+    """One, or none if there is nothing to do. Kernels with tensor maps need the call."""
+    grid = kernel.grid(problem, tokens)
+    if 0 in grid:
+        return []
+    maps = () if call is None else kernel.maps(call)
+    return [Launch(kernel, kernel.variant(problem), grid, replace(record, maps=maps) if maps else record)]
+
+
+def loss_record(
+    config: LossConfig,
+    call: Call,
+    first: int,
+    tokens: int,
+    parts: Mapping[str, str] | None = None,
+    heads: int | None = None,
+) -> Record:
+    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member. `heads`
+    are those that the target is summed over, by default all of them.
+    """
+    problem, options = config.problem, cast(LossOptions, call.options)
+    numbers = {
+        **_strides(config, call),
+        "row_stride_elems": problem.row_stride,
+        "target_stride_elems": call.strides("head_sums", 1)[0] if problem.given_sums else problem.row_stride,
+        "rows_stride_elems": 0 if problem.topk is None else row_lists.rows_stride(problem.topk),
+        "s_q": problem.s_q,
+        "s_kv": problem.s_kv,
+        "num_keys": problem.keys,
+        "b": 0 if (starts := call.views["cu_seqlens_q"]) is None else starts.shape[0] - 1,
+        "heads": problem.heads if heads is None else heads,
+        "index_heads": problem.index_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "index_dim": problem.index_dim,
+        "causal": options.causal,
+        "per_head": problem.per_head,
+        "first_token": first,
+        "num_tokens": tokens,
+        "first_target": 0 if problem.given_sums else first,
+        "first_chunk": first == 0,
+        "last_chunk": first + tokens >= problem.s_q,
+        "weights_bf16": _is(call.views.get("weights"), "bfloat16"),
+        "d_index_q_fp32": _is(call.views.get("d_index_q"), "float32"),
+        "d_index_k_fp32": _is(call.views.get("d_index_k"), "float32"),
+        "key_splits": config.key_splits,
+        "min_split_tokens": MIN_SPLIT_TOKENS,
+        "scale": options.scale,
+        "target_scale": options.target_scale,
+        "score_unit": 1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,
+    }
+    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
+    return Record(
+        config.kernel,
+        tuple(addresses[name] for name in _ADDRESSES),
+        tuple(numbers[name] for name in _NUMBERS),
+    )
+
+
+def _parts(config: LossConfig, call: Call) -> dict[str, str]:
+    """Members of the record that are parts of the workspace, or an array of another name."""
+    problem = config.problem
+    lse, own = call.name("lse"), call.name("attention_lse")
+    if problem.needs_lse:
+        lse = own = own or "own_lse"
+    return {
+        "ranges": "ranges",
+        "target": "head_sums" if problem.given_sums else "target_rows",
+        "scores": "score_rows",
+        "gradient": "gradient_rows" if config.on_tensor_cores else NULL,
+        FINITE_KEYS: FINITE_KEYS if config.on_tensor_cores else NULL,
+        FINITE_VALUES: FINITE_VALUES if config.copies_values else NULL,
+        NONFINITE_TILES: NONFINITE_TILES if config.copies_values else NULL,
+        "key_sums": "key_sums" if config.carries_sums else NULL,
+        "lse": lse,
+        "attention_lse": own,
+    }
+
+
+def _strides(config: LossConfig, call: Call) -> dict[str, int]:
+    """The strides of all arrays, by the names of the record's members."""
+    problem = config.problem
+    found: dict[str, int] = {}
+    for member in _NUMBERS:
+        name, separator, axis = member.partition("_stride_")
+        if not separator or name in ("row", "rows"):
+            continue
+        strides = (*call.strides(name, 2), 0)
+        if name == "lse" and problem.needs_lse:
+            strides = call.strides("attention_lse", 2)
+        if name in ("lse", "attention_lse") and problem.needs_lse and not problem.value_dim:
+            strides = (problem.heads, 1)
+        found[member] = strides[1] if axis == "head_elems" else strides[0]
+    return found
+
+
+def _is(view: View | None, dtype: str) -> bool:
+    return view is not None and view.dtype == dtype
+
+
+LOSS = LossPipeline()

@@ -1,0 +1,40 @@
+"""Host side of `sparse_forward/sm90_records.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.kernel import PARAMS, READS_RECORDS, AttentionKernel
+from mla_cupy.kernels.attention.records import RECORDS, SmallRecordVariant
+from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCK_ROWS = (16, 32)
+
+
+def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if not problem.record:
+        return READS_RECORDS
+    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
+def variant(problem: SparseForwardProblem) -> SmallRecordVariant:
+    """The build for the heads: the narrowest that holds them, or several blocks of the widest."""
+    rows = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
+    return SmallRecordVariant(problem.dtype, problem.record, rows)
+
+
+KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
+    "sparse_forward_sm90_records",
+    "sparse forward from FP8 records with WGMMA, with swapped operands: blocks of up to 32 heads",
+    "sparse_forward/sm90_records.cu",
+    PARAMS,
+    HOPPER,
+    tuple(SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in RECORDS for rows in BLOCK_ROWS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=variant,
+    block_rows=BLOCK_ROWS[-1],
+)
