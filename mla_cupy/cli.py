@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy._version import __version__
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
 from mla_cupy.parts import part as _part
-from mla_cupy.records import RECORDS
 from mla_cupy.runtime import cache, device, loader, nvrtc, report, worker
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest import command as selftest
 from mla_cupy.terminal import progress, show, table
 
 if TYPE_CHECKING:
-    from mla_cupy.kernels.spec import Kernel, Variant
+    from mla_cupy.kernels.spec import KernelSpec, Variant
 
 _DEFAULT_ARCH = "sm_90a"
 _EPILOG = """\
@@ -36,7 +36,7 @@ examples:
   mla-cupy demo                               decode a ragged batch and check it
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
-Planned = tuple["Kernel[Any]", "Variant", BuildRequest]
+Planned = tuple["KernelSpec[Any]", "Variant", BuildRequest]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -222,7 +222,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _formats(options: argparse.Namespace) -> int:
     if options.json:
-        print(json.dumps({record.name: asdict(record) for record in RECORDS.values()}, indent=1))
+        print(json.dumps({record.name: asdict(record) for record in FORMATS.values()}, indent=1))
         return 0
     heads = ("record", "bytes", "planes", "dtype", "scales", "group", "page of 64", "used by")
     rows = (
@@ -230,11 +230,11 @@ def _formats(options: argparse.Namespace) -> int:
             *(r.name, r.token_bytes, " + ".join(map(str, r.planes)), r.dtype, ", ".join(r.scales), r.group or "-"),
             *(r.page_bytes(64), r.about),
         )
-        for r in RECORDS.values()
+        for r in FORMATS.values()
     )
     fields = (
         (r.name, f.name, f.kind, f.count, f.plane, f.offset, f.offset + f.nbytes)
-        for r in RECORDS.values()
+        for r in FORMATS.values()
         for f in r.fields
     )
     show(
@@ -302,14 +302,14 @@ def _outcome_row(outcome: loader.Outcome) -> dict[str, Any]:
     row = {"kernel": request.entry.removeprefix("mla_"), "variant": request.label, "target": request.arch}
     if outcome.build is None:
         return {**row, **dict.fromkeys(("registers", "smem", "spills", "stack", "seconds"), "-"), "state": "failed"}
-    record = outcome.build.record
+    info = outcome.build.info
     return {
         **row,
-        "registers": record["registers"],
-        "smem": record["static_smem"] + record["facts"].get("smem_bytes", 0),
-        "spills": record["spill_stores"] + record["spill_loads"],
-        "stack": record["stack"],
-        "seconds": record["seconds"],
+        "registers": info["registers"],
+        "smem": info["static_smem"] + info["facts"].get("smem_bytes", 0),
+        "spills": info["spill_stores"] + info["spill_loads"],
+        "stack": info["stack"],
+        "seconds": info["seconds"],
         "state": "cached" if outcome.was_cached else "not kept" if outcome.unkept else "compiled",
     }
 

@@ -24,7 +24,7 @@ from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver, loader
 from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel, PreparedLaunch
+from mla_cupy.runtime.driver import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 DEVICE = 0
@@ -68,10 +68,10 @@ class SimDriver:
     race_lanes: bool = False
     timeline: Any = None
 
-    def load(self, build: Build, device: int) -> Kernel:
+    def load(self, build: Build, device: int) -> LoadedKernel:
         """The PTX of `build`, parsed."""
         module = parts.simulator().Module(build.ptx.decode(), strict=True, memory=self.memory)
-        return Kernel(build.entry, device, 1, owner=module)
+        return LoadedKernel(build.entry, device, 1, owner=module)
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         """The simulator's own encoding, by the driver's rules."""
@@ -84,7 +84,7 @@ class SimDriver:
         self.memory.slice(ptr, nbytes, write=True)[:] = value
 
     def prepare(
-        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+        self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
     ) -> PreparedLaunch:
         """A launch that runs when it is enqueued."""
         module: Any = kernel.owner

@@ -51,13 +51,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_toy_scale(const __gri
 
 from __future__ import annotations
 
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
 
 ELEMENTS_PER_BLOCK = 128
 
-PARAMS = Params(x="u8", out="u8", x_stride_elems="i8", out_stride_elems="i8", n="i4", factor="f4")
+PARAMS = ParamLayout(x="u8", out="u8", x_stride_elems="i8", out_stride_elems="i8", n="i4", factor="f4")
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "toy_scale",
     "multiplies",
     "toy/scale.cu",
@@ -77,7 +77,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, LaunchArgs, Step
 from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.kernels.toy import scale
 from mla_cupy.runtime.device import DeviceInfo
@@ -107,7 +107,7 @@ class ToyPipeline(Pipeline[int]):
         """One launch."""
         values = (*call.strides("x", 1), *call.strides("out", 1), config, call.options.scale)
         blocks = -(-config // scale.ELEMENTS_PER_BLOCK)
-        return [Launch(scale.KERNEL, PLAIN[0], (blocks, 1, 1), Record(scale.KERNEL, ("x", "out"), values))]
+        return [Launch(scale.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(scale.KERNEL, ("x", "out"), values))]
 
 
 TOY = ToyPipeline()

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import FORMATS, CacheFormat
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops.checks import check_count
-from mla_cupy.records import RECORDS, Record
 
 MAX_SLOTS = 2**31 - 1
 """Slots are int32."""
@@ -25,11 +25,11 @@ def check_sizes(sizes: Mapping[str, Any]) -> None:
         raise ArgumentError(explain("num_pages * page_size", got, f"at most {MAX_SLOTS}", "slots are int32"))
 
 
-def record_of_pool(pool: str, record: Any) -> Record:
+def record_of_pool(pool: str, record: Any) -> CacheFormat:
     """A record, or the one of a name."""
-    found = RECORDS.get(record) if isinstance(record, str) else record
-    if not isinstance(found, Record):
-        raise ArgumentError(explain(f"pools[{pool!r}]", repr(record), f"a record: {', '.join(RECORDS)}"))
+    found = FORMATS.get(record) if isinstance(record, str) else record
+    if not isinstance(found, CacheFormat):
+        raise ArgumentError(explain(f"pools[{pool!r}]", repr(record), f"a record: {', '.join(FORMATS)}"))
     return found
 
 

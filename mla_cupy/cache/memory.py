@@ -13,12 +13,12 @@ from mla_cupy import ops, reference
 from mla_cupy.arrays import cupy_family, stream_handle
 from mla_cupy.arrays.staging import Staging
 from mla_cupy.cache.upload import Sheet, Words
+from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.ops import backend
 from mla_cupy.ops.cache_pages import UPDATE_OPERATION
 from mla_cupy.ops.call import fixed
 from mla_cupy.ops.checks import check_count
-from mla_cupy.records import Record
 from mla_cupy.runtime import device as devices
 
 Array = npt.NDArray[Any]
@@ -54,11 +54,11 @@ class Memory(Protocol):
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """Upload a part of the words just written, bring the tables up to date, and copy pages."""
 
-    def view(self, pool: Any, record: Record, layer: int, page_size: int) -> Any:
+    def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:
         """A layer of a pool as an array of the record's dtype, (num_pages, page_size, width)."""
 
 
-def page_stride(record: Record, page_size: int) -> int:
+def page_stride(record: CacheFormat, page_size: int) -> int:
     """From one page of a pool to the next, in bytes."""
     return -(-record.page_bytes(page_size) // 16) * 16
 
@@ -96,7 +96,7 @@ class HostMemory:
             for pool in self.pools.values():
                 self._run.cache_copy_pages(pool, pairs)
 
-    def view(self, pool: Any, record: Record, layer: int, page_size: int) -> Array:
+    def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Array:
         """See `Memory`."""
         dtype = numpy_dtype(record.dtype)
         strides = (pool.strides[1], record.token_bytes, dtype.itemsize)
@@ -157,7 +157,7 @@ class DeviceMemory:
         everything = (*arrays, self.step_slots, self.step_positions)
         return fixed(UPDATE_OPERATION, self._family.native, everything, (self._page_size,), stream)
 
-    def view(self, pool: Any, record: Record, layer: int, page_size: int) -> Any:
+    def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:
         """See `Memory`."""
         strides = (pool.strides[1], record.token_bytes, numpy_dtype(record.dtype).itemsize)
         shape = (pool.shape[1], page_size, record.width)

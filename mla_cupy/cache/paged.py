@@ -15,9 +15,9 @@ from mla_cupy.cache.book import Book
 from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
 from mla_cupy.cache.reports import CacheStats, CacheStep
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
+from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops.checks import check_count
-from mla_cupy.records import Record
 
 Array = npt.NDArray[Any]
 _STEPS_KEPT = 256
@@ -32,7 +32,7 @@ class PagedKVCache:
 
     Parameters
     ----------
-    pools : str, Record or mapping
+    pools : str, CacheFormat or mapping
         The record of the pool "kv", or the record of each pool by name; `mla-cupy formats` lists the records.
     num_pages, page_size : int
         Pages of each layer, and tokens of a page.
@@ -81,7 +81,7 @@ class PagedKVCache:
 
     def __init__(
         self,
-        pools: str | Record | Mapping[str, str | Record],
+        pools: str | CacheFormat | Mapping[str, str | CacheFormat],
         *,
         num_pages: int,
         page_size: int,
@@ -400,7 +400,7 @@ class PagedKVCache:
             step = self._steps[b, tokens, copies] = CacheStep(*views, copies)
         return step
 
-    def _pool(self, name: str) -> Record:
+    def _pool(self, name: str) -> CacheFormat:
         if name not in self.records:
             raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.records)}"))
         return self.records[name]

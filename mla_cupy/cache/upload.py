@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.cache.book import NO_PAGE, Book, Extension
-from mla_cupy.records import HEADER_WORDS, words_before_changes
+from mla_cupy.cache_formats import HEADER_WORDS, words_before_changes
 
 Array = npt.NDArray[Any]
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays, dtypes
 from mla_cupy.arrays import Family, View
+from mla_cupy.cache_formats import BYTE_DTYPES, format_of
 from mla_cupy.errors import DTypeError, PlanError, ShapeError, explain
 from mla_cupy.ops import DecodePlan, plan_decode
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.records import BYTE_DTYPES, record_of
 
 _ALIGNMENT = 256
 """What `plan_decode` asks of a workspace's address."""
@@ -64,7 +64,7 @@ def form_of(
 def _record_of(dtype: str, width: int) -> str:
     if dtype not in BYTE_DTYPES:
         raise DTypeError(explain("k_cache.dtype", dtype, " or ".join(BYTE_DTYPES), "as is_fp8_kvcache is True"))
-    return record_of(dtype, width, "k_cache").name
+    return format_of(dtype, width, "k_cache").name
 
 
 _AXES = {

@@ -17,10 +17,10 @@ from mla_cupy.kernels import (
     sparse_decode,
     sparse_forward,
 )
-from mla_cupy.kernels.spec import Kernel
+from mla_cupy.kernels.spec import KernelSpec
 
 #: Every kernel of the package, by name.
-KERNELS: dict[str, Kernel[Any]] = {
+KERNELS: dict[str, KernelSpec[Any]] = {
     kernel.name: kernel
     for family in (
         attention,

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
-from mla_cupy.kernels.spec import Kernel, ProblemT, Reason
+from mla_cupy.kernels.spec import KernelSpec, ProblemT, Reason
 from mla_cupy.runtime.device import DeviceInfo
 
 logger = logging.getLogger("mla_cupy")
 
-KernelT = TypeVar("KernelT", bound=Kernel)  # type: ignore[type-arg]
+KernelT = TypeVar("KernelT", bound=KernelSpec)  # type: ignore[type-arg]
 
 
-def check_kernel(kernels: Sequence[Kernel[ProblemT]], name: object) -> None:
+def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
     """Raise ArgumentError unless `name` is that of one of the kernels, or None."""
     if name is not None and not (isinstance(name, str) and name in [kernel.name for kernel in kernels]):
         expected = "None, or one of " + ", ".join(kernel.name for kernel in kernels)

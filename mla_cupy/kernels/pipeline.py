@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.spec import Kernel, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime import driver, loader
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.device import DeviceInfo
@@ -26,7 +26,7 @@ from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
 ALIGNMENT = 256
 """Alignment of the workspace and of each of its parts, in bytes."""
 NULL = ""
-"""The name of a null pointer among the addresses of a record."""
+"""The name of a null pointer among the addresses of a launch."""
 _MAPS_KEPT = 4096
 
 ConfigT = TypeVar("ConfigT")
@@ -51,7 +51,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class LaunchArgs:
     """The parameters of one or more launches.
 
     Attributes
@@ -65,7 +65,7 @@ class Record:
         Further parameters: tensor maps over arrays, by name. The `base` of each is that array's address.
     """
 
-    kernel: Kernel[Any]
+    kernel: KernelSpec[Any]
     addresses: tuple[str, ...]
     values: tuple[float, ...]
     maps: tuple[tuple[str, TensorMapSpec], ...] = ()
@@ -75,10 +75,10 @@ class Record:
 class Launch:
     """One launch. With `dependent` it may start before its predecessor has ended, where the GPU knows that."""
 
-    kernel: Kernel[Any]
+    kernel: KernelSpec[Any]
     variant: Variant
     grid: Dim3
-    record: Record
+    args: LaunchArgs
     dependent: bool = True
 
 
@@ -130,11 +130,11 @@ class Pipeline(ABC, Generic[ConfigT]):
 
     Attributes
     ----------
-    kernels : tuple of Kernel
+    kernels : tuple of KernelSpec
         Those that `kernel=` chooses from, the fastest first.
     """
 
-    kernels: ClassVar[tuple[Kernel[Any], ...]]
+    kernels: ClassVar[tuple[KernelSpec[Any], ...]]
 
     @abstractmethod
     def configure(self, problem: Any, device: DeviceInfo, kernel: str | None = None) -> ConfigT:
@@ -178,13 +178,13 @@ class Prepared:
         self._parts: tuple[int, ...] = ()
         self._addresses: list[int] = []  # that the blocks hold
         index = {name: at for at, name in enumerate((NULL, *names, *layout.offsets))}
-        records = {id(step.record): step.record for step in steps if isinstance(step, Launch)}
-        blocks = {key: _Block(record, index) for key, record in records.items()}
+        args = {id(step.args): step.args for step in steps if isinstance(step, Launch)}
+        blocks = {key: _Block(one, index) for key, one in args.items()}
         self._blocks = [block.write for block in blocks.values()]
         self._launches = [
             self._fill(run[0], layout, device.ordinal)
             if isinstance(run[0], ZeroFill)
-            else self.driver.in_order([_bound(step, device, stream, blocks[id(step.record)].args) for step in run])
+            else self.driver.in_order([_bound(step, device, stream, blocks[id(step.args)].args) for step in run])
             for run in _runs(steps)
         ]
 
@@ -223,18 +223,18 @@ class Prepared:
 
 
 class _Block:
-    """The parameter block of a record."""
+    """The parameter block of launches with the same arguments."""
 
-    def __init__(self, record: Record, index: Mapping[str, int]) -> None:
-        params = record.kernel.params
-        self.args = ArgumentBlock((params.size, *[MAP_BYTES] * len(record.maps)))
+    def __init__(self, args: LaunchArgs, index: Mapping[str, int]) -> None:
+        params = args.kernel.params
+        self.args = ArgumentBlock((params.size, *[MAP_BYTES] * len(args.maps)))
         self._view = self.args.views[0]
-        params.pack_into(self._view, *[0] * params.num_addresses, *record.values)
-        assert len(record.addresses) == params.num_addresses
-        self._pick = itemgetter(*(index[name] for name in record.addresses))
+        params.pack_into(self._view, *[0] * params.num_addresses, *args.values)
+        assert len(args.addresses) == params.num_addresses
+        self._pick = itemgetter(*(index[name] for name in args.addresses))
         self._pack = Struct(f"<{params.num_addresses}Q").pack_into
         self._maps = [
-            _Map(index[name], spec, view) for (name, spec), view in zip(record.maps, self.args.views[1:], strict=True)
+            _Map(index[name], spec, view) for (name, spec), view in zip(args.maps, self.args.views[1:], strict=True)
         ]
 
     def write(self, places: list[int]) -> None:
@@ -296,7 +296,7 @@ def bind(
     return driver.current().prepare(kernel, grid, block, cluster, build.dynamic_smem, args, pdl)
 
 
-def load(builds: Iterable[tuple[Kernel[Any], Variant]], device: DeviceInfo, stream: int) -> None:
+def load(builds: Iterable[tuple[KernelSpec[Any], Variant]], device: DeviceInfo, stream: int) -> None:
     """Build and load kernels, so that later calls can be captured; not while `stream` is being captured."""
     for kernel, variant in builds:
         loader.loaded(kernel.request(variant, device.arch), device.ordinal, stream)

@@ -46,7 +46,7 @@ PLAIN = (Variant(),)
 DTYPE_VARIANTS = tuple(DtypeVariant(dtype) for dtype in HALF)
 
 
-class Params:
+class ParamLayout:
     """The record of a kernel's parameter struct: addresses first, then the other 8-byte members, as in the `.cu`.
 
     Attributes
@@ -104,7 +104,7 @@ def always(problem: Any, device: DeviceInfo) -> bool:
 
 
 @dataclass(frozen=True)
-class Kernel(Generic[ProblemT]):
+class KernelSpec(Generic[ProblemT]):
     """One kernel: one entry point of one `.cu`.
 
     Attributes
@@ -116,7 +116,7 @@ class Kernel(Generic[ProblemT]):
         What it does, for `mla-cupy list`.
     source : str
         Relative to `cuda_src`.
-    params : Params
+    params : ParamLayout
         Of its parameter struct.
     archs : tuple of str
         Targets such as "sm_90a"; empty for any.
@@ -137,7 +137,7 @@ class Kernel(Generic[ProblemT]):
     name: str
     about: str
     source: str
-    params: Params
+    params: ParamLayout
     archs: tuple[str, ...] = ANY_ARCH
     variants: tuple[Variant, ...] = PLAIN
     core: tuple[Variant, ...] = ()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import BYTE_DTYPES, CacheFormat, format_of
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
@@ -14,7 +15,6 @@ from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
-from mla_cupy.records import BYTE_DTYPES, Record, record_of
 
 _CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
 _INDEX_DTYPES = ("int32", "int64")
@@ -142,7 +142,7 @@ def cache_gather(
 # ---- Checks -----------------------------------------------------------------------------------------------------
 
 
-def check_layout(record: Record, cache: View, argument: str = "cache") -> None:
+def check_layout(record: CacheFormat, cache: View, argument: str = "cache") -> None:
     """Check what the kernels rely on beside the width of the last axis."""
     if 0 in cache.shape or record.dtype != "uint8":
         return
@@ -159,14 +159,14 @@ def check_layout(record: Record, cache: View, argument: str = "cache") -> None:
         raise ShapeError(explain(f"{argument}.strides", got, expected, remedy))
 
 
-def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str) -> Record:
+def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str) -> CacheFormat:
     """The FP8 record of a cache's pages: one that kernels `read`, for queries of this width.
 
     Raises
     ------
     ShapeError
     """
-    record = record_of(cache.dtype, cache.shape[-1], argument)
+    record = format_of(cache.dtype, cache.shape[-1], argument)
     if record.name not in read:
         raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
     if d_qk != record.d_qk:
@@ -174,9 +174,9 @@ def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, reme
     return record
 
 
-def _record(views: Views, name: Any, kv_scale: Any) -> tuple[Record, float]:
+def _record(views: Views, name: Any, kv_scale: Any) -> tuple[CacheFormat, float]:
     cache = present(views, "cache")
-    record = record_of(cache.dtype, cache.shape[2], name=name)
+    record = format_of(cache.dtype, cache.shape[2], name=name)
     check_layout(record, cache)
     scale = check_factor("kv_scale", kv_scale)
     if scale != 1 and "tensor" not in record.scales:
@@ -208,7 +208,7 @@ def _examine_append(views: Views, given: _AppendOptions) -> Examined:
     return Examined(None, AppendOptions(record.name, scales, kv_scale, interleaved))
 
 
-def _check_rotation(views: Views, record: Record) -> None:
+def _check_rotation(views: Views, record: CacheFormat) -> None:
     """Check that RoPE is asked for with everything that it needs, or not at all."""
     if not check_all_or_none(views, "cos", "sin", "positions"):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from mla_cupy.cache_formats import words_before_changes
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.cache import COPY_PAGES, UPDATE
 from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, UpdateOptions
@@ -11,7 +12,6 @@ from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import is_integer
 from mla_cupy.ops.operation import Examined, Input, Operation, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.records import words_before_changes
 
 
 def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:

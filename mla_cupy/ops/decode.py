@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
 from mla_cupy.kernels.attention.records import DENSE_RECORDS as READ
@@ -28,7 +29,6 @@ from mla_cupy.ops.checks import (
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.records import BYTE_DTYPES, RECORDS
 from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
 
 
@@ -247,7 +247,7 @@ def _check_kv_scale(record: str, options: DecodeOptions) -> None:
     """Only a record without scales of its own has one for the whole cache."""
     if options.kv_scale == 1:
         return
-    if not record or "tensor" not in RECORDS[record].scales:
+    if not record or "tensor" not in FORMATS[record].scales:
         what = f"{record}: its scales are in the record" if record else "16-bit rows"
         raise ArgumentError(explain("kv_scale", options.kv_scale, f"1 for {what}"))
     check_factor("scale * kv_scale", options.scale * options.kv_scale)
@@ -289,7 +289,7 @@ OPERATION = Operation(
         Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide"),
         Output("lse", "b h_q s_q"),
     ),
-    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(RECORDS[name].width for name in READ)), "d_v": (D_V,)},
+    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)},
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=_Options,
     examine=_examine,

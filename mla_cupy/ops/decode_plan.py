@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from mla_cupy import arrays, dtypes, records
+from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, explain
@@ -361,8 +361,8 @@ def _record(name: Any, d_qk: int, h_kv: int) -> str:
         return ""
     if name not in RECORDS:
         raise ArgumentError(explain("record", repr(name), "None, or one of " + ", ".join(RECORDS)))
-    if d_qk != records.RECORDS[name].d_qk:
-        raise ArgumentError(explain("d_qk", d_qk, f"{records.RECORDS[name].d_qk} for {name}"))
+    if d_qk != cache_formats.FORMATS[name].d_qk:
+        raise ArgumentError(explain("d_qk", d_qk, f"{cache_formats.FORMATS[name].d_qk} for {name}"))
     if h_kv != 1:
         raise ArgumentError(explain("h_kv", h_kv, "1", f"{name} has one KV head"))
     return str(name)

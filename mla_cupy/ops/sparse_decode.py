@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from mla_cupy.cache_formats import BYTE_DTYPES, format_of
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import RECORDS
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout, record_read
@@ -15,7 +16,6 @@ from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
-from mla_cupy.records import BYTE_DTYPES, record_of
 from mla_cupy.shapes import D_V, MAX_TOKENS
 
 
@@ -131,14 +131,14 @@ def _check_extra(views: Views, record: str) -> None:
     if views["extra_topk_length"] is not None and cache is None:
         raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
     if cache is not None:
-        check_layout(record_of(cache.dtype, cache.shape[2], "extra_kv_cache", record), cache, "extra_kv_cache")
+        check_layout(format_of(cache.dtype, cache.shape[2], "extra_kv_cache", record), cache, "extra_kv_cache")
 
 
 def _examine(views: Views, given: _Options) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
-    record = record_read(cache, d_qk, RECORDS, "kv_cache", "read 16-bit rows with sparse_mla_forward")
+    record = record_read(cache, d_qk, SPARSE_RECORDS, "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
     _check_extra(views, record.name)
     check_even("q", q)

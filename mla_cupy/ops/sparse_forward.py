@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from mla_cupy.kernels.attention.records import RECORDS as READ
+from mla_cupy.cache_formats import FORMATS
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.ops.call import call
@@ -22,7 +23,6 @@ from mla_cupy.ops.sparse_inputs import (
     check_selection,
     check_sparse_values,
 )
-from mla_cupy.records import RECORDS
 from mla_cupy.shapes import D_V
 
 
@@ -184,7 +184,7 @@ OPERATION = Operation(
         Output("lse", "s_q h_q"),
         Output("max_logits", "s_q h_q"),
     ),
-    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(RECORDS[name].width for name in READ))},
+    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(FORMATS[name].width for name in READ))},
     min_sizes=MIN_SIZES,
     options=_Options,
     examine=_examine,

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import RECORDS
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.ops.starts import STARTS, check_starts
-from mla_cupy.records import BYTE_DTYPES
 from mla_cupy.shapes import D_V, MAX_INT32, MAX_TOKENS
 
 Array = np.ndarray[Any, Any]
@@ -61,7 +61,7 @@ def check_rows_or_pages(views: Views) -> str:
         if width != d_qk:
             raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))
         return ""
-    record = record_read(kv, d_qk, RECORDS, "kv", "read it by cache_gather")
+    record = record_read(kv, d_qk, SPARSE_RECORDS, "kv", "read it by cache_gather")
     check_layout(record, kv, "kv")
     return record.name
 

@@ -7,8 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import (
+    HEADER_WORDS,
+    MAX_E4M3,
+    MIN_RATIO,
+    CacheFormat,
+    Field,
+    format_of,
+    words_before_changes,
+)
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.records import HEADER_WORDS, MAX_E4M3, MIN_RATIO, Field, Record, record_of, words_before_changes
 
 Array = npt.NDArray[Any]
 
@@ -112,7 +120,7 @@ def rotate(
 # ---- Fields of pages --------------------------------------------------------------------------------------------
 
 
-def field_view(cache: Array, record: Record, field: Field) -> Array:
+def field_view(cache: Array, record: CacheFormat, field: Field) -> Array:
     """The bytes of one field of all tokens: a view, (num_pages, page_size, bytes)."""
     pages, page_size = cache.shape[:2]
     whole = cache.reshape(pages, page_size, cache.shape[-1]) if cache.ndim == 4 else cache
@@ -127,7 +135,7 @@ def field_view(cache: Array, record: Record, field: Field) -> Array:
     return np.lib.stride_tricks.as_strided(page[:, start:], shape, strides)
 
 
-def _encode(x: Array, field: Field, record: Record, scales: str, kv_scale: float) -> dict[str, Array]:
+def _encode(x: Array, field: Field, record: CacheFormat, scales: str, kv_scale: float) -> dict[str, Array]:
     """The bytes of a field, and of its scales where it has any."""
     if field.kind != "float8_e4m3fn":
         wanted = numpy_dtype(field.kind)
@@ -152,7 +160,7 @@ def _decode(tokens: Array, field: Field, scale: Array | float) -> Array:
     return np.ascontiguousarray(tokens).view(numpy_dtype(field.kind)).astype(np.float32)
 
 
-def _scales_of(cache: Array, record: Record, pages: Array, tokens: Array, kv_scale: float) -> Array | float:
+def _scales_of(cache: Array, record: CacheFormat, pages: Array, tokens: Array, kv_scale: float) -> Array | float:
     if not record.group:
         return kv_scale
     field = record.field("scales")
@@ -200,7 +208,7 @@ def cache_append(
     interleaved : bool
         See `rotate`.
     """
-    chosen = record_of(str(cache.dtype), cache.shape[-1], name=record)
+    chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
     num_pages, page_size = cache.shape[:2]
     where = np.asarray(slots).astype(np.int64)
     (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))
@@ -239,7 +247,7 @@ def cache_gather(
     rows : array, (n, d_qk), float32
         Latent, then RoPE. A quantised element is its e4m3 value times its scale, rounded to float32.
     """
-    chosen = record_of(str(cache.dtype), cache.shape[-1], name=record)
+    chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
     num_pages, page_size = cache.shape[:2]
     where = np.asarray(slots).astype(np.int64)
     (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.records import BYTE_DTYPES
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.lse import log_of_base

@@ -9,7 +9,7 @@ import re
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from mla_cupy.errors import KernelCompileError, explain
 from mla_cupy.runtime import elf, env, sources
@@ -51,18 +51,52 @@ class BuildRequest:
         return f"{self.entry}-{self.label}-{self.arch}"
 
 
+class Resources(TypedDict):
+    """What a kernel needs of an SM, and whether it spills, as ptxas reports it."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    static_smem: int
+    barriers: int
+
+
+class BuildInfo(Resources):
+    """What is known about a compiled kernel, as the disk cache keeps it.
+
+    `seconds` is what the compilation took; `facts` are the kernel's own constants, `notes` what the compiler said
+    beyond the figures. `image_key` and `sha256` are the disk cache's, and empty until it has the kernel.
+    """
+
+    name: str
+    entry: str
+    source: str
+    arch: str
+    label: str
+    defines: list[list[str]]
+    source_digest: str
+    nvrtc: str
+    options: list[str]
+    seconds: float
+    facts: dict[str, Any]
+    notes: list[str]
+    image_key: str
+    sha256: dict[str, str]
+
+
 @dataclass(frozen=True)
 class Build:
     """A compiled kernel: the image for the driver, the PTX it was made of, and what is known about it."""
 
     cubin: bytes
     ptx: bytes
-    record: dict[str, Any]
+    info: BuildInfo
 
     @property
     def entry(self) -> str:
         """Name of its one entry point."""
-        return str(self.record["entry"])
+        return self.info["entry"]
 
     @property
     def dynamic_smem(self) -> int:
@@ -72,8 +106,7 @@ class Build:
     @property
     def facts(self) -> dict[str, Any]:
         """What the kernel tells the host: name -> int, or list of ints."""
-        facts: dict[str, Any] = self.record["facts"]
-        return facts
+        return self.info["facts"]
 
 
 def _checks_tensor_memory(arch: str) -> bool:
@@ -123,7 +156,7 @@ def compile_kernel(request: BuildRequest, nvrtc: Nvrtc | None = None) -> Build:
     seconds = time.perf_counter() - start
     if not output.ok:
         raise KernelCompileError(f"{request.name} does not compile:\n{output.log}")
-    record = {
+    info: BuildInfo = {
         "name": request.name,
         "entry": request.entry,
         "source": request.source,
@@ -137,14 +170,17 @@ def compile_kernel(request: BuildRequest, nvrtc: Nvrtc | None = None) -> Build:
         **resources(output.log),
         "facts": facts(output.cubin),
         "notes": notes(output.log),
+        "image_key": "",
+        "sha256": {},
     }
-    _gate(request, record, output.cubin, output.ptx)
-    return Build(output.cubin, output.ptx, record)
+    _gate(request, info, output.cubin, output.ptx)
+    return Build(output.cubin, output.ptx, info)
 
 
-def resources(log: str) -> dict[str, int]:
+def resources(log: str) -> Resources:
     """Registers, spills, stack, static shared memory and barriers, from the log of ptxas; sums over functions."""
-    return {name: sum(int(count) for count in re.findall(pattern, log)) for name, pattern in _RESOURCES.items()}
+    found = {name: sum(int(count) for count in re.findall(pattern, log)) for name, pattern in _RESOURCES.items()}
+    return cast(Resources, found)
 
 
 def notes(log: str) -> list[str]:
@@ -163,7 +199,7 @@ def facts(cubin: bytes) -> dict[str, int | list[int]]:
     return dict(sorted(found.items()))
 
 
-def _gate(request: BuildRequest, record: dict[str, Any], cubin: bytes, ptx: bytes) -> None:
+def _gate(request: BuildRequest, info: BuildInfo, cubin: bytes, ptx: bytes) -> None:
     entries = [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]
     if entries != [request.entry]:
         raise KernelCompileError(
@@ -173,9 +209,9 @@ def _gate(request: BuildRequest, record: dict[str, Any], cubin: bytes, ptx: byte
     if len(groups) > 1:  # some lines of ptxas take it, and no GPU does
         got = " and ".join(group.decode() for group in groups)
         raise KernelCompileError(explain(f"tcgen05 instructions of {request.source}", got, "one of them"))
-    faults = [note for note in record["notes"] if _FATAL.search(note)]
-    wanted_slow = _TMEM_CHECK in record["options"]
-    if (record["spill_stores"] or record["spill_loads"]) and not wanted_slow:
-        faults.insert(0, f"spills {record['spill_stores']} bytes of stores, {record['spill_loads']} bytes of loads")
+    faults = [note for note in info["notes"] if _FATAL.search(note)]
+    wanted_slow = _TMEM_CHECK in info["options"]
+    if (info["spill_stores"] or info["spill_loads"]) and not wanted_slow:
+        faults.insert(0, f"spills {info['spill_stores']} bytes of stores, {info['spill_loads']} bytes of loads")
     if faults:
         raise KernelCompileError(f"{request.name} is refused, its code would be slow:\n" + "\n".join(faults))

@@ -1,7 +1,7 @@
 """Where compiled kernels are kept on disk.
 
-An entry is a directory with `kernel.cubin`, `kernel.ptx` and `record.json`. It is written under another name and
-renamed, so that its three files appear at once and belong together even if another process is writing; the record
+An entry is a directory with `kernel.cubin`, `kernel.ptx` and `info.json`. It is written under another name and
+renamed, so that its three files appear at once and belong together even if another process is writing; the info
 holds their digests, so damage is seen and the entry built again. That needs no lock; the lock saves double work.
 
 An entry is code, so directories, entries and files that another user could have written are not read (see `trust`).
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_cupy.runtime import env, nvrtc, record, sources, trust
+from mla_cupy.runtime import build_info, env, nvrtc, sources, trust
 from mla_cupy.runtime.build import Build, BuildRequest, options
 
 logger = logging.getLogger("mla_cupy.jit")
@@ -32,7 +32,7 @@ logger = logging.getLogger("mla_cupy.jit")
 LAYOUT = "kernels-v1"
 """The directory of entries inside a cache directory; its number changes when the meaning of an entry does."""
 
-_CUBIN, _PTX, _RECORD = "kernel.cubin", "kernel.ptx", "record.json"
+_CUBIN, _PTX, _INFO = "kernel.cubin", "kernel.ptx", "info.json"
 _MAX_RECORD_BYTES, _MAX_IMAGE_BYTES = 1 << 20, 1 << 28
 _UNTRUSTED_REMEDY = "they are built again; delete the others with `mla-cupy clear-cache`"
 _warned: set[str] = set()
@@ -105,7 +105,7 @@ def read(entry: Path, owners: frozenset[int] | None = None) -> Build | None:
     owners = trust.trusted_owners() if owners is None else owners
     try:
         trust.check_directory(entry, owners)
-        found = json.loads(trust.read_file(entry / _RECORD, owners, _MAX_RECORD_BYTES))
+        found = json.loads(trust.read_file(entry / _INFO, owners, _MAX_RECORD_BYTES))
         cubin = trust.read_file(entry / _CUBIN, owners, _MAX_IMAGE_BYTES)
         ptx = trust.read_file(entry / _PTX, owners, _MAX_IMAGE_BYTES)
         problem = _damage(found, cubin, ptx)
@@ -137,12 +137,12 @@ def write(entry: Path, build: Build, key: str) -> None:
     entry.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     unique = uuid.uuid4().hex
     fresh, old = entry.parent / f".new-{unique}", entry.parent / f".old-{unique}"
-    made = {**build.record, "image_key": key, "sha256": _digests(build.cubin, build.ptx)}
+    made = {**build.info, "image_key": key, "sha256": _digests(build.cubin, build.ptx)}
     try:
         fresh.mkdir(mode=0o755)
         _write_file(fresh / _CUBIN, build.cubin)
         _write_file(fresh / _PTX, build.ptx)
-        _write_file(fresh / _RECORD, json.dumps(made, indent=1).encode() + b"\n")
+        _write_file(fresh / _INFO, json.dumps(made, indent=1).encode() + b"\n")
         for _ in range(3):  # another process may put its entry there in between
             if _equal(read(entry), made):
                 return
@@ -179,7 +179,7 @@ def prebuilt(request: BuildRequest) -> Build | None:
     if not os.path.lexists(entry):
         return None
     build = read(entry, owners)
-    if build is not None and build.record["image_key"] == image_key(request):
+    if build is not None and build.info["image_key"] == image_key(request):
         return build
     state = "is damaged or not trusted" if build is None else "was built from other sources"
     warn_once(f"MLA_CUPY_CUBIN_DIR: {entry} {state}; it is ignored, build it again with `mla-cupy compile --out`")
@@ -194,7 +194,7 @@ def usage() -> tuple[int, int]:
             with contextlib.suppress(OSError):  # another process may delete it meanwhile
                 status = file.lstat()
                 if stat.S_ISREG(status.st_mode):
-                    count += file.name == _RECORD
+                    count += file.name == _INFO
                     size += status.st_size
     return count, size
 
@@ -273,10 +273,10 @@ def _is_trusted(path: Path) -> bool:
 def _damage(found: Any, cubin: bytes, ptx: bytes) -> str:
     """What is wrong with the files of an entry, or ""."""
     if not isinstance(found, dict):
-        return "its record is no object"
+        return "its build info is no object"
     if found.get("sha256") != _digests(cubin, ptx):
         return "its digest is wrong"
-    return record.problem(found, cubin)
+    return build_info.problem(found, cubin)
 
 
 def _write_file(path: Path, content: bytes) -> None:
@@ -295,8 +295,8 @@ def _remove(path: Path) -> None:
 
 
 def _equal(build: Build | None, made: dict[str, Any]) -> bool:
-    """Whether a build has the same inputs as the one whose record is `made`."""
-    return build is not None and all(build.record.get(name) == made[name] for name in ("image_key", "nvrtc", "options"))
+    """Whether a build has the same inputs as the one whose info is `made`."""
+    return build is not None and all(build.info.get(name) == made[name] for name in ("image_key", "nvrtc", "options"))
 
 
 def _digests(cubin: bytes, ptx: bytes) -> dict[str, str]:

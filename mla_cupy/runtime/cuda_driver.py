@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import tensormap
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel, PreparedLaunch, one_by_one
+from mla_cupy.runtime.driver import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch, one_by_one
 from mla_cupy.runtime.remedies import INSTALL_CUPY
 
 _REMEDIES = {
@@ -92,7 +92,9 @@ class _Launch:
         "what",
     )
 
-    def __init__(self, target: CudaDriver, kernel: Kernel, grid: Dim3, config: _Config, args: ArgumentBlock) -> None:
+    def __init__(
+        self, target: CudaDriver, kernel: LoadedKernel, grid: Dim3, config: _Config, args: ArgumentBlock
+    ) -> None:
         self._driver, self._args, self._alone = target, (kernel, args), (self,)  # the kernel and its block stay alive
         self.config, self.reference = config, ctypes.byref(config)
         self.function, self.parameters = ctypes.c_void_p(kernel.handle), ctypes.c_void_p(args.pointers)
@@ -126,7 +128,7 @@ class CudaDriver:
         self._thread = _PerThread()
         self._images: list[int] = []
 
-    def load(self, build: Build, device: int) -> Kernel:
+    def load(self, build: Build, device: int) -> LoadedKernel:
         """Load the kernel of `build` on `device`.
 
         CuPy keeps loaded modules by path, so every image gets a path of its own that is never used again: a file in
@@ -142,7 +144,7 @@ class CudaDriver:
             except self._cupy.cuda.driver.CUDADriverError as error:
                 raise RuntimeError(_message(f"loading {entry} on device {device}", error.status, str(error))) from error
             # The function keeps its module; the raw kernel keeps the function. A bare handle would keep nothing.
-            return Kernel(entry, device, function.ptr, self._context(), raw)
+            return LoadedKernel(entry, device, function.ptr, self._context(), raw)
 
     def encode_tiled(self, spec: tensormap.TensorMapSpec) -> bytes:
         """See `tensormap.encode`."""
@@ -156,7 +158,7 @@ class CudaDriver:
             raise RuntimeError(_message("cuMemsetD8Async", int(status), status.name))
 
     def prepare(
-        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+        self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
     ) -> PreparedLaunch:
         """One configuration, one argument block; enqueueing sets the stream and makes one call.
 

@@ -56,7 +56,7 @@ class ArgumentBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class LoadedKernel:
     """A loaded kernel on one device.
 
     `handle` is the driver's function; `owner` is what keeps it loaded; `context` the context it lives in.
@@ -76,7 +76,7 @@ PreparedLaunch = Callable[[int], None]
 class Driver(Protocol):
     """What a launcher may ask of a GPU. Streams are raw handles; 0 is the legacy default stream."""
 
-    def load(self, build: Build, device: int) -> Kernel:
+    def load(self, build: Build, device: int) -> LoadedKernel:
         """Load a kernel on a device, allowing the dynamic shared memory that its facts ask for."""
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
@@ -86,7 +86,7 @@ class Driver(Protocol):
         """Enqueue filling `nbytes` with a byte; the device of `stream` must be current (`device_guard`)."""
 
     def prepare(
-        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+        self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
     ) -> PreparedLaunch:
         """A launch ready to be enqueued, again and again; `args` may change in between.
 

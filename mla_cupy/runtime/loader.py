@@ -20,7 +20,7 @@ _QUIET_SECONDS = 1.0
 _TICK_SECONDS = 0.1
 
 _builds: dict[BuildRequest, Build] = {}
-_kernels: dict[tuple[driver.Driver, BuildRequest, int], driver.Kernel] = {}
+_kernels: dict[tuple[driver.Driver, BuildRequest, int], driver.LoadedKernel] = {}
 _locks: dict[BuildRequest, threading.Lock] = {}
 
 
@@ -43,7 +43,7 @@ def obtain(request: BuildRequest) -> Build:
     return build
 
 
-def loaded(request: BuildRequest, device: int, stream: int = 0) -> driver.Kernel:
+def loaded(request: BuildRequest, device: int, stream: int = 0) -> driver.LoadedKernel:
     """The kernel of `request` on `device`, ready to launch on `stream`.
 
     Raises

@@ -266,7 +266,7 @@ def _read(request: BuildRequest, nvrtc_path: str, directories: Sequence[Path]) -
     name, key = cache.entry_name(request, nvrtc_path), cache.image_key(request)
     for directory in directories:
         found = cache.read(directory / name)
-        if found is not None and found.record["image_key"] == key:
+        if found is not None and found.info["image_key"] == key:
             return found
     return None
 
@@ -286,12 +286,12 @@ def _encode(build: Build) -> dict[str, Any]:
     return {
         "cubin": base64.b64encode(build.cubin).decode(),
         "ptx": base64.b64encode(build.ptx).decode(),
-        "record": build.record,
+        "info": build.info,
     }
 
 
 def _decode(fields: dict[str, Any]) -> Build:
-    return Build(base64.b64decode(fields["cubin"]), base64.b64decode(fields["ptx"]), fields["record"])
+    return Build(base64.b64decode(fields["cubin"]), base64.b64decode(fields["ptx"]), fields["info"])
 
 
 _alive: list[Worker] = []

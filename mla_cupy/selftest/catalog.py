@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.kernels.spec import Kernel
+from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.selftest import calls, copies, mma, reductions, tmem
 from mla_cupy.selftest.probe import ARCHS, Probe, stage
 
 #: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
-KERNELS: dict[str, Kernel[Any]] = {
+KERNELS: dict[str, KernelSpec[Any]] = {
     kernel.name: kernel for kernel in (tmem.KERNEL, mma.KERNEL, copies.KERNEL, reductions.REDUCE, reductions.STMATRIX)
 }
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.probe import ARCHS, BLACKWELL, Array, BoxMap, Case, InstructionProbe, random
 
@@ -23,9 +23,9 @@ class CopyVariant(Variant):
     copy: str
 
 
-PARAMS = Params(rows="u8", slab_in="u8", slab_out="u8", gathers="i4", c0="i4", c1="i4", c2="i4")
+PARAMS = ParamLayout(rows="u8", slab_in="u8", slab_out="u8", gathers="i4", c0="i4", c1="i4", c2="i4")
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "probes_copy",
     "TMA gathers and boxes",
     "probes/copy.cu",

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 from mla_cupy.selftest.layouts import sum_cells
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random, small_integers
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
@@ -55,7 +55,7 @@ class Product:
         return text + (", added to what is there" if self.accumulate else "")
 
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     **dict.fromkeys(("a0", "a1", "b0", "b1", "cells", "dump"), "u8"),
     **{
         f"{field}{i}": "i4"
@@ -66,7 +66,7 @@ PARAMS = Params(
     window="i4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "probes_mma",
     "products of tcgen05",
     "probes/mma.cu",

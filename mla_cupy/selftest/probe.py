@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mla_cupy import arrays
 from mla_cupy.kernels.pipeline import bind
-from mla_cupy.kernels.spec import Kernel, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.driver import Dim3
@@ -135,7 +135,7 @@ class InstructionProbe:
 
     name: str
     about: str
-    kernel: Kernel[Any]
+    kernel: KernelSpec[Any]
     variant: Variant
     make: Callable[[], Case] = field(repr=False)
     archs: tuple[str, ...] = BLACKWELL

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
 
@@ -32,20 +32,20 @@ class StmatrixVariant(Variant):
     keys: int
 
 
-REDUCE: Kernel[object] = Kernel(
+REDUCE: KernelSpec[object] = KernelSpec(
     "probes_reduce",
     "reductions into global memory",
     "probes/reduce.cu",
-    Params(values="u8", wanted="u8", sums="u8", groups="i4", padding="i4"),
+    ParamLayout(values="u8", wanted="u8", sums="u8", groups="i4", padding="i4"),
     ARCHS,
     variants=tuple(map(ReduceVariant, (4, 2, 1))),
 )
 
-STMATRIX: Kernel[object] = Kernel(
+STMATRIX: KernelSpec[object] = KernelSpec(
     "probes_stmatrix",
     "transposed stores of matrices",
     "probes/stmatrix.cu",
-    Params(scores="u8", slab_in="u8", slab_out="u8"),
+    ParamLayout(scores="u8", slab_in="u8", slab_out="u8"),
     ARCHS,
     variants=tuple(StmatrixVariant(dtype, keys) for dtype in ("bfloat16", "float16") for keys in (32, 64)),
 )

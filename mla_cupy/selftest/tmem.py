@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 from mla_cupy.selftest.layouts import LANES, WARP, shape_cells
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random
 
@@ -28,7 +28,7 @@ class TmemVariant(Variant):
 SHAPES = {256: ("16x256b", (4, 8, 16, 32)), 32: ("32x32b", (16, 32))}
 _PER_REPETITION = {256: 4, 32: 1}
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     cells="u8",
     registers="u8",
     loaded="u8",
@@ -41,7 +41,7 @@ PARAMS = Params(
     padding="i4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "probes_tmem",
     "loads and stores of tensor memory",
     "probes/tmem.cu",

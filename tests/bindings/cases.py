@@ -11,8 +11,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ops
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.ops.operation import Operation
-from mla_cupy.records import RECORDS
 from tests.indexer import prepare_cases
 from tests.support import cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
 
@@ -148,7 +148,7 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
 
 def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
     """Five tokens, of which one goes nowhere, to a cache that holds something."""
-    kept = RECORDS[record]
+    kept = FORMATS[record]
     rng = np.random.default_rng(3)
     dtype = ml_dtypes.bfloat16
     cache = rng.integers(0, 100, (3, 4, kept.token_bytes), np.uint8)
@@ -189,7 +189,7 @@ def gather_keys() -> BoundCall:
 def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall:
     rng = np.random.default_rng(6)
     cache = append(record).eager()[0]
-    q = rng.standard_normal((2, 1, 4, RECORDS[record].d_qk)).astype(ml_dtypes.bfloat16)
+    q = rng.standard_normal((2, 1, 4, FORMATS[record].d_qk)).astype(ml_dtypes.bfloat16)
     written = np.array([3, 9, 0, 5, -1], np.int32)  # elsewhere there is anything, NaN too
     arrays = {"q": q, "kv_cache": cache, "indices": rng.choice(written, (2, 1, 6))}
     if extra:

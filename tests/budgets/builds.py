@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_cupy.kernels import KERNELS
-from mla_cupy.kernels.spec import Kernel, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime import cache, nvrtc, worker
 from mla_cupy.runtime.build import Build
 
@@ -33,7 +33,7 @@ class Target:
     arch: str
 
     @property
-    def spec(self) -> Kernel[Any]:
+    def spec(self) -> KernelSpec[Any]:
         return KERNELS[self.kernel]
 
     @property
@@ -90,17 +90,17 @@ def build(target: Target) -> Build:
 
 def figures(made: Build) -> Figures:
     """What the golden file holds of a build; spills are not in it, they are refused."""
-    record, facts = made.record, made.facts
+    info, facts = made.info, made.facts
     of_tensor_cores = {
         name: facts[name] for name in ("tmem_columns", "tmem_columns_used", "mbarriers") if name in facts
     }
     if "products" in facts:  # (M, N, number) of each kind
         of_tensor_cores["mmas_per_tile"] = sum(facts["products"][2::3])
     return {
-        "registers": record["registers"],
-        "stack": record["stack"],
-        "smem": record["static_smem"] + facts.get("smem_bytes", 0),
-        "barriers": record["barriers"],
+        "registers": info["registers"],
+        "stack": info["stack"],
+        "smem": info["static_smem"] + facts.get("smem_bytes", 0),
+        "barriers": info["barriers"],
         **of_tensor_cores,
     }
 

@@ -55,9 +55,9 @@ def target(request: pytest.FixtureRequest) -> Target:
 def test_compiles_and_fits(target: Target) -> None:
     """Spills, stack and serialised WGMMAs are slow without an error of NVRTC's; the rest would not launch."""
     made = built(target)
-    record, figures = made.record, builds.figures(made)
-    assert (record["spill_stores"], record["spill_loads"], figures["stack"]) == (0, 0, 0)
-    assert record["notes"] == []
+    info, figures = made.info, builds.figures(made)
+    assert (info["spill_stores"], info["spill_loads"], figures["stack"]) == (0, 0, 0)
+    assert info["notes"] == []
     assert f".target {target.arch}".encode() in made.ptx
     assert made.entry == target.spec.entry
     assert figures["registers"] * made.facts["threads"] <= REGISTERS_OF_AN_SM
@@ -73,7 +73,7 @@ def test_compiles_in_time(target: Target) -> None:
         pytest.skip(f"no NVRTC wheel of CUDA {target.line} is installed")
     request = target.spec.request(target.variant, target.arch)
     made = compile_kernel(request, nvrtc.load(builds.library(target.line)))
-    assert made.record["seconds"] <= MAX_SECONDS_OF_A_VARIANT
+    assert made.info["seconds"] <= MAX_SECONDS_OF_A_VARIANT
 
 
 def test_resources_are_the_golden_ones(target: Target) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import KERNELS
 from mla_cupy.kernels.attention import schedule
-from mla_cupy.kernels.spec import Kernel
-from mla_cupy.records import RECORDS
+from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.runtime import sources
 from tests.budgets.builds import TARGETS, Target
 from tests.budgets.test_budgets import built, to_build
@@ -40,12 +40,12 @@ def test_facts_are_the_launchers(target: Target) -> None:
 @pytest.mark.parametrize("target", to_build(t for t in TARGETS if hasattr(t.variant, "record")))
 def test_records_of_kernels_are_those_of_the_package(target: Target) -> None:
     """Kernels that are compiled per record say it again."""
-    record = RECORDS[target.variant.record]  # type: ignore[attr-defined]
+    record = FORMATS[target.variant.record]  # type: ignore[attr-defined]
     expected = [record.d_qk, record.d_latent, record.group, record.field("rope").offset]
     assert built(target).facts["record"] == expected
 
 
-def parameter_struct(spec: Kernel[Any]) -> list[tuple[str, str]]:
+def parameter_struct(spec: KernelSpec[Any]) -> list[tuple[str, str]]:
     """(name, kind) of each member of the struct that the kernel takes, as the source has them."""
     text = b"\n".join(sources.gather(spec.source).values()).decode()
     text = re.sub(r"//.*", "", text)
@@ -67,7 +67,7 @@ def members_of(name: str, text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("spec", KERNELS.values(), ids=lambda spec: spec.name)
-def test_record_has_the_members_of_the_struct(spec: Kernel[Any]) -> None:
+def test_record_has_the_members_of_the_struct(spec: KernelSpec[Any]) -> None:
     """The fact `params_layout` sees sizes only: two members of one kind in another order would pass it."""
     record = spec.params.dtype
     names = [name for name in record.names or () if name != "padding"]

@@ -9,13 +9,15 @@ import numpy as np
 
 from mla_cupy import PagedKVCache, reference
 from mla_cupy.cache.memory import HostMemory
+from mla_cupy.cache_formats import CacheFormat, Field
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.errors import CacheFullError
-from mla_cupy.records import Field, Record
 
 #: Records of a few bytes, so that pages are quick to compare.
-SMALL = Record("small", "for tests", (4,), (Field("latent", "float32", 1, 0),))
-PLANAR = Record("planar", "for tests", (8, 4), (Field("latent", "float32", 2, 0), Field("rope", "float32", 1, 0, 1)))
+SMALL = CacheFormat("small", "for tests", (4,), (Field("latent", "float32", 1, 0),))
+PLANAR = CacheFormat(
+    "planar", "for tests", (8, 4), (Field("latent", "float32", 2, 0), Field("rope", "float32", 1, 0, 1))
+)
 POOLS = {"kv": SMALL, "indexer": PLANAR}
 NUM_LAYERS = 2
 
@@ -23,7 +25,7 @@ NUM_LAYERS = 2
 class Pair:
     """A cache and its model, changed together and compared."""
 
-    pools: Mapping[str, str | Record] = POOLS
+    pools: Mapping[str, str | CacheFormat] = POOLS
 
     def __init__(
         self, num_pages: int = 12, page_size: int = 3, max_seqs: int = 5, max_pages: int = 6,
@@ -135,7 +137,7 @@ class Pair:
     def _words(self, name: str, layer: int) -> Any:
         return self.cache._memory.pools[name][layer]
 
-    def _of(self, pages: Any, record: Record, field: Field) -> Any:
+    def _of(self, pages: Any, record: CacheFormat, field: Field) -> Any:
         """A field of all tokens as int32, (num_pages, page_size, words)."""
         begin = record.offset(field, self.page_size, 0)
         step = record.planes[field.plane]
@@ -151,7 +153,7 @@ class Pair:
 class RealPair(Pair):
     """Latent records and index keys, written and read by the public calls: every number of a token says which it is."""
 
-    pools: Mapping[str, str | Record] = {"kv": "v32", "indexer": "indexer"}
+    pools: Mapping[str, str | CacheFormat] = {"kv": "v32", "indexer": "indexer"}
 
     def write(self, step: Any, ids: list[int]) -> None:
         """Octal digits, which e4m3 and bfloat16 hold exactly, beside 448, whose scale is 1."""

@@ -10,8 +10,8 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS, HEADER_WORDS, LATENT_FORMATS, words_before_changes
 from mla_cupy.ops import cache_update
-from mla_cupy.records import HEADER_WORDS, LATENT_RECORDS, RECORDS, words_before_changes
 from mla_cupy.reference.cache import field_view
 from tests.cache.inputs import Array, empty_cache, tokens
 
@@ -54,9 +54,9 @@ class CacheCase:
 
 
 CASES = (
-    *(CacheCase(record.name) for record in LATENT_RECORDS),
-    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_RECORDS[:4]),
-    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_RECORDS[:5]),
+    *(CacheCase(record.name) for record in LATENT_FORMATS),
+    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:4]),
+    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:5]),
     CacheCase("v32", scales="plain", special=True, out_dtype="float16"),
     CacheCase("v32", page_size=1, num_pages=20, slot_dtype="int32", out_dtype="bfloat16"),
     CacheCase("v4", page_size=1, num_pages=20, slot_dtype="int32", special=True, out_dtype="bfloat16"),
@@ -78,7 +78,7 @@ class CacheInputs:
 
 
 def make(case: CacheCase, seed: int = 0) -> CacheInputs:
-    record, rng = RECORDS[case.record], np.random.default_rng(seed)
+    record, rng = FORMATS[case.record], np.random.default_rng(seed)
     latent, rope = tokens(record, case.n, case.dtype, seed)
     if case.special:
         latent = _special(latent)
@@ -148,7 +148,7 @@ def check_append_and_gather(case: CacheCase, to: Callable[[Any], Any], back: Cal
 
 
 def assert_same_pages(got: Array, expected: Array, name: str) -> None:
-    record = RECORDS[name]
+    record = FORMATS[name]
     for field in record.fields:
         a, b = (field_view(x, record, field) for x in (got, expected))
         if field.kind in ("float32", "bfloat16", "float16"):

@@ -11,9 +11,9 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError, ops
+from mla_cupy.cache_formats import V4, V32, CacheFormat
 from mla_cupy.ops import POOL_OPERATIONS
 from mla_cupy.ops.operation import Operation
-from mla_cupy.records import V4, V32, Record
 from tests.cache.inputs import Array, empty_cache, tokens
 from tests.cache.runs import copy_case, update_case
 from tests.support.mistakes import Bad, Call, option, raises, swap
@@ -233,7 +233,7 @@ def test_planar_records_of_one_token_per_page(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("record", [V32, V4], ids=lambda record: record.name)
-def test_no_token_at_all_is_fine(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_at_all_is_fine(record: CacheFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where every slot of a padded step is -1."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     cache = empty_cache(record, 2, 4)

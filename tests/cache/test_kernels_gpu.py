@@ -9,7 +9,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.records import RECORDS
+from mla_cupy.cache_formats import FORMATS
 from tests.cache.inputs import tokens
 from tests.cache.runs import CASES, COPIES, CacheCase, check_append_and_gather, check_copy, check_update
 from tests.support.gpu import fetch, upload
@@ -41,7 +41,7 @@ def test_pools_beyond_4_gib(name: str, gpu: object) -> None:
     """The last page of a pool of 5 GiB."""
     import cupy
 
-    record, page_size = RECORDS[name], 64
+    record, page_size = FORMATS[name], 64
     num_pages = (5 << 30) // record.page_bytes(page_size)
     if cupy.cuda.runtime.memGetInfo()[0] < 6 << 30:
         pytest.skip("needs 6 GiB")
@@ -73,7 +73,7 @@ def _numpy(name: str) -> Any:
 def test_a_captured_append_follows_its_slots(gpu: object) -> None:
     import cupy
 
-    record = RECORDS["v32"]
+    record = FORMATS["v32"]
     latent, rope = (upload(x) for x in tokens(record, 8))
     cache, slots = cupy.zeros((4, 4, 656), cupy.uint8), cupy.full((8,), -1, cupy.int64)
     mla_cupy.cache_append(latent, rope, cache, slots)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.records import V32
+from mla_cupy.cache_formats import V32
 from tests.cache.inputs import tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf]

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mla_cupy.cache_formats import FORMATS, FP8, INDEXER, LATENT_FORMATS, V4, V32, CacheFormat, format_of
 from mla_cupy.errors import ArgumentError, ShapeError
-from mla_cupy.records import FP8, INDEXER, LATENT_RECORDS, RECORDS, V4, V32, Record, record_of
 from mla_cupy.reference import cache as oracle
 from tests.cache.inputs import Array, empty_cache, records_with
 
@@ -47,8 +47,8 @@ def bf16_numbers() -> Array:
 # ---- Layouts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("record", RECORDS.values(), ids=lambda record: record.name)
-def test_fields_fill_the_planes(record: Record) -> None:
+@pytest.mark.parametrize("record", FORMATS.values(), ids=lambda record: record.name)
+def test_fields_fill_the_planes(record: CacheFormat) -> None:
     """Without gaps and without overlap."""
     for plane, nbytes in enumerate(record.planes):
         fields = sorted((f.offset, f.offset + f.nbytes) for f in record.fields if f.plane == plane)
@@ -57,8 +57,8 @@ def test_fields_fill_the_planes(record: Record) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64, 256])
-@pytest.mark.parametrize("record", RECORDS.values(), ids=lambda record: record.name)
-def test_tokens_fill_the_page(record: Record, page_size: int) -> None:
+@pytest.mark.parametrize("record", FORMATS.values(), ids=lambda record: record.name)
+def test_tokens_fill_the_page(record: CacheFormat, page_size: int) -> None:
     owned = np.zeros(record.page_bytes(page_size), int)
     for field, token in itertools.product(record.fields, range(page_size)):
         begin = record.offset(field, page_size, token)
@@ -74,21 +74,21 @@ def test_sizes_are_those_of_the_engines() -> None:
     assert (V32.token_bytes, V32.page_bytes(64)) == (656, 41984)
     assert [V4.page_bytes(size) for size in (1, 2, 64, 256)] == [1152, 1728, 37440, 149760]
     assert (INDEXER.token_bytes, FP8.token_bytes) == (132, 576)
-    assert [record.width for record in LATENT_RECORDS] == [656, 584, 576, 576, 576, 512, 512]
+    assert [record.width for record in LATENT_FORMATS] == [656, 584, 576, 576, 576, 512, 512]
 
 
 def test_which_record_an_array_holds() -> None:
-    for record in LATENT_RECORDS:
-        assert record_of(record.dtype, record.width) is record
-        assert record_of(record.dtype, record.width, name=record.name) is record
-    assert record_of("float8_e4m3fn", 656) is V32
-    assert record_of("float8_e4m3fn", 584) is V4
+    for record in LATENT_FORMATS:
+        assert format_of(record.dtype, record.width) is record
+        assert format_of(record.dtype, record.width, name=record.name) is record
+    assert format_of("float8_e4m3fn", 656) is V32
+    assert format_of("float8_e4m3fn", 584) is V4
     with pytest.raises(ShapeError, match=r"cache.shape\[-1\]: got 656 of bfloat16, expected 656 of uint8 \(v32\)"):
-        record_of("bfloat16", 656)
+        format_of("bfloat16", 656)
     with pytest.raises(ShapeError, match="got 656 of uint8, expected 584 of uint8"):
-        record_of("uint8", 656, name="v4")
+        format_of("uint8", 656, name="v4")
     with pytest.raises(ArgumentError, match="record: got 'v5', expected None, or one of v32, v4"):
-        record_of("uint8", 656, name="v5")
+        format_of("uint8", 656, name="v5")
 
 
 # ---- Numbers ----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_signs_of_zeros_and_groups_of_zeros() -> None:
 # ---- Golden bytes, written out by hand ----------------------------------------------------------------------------
 
 
-def one_token(record: Record, scales: str | None = None) -> bytes:
+def one_token(record: CacheFormat, scales: str | None = None) -> bytes:
     """A token whose groups g hold 1.0 but for an element of 3 * 2^g, and whose RoPE part is 0, 1, 2, ..."""
     latent = np.ones((1, record.d_latent), BF16)
     group = record.group or 128
@@ -228,7 +228,7 @@ def test_golden_fp8() -> None:
 
 
 @pytest.mark.parametrize("record", records_with("none"), ids=lambda record: record.name)
-def test_golden_rows(record: Record) -> None:
+def test_golden_rows(record: CacheFormat) -> None:
     token = one_token(record)
     values = np.frombuffer(token, np.float16 if record.dtype == "float16" else BF16).astype(np.float32)
     assert values[:512:128].tolist() == [3, 6, 12, 24]

@@ -59,9 +59,9 @@ def test_out_is_what_cubin_dir_takes(
 FULL = """
 import resource, sys
 from mla_cupy import cli, kernels
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 plain = (Variant(),)
-kernels.KERNELS = {"copy": Kernel("copy", "copies a number", "copy.cu", Params(x="u8"), core=plain)}
+kernels.KERNELS = {"copy": KernelSpec("copy", "copies a number", "copy.cu", ParamLayout(x="u8"), core=plain)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 sys.exit(cli.main(sys.argv[1:]))
 """

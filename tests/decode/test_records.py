@@ -12,7 +12,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError, reference
-from mla_cupy.records import RECORDS
+from mla_cupy.cache_formats import FORMATS
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import run_and_check
@@ -126,7 +126,7 @@ def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pyte
 
 
 def _cache(record: str, heads: int = 1) -> Array:
-    return np.zeros((3, 8, heads, RECORDS[record].token_bytes), np.uint8)
+    return np.zeros((3, 8, heads, FORMATS[record].token_bytes), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(of: Callable[..
     """A NaN among the elements, and one in a scale or in the RoPE part; in a tile that another one follows."""
     inputs = make(of(b=1, seqlens=193, s_q=3, h_q=64 if kernel == SEESAW else 4))
     page, token = inputs.block_table[0, 191 // 64], 191 % 64  # hidden from the first query only
-    record = RECORDS[inputs.case.record]
+    record = FORMATS[inputs.case.record]
     latent, other = (
         reference.cache.field_view(inputs.kv_cache[:, :, 0], record, record.field(name))
         for name in ("latent", "scales" if of is v32 else "rope")

@@ -19,7 +19,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "arrays": set(),
     "runtime": {"_version"},
     "shapes": set(),
-    "records": set(),
+    "cache_formats": set(),
     "kernels": {"arrays.view", "runtime"},
     "ops": {"arrays", "kernels", "runtime.device", "runtime.driver", "runtime.env"},
     "cache": {"arrays", "ops", "reference", "runtime.device"},
@@ -38,7 +38,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "__main__": {"cli"},
     "": {"_version", "cache", "kernels", "ops", "reference", "runtime"},
 }
-FOR_ALL = {"errors", "dtypes", "records", "shapes"}
+FOR_ALL = {"cache_formats", "errors", "dtypes", "shapes"}
 #: One module may know more than its package.
 EXCEPTIONS: dict[str, set[str]] = {"ops.backend": {"reference"}}
 

@@ -54,17 +54,17 @@ def bad(root: Path, text: str) -> BuildRequest:
 
 def test_record(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
     made = compile_kernel(TINY_REQUEST, nvrtc_line)
-    record = made.record
+    info = made.info
     assert made.cubin.startswith(b"\x7fELF")
     assert b".target sm_90a" in made.ptx
     assert made.facts == {"threads": 128, "smem_bytes": 2048, "offsets": [0, -8, 16]}
-    assert 4 <= record["registers"] <= 32
-    assert (record["spill_stores"], record["spill_loads"], record["stack"]) == (0, 0, 0)
-    assert (record["static_smem"], record["barriers"], record["notes"]) == (512, 1, [])
-    assert record["name"] == "mla_tiny-3-sm_90a"
-    assert record["source_digest"] == sources.digest(sources.gather("generic/tiny.cu", cuda_src))
-    assert tuple(map(int, record["nvrtc"].split(".")))[:2] == nvrtc_line.version
-    assert len([option for option in record["options"] if "arch" in option]) == 1
+    assert 4 <= info["registers"] <= 32
+    assert (info["spill_stores"], info["spill_loads"], info["stack"]) == (0, 0, 0)
+    assert (info["static_smem"], info["barriers"], info["notes"]) == (512, 1, [])
+    assert info["name"] == "mla_tiny-3-sm_90a"
+    assert info["source_digest"] == sources.digest(sources.gather("generic/tiny.cu", cuda_src))
+    assert tuple(map(int, info["nvrtc"].split(".")))[:2] == nvrtc_line.version
+    assert len([option for option in info["options"] if "arch" in option]) == 1
     assert [symbol.name for symbol in elf.symbols(made.cubin) if symbol.is_entry] == ["mla_tiny"]
 
 
@@ -93,16 +93,16 @@ def test_tensor_memory_can_be_checked(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, m
     """On Blackwell; such a build is meant to be slow, and may spill."""
     monkeypatch.setenv("MLA_CUPY_TMEM_CHECK", "1")
     for arch, checked in (("sm_90a", False), ("sm_100a", True), ("sm_103a", True)):
-        record = compile_kernel(replace(TINY_REQUEST, arch=arch), nvrtc_line).record
-        assert any("tensor-memory-access-check" in option for option in record["options"]) == checked
+        info = compile_kernel(replace(TINY_REQUEST, arch=arch), nvrtc_line).info
+        assert any("tensor-memory-access-check" in option for option in info["options"]) == checked
     spilling = replace(bad(cuda_src, SPILLS), arch="sm_100a")
-    assert compile_kernel(spilling, nvrtc_line).record["spill_stores"] > 0
+    assert compile_kernel(spilling, nvrtc_line).info["spill_stores"] > 0
 
 
 def test_debug_builds(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "-DMLA_DEBUG" not in compile_kernel(TINY_REQUEST, nvrtc_line).record["options"]
+    assert "-DMLA_DEBUG" not in compile_kernel(TINY_REQUEST, nvrtc_line).info["options"]
     monkeypatch.setenv("MLA_CUPY_DEBUG", "1")
-    assert "-DMLA_DEBUG" in compile_kernel(TINY_REQUEST, nvrtc_line).record["options"]
+    assert "-DMLA_DEBUG" in compile_kernel(TINY_REQUEST, nvrtc_line).info["options"]
 
 
 def test_mixed_groups_are_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:

@@ -32,7 +32,7 @@ def test_write_then_read(cuda_src: Path, tmp_path: Path) -> None:
     cache.write(tmp_path / "a" / "entry", some, "key")
     found = cache.read(tmp_path / "a" / "entry")
     assert found is not None
-    assert (found.cubin, found.ptx, found.record["image_key"]) == (some.cubin, some.ptx, "key")
+    assert (found.cubin, found.ptx, found.info["image_key"]) == (some.cubin, some.ptx, "key")
     assert cache.read(tmp_path / "a" / "none") is None
     assert os.listdir(tmp_path / "a") == ["entry"]
 
@@ -51,11 +51,11 @@ def test_a_sound_entry_stays_and_another_is_replaced(cuda_src: Path, tmp_path: P
     assert kept() == some.ptx
     cache.write(entry, replace(some, ptx=b"other"), "other key")
     assert kept() == b"other"
-    cache.write(entry, Build(some.cubin, b"newer", {**some.record, "nvrtc": "13.5.0"}), "other key")
+    cache.write(entry, Build(some.cubin, b"newer", {**some.info, "nvrtc": "13.5.0"}), "other key")
     assert kept() == b"newer"
 
 
-@pytest.mark.parametrize("file", ["kernel.cubin", "kernel.ptx", "record.json"])
+@pytest.mark.parametrize("file", ["kernel.cubin", "kernel.ptx", "info.json"])
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
 def test_damage_is_seen_and_repaired(fresh: Path, file: str, damage: str) -> None:
     good = loader.obtain(TINY_REQUEST)
@@ -69,7 +69,7 @@ def test_damage_is_seen_and_repaired(fresh: Path, file: str, damage: str) -> Non
         (entry / file).write_bytes(
             content[:middle] + (b"" if damage == "truncated" else flipped + content[middle + 1 :])
         )
-    if (file, damage) != ("record.json", "changed"):  # a changed word of the record's own prose is harmless
+    if (file, damage) != ("info.json", "changed"):  # a changed word of the info's own prose is harmless
         assert cache.read(entry) is None
     loader.forget()
     assert loader.obtain(TINY_REQUEST).cubin == good.cubin

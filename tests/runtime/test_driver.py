@@ -19,7 +19,7 @@ from tiny_kernels import TINY_REQUEST
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import cuda_driver, device, driver, loader
 from mla_cupy.runtime.build import Build, compile_kernel
-from mla_cupy.runtime.driver import ArgumentBlock, Kernel
+from mla_cupy.runtime.driver import ArgumentBlock, LoadedKernel
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -29,7 +29,7 @@ SPEC = TensorMapSpec("float16", 0x7000, (576, 64, 9), (1152, 73728), (64, 32, 1)
 PRELUDE = """
 import ctypes, struct, threading
 from mla_cupy.runtime.cuda_driver import CudaDriver
-from mla_cupy.runtime.driver import ArgumentBlock, Kernel
+from mla_cupy.runtime.driver import ArgumentBlock, LoadedKernel
 fake = ctypes.CDLL("libcuda.so.1")
 class Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
@@ -43,7 +43,7 @@ class Seen(ctypes.Structure):
 seen = Seen.in_dll(fake, "mla_seen")
 status = ctypes.c_int.in_dll(fake, "mla_status")
 cuda = CudaDriver()
-kernel = Kernel("mla_tiny", 0, 0x1234, 0xC0)
+kernel = LoadedKernel("mla_tiny", 0, 0x1234, 0xC0)
 args = ArgumentBlock([48, 128])
 """
 
@@ -96,7 +96,7 @@ def test_the_kernels_context_is_current_for_the_call_only(with_fake_cuda: Callab
 context = ctypes.c_void_p.in_dll(fake, "mla_context")
 for before in (0xC0, None):  # another device's context, and none: a thread that is new to CUDA
     context.value = before
-    cuda.prepare(Kernel("mla_tiny", 1, 0x1234, 0xC1), (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, False)(0)
+    cuda.prepare(LoadedKernel("mla_tiny", 1, 0x1234, 0xC1), (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, False)(0)
     assert seen.context == 0xC1 and context.value == before
 assert (seen.launches, seen.pushes, seen.pops) == (2, 2, 2)
 """)
@@ -369,4 +369,4 @@ def test_a_kernel_on_another_device_than_the_current_one(fresh: Path, gpu: objec
 
 def test_kernel_identity() -> None:
     """Kernels are handles: two that look alike are not the same."""
-    assert Kernel("mla_tiny", 0, 1) != Kernel("mla_tiny", 0, 1)
+    assert LoadedKernel("mla_tiny", 0, 1) != LoadedKernel("mla_tiny", 0, 1)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tiny_kernels import tiny_build
 
-from mla_cupy.runtime import cache, lock, record
+from mla_cupy.runtime import build_info, cache, lock
 
-FILES = ("kernel.cubin", "kernel.ptx", "record.json")
+FILES = ("kernel.cubin", "kernel.ptx", "info.json")
 HUGE = 1 << 40
 """Size of a sparse file that must not be read whole."""
 TEXTS = ("", "[" * 100_000, '{"a":' * 50_000, "null", "[]", "{}", "1" * 10_000, "\x00" * 64, "{'a': 1}", '"\\ud800"')
@@ -42,16 +42,16 @@ def content_of(path: Path) -> bytes:
 
 
 def fields_of(path: Path) -> dict[str, Any]:
-    """Of a record that an earlier change has left one."""
+    """Of build info that an earlier change has left one."""
     content = content_of(path)
     if content.count(b"[") + content.count(b"{") > 1000 or not isinstance(fields := json.loads(content), dict):
         raise ValueError("nothing to change")
     return fields
 
 
-def change_record(rng: random.Random, entry: Path) -> None:
+def change_info(rng: random.Random, entry: Path) -> None:
     """Fields that are missing, wrong or new; the digests stay right."""
-    path = entry / "record.json"
+    path = entry / "info.json"
     fields = fields_of(path)
     for _ in range(rng.randint(1, 3)):
         name = rng.choice([*fields, "extra"])
@@ -90,9 +90,9 @@ def change_cubin(rng: random.Random, entry: Path) -> None:
         at = rng.randrange(64) if rng.random() < 0.5 else rng.randrange(len(content))
         content[at : at + 8] = rng.choice((rng.randbytes(8), b"\xff" * 8, bytes(8)))
     (entry / "kernel.cubin").write_bytes(content)
-    fields = fields_of(entry / "record.json")
+    fields = fields_of(entry / "info.json")
     fields["sha256"] = cache._digests(bytes(content), content_of(entry / "kernel.ptx"))
-    (entry / "record.json").write_text(json.dumps(fields))
+    (entry / "info.json").write_text(json.dumps(fields))
 
 
 def change_kind(rng: random.Random, entry: Path) -> None:
@@ -143,7 +143,7 @@ def change_lock(rng: random.Random, entry: Path) -> None:
 
 
 CHANGES: tuple[Callable[[random.Random, Path], None], ...] = (
-    change_record,
+    change_info,
     change_text,
     change_bytes,
     change_cubin,
@@ -169,13 +169,13 @@ def fuzz(directory: Path, seed: int, turns: int) -> None:
         try:
             found = cache.read(entry)
             if found is not None:
-                assert record.problem(found.record, found.cubin) == ""
+                assert build_info.problem(found.info, found.cubin) == ""
             with lock.building(entry):
                 cache.write(entry, made, "key")
             again = cache.read(entry)
             assert again is not None
             assert again.facts == made.facts
-            assert again.record["image_key"] == "key"
+            assert again.info["image_key"] == "key"
         except BaseException as error:
             raise AssertionError(f"seed {seed}, turn {turn}: {', '.join(what)}") from error
         os.chdir(directory)

@@ -14,7 +14,7 @@ from tiny_kernels import TINY_REQUEST
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
 from mla_cupy.runtime import cache, driver, loader, nvrtc, worker
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, Kernel, PreparedLaunch
+from mla_cupy.runtime.driver import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 
@@ -25,9 +25,9 @@ class RecordingDriver:
         self.loads: list[tuple[bytes, str, int, int]] = []  # image, entry, device, dynamic shared memory
         self.capturing: set[int] = set()
 
-    def load(self, build: Build, device: int) -> Kernel:
+    def load(self, build: Build, device: int) -> LoadedKernel:
         self.loads.append((build.cubin, build.entry, device, build.dynamic_smem))
-        return Kernel(build.entry, device, 1)
+        return LoadedKernel(build.entry, device, 1)
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         return bytes(128)
@@ -36,7 +36,7 @@ class RecordingDriver:
         pass
 
     def prepare(
-        self, kernel: Kernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+        self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
     ) -> PreparedLaunch:
         return lambda stream: None
 

@@ -81,7 +81,7 @@ def test_a_sticky_directory_is_used(entry: Path) -> None:
     assert worker.cached(TINY_REQUEST) is not None
 
 
-@pytest.mark.parametrize("file", ["", "kernel.cubin", "kernel.ptx", "record.json"])
+@pytest.mark.parametrize("file", ["", "kernel.cubin", "kernel.ptx", "info.json"])
 @pytest.mark.parametrize("fault", ["group", "world", "foreign", "link"])
 def test_an_entry_that_others_could_have_written_is_built_again(entry: Path, file: str, fault: str) -> None:
     path = entry / file
@@ -145,7 +145,7 @@ def test_prebuilt_images_belong_to_the_owner_of_their_directory(entry: Path, mon
         assert cache.prebuilt(TINY_REQUEST) is None
 
 
-@pytest.mark.parametrize("file", ["kernel.cubin", "kernel.ptx", "record.json", ""])
+@pytest.mark.parametrize("file", ["kernel.cubin", "kernel.ptx", "info.json", ""])
 def test_a_fifo_is_no_file(entry: Path, python: Python, file: str) -> None:
     """In another process, since opening one would wait for ever."""
     path = entry / file
@@ -160,7 +160,7 @@ def test_a_fifo_for_a_lock_does_not_stop_us(entry: Path, python: Python) -> None
     locks = entry.parent / ".locks"
     locks.mkdir(mode=0o700)
     os.mkfifo(locks / entry.name)
-    (entry / "record.json").unlink()
+    (entry / "info.json").unlink()
     done = python("import tiny_kernels; from mla_cupy.runtime import loader; loader.obtain(tiny_kernels.TINY_REQUEST)")
     assert (done.returncode, done.stderr) == (0, "")
     assert cache.read(entry) is not None

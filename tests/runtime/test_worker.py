@@ -57,7 +57,7 @@ def test_a_child_gives_what_this_process_would(fresh: Path) -> None:
     there = loader.obtain(TINY_REQUEST)
     here = compile_kernel(TINY_REQUEST)
     assert (there.cubin, there.ptx) == (here.cubin, here.ptx)
-    assert {**there.record, "seconds": 0} == {**here.record, "seconds": 0}
+    assert {**there.info, "seconds": 0} == {**here.info, "seconds": 0}
     assert worker._alive == []
 
 
@@ -75,7 +75,7 @@ def test_background_fills_the_cache(background: None) -> None:
     while not child.wait(SLOW_REQUEST, 0.1):
         assert time.monotonic() < end
     assert worker.cached(SLOW_REQUEST) is not None
-    assert loader.obtain(SLOW_REQUEST).record["registers"] > 0
+    assert loader.obtain(SLOW_REQUEST).info["registers"] > 0
 
 
 def test_a_call_joins_the_kernel_that_is_being_compiled(background: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_call_joins_the_kernel_that_is_being_compiled(background: None, monkey
     while not child.started(SLOW_REQUEST):
         time.sleep(0.01)
     monkeypatch.setattr(loader, "_compile", lambda request: pytest.fail("compiled twice"))
-    assert loader.obtain(SLOW_REQUEST).record["name"] == "mla_slow-plain-sm_90a"
+    assert loader.obtain(SLOW_REQUEST).info["name"] == "mla_slow-plain-sm_90a"
 
 
 def test_nothing_is_started_for_what_is_cached(background: None) -> None:
@@ -123,7 +123,7 @@ def test_a_call_does_not_wait_for_a_stopped_background(background: None, monkeyp
     while not child.started(SLOW_REQUEST):
         time.sleep(0.01)
     child._process.send_signal(signal.SIGSTOP)
-    assert loader.obtain(SLOW_REQUEST).record["registers"] > 0
+    assert loader.obtain(SLOW_REQUEST).info["registers"] > 0
     assert not alive(child._process.pid)
 
 
@@ -252,7 +252,7 @@ if pid == 0:
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 thread.join()
-print(loader.obtain(SLOW_REQUEST).record["registers"] > 0)
+print(loader.obtain(SLOW_REQUEST).info["registers"] > 0)
 """
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "True", "")
@@ -272,7 +272,7 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 (child,) = worker._background
 assert child._process.poll() is None, "the child's exit ended the parent's worker"
-print(loader.obtain(SLOW_REQUEST).record["registers"] > 0)
+print(loader.obtain(SLOW_REQUEST).info["registers"] > 0)
 """
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "True", "")

@@ -40,18 +40,18 @@ def built(line: int, request: object) -> Build:
 def test_compiles_and_fits(name: str, line: int) -> None:
     ((_, request, spec),) = (found for found in REQUESTS if found[0] == name)
     made = built(line, request)
-    record, facts = made.record, made.facts
-    assert record["notes"] == []
-    assert (record["spill_stores"], record["spill_loads"], record["stack"]) == (0, 0, 0)
+    info, facts = made.info, made.facts
+    assert info["notes"] == []
+    assert (info["spill_stores"], info["spill_loads"], info["stack"]) == (0, 0, 0)
     assert f".target {request.arch}".encode() in made.ptx
-    assert record["registers"] * facts["threads"] <= REGISTERS_OF_AN_SM
-    assert record["static_smem"] + facts.get("smem_bytes", 0) <= SMEM_OF_A_BLOCK
+    assert info["registers"] * facts["threads"] <= REGISTERS_OF_AN_SM
+    assert info["static_smem"] + facts.get("smem_bytes", 0) <= SMEM_OF_A_BLOCK
     layout = facts["params_layout"]
     assert spec.params.layout() == (layout if isinstance(layout, list) else [layout])
     if "setmaxnreg" in facts:  # two warpgroups: none may wait for registers that the block does not have
         more, less = facts["setmaxnreg"]
-        assert less <= record["registers"] <= more
-        assert more + less <= 2 * record["registers"]
+        assert less <= info["registers"] <= more
+        assert more + less <= 2 * info["registers"]
 
 
 def test_every_variant_is_used() -> None:

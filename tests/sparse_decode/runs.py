@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 import mla_cupy
 from mla_cupy import reference
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
-from mla_cupy.records import RECORDS
 from tests.cache.inputs import empty_cache, tokens
 from tests.support import tolerance
 
@@ -74,7 +74,7 @@ def fitting(case: SparseDecodeCase, kernel: str) -> SparseDecodeCase:
 
 def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int) -> tuple[Array, Array]:
     """A cache of NaN, and the slots of the few tokens that it holds."""
-    record, rng = RECORDS[case.record], np.random.default_rng(seed)
+    record, rng = FORMATS[case.record], np.random.default_rng(seed)
     cache = empty_cache(record, num_pages, page_size, gap=1)
     cache[...] = _NAN
     room = num_pages * page_size
@@ -88,7 +88,7 @@ def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int) ->
 def make(case: SparseDecodeCase) -> dict[str, Any]:
     """The arguments of a call."""
     rng = np.random.default_rng(5)
-    record = RECORDS[case.record]
+    record = FORMATS[case.record]
     shape = (case.b, case.s_q, case.h_q, record.d_qk)
     call: dict[str, Any] = {"q": rng.standard_normal(shape, np.float32).astype(numpy_dtype(case.dtype))}
     call["kv_cache"], held = filled(case, 9, case.page_size, 1)
@@ -128,7 +128,7 @@ def as_read(case: SparseDecodeCase, call: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the scales of "v32" rounded to float16, as the kernels with tensor cores round them."""
     if case.record != "v32":
         return call
-    field, read = RECORDS["v32"].field("scales"), dict(call)
+    field, read = FORMATS["v32"].field("scales"), dict(call)
     for name in ("kv_cache", "extra_kv_cache"):
         if name in call:
             read[name] = np.array(call[name])

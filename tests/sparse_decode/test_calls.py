@@ -7,8 +7,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, ShapeError, dtypes, reference
+from mla_cupy.cache_formats import V32
 from mla_cupy.ops import POOL_OPERATIONS
-from mla_cupy.records import V32
 from tests.cache.inputs import empty_cache
 from tests.sparse_decode.runs import CASES, GENERIC, MORE_CASES, ON_HOPPER, SparseDecodeCase, fitting, make
 from tests.support.mistakes import Bad, Call, option, raises, swap

@@ -13,10 +13,10 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError, UnsupportedDeviceError, dtypes, reference
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels.cache.gather import ROWS_PER_BLOCK
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD, convert
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
-from mla_cupy.records import RECORDS
 from mla_cupy.reference.sparse import selected_rows
 from tests.support import sparse_cases
 from tests.support.cases import as_read
@@ -86,7 +86,7 @@ class RecordInputs:
 
 def make(case: RecordCase) -> RecordInputs:
     """A cache of NaN but for the rows that are selected, whose pages are further apart than they must."""
-    inputs, record = sparse_cases.make(case.of), RECORDS[case.record]
+    inputs, record = sparse_cases.make(case.of), FORMATS[case.record]
     page_size = max(1, case.page_size)
     pages = -(-case.of.s_kv // page_size)
     assert pages * page_size == case.of.s_kv, "else there are more rows than the case says"
@@ -164,7 +164,7 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _pages(record: str) -> Array:
-    return np.zeros((3, 8, RECORDS[record].token_bytes), np.uint8)
+    return np.zeros((3, 8, FORMATS[record].token_bytes), np.uint8)
 
 
 @pytest.mark.parametrize(

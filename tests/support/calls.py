@@ -77,7 +77,7 @@ class NoLaunch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def prepare(self, kernel: driver.Kernel, *rest: Any) -> driver.PreparedLaunch:
+    def prepare(self, kernel: driver.LoadedKernel, *rest: Any) -> driver.PreparedLaunch:
         def enqueue(stream: int) -> None:
             raise AssertionError(f"launched {kernel.entry}")
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import dtypes, reference
-from mla_cupy.records import RECORDS
+from mla_cupy.cache_formats import FORMATS
 
 Array = npt.NDArray[Any]
 
@@ -138,7 +138,7 @@ def as_read(record: str, cache: Array) -> Array:
     """A cache with the scales of "v32" rounded to float16, as the kernels with tensor cores round them."""
     if record != "v32":
         return cache
-    field, read = RECORDS["v32"].field("scales"), np.array(cache)
+    field, read = FORMATS["v32"].field("scales"), np.array(cache)
     scales = read[..., field.offset : field.offset + field.nbytes]
     exact = np.ascontiguousarray(scales).view(np.float32)
     scales[...] = exact.astype(np.float16).astype(np.float32).view(np.uint8)
@@ -198,7 +198,7 @@ def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Arra
 
 def _records(case: DecodeCase, num_pages: int) -> Array:
     """A cache of poison: all that is not written is NaN; pages further apart than they must."""
-    record = RECORDS[case.record]
+    record = FORMATS[case.record]
     stride = -(-record.page_bytes(case.page_size) // 16) * 16 + 16
     memory = np.full(num_pages * stride + 64, _NAN_BYTE, np.uint8)
     shape, token = (num_pages, case.page_size, 1, record.width), record.token_bytes
@@ -207,7 +207,7 @@ def _records(case: DecodeCase, num_pages: int) -> Array:
 
 def _append(case: DecodeCase, cache: Array, slots: Array, tokens: Array) -> None:
     """Write tokens to a cache of records."""
-    latent = RECORDS[case.record].d_latent
+    latent = FORMATS[case.record].d_latent
     parts = (tokens[:, :latent], tokens[:, latent:])
     latent_part, rope = (part.astype(dtypes.numpy_dtype("bfloat16")) for part in parts)
     reference.cache_append(latent_part, rope, cache, slots, scales=case.scales, kv_scale=case.kv_scale)

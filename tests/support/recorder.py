@@ -65,7 +65,7 @@ class Recorder:
 
     def prepare(
         self,
-        kernel: driver.Kernel,
+        kernel: driver.LoadedKernel,
         grid: driver.Dim3,
         block: driver.Dim3,
         cluster: driver.Dim3,
@@ -141,7 +141,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(device, "describe", lambda ordinal: fake.gpu)
     built = SimpleNamespace(facts={"threads": 256}, dynamic_smem=0)
     monkeypatch.setattr(loader, "obtain", lambda request: built)
-    monkeypatch.setattr(loader, "loaded", lambda request, device, stream: driver.Kernel(request.entry, device, 1))
+    monkeypatch.setattr(loader, "loaded", lambda request, device, stream: driver.LoadedKernel(request.entry, device, 1))
     forget()
     with driver.use(fake):  # type: ignore[arg-type]
         yield fake

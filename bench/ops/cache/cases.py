@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mla_cupy.records import LATENT_RECORDS, RECORDS
+from mla_cupy.cache_formats import FORMATS, LATENT_FORMATS
 
 from ...core.cost import ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
@@ -52,7 +52,7 @@ class CacheCase:
     @property
     def cost(self) -> Cost:
         """A record and a 16-bit row per token, one read and the other written, and a slot; or a record, both."""
-        record = RECORDS[self.record]
+        record = FORMATS[self.record]
         row = record.d_qk * ELEMENT_BYTES + SLOT_BYTES
         return Cost(0, self.tokens * (record.token_bytes + (record.token_bytes if self.kind == "copy" else row)))
 
@@ -88,7 +88,7 @@ def parse(name: str) -> CacheCase:
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
     kind, record, tokens = match[1], match[2], int(match[3])
-    known = [layout.name for layout in LATENT_RECORDS if layout.d_rope and layout.name != "fp8"]
+    known = [layout.name for layout in LATENT_FORMATS if layout.d_rope and layout.name != "fp8"]
     if kind not in KINDS or record not in known:
         raise BenchError(f"case {name!r}: expected one of {', '.join(KINDS)}, and a record of {', '.join(known)}")
     scattered = bool(match[4])

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import reference
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.records import RECORDS
 
 from ...core.device import Device
 from ...core.tolerance import SampledVerdict, spaced
@@ -33,7 +33,7 @@ class Sample:
 
 def expect(case: CacheCase, dtype: str, inputs: CacheInputs, device: Device) -> list[Sample]:
     """By the oracle, from a few tokens of the inputs."""
-    record = RECORDS[case.record]
+    record = FORMATS[case.record]
     if case.kind == "copy":
         pairs = device.to_host(inputs.pairs)[spaced(case.pages, SAMPLES)]
         pages = device.take(inputs.pool[0], pairs[:, 0])

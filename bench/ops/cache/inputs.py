@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 import mla_cupy
+from mla_cupy.cache_formats import FORMATS, CacheFormat
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.records import RECORDS, Record
 
 from ...core.device import Device
 from .cases import PAGE_SIZE, CacheCase
@@ -40,7 +40,7 @@ class CacheOutputs:
 
 def make_inputs(case: CacheCase, dtype: str, seed: int, device: Device) -> CacheInputs:
     """Normal tokens, in the first half of the pool; each of its pages to one of the second half."""
-    record, rng = RECORDS[case.record], np.random.default_rng(seed)
+    record, rng = FORMATS[case.record], np.random.default_rng(seed)
     half = -(-case.tokens // PAGE_SIZE)
     pool = device.empty((1, 2 * half, record.page_bytes(PAGE_SIZE)), "uint8")
     slots = _slots(rng, half, case)
@@ -67,7 +67,7 @@ def _slots(rng: np.random.Generator, pages: int, case: CacheCase) -> Array:
     return slots.reshape(-1)[: case.tokens].astype(np.int32)
 
 
-def as_cache(record: Record, pages: Any) -> Any:
+def as_cache(record: CacheFormat, pages: Any) -> Any:
     """The pages of a layer as an array of tokens: the operations take pages of any stride."""
     tokens = pages[:, : PAGE_SIZE * record.token_bytes]
     if record.dtype != "uint8":

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import mla_cupy
-from mla_cupy.records import RECORDS
+from mla_cupy.cache_formats import FORMATS
 
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared
@@ -41,7 +41,7 @@ def _call(case: CacheCase, dtype: str, inputs: CacheInputs, device: Device) -> t
         append = partial(mla_cupy.cache_append, inputs.latent, inputs.rope, inputs.cache, inputs.slots)
         return append, inputs.pool[0]
     if case.kind == "gather":
-        rows = device.empty((case.tokens, RECORDS[case.record].d_qk), dtype)
+        rows = device.empty((case.tokens, FORMATS[case.record].d_qk), dtype)
         return partial(mla_cupy.cache_gather, inputs.cache, inputs.slots, out=rows), rows
     return partial(mla_cupy.cache_copy_pages, inputs.pool, inputs.pairs), inputs.pool[0][case.pages :]
 

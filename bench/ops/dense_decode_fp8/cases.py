@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mla_cupy.records import FP8, V32, Record
+from mla_cupy.cache_formats import FP8, V32, CacheFormat
 
 from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
@@ -25,7 +25,7 @@ class Fp8DecodeCase(DecodeCase):
     one_scale: bool = False
 
     @property
-    def record(self) -> Record:
+    def record(self) -> CacheFormat:
         """What a token is kept in."""
         return FP8 if self.one_scale else V32
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mla_cupy.records import RECORDS
+from mla_cupy.cache_formats import FORMATS
 
 from ...core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
@@ -55,7 +55,7 @@ class SparseDecodeCase:
     @property
     def d_qk(self) -> int:
         """Width of a query."""
-        return RECORDS[self.record].d_qk
+        return FORMATS[self.record].d_qk
 
     @property
     def scale(self) -> float:
@@ -70,7 +70,7 @@ class SparseDecodeCase:
     def cost(self) -> Cost:
         """Every entry of a list is a token of its own: most are, in a pool of this size."""
         rows = self.b * self.s_q * self.h_q
-        records = self.pairs * RECORDS[self.record].token_bytes
+        records = self.pairs * FORMATS[self.record].token_bytes
         return Cost(
             flops=2 * self.pairs * self.h_q * (self.d_qk + D_V),
             nbytes=records + ELEMENT_BYTES * rows * (self.d_qk + D_V) + SINGLE_BYTES * self.pairs,

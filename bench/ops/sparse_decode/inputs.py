@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import reference
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.records import RECORDS
 
 from ...core.device import Device
 from .cases import PAGE_SIZE, SparseDecodeCase
@@ -68,8 +68,8 @@ def _pool(case: SparseDecodeCase, number: int, device: Device) -> Any:
     key = (case.record, case.pool, number)
     if key not in held:
         rows = device.upload(host_pages(*key))
-        tokens = rows[:, : PAGE_SIZE * RECORDS[case.record].token_bytes]
-        held[key] = tokens.reshape(len(rows), PAGE_SIZE, RECORDS[case.record].token_bytes)
+        tokens = rows[:, : PAGE_SIZE * FORMATS[case.record].token_bytes]
+        held[key] = tokens.reshape(len(rows), PAGE_SIZE, FORMATS[case.record].token_bytes)
     return held[key]
 
 
@@ -83,12 +83,12 @@ def host_pages(record: str, tokens: int, seed: int) -> Array:
 
 def host_cache(record: str, rows: Array) -> Array:
     """The same as an array of tokens."""
-    nbytes = RECORDS[record].token_bytes
+    nbytes = FORMATS[record].token_bytes
     return rows[:, : PAGE_SIZE * nbytes].reshape(len(rows), PAGE_SIZE, nbytes)
 
 
 def _drawn(record: str, seed: int) -> Array:
-    layout, rng = RECORDS[record], np.random.default_rng(seed)
+    layout, rng = FORMATS[record], np.random.default_rng(seed)
     count = DRAWN_PAGES * PAGE_SIZE
     rows = np.zeros((DRAWN_PAGES, layout.page_bytes(PAGE_SIZE)), np.uint8)
     shapes = (count, layout.d_latent), (count, layout.d_rope)

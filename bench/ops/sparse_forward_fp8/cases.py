@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mla_cupy.records import V4, V32, Record
+from mla_cupy.cache_formats import V4, V32, CacheFormat
 from mla_cupy.shapes import D_QK
 
 from ...core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
@@ -21,7 +21,7 @@ class Fp8ForwardCase(SparseForwardCase):
     """The same over records; the peers read 16-bit rows of the same numbers."""
 
     @property
-    def record(self) -> Record:
+    def record(self) -> CacheFormat:
         return V32 if self.d_qk == D_QK else V4
 
     @property

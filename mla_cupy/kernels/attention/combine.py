@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS, PARAMS
-from mla_cupy.kernels.pipeline import Launch, Record
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel
+from mla_cupy.kernels.pipeline import Launch, LaunchArgs
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -12,7 +12,7 @@ BLOCKS_PER_SM = 4
 UNITS_PER_BLOCK = 2
 """How many units of work, some columns of a row each, a block works at side by side."""
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "attention_combine",
     "merges the partial results of requests that were split",
     "attention/combine.cu",
@@ -34,6 +34,6 @@ def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
     return min(resident, -(-units // UNITS_PER_BLOCK))
 
 
-def launch(dtype: str, num_blocks: int, record: Record) -> Launch:
+def launch(dtype: str, num_blocks: int, record: LaunchArgs) -> Launch:
     """Merge what the attention kernel of the same record has left in the workspace."""
     return Launch(KERNEL, DtypeVariant(dtype), (num_blocks, 1, 1), record)

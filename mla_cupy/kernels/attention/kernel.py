@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params, ProblemT, Reason, Variant
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout, ProblemT, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_V
@@ -15,7 +15,7 @@ from mla_cupy.shapes import D_QK, D_V
 MAX_SPLITS = 256
 """Splits of a schedule: the combine kernel gives each of them a thread."""
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     q="u8",
     kv="u8",
     block_table="u8",
@@ -115,7 +115,7 @@ TREE_VARIANTS: tuple[Variant, ...] = tuple(TreeVariant(v.dtype, d_qk) for v in D
 
 
 @dataclass(frozen=True)
-class AttentionKernel(Kernel[ProblemT]):
+class AttentionKernel(KernelSpec[ProblemT]):
     """An attention kernel over a schedule of splits: those of dense decode and of the sparse forward.
 
     Attributes

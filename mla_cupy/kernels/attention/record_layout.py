@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.dtypes import TABLE
-from mla_cupy.records import Record
 
 CHUNK = 16
 """Elements that a lane holds."""
@@ -27,14 +27,14 @@ MEMBERS = {
 """The fields of a layout in a parameter record."""
 
 
-def page_and_token_bytes(record: Record, cache: View) -> tuple[int, int]:
+def page_and_token_bytes(record: CacheFormat, cache: View) -> tuple[int, int]:
     """From one page to the next, and from one token to the next within a plane."""
     itemsize = TABLE[cache.dtype].nbytes
     token = record.planes[0] if len(record.planes) > 1 else cache.strides[1] * itemsize
     return cache.strides[0] * itemsize, token
 
 
-def values(record: Record, page_size: int, token_bytes: int, kv_scale: float) -> tuple[float, ...]:
+def values(record: CacheFormat, page_size: int, token_bytes: int, kv_scale: float) -> tuple[float, ...]:
     """The values of MEMBERS."""
     latent = record.field("latent")
     scale_kind, scales_offset, scales_stride = _NO_SCALE, 0, 0

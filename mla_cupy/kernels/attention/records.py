@@ -7,9 +7,9 @@ from typing import Any
 
 from mla_cupy.kernels.spec import Variant
 
-RECORDS = ("v32", "v4")
+SPARSE_RECORDS = ("v32", "v4")
 """Names of the records that the kernels read."""
-DENSE_RECORDS = (*RECORDS, "fp8")
+DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 """Names of the records that the kernels of dense decode read."""
 BLOCK_ROWS = (8, 16, 32)
 """How many query rows a block of the kernels with swapped operands may compute."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Record
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
 from mla_cupy.shapes import TILE_TOKENS
 
 ROWS_PER_TILE = TILE_TOKENS
@@ -11,7 +11,7 @@ ROWS_PER_TILE = TILE_TOKENS
 MAX_BLOCKS = 1 << 16
 """Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     indices="u8",
     topk_length="u8",
     cu_seqlens_q="u8",
@@ -33,7 +33,7 @@ PARAMS = Params(
     ordered="i4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "attention_row_lists",
     "turns indices into lists of valid rows, sorted where the cache does not fit the L2",
     "attention/row_lists.cu",
@@ -76,5 +76,5 @@ def launch(
         0 if starts is None else starts.shape[0] - 1,
         *(causal, ordered),
     )
-    record = Record(KERNEL, (*arrays, "rows", "counts", selected), values)
+    record = LaunchArgs(KERNEL, (*arrays, "rows", "counts", selected), values)
     return Launch(KERNEL, PLAIN[0], (min(s_q, MAX_BLOCKS), 1, 1), record)

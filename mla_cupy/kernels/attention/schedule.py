@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS
-from mla_cupy.kernels.pipeline import Launch, Record
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.kernels.pipeline import Launch, LaunchArgs
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
 
 POINT_BYTES = 8
 """Size of one cut of the schedule."""
@@ -14,7 +14,7 @@ PRICE_SCALE = 1 << 14
 
 MAX_COUNTED_ROWS = 1024
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     seqlens="u8",
     schedule="u8",
     seqlens_stride_elems="i8",
@@ -27,7 +27,7 @@ PARAMS = Params(
     cp_rank="i4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "attention_schedule",
     "cuts the tiles of a batch into splits, the longest of which is as short as possible",
     "attention/schedule.cu",
@@ -71,4 +71,4 @@ def launch(
     With a `piece_cost` short splits become longer, so that there are fewer partial results.
     """
     values = (stride, max_tokens, b, num_splits, merge_cost, piece_cost, *shard)
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), Record(KERNEL, (seqlens, "schedule"), values))
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(KERNEL, (seqlens, "schedule"), values))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.record_layout import MEMBERS
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
 
 TOKENS_PER_BLOCK = 8
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "cache_append",
     "quantises tokens and writes them to a paged cache",
     "cache/append.cu",
-    Params(
+    ParamLayout(
         latent="u8",
         rope="u8",
         cache="u8",

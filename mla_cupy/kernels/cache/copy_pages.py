@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.spec import Kernel, Params
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout
 
 PIECE_BYTES = 16384
 BLOCKS_PER_SM = 4
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "cache_copy_pages",
     "copies pages within each layer of a pool",
     "cache/copy_pages.cu",
-    Params(
+    ParamLayout(
         pool="u8",
         pairs="u8",
         layer_stride_bytes="i8",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.record_layout import MEMBERS
-from mla_cupy.kernels.spec import Kernel, Params
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout
 
 ROWS_PER_BLOCK = 8
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "cache_gather",
     "reads tokens of a paged cache as rows of numbers",
     "cache/gather.cu",
-    Params(
+    ParamLayout(
         cache="u8",
         slots="u8",
         rows="u8",

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import FORMATS, words_before_changes
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache import append, copy_pages, gather, update
-from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
-from mla_cupy.kernels.spec import PLAIN, Kernel
-from mla_cupy.records import RECORDS, words_before_changes
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -66,8 +66,8 @@ class CachePipeline(Pipeline[CacheConfig]):
         return Layout({})
 
 
-def _launch(kernel: Kernel[Any], blocks: int, addresses: tuple[str, ...], values: tuple[float, ...]) -> list[Step]:
-    return [Launch(kernel, PLAIN[0], (blocks, 1, 1), Record(kernel, addresses, values))] if blocks else []
+def _launch(kernel: KernelSpec[Any], blocks: int, addresses: tuple[str, ...], values: tuple[float, ...]) -> list[Step]:
+    return [Launch(kernel, PLAIN[0], (blocks, 1, 1), LaunchArgs(kernel, addresses, values))] if blocks else []
 
 
 def _bytes(view: View | None, axis: int = 0) -> int:
@@ -88,7 +88,7 @@ class AppendPipeline(CachePipeline):
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no token or no page."""
         options: AppendOptions = call.options
-        kept = RECORDS[options.record]
+        kept = FORMATS[options.record]
         latent, cache, cos = call.view("latent"), call.view("cache"), call.views["cos"]
         n, (num_pages, page_size, _) = latent.shape[0], cache.shape
         names = ("latent", "rope", "cache", "slots", "cos", "sin", "positions")
@@ -114,7 +114,7 @@ class GatherPipeline(CachePipeline):
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no row."""
         options: GatherOptions = call.options
-        kept = RECORDS[options.record]
+        kept = FORMATS[options.record]
         cache, slots, rows = call.view("cache"), call.view("slots"), call.view("out")
         num_pages, page_size, _ = cache.shape
         page, token = record_layout.page_and_token_bytes(kept, cache)

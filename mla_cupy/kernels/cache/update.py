@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.spec import Kernel, Params
-from mla_cupy.records import HEADER_WORDS
+from mla_cupy.cache_formats import HEADER_WORDS
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "cache_update",
     "brings a block table up to date, gathers the rows of a step and places its tokens",
     "cache/update.cu",
-    Params(
+    ParamLayout(
         packed="u8",
         table="u8",
         seqlens="u8",

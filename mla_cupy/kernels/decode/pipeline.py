@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, generic, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, Splits
@@ -24,9 +25,8 @@ from mla_cupy.kernels.decode import (
 from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
-from mla_cupy.kernels.spec import PLAIN, DtypeVariant, Kernel, Variant
-from mla_cupy.records import RECORDS
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
+from mla_cupy.kernels.spec import PLAIN, DtypeVariant, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -121,14 +121,14 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             steps.append(self._combine(config, b, record))
         return steps
 
-    def _combine(self, config: DecodeConfig, b: int, record: Record) -> Launch:
+    def _combine(self, config: DecodeConfig, b: int, record: LaunchArgs) -> Launch:
         rows, dtype = config.problem.s_q * config.problem.h_q, config.problem.dtype
         if config.pieces:
             return combine_pieces.launch(dtype, config.combine_blocks, b * rows, config.pieces.max_pieces, record)
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
         return combine.launch(dtype, blocks, record)
 
-    def builds(self, config: DecodeConfig) -> list[tuple[Kernel[Any], Variant]]:
+    def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
         problem = config.problem
         if config.in_clusters:
@@ -136,7 +136,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         cut, merge = schedule.KERNEL, combine.KERNEL
         if config.pieces:
             cut, merge = schedule_pieces.KERNEL, combine_pieces.KERNEL
-        found: list[tuple[Kernel[Any], Variant]] = [
+        found: list[tuple[KernelSpec[Any], Variant]] = [
             (cut, PLAIN[0]),
             (config.kernel, config.kernel.variant(problem)),
         ]
@@ -159,7 +159,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         piece_cost = schedule.piece_cost(problem.s_q * problem.h_q) if kernel.counts_partials else 0
         return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard, piece_cost)]
 
-    def _record(self, config: DecodeConfig, call: Call, splits: int) -> Record:
+    def _record(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:
         options: DecodeOptions = call.options
         kv_cache, out = call.view("kv_cache"), call.view("out")
         b, s_q, h_q, _ = call.view("q").shape
@@ -183,7 +183,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             options.kv_scale,  # of the values
         )
         kv_map = config.kernel.kv_map
-        return Record(
+        return LaunchArgs(
             config.kernel,
             (*attention, NULL, NULL, "partial_out", "partial_lse", NULL, tickets, call.name("tree_mask")),
             values,
@@ -197,7 +197,7 @@ def _cache_strides(record: str, kv_cache: View) -> tuple[int, ...]:
         return kv_cache.strides[:3]
     (pages, page_size, _, width), (page, token, head, element) = kv_cache.shape, kv_cache.strides
     tokens = kv_cache._replace(shape=(pages, page_size, width), strides=(page, token, element))
-    return (*page_and_token_bytes(RECORDS[record], tokens), head)
+    return (*page_and_token_bytes(FORMATS[record], tokens), head)
 
 
 DECODE = DecodePipeline()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.kernels.attention.schedule import POINT_BYTES
-from mla_cupy.kernels.pipeline import Launch, Record
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.kernels.pipeline import Launch, LaunchArgs
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     seqlens="u8",
     schedule="u8",
     seqlens_stride_elems="i8",
@@ -20,7 +20,7 @@ PARAMS = Params(
     cp_rank="i4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "decode_schedule_pieces",
     "cuts every request of a batch alone, for results that do not depend on the batch",
     "decode/schedule_pieces.cu",
@@ -47,4 +47,4 @@ def nbytes(pieces: Pieces) -> int:
 def launch(seqlens: str, stride: int, max_tokens: int, b: int, pieces: Pieces, shard: tuple[int, int]) -> Launch:
     """Write the schedule of the batch to the workspace's `schedule`; `shard` is (cp_world, cp_rank)."""
     values = (stride, max_tokens, b, b * pieces.max_pieces, pieces.tiles, *shard)
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), Record(KERNEL, (seqlens, "schedule"), values))
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(KERNEL, (seqlens, "schedule"), values))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.row_lists import rows_stride
-from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     q="u8",
     dout="u8",
     lse2="u8",
@@ -27,7 +27,7 @@ PARAMS = Params(
     scale="f4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "exact_sums_bounds",
     "for a deterministic backward: an upper bound of what a query adds to dkv",
     "exact_sums/bounds.cu",
@@ -40,5 +40,5 @@ def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
     """Write the largest bound to the workspace's `largest`."""
     addresses = ("q", "dout", "lse2", "delta", "rows", "counts", "norms", "largest")
     strides = (*call.strides("q", 2), *call.strides("dout", 2), rows_stride(problem.topk))
-    record = Record(KERNEL, addresses, (*strides, problem.s_q, problem.h_q, problem.d_qk, call.options.scale))
+    record = LaunchArgs(KERNEL, addresses, (*strides, problem.s_q, problem.h_q, problem.d_qk, call.options.scale))
     return Launch(KERNEL, DtypeVariant(problem.dtype), (problem.s_q, 1, 1), record, dependent=False)

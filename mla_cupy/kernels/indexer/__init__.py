@@ -3,8 +3,8 @@
 from typing import Any
 
 from mla_cupy.kernels.indexer import logits, loss, prepare, topk
-from mla_cupy.kernels.spec import Kernel
+from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = ["KERNELS"]
 
-KERNELS: tuple[Kernel[Any], ...] = (*logits.KERNELS, *prepare.KERNELS, *topk.KERNELS, *loss.KERNELS)
+KERNELS: tuple[KernelSpec[Any], ...] = (*logits.KERNELS, *prepare.KERNELS, *topk.KERNELS, *loss.KERNELS)

@@ -12,8 +12,8 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF, TABLE
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.numbers import from_log2, to_log2
-from mla_cupy.kernels.pipeline import Launch, Record
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
+from mla_cupy.kernels.pipeline import Launch, LaunchArgs
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout
 
 TEAMS = 2
 """Slices of rows that a block works at side by side."""
@@ -40,7 +40,7 @@ ADDRESSES = (
     "states",
     "reports",
 )
-PARAMS = Params(
+PARAMS = ParamLayout(
     **dict.fromkeys(ADDRESSES, "u8"),
     outs_stride_r_elems="i8",
     outs_stride_b_elems="i8",
@@ -81,7 +81,7 @@ PARAMS = Params(
     empty_lse="f4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "merge_exchange",
     "exchanges and merges the partial results of context-parallel ranks",
     "merge/exchange.cu",
@@ -230,4 +230,4 @@ def launch(
         *(to_log2(exchange.lse_base), from_log2(options.lse_base), options.empty_lse),
     )
     half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-    return Launch(KERNEL, DtypeVariant(half), (exchange.blocks, ranks, 1), Record(KERNEL, ADDRESSES, values))
+    return Launch(KERNEL, DtypeVariant(half), (exchange.blocks, ranks, 1), LaunchArgs(KERNEL, ADDRESSES, values))

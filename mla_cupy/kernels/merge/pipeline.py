@@ -9,7 +9,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.merge import states
 from mla_cupy.kernels.numbers import from_log2, to_log2
-from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import DtypeVariant
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -58,7 +58,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             *(kind == "float32" for kind in kinds),
             *(to_log2(options.lse_base), from_log2(options.lse_base), options.empty_lse),
         )
-        record = Record(states.KERNEL, ("outs", "lses", "out", "lse"), values)
+        record = LaunchArgs(states.KERNEL, ("outs", "lses", "out", "lse"), values)
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
         return [Launch(states.KERNEL, DtypeVariant(half), (b * s_q * h_q, 1, 1), record)]
 

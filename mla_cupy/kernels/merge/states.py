@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, Kernel, Params
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, ParamLayout
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     outs="u8",
     lses="u8",
     out="u8",
@@ -35,7 +35,7 @@ PARAMS = Params(
     empty_lse="f4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "merge_states",
     "merges partial results over disjoint sets of keys",
     "merge/states.cu",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.numbers import to_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Record
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout
 
 UNITS_PER_BLOCK = 8
 SPAN_QUERIES = 8
 """Queries of one head that a warp adds up for the gradient of the sink."""
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     out="u8",
     dout="u8",
     lse="u8",
@@ -33,7 +33,7 @@ PARAMS = Params(
     lse_to_log2="f4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "sparse_backward_delta",
     "the statistics of each query and head: sum(out * dout), and the log-sum-exp with the sink",
     "sparse_backward/delta.cu",
@@ -61,5 +61,5 @@ def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
         *(problem.s_q, problem.h_q, call.view("out").dtype == "float32", to_log2(call.options.lse_base)),
     )
     blocks = -(-spans(problem.s_q) * problem.h_q // UNITS_PER_BLOCK)
-    record = Record(KERNEL, addresses, values)
+    record = LaunchArgs(KERNEL, addresses, values)
     return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), record, dependent=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, Kernel, Params
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout
 
 ROWS_PER_BLOCK = 8
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     sums="u8",
     dkv="u8",
     dkv_stride_s_elems="i8",
@@ -19,7 +19,7 @@ PARAMS = Params(
     dkv_is_fp32="i4",
 )
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "sparse_backward_dkv",
     "turns the float32 sums of dkv, in the main kernel's order and bins, into the gradient",
     "sparse_backward/dkv.cu",
@@ -34,6 +34,6 @@ def launch(problem: SparseBackwardProblem, call: Call, num_bins: int, order: Dkv
     """Write dkv."""
     is_fp32 = call.view("dkv").dtype == "float32"
     values = (call.strides("dkv", 1)[0], problem.s_kv, problem.d_qk, num_bins, order, is_fp32)
-    record = Record(KERNEL, ("sums", "dkv"), values)
+    record = LaunchArgs(KERNEL, ("sums", "dkv"), values)
     blocks = -(-problem.s_kv // ROWS_PER_BLOCK)
     return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), record, dependent=False)

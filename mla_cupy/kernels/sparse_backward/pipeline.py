@@ -14,7 +14,7 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.exact_sums import bins, bounds, norms
 from mla_cupy.kernels.numbers import LOG2_E, to_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_keys64, sm100_ws
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -152,7 +152,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             *(lse2_factor, options.scale, options.scale * LOG2_E),
         )
         maps = kernel.maps(problem, call) if kernel.maps else ()
-        record = Record(kernel, addresses, values, maps)
+        record = LaunchArgs(kernel, addresses, values, maps)
         return Launch(kernel, kernel.variant(problem), config.grid, record, dependent=False)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -25,7 +25,7 @@ class DkvOrder(IntEnum):
     SM100 = 2
 
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     q="u8",
     kv="u8",
     dout="u8",
@@ -111,7 +111,7 @@ def plain_variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
 
 
 @dataclass(frozen=True)
-class BackwardKernel(Kernel[SparseBackwardProblem]):
+class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     """A main kernel: everything between the statistics of the queries and the sums of dkv.
 
     Attributes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.attention.records import RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS, RecordVariant, record_variant
 from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -14,7 +14,7 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_decode/generic.cu",
     PARAMS,
-    variants=tuple(RecordVariant(dtype, record) for dtype in HALF for record in RECORDS),
+    variants=tuple(RecordVariant(dtype, record) for dtype in HALF for record in SPARSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=record_variant,

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS, AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_decode import generic, schedule, sm90, sm90_small
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
 from mla_cupy.kernels.spec import Variant
-from mla_cupy.records import RECORDS
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -97,7 +97,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             steps.append(combine.launch(problem.dtype, blocks, common))
         return steps
 
-    def _record(self, config: SparseDecodeConfig, call: Call) -> Record:
+    def _record(self, config: SparseDecodeConfig, call: Call) -> LaunchArgs:
         problem, options = config.problem, call.options
         assert isinstance(options, SparseDecodeOptions)
         of_query = 1 if call.view("q").shape[1] > 1 else 0  # the axes b and s_q step evenly: they are one
@@ -122,10 +122,10 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             *(1, 0),  # one rank
             *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
         )
-        return Record(combine.KERNEL, addresses, values)
+        return LaunchArgs(combine.KERNEL, addresses, values)
 
 
-def _selection(problem: SparseDecodeProblem, common: Record, call: Call) -> Record:
+def _selection(problem: SparseDecodeProblem, common: LaunchArgs, call: Call) -> LaunchArgs:
     """What the attention kernels take: the second cache and its lists, too."""
     indices, cache, extra = call.view("indices"), call.views["extra_kv_cache"], call.views["extra_indices"]
     names = ("extra_kv_cache", "extra_indices", "extra_topk_length")
@@ -136,12 +136,12 @@ def _selection(problem: SparseDecodeProblem, common: Record, call: Call) -> Reco
         *(indices.shape[1], *shape, 0 if extra is None else extra.shape[2]),
     )
     addresses = (*(call.name(name) for name in names), *common.addresses)
-    return Record(sm90.KERNEL, addresses, (*common.values, *values))
+    return LaunchArgs(sm90.KERNEL, addresses, (*common.values, *values))
 
 
 def _strides(record: str, cache: View) -> tuple[int, int]:
     """From page to page and from token to token, in bytes."""
-    return record_layout.page_and_token_bytes(RECORDS[record], cache)
+    return record_layout.page_and_token_bytes(FORMATS[record], cache)
 
 
 SPARSE_DECODE = SparseDecodePipeline()

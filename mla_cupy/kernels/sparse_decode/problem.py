@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.attention.kernel import PARAMS as DECODE_PARAMS
-from mla_cupy.kernels.spec import Params
+from mla_cupy.kernels.spec import ParamLayout
 from mla_cupy.shapes import TILE_TOKENS
 
 _KINDS = {name: code.str[1:].replace("<", "") for name, (code, *_) in (DECODE_PARAMS.dtype.fields or {}).items()}
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     extra_cache="u8",
     extra_indices="u8",
     extra_topk_length="u8",

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS
 from mla_cupy.kernels.attention.schedule import PRICE_SCALE, merge_cost, piece_cost
-from mla_cupy.kernels.pipeline import Call, Launch, Record
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
 
 ITEM_COST = 3
 """What a work item costs besides its tiles, in tiles: as in `attention/split_schedule.cuh`."""
@@ -20,11 +20,11 @@ heads, where 16 pieces of a query take 13.6 us and 32 take 14.9; with 32 heads, 
 MAX_UNITS = 1 << 30
 """The most units of work that 32 bits hold."""
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "sparse_decode_schedule",
     "cuts the lists of sparse decode into splits, where their lengths are in memory",
     "sparse_decode/schedule.cu",
-    Params(
+    ParamLayout(
         topk_length="u8",
         extra_topk_length="u8",
         schedule="u8",
@@ -49,7 +49,7 @@ def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost
         *(problem.queries, s_q, topk, problem.topk - topk, num_splits, merge_cost),
     )
     addresses = (call.name("topk_length"), call.name("extra_topk_length"), "schedule")
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), Record(KERNEL, addresses, values))
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(KERNEL, addresses, values))
 
 
 class Cuts(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, RECORDS, SmallRecordVariant
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, SmallRecordVariant
 from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -34,7 +34,9 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90_small.cu",
     PARAMS,
     HOPPER,
-    tuple(SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in RECORDS for rows in BLOCK_ROWS),
+    tuple(
+        SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in SPARSE_RECORDS for rows in BLOCK_ROWS
+    ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     block_rows=BLOCK_ROWS[-1],

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache import gather
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Record
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_forward import sm90, sm90_records
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import PLAIN
-from mla_cupy.records import RECORDS
 from mla_cupy.runtime.device import DeviceInfo
 
 ROWS = "kv_rows"
@@ -46,7 +46,7 @@ def nbytes(problem: SparseForwardProblem) -> int:
 
 def launches(problem: SparseForwardProblem, record: str, call: Call) -> list[Launch]:
     """Convert all tokens of `kv`, to the workspace; nothing without a token."""
-    kept, kv = RECORDS[record], call.view("kv")
+    kept, kv = FORMATS[record], call.view("kv")
     num_pages, page_size, _ = kv.shape
     page, token = record_layout.page_and_token_bytes(kept, kv)
     values = (
@@ -55,5 +55,5 @@ def launches(problem: SparseForwardProblem, record: str, call: Call) -> list[Lau
         *record_layout.values(kept, page_size, token, 1.0),
     )
     blocks = -(-problem.s_kv // gather.ROWS_PER_BLOCK)
-    parameters = Record(gather.KERNEL, ("kv", NULL, ROWS), values)
+    parameters = LaunchArgs(gather.KERNEL, ("kv", NULL, ROWS), values)
     return [Launch(gather.KERNEL, PLAIN[0], (blocks, 1, 1), parameters)] if blocks else []

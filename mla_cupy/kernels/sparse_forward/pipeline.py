@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, generic, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_forward import convert, generic_records, sm90, sm90_records, sm90_small
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
-from mla_cupy.records import RECORDS
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -69,7 +69,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         splits = chosen.splits(problem.h_q, device)
         row_bytes = TABLE[problem.dtype].nbytes * problem.d_qk
         if problem.record:
-            row_bytes = RECORDS[problem.record].token_bytes
+            row_bytes = FORMATS[problem.record].token_bytes
         return SparseForwardConfig(
             problem,
             chosen,
@@ -114,13 +114,13 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             steps.append(combine.launch(problem.dtype, blocks, record))
         return steps
 
-    def _record(self, config: SparseForwardConfig, call: Call) -> Record:
+    def _record(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
         problem, options = config.problem, cast(SparseForwardOptions, call.options)
         q, out, lse, maxima = (call.strides(name, 2) for name in ("q", "out", "lse", "max_logits"))
         kv, list_stride = call.view("kv"), row_lists.rows_stride(problem.topk)
         cache, pages = (kv.strides[0], 0, 0), kv.shape[:2]
         if problem.record:
-            cache = (*page_and_token_bytes(RECORDS[problem.record], kv), 0)
+            cache = (*page_and_token_bytes(FORMATS[problem.record], kv), 0)
         elif config.converted:
             cache, pages = (problem.d_qk, 0, 0), (problem.s_kv, 1)
         addresses = (
@@ -143,7 +143,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             *(1, 0),  # every row of kv is here
             *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
         )
-        return Record(config.kernel, addresses, values)
+        return LaunchArgs(config.kernel, addresses, values)
 
 
 SPARSE_FORWARD = SparseForwardPipeline()

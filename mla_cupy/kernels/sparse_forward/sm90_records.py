@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import PARAMS, READS_RECORDS, AttentionKernel
-from mla_cupy.kernels.attention.records import RECORDS, SmallRecordVariant
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS, SmallRecordVariant
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -32,7 +32,9 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward/sm90_records.cu",
     PARAMS,
     HOPPER,
-    tuple(SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in RECORDS for rows in BLOCK_ROWS),
+    tuple(
+        SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in SPARSE_RECORDS for rows in BLOCK_ROWS
+    ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=variant,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from tests.sparse.test_forward_records import (
+from tests.sparse_forward.test_forward_records import (
     CASES,
     CONVERTED,
     GENERIC,

@@ -4,8 +4,8 @@ from typing import Any
 
 from mla_cupy.kernels.indexer.logits import schedule
 from mla_cupy.kernels.indexer.logits.pipeline import LOGITS, LOGITS_PAGED
-from mla_cupy.kernels.spec import Kernel
+from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = ["KERNELS", "LOGITS", "LOGITS_PAGED"]
 
-KERNELS: tuple[Kernel[Any], ...] = (*dict.fromkeys((*LOGITS.kernels, *LOGITS_PAGED.kernels)), schedule.KERNEL)
+KERNELS: tuple[KernelSpec[Any], ...] = (*dict.fromkeys((*LOGITS.kernels, *LOGITS_PAGED.kernels)), schedule.KERNEL)

@@ -13,7 +13,7 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.logits import generic, schedule, sm90, sm90_half, sm90_paged
 from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, PARAMS, LogitsKernel, LogitsOptions, LogitsProblem
 from mla_cupy.kernels.indexer.logits.schedule import ScheduleVariant
-from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 _STORED_AT_ONCE = 4
@@ -92,17 +92,17 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
             "num_blocks": problem.num_blocks,
         }
 
-    def _record(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> Record:
+    def _record(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> LaunchArgs:
         cuts = "cuts" if config.num_splits else ""
         names = {"q": "q", "weights": "weights", "logits": "logits", "cuts": cuts, **self._addresses(call)}
         members = (PARAMS.dtype.names or ())[: PARAMS.num_addresses]
         addresses = tuple(names.get(member, "") for member in members)
-        return Record(config.kernel, addresses, tuple(numbers.values()), config.kernel.maps(call))
+        return LaunchArgs(config.kernel, addresses, tuple(numbers.values()), config.kernel.maps(call))
 
     def _schedule(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> Launch:
         names = self._addresses(call)
         members = (schedule.PARAMS.dtype.names or ())[schedule.PARAMS.num_addresses : -1]
-        record = Record(
+        record = LaunchArgs(
             schedule.KERNEL,
             (names.get("begins", ""), names.get("ends", ""), "cuts"),
             (*(numbers[member] for member in members), config.num_splits),

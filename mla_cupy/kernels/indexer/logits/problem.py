@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import DtypeVariant, Kernel, Params, Reason, Variant
+from mla_cupy.kernels.spec import DtypeVariant, KernelSpec, ParamLayout, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -66,7 +66,7 @@ def no_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
 
 
 @dataclass(frozen=True)
-class LogitsKernel(Kernel[LogitsProblem]):
+class LogitsKernel(KernelSpec[LogitsProblem]):
     """A kernel that computes logits.
 
     Attributes
@@ -90,7 +90,7 @@ class LogitsKernel(Kernel[LogitsProblem]):
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = no_maps
 
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     q="u8",
     k="u8",
     weights="u8",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 
 MAX_SPLITS = 1023
 CUT_BYTES = 8
-PARAMS = Params(
+PARAMS = ParamLayout(
     begins="u8",
     ends="u8",
     cuts="u8",
@@ -33,7 +33,7 @@ class ScheduleVariant(Variant):
 
 VARIANTS = tuple(ScheduleVariant(keys) for keys in (256, 128, 64))
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "indexer_logits_schedule",
     "cuts the tiles of the indexer logits into equal shares",
     "indexer/logits/schedule.cu",

@@ -26,11 +26,11 @@ from mla_cupy.kernels.indexer.loss import (
 from mla_cupy.kernels.indexer.loss.head_sums_pipeline import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss.list_pipeline import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.pipeline import LOSS
-from mla_cupy.kernels.spec import Kernel
+from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = ["HEAD_SUMS", "KERNELS", "LOSS", "SPARSE_LOSS"]
 
-KERNELS: tuple[Kernel[Any], ...] = (
+KERNELS: tuple[KernelSpec[Any], ...] = (
     *LOSS.kernels,
     ranges.KERNEL,
     generic_attention.KERNEL,

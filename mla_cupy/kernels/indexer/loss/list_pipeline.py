@@ -35,7 +35,7 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
 )
 from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import FINITE_KEYS
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step, ZeroFill
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder
 from mla_cupy.kernels.spec import PLAIN, DtypeVariant
@@ -137,7 +137,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.binned:
             steps += loss_launch(bounds.KERNEL, problem, problem.s_q, whole)
-            record = Record(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
+            record = LaunchArgs(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
             blocks = problem.s_kv // bins.ROWS_PER_BLOCK + 1
             steps.append(Launch(bins.KERNEL, PLAIN[0], (blocks, 1, 1), record))
         if config.on_tensor_cores:
@@ -154,7 +154,7 @@ def _finish(config: SparseLossConfig, call: Call) -> Launch:
     """The sums of all bins, in the gradient's dtype."""
     problem, to = config.problem, call.view("d_index_k")
     values = (to.strides[0], problem.s_kv, problem.index_dim, config.num_bins, DkvOrder.PLAIN, to.dtype == "float32")
-    record = Record(dkv.KERNEL, ("key_sums", "d_index_k"), values)
+    record = LaunchArgs(dkv.KERNEL, ("key_sums", "d_index_k"), values)
     return Launch(dkv.KERNEL, DtypeVariant("bfloat16"), (-(-problem.s_kv // dkv.ROWS_PER_BLOCK), 1, 1), record)
 
 

@@ -44,7 +44,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     key_splits,
 )
 from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 FLOAT = 4
@@ -193,7 +193,7 @@ def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) 
 
 
 def loss_launch(
-    kernel: LossKernel, problem: LossProblem, tokens: int, record: Record, call: Call | None = None
+    kernel: LossKernel, problem: LossProblem, tokens: int, record: LaunchArgs, call: Call | None = None
 ) -> list[Step]:
     """One, or none if there is nothing to do. Kernels with tensor maps need the call."""
     grid = kernel.grid(problem, tokens)
@@ -210,7 +210,7 @@ def loss_record(
     tokens: int,
     parts: Mapping[str, str] | None = None,
     heads: int | None = None,
-) -> Record:
+) -> LaunchArgs:
     """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member. `heads`
     are those that the target is summed over, by default all of them.
     """
@@ -246,7 +246,7 @@ def loss_record(
         "score_unit": 1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,
     }
     addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
-    return Record(
+    return LaunchArgs(
         config.kernel,
         tuple(addresses[name] for name in _ADDRESSES),
         tuple(numbers[name] for name in _NUMBERS),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import PLAIN, Kernel, Params, Variant
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout, Variant
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
@@ -76,7 +76,7 @@ class LossOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossKernel(Kernel[LossProblem]):
+class LossKernel(KernelSpec[LossProblem]):
     """A kernel of the losses.
 
     Attributes
@@ -94,7 +94,7 @@ class LossKernel(Kernel[LossProblem]):
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = lambda call: ()
 
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     q="u8",
     k="u8",
     v="u8",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.spec import Kernel, Params
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout
 
 KEYS_PER_BLOCK = 16
 
-KERNEL: Kernel[object] = Kernel(
+KERNEL: KernelSpec[object] = KernelSpec(
     "indexer_prepare_gather_keys",
     "reads index keys of a paged cache",
     "indexer/prepare/gather_keys.cu",
-    Params(
+    ParamLayout(
         cache="u8",
         slots="u8",
         codes="u8",

@@ -10,7 +10,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.prepare import gather_keys, quantize
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem, PrepareVariant
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -69,7 +69,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         )
         tables = (call.name(name) for name in ("cos", "sin", "positions"))
         names = (self._x, self._weights, *tables, "slots" if paged else NULL, self._codes, self._scales)
-        record = Record(quantize.KERNEL, names, values)
+        record = LaunchArgs(quantize.KERNEL, names, values)
         blocks = -(-vectors // (quantize.BLOCK_GROUPS * group_vectors))
         return [Launch(quantize.KERNEL, variant, (blocks, 1, 1), record)]
 
@@ -127,7 +127,7 @@ class GatherKeysPipeline(Pipeline[None]):
             *(slots_stride_bytes(call), cache.strides[0], codes.strides[0], call.strides("k_scale", 1)[0]),
             *(n, *cache.shape[:2], d, slots_are_64(call)),
         )
-        record = Record(gather_keys.KERNEL, ("cache", "slots", "codes", "k_scale"), values)
+        record = LaunchArgs(gather_keys.KERNEL, ("cache", "slots", "codes", "k_scale"), values)
         return [Launch(gather_keys.KERNEL, PLAIN[0], (-(-n // gather_keys.KEYS_PER_BLOCK), 1, 1), record)]
 
 

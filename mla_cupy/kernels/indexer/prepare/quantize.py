@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 
 LANES = 8
 """Lanes per vector: RoPE turns elements of whole lanes."""
@@ -21,7 +21,7 @@ HEAD_DIMS = (32, 64, 128)
 MAX_CODE = 448.0
 """The largest finite e4m3."""
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     x="u8",
     weights="u8",
     cos="u8",
@@ -92,7 +92,7 @@ class PrepareOptions(NamedTuple):
     accumulate: str = "float32"
 
 
-KERNEL: Kernel[PrepareProblem] = Kernel(
+KERNEL: KernelSpec[PrepareProblem] = KernelSpec(
     "indexer_prepare_quantize",
     "RoPE, Hadamard transform and e4m3 codes of index queries and keys",
     "indexer/prepare/quantize.cu",

@@ -9,8 +9,8 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.topk import select, select_cluster
 from mla_cupy.kernels.indexer.topk.problem import TopkOptions, TopkProblem
 from mla_cupy.kernels.indexer.topk.select import TopkVariant
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, Layout, Pipeline, Record, Step
-from mla_cupy.kernels.spec import Kernel
+from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -18,7 +18,7 @@ from mla_cupy.runtime.device import DeviceInfo
 class TopkConfig:
     """The kernel and its build."""
 
-    kernel: Kernel[Any]
+    kernel: KernelSpec[Any]
     variant: TopkVariant
 
 
@@ -46,7 +46,7 @@ class TopkPipeline(Pipeline[TopkConfig]):
         return [Launch(config.kernel, config.variant, (s_q * config.variant.cluster_blocks, 1, 1), record)]
 
 
-def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv: int) -> Record:
+def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv: int) -> LaunchArgs:
     table, ke = call.views["block_table"], call.views["ke"]
     names = ("logits", "ks", "ke", "block_table", "indices", "counts", "values")
     tables, max_pages = (1, 0) if table is None else table.shape
@@ -65,7 +65,7 @@ def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv
     )
     addresses = tuple(call.name(name) for name in names)
     assert NULL not in (addresses[0], addresses[4])
-    return Record(config.kernel, addresses, values)
+    return LaunchArgs(config.kernel, addresses, values)
 
 
 TOPK = TopkPipeline()

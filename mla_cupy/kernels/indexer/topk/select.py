@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkProblem
-from mla_cupy.kernels.spec import Kernel, Params, Variant
+from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
 
 ITEMS = 32
 """Logits that a thread holds in its registers."""
@@ -14,7 +14,7 @@ MAX_THREADS = 1024
 BLOCK_ELEMS = ITEMS * MAX_THREADS
 """What a block holds at most."""
 
-PARAMS = Params(
+PARAMS = ParamLayout(
     logits="u8",
     ks="u8",
     ke="u8",
@@ -53,7 +53,7 @@ class TopkVariant(Variant):
     threads: int = MAX_THREADS
 
 
-KERNEL: Kernel[TopkProblem] = Kernel(
+KERNEL: KernelSpec[TopkProblem] = KernelSpec(
     "indexer_topk_select",
     "exact top-k by radix select, a block per row",
     "indexer/topk/select.cu",
@@ -63,7 +63,7 @@ KERNEL: Kernel[TopkProblem] = Kernel(
 )
 
 
-def variant(kernel: Kernel[TopkProblem], problem: TopkProblem) -> TopkVariant:
+def variant(kernel: KernelSpec[TopkProblem], problem: TopkProblem) -> TopkVariant:
     """The build with the fewest threads that hold a row; for longer rows, the one with the most."""
     variants = cast(tuple[TopkVariant, ...], kernel.variants)
     fits = [v for v in variants if problem.s_kv <= v.cluster_blocks * v.threads * ITEMS]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_kernels import TINY_REQUEST, tiny_build
 
-from mla_cupy.runtime import cache, loader, nvrtc, record
+from mla_cupy.runtime import build_info, cache, loader, nvrtc
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "entry": (None, 3, "mla_other", ["mla_tiny"]),
@@ -53,7 +53,7 @@ def assert_built_again(entry: Path) -> None:
 
 @pytest.mark.parametrize("field", WRONG)
 def test_a_wrong_field_is_built_again(entry: Path, field: str) -> None:
-    path = entry / "record.json"
+    path = entry / "info.json"
     sound = json.loads(path.read_text())
     for value in WRONG[field]:
         path.write_text(json.dumps({**sound, field: value}))
@@ -64,20 +64,20 @@ def test_a_wrong_field_is_built_again(entry: Path, field: str) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_record_of_other_text_is_built_again(entry: Path, text: str) -> None:
-    (entry / "record.json").write_bytes(TEXTS[text].encode("utf-8", "surrogateescape"))
+def test_info_of_other_text_is_built_again(entry: Path, text: str) -> None:
+    (entry / "info.json").write_bytes(TEXTS[text].encode("utf-8", "surrogateescape"))
     assert_built_again(entry)
 
 
 def test_an_entry_under_the_name_of_another_is_built_again(entry: Path) -> None:
     """A sound build, but of something else."""
-    path = entry / "record.json"
+    path = entry / "info.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "image_key": "another"}))
     loader.forget()
     assert loader.obtain(TINY_REQUEST).entry == "mla_tiny"
     found = cache.read(entry)
     assert found is not None
-    assert found.record["image_key"] == cache.image_key(TINY_REQUEST)
+    assert found.info["image_key"] == cache.image_key(TINY_REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_an_entry_under_the_name_of_another_is_built_again(entry: Path) -> None:
 )
 def test_a_broken_cubin_is_no_entry(cuda_src: Path, harm: Callable[[bytes], bytes]) -> None:
     made = tiny_build()
-    whole = {**made.record, "image_key": "key"}
-    assert record.problem(whole, made.cubin) == ""
-    assert record.problem(whole, harm(made.cubin)) != ""
+    whole = {**made.info, "image_key": "key"}
+    assert build_info.problem(whole, made.cubin) == ""
+    assert build_info.problem(whole, harm(made.cubin)) != ""

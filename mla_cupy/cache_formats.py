@@ -49,7 +49,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Record:
+class CacheFormat:
     """How one token lies in a page.
 
     A page holds one plane after the other, and a plane one token after the other. Most records have one plane.
@@ -123,15 +123,15 @@ class Record:
         return before + token * self.planes[field.plane] + field.offset
 
 
-def _rows(kind: Kind, latent: int, rope: int, name: str, about: str) -> Record:
+def _rows(kind: Kind, latent: int, rope: int, name: str, about: str) -> CacheFormat:
     size = _BYTES[kind]
     fields = (Field("latent", kind, latent, 0), Field("rope", kind, rope, latent * size))
-    return Record(
+    return CacheFormat(
         name, about, ((latent + rope) * size,), fields[: 2 if rope else 1], d_qk=latent + rope, page_multiple=1
     )
 
 
-V32 = Record(
+V32 = CacheFormat(
     "v32",
     "DeepSeek-V3.2 (fp8_ds_mla): FlashMLA, vLLM, SGLang",
     (656,),
@@ -143,7 +143,7 @@ V32 = Record(
     scales=("power_of_2", "plain"),
     group=128,
 )
-V4 = Record(
+V4 = CacheFormat(
     "v4",
     "DeepSeek-V4: FlashMLA's MODEL1, SGLang",
     (576, 8),
@@ -158,7 +158,7 @@ V4 = Record(
     d_qk=512,
     page_multiple=576,
 )
-FP8 = Record(
+FP8 = CacheFormat(
     "fp8",
     "one scale per tensor: vLLM's dense MLA backends with kv_cache_dtype=fp8",
     (576,),
@@ -169,7 +169,7 @@ BF16 = _rows("bfloat16", D_V, D_ROPE, "bf16", "plain rows")
 FP16 = _rows("float16", D_V, D_ROPE, "fp16", "plain rows")
 BF16_NOPE = _rows("bfloat16", D_V, 0, "bf16-nope", "plain rows without RoPE")
 FP16_NOPE = _rows("float16", D_V, 0, "fp16-nope", "plain rows without RoPE")
-INDEXER = Record(
+INDEXER = CacheFormat(
     "indexer",
     "keys of the lightning indexer: DeepGEMM's paged layout",
     (128, 4),
@@ -181,11 +181,11 @@ INDEXER = Record(
 )
 
 #: Every record by its name.
-RECORDS: dict[str, Record] = {
+FORMATS: dict[str, CacheFormat] = {
     record.name: record for record in (V32, V4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE, INDEXER)
 }
 #: Those that hold a latent and, mostly, a RoPE part: what `cache_append` writes and `cache_gather` reads.
-LATENT_RECORDS: tuple[Record, ...] = tuple(record for record in RECORDS.values() if record is not INDEXER)
+LATENT_FORMATS: tuple[CacheFormat, ...] = tuple(record for record in FORMATS.values() if record is not INDEXER)
 #: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
 BYTE_DTYPES = ("uint8", "float8_e4m3fn")
 
@@ -203,7 +203,7 @@ MAX_E4M3 = 448.0
 MIN_RATIO = 1e-4
 
 
-def record_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> Record:
+def format_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> CacheFormat:
     """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
 
     Raises
@@ -214,10 +214,10 @@ def record_of(dtype: str, width: int, argument: str = "cache", name: object = No
         If the array cannot hold the record, or none.
     """
     kind = "uint8" if dtype in BYTE_DTYPES else dtype
-    names = [record.name for record in LATENT_RECORDS]
+    names = [record.name for record in LATENT_FORMATS]
     if name is not None and name not in names:
         raise ArgumentError(explain("record", repr(name), f"None, or one of {', '.join(names)}"))
-    candidates = [record for record in LATENT_RECORDS if name in (None, record.name)]
+    candidates = [record for record in LATENT_FORMATS if name in (None, record.name)]
     for record in candidates:
         if (record.dtype, record.width) == (kind, width):
             return record

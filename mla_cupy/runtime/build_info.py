@@ -1,4 +1,4 @@
-"""What the record of a compiled kernel must hold. It is read from a disk, so nothing about it is taken for granted."""
+"""Check what is known about a compiled kernel. It is read from a disk, so nothing about it is taken for granted."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
 }
 
 
-def problem(record: dict[str, Any], cubin: bytes) -> str:
-    """Why `record` is not that of `cubin`, or "".
+def problem(info: dict[str, Any], cubin: bytes) -> str:
+    """Explain why `info` is not that of `cubin`, or "".
 
     A field is missing or of another type than `build` writes, or it says something else than the cubin itself does:
     a kernel that is launched with wrong facts computes wrong numbers.
     """
     for name, is_right in _FIELDS.items():
-        if name not in record:
-            return f"its record has no {name}"
-        if not is_right(record[name]):
-            return f"its record has a wrong {name}"
+        if name not in info:
+            return f"its build info has no {name}"
+        if not is_right(info[name]):
+            return f"its build info has a wrong {name}"
     try:
         entries = [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]
         known = facts(cubin)
     except ValueError as error:
         return f"its cubin is {error}"
-    if entries != [record["entry"]]:
-        return "its cubin has other entries than its record"
-    return "" if record.get("facts") == known else "its cubin has other facts than its record"
+    if entries != [info["entry"]]:
+        return "its cubin has other entries than its build info"
+    return "" if info.get("facts") == known else "its cubin has other facts than its build info"
