@@ -13,7 +13,7 @@ import mla_cupy
 from mla_cupy import ops
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.ops.operation import Operation
-from tests.indexer import prepare_cases
+from tests.indexer.prepare import prepare_cases
 from tests.support import cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
 
 Array = np.ndarray[Any, Any]

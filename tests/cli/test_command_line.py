@@ -47,7 +47,7 @@ def test_out_is_what_cubin_dir_takes(
     out = registry / "images"
     assert cli.main(["compile", "--arch", "sm_90a", "--kernels", "copy", "--out", str(out)]) == 0
     assert f"MLA_CUPY_CUBIN_DIR={out}" in capsys.readouterr().out
-    assert sorted(os.listdir(out / "mla_copy-plain-sm_90a")) == ["kernel.cubin", "kernel.ptx", "record.json"]
+    assert sorted(os.listdir(out / "mla_copy-plain-sm_90a")) == ["info.json", "kernel.cubin", "kernel.ptx"]
     assert cli.main(["clear-cache"]) == 0
     monkeypatch.setenv("MLA_CUPY_CUBIN_DIR", str(out))
     monkeypatch.setenv("MLA_CUPY_JIT", "off")

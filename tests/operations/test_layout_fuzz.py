@@ -17,7 +17,7 @@ from mla_cupy import ShapeError, reference
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.operation import Input, Operation, Output
 from mla_cupy.reference import indexer_topk, merge_states
-from tests.indexer import prepare_cases
+from tests.indexer.prepare import prepare_cases
 from tests.support.cases import DecodeCase, make
 from tests.support.gradients import check_gradients
 from tests.support.indexer_cases import LogitsCase, PagedCase, logits_inputs, paged_inputs

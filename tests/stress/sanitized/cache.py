@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from tests.cache import runs
-from tests.indexer import key_cache_cases
+from tests.indexer.prepare import key_cache_cases
 from tests.stress.sanitized import Call
 from tests.support.gpu import fetch, upload
 

@@ -11,8 +11,8 @@ import numpy as np
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
-from tests.indexer.prepare_cases import arrays, expected
-from tests.indexer.test_prepare_sim import FLAGS
+from tests.indexer.prepare.prepare_cases import arrays, expected
+from tests.indexer.prepare.test_prepare_sim import FLAGS
 from tests.stress.sanitized import Call
 from tests.support.calls import assert_same, on_host
 from tests.support.gpu import fetch, upload

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import mla_cupy
-from tests.indexer import test_select_paged
-from tests.indexer.topk_cases import assert_selected, expected, hard_rows
+from tests.indexer.topk import test_select_paged
+from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
 from tests.stress.sanitized import Call
 from tests.support.gpu import fetch, upload
 from tests.support.indexer_cases import LogitsCase, logits_inputs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.indexer.key_cache_cases import CASES, KeyCase, check, empty, make
+from tests.indexer.prepare.key_cache_cases import CASES, KeyCase, check, empty, make
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 

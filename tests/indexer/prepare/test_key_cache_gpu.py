@@ -8,7 +8,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from tests.indexer.key_cache_cases import CASES, KeyCase, check
+from tests.indexer.prepare.key_cache_cases import CASES, KeyCase, check
 from tests.support.calls import assert_same
 from tests.support.gpu import fetch, upload
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.indexer.topk_cases import Array, assert_selected, expected, hard_rows
+from tests.indexer.topk.topk_cases import Array, assert_selected, expected, hard_rows
 from tests.support.gpu import upload
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from tests.indexer.test_sparse_loss_sim import GENERIC, MODES, bits_of_both_orders, run_hopper
+from tests.indexer.loss.test_sparse_loss_sim import GENERIC, MODES, bits_of_both_orders, run_hopper
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs

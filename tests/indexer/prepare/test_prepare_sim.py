@@ -11,7 +11,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.kernels.indexer.prepare import quantize
-from tests.indexer.prepare_cases import Array, arrays, expected
+from tests.indexer.prepare.prepare_cases import Array, arrays, expected
 from tests.support.calls import assert_same
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated

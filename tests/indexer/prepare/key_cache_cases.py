@@ -10,7 +10,7 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import reference
-from tests.indexer.prepare_cases import Array, arrays
+from tests.indexer.prepare.prepare_cases import Array, arrays
 from tests.support.calls import assert_same
 
 POISON = 0xA5

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.indexer.prepare_cases import arrays, expected
-from tests.indexer.test_prepare_sim import FLAGS
+from tests.indexer.prepare.prepare_cases import arrays, expected
+from tests.indexer.prepare.test_prepare_sim import FLAGS
 from tests.support.calls import assert_same, on_host
 from tests.support.gpu import upload
 

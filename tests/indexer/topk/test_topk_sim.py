@@ -13,7 +13,7 @@ from mla_cupy import ShapeError
 from mla_cupy.kernels.indexer.topk import TOPK
 from mla_cupy.kernels.indexer.topk.problem import TopkProblem
 from mla_cupy.simulation import fake_gpu
-from tests.indexer.topk_cases import assert_selected, expected, hard_rows
+from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
 from tests.support.sim_driver import simulated
 
 Array = np.ndarray[Any, Any]

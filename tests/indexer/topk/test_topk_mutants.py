@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.indexer.test_topk_sim import BLOCK, CLUSTER, WIDTHS, select
-from tests.indexer.topk_cases import assert_selected, expected, hard_rows
+from tests.indexer.topk.test_topk_sim import BLOCK, CLUSTER, WIDTHS, select
+from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
 from tests.support.mutants import CAUGHT, Mutant, Plant
 
 
