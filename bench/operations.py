@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .core.operation import BenchOperation
+
+# ---- Written by `python -m tests.generate`: benchmarks
 from .ops.cache.operation import CACHE
 from .ops.cascade.operation import CASCADE
 from .ops.decode.operation import DECODE
@@ -16,20 +18,20 @@ from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
 from .ops.sparse_forward_fp8.operation import SPARSE_FORWARD_FP8
 
-OPERATIONS: dict[str, BenchOperation] = {
-    operation.name: operation
-    for operation in (
-        DECODE,
-        DENSE_DECODE_FP8,
-        CACHE,
-        CASCADE,
-        SPARSE_FORWARD,
-        SPARSE_FORWARD_FP8,
-        SPARSE_BACKWARD,
-        INDEXER_LOGITS,
-        SPARSE_DECODE,
-        INDEXER_LOSS,
-        INDEXER_TOPK,
-        INDEXER_PREPARE,
-    )
-}
+_KNOWN = (
+    CACHE,
+    CASCADE,
+    DECODE,
+    DENSE_DECODE_FP8,
+    INDEXER_LOGITS,
+    INDEXER_LOSS,
+    INDEXER_PREPARE,
+    INDEXER_TOPK,
+    SPARSE_BACKWARD,
+    SPARSE_DECODE,
+    SPARSE_FORWARD,
+    SPARSE_FORWARD_FP8,
+)
+# ---- End of what is written
+
+OPERATIONS: dict[str, BenchOperation] = {operation.name: operation for operation in _KNOWN}

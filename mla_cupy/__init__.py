@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mla_cupy._version import __version__
 
 if TYPE_CHECKING:
+    # ---- Written by `python -m tests.generate`: names for type checkers
     from mla_cupy import reference
-    from mla_cupy.cache import CacheStats, CacheStep, PagedKVCache
+    from mla_cupy.cache import (
+        CacheStats,
+        CacheStep,
+        PagedKVCache,
+    )
     from mla_cupy.errors import (
         ArgumentError,
         CacheFullError,
@@ -57,7 +62,9 @@ if TYPE_CHECKING:
         sparse_mla_forward,
         workspace_bytes,
     )
+    # ---- End of what is written
 
+# ---- Written by `python -m tests.generate`: public names
 __all__ = [
     "ArgumentError",
     "CacheFullError",
@@ -105,21 +112,60 @@ __all__ = [
     "workspace_bytes",
 ]
 
+_HOMES = {
+    "CacheStats": "cache",
+    "CacheStep": "cache",
+    "PagedKVCache": "cache",
+    "ArgumentError": "errors",
+    "CacheFullError": "errors",
+    "DTypeError": "errors",
+    "DeviceError": "errors",
+    "KernelCompileError": "errors",
+    "KernelNotBuiltError": "errors",
+    "MlaError": "errors",
+    "ParallelError": "errors",
+    "PlanError": "errors",
+    "ShapeError": "errors",
+    "UnsupportedDeviceError": "errors",
+    "CascadePlan": "ops",
+    "DecodePlan": "ops",
+    "PrefixGroup": "ops",
+    "cache_append": "ops",
+    "cache_copy_pages": "ops",
+    "cache_gather": "ops",
+    "cascade_decode": "ops",
+    "indexer_cache_append": "ops",
+    "indexer_cache_gather": "ops",
+    "indexer_head_sums": "ops",
+    "indexer_logits": "ops",
+    "indexer_logits_paged": "ops",
+    "indexer_prepare_k": "ops",
+    "indexer_prepare_q": "ops",
+    "indexer_select": "ops",
+    "indexer_select_paged": "ops",
+    "indexer_sparse_loss": "ops",
+    "indexer_topk": "ops",
+    "indexer_warmup_loss": "ops",
+    "merge_states": "ops",
+    "mla_decode": "ops",
+    "plan_cascade": "ops",
+    "plan_decode": "ops",
+    "shared_prefixes": "ops",
+    "sparse_mla_backward": "ops",
+    "sparse_mla_decode": "ops",
+    "sparse_mla_forward": "ops",
+    "workspace_bytes": "ops",
+}
+# ---- End of what is written
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'mla_cupy' has no attribute {name!r}")
     if name == "reference":
         return importlib.import_module("mla_cupy.reference")
-    value = globals()[name] = getattr(importlib.import_module(_home(name)), name)
+    value = globals()[name] = getattr(importlib.import_module(f"mla_cupy.{_HOMES[name]}"), name)
     return value
-
-
-def _home(name: str) -> str:
-    """The module that a class or a function comes from."""
-    if name.endswith("Error"):
-        return "mla_cupy.errors"
-    return "mla_cupy.cache" if name in ("CacheStats", "CacheStep", "PagedKVCache") else "mla_cupy.ops"
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ What several families share is in `attention`, which sees sparse attention as de
 
 from typing import Any
 
+# ---- Written by `python -m tests.generate`: families
 from mla_cupy.kernels import (
     attention,
     cache,
@@ -19,19 +20,18 @@ from mla_cupy.kernels import (
 )
 from mla_cupy.kernels.spec import KernelSpec
 
+FAMILIES = (
+    attention,
+    cache,
+    decode,
+    exact_sums,
+    indexer,
+    merge,
+    sparse_backward,
+    sparse_decode,
+    sparse_forward,
+)
+# ---- End of what is written
+
 #: Every kernel of the package, by name.
-KERNELS: dict[str, KernelSpec[Any]] = {
-    kernel.name: kernel
-    for family in (
-        attention,
-        decode,
-        sparse_forward,
-        sparse_decode,
-        exact_sums,
-        sparse_backward,
-        merge,
-        indexer,
-        cache,
-    )
-    for kernel in family.KERNELS
-}
+KERNELS: dict[str, KernelSpec[Any]] = {kernel.name: kernel for family in FAMILIES for kernel in family.KERNELS}

@@ -1,5 +1,6 @@
 """The public operations: what they mean, what they check, how they run."""
 
+# ---- Written by `python -m tests.generate`: operations and public names
 from mla_cupy.ops import (
     cache,
     cache_pages,
@@ -76,38 +77,32 @@ __all__ = [
     "workspace_bytes",
 ]
 
-#: Every operation, by the name of its public function.
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        decode.OPERATION,
-        sparse_forward.OPERATION,
-        sparse_backward.OPERATION,
-        merge.OPERATION,
-        prepare.OPERATION_Q,
-        prepare.OPERATION_K,
-        logits.OPERATION,
-        logits_paged.OPERATION,
-        topk.OPERATION,
-        warmup_loss.OPERATION,
-        sparse_loss.OPERATION,
-        head_sums.OPERATION,
-    )
-}
+_DESCRIBED: tuple[Operation, ...] = (
+    cache.APPEND_OPERATION,
+    cache.GATHER_OPERATION,
+    cache_pages.COPY_PAGES_OPERATION,
+    cache_pages.UPDATE_OPERATION,
+    decode.OPERATION,
+    head_sums.OPERATION,
+    index_cache.APPEND_OPERATION,
+    index_cache.GATHER_OPERATION,
+    logits.OPERATION,
+    logits_paged.OPERATION,
+    merge.OPERATION,
+    prepare.OPERATION_Q,
+    prepare.OPERATION_K,
+    sparse_backward.OPERATION,
+    sparse_decode.OPERATION,
+    sparse_forward.OPERATION,
+    sparse_loss.OPERATION,
+    topk.OPERATION,
+    warmup_loss.OPERATION,
+)
+# ---- End of what is written
+
+#: The operations on arrays alone, by the names of their public functions.
+OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if not one.on_pages}
 #: The operations on paged caches of records.
-POOL_OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        cache.APPEND_OPERATION,
-        cache.GATHER_OPERATION,
-        cache_pages.COPY_PAGES_OPERATION,
-        cache_pages.UPDATE_OPERATION,
-        index_cache.APPEND_OPERATION,
-        index_cache.GATHER_OPERATION,
-        sparse_decode.OPERATION,
-    )
-}
+POOL_OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if one.on_pages}
 #: Those that compiled programs can call: all but what `PagedKVCache` does between steps.
-BOUND_OPERATIONS: dict[str, Operation] = {
-    name: operation for name, operation in {**OPERATIONS, **POOL_OPERATIONS}.items() if name != "cache_update"
-}
+BOUND_OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if not one.internal}

@@ -254,6 +254,7 @@ APPEND_OPERATION = Operation(
     examine=_examine_append,
     reference_options=("record", "scales", "kv_scale", "interleaved"),
     pipeline=APPEND,
+    on_pages=True,
 )
 
 GATHER_OPERATION = Operation(
@@ -264,4 +265,5 @@ GATHER_OPERATION = Operation(
     examine=_examine_gather,
     reference_options=("record", "kv_scale"),
     pipeline=GATHER,
+    on_pages=True,
 )

@@ -122,6 +122,7 @@ COPY_PAGES_OPERATION = Operation(
     examine=_examine_copy,
     reference_options=(),
     pipeline=COPY_PAGES,
+    on_pages=True,
 )
 
 UPDATE_OPERATION = Operation(
@@ -140,4 +141,6 @@ UPDATE_OPERATION = Operation(
     examine=_examine_update,
     reference_options=("page_size",),
     pipeline=UPDATE,
+    on_pages=True,
+    internal=True,
 )

@@ -24,6 +24,8 @@ from mla_cupy.ops.workspace import check_workspace
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 
+__all__ = ["workspace_bytes"]
+
 MAX_ENTRIES = 256
 """Kinds of calls that a thread remembers."""
 

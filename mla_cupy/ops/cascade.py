@@ -16,6 +16,8 @@ from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
 from mla_cupy.shapes import D_V
 
+__all__ = ["cascade_decode"]
+
 
 def cascade_decode(
     q: Any,

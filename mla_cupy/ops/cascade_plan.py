@@ -12,6 +12,8 @@ from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32
 
+__all__ = ["CascadePlan", "plan_cascade"]
+
 
 class GroupMemory(NamedTuple):
     """What lies between the calls of a group. Of both arrays of states the first is the prefix's.

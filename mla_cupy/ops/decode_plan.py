@@ -30,6 +30,8 @@ from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS
 
+__all__ = ["DecodePlan", "plan_decode"]
+
 
 class _Limits(NamedTuple):
     """The largest batch that a plan serves, and the sizes that every call must have."""

@@ -165,6 +165,7 @@ APPEND_OPERATION = Operation(
     examine=_examine_append,
     reference_options=REFERENCE_OPTIONS,
     pipeline=APPEND_KEYS,
+    on_pages=True,
 )
 
 GATHER_OPERATION = Operation(
@@ -176,4 +177,5 @@ GATHER_OPERATION = Operation(
     examine=_examine_gather,
     reference_options=(),
     pipeline=GATHER_KEYS,
+    on_pages=True,
 )

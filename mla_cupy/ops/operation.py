@@ -143,6 +143,10 @@ class Operation:
     reference_options : tuple of str
         The options that the oracle takes.
     pipeline : Pipeline
+    on_pages : bool
+        Whether it works on a paged cache of records.
+    internal : bool
+        Whether it is for the package alone: neither public nor part of the bindings.
     check_values : callable
         `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
     """
@@ -156,6 +160,8 @@ class Operation:
     reference_options: tuple[str, ...]
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     min_sizes: Mapping[str, int] = field(default_factory=dict)
+    on_pages: bool = False
+    internal: bool = False
     check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
 
     @property

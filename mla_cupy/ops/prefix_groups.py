@@ -13,6 +13,8 @@ from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.runtime import device as devices
 from mla_cupy.shapes import MAX_INT32, TILE_TOKENS
 
+__all__ = ["PrefixGroup", "shared_prefixes"]
+
 Array = npt.NDArray[np.integer[Any]]
 
 _THRESHOLDS = 16

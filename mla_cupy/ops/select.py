@@ -10,6 +10,8 @@ from mla_cupy.ops.checks import check_count
 from mla_cupy.ops.logits import indexer_logits
 from mla_cupy.ops.topk import TopkArguments, check_topk_options, indexer_topk
 
+__all__ = ["indexer_select"]
+
 BUFFER_BYTES = 64 << 20
 """Default size of the buffer of logits."""
 MAX_BUFFER_BYTES = 1 << 40

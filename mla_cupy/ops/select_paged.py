@@ -13,6 +13,8 @@ from mla_cupy.ops.schema import check_even
 from mla_cupy.ops.select import BUFFER_BYTES, MAX_BUFFER_BYTES, given_or_new
 from mla_cupy.ops.topk import TopkArguments, check_topk_options, indexer_topk
 
+__all__ = ["indexer_select_paged"]
+
 
 def indexer_select_paged(
     q: Any,

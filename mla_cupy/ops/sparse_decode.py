@@ -175,4 +175,5 @@ OPERATION = Operation(
     examine=_examine,
     reference_options=("scale", "lse_base", "empty_lse"),
     pipeline=SPARSE_DECODE,
+    on_pages=True,
 )

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from mla_cupy.reference.sparse import selected_rows
 
+__all__ = ["IndexerLoss", "WarmupLoss"]
+
 Array = npt.NDArray[Any]
 
 

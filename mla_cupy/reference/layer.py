@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["MlaConfig", "MlaWeights", "mla_layer", "random_weights"]
+
 Array = npt.NDArray[Any]
 
 

@@ -1,7 +1,18 @@
 """What decode, the sparse forward and sparse decode share: the schedule, the combine, lists of rows, a plain kernel."""
+# Written by `python -m tests.generate`, but for the line above.
+
+from typing import Any
 
 from mla_cupy.kernels.attention import combine, generic, row_lists, schedule
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS"]
+__all__ = [
+    "KERNELS",
+]
 
-KERNELS = (generic.KERNEL, schedule.KERNEL, combine.KERNEL, row_lists.KERNEL)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    combine.KERNEL,
+    generic.KERNEL,
+    row_lists.KERNEL,
+    schedule.KERNEL,
+)

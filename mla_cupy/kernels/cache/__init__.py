@@ -1,7 +1,23 @@
 """The paged cache: append, gather, copies of pages, and the update of block tables."""
+# Written by `python -m tests.generate`, but for the line above.
 
+from typing import Any
+
+from mla_cupy.kernels.cache import append, copy_pages, gather, update
 from mla_cupy.kernels.cache.pipeline import APPEND, COPY_PAGES, GATHER, UPDATE
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["APPEND", "COPY_PAGES", "GATHER", "KERNELS", "UPDATE"]
+__all__ = [
+    "APPEND",
+    "COPY_PAGES",
+    "GATHER",
+    "KERNELS",
+    "UPDATE",
+]
 
-KERNELS = (*APPEND.kernels, *GATHER.kernels, *COPY_PAGES.kernels, *UPDATE.kernels)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    append.KERNEL,
+    copy_pages.KERNEL,
+    gather.KERNEL,
+    update.KERNEL,
+)

@@ -1,7 +1,17 @@
 """Sums whose bits do not depend on the order of their terms: bounds of the terms, and the bins that they go to."""
+# Written by `python -m tests.generate`, but for the line above.
+
+from typing import Any
 
 from mla_cupy.kernels.exact_sums import bins, bounds, norms
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS"]
+__all__ = [
+    "KERNELS",
+]
 
-KERNELS = (norms.KERNEL, bounds.KERNEL, bins.KERNEL)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    bins.KERNEL,
+    bounds.KERNEL,
+    norms.KERNEL,
+)

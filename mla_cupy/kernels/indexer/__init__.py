@@ -1,10 +1,18 @@
 """The lightning indexer: preparation of queries and keys, their cache, logits, top-k, its losses."""
+# Written by `python -m tests.generate`, but for the line above.
 
 from typing import Any
 
 from mla_cupy.kernels.indexer import logits, loss, prepare, topk
 from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS"]
+__all__ = [
+    "KERNELS",
+]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (*logits.KERNELS, *prepare.KERNELS, *topk.KERNELS, *loss.KERNELS)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    *logits.KERNELS,
+    *loss.KERNELS,
+    *prepare.KERNELS,
+    *topk.KERNELS,
+)

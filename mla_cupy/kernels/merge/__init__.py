@@ -1,8 +1,18 @@
 """Merging partial results."""
+# Written by `python -m tests.generate`, but for the line above.
 
-from mla_cupy.kernels.merge import exchange
+from typing import Any
+
+from mla_cupy.kernels.merge import exchange, states
 from mla_cupy.kernels.merge.pipeline import MERGE
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS", "MERGE"]
+__all__ = [
+    "KERNELS",
+    "MERGE",
+]
 
-KERNELS = (*MERGE.kernels, exchange.KERNEL)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    exchange.KERNEL,
+    states.KERNEL,
+)

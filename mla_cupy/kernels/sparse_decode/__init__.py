@@ -1,8 +1,20 @@
 """Sparse decode from FP8 records."""
+# Written by `python -m tests.generate`, but for the line above.
 
-from mla_cupy.kernels.sparse_decode import schedule
+from typing import Any
+
+from mla_cupy.kernels.sparse_decode import generic, schedule, sm90, sm90_small
 from mla_cupy.kernels.sparse_decode.pipeline import SPARSE_DECODE
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS", "SPARSE_DECODE"]
+__all__ = [
+    "KERNELS",
+    "SPARSE_DECODE",
+]
 
-KERNELS = (*SPARSE_DECODE.kernels, schedule.KERNEL)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    generic.KERNEL,
+    schedule.KERNEL,
+    sm90.KERNEL,
+    sm90_small.KERNEL,
+)

@@ -1,11 +1,22 @@
 """Logits of the indexer: of contiguous and of paged keys."""
+# Written by `python -m tests.generate`, but for the line above.
 
 from typing import Any
 
-from mla_cupy.kernels.indexer.logits import schedule
+from mla_cupy.kernels.indexer.logits import generic, schedule, sm90, sm90_half, sm90_paged
 from mla_cupy.kernels.indexer.logits.pipeline import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS", "LOGITS", "LOGITS_PAGED"]
+__all__ = [
+    "KERNELS",
+    "LOGITS",
+    "LOGITS_PAGED",
+]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (*dict.fromkeys((*LOGITS.kernels, *LOGITS_PAGED.kernels)), schedule.KERNEL)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    generic.KERNEL,
+    schedule.KERNEL,
+    sm90.KERNEL,
+    sm90_half.KERNEL,
+    sm90_paged.KERNEL,
+)

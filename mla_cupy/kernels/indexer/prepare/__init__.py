@@ -1,7 +1,21 @@
 """Index queries and keys: RoPE, Hadamard transform, quantisation, and the cache of keys."""
+# Written by `python -m tests.generate`, but for the line above.
 
+from typing import Any
+
+from mla_cupy.kernels.indexer.prepare import gather_keys, quantize
 from mla_cupy.kernels.indexer.prepare.pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_K, PREPARE_Q
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["APPEND_KEYS", "GATHER_KEYS", "KERNELS", "PREPARE_K", "PREPARE_Q"]
+__all__ = [
+    "APPEND_KEYS",
+    "GATHER_KEYS",
+    "KERNELS",
+    "PREPARE_K",
+    "PREPARE_Q",
+]
 
-KERNELS = (*PREPARE_Q.kernels, *GATHER_KEYS.kernels)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    gather_keys.KERNEL,
+    quantize.KERNEL,
+)

@@ -1,7 +1,18 @@
 """The exact selection of the largest logits."""
+# Written by `python -m tests.generate`, but for the line above.
 
+from typing import Any
+
+from mla_cupy.kernels.indexer.topk import select, select_cluster
 from mla_cupy.kernels.indexer.topk.pipeline import TOPK
+from mla_cupy.kernels.spec import KernelSpec
 
-__all__ = ["KERNELS", "TOPK"]
+__all__ = [
+    "KERNELS",
+    "TOPK",
+]
 
-KERNELS = TOPK.kernels
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    select.KERNEL,
+    select_cluster.KERNEL,
+)

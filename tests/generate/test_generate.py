@@ -1,0 +1,72 @@
+"""What is written by a command is what the command would write now; and a new file comes in by itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.generate import MAKERS
+from tests.generate.__main__ import ROOT
+from tests.generate.files import outdated, with_block
+
+READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "setup.cfg", "ruff.toml")
+
+
+def test_nothing_is_out_of_date() -> None:
+    found = [path.relative_to(ROOT).as_posix() for path in outdated(ROOT, MAKERS)]
+    assert found == [], "run `python -m tests.generate`"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what is read."""
+    for name in READ:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+OPERATION = '''"""An operation."""
+
+from mla_cupy.ops.operation import Operation
+
+OPERATION = Operation("toy_scale", inputs=())
+
+
+def toy_scale() -> None: ...
+'''
+
+
+def test_new_files_are_listed(tree: Path) -> None:
+    """A family with a kernel and a pipeline, an operation, its oracle: seven files list them."""
+    family = tree / "mla_cupy" / "kernels" / "toy"
+    family.mkdir()
+    (family / "__init__.py").write_text('"""A toy."""\n')
+    (family / "scale.py").write_text('"""A kernel."""\n\nKERNEL = KernelSpec("toy_scale")\n')
+    (family / "pipeline.py").write_text('"""A pipeline."""\n\nTOY = ToyPipeline()\n')
+    (tree / "mla_cupy" / "ops" / "toy.py").write_text(OPERATION)
+    (tree / "mla_cupy" / "reference" / "toy.py").write_text('"""An oracle."""\n\n\ndef toy_scale() -> None: ...\n')
+    found = {path.relative_to(tree).as_posix(): text for path, text in outdated(tree, MAKERS).items()}
+    assert set(found) == {
+        "mla_cupy/__init__.py",
+        "mla_cupy/kernels/__init__.py",
+        "mla_cupy/kernels/toy/__init__.py",
+        "mla_cupy/ops/__init__.py",
+        "mla_cupy/reference/__init__.py",
+        "setup.cfg",
+    }
+    assert '"toy_scale": "ops",' in found["mla_cupy/__init__.py"]
+    assert "scale.KERNEL,)" in found["mla_cupy/kernels/toy/__init__.py"]
+    assert '    "KERNELS",\n    "TOY",\n' in found["mla_cupy/kernels/toy/__init__.py"]
+    assert "    toy.OPERATION,\n" in found["mla_cupy/ops/__init__.py"]
+    assert "from mla_cupy.reference.toy import toy_scale\n" in found["mla_cupy/reference/__init__.py"]
+    assert "    mla_cupy.kernels.toy\n" in found["setup.cfg"]
+
+
+def test_a_block_that_is_not_there(tree: Path) -> None:
+    with pytest.raises(ValueError, match="0 blocks 'packages'"):
+        with_block("", "packages", "")
