@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from .implementation import OWN
 from .report import OK, microseconds
+from .selection import Key, newest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Key = tuple[str, str, str, str]  # op, case, dtype, implementation
 Rows = Mapping[Key, Mapping[str, Any]]
 
 
@@ -32,14 +32,9 @@ class Change:
 
     def fails(self, percent: float) -> bool:
         """Whether the project's own row became slower than allowed or wrong, or is missing."""
-        if self.key[3] != OWN or self.before is None:
+        if self.key.implementation != OWN or self.before is None:
             return False
         return self.slowdown is None or self.slowdown * 100 > percent
-
-
-def index(rows: Iterable[Mapping[str, Any]]) -> Rows:
-    """The rows by key; a later row of the same key replaces an earlier one."""
-    return {(row["op"], row["case"], row["dtype"], row["implementation"]): row for row in rows}
 
 
 def compare(
@@ -50,7 +45,7 @@ def compare(
     With `relative_to`, a figure is the time over that implementation's time for the same case in the same file:
     the only fair way to compare two runs on two machines, or on two days.
     """
-    old, new = index(before), index(after)
+    old, new = newest(before), newest(after)
     changes = []
     for key in dict.fromkeys((*old, *new)):
         status = new[key]["status"] if key in new else "missing"
@@ -62,7 +57,7 @@ def _figure(rows: Rows, key: Key, relative_to: str | None) -> float | None:
     us = microseconds(rows[key]) if key in rows else None
     if us is None or relative_to is None:
         return us
-    peer = rows.get((*key[:3], relative_to))
+    peer = rows.get(Key(key.case, relative_to))
     peer_us = microseconds(peer) if peer else None
     return us / peer_us if peer_us else None
 
@@ -72,7 +67,7 @@ def show(console: Console, changes: Sequence[Change], percent: float | None) -> 
     from rich.table import Table
 
     table = Table()
-    for column in ("operation", "case", "dtype", "implementation"):
+    for column in ("operation", "case", "dtype", "record", "implementation"):
         table.add_column(column, no_wrap=True)
     for column in ("before", "after", "change", ""):
         table.add_column(column, justify="right")
@@ -81,7 +76,9 @@ def show(console: Console, changes: Sequence[Change], percent: float | None) -> 
         remark = "" if change.after_status == OK else change.after_status
         if percent is not None and change.fails(percent):
             remark = (remark + " FAIL").strip()
-        table.add_row(*change.key, _text(change.before), _text(change.after), slowdown, remark)
+        case = change.key.case
+        which = case.op, case.case, case.dtype, case.record or "-", change.key.implementation
+        table.add_row(*which, _text(change.before), _text(change.after), slowdown, remark)
     console.print(table)
 
 

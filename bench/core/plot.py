@@ -1,4 +1,4 @@
-"""Figures of result files: for each operation a roofline, and bars of the speed relative to each peer."""
+"""Figures of result files: for each benchmark a roofline, and bars of the speed relative to each peer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .compare import index
 from .errors import BenchError
 from .implementation import BASELINES, EXTERNAL, OWN
 from .report import microseconds
+from .selection import Case, case_of, one_run_per_case
 
 Row = Mapping[str, Any]
 FORMATS = ("png", "svg", "pdf")
@@ -46,21 +46,27 @@ class Label:
 
 
 def draw(rows: Sequence[Row], directory: Path, suffix: str = "png") -> list[Path]:
-    """Writes the figures of every operation into a directory; returns their paths.
+    """Writes the figures of every benchmark into a directory; returns their paths.
 
-    A later row of the same case and implementation replaces an earlier one. What computes nothing, such as a copy, has
-    no roofline.
+    Each case is shown as one run timed it: see `one_run_per_case`. What computes nothing, such as a copy, has no
+    roofline.
     """
-    timed = [row for row in index(rows).values() if microseconds(row) is not None]
+    timed = one_run_per_case(row for row in rows if microseconds(row) is not None)
     if not timed:
         raise BenchError("plot: no row was timed")
     written = []
-    for op in dict.fromkeys(row["op"] for row in timed):
-        own = [row for row in timed if row["op"] == op]
+    for benchmark in dict.fromkeys(map(_figure_name, timed)):
+        own = [row for row in timed if _figure_name(row) == benchmark]
         figures = {"roofline": roofline} if all(row["flops"] for row in own) else {}
         figures |= {"ratios": ratio_bars} if any(map(ratios, own)) else {}
-        written += [_save(partial(f, rows=own), directory / f"{op}-{name}.{suffix}") for name, f in figures.items()]
+        paths = {name: directory / f"{benchmark}-{name}.{suffix}" for name in figures}
+        written += [_save(partial(paint, rows=own), paths[name]) for name, paint in figures.items()]
     return written
+
+
+def _figure_name(row: Row) -> str:
+    """The benchmark, or the public function where a row of an early version does not say."""
+    return str(row["benchmark"] or row["op"])
 
 
 def _save(paint: Callable[[Any], None], path: Path) -> Path:
@@ -84,7 +90,7 @@ def _save(paint: Callable[[Any], None], path: Path) -> Path:
 
 
 def _title(rows: Sequence[Row]) -> str:
-    """Operation, dtypes, GPUs and days."""
+    """Operations, dtypes, GPUs and days."""
     parts = (
         dict.fromkeys(row["op"] for row in rows),
         dict.fromkeys(row["dtype"] for row in rows),
@@ -94,14 +100,10 @@ def _title(rows: Sequence[Row]) -> str:
     return ", ".join(" and ".join(part) for part in parts)
 
 
-def _case_names(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """What each case is called, by case and dtype: the dtype is named only if there are several."""
+def _case_names(rows: Sequence[Row]) -> dict[Case, str]:
+    """What each case is called: the dtype is named only if there are several."""
     several = len({row["dtype"] for row in rows}) > 1
-    return {_case(row): f"{row['case']} {row['dtype']}" if several else row["case"] for row in rows}
-
-
-def _case(row: Row) -> tuple[str, str]:
-    return row["case"], row["dtype"]
+    return {case_of(row): f"{row['case']} {row['dtype']}" if several else row["case"] for row in rows}
 
 
 # ---- Roofline ------------------------------------------------------------------------------------------------------
@@ -195,12 +197,12 @@ def place_labels(
     return labels
 
 
-def _anchors(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+def _anchors(rows: Sequence[Row]) -> dict[Case, Row]:
     """The row that carries the label of each case: our own, or the first if there is none."""
-    anchors: dict[tuple[str, str], Row] = {}
+    anchors: dict[Case, Row] = {}
     for row in rows:
-        if row["implementation"] == OWN or _case(row) not in anchors:
-            anchors[_case(row)] = row
+        if row["implementation"] == OWN or case_of(row) not in anchors:
+            anchors[case_of(row)] = row
     return anchors
 
 
@@ -236,7 +238,7 @@ def ratios(row: Row) -> dict[str, float]:
 def ratio_bars(figure: Any, rows: Sequence[Row]) -> None:
     """Horizontal bars, grouped by case: a peer's time divided by ours, above 1 where we are faster."""
     names = _case_names(rows)
-    groups = [(names[_case(row)], found) for row in rows if (found := ratios(row))]
+    groups = [(names[case_of(row)], found) for row in rows if (found := ratios(row))]
     peers = dict.fromkeys(name for _, found in groups for name in found)
     figure.set_size_inches(11, 1.5 + len(groups) * (0.12 + 0.2 * len(peers)))
     axes = figure.subplots()

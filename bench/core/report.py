@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from .limits import Limits
 from .operation import Case, Verdict
 from .timer import Timing
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 OK, WRONG, UNSUPPORTED, ERROR = "ok", "wrong", "unsupported", "error"
 NUMBER = (int, float)
 OPTIONAL_NUMBER = (int, float, type(None))
@@ -27,7 +28,8 @@ SINCE_VERSION_1: dict[str, Any] = {"l2_bytes": None, "l2_tbps": None, "workspace
 # Every row has every key, with a value of one of these types.
 SCHEMA: dict[str, tuple[type, ...]] = {
     "schema_version": (int,),
-    "op": (str,),
+    "benchmark": (str,),  # its name after `run`; since version 5
+    "op": (str,),  # the public function
     "case": (str,),
     "shape": (dict,),
     "dtype": (str,),
@@ -64,6 +66,7 @@ def make_row(
     dtype: str,
     implementation: str,
     *,
+    benchmark: str,
     limits: Limits,
     env: Mapping[str, Any],
     repro: str,
@@ -83,6 +86,7 @@ def make_row(
     cost = case.cost
     row: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
+        "benchmark": benchmark,
         "op": case.op,
         "case": case.name,
         "shape": case.shape(),
@@ -199,7 +203,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _upgraded(row: Any) -> Any:
     """A row of an earlier version as one of today's."""
     version = row.get("schema_version") if isinstance(row, dict) else None
-    if version not in (1, 2, 3) or (version < 3 and "variant" not in row):
+    if version not in (1, 2, 3, 4) or (version < 3 and "variant" not in row):
         return row
-    changed = {"kernel": row.get("variant", row.get("kernel")), "schema_version": SCHEMA_VERSION, "includes": ""}
+    changed = {"schema_version": SCHEMA_VERSION, "benchmark": _benchmark(row.get("repro"))}
+    if version < 4:
+        changed |= {"kernel": row.get("variant", row.get("kernel")), "includes": ""}
     return {**SINCE_VERSION_1, **{key: value for key, value in row.items() if key != "variant"}, **changed}
+
+
+def _benchmark(repro: object) -> str:
+    """The name after `run` in a row's command line."""
+    found = re.search(r" bench run ([\w-]+)", str(repro))
+    return found[1] if found else ""

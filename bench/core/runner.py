@@ -83,7 +83,7 @@ def run_case(
                 entry.fail(ERROR, f"no inputs: {type(error).__name__}: {error}")
         else:
             _run(entries, _Run(operation, case, device, options, sets, expected))
-        rows = [_row(entry, case, count, options) for entry in entries]
+        rows = [_row(entry, operation, case, count, options) for entry in entries]
     relate(rows)
     return rows
 
@@ -202,12 +202,13 @@ def _host_us(calls: Sequence[Call], gpu_us: float, device: Device) -> float:
     return host_us(calls, device.synchronize, per_batch=per_batch)
 
 
-def _row(entry: Entry, case: Case, sets: int, options: Options) -> dict[str, Any]:
+def _row(entry: Entry, operation: BenchOperation, case: Case, sets: int, options: Options) -> dict[str, Any]:
     timed = entry.status == OK and entry.prepared is not None
     return make_row(
         case,
         options.dtype,
         entry.implementation.name,
+        benchmark=operation.name,
         limits=options.limits,
         env=options.env,
         repro=options.repro,

@@ -22,6 +22,8 @@ Text = pytest.importorskip("matplotlib.text").Text
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 LIMITS = Limits(4.0, 700.0, "given", "given")
 RIDGE = 175.0
+SPARE = {"limits": LIMITS, "env": {}, "repro": ""}
+BENCHMARKS = {"mla_decode": "decode", "sparse_mla_forward": "sparse-forward", "sparse_mla_backward": "sparse-backward"}
 
 
 def rows_of(case, times, limits=LIMITS, **changes):
@@ -31,6 +33,7 @@ def rows_of(case, times, limits=LIMITS, **changes):
             case,
             "bfloat16",
             name,
+            benchmark=BENCHMARKS[case.op],
             limits=limits,
             env=env,
             repro="",
@@ -153,7 +156,7 @@ def test_each_operation_has_its_own_figures(tmp_path, suffix, capsys):
         report.write(stream, rows_of(DECODE[0], {"mla_cupy": 100.0, "fa3": 90.0}))
         report.write(stream, rows_of(FORWARD[0], {"mla_cupy": 4000.0}))
     assert main(["plot", str(source), "-o", str(tmp_path / "new"), "--format", suffix]) == 0
-    names = {f"{name}.{suffix}" for name in ("mla_decode-roofline", "mla_decode-ratios", "sparse_mla_forward-roofline")}
+    names = {f"{name}.{suffix}" for name in ("decode-roofline", "decode-ratios", "sparse-forward-roofline")}
     assert {path.name for path in (tmp_path / "new").iterdir()} == names
     head = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[suffix]
     assert all(path.read_bytes().startswith(head) for path in (tmp_path / "new").iterdir())
@@ -162,11 +165,11 @@ def test_each_operation_has_its_own_figures(tmp_path, suffix, capsys):
 
 def test_what_computes_nothing_has_no_roofline(tmp_path):
     rows = [row | {"flops": 0} for row in rows_of(DECODE[0], {"mla_cupy": 100.0, "fa3": 120.0})]
-    assert [path.name for path in plot.draw(rows, tmp_path)] == ["mla_decode-ratios.png"]
+    assert [path.name for path in plot.draw(rows, tmp_path)] == ["decode-ratios.png"]
 
 
 def test_what_cannot_be_drawn(tmp_path, monkeypatch):
-    failed = report.make_row(DECODE[0], "bfloat16", "mla_cupy", limits=LIMITS, env={}, repro="", status=report.ERROR)
+    failed = report.make_row(DECODE[0], "bfloat16", "mla_cupy", benchmark="", **SPARE, status=report.ERROR)
     with pytest.raises(BenchError, match="no row was timed"):
         plot.draw([failed], tmp_path)
     rows = rows_of(DECODE[0], {"mla_cupy": 100.0})

@@ -14,13 +14,20 @@ from bench.core.limits import Limits
 from bench.core.timer import Timing
 from bench.ops.decode.cases import DecodeCase
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 LIMITS = Limits(4.0, 700.0, "given", "given")
 
 
 def make(case=None, implementation="mla_cupy", us=100.0, **changes):
     case = case or DecodeCase(128, 1, 128, 4096)
     timing = Timing(us, us * 0.99, us * 1.02, 32, 4) if us else None
-    given = {"limits": LIMITS, "env": {"gpu": "G", "date": "2026-01-02T00:00:00+00:00"}, "repro": "", "timing": timing}
+    given = {
+        "benchmark": "decode",
+        "limits": LIMITS,
+        "env": {"gpu": "G", "date": "2026-01-02T00:00:00+00:00"},
+        "repro": "",
+        "timing": timing,
+    }
     return report.make_row(case, "bfloat16", implementation, **(given | {"method": "cuda-graph", "sets": 2} | changes))
 
 
@@ -57,7 +64,7 @@ def test_the_row_holds_what_the_schema_promises():
         lambda row: row.pop("tflops"),
         lambda row: row.update(extra=1),
         lambda row: row.update(flops="many"),
-        lambda row: row.update(schema_version=5),
+        lambda row: row.update(schema_version=99),
         lambda row: row.update(timing=None),
         lambda row: row["timing"].pop("us_median"),
     ],
@@ -73,12 +80,13 @@ def test_validation_finds(spoil, tmp_path):
         report.read(path)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_rows_of_earlier_versions_are_read(tmp_path, version):
-    new = make(kernel="some_kernel")
-    old = {key: value for key, value in new.items() if key != "kernel"}
-    old |= {"schema_version": version, "kernel" if version == 3 else "variant": "some_kernel"}
-    del old["includes"]
+    new = make(kernel="some_kernel", repro="python -m bench run decode --quick")
+    old = {key: value for key, value in new.items() if key not in ("kernel", "benchmark")}
+    old |= {"schema_version": version, "kernel" if version >= 3 else "variant": "some_kernel"}
+    if version < 4:
+        del old["includes"]
     for key in report.SINCE_VERSION_1 if version == 1 else ():
         del old[key]
     path = tmp_path / "old.jsonl"
@@ -87,7 +95,9 @@ def test_rows_of_earlier_versions_are_read(tmp_path, version):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.jsonl")), ids=lambda path: path.name
+    "path",
+    [path for kind in ("*.jsonl", "again/*.jsonl") for path in sorted(RESULTS.glob(kind))],
+    ids=lambda path: path.name,
 )
 def test_the_kept_results_can_be_read(path):
     assert report.read(path)
