@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,21 @@ STYLES = {
     "cupy": ("P", "tab:gray"),
     "generic": ("X", "tab:brown"),
 }
-OTHER_STYLE = ("*", "tab:purple")
-CLUSTER_RATIO = 1.3  # points whose intensities differ by less have their labels in one column
+#: Those of implementations that have none above, in the order in which a figure shows them.
+OTHER_STYLES = (("*", "tab:purple"), ("p", "tab:olive"), ("<", "tab:pink"), ("h", "black"), (">", "darkgoldenrod"))
+FILLS = ("full", "none", "left", "right")  # of the markers of a figure's operations
+CLUSTER_RATIO = 1.3  # neighbours whose intensities differ by less have their labels in one column
+MAX_LABELS = 40  # of more cases only the extremes are labelled
+EXTREMES_RATIO = 1.6  # the highest and the lowest point of every such range of intensities
+LABEL_ROWS = 48  # labels between the ends of the y axis
+MAX_ROOFS = 2  # with more of them they are drawn as a band
 LABEL_SIZE = 7  # points
 LABEL_OFFSET = 0.015  # distance of a label from its points, as a share of the x axis
 CHARACTER = 0.0052  # width of a label's character, as a share of the x axis
 MARGIN = 1.4  # factor between the data and the ends of the axes
+
+
+Anchor = tuple[float, float, str]  # intensity, TFLOP/s, the case's name
 
 
 @dataclass(frozen=True)
@@ -119,23 +129,41 @@ def roofline(figure: Any, rows: Sequence[Row]) -> None:
     axes.set_title(f"Roofline: {_title(rows)}")
     (left, right), (bottom, top) = _ranges(rows)
     axes.set(xlim=(left, right), ylim=(bottom, top))
-    for style, (copy, gemm) in zip(("-", "--", "-.", ":") * len(rows), _distinct_limits(rows), strict=False):
-        xs, ys = limit_line(copy, gemm, left, right)
-        axes.plot(xs, ys, linestyle=style, color="black", linewidth=1, label=_limit_label(copy, gemm), zorder=1)
-    for name in dict.fromkeys(row["implementation"] for row in rows):
-        marker, colour = STYLES.get(name, OTHER_STYLE)
-        points = [(_intensity(row), row["tflops"]) for row in rows if row["implementation"] == name]
-        axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=6, alpha=0.85, label=name, zorder=3)
-    for label in place_labels(rows, (left, right), (bottom, top)):
+    _draw_roofs(axes, _distinct_limits(rows), left, right)
+    _draw_points(axes, rows)
+    labels = place_labels(rows, (left, right), (bottom, top))
+    for label in labels:
         arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)}
         xy, place = (label.x, label.y), (label.text_x, label.text_y)
-        axes.annotate(label.text, xy, place, fontsize=LABEL_SIZE, va="center", arrowprops=arrow, zorder=2)
+        box = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.5}  # readable where points lie below
+        axes.annotate(label.text, xy, place, fontsize=LABEL_SIZE, va="center", arrowprops=arrow, bbox=box, zorder=4)
+    cases = len(_anchors(rows))
+    if len(labels) < cases:
+        axes.set_xlabel(f"{axes.get_xlabel()}\n{len(labels)} of {cases} cases are labelled")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, which="both", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=4)
+
+
+def _draw_points(axes: Any, rows: Sequence[Row]) -> None:
+    """A marker and a colour per implementation; markers of several operations differ in how they are filled."""
+    styles = _styles(row["implementation"] for row in rows)
+    ops = tuple(dict.fromkeys(row["op"] for row in rows))
+    for op, name in dict.fromkeys((row["op"], row["implementation"]) for row in rows):
+        marker, colour = styles[name]
+        points = [(_intensity(row), row["tflops"]) for row in rows if (row["op"], row["implementation"]) == (op, name)]
+        text = f"{name}, {op}" if len(ops) > 1 else name
+        look = {"color": colour, "fillstyle": FILLS[ops.index(op) % len(FILLS)], "markersize": 6, "alpha": 0.85}
+        axes.plot(*zip(*points, strict=True), marker, label=text, zorder=3, **look)
+
+
+def _styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Marker and colour by implementation; those without one of their own take turns."""
+    others = cycle(OTHER_STYLES)
+    return {name: STYLES[name] if name in STYLES else next(others) for name in dict.fromkeys(names)}
 
 
 def _intensity(row: Row) -> float:
@@ -155,9 +183,31 @@ def limit_line(copy: float | None, gemm: float | None, left: float, right: float
     return xs, [min(([x * copy] if copy else []) + ([gemm] if gemm else [])) for x in xs]
 
 
-def _limit_label(copy: float | None, gemm: float | None) -> str:
-    texts = ([f"copy {copy:.2f} TB/s"] if copy else []) + ([f"GEMM {gemm:.0f} TFLOP/s"] if gemm else [])
-    return "limits: " + ", ".join(texts)
+def _draw_roofs(axes: Any, limits: Sequence[tuple[float | None, float | None]], left: float, right: float) -> None:
+    """A line per run, or a band from the lowest to the highest of many."""
+    lines = [limit_line(copy, gemm, left, right) for copy, gemm in limits]
+    if len(limits) <= MAX_ROOFS:
+        for style, limit, (xs, ys) in zip(("-", "--"), limits, lines, strict=False):
+            axes.plot(xs, ys, linestyle=style, color="black", linewidth=1, label=_limit_label([limit]), zorder=1)
+        return
+    xs = sorted({x for line, _ in lines for x in line})
+    heights = [[limit_line(copy, gemm, x, x)[1][0] for x in xs] for copy, gemm in limits]
+    low, high = ([pick(at) for at in zip(*heights, strict=True)] for pick in (min, max))
+    axes.fill_between(xs, low, high, color="0.75", linewidth=0, zorder=1)
+    axes.plot(xs, high, color="black", linewidth=1, label=_limit_label(limits), zorder=1)
+
+
+def _limit_label(limits: Sequence[tuple[float | None, float | None]]) -> str:
+    copies, gemms = ([limit for limit in side if limit] for side in zip(*limits, strict=True))
+    texts = ([f"copy {_span(copies, 2)} TB/s"] if copies else []) + (
+        [f"GEMM {_span(gemms, 0)} TFLOP/s"] if gemms else []
+    )
+    return ("limits: " if len(limits) == 1 else f"limits of {len(limits)} runs: ") + ", ".join(texts)
+
+
+def _span(values: Sequence[float], digits: int) -> str:
+    low, high = (f"{pick(values):.{digits}f}" for pick in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def _ranges(rows: Sequence[Row]) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -171,22 +221,54 @@ def _ranges(rows: Sequence[Row]) -> tuple[tuple[float, float], tuple[float, floa
     return (left, left * (max(xs) / left) ** (1 / room)), (min(ys) / MARGIN, max(ys) * MARGIN)
 
 
-def place_labels(
-    rows: Sequence[Row], x_range: tuple[float, float], y_range: tuple[float, float], max_rows: int = 48
-) -> list[Label]:
-    """One label per case, in a column to the right of its cluster of points, so that no two labels overlap.
-
-    A column has room for `max_rows` labels between the ends of the y axis.
-    """
+def place_labels(rows: Sequence[Row], x_range: tuple[float, float], y_range: tuple[float, float]) -> list[Label]:
+    """Labels that do not overlap: one per case, or of many cases only of the extremes of every range of intensities."""
     names = _case_names(rows)
     anchors = sorted((_intensity(row), row["tflops"], names[key]) for key, row in _anchors(rows).items())
-    clusters: list[list[tuple[float, float, str]]] = []
+    clusters = _clusters(anchors) if len(anchors) <= MAX_LABELS else _extremes(anchors)
+    placed: list[Label] = []
+    for label in _in_columns(clusters, x_range, y_range):
+        if not any(_overlap(label, other, x_range, y_range) for other in placed):
+            placed.append(label)
+    return placed
+
+
+def _clusters(anchors: Sequence[Anchor]) -> list[list[Anchor]]:
+    """Anchors in ascending order, parted where two neighbours are far from each other."""
+    clusters: list[list[Anchor]] = []
     for anchor in anchors:
         if clusters and anchor[0] < clusters[-1][-1][0] * CLUSTER_RATIO:
             clusters[-1].append(anchor)
         else:
             clusters.append([anchor])
-    gap = (y_range[1] / y_range[0]) ** (1 / max_rows)
+    return clusters
+
+
+def _extremes(anchors: Sequence[Anchor]) -> list[list[Anchor]]:
+    """The highest and the lowest anchor of every range of intensities, in ascending order of these."""
+    ranges: list[list[Anchor]] = []
+    for anchor in anchors:
+        if ranges and anchor[0] < ranges[-1][0][0] * EXTREMES_RATIO:
+            ranges[-1].append(anchor)
+        else:
+            ranges.append([anchor])
+    ends = [(min(some, key=lambda anchor: anchor[1]), max(some, key=lambda anchor: anchor[1])) for some in ranges]
+    return [list(dict.fromkeys(pair)) for pair in ends]
+
+
+def _overlap(a: Label, b: Label, x_range: tuple[float, float], y_range: tuple[float, float]) -> bool:
+    """Whether two texts overlap, by the estimated size of a character."""
+    left, right = sorted((a, b), key=lambda label: label.text_x)
+    width = (x_range[1] / x_range[0]) ** (CHARACTER * len(left.text))
+    gap = (y_range[1] / y_range[0]) ** (0.99 / LABEL_ROWS)
+    return right.text_x < left.text_x * width and max(a.text_y, b.text_y) < min(a.text_y, b.text_y) * gap
+
+
+def _in_columns(
+    clusters: Sequence[Sequence[Anchor]], x_range: tuple[float, float], y_range: tuple[float, float]
+) -> list[Label]:
+    """The labels of each cluster in a column to its right, so that none overlap in a column of `LABEL_ROWS`."""
+    gap = (y_range[1] / y_range[0]) ** (1 / LABEL_ROWS)
     offset = (x_range[1] / x_range[0]) ** LABEL_OFFSET
     labels = []
     for cluster in clusters:
@@ -243,8 +325,9 @@ def ratio_bars(figure: Any, rows: Sequence[Row]) -> None:
     figure.set_size_inches(11, 1.5 + len(groups) * (0.12 + 0.2 * len(peers)))
     axes = figure.subplots()
     height = 0.8 / len(peers)
+    styles = _styles(peers)
     for offset, peer in enumerate(peers):
-        colour = STYLES.get(peer, OTHER_STYLE)[1]
+        colour = styles[peer][1]
         at = [place + (offset + 0.5) * height - 0.4 for place, (_, found) in enumerate(groups) if peer in found]
         values = [found[peer] for _, found in groups if peer in found]
         axes.barh(at, values, height * 0.9, color=colour, label=f"vs. {peer}")

@@ -12,6 +12,7 @@ from bench.cli import main
 from bench.core import plot, report
 from bench.core.errors import BenchError
 from bench.core.limits import Limits
+from bench.core.selection import one_run_per_case
 from bench.core.timer import Timing
 from bench.ops.decode.cases import CASES as DECODE
 from bench.ops.sparse_backward.cases import CASES as BACKWARD
@@ -116,14 +117,63 @@ def test_a_second_dtype_is_named():
 def test_labels_of_the_kept_results_do_not_overlap(path):
     rows = report.read(path)
     for op in {row["op"] for row in rows if row["flops"]}:
-        figure, axes = drawn(plot.roofline, [row for row in rows if row["op"] == op and row["status"] == "ok"])
-        figure.draw_without_rendering()
-        boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the leader lines
-        whole = figure.bbox
-        for at, box in enumerate(boxes):
-            assert box.x1 <= whole.x1
-            assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
-            assert not any(box.overlaps(other) for other in boxes[:at])
+        labels_do_not_overlap([row for row in rows if row["op"] == op and row["status"] == "ok"])
+
+
+def labels_do_not_overlap(rows):
+    figure, axes = drawn(plot.roofline, rows)
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the leader lines
+    whole = figure.bbox
+    for at, box in enumerate(boxes):
+        assert box.x1 <= whole.x1
+        assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[:at])
+    return axes
+
+
+def test_of_many_cases_the_extremes_are_labelled():
+    rows = [row for path in sorted(RESULTS.glob("decode-*.jsonl")) for row in report.read(path)]
+    rows = one_run_per_case(row for row in rows if row["status"] == "ok")
+    axes = labels_do_not_overlap(rows)
+    own = {row["case"]: row for row in rows if row["implementation"] == "mla_cupy"}
+    labelled = {text.get_text() for text in axes.texts}
+    assert len(own) > plot.MAX_LABELS
+    assert 8 <= len(labelled) <= 20
+    rates, intensities = ({case: f(row) for case, row in own.items()} for f in (lambda row: row["tflops"], intensity))
+    for extreme in (max(rates, key=rates.get), min(rates, key=rates.get), max(intensities, key=intensities.get)):
+        assert extreme in labelled
+    assert f"{len(labelled)} of {len(own)} cases are labelled" in axes.get_xlabel()
+
+
+def intensity(row):
+    return row["flops"] / row["bytes"]
+
+
+def test_the_roofs_of_many_runs_are_a_band():
+    limits = [(4.0, 700.0), (4.1, 650.0), (None, 680.0), (4.05, None)]
+    rows = [
+        row
+        for case, (copy, gemm) in zip(FORWARD, limits, strict=False)
+        for row in rows_of(case, {"mla_cupy": 4000.0}, limits=Limits(copy, gemm, "", ""))
+    ]
+    _, axes = drawn(plot.roofline, rows)
+    (line,) = limit_lines(axes)
+    assert line.get_label() == "limits of 4 runs: copy 4.00 to 4.10 TB/s, GEMM 650 to 700 TFLOP/s"
+    (band,) = axes.collections
+    right = max(x for x, _ in band.get_paths()[0].vertices)
+    assert min(y for x, y in band.get_paths()[0].vertices if x == right) == 650.0
+
+
+def test_implementations_and_operations_can_be_told_apart():
+    rows = rows_of(DECODE[0], {"mla_cupy": 100.0, "some": 90.0, "other": 80.0})
+    rows += [{**row, "op": "another"} for row in rows]
+    figure, axes = drawn(plot.roofline, rows)
+    looks = [(line.get_marker(), line.get_color(), line.get_fillstyle()) for line in axes.lines[1:]]
+    assert len(set(looks)) == len(looks) == 6
+    assert {f"some, {op}" for op in ("mla_decode", "another")} < {
+        text.get_text() for text in figure.legends[0].get_texts()
+    }
 
 
 def test_labels_move_no_further_than_they_must():
