@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,6 +144,32 @@ def test_a_row_alone_has_the_gradient_that_it_has_among_all(device, numpy_backen
         whole = {"dq": dq, "dkv": dkv}[sample.output][sample.row]
         np.testing.assert_allclose(sample.want, whole, rtol=1e-12, atol=1e-12)
         assert sample.tolerance < 0.05 * np.abs(whole).max() or not whole.any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gradient_that_cancels_has_the_tolerance_of_its_terms(device, numpy_backend, dtype):
+    """Query 0 sees one key: P is 1, dP equals delta, and dq is what rounding leaves of their difference."""
+    case = SparseBackwardCase(s_q=24, s_kv=24, h_q=2, topk=16, indices="clustered")
+    inputs = SPARSE_BACKWARD.inputs(case, dtype, 0, device)
+    expected = SPARSE_BACKWARD.expect(case, dtype, inputs, device)
+    arrays = inputs.q, inputs.kv, inputs.out, inputs.dout, inputs.lse, inputs.indices
+    dq, dkv, _ = reference.sparse_mla_backward(*arrays, scale=case.scale)
+    assert np.abs(dq[0]).max() < 1e-12
+
+    # dP as float32 in another order, what tensor cores cut off with it
+    key, d_out = inputs.kv[inputs.host_indices[0].max()].astype(np.float32), inputs.dout[0].astype(np.float32)
+    d_weights = np.cumsum(d_out * key[:512], axis=-1, dtype=np.float32)[:, -1]
+    delta = (inputs.out[0].astype(np.float64) * d_out).sum(axis=-1)
+    dq[0] = case.scale * (d_weights - delta)[:, None] * key
+    assert np.abs(dq[0]).max() > 1e-7
+
+    def judged():
+        got = SimpleNamespace(dq=dq.astype(inputs.q.dtype), dkv=dkv.astype(inputs.kv.dtype))
+        return SPARSE_BACKWARD.judge(expected, got, dtype, device)
+
+    assert judged().ok, judged().reason
+    dq[0] += 1e-3 * np.abs(dq[-1]).max()  # a thousandth of another gradient is none of this
+    assert judged().reason.startswith("dq[0]")
 
 
 def test_a_row_that_nobody_selects_has_no_tolerance(device, numpy_backend, monkeypatch):

@@ -2,7 +2,7 @@
 
 Everything that is not sampled is only checked to be finite. Each sample has its own tolerance, that of the project's
 tests: at most twice the error that the oracle makes with the kernels' own roundings, plus one unit in the last place
-of its largest value.
+of its largest value, plus what is left of terms that cancel (dq of a query with one key is 0).
 """
 
 from __future__ import annotations
@@ -50,10 +50,17 @@ def expect_forward(case: SparseCase, dtype: str, inputs: SparseInputs, device: D
     return [sample for name, exact, near in outputs for sample in samples(name, queries, exact, near, dtype)]
 
 
-def samples(output: str, rows: Iterable[int], want: Array, near: Array, dtype: str) -> list[Sample]:
-    """One sample per row, from the oracle's values without and with the kernels' roundings."""
+def samples(
+    output: str, rows: Iterable[int], want: Array, near: Array, dtype: str, floors: Array | None = None
+) -> list[Sample]:
+    """One sample per row, from the oracle's values without and with the kernels' roundings.
+
+    `floors` are added to the tolerances: what a row may be off by because its terms cancel.
+    """
+    added = np.zeros(len(want)) if floors is None else floors
     return [
-        Sample(output, int(row), want[at], tolerance(output, want[at], near[at], dtype)) for at, row in enumerate(rows)
+        Sample(output, int(row), want[at], tolerance(output, want[at], near[at], dtype) + float(added[at]))
+        for at, row in enumerate(rows)
     ]
 
 

@@ -20,6 +20,11 @@ from .cases import SparseBackwardCase
 from .inputs import GradientInputs
 
 Array = npt.NDArray[Any]
+CANCELLED = 4 * 2.0**-23
+"""By how much dP - delta may be off, as a share of the magnitudes of what is added up: four float32 units.
+
+Both are float32 sums of 512 products. Tensor cores cut off bits at each step, and delta is added up in another order.
+"""
 CHUNK = 256  # queries whose gradients with respect to one row of kv are computed at a time
 
 
@@ -37,7 +42,25 @@ def _expect_dq(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, dev
     arguments = _arguments(inputs, device.to_host(inputs.kv), queries, inputs.host_indices[queries], device)
     want, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale)
     near, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale, rounding=dtype)
-    return samples("dq", queries, want, near, dtype)
+    return samples("dq", queries, want, near, dtype, CANCELLED * _magnitudes(*arguments, case.scale))
+
+
+def _magnitudes(
+    q: Array, kv: Array, out: Array, dout: Array, lse: Array, indices: Array, scale: float
+) -> npt.NDArray[np.float64]:
+    """The largest element of each query's dq if no product of dP and delta had a sign: how much may cancel.
+
+    With a single key, P is 1, dP equals delta, and dq is 0, whatever the size of the two.
+    """
+    queries, d_out = q.astype(np.float64), np.abs(dout.astype(np.float64))
+    delta = (np.abs(out.astype(np.float64)) * d_out).sum(axis=-1)
+    largest = np.zeros(len(q))
+    for i, selected in enumerate(indices):
+        keys = kv[selected[selected >= 0]].astype(np.float64)
+        weights = np.exp(scale * (queries[i] @ keys.T) - lse[i].astype(np.float64)[:, None])
+        d_weights = d_out[i] @ np.abs(keys[:, : d_out.shape[-1]]).T + delta[i][:, None]
+        largest[i] = (scale * (weights * d_weights) @ np.abs(keys)).max(initial=0.0)
+    return largest
 
 
 def _expect_dkv(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:
