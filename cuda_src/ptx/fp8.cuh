@@ -1,4 +1,5 @@
-// e4m3 numbers: packed conversions, and the same in integer arithmetic for GPUs without the instruction.
+// e4m3 numbers: the element type, packed conversions, and the same in integer arithmetic for GPUs without the
+// instruction.
 #pragma once
 #include "ptx/element.cuh"
 
@@ -22,6 +23,11 @@ MLA_DEVICE float e4m3_value(u32 bits) {
     const float value = (bits & 0x7f) == kE4m3Nan ? __uint_as_float(0x7fffffff) : size;
     return bits & 0x80 ? -value : value;
 }
+
+// The 8-bit element type of operands: -DMLA_DTYPE=float8_e4m3fn.
+struct float8_e4m3fn {
+    MLA_DEVICE static float to_float(u8 bits) { return e4m3_value(bits); }
+};
 
 // Two floats to two e4m3 numbers, `lo` in the low byte.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt

@@ -213,11 +213,7 @@ MLA_DEVICE void start_dq(float (&dq)[kCount], const u8* ds_sw_tile, const u8* k_
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
         const SmemDesc a = advance(ds, step * kKMajorStepBytes), b = advance(k, step * kMnMajorStepBytes);
-        if constexpr (kCount == 128) {
-            wgmma_m64n256k16<true>(Element{}, dq, a, b, true);
-        } else {
-            wgmma_m64n64k16<true>(Element{}, dq, a, b, true);
-        }
+        wgmma_mma_async<Major::K, Major::MN>(Element{}, dq, a, b, true);
     }
     wgmma_commit_group();
 }
@@ -424,14 +420,16 @@ MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout)
     for (i32 step = 0; step < kHeadSteps; ++step) {
         const SmemDesc b = advance(q, step * kMnMajorStepBytes);
         if (step < kStepsInRegs) {
-            wgmma_m64n64k16<true>(Element{}, reduce.dkv, reduce.ds[step % kStepsInRegs], b, step > 0);
+            wgmma_mma_async<Major::K, Major::MN>(Element{}, reduce.dkv, reduce.ds[step % kStepsInRegs], b, step > 0);
         } else {
-            wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes), b, step > 0);
+            wgmma_mma_async<Major::MN, Major::MN>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes), b,
+                                                  step > 0);
         }
     }
 #pragma unroll
     for (i32 step = 0; !kRope && step < kHeadSteps; ++step) {
-        wgmma_m64n64k16<true>(Element{}, reduce.dkv, reduce.p[step], advance(dout, step * kMnMajorStepBytes), true);
+        wgmma_mma_async<Major::K, Major::MN>(Element{}, reduce.dkv, reduce.p[step],
+                                             advance(dout, step * kMnMajorStepBytes), true);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();

@@ -97,7 +97,7 @@ MLA_DEVICE void multiply_sw_tiles(float (&d)[kScoresPerThread], SmemAddr a_sw_ti
 #pragma unroll
     for (i32 i = 0; i < kCount * kSw128MmaSteps; ++i) {
         const u32 bytes = i / kSw128MmaSteps * kSw128Bytes + i % kSw128MmaSteps * kKMajorStepBytes;
-        wgmma_m64n64k16<false>(Element{}, d, advance(a, bytes), advance(b, bytes), i > 0);
+        wgmma_mma_async(Element{}, d, advance(a, bytes), advance(b, bytes), i > 0);
     }
 }
 

@@ -221,8 +221,8 @@ MLA_DEVICE void start_scores(float (&tile)[kScoresPerThread], SmemAddr a_rows, S
         const SmemDesc b_rope = uniform(sw64_desc(b_rows + kRopeAt));
 #pragma unroll
         for (i32 i = 0; i < kSw64MmaSteps; ++i) {
-            wgmma_m64n64k16<false>(Element{}, tile, advance(a_rope, i * kKMajorStepBytes),
-                                   advance(b_rope, i * kKMajorStepBytes), true);
+            wgmma_mma_async(Element{}, tile, advance(a_rope, i * kKMajorStepBytes),
+                            advance(b_rope, i * kKMajorStepBytes), true);
         }
     }
     wgmma_commit_group();
@@ -238,10 +238,10 @@ MLA_DEVICE void start_dq(Math& math, const u8* k_rows, Operand a) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        wgmma_m64n256k16<true>(Element{}, math.dq, a(step), advance(k, step * kMnMajorStepBytes), true);
+        wgmma_mma_async<Major::K, Major::MN>(Element{}, math.dq, a(step), advance(k, step * kMnMajorStepBytes), true);
         if (kHasRope) {
-            wgmma_m64n32k16<true>(Element{}, math.dq_rope, a(step), advance(k_rope, step * kSw64MnMajorStepBytes),
-                                  true);
+            wgmma_mma_async<Major::K, Major::MN>(Element{}, math.dq_rope, a(step),
+                                                 advance(k_rope, step * kSw64MnMajorStepBytes), true);
         }
     }
     wgmma_commit_group();
@@ -506,17 +506,17 @@ MLA_DEVICE void multiply_dkv(Reduce& reduce, Storage& s, i32 sw_tile) {
     for (i32 step = 0; step < kHeadSteps; ++step) {
         const u32 bytes = step / kSw128MmaSteps * kBytesV + step % kSw128MmaSteps * kMnMajorStepBytes;
         if (step < kHeldSteps) {
-            wgmma_m64n64k16<true>(Element{}, reduce.dkv, reduce.p[step], advance(dout, bytes), step > 0);
+            wgmma_mma_async<Major::K, Major::MN>(Element{}, reduce.dkv, reduce.p[step], advance(dout, bytes), step > 0);
         } else {
-            wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(p, step * kMnMajorStepBytes),
-                                        advance(dout, bytes), true);
+            wgmma_mma_async<Major::MN, Major::MN>(Element{}, reduce.dkv, advance(p, step * kMnMajorStepBytes),
+                                                  advance(dout, bytes), true);
         }
     }
 #pragma unroll
     for (i32 step = 0; step < kHeadSteps; ++step) {
         const u32 bytes = step / kSw128MmaSteps * kBytesQk + step % kSw128MmaSteps * kMnMajorStepBytes;
-        wgmma_m64n64k16<true, true>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes), advance(q, bytes),
-                                    true);
+        wgmma_mma_async<Major::MN, Major::MN>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes),
+                                              advance(q, bytes), true);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();
@@ -532,7 +532,8 @@ MLA_DEVICE void multiply_dkv_rope(float (&dkv)[16], Storage& s) {
 #pragma unroll
     for (i32 step = 0; step < kHeadSteps; ++step) {
         const u32 bytes = step / kSw128MmaSteps * kBytesQk + step % kSw128MmaSteps * kSw64MnMajorStepBytes;
-        wgmma_m64n32k16<true, true>(Element{}, dkv, advance(ds, step * kMnMajorStepBytes), advance(q, bytes), step > 0);
+        wgmma_mma_async<Major::MN, Major::MN>(Element{}, dkv, advance(ds, step * kMnMajorStepBytes), advance(q, bytes),
+                                              step > 0);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();

@@ -41,8 +41,6 @@ MLA_DEVICE void opaque(MatrixDesc& desc) {
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-matrix-descriptors
 // Instruction descriptor of 16-bit operands and fp32 sums.
-enum class Major : u32 { K = 0, MN = 1 };
-
 MLA_DEVICE constexpr u32 type_code(bfloat16) { return 1; }
 MLA_DEVICE constexpr u32 type_code(float16) { return 0; }
 

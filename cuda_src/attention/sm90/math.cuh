@@ -5,7 +5,7 @@
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
 #include "ptx/control.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/sw128_fragments.cuh"
 
 namespace mla::attention::sm90 {
@@ -91,14 +91,11 @@ MLA_DEVICE void issue_scores(Storage<C>& s, Math& math, i32 stage, const ScoreOp
             const u32 bytes = sw_tile * kSw128Bytes + step * kKMajorStepBytes;
             const bool accumulate = i > 0 || step > 0;
             if (sw_tile == C::kResidentSwTile) {
-                wgmma_m64n64k16<false>(typename C::Rope{}, math.scores, math.q_resident[step], advance(k, bytes),
-                                       accumulate);
+                wgmma_mma_async(typename C::Rope{}, math.scores, math.q_resident[step], advance(k, bytes), accumulate);
             } else if (sw_tile == C::kSwTilesQk - 1) {
-                wgmma_m64n64k16<false>(typename C::Rope{}, math.scores, advance(q, bytes), advance(k, bytes),
-                                       accumulate);
+                wgmma_mma_async(typename C::Rope{}, math.scores, advance(q, bytes), advance(k, bytes), accumulate);
             } else {
-                wgmma_m64n64k16<false>(typename C::Latent{}, math.scores, advance(q, bytes), advance(k, bytes),
-                                       accumulate);
+                wgmma_mma_async(typename C::Latent{}, math.scores, advance(q, bytes), advance(k, bytes), accumulate);
             }
         }
     }
@@ -118,12 +115,13 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
 template <class C, class Operand>
 MLA_DEVICE void add_product(Math& math, const Operand& p, SmemDesc v) {
     if constexpr (!C::kHalvedProducts) {
-        wgmma_m64n256k16<true>(typename C::Latent{}, math.out, p, v, true);
+        wgmma_mma_async<Major::K, Major::MN>(typename C::Latent{}, math.out, p, v, true);
     } else {
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
             auto& columns = reinterpret_cast<float (&)[kOutPerThread / 2]>(math.out[half * kOutPerThread / 2]);
-            wgmma_m64n128k16<true>(typename C::Latent{}, columns, p, advance(v, half * 2 * kSw128Bytes), true);
+            wgmma_mma_async<Major::K, Major::MN>(typename C::Latent{}, columns, p, advance(v, half * 2 * kSw128Bytes),
+                                                 true);
         }
     }
 }

@@ -60,9 +60,9 @@ MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, bool keeps, i
     for (i32 sw_tile = 0; sw_tile < kSwTilesV; ++sw_tile) {
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            multiply_by_heads<true>(typename C::Latent{}, math.out[sw_tile],
-                                    advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
-                                    advance(p, step * kKMajorStepBytes), true);
+            wgmma_mma_async<Major::MN>(typename C::Latent{}, math.out[sw_tile],
+                                       advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
+                                       advance(p, step * kKMajorStepBytes), true);
         }
         if (sw_tile + 1 == kSwTilesV || C::group_of(sw_tile + 1) != C::group_of(sw_tile)) wgmma_commit_group();
     }

@@ -34,31 +34,13 @@ struct SwappedMath {
     }
 };
 
-// d += A B^T: A [64 x 16] K-major or, with kTransposeA, MN-major [16 x 64]; B [heads x 16].
-template <bool kTransposeA, class Element>
-MLA_DEVICE void multiply_by_heads(Element, float (&d)[4], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n8k16<false, kTransposeA>(Element{}, d, a, b, accumulate);
-}
-template <bool kTransposeA, class Element>
-MLA_DEVICE void multiply_by_heads(Element, float (&d)[8], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n16k16<false, kTransposeA>(Element{}, d, a, b, accumulate);
-}
-template <bool kTransposeA, class Element>
-MLA_DEVICE void multiply_by_heads(Element, float (&d)[12], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n24k16<false, kTransposeA>(Element{}, d, a, b, accumulate);
-}
-template <bool kTransposeA, class Element>
-MLA_DEVICE void multiply_by_heads(Element, float (&d)[16], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n32k16<false, kTransposeA>(Element{}, d, a, b, accumulate);
-}
-
 // S^T (+)= K Q^T over one SW128 tile of each.
 template <class Element, i32 kScores>
 MLA_DEVICE void add_scores(Element, float (&scores)[kScores], SmemDesc k, SmemDesc q, bool accumulate) {
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        multiply_by_heads<false>(Element{}, scores, advance(k, step * kKMajorStepBytes),
-                                 advance(q, step * kKMajorStepBytes), accumulate || step > 0);
+        wgmma_mma_async(Element{}, scores, advance(k, step * kKMajorStepBytes), advance(q, step * kKMajorStepBytes),
+                        accumulate || step > 0);
     }
 }
 
@@ -109,9 +91,9 @@ MLA_DEVICE void add_values(Element, float (&out)[kSwTiles][kScores], SmemDesc v,
     for (i32 sw_tile = 0; sw_tile < kSwTiles; ++sw_tile) {
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            multiply_by_heads<true>(Element{}, out[sw_tile],
-                                    advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
-                                    advance(p, step * kKMajorStepBytes), true);
+            wgmma_mma_async<Major::MN>(Element{}, out[sw_tile],
+                                       advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
+                                       advance(p, step * kKMajorStepBytes), true);
         }
     }
     wgmma_commit_group();

@@ -3,7 +3,7 @@
 #include "common/facts.cuh"
 #include "indexer/key_ranges.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/float8.cuh"
+#include "ptx/fp8.cuh"
 
 namespace mla::indexer::logits {
 // Strides are in elements, of the cache in bytes.

@@ -206,16 +206,6 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void multiply_step(float8_e4m3fn element, float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n128k32(element, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_step(float8_e4m3fn element, u32 (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n256k32(element, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_step(bfloat16 element, float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n128k16<false>(element, d, a, b, accumulate);
-}
-
 // The products of an m64 tile of queries with the tile of keys.
 MLA_DEVICE void multiply(Sums::Products& d, SmemDesc q, SmemDesc k) {
     pin(d);
@@ -223,8 +213,8 @@ MLA_DEVICE void multiply(Sums::Products& d, SmemDesc q, SmemDesc k) {
 #pragma unroll
     for (i32 step = 0; step < kMmaSteps; ++step) {
         const u32 piece = step / kPieceSteps, bytes = step % kPieceSteps * kMmaBytes;
-        multiply_step(Element{}, d, advance(q, piece * kSw128Bytes + bytes), advance(k, piece * kKeyPieceBytes + bytes),
-                      step > 0);
+        wgmma_mma_async(Element{}, d, advance(q, piece * kSw128Bytes + bytes),
+                        advance(k, piece * kKeyPieceBytes + bytes), step > 0);
     }
     wgmma_commit_group();
 }

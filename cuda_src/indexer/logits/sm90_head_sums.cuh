@@ -2,8 +2,7 @@
 // same. The thread has two rows of an m64 tile of queries, two heads of one token, and all tiles add to the same sums.
 #pragma once
 #include "ptx/convert.cuh"
-#include "ptx/wgmma_fp8.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace mla::indexer::logits::sm90 {
 // For products and sums of type float or float16: how many keys a tile has; the weights of two heads; and the sums of

@@ -25,7 +25,7 @@
 // Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). What differs: the schedule is even to one page, any
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
 #include "indexer/logits/sm90.cuh"
-#include "ptx/wgmma_fp8.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::logits {
@@ -342,16 +342,6 @@ MLA_DEVICE void prefetch_inputs(const LogitsParams& p, i32 warp, i32 lane) {
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void multiply_step(float (&d)[16], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n32k32(Element{}, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_step(float (&d)[32], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n64k32(Element{}, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_step(float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n128k32(Element{}, d, a, b, accumulate);
-}
-
 // The four threads of a row share its heads. In the end each has a logit: thread c that of row g + 8 (c % 2) of its
 // warp's, and of two tokens that of token c / 2.
 struct RowThread {
@@ -433,7 +423,7 @@ struct PageMath {
         wgmma_fence();
 #pragma unroll
         for (i32 step = 0; step < kMmaSteps; ++step) {
-            multiply_step(d, advance(k, step * kMmaBytes), advance(q, step * kMmaBytes), step > 0);
+            wgmma_mma_async(Element{}, d, advance(k, step * kMmaBytes), advance(q, step * kMmaBytes), step > 0);
         }
         wgmma_commit_group();
     }

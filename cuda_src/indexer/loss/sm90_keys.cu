@@ -18,7 +18,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
@@ -152,13 +152,6 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& 
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void multiply_step(float (&d)[64], const u32 (&a)[4], SmemDesc b) {
-    wgmma_m64n128k16<true>(bfloat16{}, d, a, b, true);
-}
-MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b) {
-    wgmma_m64n64k16<true>(bfloat16{}, d, a, b, true);
-}
-
 // Issues the products of the warpgroup's keys with the next heads, unless there are none.
 MLA_DEVICE bool issue_next(Storage& s, Steps& ahead, i32 warpgroup, float (&a)[kProducts]) {
     const i32 stage = ahead.stage;
@@ -173,8 +166,8 @@ MLA_DEVICE bool issue_next(Storage& s, Steps& ahead, i32 warpgroup, float (&a)[k
     for (i32 piece = 0; piece < kIndexPieces; ++piece) {
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_m64n64k16<false>(bfloat16{}, a, advance(k, piece * kPieceBytes + step * kKMajorStepBytes),
-                                   advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
+            wgmma_mma_async(bfloat16{}, a, advance(k, piece * kPieceBytes + step * kKMajorStepBytes),
+                            advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
         }
     }
     wgmma_commit_group();
@@ -208,7 +201,8 @@ MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup,
     pin(sums);
     wgmma_fence();
 #pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step) multiply_step(sums, m[step], advance(q, step * kMnMajorStepBytes));
+    for (i32 step = 0; step < kMmaSteps; ++step)
+        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, sums, m[step], advance(q, step * kMnMajorStepBytes), true);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(next);

@@ -17,7 +17,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/reduce.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/binned_sum.cuh"
 #include "tile/elements.cuh"
 #include "tile/fragment.cuh"
@@ -98,19 +98,6 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-MLA_DEVICE void add_transposed(float (&d)[64], SmemDesc a, SmemDesc b) {
-    wgmma_m64n128k16<true, true>(bfloat16{}, d, a, b, true);
-}
-MLA_DEVICE void add_transposed(float (&d)[32], SmemDesc a, SmemDesc b) {
-    wgmma_m64n64k16<true, true>(bfloat16{}, d, a, b, true);
-}
-MLA_DEVICE void multiply_step(float (&d)[64], const u32 (&a)[4], SmemDesc b, bool accumulate) {
-    wgmma_m64n128k16<true>(bfloat16{}, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b, bool accumulate) {
-    wgmma_m64n64k16<true>(bfloat16{}, d, a, b, accumulate);
-}
-
 // The products of the warpgroup's keys with the heads.
 MLA_DEVICE void multiply(Storage& s, i32 stage, i32 warpgroup, float (&a)[kProducts]) {
     pin(a);
@@ -121,8 +108,8 @@ MLA_DEVICE void multiply(Storage& s, i32 stage, i32 warpgroup, float (&a)[kProdu
     for (i32 piece = 0; piece < kIndexPieces; ++piece) {
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_m64n64k16<false>(bfloat16{}, a, advance(k, piece * kListPieceBytes + step * kKMajorStepBytes),
-                                   advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
+            wgmma_mma_async(bfloat16{}, a, advance(k, piece * kListPieceBytes + step * kKMajorStepBytes),
+                            advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
         }
     }
     wgmma_commit_group();
@@ -142,11 +129,13 @@ MLA_DEVICE void multiply_gradients(Storage& s, i32 stage, i32 warpgroup, const u
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kMmaSteps; ++step) {
-        add_transposed(sums, advance(m, step * kMnMajorStepBytes), advance(k, step * kMnMajorStepBytes));
+        wgmma_mma_async<Major::MN, Major::MN>(bfloat16{}, sums, advance(m, step * kMnMajorStepBytes),
+                                              advance(k, step * kMnMajorStepBytes), true);
     }
 #pragma unroll
     for (i32 step = 0; step < kMmaSteps; ++step) {
-        multiply_step(dk, weighted[step], advance(q, step * kMnMajorStepBytes), step > 0);
+        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, dk, weighted[step], advance(q, step * kMnMajorStepBytes),
+                                             step > 0);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();

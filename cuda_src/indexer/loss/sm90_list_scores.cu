@@ -14,7 +14,7 @@
 #include "indexer/loss/sm90_lists.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/warp.cuh"
 
@@ -88,13 +88,6 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void multiply_columns(float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n128k16<false>(bfloat16{}, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_columns(float (&d)[32], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n64k16<false>(bfloat16{}, d, a, b, accumulate);
-}
-
 // The products of the warpgroup's keys with all heads.
 template <i32 kCount, i32 kProducts>
 MLA_DEVICE void multiply(Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, float (&d)[kProducts]) {
@@ -109,8 +102,8 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, 
         wgmma_fence();
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            multiply_columns(d, advance(k, step * kKMajorStepBytes), advance(q, step * kKMajorStepBytes),
-                             piece + step > 0);
+            wgmma_mma_async(bfloat16{}, d, advance(k, step * kKMajorStepBytes), advance(q, step * kKMajorStepBytes),
+                            piece + step > 0);
         }
         wgmma_commit_group();
         if (piece > 0) {

@@ -5,7 +5,7 @@
 // `Storage` has `q`, the pieces of the queries, and `k`, `k_full` and `k_empty`, the ring of pieces of keys.
 #pragma once
 #include "ptx/convert.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
@@ -47,8 +47,8 @@ MLA_DEVICE void multiply_rows(Storage& s, Pieces& pieces, i32 warpgroup, i32 thr
         wgmma_fence();
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_m64n128k16<false>(bfloat16{}, d, advance(q, step * kKMajorStepBytes),
-                                    advance(k, step * kKMajorStepBytes), piece + step > 0);
+            wgmma_mma_async(bfloat16{}, d, advance(q, step * kKMajorStepBytes), advance(k, step * kKMajorStepBytes),
+                            piece + step > 0);
         }
         wgmma_commit_group();
         if (piece > 0) {

@@ -17,7 +17,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/elements.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
@@ -125,13 +125,6 @@ MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, Tiles& tiles, cons
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void multiply_step(float (&d)[64], const u32 (&a)[4], SmemDesc b) {
-    wgmma_m64n128k16<true>(bfloat16{}, d, a, b, true);
-}
-MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b) {
-    wgmma_m64n64k16<true>(bfloat16{}, d, a, b, true);
-}
-
 // The products of the token's heads with the tile's keys.
 MLA_DEVICE void multiply(Storage& s, const u8* queries, i32 stage, float (&a)[64]) {
     pin(a);
@@ -142,8 +135,8 @@ MLA_DEVICE void multiply(Storage& s, const u8* queries, i32 stage, float (&a)[64
     for (i32 piece = 0; piece < kIndexPieces; ++piece) {
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_m64n128k16<false>(bfloat16{}, a, advance(q, piece * kSw128Bytes + step * kKMajorStepBytes),
-                                    advance(k, piece * kPieceBytes + step * kKMajorStepBytes), piece + step > 0);
+            wgmma_mma_async(bfloat16{}, a, advance(q, piece * kSw128Bytes + step * kKMajorStepBytes),
+                            advance(k, piece * kPieceBytes + step * kKMajorStepBytes), piece + step > 0);
         }
     }
     wgmma_commit_group();
@@ -171,7 +164,8 @@ MLA_DEVICE void add_keys(Storage& s, i32 stage, const float (&a)[64], const u32 
     pin(sums);
     wgmma_fence();
 #pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step) multiply_step(sums, m[step], advance(k, step * kMnMajorStepBytes));
+    for (i32 step = 0; step < kMmaSteps; ++step)
+        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, sums, m[step], advance(k, step * kMnMajorStepBytes), true);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(sums);

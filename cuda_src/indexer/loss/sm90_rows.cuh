@@ -6,7 +6,7 @@
 #pragma once
 #include "indexer/loss/params.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
@@ -123,13 +123,6 @@ MLA_DEVICE i32 wait_unit(Storage& s, Units& units) {
     return stage;
 }
 
-MLA_DEVICE void multiply_columns(float (&d)[64], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n128k16<false>(bfloat16{}, d, a, b, accumulate);
-}
-MLA_DEVICE void multiply_columns(float (&d)[32], SmemDesc a, SmemDesc b, bool accumulate) {
-    wgmma_m64n64k16<false>(bfloat16{}, d, a, b, accumulate);
-}
-
 // Issues the products of the warpgroup's tokens with keys of a unit, two per accumulator, as one group.
 template <i32 kCount, i32 kProducts>
 MLA_DEVICE void issue_products(const u8 (&rows)[kCount][kPieceBytes], const u8* keys, i32 warpgroup,
@@ -143,17 +136,10 @@ MLA_DEVICE void issue_products(const u8 (&rows)[kCount][kPieceBytes], const u8* 
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
             const u32 at = piece * kPieceBytes + step * kKMajorStepBytes;
-            multiply_columns(d, advance(a, at), advance(b, at), piece + step > 0);
+            wgmma_mma_async(bfloat16{}, d, advance(a, at), advance(b, at), piece + step > 0);
         }
     }
     wgmma_commit_group();
-}
-
-MLA_DEVICE void multiply_step(float (&d)[64], const u32 (&a)[4], SmemDesc b) {
-    wgmma_m64n128k16<true>(bfloat16{}, d, a, b, true);
-}
-MLA_DEVICE void multiply_step(float (&d)[32], const u32 (&a)[4], SmemDesc b) {
-    wgmma_m64n64k16<true>(bfloat16{}, d, a, b, true);
 }
 
 // Issues sums += weights * unit, as one group; the unit's rows are keys, or whatever the weights' columns are.
@@ -165,7 +151,8 @@ MLA_DEVICE void issue_sums(const u32 (&weights)[kSteps][4], const u8* unit, floa
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
-        multiply_step(sums, weights[step], advance(b, step * kMnMajorStepBytes));
+        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, sums, weights[step], advance(b, step * kMnMajorStepBytes),
+                                             true);
     }
     wgmma_commit_group();
 }

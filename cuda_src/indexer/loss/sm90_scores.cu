@@ -19,7 +19,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma_n128.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
@@ -158,8 +158,8 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, const Math& math, float (&d
         wgmma_fence();
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_m64n128k16<false>(bfloat16{}, d, advance(q, step * kKMajorStepBytes),
-                                    advance(k, step * kKMajorStepBytes), piece + step > 0);
+            wgmma_mma_async(bfloat16{}, d, advance(q, step * kKMajorStepBytes), advance(k, step * kKMajorStepBytes),
+                            piece + step > 0);
         }
         wgmma_commit_group();
         if (piece > 0) {
