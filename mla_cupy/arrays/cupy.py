@@ -142,6 +142,11 @@ class CupyFamily(NativeFamily):
         with self._device(device):
             self._cupy.cuda.runtime.memcpy(address, data.ctypes.data, data.nbytes, 1)  # host to device
 
+    def synchronize(self, device: int) -> None:
+        """Wait for all work on a device."""
+        with self._device(device):
+            self._cupy.cuda.runtime.deviceSynchronize()
+
     def nccl(self) -> Any:
         """CuPy's binding of NCCL; None where it has none."""
         try:

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.cache_formats import FORMATS, CacheFormat
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, explain
 from mla_cupy.ops.checks import check_count
 
 MAX_SLOTS = 2**31 - 1
 """Slots are int32."""
+_MAX_INT64 = 2**63 - 1
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> None:
@@ -33,19 +34,50 @@ def record_of_pool(pool: str, record: Any) -> CacheFormat:
     return found
 
 
-def vector(argument: str, given: Any, b: int) -> npt.NDArray[np.int64]:
-    """A number for each of `b` sequences; one number is for all."""
-    values = np.asarray(given)
-    if values.ndim == 0 and values.dtype.kind in "iu":
-        return np.full(b, int(values), np.int64)
-    if values.shape != (b,) or (values.dtype.kind not in "iu" and b):
-        raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", f"an integer, or {b} of them"))
+def whole_numbers(argument: str, given: Any, expected: str) -> npt.NDArray[np.int64]:
+    """Integers as an array of any rank: the numbers themselves, none of them wrapped around.
+
+    Raises
+    ------
+    DTypeError
+        If it is a masked array: whether a masked number counts is the caller's to say.
+    ArgumentError
+        If they are no integers, or one is beyond 64 bits with a sign.
+    """
+    if isinstance(given, np.ma.MaskedArray):
+        raise DTypeError(explain(argument, "a masked array", expected, "fill it, or take what is not masked"))
+    try:
+        values = np.asarray(given)
+    except Exception as error:  # whatever arrays of other libraries, and nested lists, raise
+        got, remedy = f"a {type(given).__name__}", "it is read on the host: a list or an array of NumPy"
+        raise ArgumentError(explain(argument, got, expected, remedy)) from error
+    if values.dtype.kind not in "iu" and values.size:
+        raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", expected))
+    if values.dtype.kind == "u" and values.size and values.max() > _MAX_INT64:
+        raise ArgumentError(explain(argument, int(values.max()), f"{expected}, of at most 2**63 - 1"))
     return values.astype(np.int64)
 
 
-def tokens_of(tokens: Iterable[int] | None) -> npt.NDArray[np.int32]:
+def vector(argument: str, given: Any, b: int) -> npt.NDArray[np.int64]:
+    """A number for each of `b` sequences; one number is for all."""
+    expected = f"an integer, or {b} of them"
+    values = whole_numbers(argument, given, expected)
+    if values.ndim and values.shape != (b,):
+        raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", expected))
+    return values if values.ndim else np.full(b, values)
+
+
+def tokens_of(tokens: Iterable[int] | None) -> npt.NDArray[np.int64]:
     """The tokens of a sequence; none are none."""
-    given = np.asarray([] if tokens is None else tokens)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        raise ArgumentError(explain("tokens", f"{given.dtype} {given.shape}", "a list of integers"))
-    return given.astype(np.int32)
+    expected = "a list of integers"
+    given = whole_numbers("tokens", [] if tokens is None else tokens, expected)
+    if given.ndim != 1:
+        raise ArgumentError(explain("tokens", f"{given.dtype} {given.shape}", expected))
+    return given
+
+
+def check_key(key: Any) -> None:
+    """Check what keeps prefixes apart."""
+    if not isinstance(key, bytes):
+        remedy = "encode text, as by key.encode()"
+        raise ArgumentError(explain("key", repr(key), "bytes", remedy))

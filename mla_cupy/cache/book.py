@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache.arguments import whole_numbers
 from mla_cupy.cache.prefixes import Digest, Prefixes
 from mla_cupy.errors import ArgumentError, CacheFullError, explain
+from mla_cupy.ops.checks import is_integer
 
 Array = npt.NDArray[Any]
 NO_PAGE = -1
 
 
-@dataclass
+@dataclass(slots=True)
 class Extension:
     """What an extension of sequences will change, and what undoes it.
 
@@ -111,11 +113,13 @@ class Book:
         ArgumentError
             If one is not alive, or there twice.
         """
-        if self._asked is not None and type(handles) is list and handles == self._asked[0]:
-            return self._asked[1]
-        given = _whole_numbers(handles)
-        if given is None:
-            raise ArgumentError(explain("sequences", repr(handles), "a list of those that `allocate` or `fork` gave"))
+        if self._asked is not None and type(handles) is list:
+            try:
+                if handles == self._asked[0]:
+                    return self._asked[1]
+            except Exception:  # of elements that cannot be compared, such as arrays
+                pass
+        given = _handles(handles)
         rows = given % self.max_seqs
         bad = (given < 0) | (given // self.max_seqs != self.generation[rows]) | ~self.active[rows]
         if bad.any():
@@ -126,8 +130,17 @@ class Book:
         if (self._place[rows] != order).any():
             raise ArgumentError(explain("sequences", "one of them twice", "each once"))
         if type(handles) is list:
-            self._asked = list(handles), rows
+            self._asked = given.tolist(), rows
         return rows
+
+    def row_of(self, handle: Any) -> int:
+        """The row of one sequence; errors as for `rows_of`."""
+        if not is_integer(handle):
+            raise ArgumentError(explain("sequence", repr(handle), "one that `allocate` or `fork` gave"))
+        row = int(handle) % self.max_seqs
+        if int(handle) // self.max_seqs != self.generation[row] or not self.active[row]:
+            raise ArgumentError(explain("sequence", int(handle), "one that is alive", "it has been freed"))
+        return row
 
     def handle(self, row: int) -> int:
         """What the caller knows a sequence by: old ones of the same row are told apart."""
@@ -172,7 +185,7 @@ class Book:
         self.dirty[row] = self.changed = True
         del self.chains[row][length // self.page_size :]
 
-    def commit(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
+    def commit(self, row: int, tokens: npt.NDArray[np.int64]) -> None:
         """Make the full pages of a sequence findable."""
         chain = self.chains[row]
         for digest in list(self.prefixes.chain(tokens, self.keys[row], chain)):
@@ -241,7 +254,8 @@ class Book:
 
     def _write_taken(self, plan: Extension) -> None:
         """The pages of the growing sequences."""
-        rows, first, end = (x.take(plan.growing) for x in (plan.rows, plan.owned, plan.last))
+        growing = plan.growing
+        rows, first, end = plan.rows.take(growing), plan.owned.take(growing), plan.last.take(growing)
         end += 1
         if len(plan.taken) == len(rows):  # one for each
             self.table[rows, first] = plan.taken
@@ -354,14 +368,25 @@ class Book:
         self.synced[row] = min(self.synced[row], keep)
 
     def _put_back(self, pages: Array) -> None:
-        """Pages that no sequence has any more."""
-        hashed = self.prefixes.hashed[pages]
-        self._unused.update(dict.fromkeys(pages[hashed].tolist()))
-        empty = pages[~hashed]
+        """Pages that no sequence has any more. Of those that hold the same, one is kept."""
+        for page in pages[self.prefixes.hashed[pages]].tolist():
+            if self.prefixes.has_equal(page):
+                self.prefixes.forget(page)
+            else:
+                self._unused[page] = None
+        empty = pages[~self.prefixes.hashed[pages]]
         self._free[self._num_free : self._num_free + len(empty)] = empty
         self._num_free += len(empty)
 
     # ---- Checks -----------------------------------------------------------------------------------------------
+
+    def wasted(self) -> int:
+        """Places without a token in the pages of sequences. Of a page's owners, the one with the most tokens counts."""
+        rows, columns = _spread(np.zeros_like(self.owned), self.owned)
+        pages, tokens = self.table[rows, columns], self.length[rows] - columns * self.page_size
+        fullest = np.zeros(self.num_pages, np.int64)
+        np.maximum.at(fullest, pages, tokens.clip(0, self.page_size))
+        return int(np.count_nonzero(self.refs)) * self.page_size - int(fullest.sum())
 
     def verify(self) -> list[str]:
         """What is wrong with the state: nothing, unless there is a bug."""
@@ -384,6 +409,28 @@ class Book:
             wrong.append("a page is in no list")
         if not self.prefixes.hashed[sorted(unused)].all() or self.prefixes.hashed[sorted(free)].any():
             wrong.append("a cached page has no hash, or a free one has")
+        untold = ~self.dirty & (self.synced != self.owned)
+        wrong += [f"row {row} has pages that the device is not told of" for row in np.flatnonzero(untold)]
+        if self.dirty.any() and not self.changed:
+            wrong.append("rows are marked that the next step leaves out")
+        return wrong
+
+    def compare(self, table: Array, seqlens: Array) -> list[str]:
+        """Where the device's arrays differ from what it has been told: nowhere, unless there is a bug.
+
+        Rows that have changed since the latest step may differ in their lengths, and beyond the pages that the device
+        knows; so may what is left in a row of sequences that are gone.
+        """
+        told = np.arange(self.max_pages) < self.synced[:, None]
+        wrong = [
+            f"row {row}, column {column} of the device's block table is page {table[row, column]}, "
+            f"expected {self.table[row, column]}"
+            for row, column in np.argwhere(told & (table != self.table))
+        ]
+        wrong += [
+            f"row {row} of the device's seqlens is {seqlens[row]}, expected {self.length[row]}"
+            for row in np.flatnonzero(~self.dirty & (seqlens != self.length))
+        ]
         return wrong
 
 
@@ -395,12 +442,16 @@ def _spread(begin: Array, end: Array) -> tuple[Array, Array]:
     return at, np.arange(len(at)) - first[at] + begin[at]
 
 
-def _whole_numbers(given: Any) -> Array | None:
-    """A list of integers as an array; None if it is none."""
+def _handles(given: Any) -> Array:
+    """A list of sequences as an array."""
+    expected = "a list of those that `allocate` or `fork` gave"
     if isinstance(given, np.ndarray):
-        good = given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
-        return given.astype(np.int64) if good else None
-    try:
-        return np.array(array("q", given), np.int64)  # several times as fast as from the list
-    except (TypeError, ValueError, OverflowError):
-        return None
+        values = whole_numbers("sequences", given, expected)
+        if values.ndim == 1:
+            return values
+    elif not isinstance(given, (bytes, bytearray)):  # whose bytes `array` would take for eight of a number's
+        try:
+            return np.array(array("q", given), np.int64)  # several times as fast as from the list
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise ArgumentError(explain("sequences", repr(given), expected))

@@ -15,10 +15,11 @@ from mla_cupy.arrays.staging import Staging
 from mla_cupy.cache.upload import Sheet, Words
 from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops import backend
 from mla_cupy.ops.cache_pages import UPDATE_OPERATION
 from mla_cupy.ops.call import fixed
-from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.checks import is_integer
 from mla_cupy.runtime import device as devices
 
 Array = npt.NDArray[Any]
@@ -56,6 +57,9 @@ class Memory(Protocol):
 
     def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:
         """A layer of a pool as an array of the record's dtype, (num_pages, page_size, width)."""
+
+    def fetch(self) -> tuple[Array, Array]:
+        """The block table and the lengths of all sequences on the host, once all work on the device is done."""
 
 
 def page_stride(record: CacheFormat, page_size: int) -> int:
@@ -103,6 +107,10 @@ class HostMemory:
         shape = (pool.shape[1], page_size, record.width)
         made: Array = np.ndarray(shape, dtype, pool[layer].data, 0, strides)
         return made
+
+    def fetch(self) -> tuple[Array, Array]:
+        """The arrays themselves."""
+        return self.table, self.seqlens
 
 
 class DeviceMemory:
@@ -163,6 +171,12 @@ class DeviceMemory:
         shape = (pool.shape[1], page_size, record.width)
         return self._family.view_as(pool[layer], shape, record.dtype, strides)
 
+    def fetch(self) -> tuple[Array, Array]:
+        """Copies; this waits."""
+        self._family.synchronize(self._device)
+        stream = self._family.current_stream(self._device)
+        return self._family.to_numpy(self.table, stream), self._family.to_numpy(self.seqlens, stream)
+
 
 def memory_on(
     device: Any,
@@ -172,10 +186,19 @@ def memory_on(
     shape: tuple[int, int, int],
     page_size: int,
 ) -> Memory:
-    """That of a device: "cpu", a GPU, or None, the current GPU if there is one."""
+    """That of a device: "cpu", a GPU, or None, the current GPU if there is one.
+
+    Raises
+    ------
+    ArgumentError
+        If it is nothing of the kind.
+    UnsupportedDeviceError
+        If there is no such GPU.
+    """
     if device is None:
         device = cupy_family().current_device() if backend.use_gpu() else "cpu"
     if isinstance(device, str) and device == "cpu":
         return host(words, pools, shape, page_size)
-    check_count("device", device, 0, max(0, devices.gpu_count() - 1))
-    return DeviceMemory(words, pools, shape, page_size, int(device))
+    if not is_integer(device) or device < 0:
+        raise ArgumentError(explain("device", repr(device), 'a CUDA ordinal, "cpu" or None'))
+    return DeviceMemory(words, pools, shape, page_size, devices.describe(int(device)).ordinal)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import ops
-from mla_cupy.cache.arguments import MAX_SLOTS, check_sizes, record_of_pool, tokens_of, vector
+from mla_cupy.cache.arguments import MAX_SLOTS, check_key, check_sizes, record_of_pool, tokens_of, vector
 from mla_cupy.cache.book import Book
 from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
-from mla_cupy.cache.reports import CacheStats, CacheStep
+from mla_cupy.cache.reports import CacheStats, CacheStep, next_number
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
 from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.checks import check_count, check_flag
 
 Array = npt.NDArray[Any]
 _STEPS_KEPT = 256
@@ -52,17 +52,32 @@ class PagedKVCache:
     seqlens : array, (max_seqs,), int32
         Of all sequences, by `row`, as of the latest step: for graphs of a fixed size. Rows without a sequence have
         length 0.
+    lock : context manager
+        What each method holds while it runs. A thread that holds it keeps the others' steps away from its own.
 
     Raises
     ------
     ArgumentError
         If a size does not fit.
+    UnsupportedDeviceError
+        If there is no such GPU.
 
     Notes
     -----
-    All methods may be called from several threads. Work on a GPU is enqueued on the caller's current stream, or on
-    `stream`: steps and the calls that use them belong on one stream. Sequences are numbers; those of sequences that
-    have been freed are refused. Host memory: 4 bytes per entry of the block table, some 20 per page.
+    Each method may be called from several threads. A step's arrays are overwritten by the next step, whoever's it is,
+    so where several threads make steps, each holds `lock` from `extend` to the last call that takes anything of the
+    step, and all use one stream::
+
+        with cache.lock:
+            step = cache.extend(sequences, 1)
+            cache.append(step, 0, latent, rope)
+            out, lse = mla_cupy.mla_decode(q, cache.layer(0), step.block_table, step.seqlens)
+
+    Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
+
+    Work on a GPU is enqueued on the caller's current stream, or on `stream`: steps and the calls that use them belong
+    on one stream. Sequences are numbers; those of sequences that have been freed are refused. Host memory: 4 bytes per
+    entry of the block table, some 20 per page.
 
     Examples
     --------
@@ -93,9 +108,8 @@ class PagedKVCache:
         memory: type[HostMemory] = HostMemory,
     ) -> None:
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
-        sizes |= {"max_seqs": max_seqs, "max_pages": max_pages}
-        max_tokens = max(8192, max_seqs) if max_tokens is None else max_tokens
-        check_sizes({**sizes, "max_tokens": max_tokens})
+        check_sizes({**sizes, "max_seqs": max_seqs, "max_pages": max_pages})
+        max_tokens = max(8192, max_seqs) if max_tokens is None else check_count("max_tokens", max_tokens, 1, MAX_SLOTS)
         named = pools if isinstance(pools, Mapping) else {"kv": pools}
         self.records = {name: record_of_pool(name, record) for name, record in named.items()}
         self.page_size, self.num_layers, self._max_tokens = page_size, num_layers, max_tokens
@@ -107,8 +121,13 @@ class PagedKVCache:
         self._memory: Memory = memory_on(
             device, memory, self._words, shapes, (max_seqs, max_pages, max_tokens), page_size
         )
-        self._lock = threading.RLock()
-        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # those of equal sizes are alike
+        self.lock = threading.RLock()
+        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # those of equal sizes are alike but for their numbers
+        self._newest: int | None = None  # the number of the step that the arrays hold
+
+    def __reduce__(self) -> NoReturn:
+        remedy = "it owns its pages: make another one, `fork` sequences, or copy what `cache_gather` returns"
+        raise ArgumentError(explain("cache", "a copy or a pickle of it", "the cache itself", remedy))
 
     @property
     def block_table(self) -> Any:
@@ -144,6 +163,7 @@ class PagedKVCache:
         ----------
         tokens : array of int, optional
             All tokens of the prompt. Pages are found by what `commit` was told of earlier sequences.
+            Token ids are integers of up to 64 bits, with a sign, so that hashes of images may stand for their tokens.
         key : bytes
             Whatever else the numbers depend on, such as a LoRA adapter: only sequences of equal keys share.
 
@@ -160,7 +180,8 @@ class PagedKVCache:
             If there are max_seqs sequences.
         """
         given = tokens_of(tokens)
-        with self._lock:
+        check_key(key)
+        with self.lock:
             book = self._book
             book.check_rows(1)
             pages, digests = book.prefixes.match(given[: self._book.max_pages * self.page_size], key)
@@ -190,19 +211,21 @@ class PagedKVCache:
         ArgumentError
             If a sequence is not alive or would be too long, or the step has too many tokens; nothing has changed.
         """
-        with self._lock:
-            rows = self._book.rows_of(sequences)
+        with self.lock:
+            book, memory = self._book, self._memory
+            rows = book.rows_of(sequences)
             added = self._counts(counts, len(rows))
-            plan = self._book.plan_extend(rows, added)
-            sheet = self._memory.staging()
-            self._book.extend(plan)
+            plan = book.plan_extend(rows, added)
+            sheet = memory.staging()
+            book.extend(plan)
+            self._newest = None  # from here on the arrays may be any step's
             try:
-                part, packed = pack(sheet, self._words, self._book, plan, added)
-                self._memory.submit(part, len(plan.copied), stream)
+                part, packed = pack(sheet, self._words, book, plan, added)
+                memory.submit(part, len(plan.copied), stream)
             except BaseException:
-                self._book.undo(plan)
+                book.undo(plan)
                 raise
-            mark_uploaded(self._book, plan, packed)
+            mark_uploaded(book, plan, packed)
             tokens = added * len(rows) if isinstance(added, int) else int(added.sum())
             return self._step(len(rows), tokens, len(plan.copied))
 
@@ -214,17 +237,24 @@ class PagedKVCache:
         Parameters
         ----------
         step : CacheStep
-            The latest one.
+            The cache's newest: the slots of earlier ones have been overwritten.
         layer : int
         latent, rope : array
             In the order of the step's slots.
         pool : str
         **options
             Of `cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+
+        Raises
+        ------
+        ArgumentError
+            If there has been a later step, also one that failed while it ran; nothing has been written.
         """
-        if "cos" in options:
-            options.setdefault("positions", step.positions)
-        ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
+        with self.lock:
+            self._check_newest(step)
+            if "cos" in options:
+                options.setdefault("positions", step.positions)
+            ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
 
     def append_keys(self, step: CacheStep, layer: int, k: Any, *, pool: str = "indexer", **options: Any) -> None:
         """Write the index keys of a step to a layer: `indexer_cache_append` to the slots of the step.
@@ -239,10 +269,17 @@ class PagedKVCache:
             Of the record "indexer".
         **options
             Of `indexer_cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+
+        Raises
+        ------
+        ArgumentError
+            As for `append`.
         """
-        if "cos" in options:
-            options.setdefault("positions", step.positions)
-        ops.indexer_cache_append(k, self.layer(layer, pool), step.slots, **options)
+        with self.lock:
+            self._check_newest(step)
+            if "cos" in options:
+                options.setdefault("positions", step.positions)
+            ops.indexer_cache_append(k, self.layer(layer, pool), step.slots, **options)
 
     def fork(self, sequence: int, count: int = 1) -> list[int]:
         """Sequences with the same tokens so far, which share all pages.
@@ -262,10 +299,10 @@ class PagedKVCache:
             If there are not as many places for sequences; nothing has changed.
         """
         check_count("count", count, 0, MAX_SLOTS)
-        with self._lock:
-            (row,) = self._book.rows_of([sequence])
+        with self.lock:
+            row = self._book.row_of(sequence)
             self._book.check_rows(count)
-            return [self._book.handle(self._book.fork(int(row))) for _ in range(count)]
+            return [self._book.handle(self._book.fork(row)) for _ in range(count)]
 
     def truncate(self, sequences: Sequence[int] | Array, lengths: Any) -> None:
         """Drop tokens from the ends of sequences, as after speculative decoding, and pages that are only reserved.
@@ -281,7 +318,7 @@ class PagedKVCache:
         ArgumentError
             If a length is above the present one; nothing has changed.
         """
-        with self._lock:
+        with self.lock:
             rows = self._book.rows_of(sequences)
             wanted = vector("lengths", lengths, len(rows))
             bad = np.flatnonzero((wanted < 0) | (wanted > self._book.length[rows]))
@@ -298,7 +335,7 @@ class PagedKVCache:
         ----------
         sequences : sequence of int
         """
-        with self._lock:
+        with self.lock:
             for row in self._book.rows_of(sequences).tolist():
                 self._book.close(row)
 
@@ -317,8 +354,8 @@ class PagedKVCache:
             If there are more tokens than the sequence has.
         """
         given = tokens_of(tokens)
-        with self._lock:
-            (row,) = self._book.rows_of([sequence]).tolist()
+        with self.lock:
+            row = self._book.row_of(sequence)
             if len(given) > self._book.length[row]:
                 raise ArgumentError(explain("tokens", len(given), f"at most {self._book.length[row]}, its length"))
             self._book.commit(row, given)
@@ -341,54 +378,61 @@ class PagedKVCache:
         A page that has to be copied, because its last, partly filled page is shared, is not included.
         """
         check_count("tokens", tokens, 0, MAX_SLOTS)
-        with self._lock:
-            (row,) = self._book.rows_of([sequence]).tolist()
+        with self.lock:
+            row = self._book.row_of(sequence)
             self._book.reserve(row, self._book.plan_reserve(row, tokens))
 
     def row(self, sequence: int) -> int:
         """The sequence's row in `block_table` and `seqlens`; it does not change."""
-        with self._lock:
-            return int(self._book.rows_of([sequence])[0])
+        with self.lock:
+            return self._book.row_of(sequence)
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
-        return int(self._book.length[self.row(sequence)])
+        with self.lock:
+            return int(self._book.length[self._book.row_of(sequence)])
 
     def pages(self, sequence: int) -> Array:
         """The pages of a sequence, in order, without those that are only reserved."""
-        with self._lock:
-            row = self.row(sequence)
+        with self.lock:
+            row = self._book.row_of(sequence)
             held: Array = self._book.table[row, : self._book.pages_for(int(self._book.length[row]))].copy()
             return held
 
     def stats(self) -> CacheStats:
         """How the pages are used."""
-        with self._lock:
+        with self.lock:
             book = self._book
             free, cached = book.available
             needed = -(-book.length // self.page_size)
             used = book.num_pages - free - cached
-            tails = np.flatnonzero(book.active)
-            held = {int(book.table[r, needed[r] - 1]): int(book.length[r]) for r in tails if needed[r]}
             reserved = int((book.owned - needed).sum())
-            wasted = sum(-length % self.page_size for length in held.values()) + reserved * self.page_size
             return CacheStats(
-                *(len(tails), int(book.length.sum()), used, cached, free),
-                *(int((book.refs > 1).sum()), reserved, wasted, book.copies, book.evictions),
+                *(int(np.count_nonzero(book.active)), int(book.length.sum()), used, cached, free),
+                *(int((book.refs > 1).sum()), reserved, book.wasted(), book.copies, book.evictions),
                 *(book.prefixes.hits, book.prefixes.lookups),
             )
 
-    def verify(self) -> None:
+    def verify(self, device: bool = False) -> None:
         """Check the bookkeeping against itself; slow, for tests.
+
+        Parameters
+        ----------
+        device : bool
+            Whether `block_table` and `seqlens` are checked, too, wherever they must agree with the host. This waits for
+            all work on the device. Lengths that a model has lowered in `seqlens` itself are found, too.
 
         Raises
         ------
         AssertionError
-            That says what is wrong: a bug of the package.
+            That says what is wrong, with the row, and the column of the block table: a bug of the package.
         """
-        with self._lock:
-            if wrong := self._book.verify():
-                raise AssertionError("; ".join(wrong))
+        with self.lock:
+            wrong = self._book.verify()
+            if check_flag("device", device):
+                wrong += self._book.compare(*self._memory.fetch())
+            if wrong:
+                raise AssertionError("; ".join(wrong[:8]))
 
     def _step(self, b: int, tokens: int, copies: int) -> CacheStep:
         step = self._steps.get((b, tokens, copies))
@@ -397,19 +441,32 @@ class PagedKVCache:
                 self._steps.clear()
             of = self._memory
             views = of.step_slots[:tokens], of.step_positions[:tokens], of.step_table[:b], of.step_seqlens[:b]
-            step = self._steps[b, tokens, copies] = CacheStep(*views, copies)
-        return step
+            step = self._steps[b, tokens, copies] = CacheStep(*views, copies, 0)
+        self._newest = number = next_number()
+        return step.numbered(number)
+
+    def _check_newest(self, step: Any) -> None:
+        if not isinstance(step, CacheStep):
+            raise ArgumentError(explain("step", f"a {type(step).__name__}", "the CacheStep that `extend` returned"))
+        if step.number != self._newest:
+            newest = f"number {self._newest}, its newest" if self._newest else "one that `extend` has yet to return"
+            remedy = "append before the next `extend`; threads hold `cache.lock` from one to the other"
+            raise ArgumentError(explain("step", f"number {step.number}", f"a step of this cache: {newest}", remedy))
 
     def _pool(self, name: str) -> CacheFormat:
-        if name not in self.records:
+        if not isinstance(name, str) or name not in self.records:
             raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.records)}"))
         return self.records[name]
 
     def _counts(self, counts: Any, b: int) -> Array | int:
-        added: Array | int = counts if type(counts) is int else vector("counts", counts, b)
-        least, total = (added, added * b) if isinstance(added, int) else (added.min(initial=0), int(added.sum()))
-        if least < 0 or total > self._max_tokens:
-            got = f"{total} in all" if least >= 0 else "one below 0"
-            expected = f"at most max_tokens={self._max_tokens}"
-            raise ArgumentError(explain("counts", got, expected, "extend in several steps"))
+        if type(counts) is int and 0 <= counts <= self._max_tokens and counts * b <= self._max_tokens:
+            return counts
+        added = vector("counts", counts, b)
+        most, remedy = self._max_tokens, "extend in several steps"
+        if added.min(initial=0) < 0:
+            raise ArgumentError(explain("counts", "one below 0", f"at most max_tokens={most}", remedy))
+        largest = int(added.max(initial=0))
+        total = largest if largest > most else int(added.sum())  # which cannot overflow then
+        if total > most:
+            raise ArgumentError(explain("counts", f"{total} in all", f"at most max_tokens={most}", remedy))
         return added

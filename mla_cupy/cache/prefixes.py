@@ -27,15 +27,15 @@ class Prefixes:
         self.hashed = np.zeros(num_pages, bool)
         self.hits = self.lookups = 0
         self._page_size = page_size
-        self._page_of: dict[Digest, int] = {}
+        self._pages_of: dict[Digest, dict[int, None]] = {}  # equal ones, the first to be known before the others
         self._digest_of: dict[int, Digest] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether no page can be found."""
-        return not self._page_of
+        return not self._digest_of
 
-    def chain(self, tokens: npt.NDArray[np.int32], key: bytes, known: list[Digest]) -> Iterator[Digest]:
+    def chain(self, tokens: npt.NDArray[np.int64], key: bytes, known: list[Digest]) -> Iterator[Digest]:
         """The digests of the full pages of `tokens` after those that are known."""
         last = known[-1] if known else blake2b(key, digest_size=_DIGEST_BYTES).digest()
         for page in range(len(known), len(tokens) // self._page_size):
@@ -43,34 +43,44 @@ class Prefixes:
             last = blake2b(last + part.tobytes(), digest_size=_DIGEST_BYTES).digest()
             yield last
 
-    def match(self, tokens: npt.NDArray[np.int32], key: bytes) -> tuple[list[int], list[Digest]]:
+    def match(self, tokens: npt.NDArray[np.int64], key: bytes) -> tuple[list[int], list[Digest]]:
         """The longest run of known pages from the start; at least one token is left over, which has to be computed."""
         pages: list[int] = []
         digests: list[Digest] = []
         for digest in self.chain(tokens[: len(tokens) - 1], key, []):
             self.lookups += 1
-            page = self._page_of.get(digest)
-            if page is None:
+            equal = self._pages_of.get(digest)
+            if equal is None:
                 break
-            pages.append(page)
+            pages.append(next(iter(equal)))
             digests.append(digest)
         self.hits += len(pages)
         return pages, digests
 
     def register(self, page: int, digest: Digest) -> None:
-        """Make a page findable, unless another one holds the same or it has a hash already."""
-        if digest not in self._page_of and page not in self._digest_of:
-            self._page_of[digest], self._digest_of[page] = page, digest
+        """Make a page findable, unless it is already; of several that hold the same, the oldest is found."""
+        if page not in self._digest_of:
+            self._pages_of.setdefault(digest, {})[page] = None
+            self._digest_of[page] = digest
             self.hashed[page] = True
+
+    def has_equal(self, page: int) -> bool:
+        """Whether what a findable page holds can be found in another one, too."""
+        return len(self._pages_of[self._digest_of[page]]) > 1
 
     def forget(self, page: int) -> None:
         """A page is about to be overwritten."""
         if self.hashed[page]:
-            del self._page_of[self._digest_of.pop(page)]
+            digest = self._digest_of.pop(page)
+            equal = self._pages_of[digest]
+            del equal[page]
+            if not equal:
+                del self._pages_of[digest]
             self.hashed[page] = False
 
     def verify(self) -> list[str]:
         """What is wrong with the maps."""
         pages = set(np.flatnonzero(self.hashed).tolist())
-        same = {page: digest for digest, page in self._page_of.items()} == self._digest_of
-        return [] if same and pages == set(self._digest_of) else ["the maps of hashes differ"]
+        same = {page: digest for digest, equal in self._pages_of.items() for page in equal} == self._digest_of
+        good = same and all(self._pages_of.values()) and pages == set(self._digest_of)
+        return [] if good else ["the maps of hashes differ"]

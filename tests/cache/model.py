@@ -105,7 +105,7 @@ class Pair:
 
     def check(self) -> None:
         """Every token of every sequence is where its pages say, in all layers of all pools."""
-        self.cache.verify()
+        self.cache.verify(device=True)
         assert self.cache.stats().sequences == len(self.tokens)
         assert self.cache.stats().tokens == sum(map(len, self.tokens.values()))
         for sequence, ids in self.tokens.items():

@@ -101,6 +101,57 @@ def test_a_page_that_is_written_is_no_longer_found() -> None:
     assert made.allocate(prompt)[1] == 4
 
 
+def test_an_equal_page_is_found_when_the_first_one_is_written() -> None:
+    """Both sequences computed the same prompt; one of them is rewritten."""
+    made, prompt = cache(), list(range(9))
+    first, second = made.allocate(prompt)[0], made.allocate(prompt)[0]
+    made.extend([first, second], 9)
+    made.commit(first, prompt)
+    made.commit(second, prompt)
+    made.truncate([first], 6)
+    made.extend([first], 1)
+    third, cached = made.allocate(prompt)
+    assert cached == 8
+    assert made.pages(third)[1] == made.pages(second)[1]
+    made.verify(device=True)
+
+
+def test_of_equal_pages_one_is_kept() -> None:
+    made, prompt = cache(), list(range(9))
+    sequences = [made.allocate(prompt)[0] for _ in range(3)]
+    made.extend(sequences, 9)
+    for sequence in sequences:
+        made.commit(sequence, prompt)
+    made.free(sequences[:1])
+    assert (made.stats().pages_cached, made.stats().pages_used) == (0, 6)
+    made.free(sequences[1:])
+    assert (made.stats().pages_cached, made.stats().pages_used) == (2, 0)
+    made.verify(device=True)
+    assert made.allocate(prompt)[1] == 8
+
+
+WASTED: tuple[tuple[str, Any, int], ...] = (
+    ("a full page, and forks that end in it", lambda c, a: c.truncate(c.fork(a), [5]), 0),
+    ("one that ends before it", lambda c, a: c.truncate(c.fork(a), [4]), 0),
+    ("forks of several lengths", lambda c, a: c.truncate(c.fork(a, 3), [5, 7, 6]), 0),
+    ("the longest one shortened", lambda c, a: (c.truncate(c.fork(a, 2), [5, 6]), c.truncate([a], 2)), 2),
+    ("a page of its own", lambda c, a: c.extend([a], 1), 3),
+    ("a copy of a page", lambda c, a: (c.truncate([a], 5), c.extend(c.fork(a), 1)), 3 + 2),
+    ("pages taken ahead", lambda c, a: c.reserve(a, 5), 8),
+    ("pages taken ahead, and a fork", lambda c, a: (c.reserve(a, 5), c.fork(a)), 8),
+    ("nothing", lambda c, a: c.free([a]), 0),
+)
+
+
+@pytest.mark.parametrize(("change", "wasted"), [case[1:] for case in WASTED], ids=[name for name, _, _ in WASTED])
+def test_places_without_a_token(change: Any, wasted: int) -> None:
+    made = cache()
+    a, _ = made.allocate()
+    made.extend([a], 8)
+    change(made, a)
+    assert made.stats().tokens_wasted == wasted
+
+
 # ---- Room -------------------------------------------------------------------------------------------------------
 
 
@@ -119,14 +170,6 @@ def test_reserved_pages_are_there() -> None:
     assert made.stats().pages_reserved == 0
     made.truncate([first], 1)
     assert made.stats().pages_free == 4
-
-
-def reaches_the_device(made: PagedKVCache, sequences: list[int]) -> None:
-    """Every page of a sequence stands in the block table of the device, and every length."""
-    for sequence in sequences:
-        pages, row = made.pages(sequence), made.row(sequence)
-        assert made.block_table[row, : len(pages)].tolist() == pages.tolist()
-        assert made.seqlens[row] == made.length(sequence)
 
 
 AFTER_RESERVE: tuple[tuple[str, Any], ...] = (
@@ -161,8 +204,8 @@ def failed_step(made: PagedKVCache, sequence: int) -> None:
     made._memory.submit = submit  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("between", "change"), AFTER_RESERVE, ids=[name for name, _ in AFTER_RESERVE])
-def test_reserved_pages_reach_the_device(between: str, change: Any) -> None:
+@pytest.mark.parametrize("change", [change for _, change in AFTER_RESERVE], ids=[name for name, _ in AFTER_RESERVE])
+def test_reserved_pages_reach_the_device(change: Any) -> None:
     """Whatever comes before the tokens that they are for."""
     made = cache()
     a, b = made.allocate()[0], made.allocate()[0]
@@ -174,8 +217,7 @@ def test_reserved_pages_reach_the_device(between: str, change: Any) -> None:
     assert step.block_table[0, : len(pages)].tolist() == pages.tolist()
     place = np.arange(made.length(a) - 5, made.length(a))
     assert step.slots.tolist() == (pages[place // 4] * 4 + place % 4).tolist()
-    reaches_the_device(made, [a] if between == "free" else [a, b])
-    made.verify()
+    made.verify(device=True)
 
 
 def test_what_is_full() -> None:
@@ -226,7 +268,7 @@ def test_refuses(message: str, mistake: Any) -> None:
     made.extend([sequence], 3)
     with pytest.raises(ArgumentError, match=message):
         mistake(made, sequence)
-    made.verify()
+    made.verify(device=True)
 
 
 def test_an_empty_step() -> None:
@@ -368,7 +410,7 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    made.verify()
+    made.verify(device=True)
     assert made.length(root) == 6
 
 
