@@ -1,4 +1,4 @@
-"""The command line: run, list, compare, compare-trees, plot, model."""
+"""The command line: run, list, compare, compare-trees, compare-code, plot, model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .core.plot import FORMATS
 from .core.recorders import METHODS
 from .model import report as model_report
 from .operations import OPERATIONS
+from .trees import code as trees_code
 from .trees import command as trees_command
 
 DESCRIPTION = """Benchmarks of mla_cupy against its peers and the limits of the machine.
@@ -51,6 +52,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     show.set_defaults(handler=list_cases)
     _add_compare(commands)
     _add_module(commands, "compare-trees", "time two source trees in turn on the GPU", trees_command)
+    _add_module(commands, "compare-code", "compare the machine code of two folders of builds; needs no GPU", trees_code)
     _add_plot(commands)
     text = "predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU"
     _add_module(commands, "model", text, model_report)

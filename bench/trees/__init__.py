@@ -1,1 +1,1 @@
-"""`bench compare-trees`: two source trees timed in turn on one GPU."""
+"""Two source trees: timed in turn on one GPU, or compared by their machine code."""

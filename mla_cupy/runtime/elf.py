@@ -1,4 +1,4 @@
-"""Read just enough of a 64-bit little-endian ELF file: symbols of a cubin, the build id of a library."""
+"""Read just enough of a 64-bit little-endian ELF file: symbols and code of a cubin, the build id of a library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _NOTE = struct.Struct("<III")
+_ATTRIBUTE = struct.Struct("<BBH")  # format, attribute, value or size of what follows
+_PER_SYMBOL = struct.Struct("<II")
 
-_SYMTAB, _NOTES, _NO_BITS = 2, 7, 8
+_SYMTAB, _NOTES, _NO_BITS, _CUDA_INFO = 2, 7, 8, 0x70000000
+_SIZED, _REGISTER_COUNT = 4, 0x2F  # of attributes
 _FUNCTION, _ENTRY = 2, 0x10
 _GNU_BUILD_ID = 3
 _MAX_NOTES = 1 << 16
@@ -35,6 +38,15 @@ class Symbol:
     is_entry: bool
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A kernel in a cubin: its machine code, with what it calls, and the registers of a thread."""
+
+    name: str
+    code: bytes
+    registers: int
+
+
 def symbols(image: bytes) -> list[Symbol]:
     """The symbols of a cubin.
 
@@ -46,6 +58,20 @@ def symbols(image: bytes) -> list[Symbol]:
     try:
         return list(_symbols(image))
     except (struct.error, IndexError) as error:
+        raise ValueError(f"a broken ELF file ({error})") from error
+
+
+def entries(cubin: bytes) -> list[Entry]:
+    """The kernels of a cubin.
+
+    Raises
+    ------
+    ValueError
+        If it is not one.
+    """
+    try:
+        return list(_kernels(cubin))
+    except (struct.error, IndexError, KeyError) as error:
         raise ValueError(f"a broken ELF file ({error})") from error
 
 
@@ -64,12 +90,39 @@ def build_id(file: BinaryIO) -> str:
 
 
 def _symbols(image: bytes) -> Iterator[Symbol]:
+    for sections, strings, entry in _symbol_entries(image):
+        yield _symbol(image, sections, strings, entry)
+
+
+def _symbol_entries(image: bytes) -> Iterator[tuple[list[_Section], bytes, tuple[int, ...]]]:
     sections = _sections(image[: _HEADER.size], lambda offset, size: image[offset : offset + size])
     for table in (section for section in sections if section.kind == _SYMTAB):
         names = sections[table.link]
         strings = image[names.offset : names.offset + names.size]
         for entry in _SYMBOL.iter_unpack(image[table.offset : table.offset + table.size]):
-            yield _symbol(image, sections, strings, entry)
+            yield sections, strings, entry
+
+
+def _kernels(image: bytes) -> Iterator[Entry]:
+    for number, (sections, strings, entry) in enumerate(_symbol_entries(image)):
+        symbol = _symbol(image, sections, strings, entry)
+        if symbol.is_entry:
+            section = sections[entry[3]]
+            code = image[section.offset : section.offset + section.size]
+            yield Entry(symbol.name, code, dict(_register_counts(image, sections))[number])
+
+
+def _register_counts(image: bytes, sections: list[_Section]) -> Iterator[tuple[int, int]]:
+    """Registers of a thread by number of symbol."""
+    for section in (section for section in sections if section.kind == _CUDA_INFO):
+        at, end = section.offset, section.offset + section.size
+        while at < end:
+            form, attribute, value = _ATTRIBUTE.unpack_from(image, at)
+            at += _ATTRIBUTE.size
+            if form == _SIZED:
+                if attribute == _REGISTER_COUNT:
+                    yield _PER_SYMBOL.unpack_from(image, at)
+                at += value
 
 
 def _build_id(file: BinaryIO) -> str:

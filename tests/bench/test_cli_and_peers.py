@@ -21,7 +21,16 @@ def parse(*arguments, operation="decode"):
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["run"], *(["run", name] for name in OPERATIONS), ["list"], ["compare"], ["compare-trees"], ["plot"]],
+    [
+        [],
+        ["run"],
+        *(["run", name] for name in OPERATIONS),
+        ["list"],
+        ["compare"],
+        ["compare-trees"],
+        ["compare-code"],
+        ["plot"],
+    ],
     ids=" ".join,
 )
 def test_every_command_has_help(command, capsys):
