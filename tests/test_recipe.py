@@ -51,17 +51,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_toy_scale(const __gri
 
 from __future__ import annotations
 
-from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
+from mla_cupy.kernels.params import ScaleParams
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
 
 ELEMENTS_PER_BLOCK = 128
-
-PARAMS = ParamLayout(x="u8", out="u8", x_stride_elems="i8", out_stride_elems="i8", n="i4", factor="f4")
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "toy_scale",
     "multiplies",
     "toy/scale.cu",
-    PARAMS,
+    ScaleParams,
     core=PLAIN,
     facts={"elements_per_block": ELEMENTS_PER_BLOCK},
 )
@@ -77,6 +76,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mla_cupy.kernels import choice
+from mla_cupy.kernels.params import ScaleParams
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, LaunchArgs, Step
 from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.kernels.toy import scale
@@ -105,9 +105,16 @@ class ToyPipeline(Pipeline[int]):
 
     def steps(self, config: int, call: Call) -> list[Step]:
         """One launch."""
-        values = (*call.strides("x", 1), *call.strides("out", 1), config, call.options.scale)
+        params = ScaleParams(
+            x="x",
+            out="out",
+            x_stride_elems=call.stride("x"),
+            out_stride_elems=call.stride("out"),
+            n=config,
+            factor=call.options.scale,
+        )
         blocks = -(-config // scale.ELEMENTS_PER_BLOCK)
-        return [Launch(scale.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(scale.KERNEL, ("x", "out"), values))]
+        return [Launch(scale.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))]
 
 
 TOY = ToyPipeline()
@@ -219,6 +226,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert text.count(there) == 1, f"{name}: {there!r}"
             text = text.replace(there, added + there)
         (root / name).write_text(text)
+    generate = [sys.executable, "-m", "tests.generate.params"]
+    subprocess.run(generate, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True)
     return root
 
 
@@ -263,18 +272,18 @@ def test_the_operation_s_own_checks(tree: Path) -> None:
     run(tree, f"{folder}/test_way.py")
 
 
-def test_a_wrong_record_is_found(tree: Path, tmp_path: Path) -> None:
+def test_a_wrong_struct_is_found(tree: Path, tmp_path: Path) -> None:
     """The checks that the toy passes can fail."""
-    spec = tree / "mla_cupy/kernels/toy/scale.py"
-    text = spec.read_text()
-    wrong = text.replace('n="i4", factor="f4"', 'm="i4", factor="f4"')
+    source = tree / "cuda_src/toy/scale.cu"
+    text = source.read_text()
+    wrong = text.replace("const float* x;\n    float* out;", "float* out;\n    const float* x;")
     assert wrong != text
-    spec.write_text(wrong)
+    source.write_text(wrong)
     try:
-        with pytest.raises(AssertionError, match=r"At index 4 diff"):
-            run(tree, "tests/budgets/test_facts.py", "-k", "members and toy")
+        with pytest.raises(AssertionError, match=r"run `python -m tests.generate.params`"):
+            run(tree, "tests/budgets/test_facts.py", "-k", "classes_are_the_structs")
     finally:
-        spec.write_text(text)
+        source.write_text(text)
 
 
 def rows_of(heading: str) -> list[str]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from struct import Struct
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, overload
 
 from mla_cupy.arrays.view import View
+from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
 from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime import driver, loader
 from mla_cupy.runtime.build import BuildRequest
@@ -25,8 +26,6 @@ from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
 
 ALIGNMENT = 256
 """Alignment of the workspace and of each of its parts, in bytes."""
-NULL = ""
-"""The name of a null pointer among the addresses of a launch."""
 _MAPS_KEPT = 4096
 
 ConfigT = TypeVar("ConfigT")
@@ -52,22 +51,16 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class LaunchArgs:
-    """The parameters of one or more launches.
+    """The arguments of one or more launches.
 
     Attributes
     ----------
     params : Params
-    addresses : tuple of str
-        The leading addresses: names of arrays or of parts of the workspace, or NULL.
-    values : tuple of numbers
-        The other members, in order.
     maps : tuple of (str, TensorMapSpec)
-        Further parameters: tensor maps over arrays, by name. The `base` of each is that array's address.
+        Further arguments: tensor maps over arrays, by name. The `base` of each is that array's address.
     """
 
-    kernel: KernelSpec[Any]
-    addresses: tuple[str, ...]
-    values: tuple[float, ...]
+    params: Params
     maps: tuple[tuple[str, TensorMapSpec], ...] = ()
 
 
@@ -80,6 +73,9 @@ class Launch:
     grid: Dim3
     args: LaunchArgs
     dependent: bool = True
+
+    def __post_init__(self) -> None:
+        assert type(self.args.params) is self.kernel.params
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,20 @@ class Call(NamedTuple):
         """`name`, or NULL for an array that is not given."""
         return NULL if self.views.get(name) is None else name
 
-    def strides(self, name: str, axes: int) -> tuple[int, ...]:
-        """The strides of its first axes; zeros for an array that is not given."""
+    @overload
+    def strides(self, name: str, axes: Literal[2]) -> tuple[int, int]: ...
+    @overload
+    def strides(self, name: str, axes: Literal[3]) -> tuple[int, int, int]: ...
+    @overload
+    def strides(self, name: str, axes: Literal[4]) -> tuple[int, int, int, int]: ...
+    def strides(self, name: str, axes: int) -> Any:
+        """The strides of its first axes; zeros for those that it lacks, and for an array that is not given."""
+        return tuple(self.stride(name, axis) for axis in range(axes))
+
+    def stride(self, name: str, axis: int = 0) -> int:
+        """The stride of one axis; 0 where it lacks it, and for an array that is not given."""
         view = self.views.get(name)
-        return (0,) * axes if view is None else view.strides[:axes]
+        return 0 if view is None or axis >= len(view.strides) else view.strides[axis]
 
 
 class Pipeline(ABC, Generic[ConfigT]):
@@ -226,13 +232,13 @@ class _Block:
     """The parameter block of launches with the same arguments."""
 
     def __init__(self, args: LaunchArgs, index: Mapping[str, int]) -> None:
-        params = args.kernel.params
-        self.args = ArgumentBlock((params.size, *[MAP_BYTES] * len(args.maps)))
+        layout, values = layout_of(type(args.params)), values_of(args.params)
+        count = layout.num_addresses
+        self.args = ArgumentBlock((layout.size, *[MAP_BYTES] * len(args.maps)))
         self._view = self.args.views[0]
-        params.pack_into(self._view, *[0] * params.num_addresses, *args.values)
-        assert len(args.addresses) == params.num_addresses
-        self._pick = itemgetter(*(index[name] for name in args.addresses))
-        self._pack = Struct(f"<{params.num_addresses}Q").pack_into
+        layout.pack_into(self._view, *[0] * count, *values[count:])
+        self._pick = itemgetter(*(index[name] for name in values[:count]))
+        self._pack = Struct(f"<{count}Q").pack_into
         self._maps = [
             _Map(index[name], spec, view) for (name, spec), view in zip(args.maps, self.args.views[1:], strict=True)
         ]

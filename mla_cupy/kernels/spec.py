@@ -1,19 +1,15 @@
-"""What a kernel is to the host: source, variants, parameter record, and the problems that it takes."""
+"""A kernel as the host describes it: source, variants, parameter struct, and the problems that it takes."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.param_layout import ParamLayout, Params, layout_of
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.device import DeviceInfo
-
-_STRUCT_CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
 
 ANY_ARCH: tuple[str, ...] = ()
 """Targets of kernels without architecture-specific instructions."""
@@ -44,39 +40,6 @@ class DtypeVariant(Variant):
 
 PLAIN = (Variant(),)
 DTYPE_VARIANTS = tuple(DtypeVariant(dtype) for dtype in HALF)
-
-
-class ParamLayout:
-    """The record of a kernel's parameter struct: addresses first, then the other 8-byte members, as in the `.cu`.
-
-    Attributes
-    ----------
-    dtype : numpy.dtype
-        Names, offsets and size, which tests compare with the facts of the cubin.
-    num_addresses : int
-        How many addresses lead it.
-    """
-
-    def __init__(self, **members: str) -> None:
-        self.dtype = np.dtype([(name, "<" + kind) for name, kind in members.items()], align=True)
-        kinds = list(members.values())
-        self.num_addresses = next((i for i, kind in enumerate(kinds) if kind != "u8"), len(kinds))
-        codes, end = "<", 0
-        for kind, (_, at, *_) in zip(kinds, (self.dtype.fields or {}).values(), strict=True):
-            codes += f"{at - end}x{_STRUCT_CODES[kind]}"
-            end = at + int(kind[1])
-        self._struct = struct.Struct(f"{codes}{self.dtype.itemsize - end}x")
-        self.size = self.dtype.itemsize
-
-    def pack_into(self, buffer: memoryview, *values: float) -> None:
-        """Write all members in order."""
-        self._struct.pack_into(buffer, 0, *values)
-
-    def layout(self) -> list[int]:
-        """The offset of the first member of each further kind, then the size: the fact `params_layout`."""
-        members = [(str(kind), at) for kind, at, *_ in (self.dtype.fields or {}).values()]
-        firsts = [at for (kind, at), (before, _) in zip(members[1:], members, strict=False) if kind != before]
-        return [*firsts, self.size]
 
 
 @dataclass(frozen=True)
@@ -116,8 +79,8 @@ class KernelSpec(Generic[ProblemT]):
         What it does, for `mla-cupy list`.
     source : str
         Relative to `cuda_src`.
-    params : ParamLayout
-        Of its parameter struct.
+    params : subclass of Params
+        Its parameter struct.
     archs : tuple of str
         Targets such as "sm_90a"; empty for any.
     variants, core : tuple of Variant
@@ -137,7 +100,7 @@ class KernelSpec(Generic[ProblemT]):
     name: str
     about: str
     source: str
-    params: ParamLayout
+    params: type[Params]
     archs: tuple[str, ...] = ANY_ARCH
     variants: tuple[Variant, ...] = PLAIN
     core: tuple[Variant, ...] = ()
@@ -151,6 +114,11 @@ class KernelSpec(Generic[ProblemT]):
     def entry(self) -> str:
         """Name of the `__global__` function."""
         return "mla_" + self.source.removesuffix(".cu").replace("/", "_")
+
+    @property
+    def layout(self) -> ParamLayout:
+        """How its parameters lie in memory."""
+        return layout_of(self.params)
 
     def supports_arch(self, arch: str) -> bool:
         """Whether it compiles for a target."""

@@ -7,8 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
+from mla_cupy.selftest.params import ProbeCopyParams
 from mla_cupy.selftest.probe import ARCHS, BLACKWELL, Array, BoxMap, Case, InstructionProbe, random
 
 ROWS = 64
@@ -23,13 +25,11 @@ class CopyVariant(Variant):
     copy: str
 
 
-PARAMS = ParamLayout(rows="u8", slab_in="u8", slab_out="u8", gathers="i4", c0="i4", c1="i4", c2="i4")
-
 KERNEL: KernelSpec[object] = KernelSpec(
     "probes_copy",
     "TMA gathers and boxes",
     "probes/copy.cu",
-    PARAMS,
+    ProbeCopyParams,
     ARCHS,
     variants=tuple(map(CopyVariant, ("gather", "load", "store"))),
 )
@@ -70,7 +70,7 @@ def _gather_case(name: str, rows: int, column: int, mixed: tuple[int, ...], stri
     after[sw_tile_elements(rows)] = picked
     return Case(
         {"kv": kv, "rows": numbers.astype(np.int32), "before": sw_tile, "sw_tile": np.zeros_like(by_rows(sw_tile))},
-        ("rows", "before", "sw_tile", rows // 4, column, 0, 0),
+        ProbeCopyParams(rows="rows", in_="before", out="sw_tile", gathers=rows // 4, c0=column, c1=0, c2=0),
         {"sw_tile": by_rows(after)},
         box_map=BoxMap("kv", dtype, (DIMS, S_KV), (stride,), (SW128_COLUMNS, 1)),
     )
@@ -91,7 +91,7 @@ def _box_case(name: str, copy: str, heads: int, queries: int, at: tuple[int, int
         after_q[box] = sw_tile[elements[:there]]
     return Case(
         {"q": q, "before": sw_tile, "sw_tile": np.zeros_like(by_rows(sw_tile))},
-        (0, "before", "sw_tile", 0, *at),
+        ProbeCopyParams(rows=NULL, in_="before", out="sw_tile", gathers=0, c0=column, c1=head, c2=query),
         {"q": after_q, "sw_tile": by_rows(after_sw_tile)},
         box_map=BoxMap("q", "bfloat16", (DIMS, heads, queries), (DIMS, DIMS * heads), (SW128_COLUMNS, ROWS, 1)),
     )

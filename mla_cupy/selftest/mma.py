@@ -9,13 +9,15 @@ from functools import partial
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.selftest import params
 from mla_cupy.selftest.layouts import sum_cells
+from mla_cupy.selftest.params import ProbeMmaParams
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random, small_integers
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
 
 STEP_K = 16
-MAX_PRODUCTS = 2
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,18 @@ class Product:
         """Depth."""
         return STEP_K * self.steps
 
-    def parameters(self) -> tuple[int, ...]:
-        """As the kernel's record has them."""
-        majors = (int(self.a_mn), int(self.b_mn))
-        return (self.m, self.n, *majors, self.lane, self.column, self.steps, int(self.accumulate))
+    def parameters(self) -> params.Product:
+        """As the kernel takes them."""
+        return params.Product(
+            m=self.m,
+            n=self.n,
+            a_mn_major=self.a_mn,
+            b_mn_major=self.b_mn,
+            lane=self.lane,
+            column=self.column,
+            steps=self.steps,
+            accumulate=self.accumulate,
+        )
 
     def __str__(self) -> str:
         majors = "MN" if self.a_mn else "K", "MN" if self.b_mn else "K"
@@ -55,22 +65,11 @@ class Product:
         return text + (", added to what is there" if self.accumulate else "")
 
 
-PARAMS = ParamLayout(
-    **dict.fromkeys(("a0", "a1", "b0", "b1", "cells", "dump"), "u8"),
-    **{
-        f"{field}{i}": "i4"
-        for i in range(MAX_PRODUCTS)
-        for field in ("m", "n", "a_mn", "b_mn", "lane", "column", "steps", "accumulate")
-    },
-    products="i4",
-    window="i4",
-)
-
 KERNEL: KernelSpec[object] = KernelSpec(
     "probes_mma",
     "products of tcgen05",
     "probes/mma.cu",
-    PARAMS,
+    ProbeMmaParams,
     BLACKWELL,
     variants=tuple(MmaVariant(dtype, ws) for dtype in ("bfloat16", "float16") for ws in (0, 1)),
 )
@@ -141,11 +140,17 @@ def _case(name: str, variant: MmaVariant, products: tuple[Product, ...], window:
         at = sum_cells(product.m, product.n, bool(variant.weight_stationary))
         place = at.lanes + product.lane, at.columns + product.column
         dump[place] = a @ b.T + (dump[place] if product.accumulate else 0)
-    numbers = [0] * 8 * MAX_PRODUCTS
-    for i, product in enumerate(products):
-        numbers[8 * i : 8 * i + 8] = product.parameters()
-    addresses = tuple(x if x in arrays else 0 for x in ("a0", "a1", "b0", "b1"))
-    parameters = (*addresses, "cells", "dump", *numbers, len(products), window)
+    first, second = products[0], products[-1]  # of one product the kernel does not read the second
+    a0, a1, b0, b1 = (x if x in arrays else NULL for x in ("a0", "a1", "b0", "b1"))
+    parameters = ProbeMmaParams(
+        a=(a0, a1),
+        b=(b0, b1),
+        cells="cells",
+        dump="dump",
+        product=(first.parameters(), second.parameters()),
+        products=len(products),
+        window=window,
+    )
     return Case(arrays, parameters, {"dump": dump})
 
 

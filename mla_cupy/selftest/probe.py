@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import arrays
+from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
 from mla_cupy.kernels.pipeline import bind
 from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime import driver
@@ -116,14 +117,14 @@ class Case:
 
     arrays
         What is in memory before, by name.
-    parameters
-        Members of the kernel's record: a name means the address of that array.
+    params
+        Of the kernel.
     expected
         What is in some of the arrays afterwards, exactly.
     """
 
     arrays: Mapping[str, Array]
-    parameters: tuple[str | int, ...]
+    params: Params
     expected: Mapping[str, Array]
     grid: Dim3 = (1, 1, 1)
     box_map: BoxMap | None = None
@@ -159,11 +160,11 @@ class InstructionProbe:
 
     def _launch(self, machine: Machine, case: Case, placed: Mapping[str, Any]) -> None:
         family = arrays.cupy_family()
-        address = {name: family.view(x).ptr for name, x in placed.items()}
-        values = [address[x] if isinstance(x, str) else x for x in case.parameters]
-        box_map = case.box_map
-        args = driver.ArgumentBlock((self.kernel.params.size, *([MAP_BYTES] if box_map else [])))
-        self.kernel.params.pack_into(args.views[0], *values)
+        address = {NULL: 0, **{name: family.view(x).ptr for name, x in placed.items()}}
+        values = [address[x] if isinstance(x, str) else x for x in values_of(case.params)]
+        box_map, layout = case.box_map, layout_of(type(case.params))
+        args = driver.ArgumentBlock((layout.size, *([MAP_BYTES] if box_map else [])))
+        layout.pack_into(args.views[0], *values)
         if box_map:
             args.views[1][:] = driver.current().encode_tiled(box_map.spec(address[box_map.array]))
         request, stream = self.kernel.request(self.variant, machine.arch), family.current_stream(machine.device)

@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
+from mla_cupy.selftest.params import ProbeReduceParams, ProbeStmatrixParams
 from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
 
 THREADS = 128
@@ -36,7 +37,7 @@ REDUCE: KernelSpec[object] = KernelSpec(
     "probes_reduce",
     "reductions into global memory",
     "probes/reduce.cu",
-    ParamLayout(values="u8", wanted="u8", sums="u8", groups="i4", padding="i4"),
+    ProbeReduceParams,
     ARCHS,
     variants=tuple(map(ReduceVariant, (4, 2, 1))),
 )
@@ -45,7 +46,7 @@ STMATRIX: KernelSpec[object] = KernelSpec(
     "probes_stmatrix",
     "transposed stores of matrices",
     "probes/stmatrix.cu",
-    ParamLayout(scores="u8", slab_in="u8", slab_out="u8"),
+    ProbeStmatrixParams,
     ARCHS,
     variants=tuple(StmatrixVariant(dtype, keys) for dtype in ("bfloat16", "float16") for keys in (32, 64)),
 )
@@ -62,7 +63,7 @@ def _reduce_case(name: str, width: int, groups: int) -> Case:
     kind = np.int32 if width == 1 else np.float32
     return Case(
         {"values": values, "wanted": wanted, "sums": before.astype(kind)},
-        ("values", "wanted", "sums", groups, 0),
+        ProbeReduceParams(values="values", wanted="wanted", sums="sums", groups=groups),
         {"sums": after.astype(kind)},
         grid=(BLOCKS, 1, 1),
     )
@@ -76,7 +77,7 @@ def _stmatrix_case(name: str, dtype: str, keys: int) -> Case:
     after[sw_tile_elements(keys)] = np.ascontiguousarray(scores.T).astype(dtypes.numpy_dtype(dtype)).view(np.uint16)
     return Case(
         {"scores": scores, "before": sw_tile, "sw_tile": np.zeros_like(by_rows(sw_tile))},
-        ("scores", "before", "sw_tile"),
+        ProbeStmatrixParams(scores="scores", in_="before", out="sw_tile"),
         {"sw_tile": by_rows(after)},
     )
 

@@ -7,8 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.selftest.layouts import LANES, WARP, shape_cells
+from mla_cupy.selftest.params import ProbeTmemParams
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random
 
 WINDOW = 128
@@ -28,24 +29,11 @@ class TmemVariant(Variant):
 SHAPES = {256: ("16x256b", (4, 8, 16, 32)), 32: ("32x32b", (16, 32))}
 _PER_REPETITION = {256: 4, 32: 1}
 
-PARAMS = ParamLayout(
-    cells="u8",
-    registers="u8",
-    loaded="u8",
-    dump="u8",
-    window="i4",
-    lane="i4",
-    column="i4",
-    group="i4",
-    store="i4",
-    padding="i4",
-)
-
 KERNEL: KernelSpec[object] = KernelSpec(
     "probes_tmem",
     "loads and stores of tensor memory",
     "probes/tmem.cu",
-    PARAMS,
+    ProbeTmemParams,
     BLACKWELL,
     variants=tuple(TmemVariant(shape, count) for shape, (_, counts) in SHAPES.items() for count in counts),
 )
@@ -71,7 +59,17 @@ def _case(name: str, variant: TmemVariant, lane: int, column: int, window: int, 
     nothing = np.full_like(loaded, np.nan), np.full_like(dump, np.nan)
     return Case(
         {"cells": cells, "registers": registers, "loaded": nothing[0], "dump": nothing[1]},
-        ("cells", "registers", "loaded", "dump", window, lane, column, group, int(store), 0),
+        ProbeTmemParams(
+            cells="cells",
+            registers="registers",
+            loaded="loaded",
+            dump="dump",
+            window=window,
+            lane=lane,
+            column=column,
+            group=group,
+            store=store,
+        ),
         {"loaded": loaded, "dump": dump},
     )
 

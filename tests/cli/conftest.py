@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mla_cupy import kernels
-from mla_cupy.kernels.spec import HOPPER, KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.param_layout import Params
+from mla_cupy.kernels.spec import HOPPER, KernelSpec, Variant
 from mla_cupy.runtime import cache, loader
 
 SOURCE = """extern "C" __constant__ const int mla_fact_smem_bytes = 1024;
@@ -29,8 +30,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(f"MLA_CUPY_{name}", raising=False)
     plain = (Variant(),)
     specs = {
-        "copy": KernelSpec("copy", "copies a number", "copy.cu", ParamLayout(x="u8"), core=plain),
-        "wrong": KernelSpec("wrong", "does not compile", "wrong.cu", ParamLayout(x="u8"), HOPPER),
+        "copy": KernelSpec("copy", "copies a number", "copy.cu", Params, core=plain),
+        "wrong": KernelSpec("wrong", "does not compile", "wrong.cu", Params, HOPPER),
     }
     monkeypatch.setattr(kernels, "KERNELS", specs)
     cache._warned.clear()

@@ -59,9 +59,10 @@ def test_out_is_what_cubin_dir_takes(
 FULL = """
 import resource, sys
 from mla_cupy import cli, kernels
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.param_layout import Params
+from mla_cupy.kernels.spec import KernelSpec, Variant
 plain = (Variant(),)
-kernels.KERNELS = {"copy": KernelSpec("copy", "copies a number", "copy.cu", ParamLayout(x="u8"), core=plain)}
+kernels.KERNELS = {"copy": KernelSpec("copy", "copies a number", "copy.cu", Params, core=plain)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -10,11 +10,13 @@ import pytest
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.arrays import HOST, View
 from mla_cupy.kernels.attention import combine, generic, schedule
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS, PARAMS
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS
 from mla_cupy.kernels.choice import _say_slow
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90 import kv_map
+from mla_cupy.kernels.param_layout import layout_of
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 from tests.support.kernels import DECODE_KERNELS, SCHEDULED_KERNELS, on_hopper
@@ -206,10 +208,11 @@ def test_configuration_is_pure() -> None:
     assert DECODE.configure(problem(2, 64), gpu()) == DECODE.configure(problem(2, 64), gpu())
 
 
-def test_record_of_the_parameters() -> None:
-    kinds = [str(PARAMS.dtype[name]) for name in PARAMS.dtype.names or ()]
+def test_layout_of_the_parameters() -> None:
+    layout = layout_of(DecodeParams)
+    kinds = [str(layout.dtype[name]) for name in layout.dtype.names or ()]
     assert kinds == sorted(kinds, key=["uint64", "int64", "int32", "float32"].index)  # 8-byte members first
-    assert PARAMS.size % 8 == 0
+    assert layout.size % 8 == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 24, 32, 64, 65, 96, 128, 192, 4096])

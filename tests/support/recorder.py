@@ -75,7 +75,7 @@ class Recorder:
     ) -> driver.PreparedLaunch:
         def enqueue(stream: int) -> None:
             record, *more = [bytes(view) for view in args.views]
-            params = np.frombuffer(record, KERNELS[kernel.entry.removeprefix("mla_")].params.dtype)[0]
+            params = np.frombuffer(record, KERNELS[kernel.entry.removeprefix("mla_")].layout.dtype)[0]
             self.launches.append(Launched(kernel.entry, grid, stream, params, more))
 
         return enqueue

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS, PARAMS
+from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
@@ -16,7 +17,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "attention_combine",
     "merges the partial results of requests that were split",
     "attention/combine.cu",
-    PARAMS,
+    DecodeParams,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
     facts={"max_splits": MAX_SPLITS, "tile_tokens": TILE_TOKENS},
@@ -34,6 +35,6 @@ def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
     return min(resident, -(-units // UNITS_PER_BLOCK))
 
 
-def launch(dtype: str, num_blocks: int, record: LaunchArgs) -> Launch:
-    """Merge what the attention kernel of the same record has left in the workspace."""
-    return Launch(KERNEL, DtypeVariant(dtype), (num_blocks, 1, 1), record)
+def launch(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:
+    """Merge what the attention kernel of the same arguments has left in the workspace."""
+    return Launch(KERNEL, DtypeVariant(dtype), (num_blocks, 1, 1), args)

@@ -6,12 +6,12 @@ from typing import Any
 
 from mla_cupy.kernels.attention.kernel import (
     KEY_VARIANTS,
-    PARAMS,
     READS_RECORDS,
     READS_ROWS,
     AttentionKernel,
     key_variant,
 )
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -39,7 +39,7 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     "attention_generic",
     "dense decode and sparse forward on CUDA cores, for any GPU from sm_75 on: the fallback",
     "attention/generic.cu",
-    PARAMS,
+    DecodeParams,
     variants=KEY_VARIANTS,
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},

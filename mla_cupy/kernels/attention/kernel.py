@@ -7,70 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout, ProblemT, Reason, Variant
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ProblemT, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_V
 
 MAX_SPLITS = 256
 """Splits of a schedule: the combine kernel gives each of them a thread."""
-
-PARAMS = ParamLayout(
-    q="u8",
-    kv="u8",
-    block_table="u8",
-    seqlens="u8",
-    schedule="u8",
-    out="u8",
-    lse="u8",
-    attn_sink="u8",
-    max_logits="u8",
-    partial_out="u8",
-    partial_lse="u8",
-    partial_max="u8",
-    tickets="u8",
-    tree_mask="u8",
-    q_stride_b_elems="i8",
-    q_stride_s_elems="i8",
-    q_stride_h_elems="i8",
-    kv_stride_page_elems="i8",
-    kv_stride_token_elems="i8",
-    kv_stride_h_elems="i8",
-    table_stride_b_elems="i8",
-    table_stride_page_elems="i8",
-    seqlens_stride_elems="i8",
-    out_stride_b_elems="i8",
-    out_stride_s_elems="i8",
-    out_stride_h_elems="i8",
-    lse_stride_b_elems="i8",
-    lse_stride_h_elems="i8",
-    lse_stride_s_elems="i8",
-    max_stride_b_elems="i8",
-    max_stride_h_elems="i8",
-    max_stride_s_elems="i8",
-    sink_stride_elems="i8",
-    tree_stride_b_elems="i8",
-    tree_stride_s_elems="i8",
-    b="i4",
-    s_q="i4",
-    h_q="i4",
-    h_kv="i4",
-    num_pages="i4",
-    page_size="i4",
-    max_pages="i4",
-    num_splits="i4",
-    causal="i4",
-    out_is_fp32="i4",
-    continued_index="i4",
-    request_units="i4",
-    unit_tiles="i4",
-    cp_world="i4",
-    cp_rank="i4",
-    scale_log2="f4",
-    lse_factor="f4",
-    empty_lse="f4",
-    value_scale="f4",
-)
 
 
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.dtypes import TABLE
@@ -12,19 +14,20 @@ KINDS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3}
 """`ElementKind`."""
 _NO_SCALE, _SCALE_OF_TENSOR, _SCALE_FLOAT32, _SCALE_E8M0 = range(4)
 
-MEMBERS = {
-    "kind": "i4",
-    "rope_kind": "i4",
-    "latent_chunks": "i4",
-    "rope_chunks": "i4",
-    "group_chunks": "i4",
-    "scale_kind": "i4",
-    "rope_offset": "i4",
-    "scales_offset": "i4",
-    "scales_stride": "i4",
-    "kv_scale": "f4",
-}
-"""The fields of a layout in a parameter record."""
+
+class RecordMembers(TypedDict):
+    """The members of a parameter struct that describe a token's record."""
+
+    kind: int
+    rope_kind: int
+    latent_chunks: int
+    rope_chunks: int
+    group_chunks: int
+    scale_kind: int
+    rope_offset: int
+    scales_offset: int
+    scales_stride: int
+    kv_scale: float
 
 
 def page_and_token_bytes(record: CacheFormat, cache: View) -> tuple[int, int]:
@@ -34,8 +37,8 @@ def page_and_token_bytes(record: CacheFormat, cache: View) -> tuple[int, int]:
     return cache.strides[0] * itemsize, token
 
 
-def values(record: CacheFormat, page_size: int, token_bytes: int, kv_scale: float) -> tuple[float, ...]:
-    """The values of MEMBERS."""
+def members(record: CacheFormat, page_size: int, token_bytes: int, kv_scale: float) -> RecordMembers:
+    """Describe the record of a cache with pages of `page_size` tokens, `token_bytes` apart."""
     latent = record.field("latent")
     scale_kind, scales_offset, scales_stride = _NO_SCALE, 0, 0
     if record.group:
@@ -46,8 +49,15 @@ def values(record: CacheFormat, page_size: int, token_bytes: int, kv_scale: floa
     elif latent.kind == "float8_e4m3fn":
         scale_kind = _SCALE_OF_TENSOR
     rope = record.field("rope") if record.d_rope else latent
-    return (
-        *(KINDS[latent.kind], KINDS[rope.kind]),
-        *(record.d_latent // CHUNK, record.d_rope // CHUNK, max(1, record.group // CHUNK)),
-        *(scale_kind, rope.offset, scales_offset, scales_stride, kv_scale),
-    )
+    return {
+        "kind": KINDS[latent.kind],
+        "rope_kind": KINDS[rope.kind],
+        "latent_chunks": record.d_latent // CHUNK,
+        "rope_chunks": record.d_rope // CHUNK,
+        "group_chunks": max(1, record.group // CHUNK),
+        "scale_kind": scale_kind,
+        "rope_offset": rope.offset,
+        "scales_offset": scales_offset,
+        "scales_stride": scales_stride,
+        "kv_scale": kv_scale,
+    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs
-from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import SparseRowsParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
 from mla_cupy.shapes import TILE_TOKENS
 
 ROWS_PER_TILE = TILE_TOKENS
@@ -11,33 +13,11 @@ ROWS_PER_TILE = TILE_TOKENS
 MAX_BLOCKS = 1 << 16
 """Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
 
-PARAMS = ParamLayout(
-    indices="u8",
-    topk_length="u8",
-    cu_seqlens_q="u8",
-    cu_seqlens_kv="u8",
-    rows="u8",
-    counts="u8",
-    selected="u8",
-    indices_stride_s_elems="i8",
-    indices_stride_k_elems="i8",
-    topk_length_stride_elems="i8",
-    cu_seqlens_q_stride_elems="i8",
-    cu_seqlens_kv_stride_elems="i8",
-    rows_stride_elems="i8",
-    s_q="i4",
-    s_kv="i4",
-    topk="i4",
-    b="i4",
-    causal="i4",
-    ordered="i4",
-)
-
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_row_lists",
     "turns indices into lists of valid rows, sorted where the cache does not fit the L2",
     "attention/row_lists.cu",
-    PARAMS,
+    SparseRowsParams,
     core=PLAIN,
     facts={"rows_per_tile": ROWS_PER_TILE},
 )
@@ -65,16 +45,24 @@ def launch(
     s_q, topk = call.view("indices").shape
     s_kv = call.view(keys).shape[0] if s_kv < 0 else s_kv
     starts = call.views["cu_seqlens_q"]
-    arrays = ("indices", *(call.name(name) for name in ("topk_length", "cu_seqlens_q", "cu_seqlens_kv")))
-    values = (
-        *call.strides("indices", 2),
-        *call.strides("topk_length", 1),
-        *call.strides("cu_seqlens_q", 1),
-        *call.strides("cu_seqlens_kv", 1),
-        rows_stride(topk),
-        *(s_q, s_kv, topk),
-        0 if starts is None else starts.shape[0] - 1,
-        *(causal, ordered),
+    params = SparseRowsParams(
+        indices="indices",
+        topk_length=call.name("topk_length"),
+        cu_seqlens_q=call.name("cu_seqlens_q"),
+        cu_seqlens_kv=call.name("cu_seqlens_kv"),
+        rows="rows",
+        counts="counts",
+        selected=selected,
+        indices_stride_s_k_elems=call.strides("indices", 2),
+        topk_length_stride_elems=call.stride("topk_length"),
+        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
+        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
+        rows_stride_elems=rows_stride(topk),
+        s_q=s_q,
+        s_kv=s_kv,
+        topk=topk,
+        b=0 if starts is None else starts.shape[0] - 1,
+        causal=causal,
+        ordered=ordered,
     )
-    record = LaunchArgs(KERNEL, (*arrays, "rows", "counts", selected), values)
-    return Launch(KERNEL, PLAIN[0], (min(s_q, MAX_BLOCKS), 1, 1), record)
+    return Launch(KERNEL, PLAIN[0], (min(s_q, MAX_BLOCKS), 1, 1), LaunchArgs(params))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.params import DecodeScheduleParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
 
 POINT_BYTES = 8
 """Size of one cut of the schedule."""
@@ -14,24 +15,11 @@ PRICE_SCALE = 1 << 14
 
 MAX_COUNTED_ROWS = 1024
 
-PARAMS = ParamLayout(
-    seqlens="u8",
-    schedule="u8",
-    seqlens_stride_elems="i8",
-    max_tokens="i8",
-    b="i4",
-    num_splits="i4",
-    merge_cost="i4",
-    piece_cost="i4",
-    cp_world="i4",
-    cp_rank="i4",
-)
-
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_schedule",
     "cuts the tiles of a batch into splits, the longest of which is as short as possible",
     "attention/schedule.cu",
-    PARAMS,
+    DecodeScheduleParams,
     core=PLAIN,
     facts={"max_splits": MAX_SPLITS, "price_scale": PRICE_SCALE},
 )
@@ -70,5 +58,17 @@ def launch(
 
     With a `piece_cost` short splits become longer, so that there are fewer partial results.
     """
-    values = (stride, max_tokens, b, num_splits, merge_cost, piece_cost, *shard)
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(KERNEL, (seqlens, "schedule"), values))
+    cp_world, cp_rank = shard
+    params = DecodeScheduleParams(
+        seqlens=seqlens,
+        schedule="schedule",
+        seqlens_stride_elems=stride,
+        max_tokens=max_tokens,
+        b=b,
+        num_splits=num_splits,
+        merge_cost=merge_cost,
+        piece_cost=piece_cost,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+    )
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(params))

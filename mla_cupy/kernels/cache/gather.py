@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.record_layout import MEMBERS
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout
+from mla_cupy.kernels.params import CacheGatherParams
+from mla_cupy.kernels.spec import KernelSpec
 
 ROWS_PER_BLOCK = 8
 
@@ -11,20 +11,6 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "cache_gather",
     "reads tokens of a paged cache as rows of numbers",
     "cache/gather.cu",
-    ParamLayout(
-        cache="u8",
-        slots="u8",
-        rows="u8",
-        slots_stride_bytes="i8",
-        rows_stride_bytes="i8",
-        page_stride_bytes="i8",
-        token_stride_bytes="i8",
-        n="i4",
-        num_pages="i4",
-        page_size="i4",
-        element="i4",
-        slots_are_64="i4",
-        **MEMBERS,
-    ),
+    CacheGatherParams,
     facts={"rows_per_block": ROWS_PER_BLOCK},
 )

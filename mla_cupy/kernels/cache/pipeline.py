@@ -11,6 +11,8 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache import append, copy_pages, gather, update
+from mla_cupy.kernels.param_layout import Params
+from mla_cupy.kernels.params import CacheAppendParams, CacheCopyPagesParams, CacheGatherParams, CacheUpdateParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import PLAIN, KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
@@ -66,8 +68,8 @@ class CachePipeline(Pipeline[CacheConfig]):
         return Layout({})
 
 
-def _launch(kernel: KernelSpec[Any], blocks: int, addresses: tuple[str, ...], values: tuple[float, ...]) -> list[Step]:
-    return [Launch(kernel, PLAIN[0], (blocks, 1, 1), LaunchArgs(kernel, addresses, values))] if blocks else []
+def _launch(kernel: KernelSpec[Any], blocks: int, params: Params) -> list[Step]:
+    return [Launch(kernel, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))] if blocks else []
 
 
 def _bytes(view: View | None, axis: int = 0) -> int:
@@ -91,18 +93,35 @@ class AppendPipeline(CachePipeline):
         kept = FORMATS[options.record]
         latent, cache, cos = call.view("latent"), call.view("cache"), call.views["cos"]
         n, (num_pages, page_size, _) = latent.shape[0], cache.shape
-        names = ("latent", "rope", "cache", "slots", "cos", "sin", "positions")
         page, token = record_layout.page_and_token_bytes(kept, cache)
-        values = (
-            *(_bytes(latent), _bytes(call.views["rope"]), _bytes(call.views["slots"]), _bytes(call.views["positions"])),
-            *(*call.strides("cos", 1), *call.strides("sin", 1), page, token),
-            *(n, num_pages, page_size, cos.shape[0] if cos else 0),
-            *(record_layout.KINDS[latent.dtype], _is_64(call.views["slots"]), _is_64(call.views["positions"])),
-            *(options.interleaved, options.scales == "power_of_2"),
-            *record_layout.values(kept, page_size, token, options.kv_scale),
+        params = CacheAppendParams(
+            latent="latent",
+            rope=call.name("rope"),
+            cache="cache",
+            slots="slots",
+            cos=call.name("cos"),
+            sin=call.name("sin"),
+            positions=call.name("positions"),
+            latent_stride_bytes=_bytes(latent),
+            rope_stride_bytes=_bytes(call.views["rope"]),
+            slots_stride_bytes=_bytes(call.views["slots"]),
+            positions_stride_bytes=_bytes(call.views["positions"]),
+            cos_stride_elems=call.stride("cos"),
+            sin_stride_elems=call.stride("sin"),
+            page_stride_bytes=page,
+            token_stride_bytes=token,
+            n=n,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_position=cos.shape[0] if cos else 0,
+            element=record_layout.KINDS[latent.dtype],
+            slots_are_64=_is_64(call.views["slots"]),
+            positions_are_64=_is_64(call.views["positions"]),
+            interleaved=options.interleaved,
+            power_of_2=options.scales == "power_of_2",
+            **record_layout.members(kept, page_size, token, options.kv_scale),
         )
-        blocks = -(-n // append.TOKENS_PER_BLOCK) if num_pages * page_size else 0
-        return _launch(append.KERNEL, blocks, tuple(call.name(name) for name in names), values)
+        return _launch(append.KERNEL, -(-n // append.TOKENS_PER_BLOCK) if num_pages * page_size else 0, params)
 
 
 class GatherPipeline(CachePipeline):
@@ -118,12 +137,22 @@ class GatherPipeline(CachePipeline):
         cache, slots, rows = call.view("cache"), call.view("slots"), call.view("out")
         num_pages, page_size, _ = cache.shape
         page, token = record_layout.page_and_token_bytes(kept, cache)
-        values = (
-            *(_bytes(slots), _bytes(rows), page, token),
-            *(slots.shape[0], num_pages, page_size, record_layout.KINDS[rows.dtype], _is_64(slots)),
-            *record_layout.values(kept, page_size, token, options.kv_scale),
+        params = CacheGatherParams(
+            cache="cache",
+            slots="slots",
+            rows="out",
+            slots_stride_bytes=_bytes(slots),
+            rows_stride_bytes=_bytes(rows),
+            page_stride_bytes=page,
+            token_stride_bytes=token,
+            n=slots.shape[0],
+            num_pages=num_pages,
+            page_size=page_size,
+            element=record_layout.KINDS[rows.dtype],
+            slots_are_64=_is_64(slots),
+            **record_layout.members(kept, page_size, token, options.kv_scale),
         )
-        return _launch(gather.KERNEL, -(-slots.shape[0] // gather.ROWS_PER_BLOCK), ("cache", "slots", "out"), values)
+        return _launch(gather.KERNEL, -(-slots.shape[0] // gather.ROWS_PER_BLOCK), params)
 
 
 class CopyPagesPipeline(CachePipeline):
@@ -134,12 +163,23 @@ class CopyPagesPipeline(CachePipeline):
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no pair or no byte."""
-        pool, pairs = call.view("pool"), call.view("pairs")
-        layers, num_pages, page_bytes = pool.shape
-        n = pairs.shape[0]
-        values = (*pool.strides[:2], *pairs.strides, page_bytes, n, layers, num_pages, call.options.aligned)
+        layers, num_pages, page_bytes = call.view("pool").shape
+        n = call.view("pairs").shape[0]
+        params = CacheCopyPagesParams(
+            pool="pool",
+            pairs="pairs",
+            layer_stride_bytes=call.stride("pool", 0),
+            page_stride_bytes=call.stride("pool", 1),
+            pairs_stride_n_elems=call.stride("pairs", 0),
+            pairs_stride_elems=call.stride("pairs", 1),
+            page_bytes=page_bytes,
+            n=n,
+            num_layers=layers,
+            num_pages=num_pages,
+            aligned=call.options.aligned,
+        )
         work = n * layers * -(-page_bytes // copy_pages.PIECE_BYTES) if num_pages else 0
-        return _launch(copy_pages.KERNEL, min(work, config.resident), ("pool", "pairs"), values)
+        return _launch(copy_pages.KERNEL, min(work, config.resident), params)
 
 
 class UpdatePipeline(CachePipeline):
@@ -150,16 +190,26 @@ class UpdatePipeline(CachePipeline):
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch."""
-        table = call.view("table")
-        max_rows, max_pages = table.shape
+        max_rows, max_pages = call.view("table").shape
         changes_at = words_before_changes(max_rows)
-        values = (
-            *(table.strides[0], call.view("step_table").strides[0]),
-            *(max_rows, max_pages, call.options.page_size, changes_at),
-            *((call.view("packed").shape[0] - changes_at) // 2, call.view("slots").shape[0]),
+        params = CacheUpdateParams(
+            packed="packed",
+            table="table",
+            seqlens="seqlens",
+            step_table="step_table",
+            step_seqlens="step_seqlens",
+            slots="slots",
+            positions="positions",
+            table_stride_elems=call.stride("table"),
+            step_table_stride_elems=call.stride("step_table"),
+            max_rows=max_rows,
+            max_pages=max_pages,
+            page_size=call.options.page_size,
+            changes_at=changes_at,
+            max_changes=(call.view("packed").shape[0] - changes_at) // 2,
+            max_tokens=call.view("slots").shape[0],
         )
-        names = ("packed", "table", "seqlens", "step_table", "step_seqlens", "slots", "positions")
-        return _launch(update.KERNEL, max_rows, names, values)
+        return _launch(update.KERNEL, max_rows, params)
 
 
 APPEND = AppendPipeline()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention.combine import UNITS_PER_BLOCK
-from mla_cupy.kernels.attention.kernel import PARAMS
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
 from mla_cupy.shapes import TILE_TOKENS
@@ -16,7 +16,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "decode_combine_pieces",
     "merges the pieces of the requests of a batch-invariant schedule",
     "decode/combine_pieces.cu",
-    PARAMS,
+    DecodeParams,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
     facts={"max_pieces": MAX_PIECES, "tile_tokens": TILE_TOKENS},
@@ -31,7 +31,7 @@ def columns(max_pieces: int) -> int:
     return units
 
 
-def launch(dtype: str, resident: int, rows: int, max_pieces: int, record: LaunchArgs) -> Launch:
+def launch(dtype: str, resident: int, rows: int, max_pieces: int, args: LaunchArgs) -> Launch:
     """Merge `rows` rows, those of all requests, with at most `resident` blocks per column."""
     blocks = min(resident, -(-rows // UNITS_PER_BLOCK))
-    return Launch(KERNEL, DtypeVariant(dtype), (blocks, columns(max_pieces), 1), record)
+    return Launch(KERNEL, DtypeVariant(dtype), (blocks, columns(max_pieces), 1), args)

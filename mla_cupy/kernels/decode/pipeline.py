@@ -25,12 +25,12 @@ from mla_cupy.kernels.decode import (
 from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.spec import PLAIN, DtypeVariant, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
-
-_NO_STRIDES = (0, 0, 0, 0)  # of the max logits and the sink, which only sparse attention knows
 
 
 @dataclass(frozen=True)
@@ -111,22 +111,22 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if config.in_clusters:
             splits = clusters.clusters(config.kernel, config.num_splits, b, max_tokens)
             grid = (splits * config.kernel.cluster_blocks, config.row_blocks, 1)
-        record = self._record(config, call, splits)
-        attend = Launch(config.kernel, config.kernel.variant(config.problem), grid, record)
+        args = self._args(config, call, splits)
+        attend = Launch(config.kernel, config.kernel.variant(config.problem), grid, args)
         steps: list[Step] = [attend]
         if not call.planned:
             shard = (call.options.cp_world, call.options.cp_rank)
             steps[:0] = self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard)
         if config.combine_blocks and config.merged:
-            steps.append(self._combine(config, b, record))
+            steps.append(self._combine(config, b, args))
         return steps
 
-    def _combine(self, config: DecodeConfig, b: int, record: LaunchArgs) -> Launch:
+    def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
         rows, dtype = config.problem.s_q * config.problem.h_q, config.problem.dtype
         if config.pieces:
-            return combine_pieces.launch(dtype, config.combine_blocks, b * rows, config.pieces.max_pieces, record)
+            return combine_pieces.launch(dtype, config.combine_blocks, b * rows, config.pieces.max_pieces, args)
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
-        return combine.launch(dtype, blocks, record)
+        return combine.launch(dtype, blocks, args)
 
     def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
@@ -159,43 +159,64 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         piece_cost = schedule.piece_cost(problem.s_q * problem.h_q) if kernel.counts_partials else 0
         return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard, piece_cost)]
 
-    def _record(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:
+    def _args(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:
         options: DecodeOptions = call.options
-        kv_cache, out = call.view("kv_cache"), call.view("out")
+        kv_cache = call.view("kv_cache")
         b, s_q, h_q, _ = call.view("q").shape
         num_pages, page_size, h_kv, _ = kv_cache.shape
-        cuts, tickets = (NULL, "tickets") if config.in_clusters else ("schedule", NULL)
-        attention = ("q", "kv_cache", "block_table", "seqlens", cuts, "out", "lse")
-        values = (
-            *call.strides("q", 3),
-            *_cache_strides(config.problem.record, kv_cache),
-            *call.strides("block_table", 2),
-            *call.strides("seqlens", 1),
-            *call.strides("out", 3),
-            *call.strides("lse", 3),
-            *(*_NO_STRIDES, *call.strides("tree_mask", 2)),
-            *(b, s_q, h_q, h_kv),
-            *(num_pages, page_size, call.view("block_table").shape[1], splits),
-            *(options.causal, out.dtype == "float32", 0 if config.pieces else config.num_splits),
-            *(0, 0),  # a schedule in memory
-            *(options.cp_world, options.cp_rank),
-            *(options.scale * options.kv_scale * LOG2_E, from_log2(options.lse_base), options.empty_lse),
-            options.kv_scale,  # of the values
+        params = DecodeParams(
+            q="q",
+            kv="kv_cache",
+            block_table="block_table",
+            seqlens="seqlens",
+            schedule=NULL if config.in_clusters else "schedule",
+            out="out",
+            lse="lse",
+            attn_sink=NULL,
+            max_logits=NULL,
+            partial_out="partial_out",
+            partial_lse="partial_lse",
+            partial_max=NULL,
+            tickets="tickets" if config.in_clusters else NULL,
+            tree_mask=call.name("tree_mask"),
+            q_stride_b_s_h_elems=call.strides("q", 3),
+            kv_stride_page_token_h_elems=_cache_strides(config.problem.record, kv_cache),
+            table_stride_b_page_elems=call.strides("block_table", 2),
+            seqlens_stride_elems=call.stride("seqlens"),
+            out_stride_b_s_h_elems=call.strides("out", 3),
+            lse_stride_b_h_s_elems=call.strides("lse", 3),
+            max_stride_b_h_s_elems=(0, 0, 0),
+            sink_stride_elems=0,
+            tree_stride_b_s_elems=call.strides("tree_mask", 2),
+            b=b,
+            s_q=s_q,
+            h_q=h_q,
+            h_kv=h_kv,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_pages=call.view("block_table").shape[1],
+            num_splits=splits,
+            causal=options.causal,
+            out_is_fp32=call.view("out").dtype == "float32",
+            continued_index=0 if config.pieces else config.num_splits,
+            request_units=0,
+            unit_tiles=0,
+            cp_world=options.cp_world,
+            cp_rank=options.cp_rank,
+            scale_log2=options.scale * options.kv_scale * LOG2_E,
+            lse_factor=from_log2(options.lse_base),
+            empty_lse=options.empty_lse,
+            value_scale=options.kv_scale,
         )
         kv_map = config.kernel.kv_map
-        return LaunchArgs(
-            config.kernel,
-            (*attention, NULL, NULL, "partial_out", "partial_lse", NULL, tickets, call.name("tree_mask")),
-            values,
-            maps=(("kv_cache", kv_map(kv_cache)),) if kv_map else (),
-        )
+        return LaunchArgs(params, maps=(("kv_cache", kv_map(kv_cache)),) if kv_map else ())
 
 
-def _cache_strides(record: str, kv_cache: View) -> tuple[int, ...]:
+def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:
     """From page to page, token to token and head to head: in elements, or in bytes of a plane of records."""
-    if not record:
-        return kv_cache.strides[:3]
     (pages, page_size, _, width), (page, token, head, element) = kv_cache.shape, kv_cache.strides
+    if not record:
+        return page, token, head
     tokens = kv_cache._replace(shape=(pages, page_size, width), strides=(page, token, element))
     return (*page_and_token_bytes(FORMATS[record], tokens), head)
 

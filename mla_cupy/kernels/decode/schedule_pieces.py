@@ -5,26 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.kernels.attention.schedule import POINT_BYTES
+from mla_cupy.kernels.params import DecodeSchedulePiecesParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
-
-PARAMS = ParamLayout(
-    seqlens="u8",
-    schedule="u8",
-    seqlens_stride_elems="i8",
-    max_tokens="i8",
-    b="i4",
-    num_splits="i4",
-    piece_tiles="i4",
-    cp_world="i4",
-    cp_rank="i4",
-)
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "decode_schedule_pieces",
     "cuts every request of a batch alone, for results that do not depend on the batch",
     "decode/schedule_pieces.cu",
-    PARAMS,
+    DecodeSchedulePiecesParams,
     variants=PLAIN,
     core=PLAIN,
 )
@@ -46,5 +35,16 @@ def nbytes(pieces: Pieces) -> int:
 
 def launch(seqlens: str, stride: int, max_tokens: int, b: int, pieces: Pieces, shard: tuple[int, int]) -> Launch:
     """Write the schedule of the batch to the workspace's `schedule`; `shard` is (cp_world, cp_rank)."""
-    values = (stride, max_tokens, b, b * pieces.max_pieces, pieces.tiles, *shard)
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(KERNEL, (seqlens, "schedule"), values))
+    cp_world, cp_rank = shard
+    params = DecodeSchedulePiecesParams(
+        seqlens=seqlens,
+        schedule="schedule",
+        seqlens_stride_elems=stride,
+        max_tokens=max_tokens,
+        b=b,
+        num_splits=b * pieces.max_pieces,
+        piece_tiles=pieces.tiles,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+    )
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(params))

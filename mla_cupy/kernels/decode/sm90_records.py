@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import PARAMS, READS_RECORDS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, TREE_BLOCK_ROWS, SmallRecordVariant, TreeRecordVariant
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -26,7 +27,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_records",
     "dense decode from FP8 records with WGMMA, with swapped operands: blocks of up to 32 query rows",
     "decode/sm90_records.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     (
         *(SmallRecordVariant(dtype, name, rows) for dtype in HALF for name in READ for rows in BLOCK_ROWS),

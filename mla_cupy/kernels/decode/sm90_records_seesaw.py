@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import NO_TREE, PARAMS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import NO_TREE, AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
 from mla_cupy.kernels.attention.records import DENSE_RECORDS, RecordVariant, record_variant
 from mla_cupy.kernels.decode import sm90_records
 from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -46,7 +47,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_records_seesaw",
     "dense decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 rows",
     "decode/sm90_records_seesaw.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     tuple(RecordVariant(dtype, record) for dtype in HALF for record in DENSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, PARAMS, TREE_VARIANTS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, TREE_VARIANTS, AttentionKernel
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
 from mla_cupy.kernels.decode.sm90 import BLOCK_M, kv_map, unsupported
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -12,7 +13,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw",
     "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
     "decode/sm90_seesaw.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     (*KEY_VARIANTS, *TREE_VARIANTS),
     core=DTYPE_VARIANTS,

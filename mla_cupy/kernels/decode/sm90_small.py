@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import PARAMS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
@@ -85,7 +86,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
     "dense decode with WGMMA and TMA for up to 32 query rows per KV head, or small batches, with swapped operands",
     "decode/sm90_small.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     (*WIDE, *NARROW, *TREE),
     core=tuple(variant for variant in WIDE if variant.block_rows == 16),

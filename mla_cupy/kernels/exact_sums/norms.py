@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from mla_cupy.kernels.params import NormsParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
 
 ROWS_PER_BLOCK = 8
 
-PARAMS = ParamLayout(kv="u8", selected="u8", norms="u8", kv_stride_s_elems="i8", s_kv="i4")
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "exact_sums_norms",
     "for a deterministic backward: L2 norms of the selected rows",
     "exact_sums/norms.cu",
-    PARAMS,
+    NormsParams,
     variants=DTYPE_VARIANTS,
     facts={"rows_per_block": ROWS_PER_BLOCK},
 )
@@ -22,6 +22,8 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
     """Write the norm of the value part of each row that is selected."""
-    record = LaunchArgs(KERNEL, ("kv", "selected", "norms"), (call.strides("kv", 1)[0], problem.s_kv))
+    params = NormsParams(
+        kv="kv", selected="selected", norms="norms", kv_stride_s_elems=call.stride("kv"), s_kv=problem.s_kv
+    )
     blocks = -(-problem.s_kv // ROWS_PER_BLOCK)
-    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), record, dependent=False)
+    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)

@@ -12,8 +12,9 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF, TABLE
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.numbers import from_log2, to_log2
+from mla_cupy.kernels.params import MergeExchangeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ParamLayout
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
 
 TEAMS = 2
 """Slices of rows that a block works at side by side."""
@@ -29,63 +30,16 @@ REPORT = np.dtype([("failure", "<u8"), ("abort", "<u4"), ("unused", "<u4")])
 MAILBOX = np.dtype([("slabs", "<u8"), ("flags", "<u8")])
 
 ADDRESSES = (
-    "outs",
-    "lses",
-    "out",
-    "lse",
-    "schedule",
-    "partial_out",
-    "partial_lse",
-    "mailboxes",
-    "states",
-    "reports",
+    *("outs", "lses", "out", "lse", "schedule", "partial_out", "partial_lse"),
+    *("mailboxes", "states", "reports"),
 )
-PARAMS = ParamLayout(
-    **dict.fromkeys(ADDRESSES, "u8"),
-    outs_stride_r_elems="i8",
-    outs_stride_b_elems="i8",
-    outs_stride_s_elems="i8",
-    outs_stride_h_elems="i8",
-    lses_stride_r_elems="i8",
-    lses_stride_b_elems="i8",
-    lses_stride_h_elems="i8",
-    lses_stride_s_elems="i8",
-    out_stride_r_elems="i8",
-    out_stride_b_elems="i8",
-    out_stride_s_elems="i8",
-    out_stride_h_elems="i8",
-    lse_stride_r_elems="i8",
-    lse_stride_b_elems="i8",
-    lse_stride_h_elems="i8",
-    lse_stride_s_elems="i8",
-    schedule_stride_r="i8",
-    partial_stride_r_rows="i8",
-    slab_bytes="i8",
-    timeout_ns="i8",
-    world="i4",
-    rank="i4",
-    b="i4",
-    s_q="i4",
-    heads="i4",
-    d="i4",
-    slice_columns="i4",
-    slices="i4",
-    num_splits="i4",
-    continued_index="i4",
-    h_kv="i4",
-    call="i4",
-    outs_are_fp32="i4",
-    out_is_fp32="i4",
-    to_log2="f4",
-    lse_factor="f4",
-    empty_lse="f4",
-)
+"""The names of a launch's addresses, in the order in which `Prepared.enqueue` gets them."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "merge_exchange",
     "exchanges and merges the partial results of context-parallel ranks",
     "merge/exchange.cu",
-    PARAMS,
+    MergeExchangeParams,
     variants=DTYPE_VARIANTS,
     facts={
         "teams": TEAMS,
@@ -221,13 +175,48 @@ def launch(
     outs, lses, out, lse = views
     assert 0 < exchange.slab_bytes <= slab
     kinds = (outs.dtype, out.dtype)
-    values = (
-        *(*outs.strides[:4], *lses.strides[:4], *out.strides[:4], *lse.strides[:4]),
-        *(*split_strides, slab, timeout_ns, exchange.world, rank),
-        *(exchange.b, exchange.s_q, exchange.heads, exchange.d, exchange.slice_columns, exchange.slices),
-        *(splits.num_splits, splits.continued_index, splits.h_kv, exchange.digest),
-        *(kind == "float32" for kind in kinds),
-        *(to_log2(exchange.lse_base), from_log2(options.lse_base), options.empty_lse),
+    params = MergeExchangeParams(
+        outs="outs",
+        lses="lses",
+        out="out",
+        lse="lse",
+        schedule="schedule",
+        partial_out="partial_out",
+        partial_lse="partial_lse",
+        mailboxes="mailboxes",
+        states="states",
+        reports="reports",
+        outs_stride_r_b_s_h_elems=_four(outs),
+        lses_stride_r_b_h_s_elems=_four(lses),
+        out_stride_r_b_s_h_elems=_four(out),
+        lse_stride_r_b_h_s_elems=_four(lse),
+        schedule_stride_r=split_strides[0],
+        partial_stride_r_rows=split_strides[1],
+        slab_bytes=slab,
+        timeout_ns=timeout_ns,
+        world=exchange.world,
+        rank=rank,
+        b=exchange.b,
+        s_q=exchange.s_q,
+        heads=exchange.heads,
+        d=exchange.d,
+        slice_columns=exchange.slice_columns,
+        slices=exchange.slices,
+        num_splits=splits.num_splits,
+        continued_index=splits.continued_index,
+        h_kv=splits.h_kv,
+        call=exchange.digest,
+        outs_are_fp32=outs.dtype == "float32",
+        out_is_fp32=out.dtype == "float32",
+        to_log2=to_log2(exchange.lse_base),
+        lse_factor=from_log2(options.lse_base),
+        empty_lse=options.empty_lse,
     )
     half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-    return Launch(KERNEL, DtypeVariant(half), (exchange.blocks, ranks, 1), LaunchArgs(KERNEL, ADDRESSES, values))
+    return Launch(KERNEL, DtypeVariant(half), (exchange.blocks, ranks, 1), LaunchArgs(params))
+
+
+def _four(view: View) -> tuple[int, int, int, int]:
+    """The strides of the ranks and of the three axes behind them."""
+    ranks, first, second, third, *_ = view.strides
+    return ranks, first, second, third

@@ -9,6 +9,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.merge import states
 from mla_cupy.kernels.numbers import from_log2, to_log2
+from mla_cupy.kernels.params import MergeStatesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import DtypeVariant
 from mla_cupy.runtime.device import DeviceInfo
@@ -49,18 +50,28 @@ class MergePipeline(Pipeline[MergeProblem]):
         if b * s_q * h_q == 0:
             return []
         kinds = (config.outs_dtype, call.view("out").dtype)
-        values = (
-            *call.strides("outs", 4),
-            *call.strides("lses", 4),
-            *call.strides("out", 3),
-            *call.strides("lse", 3),
-            *(n, b, s_q, h_q, d),
-            *(kind == "float32" for kind in kinds),
-            *(to_log2(options.lse_base), from_log2(options.lse_base), options.empty_lse),
+        params = MergeStatesParams(
+            outs="outs",
+            lses="lses",
+            out="out",
+            lse="lse",
+            outs_stride_n_b_s_h_elems=call.strides("outs", 4),
+            lses_stride_n_b_h_s_elems=call.strides("lses", 4),
+            out_stride_b_s_h_elems=call.strides("out", 3),
+            lse_stride_b_h_s_elems=call.strides("lse", 3),
+            n=n,
+            b=b,
+            s_q=s_q,
+            h_q=h_q,
+            d=d,
+            outs_are_fp32=config.outs_dtype == "float32",
+            out_is_fp32=call.view("out").dtype == "float32",
+            to_log2=to_log2(options.lse_base),
+            lse_factor=from_log2(options.lse_base),
+            empty_lse=options.empty_lse,
         )
-        record = LaunchArgs(states.KERNEL, ("outs", "lses", "out", "lse"), values)
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(states.KERNEL, DtypeVariant(half), (b * s_q * h_q, 1, 1), record)]
+        return [Launch(states.KERNEL, DtypeVariant(half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
 
 
 MERGE = MergePipeline()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mla_cupy.kernels.attention import generic as attention_generic
-from mla_cupy.kernels.sparse_backward.problem import CORE, PARAMS, VARIANTS, BackwardKernel, SparseBackwardProblem
+from mla_cupy.kernels.params import BackwardParams
+from mla_cupy.kernels.sparse_backward.problem import CORE, VARIANTS, BackwardKernel, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
@@ -19,7 +20,7 @@ KERNEL = BackwardKernel(
     "sparse_backward_generic",
     "gradients of sparse attention on CUDA cores, for any GPU from sm_75 on: the fallback",
     "sparse_backward/generic.cu",
-    PARAMS,
+    BackwardParams,
     variants=VARIANTS,
     core=CORE,
     facts={"block_heads": BLOCK_HEADS},

@@ -14,7 +14,9 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.exact_sums import bins, bounds, norms
 from mla_cupy.kernels.numbers import LOG2_E, to_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import BackwardParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_keys64, sm100_ws
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -124,36 +126,41 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         """What a deterministic main kernel must know of its additions: how large they can be, and how many."""
         problem = config.problem
         of_rows = [norms.launch(problem, call)] if problem.s_kv > 0 else []
-        return [*of_rows, bounds.launch(problem, call), bins.launch(problem, config.kernel.additions(problem))]
+        return [*of_rows, bounds.launch(problem, call), bins.launch(problem.s_kv, config.kernel.additions(problem))]
 
     def _main(self, config: SparseBackwardConfig, call: Call) -> Launch:
         problem, kernel = config.problem, config.kernel
         options = cast(SparseBackwardOptions, call.options)
-        if config.delta_in_main:
-            out, lse2, lse2_strides, lse2_factor = "out", "lse", call.strides("lse", 2), to_log2(options.lse_base)
-        else:
-            out, lse2, lse2_strides, lse2_factor = NULL, "lse2", (problem.h_q, 1), 1.0
-        addresses = (
-            *("q", "kv", "dout", "rows", "counts", lse2, "delta"),
-            "extractors" if problem.deterministic else NULL,
-            *("dq", "sums"),
-            "progress" if config.ordered else NULL,
-            out,
-        )
-        values = (
-            *call.strides("q", 2),
-            *call.strides("kv", 1),
-            *call.strides("dout", 2),
-            *call.strides("dq", 2),
-            *call.strides("out", 2),
-            *lse2_strides,
-            row_lists.rows_stride(problem.topk),
-            *(problem.s_q, problem.s_kv, problem.h_q),
-            *(lse2_factor, options.scale, options.scale * LOG2_E),
+        in_main = config.delta_in_main
+        params = BackwardParams(
+            q="q",
+            kv="kv",
+            dout="dout",
+            rows="rows",
+            counts="counts",
+            lse2="lse" if in_main else "lse2",
+            delta="delta",
+            extractors="extractors" if problem.deterministic else NULL,
+            dq="dq",
+            dkv="sums",
+            progress="progress" if config.ordered else NULL,
+            out="out" if in_main else NULL,
+            q_stride_s_h_elems=call.strides("q", 2),
+            kv_stride_s_elems=call.stride("kv"),
+            dout_stride_s_h_elems=call.strides("dout", 2),
+            dq_stride_s_h_elems=call.strides("dq", 2),
+            out_stride_s_h_elems=call.strides("out", 2),
+            lse2_stride_s_h_elems=call.strides("lse", 2) if in_main else (problem.h_q, 1),
+            rows_stride_elems=row_lists.rows_stride(problem.topk),
+            s_q=problem.s_q,
+            s_kv=problem.s_kv,
+            h_q=problem.h_q,
+            lse2_factor=to_log2(options.lse_base) if in_main else 1.0,
+            scale=options.scale,
+            scale_log2=options.scale * LOG2_E,
         )
         maps = kernel.maps(problem, call) if kernel.maps else ()
-        record = LaunchArgs(kernel, addresses, values, maps)
-        return Launch(kernel, kernel.variant(problem), config.grid, record, dependent=False)
+        return Launch(kernel, kernel.variant(problem), config.grid, LaunchArgs(params, maps), dependent=False)
 
 
 SPARSE_BACKWARD = SparseBackwardPipeline()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -23,40 +23,6 @@ class DkvOrder(IntEnum):
     PLAIN = 0
     SM90 = 1
     SM100 = 2
-
-
-PARAMS = ParamLayout(
-    q="u8",
-    kv="u8",
-    dout="u8",
-    rows="u8",
-    counts="u8",
-    lse2="u8",
-    delta="u8",
-    extractors="u8",
-    dq="u8",
-    dkv="u8",
-    progress="u8",
-    out="u8",
-    q_stride_s_elems="i8",
-    q_stride_h_elems="i8",
-    kv_stride_s_elems="i8",
-    dout_stride_s_elems="i8",
-    dout_stride_h_elems="i8",
-    dq_stride_s_elems="i8",
-    dq_stride_h_elems="i8",
-    out_stride_s_elems="i8",
-    out_stride_h_elems="i8",
-    lse2_stride_s_elems="i8",
-    lse2_stride_h_elems="i8",
-    rows_stride_elems="i8",
-    s_q="i4",
-    s_kv="i4",
-    h_q="i4",
-    lse2_factor="f4",
-    scale="f4",
-    scale_log2="f4",
-)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
-    PARAMS,
     VARIANTS,
     BackwardKernel,
     DkvOrder,
@@ -60,7 +60,7 @@ def maps(problem: SparseBackwardProblem, call: Call) -> tuple[tuple[str, TensorM
     # Without a row nothing is fetched, but a map needs an address.
     kv = "kv" if problem.s_kv > 0 else "dq"
     nbytes = TABLE[problem.dtype].nbytes
-    row_bytes = nbytes * (call.strides("kv", 1)[0] if problem.s_kv > 1 else problem.d_qk)
+    row_bytes = nbytes * (call.stride("kv") if problem.s_kv > 1 else problem.d_qk)
     rows = TensorMapSpec(
         problem.dtype,
         0,
@@ -94,7 +94,7 @@ KERNEL = BackwardKernel(
     "sparse_backward_sm100",
     "gradients of sparse attention with tcgen05, all sums in tensor memory; simulated, not yet run on hardware",
     "sparse_backward/sm100.cu",
-    PARAMS,
+    BackwardParams,
     BLACKWELL,
     tiled(VARIANTS, TILE_KEYS),
     tiled(CORE, TILE_KEYS),

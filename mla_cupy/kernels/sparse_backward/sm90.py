@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
-    PARAMS,
     VARIANTS,
     BackwardKernel,
     DkvOrder,
@@ -60,7 +60,7 @@ KERNEL = BackwardKernel(
     "sparse_backward_sm90",
     "gradients of sparse attention with WGMMA, 64 heads of a query at a time",
     "sparse_backward/sm90.cu",
-    PARAMS,
+    BackwardParams,
     HOPPER,
     _with_heads(VARIANTS),
     _with_heads(CORE),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.sparse_backward import sm90
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
-    PARAMS,
     VARIANTS,
     BackwardKernel,
     DkvOrder,
@@ -42,7 +42,7 @@ KERNEL = BackwardKernel(
     "sparse_backward_sm90_pair",
     "gradients of sparse attention with WGMMA for 65 to 128 heads: a cluster of two blocks shares a query",
     "sparse_backward/sm90_pair.cu",
-    PARAMS,
+    BackwardParams,
     HOPPER,
     VARIANTS,
     CORE,

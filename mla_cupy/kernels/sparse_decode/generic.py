@@ -6,14 +6,15 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS, RecordVariant, record_variant
-from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
+from mla_cupy.kernels.params import SparseDecodeParams
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.shapes import TILE_TOKENS
 
 KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode_generic",
     "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_decode/generic.cu",
-    PARAMS,
+    SparseDecodeParams,
     variants=tuple(RecordVariant(dtype, record) for dtype in HALF for record in SPARSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,

@@ -6,6 +6,7 @@ To the schedule a query is a request whose tokens are the entries of its lists: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
@@ -14,7 +15,9 @@ from mla_cupy.kernels.attention import combine, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS, AttentionKernel
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import DecodeParams, ExtraAddresses, SparseDecodeParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_decode import generic, schedule, sm90, sm90_small
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
@@ -84,59 +87,89 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         problem, splits = config.problem, config.cuts.num_splits
         if problem.queries == 0:
             return []
-        common = self._record(config, call)
+        params = self._params(config, call)
+        with_extra = LaunchArgs(_with_extra(problem, params, call))
         steps: list[Step] = []
         if problem.ragged:
             merge_cost = attention_schedule.merge_cost(min(problem.h_q, config.block_rows))
             steps.append(schedule.launch(call, problem, splits, merge_cost))
-        steps.append(
-            Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), _selection(problem, common, call))
-        )
+        steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), with_extra))
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
-            steps.append(combine.launch(problem.dtype, blocks, common))
+            steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
         return steps
 
-    def _record(self, config: SparseDecodeConfig, call: Call) -> LaunchArgs:
-        problem, options = config.problem, call.options
-        assert isinstance(options, SparseDecodeOptions)
+    def _params(self, config: SparseDecodeConfig, call: Call) -> DecodeParams:
+        problem, options, cuts = config.problem, cast(SparseDecodeOptions, call.options), config.cuts
         of_query = 1 if call.view("q").shape[1] > 1 else 0  # the axes b and s_q step evenly: they are one
-        q, out, lse = (call.strides(name, 3) for name in ("q", "out", "lse"))
         indices, cache = call.view("indices"), call.view("kv_cache")
-        addresses = (
-            *("q", "kv_cache", "indices", call.name("topk_length"), "schedule" if problem.ragged else NULL),
-            *("out", "lse", call.name("attn_sink"), NULL, "partial_out", "partial_lse", NULL, NULL, NULL),
+        return DecodeParams(
+            q="q",
+            kv="kv_cache",
+            block_table="indices",
+            seqlens=call.name("topk_length"),
+            schedule="schedule" if problem.ragged else NULL,
+            out="out",
+            lse="lse",
+            attn_sink=call.name("attn_sink"),
+            max_logits=NULL,
+            partial_out="partial_out",
+            partial_lse="partial_lse",
+            partial_max=NULL,
+            tickets=NULL,
+            tree_mask=NULL,
+            q_stride_b_s_h_elems=(call.stride("q", of_query), 0, call.stride("q", 2)),
+            kv_stride_page_token_h_elems=(*_strides(problem.record, cache), 0),
+            table_stride_b_page_elems=(indices.strides[0], indices.strides[2]),
+            seqlens_stride_elems=call.stride("topk_length"),
+            out_stride_b_s_h_elems=(call.stride("out", of_query), 0, call.stride("out", 2)),
+            lse_stride_b_h_s_elems=(call.stride("lse", of_query), call.stride("lse", 2), 0),
+            max_stride_b_h_s_elems=(0, 0, 0),
+            sink_stride_elems=call.stride("attn_sink"),
+            tree_stride_b_s_elems=(0, 0),
+            b=problem.queries,
+            s_q=1,
+            h_q=problem.h_q,
+            h_kv=1,
+            num_pages=cache.shape[0],
+            page_size=cache.shape[1],
+            max_pages=indices.shape[2],
+            num_splits=cuts.num_splits,
+            causal=False,
+            out_is_fp32=call.view("out").dtype == "float32",
+            continued_index=cuts.num_splits,
+            request_units=cuts.request_units,
+            unit_tiles=cuts.unit_tiles,
+            cp_world=1,
+            cp_rank=0,
+            scale_log2=options.scale * LOG2_E,
+            lse_factor=from_log2(options.lse_base),
+            empty_lse=options.empty_lse,
+            value_scale=1.0,
         )
-        values = (
-            *(q[of_query], 0, q[2]),
-            *(*_strides(problem.record, cache), 0),
-            *(indices.strides[0], indices.strides[2], *call.strides("topk_length", 1)),
-            *(out[of_query], 0, out[2]),
-            *(lse[of_query], lse[2], 0),
-            *(0, 0, 0),
-            *(*call.strides("attn_sink", 1), 0, 0),
-            *(problem.queries, 1, problem.h_q, 1),
-            *(*cache.shape[:2], indices.shape[2], config.cuts.num_splits),
-            *(False, call.view("out").dtype == "float32"),  # not causal
-            *(config.cuts.num_splits, config.cuts.request_units, config.cuts.unit_tiles),  # continued_index first
-            *(1, 0),  # one rank
-            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
-        )
-        return LaunchArgs(combine.KERNEL, addresses, values)
 
 
-def _selection(problem: SparseDecodeProblem, common: LaunchArgs, call: Call) -> LaunchArgs:
-    """What the attention kernels take: the second cache and its lists, too."""
+def _with_extra(problem: SparseDecodeProblem, params: DecodeParams, call: Call) -> SparseDecodeParams:
+    """Parameters of the attention kernels: the second cache and its lists, too."""
     indices, cache, extra = call.view("indices"), call.views["extra_kv_cache"], call.views["extra_indices"]
-    names = ("extra_kv_cache", "extra_indices", "extra_topk_length")
-    strides, shape = ((0, 0), (0, 1)) if cache is None else (_strides(problem.record, cache), cache.shape[:2])
-    values = (
-        indices.strides[1],
-        *(*strides, *call.strides("extra_indices", 3), *call.strides("extra_topk_length", 1)),
-        *(indices.shape[1], *shape, 0 if extra is None else extra.shape[2]),
+    page_bytes, token_bytes = (0, 0) if cache is None else _strides(problem.record, cache)
+    return SparseDecodeParams(
+        extra_addresses=ExtraAddresses(
+            extra_cache=call.name("extra_kv_cache"),
+            extra_indices=call.name("extra_indices"),
+            extra_topk_length=call.name("extra_topk_length"),
+        ),
+        decode_params=params,
+        indices_stride_s_elems=indices.strides[1],
+        extra_page_stride_bytes=page_bytes,
+        extra_token_stride_bytes=token_bytes,
+        extra_stride_b_s_k_elems=call.strides("extra_indices", 3),
+        extra_length_stride_elems=call.stride("extra_topk_length"),
+        queries_of_length=indices.shape[1],
+        extra_num_pages=0 if cache is None else cache.shape[0],
+        extra_page_size=1 if cache is None else cache.shape[1],
+        extra_topk=0 if extra is None else extra.shape[2],
     )
-    addresses = (*(call.name(name) for name in names), *common.addresses)
-    return LaunchArgs(sm90.KERNEL, addresses, (*common.values, *values))
 
 
 def _strides(record: str, cache: View) -> tuple[int, int]:

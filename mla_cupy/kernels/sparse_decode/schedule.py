@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS
 from mla_cupy.kernels.attention.schedule import PRICE_SCALE, merge_cost, piece_cost
+from mla_cupy.kernels.params import SparseDecodeScheduleParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import PLAIN, KernelSpec, ParamLayout
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
 
 ITEM_COST = 3
 """What a work item costs besides its tiles, in tiles: as in `attention/split_schedule.cuh`."""
@@ -24,19 +25,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "sparse_decode_schedule",
     "cuts the lists of sparse decode into splits, where their lengths are in memory",
     "sparse_decode/schedule.cu",
-    ParamLayout(
-        topk_length="u8",
-        extra_topk_length="u8",
-        schedule="u8",
-        topk_length_stride_elems="i8",
-        extra_topk_length_stride_elems="i8",
-        queries="i4",
-        s_q="i4",
-        topk="i4",
-        extra_topk="i4",
-        num_splits="i4",
-        merge_cost="i4",
-    ),
+    SparseDecodeScheduleParams,
     facts={"max_splits": MAX_SPLITS},
 )
 
@@ -44,12 +33,20 @@ KERNEL: KernelSpec[object] = KernelSpec(
 def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost: int) -> Launch:
     """Write the schedule to the workspace."""
     _, s_q, topk = call.view("indices").shape
-    values = (
-        *(*call.strides("topk_length", 1), *call.strides("extra_topk_length", 1)),
-        *(problem.queries, s_q, topk, problem.topk - topk, num_splits, merge_cost),
+    params = SparseDecodeScheduleParams(
+        topk_length=call.name("topk_length"),
+        extra_topk_length=call.name("extra_topk_length"),
+        schedule="schedule",
+        topk_length_stride_elems=call.stride("topk_length"),
+        extra_topk_length_stride_elems=call.stride("extra_topk_length"),
+        queries=problem.queries,
+        s_q=s_q,
+        topk=topk,
+        extra_topk=problem.topk - topk,
+        num_splits=num_splits,
+        merge_cost=merge_cost,
     )
-    addresses = (call.name("topk_length"), call.name("extra_topk_length"), "schedule")
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(KERNEL, addresses, values))
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(params))
 
 
 class Cuts(NamedTuple):

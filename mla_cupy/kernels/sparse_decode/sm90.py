@@ -6,7 +6,8 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS, RecordVariant, record_variant
-from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
+from mla_cupy.kernels.params import SparseDecodeParams
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -36,7 +37,7 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode_sm90",
     "sparse decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 heads",
     "sparse_decode/sm90.cu",
-    PARAMS,
+    SparseDecodeParams,
     HOPPER,
     tuple(RecordVariant(dtype, record) for dtype in HALF for record in SPARSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},

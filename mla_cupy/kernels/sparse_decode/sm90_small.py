@@ -5,7 +5,8 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, SmallRecordVariant
-from mla_cupy.kernels.sparse_decode.problem import PARAMS, SparseDecodeProblem
+from mla_cupy.kernels.params import SparseDecodeParams
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -32,7 +33,7 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode_sm90_small",
     "sparse decode from FP8 records with WGMMA, with swapped operands: blocks of up to 32 heads",
     "sparse_decode/sm90_small.cu",
-    PARAMS,
+    SparseDecodeParams,
     HOPPER,
     tuple(
         SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in SPARSE_RECORDS for rows in BLOCK_ROWS

@@ -11,7 +11,9 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache import gather
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import CacheGatherParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_forward import sm90, sm90_records
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import PLAIN
@@ -49,11 +51,20 @@ def launches(problem: SparseForwardProblem, record: str, call: Call) -> list[Lau
     kept, kv = FORMATS[record], call.view("kv")
     num_pages, page_size, _ = kv.shape
     page, token = record_layout.page_and_token_bytes(kept, kv)
-    values = (
-        *(0, problem.d_qk * TABLE[problem.dtype].nbytes, page, token),
-        *(problem.s_kv, num_pages, page_size, record_layout.KINDS[problem.dtype], False),
-        *record_layout.values(kept, page_size, token, 1.0),
+    params = CacheGatherParams(
+        cache="kv",
+        slots=NULL,
+        rows=ROWS,
+        slots_stride_bytes=0,
+        rows_stride_bytes=problem.d_qk * TABLE[problem.dtype].nbytes,
+        page_stride_bytes=page,
+        token_stride_bytes=token,
+        n=problem.s_kv,
+        num_pages=num_pages,
+        page_size=page_size,
+        element=record_layout.KINDS[problem.dtype],
+        slots_are_64=False,
+        **record_layout.members(kept, page_size, token, 1.0),
     )
     blocks = -(-problem.s_kv // gather.ROWS_PER_BLOCK)
-    parameters = LaunchArgs(gather.KERNEL, ("kv", NULL, ROWS), values)
-    return [Launch(gather.KERNEL, PLAIN[0], (blocks, 1, 1), parameters)] if blocks else []
+    return [Launch(gather.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))] if blocks else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
+from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
@@ -17,7 +18,9 @@ from mla_cupy.kernels.attention import combine, generic, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_forward import convert, generic_records, sm90, sm90_records, sm90_small
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -100,50 +103,80 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         problem, options = config.problem, call.options
         if problem.s_q == 0:
             return []
-        record = self._record(config, call)
+        args = self._args(config, call)
         list_stride = row_lists.rows_stride(problem.topk)
         merge_cost = schedule.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
             *(convert.launches(problem, config.converted, call) if config.converted else ()),
             row_lists.launch(call, options.causal, ordered=config.ordered, s_kv=problem.s_kv),
             schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
-            Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), record),
+            Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), args),
         ]
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)
-            steps.append(combine.launch(problem.dtype, blocks, record))
+            steps.append(combine.launch(problem.dtype, blocks, args))
         return steps
 
-    def _record(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
+    def _args(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
         problem, options = config.problem, cast(SparseForwardOptions, call.options)
         q, out, lse, maxima = (call.strides(name, 2) for name in ("q", "out", "lse", "max_logits"))
-        kv, list_stride = call.view("kv"), row_lists.rows_stride(problem.topk)
-        cache, pages = (kv.strides[0], 0, 0), kv.shape[:2]
-        if problem.record:
-            cache = (*page_and_token_bytes(FORMATS[problem.record], kv), 0)
-        elif config.converted:
-            cache, pages = (problem.d_qk, 0, 0), (problem.s_kv, 1)
-        addresses = (
-            *("q", convert.ROWS if config.converted else "kv", "rows", "counts", "schedule", "out", "lse"),
-            *(call.name("attn_sink"), "max_logits", "partial_out", "partial_lse", "partial_max", NULL, NULL),
+        row_strides, (num_pages, page_size) = _rows(config, call.view("kv"))
+        list_stride = row_lists.rows_stride(problem.topk)
+        params = DecodeParams(
+            q="q",
+            kv=convert.ROWS if config.converted else "kv",
+            block_table="rows",
+            seqlens="counts",
+            schedule="schedule",
+            out="out",
+            lse="lse",
+            attn_sink=call.name("attn_sink"),
+            max_logits="max_logits",
+            partial_out="partial_out",
+            partial_lse="partial_lse",
+            partial_max="partial_max",
+            tickets=NULL,
+            tree_mask=NULL,
+            q_stride_b_s_h_elems=(q[0], 0, q[1]),
+            kv_stride_page_token_h_elems=row_strides,
+            table_stride_b_page_elems=(list_stride, 1),
+            seqlens_stride_elems=1,
+            out_stride_b_s_h_elems=(out[0], 0, out[1]),
+            lse_stride_b_h_s_elems=(lse[0], lse[1], 0),
+            max_stride_b_h_s_elems=(maxima[0], maxima[1], 0),
+            sink_stride_elems=call.stride("attn_sink"),
+            tree_stride_b_s_elems=(0, 0),
+            b=problem.s_q,
+            s_q=1,
+            h_q=problem.h_q,
+            h_kv=1,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_pages=list_stride,
+            num_splits=config.num_splits,
+            causal=False,  # the lists are
+            out_is_fp32=call.view("out").dtype == "float32",
+            continued_index=config.num_splits,
+            request_units=0,
+            unit_tiles=0,
+            cp_world=1,
+            cp_rank=0,
+            scale_log2=options.scale * LOG2_E,
+            lse_factor=from_log2(options.lse_base),
+            empty_lse=options.empty_lse,
+            value_scale=1.0,
         )
-        values = (
-            *(q[0], 0, q[1]),
-            *cache,
-            *(list_stride, 1, 1),  # of the lists, and of their lengths
-            *(out[0], 0, out[1]),
-            *(lse[0], lse[1], 0),
-            *(maxima[0], maxima[1], 0),
-            *(*call.strides("attn_sink", 1), 0, 0),
-            *(problem.s_q, 1, problem.h_q, 1),
-            *(*pages, list_stride, config.num_splits),
-            False,  # causal: the lists are
-            call.view("out").dtype == "float32",
-            *(config.num_splits, 0, 0),  # continued_index; a schedule in memory
-            *(1, 0),  # every row of kv is here
-            *(options.scale * LOG2_E, from_log2(options.lse_base), options.empty_lse, 1.0),
-        )
-        return LaunchArgs(config.kernel, addresses, values)
+        return LaunchArgs(params)
+
+
+def _rows(config: SparseForwardConfig, kv: View) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """The strides of pages, tokens and heads of what is attended to, and how many pages of how many tokens it has."""
+    problem = config.problem
+    if config.converted:
+        return (problem.d_qk, 0, 0), (problem.s_kv, 1)
+    if problem.record:
+        return (*page_and_token_bytes(FORMATS[problem.record], kv), 0), kv.shape[:2]
+    return (kv.strides[0], 0, 0), kv.shape[:2]
 
 
 SPARSE_FORWARD = SparseForwardPipeline()

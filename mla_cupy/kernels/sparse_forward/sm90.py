@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import PARAMS, READS_ROWS, AttentionKernel, HeadDimVariant
+from mla_cupy.kernels.attention.kernel import READS_ROWS, AttentionKernel, HeadDimVariant
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -25,7 +26,7 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward_sm90",
     "sparse forward with WGMMA: the seesaw schedule over gathered rows",
     "sparse_forward/sm90.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     variants=tuple(HeadDimVariant(dtype, d_qk) for dtype in HALF for d_qk in HEAD_DIMS_QK),
     core=(HeadDimVariant("bfloat16", D_QK),),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import PARAMS, READS_RECORDS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS, SmallRecordVariant
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -30,7 +31,7 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward_sm90_records",
     "sparse forward from FP8 records with WGMMA, with swapped operands: blocks of up to 32 heads",
     "sparse_forward/sm90_records.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     tuple(
         SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in SPARSE_RECORDS for rows in BLOCK_ROWS

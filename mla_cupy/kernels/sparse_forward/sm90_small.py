@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import PARAMS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward import sm90
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant
@@ -41,7 +42,7 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward_sm90_small",
     "sparse forward with WGMMA for up to 32 heads, with swapped operands",
     "sparse_forward/sm90_small.cu",
-    PARAMS,
+    DecodeParams,
     HOPPER,
     variants=tuple(
         SmallVariant(dtype, d_qk, heads) for dtype in HALF for d_qk in HEAD_DIMS_QK for heads in BLOCK_HEADS

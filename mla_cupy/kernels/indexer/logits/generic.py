@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.logits.problem import DTYPES, HEAD_DIMS, PARAMS, LogitsKernel, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import DTYPES, HEAD_DIMS, LogitsKernel, LogitsProblem
+from mla_cupy.kernels.params import LogitsParams
 from mla_cupy.kernels.spec import DtypeVariant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
@@ -20,7 +21,7 @@ KERNEL = LogitsKernel(
     "indexer_logits_generic",
     "indexer logits on any GPU, in fp32",
     "indexer/logits/generic.cu",
-    PARAMS,
+    LogitsParams,
     variants=tuple(DtypeVariant(dtype) for dtype in DTYPES),
     facts={"max_head_dim": max(HEAD_DIMS)},
     fallback=True,

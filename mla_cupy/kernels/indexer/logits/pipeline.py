@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -11,14 +10,15 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.logits import generic, schedule, sm90, sm90_half, sm90_paged
-from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, PARAMS, LogitsKernel, LogitsOptions, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, LogitsKernel, LogitsOptions, LogitsProblem
 from mla_cupy.kernels.indexer.logits.schedule import ScheduleVariant
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import LogitsParams, LogitsScheduleParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 _STORED_AT_ONCE = 4
 """Logits."""
-_NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
 
 
 @dataclass(frozen=True)
@@ -62,52 +62,33 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         problem, kernel = config.problem, config.kernel
         if problem.num_tokens == 0 or problem.num_keys == 0:
             return []
-        numbers = self._numbers(config, call)
-        launch = Launch(kernel, kernel.variant(problem), config.grid, self._record(config, call, numbers))
-        return [self._schedule(config, call, numbers), launch] if config.num_splits else [launch]
+        params = self._params(config, call)
+        launch = Launch(kernel, kernel.variant(problem), config.grid, LaunchArgs(params, kernel.maps(call)))
+        return [_schedule(config, params), launch] if config.num_splits else [launch]
 
     @abstractmethod
-    def _addresses(self, call: Call) -> dict[str, str]:
-        """Member of the record -> name of an array, where they differ and both forms do not agree."""
+    def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
+        """The parameters of the kernel."""
 
-    @abstractmethod
-    def _strides(self, call: Call) -> dict[str, int]:
-        """The members that differ between the forms."""
 
-    def _numbers(self, config: LogitsConfig, call: Call) -> dict[str, int]:
-        problem, options = config.problem, cast(LogitsOptions, call.options)
-        logits = call.view("logits")
-        return {
-            **dict.fromkeys(_NUMBERS, 0),
-            **self._strides(call),
-            "num_tokens": problem.num_tokens,
-            "block_tokens": problem.block_tokens,
-            "num_keys": problem.num_keys,
-            "heads": problem.heads,
-            "head_dim": problem.head_dim,
-            "page_size": problem.page_size,
-            "clean": options.clean,
-            "bf16_out": logits.dtype == "bfloat16",
-            "wide_rows": _is_wide(logits),
-            "num_blocks": problem.num_blocks,
-        }
-
-    def _record(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> LaunchArgs:
-        cuts = "cuts" if config.num_splits else ""
-        names = {"q": "q", "weights": "weights", "logits": "logits", "cuts": cuts, **self._addresses(call)}
-        members = (PARAMS.dtype.names or ())[: PARAMS.num_addresses]
-        addresses = tuple(names.get(member, "") for member in members)
-        return LaunchArgs(config.kernel, addresses, tuple(numbers.values()), config.kernel.maps(call))
-
-    def _schedule(self, config: LogitsConfig, call: Call, numbers: Mapping[str, int]) -> Launch:
-        names = self._addresses(call)
-        members = (schedule.PARAMS.dtype.names or ())[schedule.PARAMS.num_addresses : -1]
-        record = LaunchArgs(
-            schedule.KERNEL,
-            (names.get("begins", ""), names.get("ends", ""), "cuts"),
-            (*(numbers[member] for member in members), config.num_splits),
+def _schedule(config: LogitsConfig, params: LogitsParams) -> Launch:
+    """Cut the tiles of the tokens of `params`."""
+    args = LaunchArgs(
+        LogitsScheduleParams(
+            begins=params.begins,
+            ends=params.ends,
+            cuts=params.cuts,
+            begins_stride_elems=params.begins_stride_elems,
+            ends_stride_block_token_elems=params.ends_stride_block_token_elems,
+            num_tokens=params.num_tokens,
+            num_blocks=params.num_blocks,
+            block_tokens=params.block_tokens,
+            num_keys=params.num_keys,
+            end_of_last=params.end_of_last,
+            num_splits=config.num_splits,
         )
-        return Launch(schedule.KERNEL, ScheduleVariant(config.kernel.tile_keys), (1, 1, 1), record)
+    )
+    return Launch(schedule.KERNEL, ScheduleVariant(config.kernel.tile_keys), (1, 1, 1), args)
 
 
 class PrefillPipeline(LogitsPipeline):
@@ -115,28 +96,42 @@ class PrefillPipeline(LogitsPipeline):
 
     kernels = (sm90_half.KERNEL, sm90.KERNEL, generic.KERNEL)
 
-    def _addresses(self, call: Call) -> dict[str, str]:
-        given = {"k_scale": "k_scale", "begins": "ks", "ends": "ke"}
-        return {"k": "k", **{member: call.name(name) for member, name in given.items()}}
-
-    def _strides(self, call: Call) -> dict[str, int]:
+    def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
+        problem, options = config.problem, cast(LogitsOptions, call.options)
         q, weights = call.strides("q", 2), call.strides("weights", 2)
-        (begins,), (ends,), (logits,) = (call.strides(name, 1) for name in ("ks", "ke", "logits"))
-        return {
-            "q_stride_block_elems": BLOCK_TOKENS * q[0],
-            "q_stride_token_elems": q[0],
-            "q_stride_head_elems": q[1],
-            "k_stride_elems": call.strides("k", 1)[0],
-            "weights_stride_block_elems": BLOCK_TOKENS * weights[0],
-            "weights_stride_token_elems": weights[0],
-            "weights_stride_head_elems": weights[1],
-            "k_scale_stride_elems": call.strides("k_scale", 1)[0],
-            "begins_stride_elems": begins,
-            "ends_stride_block_elems": BLOCK_TOKENS * ends,
-            "ends_stride_token_elems": ends,
-            "logits_stride_block_elems": BLOCK_TOKENS * logits,
-            "logits_stride_token_elems": logits,
-        }
+        ends, logits = call.stride("ke"), call.stride("logits")
+        return LogitsParams(
+            q="q",
+            k="k",
+            weights="weights",
+            k_scale=call.name("k_scale"),
+            begins=call.name("ks"),
+            ends=call.name("ke"),
+            block_table=NULL,
+            cuts="cuts" if config.num_splits else NULL,
+            logits="logits",
+            q_stride_block_token_head_elems=(BLOCK_TOKENS * q[0], *q),
+            k_stride_elems=call.stride("k"),
+            weights_stride_block_token_head_elems=(BLOCK_TOKENS * weights[0], *weights),
+            k_scale_stride_elems=call.stride("k_scale"),
+            begins_stride_elems=call.stride("ks"),
+            ends_stride_block_token_elems=(BLOCK_TOKENS * ends, ends),
+            table_stride_block_page_elems=(0, 0),
+            page_stride_bytes=0,
+            logits_stride_block_token_elems=(BLOCK_TOKENS * logits, logits),
+            num_tokens=problem.num_tokens,
+            block_tokens=problem.block_tokens,
+            num_keys=problem.num_keys,
+            end_of_last=False,
+            heads=problem.heads,
+            head_dim=problem.head_dim,
+            page_size=0,
+            num_pages=0,
+            clean=options.clean,
+            bf16_out=call.view("logits").dtype == "bfloat16",
+            wide_rows=_is_wide(call.view("logits")),
+            num_blocks=problem.num_blocks,
+        )
 
 
 class PagedPipeline(LogitsPipeline):
@@ -144,31 +139,41 @@ class PagedPipeline(LogitsPipeline):
 
     kernels = (sm90_paged.KERNEL, generic.KERNEL)
 
-    def _addresses(self, call: Call) -> dict[str, str]:
-        return {"k": "cache", "ends": "seqlens", "block_table": "block_table"}
-
-    def _strides(self, call: Call) -> dict[str, int]:
-        q, weights, logits = call.strides("q", 3), call.strides("weights", 3), call.strides("logits", 2)
-        lengths, table = call.view("seqlens"), call.strides("block_table", 2)
-        of_last = lengths.shape[1] == 1
-        cache = call.view("cache")
-        return {
-            "q_stride_block_elems": q[0],
-            "q_stride_token_elems": q[1],
-            "q_stride_head_elems": q[2],
-            "weights_stride_block_elems": weights[0],
-            "weights_stride_token_elems": weights[1],
-            "weights_stride_head_elems": weights[2],
-            "ends_stride_block_elems": lengths.strides[0],
-            "ends_stride_token_elems": 0 if of_last else lengths.strides[1],
-            "table_stride_block_elems": table[0],
-            "table_stride_page_elems": table[1],
-            "page_stride_bytes": cache.strides[0],
-            "logits_stride_block_elems": logits[0],
-            "logits_stride_token_elems": logits[1],
-            "end_of_last": of_last,
-            "num_pages": cache.shape[0],
-        }
+    def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
+        problem, options = config.problem, cast(LogitsOptions, call.options)
+        of_last = call.view("seqlens").shape[1] == 1
+        return LogitsParams(
+            q="q",
+            k="cache",
+            weights="weights",
+            k_scale=NULL,
+            begins=NULL,
+            ends="seqlens",
+            block_table="block_table",
+            cuts="cuts" if config.num_splits else NULL,
+            logits="logits",
+            q_stride_block_token_head_elems=call.strides("q", 3),
+            k_stride_elems=0,
+            weights_stride_block_token_head_elems=call.strides("weights", 3),
+            k_scale_stride_elems=0,
+            begins_stride_elems=0,
+            ends_stride_block_token_elems=(call.stride("seqlens"), 0 if of_last else call.stride("seqlens", 1)),
+            table_stride_block_page_elems=call.strides("block_table", 2),
+            page_stride_bytes=call.stride("cache"),
+            logits_stride_block_token_elems=call.strides("logits", 2),
+            num_tokens=problem.num_tokens,
+            block_tokens=problem.block_tokens,
+            num_keys=problem.num_keys,
+            end_of_last=of_last,
+            heads=problem.heads,
+            head_dim=problem.head_dim,
+            page_size=problem.page_size,
+            num_pages=call.view("cache").shape[0],
+            clean=options.clean,
+            bf16_out=call.view("logits").dtype == "bfloat16",
+            wide_rows=_is_wide(call.view("logits")),
+            num_blocks=problem.num_blocks,
+        )
 
 
 def _is_wide(logits: View) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import DtypeVariant, KernelSpec, ParamLayout, Reason, Variant
+from mla_cupy.kernels.spec import DtypeVariant, KernelSpec, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -88,44 +88,3 @@ class LogitsKernel(KernelSpec[LogitsProblem]):
     tile_keys: int = 0
     short_line: int = 0
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = no_maps
-
-
-PARAMS = ParamLayout(
-    q="u8",
-    k="u8",
-    weights="u8",
-    k_scale="u8",
-    begins="u8",
-    ends="u8",
-    block_table="u8",
-    cuts="u8",
-    logits="u8",
-    q_stride_block_elems="i8",
-    q_stride_token_elems="i8",
-    q_stride_head_elems="i8",
-    k_stride_elems="i8",
-    weights_stride_block_elems="i8",
-    weights_stride_token_elems="i8",
-    weights_stride_head_elems="i8",
-    k_scale_stride_elems="i8",
-    begins_stride_elems="i8",
-    ends_stride_block_elems="i8",
-    ends_stride_token_elems="i8",
-    table_stride_block_elems="i8",
-    table_stride_page_elems="i8",
-    page_stride_bytes="i8",
-    logits_stride_block_elems="i8",
-    logits_stride_token_elems="i8",
-    num_tokens="i4",
-    block_tokens="i4",
-    num_keys="i4",
-    end_of_last="i4",
-    heads="i4",
-    head_dim="i4",
-    page_size="i4",
-    num_pages="i4",
-    clean="i4",
-    bf16_out="i4",
-    wide_rows="i4",
-    num_blocks="i4",
-)

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.params import LogitsScheduleParams
+from mla_cupy.kernels.spec import KernelSpec, Variant
 
 MAX_SPLITS = 1023
 CUT_BYTES = 8
-PARAMS = ParamLayout(
-    begins="u8",
-    ends="u8",
-    cuts="u8",
-    begins_stride_elems="i8",
-    ends_stride_block_elems="i8",
-    ends_stride_token_elems="i8",
-    num_tokens="i4",
-    num_blocks="i4",
-    block_tokens="i4",
-    num_keys="i4",
-    end_of_last="i4",
-    num_splits="i4",
-)
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "indexer_logits_schedule",
     "cuts the tiles of the indexer logits into equal shares",
     "indexer/logits/schedule.cu",
-    PARAMS,
+    LogitsScheduleParams,
     variants=VARIANTS,
     facts={"max_splits": MAX_SPLITS},
 )

@@ -11,10 +11,10 @@ from mla_cupy.kernels.indexer.logits.problem import (
     DTYPES,
     HEAD_DIMS,
     MAX_HEADS,
-    PARAMS,
     LogitsKernel,
     LogitsProblem,
 )
+from mla_cupy.kernels.params import LogitsParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -104,7 +104,7 @@ KERNEL = LogitsKernel(
     "indexer_logits_sm90",
     "indexer logits with WGMMA and TMA",
     "indexer/logits/sm90.cu",
-    PARAMS,
+    LogitsParams,
     HOPPER,
     VARIANTS,
     facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},

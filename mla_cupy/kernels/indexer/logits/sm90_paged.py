@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, CODES, MAX_HEADS, PARAMS, LogitsKernel, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, CODES, MAX_HEADS, LogitsKernel, LogitsProblem
+from mla_cupy.kernels.params import LogitsParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -111,7 +112,7 @@ KERNEL = LogitsKernel(
     "indexer_logits_sm90_paged",
     "indexer logits of cached keys with WGMMA and TMA, for up to 8 next tokens",
     "indexer/logits/sm90_paged.cu",
-    PARAMS,
+    LogitsParams,
     HOPPER,
     variants=_VARIANTS,
     facts={"page_keys": PAGE_KEYS, "max_short_line": _SHORT_LINE},

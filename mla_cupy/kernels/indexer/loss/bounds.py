@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.driver import Dim3
 
 BLOCK_TOKENS = 4
@@ -17,7 +18,7 @@ KERNEL = LossKernel(
     "indexer_loss_bounds",
     "for deterministic sums: an upper bound of what a token adds to the gradient by index keys",
     "indexer/loss/bounds.cu",
-    PARAMS,
+    LossParams,
     facts={"block_tokens": BLOCK_TOKENS},
     grid=grid,
 )

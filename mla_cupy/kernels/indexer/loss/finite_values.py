@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, TILE_KEYS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, LossKernel, LossProblem
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.driver import Dim3
 
 
@@ -15,7 +16,7 @@ KERNEL = LossKernel(
     "indexer_loss_finite_values",
     "a copy of the attention's values without what is not finite",
     "indexer/loss/finite_values.cu",
-    PARAMS,
+    LossParams,
     facts={"block_keys": TILE_KEYS},
     grid=grid,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, PARAMS, LossKernel, LossProblem, in_turns
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, LossKernel, LossProblem, in_turns
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.driver import Dim3
 
 BLOCK_HEADS = 4
@@ -17,7 +18,7 @@ KERNEL = LossKernel(
     "indexer_loss_generic_attention",
     "attention beside the indexer's loss on any GPU, in fp32",
     "indexer/loss/generic_attention.cu",
-    PARAMS,
+    LossParams,
     facts={"block_heads": BLOCK_HEADS, "max_head_dim": MAX_HEAD_DIM, "max_value_dim": MAX_VALUE_DIM},
     grid=grid,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem, in_turns
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem, in_turns
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.driver import Dim3
 
 BLOCK_KEYS = 256
@@ -17,7 +18,7 @@ KERNEL = LossKernel(
     "indexer_loss_head_sums",
     "targets of the indexer's losses, for others to add to",
     "indexer/loss/head_sums.cu",
-    PARAMS,
+    LossParams,
     facts={"block_keys": BLOCK_KEYS},
     grid=grid,
 )

@@ -13,30 +13,47 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
+    LossParts,
     attention_kernel,
     chunk_tokens,
+    loss_args,
     loss_launch,
-    loss_record,
 )
 from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
-from mla_cupy.kernels.pipeline import NULL, Call, Layout, Pipeline, Step
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 
-class HeadSumsPipeline(Pipeline[LossConfig]):
+class HeadSumsConfig(LossConfig):
+    """As of a loss, without scores."""
+
+    @property
+    def parts(self) -> LossParts:
+        """What its workspace has."""
+        lists = self.problem.topk is not None
+        return {
+            **super().parts,
+            "scores": NULL,
+            "rows": "rows" if lists else NULL,
+            "counts": "counts" if lists else NULL,
+        }
+
+
+class HeadSumsPipeline(Pipeline[HeadSumsConfig]):
     """The kernels of the losses that make targets."""
 
     kernels = (sm90_scores.KERNEL, sm90_list_scores.KERNEL, generic_scores.KERNEL)
 
-    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
+    def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> HeadSumsConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the sums over heads", self.kernels, problem, device, kernel)
         chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if chosen is sm90_scores.KERNEL else 1)
         on_hopper = chosen is not generic_scores.KERNEL
-        return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
+        return HeadSumsConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
-    def workspace(self, config: LossConfig) -> Layout:
+    def workspace(self, config: HeadSumsConfig) -> Layout:
         """The lists if there are any, the tokens' keys, the log-sum-exps if they are not given, rows of a chunk."""
         problem = config.problem
         lists = {} if problem.topk is None else row_lists.list_sizes(problem.s_q, problem.keys)
@@ -49,25 +66,23 @@ class HeadSumsPipeline(Pipeline[LossConfig]):
             }
         )
 
-    def steps(self, config: LossConfig, call: Call) -> list[Step]:
+    def steps(self, config: HeadSumsConfig, call: Call) -> list[Step]:
         """Nothing is launched for no token or no key."""
         problem = config.problem
         if 0 in (problem.s_q, problem.keys):
             return []
         steps: list[Step] = []
-        parts = {"scores": NULL}
         if problem.topk is not None:
             steps.append(row_lists.launch(call, call.options.causal, ordered=False, keys="k"))
-            parts |= {"rows": "rows", "counts": "counts"}
-        whole = loss_record(config, call, 0, problem.s_q, parts)
-        steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole)
+        whole = loss_args(config, call, 0, problem.s_q)
+        steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
         if config.attention is not None:
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = loss_record(config, call, first, tokens, parts)
+            args = loss_args(config, call, first, tokens)
             for kernel in (config.kernel, head_sums.KERNEL):
-                steps += loss_launch(kernel, problem, tokens, record, call)
+                steps += loss_launch(kernel, problem, tokens, args, call)
         return steps
 
 

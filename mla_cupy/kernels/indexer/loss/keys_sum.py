@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.driver import Dim3
 
 BLOCK_ELEMS = 256
@@ -18,7 +19,7 @@ KERNEL = LossKernel(
     "indexer_loss_keys_sum",
     "gradient by index keys from the sums of all splits",
     "indexer/loss/keys_sum.cu",
-    PARAMS,
+    LossParams,
     facts={"block_elems": BLOCK_ELEMS},
     grid=grid,
 )

@@ -28,17 +28,20 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
+    LossParts,
     attention_kernel,
     chunk_tokens,
+    loss_args,
     loss_launch,
-    loss_record,
 )
 from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import FINITE_KEYS
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import DkvParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder
-from mla_cupy.kernels.spec import PLAIN, DtypeVariant
+from mla_cupy.kernels.spec import DtypeVariant
 from mla_cupy.runtime.device import DeviceInfo
 
 _FIRST_ZEROED = "selected"
@@ -72,6 +75,22 @@ class SparseLossConfig(LossConfig):
     def num_bins(self) -> int:
         """How many sums there are per element of the gradient by keys."""
         return bins.NUM_BINS if self.binned else 1
+
+    @property
+    def parts(self) -> LossParts:
+        """What its workspace has."""
+        return {
+            "scores": "score_rows",
+            "gradient": NULL,
+            "finite_keys": FINITE_KEYS if self.on_tensor_cores else NULL,
+            "finite_values": NULL,
+            "nonfinite_tiles": NULL,
+            "key_sums": "key_sums" if self.problem.gradients else NULL,
+            "rows": "rows",
+            "counts": "counts",
+            "extractors": "extractors" if self.binned else NULL,
+            "largest": "largest" if self.binned else NULL,
+        }
 
 
 class SparseLossPipeline(Pipeline[SparseLossConfig]):
@@ -127,35 +146,38 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
 
     def _tokens(self, config: SparseLossConfig, call: Call) -> list[Step]:
         problem = config.problem
-        parts = {"rows": "rows", "counts": "counts", "key_sums": "key_sums" if problem.gradients else NULL}
-        parts["gradient"] = NULL
-        if config.binned:
-            parts |= {"extractors": "extractors", "largest": "largest"}
-        whole = loss_record(config, call, 0, problem.s_q, parts)
-        steps = loss_launch(ranges.KERNEL, problem, problem.s_q, whole)
+        whole = loss_args(config, call, 0, problem.s_q)
+        steps = loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
         if config.attention is not None:
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.binned:
-            steps += loss_launch(bounds.KERNEL, problem, problem.s_q, whole)
-            record = LaunchArgs(bins.KERNEL, (_FIRST_ZEROED, "largest", "extractors"), (problem.s_kv, 1))
-            blocks = problem.s_kv // bins.ROWS_PER_BLOCK + 1
-            steps.append(Launch(bins.KERNEL, PLAIN[0], (blocks, 1, 1), record))
+            steps += loss_launch(bounds.KERNEL, problem, problem.s_q, whole, call)
+            steps.append(bins.launch(problem.s_kv, 1, dependent=True))
         if config.on_tensor_cores:
-            steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole)
+            steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = loss_record(config, call, first, tokens, parts, problem.target_heads)
+            args = loss_args(config, call, first, tokens, problem.target_heads)
             for kernel in (config.kernel, rows.KERNEL, *config.gradient_kernels):
-                steps += loss_launch(kernel, problem, tokens, record, call)
+                steps += loss_launch(kernel, problem, tokens, args, call)
         return steps
 
 
 def _finish(config: SparseLossConfig, call: Call) -> Launch:
     """The sums of all bins, in the gradient's dtype."""
     problem, to = config.problem, call.view("d_index_k")
-    values = (to.strides[0], problem.s_kv, problem.index_dim, config.num_bins, DkvOrder.PLAIN, to.dtype == "float32")
-    record = LaunchArgs(dkv.KERNEL, ("key_sums", "d_index_k"), values)
-    return Launch(dkv.KERNEL, DtypeVariant("bfloat16"), (-(-problem.s_kv // dkv.ROWS_PER_BLOCK), 1, 1), record)
+    params = DkvParams(
+        sums="key_sums",
+        dkv="d_index_k",
+        dkv_stride_s_elems=to.strides[0],
+        s_kv=problem.s_kv,
+        d_qk=problem.index_dim,
+        num_bins=config.num_bins,
+        order=DkvOrder.PLAIN,
+        dkv_is_fp32=to.dtype == "float32",
+    )
+    blocks = -(-problem.s_kv // dkv.ROWS_PER_BLOCK)
+    return Launch(dkv.KERNEL, DtypeVariant("bfloat16"), (blocks, 1, 1), LaunchArgs(params))
 
 
 SPARSE_LOSS = SparseLossPipeline()

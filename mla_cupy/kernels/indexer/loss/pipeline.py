@@ -7,9 +7,9 @@ their square. Gradients by keys are carried from chunk to chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypedDict, cast
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
@@ -33,7 +33,7 @@ from mla_cupy.kernels.indexer.loss import (
     sm90_queries,
     sm90_scores,
 )
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     FINITE_KEYS,
     FINITE_VALUES,
@@ -44,14 +44,29 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     key_splits,
 )
 from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import LossParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 FLOAT = 4
 RANGE_BYTES = 8
 _HALF = 2
-_ADDRESSES = tuple(PARAMS.dtype.names or ())[: PARAMS.num_addresses]
-_NUMBERS = tuple(PARAMS.dtype.names or ())[PARAMS.num_addresses :]
+
+
+class LossParts(TypedDict):
+    """Parts of the workspace that not every loss has, by member; NULL for those that it lacks."""
+
+    scores: str
+    gradient: str
+    finite_keys: str
+    finite_values: str
+    nonfinite_tiles: str
+    key_sums: str
+    rows: str
+    counts: str
+    extractors: str
+    largest: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,22 @@ class LossConfig:
         """Whether gradients by keys are carried from chunk to chunk, or from one kernel to the next."""
         return self.problem.gradients and (self.num_chunks > 1 or self.on_tensor_cores)
 
+    @property
+    def parts(self) -> LossParts:
+        """What its workspace has."""
+        return {
+            "scores": "score_rows",
+            "gradient": "gradient_rows" if self.on_tensor_cores else NULL,
+            "finite_keys": FINITE_KEYS if self.on_tensor_cores else NULL,
+            "finite_values": FINITE_VALUES if self.copies_values else NULL,
+            "nonfinite_tiles": NONFINITE_TILES if self.copies_values else NULL,
+            "key_sums": "key_sums" if self.carries_sums else NULL,
+            "rows": NULL,
+            "counts": NULL,
+            "extractors": NULL,
+            "largest": NULL,
+        }
+
 
 class LossPipeline(Pipeline[LossConfig]):
     """The kernels of the warm-up loss."""
@@ -136,7 +167,7 @@ class LossPipeline(Pipeline[LossConfig]):
         """Nothing is launched for no token, no key, or no result."""
         problem = config.problem
         steps: list[Step] = []
-        whole = loss_record(config, call, 0, problem.s_q)
+        whole = loss_args(config, call, 0, problem.s_q)
         steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
         if config.copies_values:
             steps += loss_launch(finite_values.KERNEL, problem, problem.s_q, whole, call)
@@ -146,9 +177,9 @@ class LossPipeline(Pipeline[LossConfig]):
             steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
-            record = loss_record(config, call, first, tokens, heads=problem.target_heads)
+            args = loss_args(config, call, first, tokens, problem.target_heads)
             for kernel in _kernels(config):
-                steps += loss_launch(kernel, problem, tokens, record, call)
+                steps += loss_launch(kernel, problem, tokens, args, call)
         if config.on_tensor_cores:
             steps += loss_launch(keys_sum.KERNEL, problem, problem.s_q, whole, call)
         return steps
@@ -192,102 +223,108 @@ def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) 
     return None
 
 
-def loss_launch(
-    kernel: LossKernel, problem: LossProblem, tokens: int, record: LaunchArgs, call: Call | None = None
-) -> list[Step]:
-    """One, or none if there is nothing to do. Kernels with tensor maps need the call."""
+def loss_launch(kernel: LossKernel, problem: LossProblem, tokens: int, args: LaunchArgs, call: Call) -> list[Step]:
+    """One, or none if there is nothing to do."""
     grid = kernel.grid(problem, tokens)
     if 0 in grid:
         return []
-    maps = () if call is None else kernel.maps(call)
-    return [Launch(kernel, kernel.variant(problem), grid, replace(record, maps=maps) if maps else record)]
+    maps = kernel.maps(call)
+    return [Launch(kernel, kernel.variant(problem), grid, replace(args, maps=maps) if maps else args)]
 
 
-def loss_record(
-    config: LossConfig,
-    call: Call,
-    first: int,
-    tokens: int,
-    parts: Mapping[str, str] | None = None,
-    heads: int | None = None,
-) -> LaunchArgs:
-    """The parameters of all kernels, for some tokens; `parts` are further parts of the workspace, by member. `heads`
-    are those that the target is summed over, by default all of them.
+def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: int | None = None) -> LaunchArgs:
+    """The arguments of all kernels, for some tokens. `heads` are those that the target is summed over, by default all
+    of them.
     """
     problem, options = config.problem, cast(LossOptions, call.options)
-    numbers = {
-        **_strides(config, call),
-        "row_stride_elems": problem.row_stride,
-        "target_stride_elems": call.strides("head_sums", 1)[0] if problem.given_sums else problem.row_stride,
-        "rows_stride_elems": 0 if problem.topk is None else row_lists.rows_stride(problem.topk),
-        "s_q": problem.s_q,
-        "s_kv": problem.s_kv,
-        "num_keys": problem.keys,
-        "b": 0 if (starts := call.views["cu_seqlens_q"]) is None else starts.shape[0] - 1,
-        "heads": problem.heads if heads is None else heads,
-        "index_heads": problem.index_heads,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-        "index_dim": problem.index_dim,
-        "causal": options.causal,
-        "per_head": problem.per_head,
-        "first_token": first,
-        "num_tokens": tokens,
-        "first_target": 0 if problem.given_sums else first,
-        "first_chunk": first == 0,
-        "last_chunk": first + tokens >= problem.s_q,
-        "weights_bf16": _is(call.views.get("weights"), "bfloat16"),
-        "d_index_q_fp32": _is(call.views.get("d_index_q"), "float32"),
-        "d_index_k_fp32": _is(call.views.get("d_index_k"), "float32"),
-        "key_splits": config.key_splits,
-        "min_split_tokens": MIN_SPLIT_TOKENS,
-        "scale": options.scale,
-        "target_scale": options.target_scale,
-        "score_unit": 1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,
-    }
-    addresses = {**{name: call.name(name) for name in _ADDRESSES}, **_parts(config, call), **(parts or {})}
-    return LaunchArgs(
-        config.kernel,
-        tuple(addresses[name] for name in _ADDRESSES),
-        tuple(numbers[name] for name in _NUMBERS),
+    (lse, lse_strides), (attention_lse, attention_lse_strides) = _log_sum_exps(problem, call)
+    starts = call.views["cu_seqlens_q"]
+    params = LossParams(
+        q="q",
+        k="k",
+        v=call.name("v"),
+        index_q=call.name("index_q"),
+        index_k=call.name("index_k"),
+        weights=call.name("weights"),
+        lse=lse,
+        row_weights=call.name("row_weights"),
+        cu_seqlens_q=call.name("cu_seqlens_q"),
+        cu_seqlens_kv=call.name("cu_seqlens_kv"),
+        ranges="ranges",
+        target="head_sums" if problem.given_sums else "target_rows",
+        kl=call.name("kl"),
+        mass=call.name("mass"),
+        index_lse=call.name("index_lse"),
+        d_index_q=call.name("d_index_q"),
+        d_index_k=call.name("d_index_k"),
+        d_weights=call.name("d_weights"),
+        out=call.name("out"),
+        attention_lse=attention_lse,
+        head_sums=call.name("head_sums"),
+        q_stride_token_head_elems=call.strides("q", 2),
+        k_stride_elems=call.stride("k"),
+        v_stride_elems=call.stride("v"),
+        index_q_stride_token_head_elems=call.strides("index_q", 2),
+        index_k_stride_elems=call.stride("index_k"),
+        weights_stride_token_head_elems=call.strides("weights", 2),
+        lse_stride_token_head_elems=lse_strides,
+        row_weights_stride_elems=call.stride("row_weights"),
+        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
+        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
+        kl_stride_token_head_elems=call.strides("kl", 2),
+        mass_stride_token_head_elems=call.strides("mass", 2),
+        index_lse_stride_token_head_elems=call.strides("index_lse", 2),
+        d_index_q_stride_token_head_elems=call.strides("d_index_q", 2),
+        d_index_k_stride_elems=call.stride("d_index_k"),
+        d_weights_stride_token_head_elems=call.strides("d_weights", 2),
+        out_stride_token_head_elems=call.strides("out", 2),
+        attention_lse_stride_token_head_elems=attention_lse_strides,
+        head_sums_stride_elems=call.stride("head_sums"),
+        target_stride_elems=call.stride("head_sums") if problem.given_sums else problem.row_stride,
+        row_stride_elems=problem.row_stride,
+        rows_stride_elems=0 if problem.topk is None else row_lists.rows_stride(problem.topk),
+        s_q=problem.s_q,
+        s_kv=problem.s_kv,
+        b=0 if starts is None else starts.shape[0] - 1,
+        num_keys=problem.keys,
+        heads=problem.heads if heads is None else heads,
+        index_heads=problem.index_heads,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        index_dim=problem.index_dim,
+        causal=options.causal,
+        per_head=problem.per_head,
+        first_token=first,
+        num_tokens=tokens,
+        first_target=0 if problem.given_sums else first,
+        first_chunk=first == 0,
+        last_chunk=first + tokens >= problem.s_q,
+        weights_bf16=_is(call.views.get("weights"), "bfloat16"),
+        d_index_q_fp32=_is(call.views.get("d_index_q"), "float32"),
+        d_index_k_fp32=_is(call.views.get("d_index_k"), "float32"),
+        key_splits=config.key_splits,
+        min_split_tokens=MIN_SPLIT_TOKENS,
+        scale=options.scale,
+        target_scale=options.target_scale,
+        score_unit=1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,
+        **config.parts,
     )
+    return LaunchArgs(params)
 
 
-def _parts(config: LossConfig, call: Call) -> dict[str, str]:
-    """Members of the record that are parts of the workspace, or an array of another name."""
-    problem = config.problem
-    lse, own = call.name("lse"), call.name("attention_lse")
+_Placed = tuple[str, tuple[int, int]]
+"""The name of an array or of a part of the workspace, and its strides."""
+
+
+def _log_sum_exps(problem: LossProblem, call: Call) -> tuple[_Placed, _Placed]:
+    """The attention's log-sum-exps: those that the target is made with, and those that a kernel writes."""
+    read: _Placed = call.name("lse"), call.strides("lse", 2)
+    written: _Placed = call.name("attention_lse"), call.strides("attention_lse", 2)
     if problem.needs_lse:
-        lse = own = own or "own_lse"
-    return {
-        "ranges": "ranges",
-        "target": "head_sums" if problem.given_sums else "target_rows",
-        "scores": "score_rows",
-        "gradient": "gradient_rows" if config.on_tensor_cores else NULL,
-        FINITE_KEYS: FINITE_KEYS if config.on_tensor_cores else NULL,
-        FINITE_VALUES: FINITE_VALUES if config.copies_values else NULL,
-        NONFINITE_TILES: NONFINITE_TILES if config.copies_values else NULL,
-        "key_sums": "key_sums" if config.carries_sums else NULL,
-        "lse": lse,
-        "attention_lse": own,
-    }
-
-
-def _strides(config: LossConfig, call: Call) -> dict[str, int]:
-    """The strides of all arrays, by the names of the record's members."""
-    problem = config.problem
-    found: dict[str, int] = {}
-    for member in _NUMBERS:
-        name, separator, axis = member.partition("_stride_")
-        if not separator or name in ("row", "rows"):
-            continue
-        strides = (*call.strides(name, 2), 0)
-        if name == "lse" and problem.needs_lse:
-            strides = call.strides("attention_lse", 2)
-        if name in ("lse", "attention_lse") and problem.needs_lse and not problem.value_dim:
-            strides = (problem.heads, 1)
-        found[member] = strides[1] if axis == "head_elems" else strides[0]
-    return found
+        if not problem.value_dim:
+            written = written[0] or "own_lse", (problem.heads, 1)
+        read = written
+    return read, written
 
 
 def _is(view: View | None, dtype: str) -> bool:

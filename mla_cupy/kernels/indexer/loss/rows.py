@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, TILE_KEYS, LossKernel, LossProblem, in_turns
+from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, LossKernel, LossProblem, in_turns
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.driver import Dim3
 
 
@@ -15,7 +16,7 @@ KERNEL = LossKernel(
     "indexer_loss_rows",
     "divergence of each row, and the gradient by its scores",
     "indexer/loss/rows.cu",
-    PARAMS,
+    LossParams,
     facts={"padded_keys": TILE_KEYS},
     grid=grid,
 )

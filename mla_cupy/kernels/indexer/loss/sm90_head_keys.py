@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     HEAD_TILE_TOKENS,
     INDEX_PIECES,
@@ -13,6 +13,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     key_splits,
     unsupported_per_head,
 )
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.spec import HOPPER
 from mla_cupy.runtime.driver import Dim3
 
@@ -26,7 +27,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_head_keys",
     "gradient per head by index keys with WGMMA and TMA: sums over splits of the tokens' heads",
     "indexer/loss/sm90_head_keys.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(map(IndexVariant, INDEX_PIECES)),
     facts={"block_keys": TILE_KEYS, "tile_tokens": HEAD_TILE_TOKENS},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     INDEX_PIECES,
     IndexVariant,
@@ -10,6 +10,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     index_variant,
     unsupported_per_head,
 )
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.spec import HOPPER
 from mla_cupy.runtime.driver import Dim3
 
@@ -25,7 +26,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_head_queries",
     "gradients per head by index queries and weights with WGMMA and TMA",
     "indexer/loss/sm90_head_queries.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(map(IndexVariant, INDEX_PIECES)),
     facts={"tile_tokens": TILE_TOKENS},

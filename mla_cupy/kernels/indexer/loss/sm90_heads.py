@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     INDEX_PIECES,
     IndexVariant,
@@ -15,6 +15,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     takes_rows,
     unsupported_per_head,
 )
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason
 from mla_cupy.runtime.device import DeviceInfo
@@ -73,7 +74,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_heads",
     "loss per head, and the attention's output, with WGMMA and TMA",
     "indexer/loss/sm90_heads.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=(
         *(HeadsVariant(index, output) for index in INDEX_PIECES for output in (1, 0)),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import INDEX_PIECES, IndexVariant, index_variant, query_map
 from mla_cupy.kernels.indexer.loss.sm90_list_scores import unsupported
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER
 from mla_cupy.runtime.driver import Dim3
@@ -27,7 +28,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_list_gradients",
     "gradients of the indexer's sparse loss with WGMMA, keys gathered",
     "indexer/loss/sm90_list_gradients.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(map(IndexVariant, INDEX_PIECES)),
     facts={"block_heads": BLOCK_HEADS},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     FEW_PIECES,
     INDEX_PIECES,
@@ -12,6 +12,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     pieces,
     query_map,
 )
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason
 from mla_cupy.runtime.device import DeviceInfo
@@ -54,7 +55,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_list_scores",
     "targets and scores of the indexer's sparse loss with WGMMA, keys gathered",
     "indexer/loss/sm90_list_scores.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(ScoresVariant(index, main) for main in (MANY_PIECES, FEW_PIECES) for index in INDEX_PIECES),
     facts={"block_heads": MAX_HEADS},

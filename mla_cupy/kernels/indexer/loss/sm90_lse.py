@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import FEW_PIECES, MANY_PIECES, key_map, pieces, query_map, unsupported
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Variant
 from mla_cupy.runtime.driver import Dim3
@@ -40,7 +41,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_lse",
     "log-sum-exps of the attention for the indexer's loss with WGMMA and TMA",
     "indexer/loss/sm90_lse.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(map(LseVariant, (MANY_PIECES, FEW_PIECES))),
     facts={"tile_tokens": TILE_TOKENS},

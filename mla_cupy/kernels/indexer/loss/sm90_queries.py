@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     FINITE_KEYS,
     INDEX_PIECES,
@@ -12,6 +12,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     query_map,
     unsupported,
 )
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER
 from mla_cupy.runtime.driver import Dim3
@@ -36,7 +37,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_queries",
     "gradients by index queries and weights with WGMMA and TMA",
     "indexer/loss/sm90_queries.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(map(IndexVariant, INDEX_PIECES)),
     facts={"block_tokens": BLOCK_TOKENS, "block_heads": BLOCK_HEADS},

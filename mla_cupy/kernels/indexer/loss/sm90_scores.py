@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.indexer.loss.problem import PARAMS, LossKernel, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90 import (
     FEW_PIECES,
     INDEX_PIECES,
@@ -14,6 +14,7 @@ from mla_cupy.kernels.indexer.loss.sm90 import (
     query_map,
     unsupported,
 )
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER
 from mla_cupy.runtime.driver import Dim3
@@ -49,7 +50,7 @@ KERNEL = LossKernel(
     "indexer_loss_sm90_scores",
     "targets and scores of the indexer's loss with WGMMA and TMA",
     "indexer/loss/sm90_scores.cu",
-    PARAMS,
+    LossParams,
     HOPPER,
     variants=tuple(ScoresVariant(index, main) for main in (MANY_PIECES, FEW_PIECES) for index in INDEX_PIECES),
     facts={"tile_tokens": TILE_TOKENS},

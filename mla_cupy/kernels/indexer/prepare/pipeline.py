@@ -10,7 +10,9 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.prepare import gather_keys, quantize
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem, PrepareVariant
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import GatherKeysParams, PrepareParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -42,36 +44,63 @@ class PreparePipeline(Pipeline[PrepareProblem]):
 
     def steps(self, config: PrepareProblem, call: Call) -> list[Step]:
         """One launch, unless there is no vector, or no page for it."""
-        options: PrepareOptions = call.options
-        x, codes, cos = call.view(self._x), call.view(self._codes), call.views["cos"]
-        paged = not self._scales
+        x, codes = call.view(self._x), call.view(self._codes)
         heads = x.shape[1] if self._weights else 1
         vectors = x.shape[0] * heads
         if vectors == 0 or 0 in codes.shape:
             return []
-        axes = 2 if self._weights else 1
         variant = PrepareVariant(config.head_dim, int(self._is_usual(config, call)))
+        blocks = -(-vectors // (quantize.BLOCK_GROUPS * quantize.group_vectors(vectors)))
+        args = LaunchArgs(self._params(config, call, x.shape[0], heads))
+        return [Launch(quantize.KERNEL, variant, (blocks, 1, 1), args)]
+
+    def _params(self, config: PrepareProblem, call: Call, tokens: int, heads: int) -> PrepareParams:
+        options: PrepareOptions = call.options
+        codes, cos = call.view(self._codes), call.views["cos"]
+        paged = not self._scales
+        axes = 2 if self._weights else 1
+        max_position, half_rope = cos.shape if cos else (0, 0)
+        step_tokens, step_heads = divmod(quantize.WARP_VECTORS, heads)
         max_code = quantize.max_code(config.head_dim, options.accumulate)
-        group_vectors = quantize.group_vectors(vectors)
-        values = (
-            *self._strides(call, self._x, axes),
-            *(call.strides(self._weights, 2) if self._weights else (0, 0)),
-            *(call.strides(name, 1)[0] for name in ("cos", "sin", "positions")),
-            *((0, 0) if paged else self._strides(call, self._codes, axes)),
-            *((0, 0) if paged else self._strides(call, self._scales, axes)),
-            *((slots_stride_bytes(call), codes.strides[0]) if paged else (0, 0)),
-            *(x.shape[0], heads, *(cos.shape[::-1] if cos else (0, 0))),
-            *(options.interleaved, options.hadamard, options.scales == "power_of_2", options.reference_rounding),
-            *(config.aligned, _tables_are_aligned(call)),
-            *((*codes.shape[:2], slots_are_64(call)) if paged else (0, 0, False)),
-            *(group_vectors, *divmod(quantize.WARP_VECTORS, heads)),
-            *(heads**-0.5, config.head_dim**-0.5, max_code, 1 / max_code),
+        return PrepareParams(
+            x=self._x,
+            weights=self._weights,
+            cos=call.name("cos"),
+            sin=call.name("sin"),
+            positions=call.name("positions"),
+            slots="slots" if paged else NULL,
+            codes=self._codes,
+            scales=self._scales,
+            x_stride_n_h_elems=_strides(call, self._x, axes),
+            weights_stride_n_h_elems=call.strides(self._weights, 2),
+            cos_stride_elems=call.stride("cos"),
+            sin_stride_elems=call.stride("sin"),
+            positions_stride_elems=call.stride("positions"),
+            codes_stride_n_h_elems=(0, 0) if paged else _strides(call, self._codes, axes),
+            scales_stride_n_h_elems=_strides(call, self._scales, axes),
+            slots_stride_bytes=slots_stride_bytes(call) if paged else 0,
+            page_stride_bytes=codes.strides[0] if paged else 0,
+            n=tokens,
+            h=heads,
+            half_rope=half_rope,
+            max_position=max_position,
+            interleaved=options.interleaved,
+            hadamard=options.hadamard,
+            power_of_2=options.scales == "power_of_2",
+            rounded=options.reference_rounding,
+            x_aligned=config.aligned,
+            tables_aligned=_tables_are_aligned(call),
+            num_pages=codes.shape[0] if paged else 0,
+            page_size=codes.shape[1] if paged else 0,
+            slots_are_64=slots_are_64(call) if paged else False,
+            group_vectors=quantize.group_vectors(tokens * heads),
+            step_tokens=step_tokens,
+            step_heads=step_heads,
+            h_factor=heads**-0.5,
+            d_factor=config.head_dim**-0.5,
+            max_code=max_code,
+            inverse_max_code=1 / max_code,
         )
-        tables = (call.name(name) for name in ("cos", "sin", "positions"))
-        names = (self._x, self._weights, *tables, "slots" if paged else NULL, self._codes, self._scales)
-        record = LaunchArgs(quantize.KERNEL, names, values)
-        blocks = -(-vectors // (quantize.BLOCK_GROUPS * group_vectors))
-        return [Launch(quantize.KERNEL, variant, (blocks, 1, 1), record)]
 
     def _is_usual(self, config: PrepareProblem, call: Call) -> bool:
         """Whether the build for DeepSeek-V3.2's options and dense arrays takes the call."""
@@ -86,11 +115,10 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             and all(_is_dense(call.view(name)) for name in names)
         )
 
-    @staticmethod
-    def _strides(call: Call, name: str, axes: int) -> tuple[int, int]:
-        """Between tokens, and between the heads of one."""
-        strides = call.strides(name, axes)
-        return strides[0], strides[1] if axes == 2 else 0
+
+def _strides(call: Call, name: str, axes: int) -> tuple[int, int]:
+    """Between tokens, and between the heads of one."""
+    return call.stride(name), call.stride(name, 1) if axes == 2 else 0
 
 
 def _is_dense(view: View) -> bool:
@@ -123,12 +151,23 @@ class GatherKeysPipeline(Pipeline[None]):
         n, d = codes.shape
         if n == 0:
             return []
-        values = (
-            *(slots_stride_bytes(call), cache.strides[0], codes.strides[0], call.strides("k_scale", 1)[0]),
-            *(n, *cache.shape[:2], d, slots_are_64(call)),
+        params = GatherKeysParams(
+            cache="cache",
+            slots="slots",
+            codes="codes",
+            k_scale="k_scale",
+            slots_stride_bytes=slots_stride_bytes(call),
+            page_stride_bytes=cache.strides[0],
+            codes_stride_elems=codes.strides[0],
+            k_scale_stride_elems=call.stride("k_scale"),
+            n=n,
+            num_pages=cache.shape[0],
+            page_size=cache.shape[1],
+            d=d,
+            slots_are_64=slots_are_64(call),
         )
-        record = LaunchArgs(gather_keys.KERNEL, ("cache", "slots", "codes", "k_scale"), values)
-        return [Launch(gather_keys.KERNEL, PLAIN[0], (-(-n // gather_keys.KEYS_PER_BLOCK), 1, 1), record)]
+        blocks = -(-n // gather_keys.KEYS_PER_BLOCK)
+        return [Launch(gather_keys.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))]
 
 
 def slots_are_64(call: Call) -> bool:

@@ -9,7 +9,8 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.topk import select, select_cluster
 from mla_cupy.kernels.indexer.topk.problem import TopkOptions, TopkProblem
 from mla_cupy.kernels.indexer.topk.select import TopkVariant
-from mla_cupy.kernels.pipeline import NULL, Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.params import TopkParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -42,30 +43,41 @@ class TopkPipeline(Pipeline[TopkConfig]):
         s_q, s_kv = logits.shape
         if s_q == 0:
             return []
-        record = _record(config, call, options, s_q, s_kv)
-        return [Launch(config.kernel, config.variant, (s_q * config.variant.cluster_blocks, 1, 1), record)]
+        args = LaunchArgs(_params(call, options, s_q, s_kv))
+        return [Launch(config.kernel, config.variant, (s_q * config.variant.cluster_blocks, 1, 1), args)]
 
 
-def _record(config: TopkConfig, call: Call, options: TopkOptions, s_q: int, s_kv: int) -> LaunchArgs:
+def _params(call: Call, options: TopkOptions, s_q: int, s_kv: int) -> TopkParams:
     table, ke = call.views["block_table"], call.views["ke"]
-    names = ("logits", "ks", "ke", "block_table", "indices", "counts", "values")
     tables, max_pages = (1, 0) if table is None else table.shape
-    values = (
-        *call.strides("logits", 1),
-        *call.strides("ks", 1),
-        *call.strides("ke", 1),
-        *call.strides("block_table", 2),
-        *call.strides("indices", 1),
-        *call.strides("counts", 1),
-        *call.strides("values", 1),
-        *(s_q, s_kv, options.k),
-        *(s_q // tables, max_pages, options.page_size, 1 if ke is None else s_q // ke.shape[0]),
-        *(options.keep_first, options.keep_last),
-        *(options.order == "value", options.relative, call.view("logits").dtype == "bfloat16"),
+    return TopkParams(
+        logits="logits",
+        ks=call.name("ks"),
+        ke=call.name("ke"),
+        block_table=call.name("block_table"),
+        indices="indices",
+        counts=call.name("counts"),
+        values=call.name("values"),
+        logits_stride_q_elems=call.stride("logits"),
+        ks_stride_elems=call.stride("ks"),
+        ke_stride_elems=call.stride("ke"),
+        table_stride_b_page_elems=call.strides("block_table", 2),
+        indices_stride_q_elems=call.stride("indices"),
+        counts_stride_elems=call.stride("counts"),
+        values_stride_q_elems=call.stride("values"),
+        s_q=s_q,
+        s_kv=s_kv,
+        k=options.k,
+        rows_per_table=s_q // tables,
+        max_pages=max_pages,
+        page_size=options.page_size,
+        rows_per_ke=1 if ke is None else s_q // ke.shape[0],
+        keep_first=options.keep_first,
+        keep_last=options.keep_last,
+        by_value=options.order == "value",
+        relative=options.relative,
+        logits_are_bf16=call.view("logits").dtype == "bfloat16",
     )
-    addresses = tuple(call.name(name) for name in names)
-    assert NULL not in (addresses[0], addresses[4])
-    return LaunchArgs(config.kernel, addresses, values)
 
 
 TOPK = TopkPipeline()

@@ -6,43 +6,14 @@ from dataclasses import dataclass
 from typing import cast
 
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkProblem
-from mla_cupy.kernels.spec import KernelSpec, ParamLayout, Variant
+from mla_cupy.kernels.params import TopkParams
+from mla_cupy.kernels.spec import KernelSpec, Variant
 
 ITEMS = 32
 """Logits that a thread holds in its registers."""
 MAX_THREADS = 1024
 BLOCK_ELEMS = ITEMS * MAX_THREADS
 """What a block holds at most."""
-
-PARAMS = ParamLayout(
-    logits="u8",
-    ks="u8",
-    ke="u8",
-    block_table="u8",
-    indices="u8",
-    counts="u8",
-    values="u8",
-    logits_stride_q_elems="i8",
-    ks_stride_elems="i8",
-    ke_stride_elems="i8",
-    table_stride_b_elems="i8",
-    table_stride_page_elems="i8",
-    indices_stride_q_elems="i8",
-    counts_stride_elems="i8",
-    values_stride_q_elems="i8",
-    s_q="i4",
-    s_kv="i4",
-    k="i4",
-    rows_per_table="i4",
-    max_pages="i4",
-    page_size="i4",
-    rows_per_ke="i4",
-    keep_first="i4",
-    keep_last="i4",
-    by_value="i4",
-    relative="i4",
-    logits_are_bf16="i4",
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +28,7 @@ KERNEL: KernelSpec[TopkProblem] = KernelSpec(
     "indexer_topk_select",
     "exact top-k by radix select, a block per row",
     "indexer/topk/select.cu",
-    PARAMS,
+    TopkParams,
     variants=(TopkVariant(1), TopkVariant(1, MAX_THREADS // 2)),
     facts={"max_sorted": MAX_TOPK, "items": ITEMS, "cluster": 1},
 )

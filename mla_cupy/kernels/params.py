@@ -1,0 +1,649 @@
+"""Parameter structs of the kernels, as the host fills them.
+
+Written by `python -m tests.generate.params` from the CUDA sources, which say what each member means.
+"""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.param_layout import F32, I32, I64, Address, Params
+
+
+class DecodeParams(Params):
+    """Struct of `attention/decode_params.cuh`."""
+
+    q: Address
+    kv: Address
+    block_table: Address
+    seqlens: Address
+    schedule: Address
+    out: Address
+    lse: Address
+    attn_sink: Address
+    max_logits: Address
+    partial_out: Address
+    partial_lse: Address
+    partial_max: Address
+    tickets: Address
+    tree_mask: Address
+    q_stride_b_s_h_elems: tuple[I64, I64, I64]
+    kv_stride_page_token_h_elems: tuple[I64, I64, I64]
+    table_stride_b_page_elems: tuple[I64, I64]
+    seqlens_stride_elems: I64
+    out_stride_b_s_h_elems: tuple[I64, I64, I64]
+    lse_stride_b_h_s_elems: tuple[I64, I64, I64]
+    max_stride_b_h_s_elems: tuple[I64, I64, I64]
+    sink_stride_elems: I64
+    tree_stride_b_s_elems: tuple[I64, I64]
+    b: I32
+    s_q: I32
+    h_q: I32
+    h_kv: I32
+    num_pages: I32
+    page_size: I32
+    max_pages: I32
+    num_splits: I32
+    causal: I32
+    out_is_fp32: I32
+    continued_index: I32
+    request_units: I32
+    unit_tiles: I32
+    cp_world: I32
+    cp_rank: I32
+    scale_log2: F32
+    lse_factor: F32
+    empty_lse: F32
+    value_scale: F32
+
+
+class ExtraAddresses(Params):
+    """Struct of `attention/record_tokens.cuh`."""
+
+    extra_cache: Address
+    extra_indices: Address
+    extra_topk_length: Address
+
+
+class SparseDecodeParams(Params):
+    """Struct of `attention/record_tokens.cuh`."""
+
+    extra_addresses: ExtraAddresses
+    decode_params: DecodeParams
+    indices_stride_s_elems: I64
+    extra_page_stride_bytes: I64
+    extra_token_stride_bytes: I64
+    extra_stride_b_s_k_elems: tuple[I64, I64, I64]
+    extra_length_stride_elems: I64
+    queries_of_length: I32
+    extra_num_pages: I32
+    extra_page_size: I32
+    extra_topk: I32
+
+
+class SparseRowsParams(Params):
+    """Struct of `attention/row_lists.cu`."""
+
+    indices: Address
+    topk_length: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    rows: Address
+    counts: Address
+    selected: Address
+    indices_stride_s_k_elems: tuple[I64, I64]
+    topk_length_stride_elems: I64
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    rows_stride_elems: I64
+    s_q: I32
+    s_kv: I32
+    topk: I32
+    b: I32
+    causal: I32
+    ordered: I32
+
+
+class DecodeScheduleParams(Params):
+    """Struct of `attention/schedule.cu`."""
+
+    seqlens: Address
+    schedule: Address
+    seqlens_stride_elems: I64
+    max_tokens: I64
+    b: I32
+    num_splits: I32
+    merge_cost: I32
+    piece_cost: I32
+    cp_world: I32
+    cp_rank: I32
+
+
+class CacheAppendParams(Params):
+    """Struct of `cache/append.cu`."""
+
+    latent: Address
+    rope: Address
+    cache: Address
+    slots: Address
+    cos: Address
+    sin: Address
+    positions: Address
+    latent_stride_bytes: I64
+    rope_stride_bytes: I64
+    slots_stride_bytes: I64
+    positions_stride_bytes: I64
+    cos_stride_elems: I64
+    sin_stride_elems: I64
+    page_stride_bytes: I64
+    token_stride_bytes: I64
+    n: I32
+    num_pages: I32
+    page_size: I32
+    max_position: I32
+    element: I32
+    slots_are_64: I32
+    positions_are_64: I32
+    interleaved: I32
+    power_of_2: I32
+    kind: I32
+    rope_kind: I32
+    latent_chunks: I32
+    rope_chunks: I32
+    group_chunks: I32
+    scale_kind: I32
+    rope_offset: I32
+    scales_offset: I32
+    scales_stride: I32
+    kv_scale: F32
+
+
+class CacheCopyPagesParams(Params):
+    """Struct of `cache/copy_pages.cu`."""
+
+    pool: Address
+    pairs: Address
+    layer_stride_bytes: I64
+    page_stride_bytes: I64
+    pairs_stride_n_elems: I64
+    pairs_stride_elems: I64
+    page_bytes: I64
+    n: I32
+    num_layers: I32
+    num_pages: I32
+    aligned: I32
+
+
+class CacheGatherParams(Params):
+    """Struct of `cache/gather.cu`."""
+
+    cache: Address
+    slots: Address
+    rows: Address
+    slots_stride_bytes: I64
+    rows_stride_bytes: I64
+    page_stride_bytes: I64
+    token_stride_bytes: I64
+    n: I32
+    num_pages: I32
+    page_size: I32
+    element: I32
+    slots_are_64: I32
+    kind: I32
+    rope_kind: I32
+    latent_chunks: I32
+    rope_chunks: I32
+    group_chunks: I32
+    scale_kind: I32
+    rope_offset: I32
+    scales_offset: I32
+    scales_stride: I32
+    kv_scale: F32
+
+
+class CacheUpdateParams(Params):
+    """Struct of `cache/update.cu`."""
+
+    packed: Address
+    table: Address
+    seqlens: Address
+    step_table: Address
+    step_seqlens: Address
+    slots: Address
+    positions: Address
+    table_stride_elems: I64
+    step_table_stride_elems: I64
+    max_rows: I32
+    max_pages: I32
+    page_size: I32
+    changes_at: I32
+    max_changes: I32
+    max_tokens: I32
+
+
+class DecodeSchedulePiecesParams(Params):
+    """Struct of `decode/schedule_pieces.cu`."""
+
+    seqlens: Address
+    schedule: Address
+    seqlens_stride_elems: I64
+    max_tokens: I64
+    b: I32
+    num_splits: I32
+    piece_tiles: I32
+    cp_world: I32
+    cp_rank: I32
+
+
+class BinsParams(Params):
+    """Struct of `exact_sums/bins.cu`."""
+
+    selected: Address
+    largest: Address
+    extractors: Address
+    s_kv: I32
+    additions: I32
+
+
+class BoundsParams(Params):
+    """Struct of `exact_sums/bounds.cu`."""
+
+    q: Address
+    dout: Address
+    lse2: Address
+    delta: Address
+    rows: Address
+    counts: Address
+    norms: Address
+    largest: Address
+    q_stride_s_h_elems: tuple[I64, I64]
+    dout_stride_s_h_elems: tuple[I64, I64]
+    rows_stride_elems: I64
+    s_q: I32
+    h_q: I32
+    d_qk: I32
+    scale: F32
+
+
+class NormsParams(Params):
+    """Struct of `exact_sums/norms.cu`."""
+
+    kv: Address
+    selected: Address
+    norms: Address
+    kv_stride_s_elems: I64
+    s_kv: I32
+
+
+class LogitsParams(Params):
+    """Struct of `indexer/logits/params.cuh`."""
+
+    q: Address
+    k: Address
+    weights: Address
+    k_scale: Address
+    begins: Address
+    ends: Address
+    block_table: Address
+    cuts: Address
+    logits: Address
+    q_stride_block_token_head_elems: tuple[I64, I64, I64]
+    k_stride_elems: I64
+    weights_stride_block_token_head_elems: tuple[I64, I64, I64]
+    k_scale_stride_elems: I64
+    begins_stride_elems: I64
+    ends_stride_block_token_elems: tuple[I64, I64]
+    table_stride_block_page_elems: tuple[I64, I64]
+    page_stride_bytes: I64
+    logits_stride_block_token_elems: tuple[I64, I64]
+    num_tokens: I32
+    block_tokens: I32
+    num_keys: I32
+    end_of_last: I32
+    heads: I32
+    head_dim: I32
+    page_size: I32
+    num_pages: I32
+    clean: I32
+    bf16_out: I32
+    wide_rows: I32
+    num_blocks: I32
+
+
+class LogitsScheduleParams(Params):
+    """Struct of `indexer/logits/schedule.cu`."""
+
+    begins: Address
+    ends: Address
+    cuts: Address
+    begins_stride_elems: I64
+    ends_stride_block_token_elems: tuple[I64, I64]
+    num_tokens: I32
+    num_blocks: I32
+    block_tokens: I32
+    num_keys: I32
+    end_of_last: I32
+    num_splits: I32
+
+
+class LossParams(Params):
+    """Struct of `indexer/loss/params.cuh`."""
+
+    q: Address
+    k: Address
+    v: Address
+    index_q: Address
+    index_k: Address
+    weights: Address
+    lse: Address
+    row_weights: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    ranges: Address
+    target: Address
+    scores: Address
+    gradient: Address
+    finite_keys: Address
+    finite_values: Address
+    nonfinite_tiles: Address
+    key_sums: Address
+    kl: Address
+    mass: Address
+    index_lse: Address
+    d_index_q: Address
+    d_index_k: Address
+    d_weights: Address
+    out: Address
+    attention_lse: Address
+    rows: Address
+    counts: Address
+    extractors: Address
+    largest: Address
+    head_sums: Address
+    q_stride_token_head_elems: tuple[I64, I64]
+    k_stride_elems: I64
+    v_stride_elems: I64
+    index_q_stride_token_head_elems: tuple[I64, I64]
+    index_k_stride_elems: I64
+    weights_stride_token_head_elems: tuple[I64, I64]
+    lse_stride_token_head_elems: tuple[I64, I64]
+    row_weights_stride_elems: I64
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    kl_stride_token_head_elems: tuple[I64, I64]
+    mass_stride_token_head_elems: tuple[I64, I64]
+    index_lse_stride_token_head_elems: tuple[I64, I64]
+    d_index_q_stride_token_head_elems: tuple[I64, I64]
+    d_index_k_stride_elems: I64
+    d_weights_stride_token_head_elems: tuple[I64, I64]
+    out_stride_token_head_elems: tuple[I64, I64]
+    attention_lse_stride_token_head_elems: tuple[I64, I64]
+    head_sums_stride_elems: I64
+    target_stride_elems: I64
+    row_stride_elems: I64
+    rows_stride_elems: I64
+    s_q: I32
+    s_kv: I32
+    b: I32
+    num_keys: I32
+    heads: I32
+    index_heads: I32
+    head_dim: I32
+    value_dim: I32
+    index_dim: I32
+    causal: I32
+    per_head: I32
+    first_token: I32
+    num_tokens: I32
+    first_target: I32
+    first_chunk: I32
+    last_chunk: I32
+    weights_bf16: I32
+    d_index_q_fp32: I32
+    d_index_k_fp32: I32
+    key_splits: I32
+    min_split_tokens: I32
+    scale: F32
+    target_scale: F32
+    score_unit: F32
+
+
+class GatherKeysParams(Params):
+    """Struct of `indexer/prepare/gather_keys.cu`."""
+
+    cache: Address
+    slots: Address
+    codes: Address
+    k_scale: Address
+    slots_stride_bytes: I64
+    page_stride_bytes: I64
+    codes_stride_elems: I64
+    k_scale_stride_elems: I64
+    n: I32
+    num_pages: I32
+    page_size: I32
+    d: I32
+    slots_are_64: I32
+
+
+class PrepareParams(Params):
+    """Struct of `indexer/prepare/quantize.cu`."""
+
+    x: Address
+    weights: Address
+    cos: Address
+    sin: Address
+    positions: Address
+    slots: Address
+    codes: Address
+    scales: Address
+    x_stride_n_h_elems: tuple[I64, I64]
+    weights_stride_n_h_elems: tuple[I64, I64]
+    cos_stride_elems: I64
+    sin_stride_elems: I64
+    positions_stride_elems: I64
+    codes_stride_n_h_elems: tuple[I64, I64]
+    scales_stride_n_h_elems: tuple[I64, I64]
+    slots_stride_bytes: I64
+    page_stride_bytes: I64
+    n: I32
+    h: I32
+    half_rope: I32
+    max_position: I32
+    interleaved: I32
+    hadamard: I32
+    power_of_2: I32
+    rounded: I32
+    x_aligned: I32
+    tables_aligned: I32
+    num_pages: I32
+    page_size: I32
+    slots_are_64: I32
+    group_vectors: I32
+    step_tokens: I32
+    step_heads: I32
+    h_factor: F32
+    d_factor: F32
+    max_code: F32
+    inverse_max_code: F32
+
+
+class TopkParams(Params):
+    """Struct of `indexer/topk/select.cu`."""
+
+    logits: Address
+    ks: Address
+    ke: Address
+    block_table: Address
+    indices: Address
+    counts: Address
+    values: Address
+    logits_stride_q_elems: I64
+    ks_stride_elems: I64
+    ke_stride_elems: I64
+    table_stride_b_page_elems: tuple[I64, I64]
+    indices_stride_q_elems: I64
+    counts_stride_elems: I64
+    values_stride_q_elems: I64
+    s_q: I32
+    s_kv: I32
+    k: I32
+    rows_per_table: I32
+    max_pages: I32
+    page_size: I32
+    rows_per_ke: I32
+    keep_first: I32
+    keep_last: I32
+    by_value: I32
+    relative: I32
+    logits_are_bf16: I32
+
+
+class MergeExchangeParams(Params):
+    """Struct of `merge/exchange_params.cuh`."""
+
+    outs: Address
+    lses: Address
+    out: Address
+    lse: Address
+    schedule: Address
+    partial_out: Address
+    partial_lse: Address
+    mailboxes: Address
+    states: Address
+    reports: Address
+    outs_stride_r_b_s_h_elems: tuple[I64, I64, I64, I64]
+    lses_stride_r_b_h_s_elems: tuple[I64, I64, I64, I64]
+    out_stride_r_b_s_h_elems: tuple[I64, I64, I64, I64]
+    lse_stride_r_b_h_s_elems: tuple[I64, I64, I64, I64]
+    schedule_stride_r: I64
+    partial_stride_r_rows: I64
+    slab_bytes: I64
+    timeout_ns: I64
+    world: I32
+    rank: I32
+    b: I32
+    s_q: I32
+    heads: I32
+    d: I32
+    slice_columns: I32
+    slices: I32
+    num_splits: I32
+    continued_index: I32
+    h_kv: I32
+    call: I32
+    outs_are_fp32: I32
+    out_is_fp32: I32
+    to_log2: F32
+    lse_factor: F32
+    empty_lse: F32
+
+
+class MergeStatesParams(Params):
+    """Struct of `merge/states.cu`."""
+
+    outs: Address
+    lses: Address
+    out: Address
+    lse: Address
+    outs_stride_n_b_s_h_elems: tuple[I64, I64, I64, I64]
+    lses_stride_n_b_h_s_elems: tuple[I64, I64, I64, I64]
+    out_stride_b_s_h_elems: tuple[I64, I64, I64]
+    lse_stride_b_h_s_elems: tuple[I64, I64, I64]
+    n: I32
+    b: I32
+    s_q: I32
+    h_q: I32
+    d: I32
+    outs_are_fp32: I32
+    out_is_fp32: I32
+    to_log2: F32
+    lse_factor: F32
+    empty_lse: F32
+
+
+class DeltaParams(Params):
+    """Struct of `sparse_backward/delta.cu`."""
+
+    out: Address
+    dout: Address
+    lse: Address
+    attn_sink: Address
+    counts: Address
+    delta: Address
+    lse2: Address
+    sink_sums: Address
+    out_stride_s_h_elems: tuple[I64, I64]
+    dout_stride_s_h_elems: tuple[I64, I64]
+    lse_stride_s_h_elems: tuple[I64, I64]
+    attn_sink_stride_elems: I64
+    s_q: I32
+    h_q: I32
+    out_is_fp32: I32
+    lse_to_log2: F32
+
+
+class DkvParams(Params):
+    """Struct of `sparse_backward/dkv.cu`."""
+
+    sums: Address
+    dkv: Address
+    dkv_stride_s_elems: I64
+    s_kv: I32
+    d_qk: I32
+    num_bins: I32
+    order: I32
+    dkv_is_fp32: I32
+
+
+class BackwardParams(Params):
+    """Struct of `sparse_backward/params.cuh`."""
+
+    q: Address
+    kv: Address
+    dout: Address
+    rows: Address
+    counts: Address
+    lse2: Address
+    delta: Address
+    extractors: Address
+    dq: Address
+    dkv: Address
+    progress: Address
+    out: Address
+    q_stride_s_h_elems: tuple[I64, I64]
+    kv_stride_s_elems: I64
+    dout_stride_s_h_elems: tuple[I64, I64]
+    dq_stride_s_h_elems: tuple[I64, I64]
+    out_stride_s_h_elems: tuple[I64, I64]
+    lse2_stride_s_h_elems: tuple[I64, I64]
+    rows_stride_elems: I64
+    s_q: I32
+    s_kv: I32
+    h_q: I32
+    lse2_factor: F32
+    scale: F32
+    scale_log2: F32
+
+
+class SinkParams(Params):
+    """Struct of `sparse_backward/sink.cu`."""
+
+    sink_sums: Address
+    d_sink: Address
+    spans: I32
+    h_q: I32
+
+
+class SparseDecodeScheduleParams(Params):
+    """Struct of `sparse_decode/schedule.cu`."""
+
+    topk_length: Address
+    extra_topk_length: Address
+    schedule: Address
+    topk_length_stride_elems: I64
+    extra_topk_length_stride_elems: I64
+    queries: I32
+    s_q: I32
+    topk: I32
+    extra_topk: I32
+    num_splits: I32
+    merge_cost: I32

@@ -1,0 +1,163 @@
+"""Classes for the kernels' parameter structs, read from the CUDA sources: nothing is compiled.
+
+After a struct has changed, mypy names every fill that lacks a member.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from mla_cupy.runtime import sources
+
+#: What the members of a struct become, by their types in CUDA.
+KINDS = {"i64": "I64", "i32": "I32", "float": "F32"}
+#: In the sources, but no member for the host: it makes a struct as long in CUDA as it is aligned.
+PADDING = "padding"
+PROBES = "probes/"
+
+HEADER = '''\
+"""Parameter structs of the {kernels}, as the host fills them.
+
+Written by `python -m tests.generate` from the CUDA sources, which say what each member means.
+"""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.param_layout import {names}
+'''
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member as it is declared; `count` is the length of an array, 0 of anything else."""
+
+    name: str
+    kind: str
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A struct, and the file that declares it."""
+
+    name: str
+    file: str
+    bases: tuple[str, ...]
+    members: tuple[Member, ...]
+
+
+def make(root: Path) -> dict[Path, str]:
+    """The files that this command writes -> what they should hold."""
+    folder = root / "cuda_src"
+    kernels: dict[str, Struct] = {}
+    probes: dict[str, Struct] = {}
+    for path in sorted(folder.rglob("*.cu")):
+        source = path.relative_to(folder).as_posix()
+        for struct in structs_of(source, folder):
+            known = (probes if source.startswith(PROBES) else kernels).setdefault(struct.name, struct)
+            if known != struct:
+                raise ValueError(f"{known.file} and {struct.file} declare a {struct.name} each")
+    package = root / "mla_cupy"
+    return {
+        package / "kernels" / "params.py": text_of(kernels, "kernels"),
+        package / "selftest" / "params.py": text_of(probes, "probes' kernels"),
+    }
+
+
+def parameter_struct(source: str, folder: Path) -> str:
+    """The name of the struct that the kernel of a source takes."""
+    (name,) = re.findall(r"__grid_constant__ (\w+Params) p\b", _read(folder, source))
+    return str(name)
+
+
+def structs_of(source: str, folder: Path) -> list[Struct]:
+    """The parameter struct of a kernel, after those that it is made of."""
+    files = {name: _read(folder, name) for name in sources.gather(source, folder)}
+    found: dict[str, Struct] = {}
+
+    def add(name: str) -> None:
+        struct = _struct(name, files)
+        for part in (*struct.bases, *(member.kind for member in struct.members)):
+            if part not in {*KINDS.values(), "Address", *found}:
+                add(part)
+        found[name] = struct
+
+    add(parameter_struct(source, folder))
+    return list(found.values())
+
+
+def _read(folder: Path, name: str) -> str:
+    """A file without its comments."""
+    return re.sub(r"//.*", "", (folder / name).read_text())
+
+
+def _struct(name: str, files: dict[str, str]) -> Struct:
+    pattern = rf"struct {name}(?: : ([\w, ]+))? \{{(.*?)\n\}};"
+    matches = [(file, *match) for file, text in files.items() for match in re.findall(pattern, text, re.DOTALL)]
+    ((file, bases, body),) = matches
+    text = "".join(files.values())
+    members = tuple(member for member in _members(body, text) if member.name != PADDING)
+    return Struct(name, file, tuple(filter(None, bases.split(", "))), members)
+
+
+def _members(body: str, text: str) -> Iterator[Member]:
+    """Those of a struct's body; `text` has the constants that are lengths of arrays."""
+    for declaration in filter(None, (part.strip() for part in body.split(";"))):
+        if "*" in declaration:
+            kind, names = "Address", declaration.rpartition("*")[2]
+        else:
+            declared, _, names = declaration.partition(" ")
+            kind = KINDS.get(declared, declared)
+        for name in names.split(","):
+            name, _, length = name.strip().rstrip("]").partition("[")
+            yield Member(name, kind, _constant(length, text) if length else 0)
+
+
+def _constant(name: str, text: str) -> int:
+    (value,) = re.findall(rf"constexpr i32 {name} = (\d+);", text)
+    return int(value)
+
+
+def text_of(structs: dict[str, Struct], kernels: str) -> str:
+    """A module with a class for each struct, as ruff formats it."""
+    ordered = sorted(structs.values(), key=lambda struct: struct.file)
+    classes = [_class(struct) for struct in ordered]
+    used = {name for name in ("F32", "I32", "I64") if any(re.search(rf"\b{name}\b", text) for text in classes)}
+    names = ", ".join((*sorted(used), "Address", "Params"))
+    return "\n\n".join((HEADER.format(kernels=kernels, names=names), *classes))
+
+
+def _class(struct: Struct) -> str:
+    fields = [f"{_snake(base)}: {base}" for base in struct.bases]
+    for group, members in groupby(struct.members, key=_array_of_strides):
+        fields += _fields(group, list(members))
+    body = "".join(f"    {field}\n" for field in fields)
+    return f'class {struct.name}(Params):\n    """Struct of `{struct.file}`."""\n\n{body}'
+
+
+def _fields(group: tuple[str, str] | None, members: list[Member]) -> Iterator[str]:
+    """The fields for neighbours. Strides of several axes of one array are one field, whose name has all axes."""
+    if group and len(members) > 1:
+        array, unit = group
+        axes = [member.name.removeprefix(f"{array}_stride_").removesuffix(f"_{unit}") for member in members]
+        yield f"{array}_stride_{'_'.join(axes)}_{unit}: tuple[{', '.join(member.kind for member in members)}]"
+        return
+    for member in members:
+        name = member.name + "_" * keyword.iskeyword(member.name)
+        kind = f"tuple[{', '.join([member.kind] * member.count)}]" if member.count else member.kind
+        yield f"{name}: {kind}"
+
+
+def _array_of_strides(member: Member) -> tuple[str, str] | None:
+    """(array, unit) of `<array>_stride_<axis>_<unit>`."""
+    match = re.fullmatch(r"(\w+)_stride_[a-z]+_(elems|bytes)", member.name)
+    return match and (match[1], match[2])
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
