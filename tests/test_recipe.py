@@ -226,7 +226,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert text.count(there) == 1, f"{name}: {there!r}"
             text = text.replace(there, added + there)
         (root / name).write_text(text)
-    generate = [sys.executable, "-m", "tests.generate.params"]
+    generate = [sys.executable, "-m", "tests.generate"]
     subprocess.run(generate, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True)
     return root
 
@@ -280,7 +280,7 @@ def test_a_wrong_struct_is_found(tree: Path, tmp_path: Path) -> None:
     assert wrong != text
     source.write_text(wrong)
     try:
-        with pytest.raises(AssertionError, match=r"run `python -m tests.generate.params`"):
+        with pytest.raises(AssertionError, match=r"run `python -m tests.generate`"):
             run(tree, "tests/budgets/test_facts.py", "-k", "classes_are_the_structs")
     finally:
         source.write_text(text)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Generic, TypeVar
 
 from mla_cupy.dtypes import HALF
@@ -19,27 +20,44 @@ BLACKWELL = ("sm_100a", "sm_103a")
 """Targets of kernels with tcgen05."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Variant:
-    """Base of the variants: each field is one `-D` macro of the kernel, `MLA_` and the field's name in capitals."""
+    """One build of a kernel: the values of its `-D` macros, in order.
+
+    `Variant(dtype="bfloat16", head_dim_qk=512)` defines MLA_DTYPE and MLA_HEAD_DIM_QK, and has both as attributes.
+    """
+
+    macros: tuple[tuple[str, str | int], ...]
+
+    def __init__(self, **macros: str | int) -> None:
+        object.__setattr__(self, "macros", tuple(macros.items()))
+
+    def __getattr__(self, name: str) -> Any:
+        for macro, value in self.__dict__.get("macros", ()):
+            if macro == name:
+                return value
+        raise AttributeError(f"the variant {self} has no {name}")
 
     def defines(self) -> tuple[tuple[str, str], ...]:
-        return tuple((f"MLA_{field.name.upper()}", str(getattr(self, field.name))) for field in fields(self))
+        """The macros as the compiler gets them."""
+        return tuple((f"MLA_{name.upper()}", str(value)) for name, value in self.macros)
+
+    def extended(self, **macros: str | int) -> Variant:
+        """A build with further macros."""
+        return Variant(**dict(self.macros), **macros)
 
     def __str__(self) -> str:
         """The canonical name: in the cubin's file name, the test ids and the bench labels."""
-        return "-".join(str(getattr(self, field.name)) for field in fields(self)) or "plain"
+        return "-".join(str(value) for _, value in self.macros) or "plain"
 
 
-@dataclass(frozen=True)
-class DtypeVariant(Variant):
-    """A kernel that is compiled once per 16-bit type."""
-
-    dtype: str
+def variants(**macros: Iterable[str | int]) -> tuple[Variant, ...]:
+    """Every combination of the macros' values; those of the last change fastest."""
+    return tuple(Variant(**dict(zip(macros, values, strict=True))) for values in product(*macros.values()))
 
 
 PLAIN = (Variant(),)
-DTYPE_VARIANTS = tuple(DtypeVariant(dtype) for dtype in HALF)
+DTYPE_VARIANTS = variants(dtype=HALF)
 
 
 @dataclass(frozen=True)

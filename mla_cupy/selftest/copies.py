@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.params import ProbeCopyParams
 from mla_cupy.selftest.probe import ARCHS, BLACKWELL, Array, BoxMap, Case, InstructionProbe, random
@@ -18,20 +17,13 @@ DIMS = 576
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
-@dataclass(frozen=True)
-class CopyVariant(Variant):
-    """`copy` is "gather", "load" or "store"."""
-
-    copy: str
-
-
 KERNEL: KernelSpec[object] = KernelSpec(
     "probes_copy",
     "TMA gathers and boxes",
     "probes/copy.cu",
     ProbeCopyParams,
     ARCHS,
-    variants=tuple(map(CopyVariant, ("gather", "load", "store"))),
+    variants=variants(copy=("gather", "load", "store")),
 )
 
 S_KV = 101
@@ -103,7 +95,7 @@ def _gather(label: str) -> InstructionProbe:
     outside = ", some outside of the tensor" if mixed else ""
     about = f"{rows // 4} gather4 of 4 rows x 128 bytes, columns {column} to {column + 63}{outside}, 512 bytes apart"
     case = partial(_gather_case, name, rows, column, mixed, stride, dtype)
-    return InstructionProbe(name, about, KERNEL, CopyVariant("gather"), case, BLACKWELL)
+    return InstructionProbe(name, about, KERNEL, Variant(copy="gather"), case, BLACKWELL)
 
 
 def _box(copy: str, label: str) -> InstructionProbe:
@@ -111,7 +103,7 @@ def _box(copy: str, label: str) -> InstructionProbe:
     heads, queries, at = BOXES[label]
     about = f"3-D {copy} of a box of 64 columns x 64 heads of one query at {at}, where there are {heads} heads"
     case = partial(_box_case, name, copy, heads, queries, at)
-    return InstructionProbe(name, about, KERNEL, CopyVariant(copy), case, ARCHS)
+    return InstructionProbe(name, about, KERNEL, Variant(copy=copy), case, ARCHS)
 
 
 PROBES = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from mla_cupy import dtypes
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.selftest import params
 from mla_cupy.selftest.layouts import sum_cells
 from mla_cupy.selftest.params import ProbeMmaParams
@@ -18,14 +18,6 @@ from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, ra
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
 
 STEP_K = 16
-
-
-@dataclass(frozen=True)
-class MmaVariant(Variant):
-    """Shapes, majors and places are run-time operands."""
-
-    dtype: str
-    weight_stationary: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "probes/mma.cu",
     ProbeMmaParams,
     BLACKWELL,
-    variants=tuple(MmaVariant(dtype, ws) for dtype in ("bfloat16", "float16") for ws in (0, 1)),
+    variants=variants(dtype=("bfloat16", "float16"), weight_stationary=(0, 1)),
 )
 
 K, MN = False, True
@@ -129,7 +121,7 @@ def _bits(x: Array, dtype: str) -> Array:
     return np.ascontiguousarray(x).astype(dtypes.numpy_dtype(dtype)).view(np.uint16)
 
 
-def _case(name: str, variant: MmaVariant, products: tuple[Product, ...], window: int) -> Case:
+def _case(name: str, variant: Variant, products: tuple[Product, ...], window: int) -> Case:
     rng = random(name)
     dump = known_cells()
     arrays = {"cells": dump.copy(), "dump": np.full_like(dump, np.nan)}
@@ -159,7 +151,7 @@ def _probe(
 ) -> InstructionProbe:
     full_name = f"{stage}/{dtype}/{name}"
     about = "tcgen05.mma" + (".ws" if weight_stationary else "") + ": " + "; then ".join(map(str, products))
-    variant = MmaVariant(dtype, weight_stationary)
+    variant = Variant(dtype=dtype, weight_stationary=weight_stationary)
     window = LAST_WINDOW if "rope" in name else 0  # where the kernel has them
     case = partial(_case, full_name, variant, products, window)
     return InstructionProbe(full_name, about, KERNEL, variant, case, needs=("tmem/*/32x32b.x32-*",))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.params import ProbeReduceParams, ProbeStmatrixParams
 from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
@@ -18,28 +17,13 @@ BLOCKS = 4
 HEADS = 64
 
 
-@dataclass(frozen=True)
-class ReduceVariant(Variant):
-    """How many numbers a thread adds at once; one is an integer."""
-
-    width: int
-
-
-@dataclass(frozen=True)
-class StmatrixVariant(Variant):
-    """The type of the scores, and the keys of a tile."""
-
-    dtype: str
-    keys: int
-
-
 REDUCE: KernelSpec[object] = KernelSpec(
     "probes_reduce",
     "reductions into global memory",
     "probes/reduce.cu",
     ProbeReduceParams,
     ARCHS,
-    variants=tuple(map(ReduceVariant, (4, 2, 1))),
+    variants=variants(width=(4, 2, 1)),
 )
 
 STMATRIX: KernelSpec[object] = KernelSpec(
@@ -48,7 +32,7 @@ STMATRIX: KernelSpec[object] = KernelSpec(
     "probes/stmatrix.cu",
     ProbeStmatrixParams,
     ARCHS,
-    variants=tuple(StmatrixVariant(dtype, keys) for dtype in ("bfloat16", "float16") for keys in (32, 64)),
+    variants=variants(dtype=("bfloat16", "float16"), keys=(32, 64)),
 )
 
 
@@ -86,14 +70,14 @@ def _reduce(width: int, groups: int) -> InstructionProbe:
     kind = "s32" if width == 1 else f"v{width}.f32"
     name = f"reduce/{kind}-{groups}groups"
     about = f"red.global.add.{kind} by {BLOCKS} blocks of {THREADS} threads to {groups} places"
-    variant = ReduceVariant(width)
+    variant = Variant(width=width)
     return InstructionProbe(name, about, REDUCE, variant, partial(_reduce_case, name, width, groups), ARCHS)
 
 
 def _stmatrix(dtype: str, keys: int) -> InstructionProbe:
     name = f"stmatrix/{dtype}-{keys}keys"
     about = f"stmatrix.x4.trans of fragments of 64 heads x {keys} keys to a sw_tile with a row for each key"
-    variant = StmatrixVariant(dtype, keys)
+    variant = Variant(dtype=dtype, keys=keys)
     return InstructionProbe(name, about, STMATRIX, variant, partial(_stmatrix_case, name, dtype, keys), ARCHS)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,14 +17,6 @@ LAST_WINDOW = 512 - WINDOW
 WARPS = 4
 
 
-@dataclass(frozen=True)
-class TmemVariant(Variant):
-    """`shape` is 256 for 16x256b, 32 for 32x32b."""
-
-    shape: int
-    registers: int
-
-
 SHAPES = {256: ("16x256b", (4, 8, 16, 32)), 32: ("32x32b", (16, 32))}
 _PER_REPETITION = {256: 4, 32: 1}
 
@@ -35,7 +26,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "probes/tmem.cu",
     ProbeTmemParams,
     BLACKWELL,
-    variants=tuple(TmemVariant(shape, count) for shape, (_, counts) in SHAPES.items() for count in counts),
+    variants=tuple(Variant(shape=shape, registers=count) for shape, (_, counts) in SHAPES.items() for count in counts),
 )
 
 
@@ -45,7 +36,7 @@ def known_cells() -> Array:
     return (lane + LANES * column - LANES * WINDOW // 2).astype(np.float32)
 
 
-def _case(name: str, variant: TmemVariant, lane: int, column: int, window: int, group: int, store: bool) -> Case:
+def _case(name: str, variant: Variant, lane: int, column: int, window: int, group: int, store: bool) -> Case:
     cells, count = known_cells(), variant.registers
     registers = random(name).integers(-(2**20), 2**20, (WARPS, count, WARP)).astype(np.float32)
     at = shape_cells(SHAPES[variant.shape][0], count)
@@ -74,7 +65,7 @@ def _case(name: str, variant: TmemVariant, lane: int, column: int, window: int, 
     )
 
 
-def _probe(variant: TmemVariant, lane: int, store: bool) -> InstructionProbe:
+def _probe(variant: Variant, lane: int, store: bool) -> InstructionProbe:
     shape = SHAPES[variant.shape][0]
     repetitions = variant.registers // _PER_REPETITION[variant.shape]
     name = f"tmem/{'st' if store else 'ld'}/{shape}.x{repetitions}-lane{lane}"
@@ -89,7 +80,7 @@ def _probe(variant: TmemVariant, lane: int, store: bool) -> InstructionProbe:
 
 
 PROBES = tuple(
-    _probe(TmemVariant(shape, count), lane, store)
+    _probe(Variant(shape=shape, registers=count), lane, store)
     for shape, (_, counts) in SHAPES.items()
     for count in counts
     for lane in ((0, 16) if shape == 256 else (0,))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mla_cupy.kernels.attention import combine, schedule
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS
 from mla_cupy.kernels.pipeline import Layout, Prepared
-from mla_cupy.kernels.spec import DtypeVariant
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime import loader
 from mla_cupy.runtime.device import DeviceInfo
 from tests.decode.schedule_model import (
@@ -378,6 +378,6 @@ def test_kernel_gives_the_models_points_for_short_batches_on_a_gpu(gpu: DeviceIn
 
 @pytest.mark.gpu
 def test_combine_takes_as_many_splits_as_are_ever_made(gpu: DeviceInfo) -> None:
-    facts = loader.obtain(combine.KERNEL.request(DtypeVariant("bfloat16"), gpu.arch)).facts
+    facts = loader.obtain(combine.KERNEL.request(Variant(dtype="bfloat16"), gpu.arch)).facts
     assert facts["max_splits"] == MAX_SPLITS
     assert facts["tile_tokens"] == TILE_TOKENS

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mla_cupy import reference
-from mla_cupy.kernels.indexer.loss import pipeline, sm90
+from mla_cupy.kernels.indexer.loss import heuristics
 from mla_cupy.reference.sparse import selected_rows
 
 Array = np.ndarray[Any, Any]
@@ -116,9 +116,8 @@ def external_lse(inputs: dict[str, Array], rows: list[Array], rng: np.random.Gen
 def splits_of(tokens: int, most: int = 16) -> Iterator[None]:
     """While it lasts, the Hopper kernels divide the tokens that see a tile of keys even where they are few."""
     with (
-        mock.patch.object(sm90, "MIN_SPLIT_TOKENS", tokens),
-        mock.patch.object(pipeline, "MIN_SPLIT_TOKENS", tokens),
-        mock.patch.object(sm90, "_MAX_SPLITS", most),
+        mock.patch.object(heuristics, "MIN_SPLIT_TOKENS", tokens),
+        mock.patch.object(heuristics, "MAX_KEY_SPLITS", most),
     ):
         yield
 

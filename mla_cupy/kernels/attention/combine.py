@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.kernels.attention.kernel import MAX_SPLITS
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -37,4 +37,4 @@ def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
 
 def launch(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:
     """Merge what the attention kernel of the same arguments has left in the workspace."""
-    return Launch(KERNEL, DtypeVariant(dtype), (num_blocks, 1, 1), args)
+    return Launch(KERNEL, Variant(dtype=dtype), (num_blocks, 1, 1), args)

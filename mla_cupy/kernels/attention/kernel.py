@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec, ProblemT, Reason, Variant
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, ProblemT, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_V
@@ -29,31 +30,16 @@ class Splits:
     num_splits: int
 
 
-@dataclass(frozen=True)
-class HeadDimVariant(Variant):
-    """A kernel that is compiled per dtype and per width of the keys."""
-
-    dtype: str
-    head_dim_qk: int
-
-
-@dataclass(frozen=True)
-class TreeVariant(HeadDimVariant):
-    """The same for calls with a mask of drafts."""
-
-    tree_mask: int = 1
-
-
 def key_variant(problem: Any) -> Variant:
     """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
     if problem.d_qk == D_QK:
-        return DtypeVariant(problem.dtype)
-    return HeadDimVariant(problem.dtype, problem.d_qk)
+        return Variant(dtype=problem.dtype)
+    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
 
 
-KEY_VARIANTS: tuple[Variant, ...] = (*DTYPE_VARIANTS, *(HeadDimVariant(v.dtype, D_V) for v in DTYPE_VARIANTS))
+KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
 """All that `key_variant` may ask for."""
-TREE_VARIANTS: tuple[Variant, ...] = tuple(TreeVariant(v.dtype, d_qk) for v in DTYPE_VARIANTS for d_qk in (D_QK, D_V))
+TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
 """What `tree_variant` may ask for besides."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from mla_cupy.kernels.spec import Variant
@@ -15,37 +14,15 @@ BLOCK_ROWS = (8, 16, 32)
 """How many query rows a block of the kernels with swapped operands may compute."""
 
 
-@dataclass(frozen=True)
-class RecordVariant(Variant):
-    """A kernel that is compiled per dtype of the queries and record of the cache."""
-
-    dtype: str
-    record: str
-
-
-@dataclass(frozen=True)
-class SmallRecordVariant(RecordVariant):
-    """`block_rows` is how many query rows a block computes, whether they are there or not."""
-
-    block_rows: int
-
-
-@dataclass(frozen=True)
-class TreeRecordVariant(SmallRecordVariant):
-    """The same for calls with a mask of drafts."""
-
-    tree_mask: int = 1
-
-
 TREE_BLOCK_ROWS = BLOCK_ROWS[1:]
 
 
-def record_variant(problem: Any) -> RecordVariant:
+def record_variant(problem: Any) -> Variant:
     """The build for a problem's `dtype` and `record`."""
-    return RecordVariant(problem.dtype, problem.record)
+    return Variant(dtype=problem.dtype, record=problem.record)
 
 
-def small_record_variant(problem: Any, rows: int) -> SmallRecordVariant:
+def small_record_variant(problem: Any, rows: int) -> Variant:
     """The build for so many rows: the narrowest that holds them, or several blocks of the widest."""
     block_rows = next((block for block in BLOCK_ROWS if rows <= block), BLOCK_ROWS[-1])
-    return SmallRecordVariant(problem.dtype, problem.record, block_rows)
+    return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows)

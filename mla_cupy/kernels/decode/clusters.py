@@ -50,7 +50,7 @@ def workspace(kernel: AttentionKernel[DecodeProblem], problem: DecodeProblem, sp
     """The sizes of the parts of the workspace: nothing where clusters never share a request."""
     shared = splits.num_splits if splits.num_splits > 1 else 0
     slices = shared * splits.row_blocks * kernel.cluster_blocks
-    block_rows = int(kernel.variant(problem).block_rows)  # type: ignore[attr-defined]
+    block_rows = int(kernel.variant(problem).block_rows)
     return {
         "partial_lse": _LSE_BYTES * slices * block_rows,
         "partial_out": 4 * D_V // kernel.cluster_blocks * slices * block_rows,

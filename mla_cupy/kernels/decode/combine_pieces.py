@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.kernels.attention.combine import UNITS_PER_BLOCK
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.shapes import TILE_TOKENS
 
 MAX_PIECES = 256
@@ -34,4 +34,4 @@ def columns(max_pieces: int) -> int:
 def launch(dtype: str, resident: int, rows: int, max_pieces: int, args: LaunchArgs) -> Launch:
     """Merge `rows` rows, those of all requests, with at most `resident` blocks per column."""
     blocks = min(resident, -(-rows // UNITS_PER_BLOCK))
-    return Launch(KERNEL, DtypeVariant(dtype), (blocks, columns(max_pieces), 1), args)
+    return Launch(KERNEL, Variant(dtype=dtype), (blocks, columns(max_pieces), 1), args)

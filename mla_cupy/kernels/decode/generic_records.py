@@ -5,9 +5,10 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported_records
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.attention.records import DENSE_RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.attention.records import DENSE_RECORDS, record_variant
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.spec import variants
 from mla_cupy.shapes import TILE_TOKENS
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
@@ -15,7 +16,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "dense decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "decode/generic_records.cu",
     DecodeParams,
-    variants=tuple(RecordVariant(dtype, record) for dtype in HALF for record in DENSE_RECORDS),
+    variants=variants(dtype=HALF, record=DENSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported_records,
     variant=record_variant,

@@ -28,7 +28,7 @@ from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
-from mla_cupy.kernels.spec import PLAIN, DtypeVariant, KernelSpec, Variant
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -140,7 +140,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             (cut, PLAIN[0]),
             (config.kernel, config.kernel.variant(problem)),
         ]
-        return [*found, (merge, DtypeVariant(problem.dtype))] if config.combine_blocks else found
+        return [*found, (merge, Variant(dtype=problem.dtype))] if config.combine_blocks else found
 
     def schedule(
         self, config: DecodeConfig, stride: int, max_tokens: int, b: int, shard: tuple[int, int] = (1, 0)

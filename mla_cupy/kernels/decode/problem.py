@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mla_cupy.kernels.attention.kernel import TreeVariant, key_variant
-from mla_cupy.kernels.attention.records import (
-    TREE_BLOCK_ROWS,
-    SmallRecordVariant,
-    TreeRecordVariant,
-    small_record_variant,
-)
+from mla_cupy.kernels.attention.kernel import key_variant
+from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.shapes import D_QK, TILE_TOKENS
 
@@ -69,12 +64,14 @@ class DecodeOptions(NamedTuple):
 
 def tree_variant(problem: DecodeProblem) -> Variant:
     """The build for a problem's `dtype`, `d_qk` and mask."""
-    return TreeVariant(problem.dtype, problem.d_qk) if problem.tree_mask else key_variant(problem)
+    if not problem.tree_mask:
+        return key_variant(problem)
+    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, tree_mask=1)
 
 
-def tree_record_variant(problem: DecodeProblem) -> SmallRecordVariant:
+def tree_record_variant(problem: DecodeProblem) -> Variant:
     """The build for a problem of dense decode."""
     if not problem.tree_mask:
         return small_record_variant(problem, problem.rows)
     block_rows = next((block for block in TREE_BLOCK_ROWS if problem.rows <= block), TREE_BLOCK_ROWS[-1])
-    return TreeRecordVariant(problem.dtype, problem.record, block_rows)
+    return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows, tree_mask=1)

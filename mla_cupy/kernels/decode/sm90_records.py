@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, TREE_BLOCK_ROWS, SmallRecordVariant, TreeRecordVariant
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, TREE_BLOCK_ROWS
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -30,8 +30,8 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     DecodeParams,
     HOPPER,
     (
-        *(SmallRecordVariant(dtype, name, rows) for dtype in HALF for name in READ for rows in BLOCK_ROWS),
-        *(TreeRecordVariant(dtype, name, rows) for dtype in HALF for name in READ for rows in TREE_BLOCK_ROWS),
+        *variants(dtype=HALF, record=READ, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=READ, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import NO_TREE, AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
-from mla_cupy.kernels.attention.records import DENSE_RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.attention.records import DENSE_RECORDS, record_variant
 from mla_cupy.kernels.decode import sm90_records
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import HOPPER, Reason
+from mla_cupy.kernels.spec import HOPPER, Reason, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -49,7 +49,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_records_seesaw.cu",
     DecodeParams,
     HOPPER,
-    tuple(RecordVariant(dtype, record) for dtype in HALF for record in DENSE_RECORDS),
+    variants(dtype=HALF, record=DENSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     preferred=preferred,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from mla_cupy.dtypes import HALF
@@ -10,7 +9,7 @@ from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
@@ -22,28 +21,6 @@ MAX_SHARED_TILES = {2: 16}
 """Largest number of tiles per split, by the number of blocks that share them: with more the seesaw is faster."""
 MOST_SHARED_TILES = 8
 """The same for all other numbers of blocks: of four, from about 12 on."""
-
-
-@dataclass(frozen=True)
-class SmallVariant(Variant):
-    """`block_rows` is how many query rows a block computes, whether they are there or not."""
-
-    dtype: str
-    block_rows: int
-
-
-@dataclass(frozen=True)
-class NarrowVariant(SmallVariant):
-    """The same for keys of another width than 576."""
-
-    head_dim_qk: int
-
-
-@dataclass(frozen=True)
-class TreeVariant(SmallVariant):
-    """The same for calls with a mask of drafts."""
-
-    tree_mask: int = 1
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
@@ -68,19 +45,17 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return problem.batch.tiles * problem.h_kv * blocks <= most * device.sm_count
 
 
-def variant(problem: DecodeProblem) -> SmallVariant:
+def variant(problem: DecodeProblem) -> Variant:
     """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
     wide = problem.d_qk == D_QK
     builds = BLOCK_ROWS if wide and not problem.tree_mask else NARROW_BLOCK_ROWS
     rows = next((rows for rows in builds if problem.rows <= rows), builds[-1])
     if problem.tree_mask:
-        return TreeVariant(problem.dtype, rows)
-    return SmallVariant(problem.dtype, rows) if wide else NarrowVariant(problem.dtype, rows, problem.d_qk)
+        return Variant(dtype=problem.dtype, block_rows=rows, tree_mask=1)
+    if wide:
+        return Variant(dtype=problem.dtype, block_rows=rows)
+    return Variant(dtype=problem.dtype, block_rows=rows, head_dim_qk=problem.d_qk)
 
-
-WIDE = tuple(SmallVariant(dtype, rows) for dtype in HALF for rows in BLOCK_ROWS)
-NARROW = tuple(NarrowVariant(dtype, rows, D_V) for dtype in HALF for rows in NARROW_BLOCK_ROWS)
-TREE = tuple(TreeVariant(dtype, rows) for dtype in HALF for rows in NARROW_BLOCK_ROWS)
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
@@ -88,8 +63,12 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_small.cu",
     DecodeParams,
     HOPPER,
-    (*WIDE, *NARROW, *TREE),
-    core=tuple(variant for variant in WIDE if variant.block_rows == 16),
+    (
+        *variants(dtype=HALF, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, block_rows=NARROW_BLOCK_ROWS, head_dim_qk=(D_V,)),
+        *variants(dtype=HALF, block_rows=NARROW_BLOCK_ROWS, tree_mask=(1,)),
+    ),
+    core=variants(dtype=HALF, block_rows=(16,)),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     preferred=preferred,

@@ -7,8 +7,7 @@ from mla_cupy.kernels.attention.kernel import NO_TREE
 from mla_cupy.kernels.decode import sm90, sm90_small
 from mla_cupy.kernels.decode.clusters import MAX_CLUSTERS, MIN_TILES_PER_BLOCK, ClusterKernel
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.decode.sm90_small import NarrowVariant
-from mla_cupy.kernels.spec import Reason
+from mla_cupy.kernels.spec import Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
@@ -33,12 +32,12 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return batch.b * row_blocks <= KERNEL.resident(device)
 
 
-def variant(problem: DecodeProblem) -> NarrowVariant:
+def variant(problem: DecodeProblem) -> Variant:
     """The build that it takes; more rows than it has are divided among blocks."""
-    return NarrowVariant(problem.dtype, BLOCK_ROWS, problem.d_qk)
+    return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS, head_dim_qk=problem.d_qk)
 
 
-_BUILDS = {d_qk: tuple(NarrowVariant(dtype, BLOCK_ROWS, d_qk) for dtype in HALF) for d_qk in (D_QK, D_V)}
+_BUILDS = {d_qk: variants(dtype=HALF, block_rows=(BLOCK_ROWS,), head_dim_qk=(d_qk,)) for d_qk in (D_QK, D_V)}
 
 KERNEL = ClusterKernel(
     "decode_sm90_small_cluster8",

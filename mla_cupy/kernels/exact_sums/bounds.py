@@ -6,7 +6,7 @@ from mla_cupy.kernels.attention.row_lists import rows_stride
 from mla_cupy.kernels.params import BoundsParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "exact_sums_bounds",
@@ -36,4 +36,4 @@ def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
         d_qk=problem.d_qk,
         scale=call.options.scale,
     )
-    return Launch(KERNEL, DtypeVariant(problem.dtype), (problem.s_q, 1, 1), LaunchArgs(params), dependent=False)
+    return Launch(KERNEL, Variant(dtype=problem.dtype), (problem.s_q, 1, 1), LaunchArgs(params), dependent=False)

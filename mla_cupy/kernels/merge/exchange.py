@@ -14,7 +14,7 @@ from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.numbers import from_log2, to_log2
 from mla_cupy.kernels.params import MergeExchangeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 
 TEAMS = 2
 """Slices of rows that a block works at side by side."""
@@ -213,7 +213,7 @@ def launch(
         empty_lse=options.empty_lse,
     )
     half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-    return Launch(KERNEL, DtypeVariant(half), (exchange.blocks, ranks, 1), LaunchArgs(params))
+    return Launch(KERNEL, Variant(dtype=half), (exchange.blocks, ranks, 1), LaunchArgs(params))
 
 
 def _four(view: View) -> tuple[int, int, int, int]:

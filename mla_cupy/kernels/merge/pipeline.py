@@ -11,7 +11,7 @@ from mla_cupy.kernels.merge import states
 from mla_cupy.kernels.numbers import from_log2, to_log2
 from mla_cupy.kernels.params import MergeStatesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.spec import DtypeVariant
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -71,7 +71,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             empty_lse=options.empty_lse,
         )
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(states.KERNEL, DtypeVariant(half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
+        return [Launch(states.KERNEL, Variant(dtype=half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
 
 
 MERGE = MergePipeline()

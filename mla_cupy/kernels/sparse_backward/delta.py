@@ -7,7 +7,7 @@ from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DeltaParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 
 UNITS_PER_BLOCK = 8
 SPAN_QUERIES = 8
@@ -50,4 +50,4 @@ def launch(problem: SparseBackwardProblem, call: Call) -> Launch:
         lse_to_log2=to_log2(call.options.lse_base),
     )
     blocks = -(-spans(problem.s_q) * problem.h_q // UNITS_PER_BLOCK)
-    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)
+    return Launch(KERNEL, Variant(dtype=problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)

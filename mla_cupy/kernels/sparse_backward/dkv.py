@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.kernels.params import DkvParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, DtypeVariant, KernelSpec
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 
 ROWS_PER_BLOCK = 8
 
@@ -33,4 +33,4 @@ def launch(problem: SparseBackwardProblem, call: Call, num_bins: int, order: Dkv
         dkv_is_fp32=call.view("dkv").dtype == "float32",
     )
     blocks = -(-problem.s_kv // ROWS_PER_BLOCK)
-    return Launch(KERNEL, DtypeVariant(problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)
+    return Launch(KERNEL, Variant(dtype=problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)

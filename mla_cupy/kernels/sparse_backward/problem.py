@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -25,22 +25,8 @@ class DkvOrder(IntEnum):
     SM100 = 2
 
 
-@dataclass(frozen=True)
-class SparseBackwardVariant(Variant):
-    """The build of a main kernel. `deterministic` is 1 for order-independent sums."""
-
-    dtype: str
-    head_dim_qk: int
-    deterministic: int
-
-
-VARIANTS = tuple(
-    SparseBackwardVariant(dtype, head_dim_qk, deterministic)
-    for dtype in HALF
-    for head_dim_qk in HEAD_DIMS_QK
-    for deterministic in (0, 1)
-)
-CORE = (SparseBackwardVariant("bfloat16", D_QK, 0),)
+VARIANTS = variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK, deterministic=(0, 1))
+CORE = variants(dtype=("bfloat16",), head_dim_qk=(D_QK,), deterministic=(0,))
 
 
 @dataclass(frozen=True)
@@ -71,9 +57,9 @@ class SparseBackwardOptions(NamedTuple):
     lse_base: str
 
 
-def plain_variant(problem: SparseBackwardProblem) -> SparseBackwardVariant:
-    """The build of a main kernel that has no other choices."""
-    return SparseBackwardVariant(problem.dtype, problem.d_qk, int(problem.deterministic))
+def plain_variant(problem: SparseBackwardProblem) -> Variant:
+    """The build of a main kernel that has no other choices. `deterministic` is 1 for order-independent sums."""
+    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, deterministic=int(problem.deterministic))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call
@@ -13,9 +11,9 @@ from mla_cupy.kernels.sparse_backward.problem import (
     BackwardKernel,
     DkvOrder,
     SparseBackwardProblem,
-    SparseBackwardVariant,
+    plain_variant,
 )
-from mla_cupy.kernels.spec import BLACKWELL, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import BLACKWELL, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -26,21 +24,14 @@ BLOCK_HEADS = 64
 _BOX_COLUMNS = 64
 
 
-@dataclass(frozen=True)
-class TiledVariant(SparseBackwardVariant):
-    """The build of a main kernel with several sizes of key tiles."""
-
-    tile_keys: int
+def tiled_variant(problem: SparseBackwardProblem, tile_keys: int) -> Variant:
+    """The build for a problem, with tiles of `tile_keys` keys."""
+    return plain_variant(problem).extended(tile_keys=tile_keys)
 
 
-def tiled_variant(problem: SparseBackwardProblem, tile_keys: int) -> TiledVariant:
-    """The build for a problem."""
-    return TiledVariant(problem.dtype, problem.d_qk, int(problem.deterministic), tile_keys)
-
-
-def tiled(variants: tuple[SparseBackwardVariant, ...], tile_keys: int) -> tuple[TiledVariant, ...]:
-    """The same variants with tiles of `tile_keys` keys."""
-    return tuple(TiledVariant(v.dtype, v.head_dim_qk, v.deterministic, tile_keys) for v in variants)
+def tiled(builds: tuple[Variant, ...], tile_keys: int) -> tuple[Variant, ...]:
+    """The same builds with tiles of `tile_keys` keys."""
+    return tuple(build.extended(tile_keys=tile_keys) for build in builds)
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
@@ -11,9 +9,9 @@ from mla_cupy.kernels.sparse_backward.problem import (
     BackwardKernel,
     DkvOrder,
     SparseBackwardProblem,
-    SparseBackwardVariant,
+    plain_variant,
 )
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
@@ -22,25 +20,13 @@ _FEW, _FEWEST = 32, 16
 """Up to as many heads dkv takes fewer products: up to 32 in a build of its own, up to 16 in that of 64."""
 
 
-@dataclass(frozen=True)
-class HeadsVariant(SparseBackwardVariant):
-    """The build of items of up to `max_heads` heads."""
-
-    max_heads: int
+def variant(problem: SparseBackwardProblem) -> Variant:
+    """The build that takes the fewest products, for up to `max_heads` heads."""
+    return plain_variant(problem).extended(max_heads=_FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS)
 
 
-def variant(problem: SparseBackwardProblem) -> HeadsVariant:
-    """The build that takes the fewest products."""
-    max_heads = _FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS
-    return HeadsVariant(problem.dtype, problem.d_qk, int(problem.deterministic), max_heads)
-
-
-def _with_heads(builds: tuple[SparseBackwardVariant, ...]) -> tuple[HeadsVariant, ...]:
-    return tuple(
-        HeadsVariant(build.dtype, build.head_dim_qk, build.deterministic, max_heads)
-        for build in builds
-        for max_heads in (BLOCK_HEADS, _FEW)
-    )
+def _with_heads(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    return tuple(build.extended(max_heads=max_heads) for build in builds for max_heads in (BLOCK_HEADS, _FEW))
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:

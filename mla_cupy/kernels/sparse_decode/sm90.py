@@ -5,10 +5,10 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS as SMALL_BLOCK_ROWS
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS, RecordVariant, record_variant
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS, record_variant
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -39,7 +39,7 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90.cu",
     SparseDecodeParams,
     HOPPER,
-    tuple(RecordVariant(dtype, record) for dtype in HALF for record in SPARSE_RECORDS),
+    variants(dtype=HALF, record=SPARSE_RECORDS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     preferred=preferred,

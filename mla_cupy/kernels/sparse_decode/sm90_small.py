@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, SmallRecordVariant
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -24,9 +24,9 @@ def block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
     return 16 if wide > 16 and blocks <= device.sm_count else wide
 
 
-def variant(problem: SparseDecodeProblem, rows: int) -> SmallRecordVariant:
+def variant(problem: SparseDecodeProblem, rows: int) -> Variant:
     """The build for blocks of so many heads."""
-    return SmallRecordVariant(problem.dtype, problem.record, rows)
+    return Variant(dtype=problem.dtype, record=problem.record, block_rows=rows)
 
 
 KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -35,9 +35,7 @@ KERNEL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90_small.cu",
     SparseDecodeParams,
     HOPPER,
-    tuple(
-        SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in SPARSE_RECORDS for rows in BLOCK_ROWS
-    ),
+    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     block_rows=BLOCK_ROWS[-1],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import READS_ROWS, AttentionKernel, HeadDimVariant
+from mla_cupy.kernels.attention.kernel import READS_ROWS, AttentionKernel
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, TILE_TOKENS
 
@@ -28,10 +28,10 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward/sm90.cu",
     DecodeParams,
     HOPPER,
-    variants=tuple(HeadDimVariant(dtype, d_qk) for dtype in HALF for d_qk in HEAD_DIMS_QK),
-    core=(HeadDimVariant("bfloat16", D_QK),),
+    variants=variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK),
+    core=(Variant(dtype="bfloat16", head_dim_qk=D_QK),),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: HeadDimVariant(problem.dtype, problem.d_qk),
+    variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_M,
 )

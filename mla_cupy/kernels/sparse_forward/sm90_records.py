@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS, SmallRecordVariant
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -21,10 +21,10 @@ def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | N
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
-def variant(problem: SparseForwardProblem) -> SmallRecordVariant:
+def variant(problem: SparseForwardProblem) -> Variant:
     """The build for the heads: the narrowest that holds them, or several blocks of the widest."""
     rows = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
-    return SmallRecordVariant(problem.dtype, problem.record, rows)
+    return Variant(dtype=problem.dtype, record=problem.record, block_rows=rows)
 
 
 KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
@@ -33,9 +33,7 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward/sm90_records.cu",
     DecodeParams,
     HOPPER,
-    tuple(
-        SmallRecordVariant(dtype, record, rows) for dtype in HALF for record in SPARSE_RECORDS for rows in BLOCK_ROWS
-    ),
+    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=variant,

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward import sm90
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_HEADS = (16, 32)
-
-
-@dataclass(frozen=True)
-class SmallVariant(Variant):
-    """`block_heads` is the number of heads per block, including those past h_q."""
-
-    dtype: str
-    head_dim_qk: int
-    block_heads: int
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
@@ -32,10 +21,10 @@ def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | N
     return Reason(f"takes at most {BLOCK_HEADS[-1]} heads") if problem.h_q > BLOCK_HEADS[-1] else None
 
 
-def variant(problem: SparseForwardProblem) -> SmallVariant:
+def variant(problem: SparseForwardProblem) -> Variant:
     """The build that it takes."""
     heads = next(heads for heads in BLOCK_HEADS if problem.h_q <= heads)
-    return SmallVariant(problem.dtype, problem.d_qk, heads)
+    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, block_heads=heads)
 
 
 KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
@@ -44,9 +33,7 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward/sm90_small.cu",
     DecodeParams,
     HOPPER,
-    variants=tuple(
-        SmallVariant(dtype, d_qk, heads) for dtype in HALF for d_qk in HEAD_DIMS_QK for heads in BLOCK_HEADS
-    ),
+    variants=variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK, block_heads=BLOCK_HEADS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=variant,

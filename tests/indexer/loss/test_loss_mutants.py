@@ -9,7 +9,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.kernels.indexer.loss import sm90_queries
+from mla_cupy.kernels.indexer.loss import heuristics
 from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
@@ -148,7 +148,7 @@ def run_splits(mode: tuple[str, int]) -> None:
 
 def run_pairs(mode: tuple[str, int]) -> None:
     """Several to a block."""
-    with mock.patch.object(sm90_queries, "MAX_BLOCKS", 3):
+    with mock.patch.object(heuristics, "MAX_QUERY_BLOCKS", 3):
         run_hopper(mode, PAIRS)
 
 

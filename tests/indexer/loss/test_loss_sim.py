@@ -10,7 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import UnsupportedDeviceError, reference
-from mla_cupy.kernels.indexer.loss import LOSS, sm90_queries
+from mla_cupy.kernels.indexer.loss import LOSS, heuristics
 from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
 from tests.support.sim_driver import fake_gpu, simulated
@@ -164,7 +164,7 @@ def test_splits_divide_the_tokens_that_see_a_tile() -> None:
 
 def test_a_block_takes_several_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than it has stages for queries."""
-    monkeypatch.setattr(sm90_queries, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(heuristics, "MAX_QUERY_BLOCKS", 2)
     run_hopper(
         LossCase(s_q=15, s_kv=12, h=1, h_i=3, d=64, d_i=32, lse=True, sequences=((4, 2), (0, 3), (9, 6))), MODES[1]
     )

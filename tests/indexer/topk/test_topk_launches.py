@@ -11,6 +11,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, ShapeError
 from mla_cupy.kernels.indexer.topk import select
 from mla_cupy.kernels.indexer.topk.problem import TopkProblem
+from mla_cupy.kernels.spec import Variant
 from tests.support.recorder import Recorder, address, elements
 
 
@@ -53,7 +54,7 @@ def test_blocks(recorder: Recorder, shape: tuple[int, int], blocks: int) -> None
 def test_short_rows_take_smaller_blocks(width: int, threads: int) -> None:
     """The fewest threads whose registers hold the row."""
     chosen = select.variant(select.KERNEL, TopkProblem(500, width, 1))
-    assert chosen == select.TopkVariant(1, threads)
+    assert chosen == Variant(cluster_blocks=1, threads=threads)
 
 
 def test_values_are_optional(recorder: Recorder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.kernels.indexer.logits.problem import DTYPES, HEAD_DIMS, LogitsKernel, LogitsProblem
 from mla_cupy.kernels.params import LogitsParams
-from mla_cupy.kernels.spec import DtypeVariant
+from mla_cupy.kernels.spec import variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 
@@ -22,7 +22,7 @@ KERNEL = LogitsKernel(
     "indexer logits on any GPU, in fp32",
     "indexer/logits/generic.cu",
     LogitsParams,
-    variants=tuple(DtypeVariant(dtype) for dtype in DTYPES),
+    variants=variants(dtype=DTYPES),
     facts={"max_head_dim": max(HEAD_DIMS)},
     fallback=True,
     grid=grid,

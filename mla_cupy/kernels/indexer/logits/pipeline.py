@@ -11,10 +11,10 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.logits import generic, schedule, sm90, sm90_half, sm90_paged
 from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, LogitsKernel, LogitsOptions, LogitsProblem
-from mla_cupy.kernels.indexer.logits.schedule import ScheduleVariant
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import LogitsParams, LogitsScheduleParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 _STORED_AT_ONCE = 4
@@ -88,7 +88,7 @@ def _schedule(config: LogitsConfig, params: LogitsParams) -> Launch:
             num_splits=config.num_splits,
         )
     )
-    return Launch(schedule.KERNEL, ScheduleVariant(config.kernel.tile_keys), (1, 1, 1), args)
+    return Launch(schedule.KERNEL, Variant(tile_keys=config.kernel.tile_keys), (1, 1, 1), args)
 
 
 class PrefillPipeline(LogitsPipeline):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import DtypeVariant, KernelSpec, Reason, Variant
+from mla_cupy.kernels.spec import KernelSpec, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -83,7 +83,7 @@ class LogitsKernel(KernelSpec[LogitsProblem]):
         `maps(call)`: its tensor maps, by the names of the arrays.
     """
 
-    variant: Callable[[LogitsProblem], Variant] = lambda problem: DtypeVariant(problem.dtype)
+    variant: Callable[[LogitsProblem], Variant] = lambda problem: Variant(dtype=problem.dtype)
     grid: Callable[[LogitsProblem, DeviceInfo], Dim3] = lambda problem, device: (device.sm_count, 1, 1)
     tile_keys: int = 0
     short_line: int = 0

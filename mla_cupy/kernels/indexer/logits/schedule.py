@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.kernels.params import LogitsScheduleParams
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, variants
 
 MAX_SPLITS = 1023
 CUT_BYTES = 8
 
-
-@dataclass(frozen=True)
-class ScheduleVariant(Variant):
-    """Keys of a tile of the kernel that it schedules."""
-
-    tile_keys: int
-
-
-VARIANTS = tuple(ScheduleVariant(keys) for keys in (256, 128, 64))
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "indexer_logits_schedule",
     "cuts the tiles of the indexer logits into equal shares",
     "indexer/logits/schedule.cu",
     LogitsScheduleParams,
-    variants=VARIANTS,
+    variants=variants(tile_keys=(256, 128, 64)),
     facts={"max_splits": MAX_SPLITS},
 )
 

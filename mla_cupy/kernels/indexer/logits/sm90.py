@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.indexer.logits.problem import (
@@ -16,7 +14,7 @@ from mla_cupy.kernels.indexer.logits.problem import (
 )
 from mla_cupy.kernels.params import LogitsParams
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
@@ -36,34 +34,20 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
         return needs_cc(device, "9.0")
     if problem.page_size:
         return Reason("takes contiguous keys")
-    heads = variant(problem).max_heads
+    heads = max_heads(problem)
     if problem.heads > heads:
         return Reason(f"takes at most {heads} heads of {problem.head_dim} {problem.dtype}")
     return problem.countable(TILE_KEYS) if problem.aligned else needs_alignment("q and k")
 
 
-@dataclass(frozen=True)
-class LogitsVariant(Variant):
-    """Element type of queries and keys, their width, and the type of products and of a thread's sums."""
-
-    dtype: str
-    head_dim: int
-    accumulator: str = "float"
-
-    @property
-    def tile_keys(self) -> int:
-        """Keys of a tile: products in float16 take half the registers."""
-        return HALF_TILE_KEYS if self.accumulator == "float16" else TILE_KEYS
-
-    @property
-    def max_heads(self) -> int:
-        """As many as the queries of a block of tokens fit into shared memory."""
-        return MAX_HEADS if TABLE[self.dtype].nbytes * self.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
-
-
-def variant(problem: LogitsProblem) -> LogitsVariant:
+def variant(problem: LogitsProblem) -> Variant:
     """The build that it takes."""
-    return LogitsVariant(problem.dtype, problem.head_dim)
+    return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float")
+
+
+def max_heads(problem: LogitsProblem) -> int:
+    """As many as the queries of a block of tokens fit into shared memory."""
+    return MAX_HEADS if TABLE[problem.dtype].nbytes * problem.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
 
 
 def q_map(q: View) -> TensorMapSpec:
@@ -98,15 +82,13 @@ def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
     return ("q", q_map(call.view("q"))), ("k", k_map(call.view("k")))
 
 
-VARIANTS = tuple(LogitsVariant(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)
-
 KERNEL = LogitsKernel(
     "indexer_logits_sm90",
     "indexer logits with WGMMA and TMA",
     "indexer/logits/sm90.cu",
     LogitsParams,
     HOPPER,
-    VARIANTS,
+    variants(dtype=DTYPES, head_dim=HEAD_DIMS, accumulator=("float",)),
     facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
     unsupported=unsupported,
     variant=variant,

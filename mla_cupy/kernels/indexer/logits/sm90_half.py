@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from mla_cupy.kernels.indexer.logits import sm90
 from mla_cupy.kernels.indexer.logits.problem import CODES, HEAD_DIMS, LogitsProblem
-from mla_cupy.kernels.indexer.logits.sm90 import HALF_TILE_KEYS, LogitsVariant
+from mla_cupy.kernels.indexer.logits.sm90 import HALF_TILE_KEYS
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import Reason
+from mla_cupy.kernels.spec import Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
@@ -20,9 +20,9 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
     return sm90.unsupported(problem, device)
 
 
-def variant(problem: LogitsProblem) -> LogitsVariant:
+def variant(problem: LogitsProblem) -> Variant:
     """The build that it takes."""
-    return LogitsVariant(problem.dtype, problem.head_dim, "float16")
+    return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float16")
 
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
@@ -34,7 +34,7 @@ KERNEL = replace(
     sm90.KERNEL,
     name="indexer_logits_sm90_half",
     about="the same with products in float16: faster, for queries of small codes",
-    variants=tuple(LogitsVariant(CODES[0], head_dim, "float16") for head_dim in HEAD_DIMS),
+    variants=variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
     unsupported=unsupported,
     variant=variant,
     tile_keys=HALF_TILE_KEYS,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, CODES, MAX_HEADS, LogitsKernel, LogitsProblem
 from mla_cupy.kernels.params import LogitsParams
@@ -21,21 +19,13 @@ _SCALE_BYTES = 4 * PAGE_KEYS
 _PAGE_BYTES = PAGE_KEYS * HEAD_DIM + _SCALE_BYTES
 
 
-@dataclass(frozen=True)
-class PagedVariant(Variant):
-    """Heads of a token, including those past h; and for how many tokens' queries there is room."""
-
-    block_heads: int
-    query_tiles: int
-
-
 _VARIANTS = (
-    PagedVariant(32, _QUERY_STAGES * 2),
-    PagedVariant(32, _QUERY_STAGES * BLOCK_TOKENS),
-    PagedVariant(64, _QUERY_STAGES * 2),
-    PagedVariant(64, _QUERY_STAGES * BLOCK_TOKENS),
-    PagedVariant(128, _QUERY_STAGES),
-    PagedVariant(128, BLOCK_TOKENS),
+    Variant(block_heads=32, query_tiles=_QUERY_STAGES * 2),
+    Variant(block_heads=32, query_tiles=_QUERY_STAGES * BLOCK_TOKENS),
+    Variant(block_heads=64, query_tiles=_QUERY_STAGES * 2),
+    Variant(block_heads=64, query_tiles=_QUERY_STAGES * BLOCK_TOKENS),
+    Variant(block_heads=128, query_tiles=_QUERY_STAGES),
+    Variant(block_heads=128, query_tiles=BLOCK_TOKENS),
 )
 """Of each number of heads one for as many tokens as are multiplied at once, which may keep weights in registers."""
 
@@ -55,7 +45,7 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
     return problem.countable(PAGE_KEYS) if problem.aligned else needs_alignment("q")
 
 
-def variant(problem: LogitsProblem) -> PagedVariant:
+def variant(problem: LogitsProblem) -> Variant:
     """The build that it takes."""
     block = block_heads(problem.heads)
     few, many = (build for build in _VARIANTS if build.block_heads == block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
-from mla_cupy.kernels.indexer.loss import generic_scores, head_sums, ranges, sm90_list_scores, sm90_scores
+from mla_cupy.kernels.indexer.loss import generic, sm90
 from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
     RANGE_BYTES,
@@ -19,8 +19,7 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
     loss_args,
     loss_launch,
 )
-from mla_cupy.kernels.indexer.loss.problem import LossProblem
-from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
+from mla_cupy.kernels.indexer.loss.problem import TILE_TOKENS, LossProblem
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
@@ -44,13 +43,13 @@ class HeadSumsConfig(LossConfig):
 class HeadSumsPipeline(Pipeline[HeadSumsConfig]):
     """The kernels of the losses that make targets."""
 
-    kernels = (sm90_scores.KERNEL, sm90_list_scores.KERNEL, generic_scores.KERNEL)
+    kernels = (sm90.SCORES, sm90.LIST_SCORES, generic.SCORES)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> HeadSumsConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the sums over heads", self.kernels, problem, device, kernel)
-        chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if chosen is sm90_scores.KERNEL else 1)
-        on_hopper = chosen is not generic_scores.KERNEL
+        chunk = chunk_tokens(problem, FLOAT, TILE_TOKENS if chosen is sm90.SCORES else 1)
+        on_hopper = chosen is not generic.SCORES
         return HeadSumsConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: HeadSumsConfig) -> Layout:
@@ -75,13 +74,13 @@ class HeadSumsPipeline(Pipeline[HeadSumsConfig]):
         if problem.topk is not None:
             steps.append(row_lists.launch(call, call.options.causal, ordered=False, keys="k"))
         whole = loss_args(config, call, 0, problem.s_q)
-        steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
+        steps += loss_launch(generic.RANGES, problem, problem.s_q, whole, call)
         if config.attention is not None:
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             args = loss_args(config, call, first, tokens)
-            for kernel in (config.kernel, head_sums.KERNEL):
+            for kernel in (config.kernel, generic.HEAD_SUMS):
                 steps += loss_launch(kernel, problem, tokens, args, call)
         return steps
 

@@ -13,17 +13,7 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.exact_sums import bins
-from mla_cupy.kernels.indexer.loss import (
-    bounds,
-    finite_keys,
-    generic_queries,
-    generic_scatter,
-    generic_scores,
-    ranges,
-    rows,
-    sm90_list_gradients,
-    sm90_list_scores,
-)
+from mla_cupy.kernels.indexer.loss import generic, sm90
 from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
     RANGE_BYTES,
@@ -35,13 +25,13 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
     loss_launch,
 )
 from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
-from mla_cupy.kernels.indexer.loss.sm90 import FINITE_KEYS
+from mla_cupy.kernels.indexer.loss.sm90_maps import FINITE_KEYS
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DkvParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder
-from mla_cupy.kernels.spec import DtypeVariant
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 _FIRST_ZEROED = "selected"
@@ -55,7 +45,7 @@ class SparseLossConfig(LossConfig):
     @property
     def on_tensor_cores(self) -> bool:
         """Whether gradients are made by the kernel for Hopper; it has those by the scores in float32."""
-        return self.problem.gradients and self.kernel is sm90_list_scores.KERNEL
+        return self.problem.gradients and self.kernel is sm90.LIST_SCORES
 
     @property
     def gradient_kernels(self) -> tuple[LossKernel, ...]:
@@ -63,8 +53,8 @@ class SparseLossConfig(LossConfig):
         if not self.problem.gradients:
             return ()
         if self.on_tensor_cores:
-            return (sm90_list_gradients.KERNEL,)
-        return generic_queries.KERNEL, generic_scatter.KERNEL
+            return (sm90.LIST_GRADIENTS,)
+        return generic.QUERIES, generic.SCATTER
 
     @property
     def binned(self) -> bool:
@@ -96,7 +86,7 @@ class SparseLossConfig(LossConfig):
 class SparseLossPipeline(Pipeline[SparseLossConfig]):
     """The kernels of the sparse stage's loss."""
 
-    kernels = (sm90_list_scores.KERNEL, generic_scores.KERNEL)
+    kernels = (sm90.LIST_SCORES, generic.SCORES)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> SparseLossConfig:
         """See `Pipeline.configure`; a deterministic call of too many additions is an ArgumentError, too."""
@@ -106,7 +96,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
             got = f"True, with s_q * topk = {total}"
             raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
         chunk = chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT)
-        on_hopper = chosen is sm90_list_scores.KERNEL
+        on_hopper = chosen is sm90.LIST_SCORES
         return SparseLossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: SparseLossConfig) -> Layout:
@@ -147,18 +137,18 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
     def _tokens(self, config: SparseLossConfig, call: Call) -> list[Step]:
         problem = config.problem
         whole = loss_args(config, call, 0, problem.s_q)
-        steps = loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
+        steps = loss_launch(generic.RANGES, problem, problem.s_q, whole, call)
         if config.attention is not None:
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.binned:
-            steps += loss_launch(bounds.KERNEL, problem, problem.s_q, whole, call)
+            steps += loss_launch(generic.BOUNDS, problem, problem.s_q, whole, call)
             steps.append(bins.launch(problem.s_kv, 1, dependent=True))
         if config.on_tensor_cores:
-            steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole, call)
+            steps += loss_launch(generic.FINITE_KEYS, problem, problem.s_q, whole, call)
         for first in range(0, problem.s_q, config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             args = loss_args(config, call, first, tokens, problem.target_heads)
-            for kernel in (config.kernel, rows.KERNEL, *config.gradient_kernels):
+            for kernel in (config.kernel, generic.ROWS, *config.gradient_kernels):
                 steps += loss_launch(kernel, problem, tokens, args, call)
         return steps
 
@@ -177,7 +167,7 @@ def _finish(config: SparseLossConfig, call: Call) -> Launch:
         dkv_is_fp32=to.dtype == "float32",
     )
     blocks = -(-problem.s_kv // dkv.ROWS_PER_BLOCK)
-    return Launch(dkv.KERNEL, DtypeVariant("bfloat16"), (blocks, 1, 1), LaunchArgs(params))
+    return Launch(dkv.KERNEL, Variant(dtype="bfloat16"), (blocks, 1, 1), LaunchArgs(params))
 
 
 SPARSE_LOSS = SparseLossPipeline()

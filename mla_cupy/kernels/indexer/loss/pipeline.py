@@ -14,36 +14,9 @@ from typing import TypedDict, cast
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
-from mla_cupy.kernels.indexer.loss import (
-    finite_keys,
-    finite_values,
-    generic_attention,
-    generic_keys,
-    generic_queries,
-    generic_scores,
-    keys_sum,
-    ranges,
-    rows,
-    sm90_head_keys,
-    sm90_head_queries,
-    sm90_heads,
-    sm90_keys,
-    sm90_list_lse,
-    sm90_lse,
-    sm90_queries,
-    sm90_scores,
-)
-from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
-from mla_cupy.kernels.indexer.loss.sm90 import (
-    FINITE_KEYS,
-    FINITE_VALUES,
-    MIN_SPLIT_TOKENS,
-    NONFINITE_TILES,
-    TILE_KEYS,
-    finite_value_stride,
-    key_splits,
-)
-from mla_cupy.kernels.indexer.loss.sm90_scores import TILE_TOKENS
+from mla_cupy.kernels.indexer.loss import generic, heuristics, sm90
+from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, TILE_TOKENS, LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.sm90_maps import FINITE_KEYS, FINITE_VALUES, NONFINITE_TILES, finite_value_stride
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -88,22 +61,22 @@ class LossConfig:
     @property
     def on_tensor_cores(self) -> bool:
         """Whether gradients are made by the kernels for Hopper, which have them in bf16."""
-        return self.problem.gradients and self.kernel is not generic_scores.KERNEL
+        return self.problem.gradients and self.kernel is not generic.SCORES
 
     @property
     def without_rows(self) -> bool:
         """Whether nothing of a query and a key is stored: divergences per head, at once for all tokens."""
-        return self.kernel is sm90_heads.KERNEL
+        return self.kernel is sm90.HEADS
 
     @property
     def copies_values(self) -> bool:
         """Whether an attention on tensor cores has values."""
-        return self.problem.value_dim > 0 and sm90_heads.KERNEL in (self.kernel, self.attention)
+        return self.problem.value_dim > 0 and sm90.HEADS in (self.kernel, self.attention)
 
     @property
     def key_splits(self) -> int:
         """How many sums there are of each key's gradient."""
-        return key_splits(self.problem) if self.on_tensor_cores else 1
+        return heuristics.key_splits(self.problem) if self.on_tensor_cores else 1
 
     @property
     def carries_sums(self) -> bool:
@@ -130,14 +103,14 @@ class LossConfig:
 class LossPipeline(Pipeline[LossConfig]):
     """The kernels of the warm-up loss."""
 
-    kernels = (sm90_scores.KERNEL, sm90_heads.KERNEL, generic_scores.KERNEL)
+    kernels = (sm90.SCORES, sm90.HEADS, generic.SCORES)
 
     def configure(self, problem: LossProblem, device: DeviceInfo, kernel: str | None = None) -> LossConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer's loss", self.kernels, problem, device, kernel)
-        if chosen is sm90_heads.KERNEL:
+        if chosen is sm90.HEADS:
             return LossConfig(problem, chosen, problem.s_q)
-        on_hopper = chosen is sm90_scores.KERNEL
+        on_hopper = chosen is sm90.SCORES
         bytes_per_key = (1 if problem.given_sums else 2) * FLOAT + (_HALF if on_hopper else 0)
         chunk = chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1)
         return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
@@ -168,20 +141,20 @@ class LossPipeline(Pipeline[LossConfig]):
         problem = config.problem
         steps: list[Step] = []
         whole = loss_args(config, call, 0, problem.s_q)
-        steps += loss_launch(ranges.KERNEL, problem, problem.s_q, whole, call)
+        steps += loss_launch(generic.RANGES, problem, problem.s_q, whole, call)
         if config.copies_values:
-            steps += loss_launch(finite_values.KERNEL, problem, problem.s_q, whole, call)
+            steps += loss_launch(generic.FINITE_VALUES, problem, problem.s_q, whole, call)
         if config.attention is not None:
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.on_tensor_cores:
-            steps += loss_launch(finite_keys.KERNEL, problem, problem.s_q, whole, call)
+            steps += loss_launch(generic.FINITE_KEYS, problem, problem.s_q, whole, call)
         for first in range(0, max(1, problem.s_q), config.chunk):
             tokens = min(config.chunk, problem.s_q - first)
             args = loss_args(config, call, first, tokens, problem.target_heads)
             for kernel in _kernels(config):
                 steps += loss_launch(kernel, problem, tokens, args, call)
         if config.on_tensor_cores:
-            steps += loss_launch(keys_sum.KERNEL, problem, problem.s_q, whole, call)
+            steps += loss_launch(generic.KEYS_SUM, problem, problem.s_q, whole, call)
         return steps
 
 
@@ -198,28 +171,28 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
     """Those that run for each chunk."""
     yield config.kernel
     if not config.without_rows:
-        yield rows.KERNEL
+        yield generic.ROWS
     if config.problem.gradients:
         yield from _gradient_kernels(config)
 
 
 def _gradient_kernels(config: LossConfig) -> tuple[LossKernel, LossKernel]:
     if config.without_rows:
-        return sm90_head_queries.KERNEL, sm90_head_keys.KERNEL
+        return sm90.HEAD_QUERIES, sm90.HEAD_KEYS
     if config.on_tensor_cores:
-        return sm90_queries.KERNEL, sm90_keys.KERNEL
-    return generic_queries.KERNEL, generic_keys.KERNEL
+        return sm90.QUERIES, sm90.KEYS
+    return generic.QUERIES, generic.KEYS
 
 
 def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) -> LossKernel | None:
     """What makes that of the attention which is asked for or missing."""
     if problem.value_dim:
-        on_rows = on_hopper and sm90_heads.attends(problem, device)
-        return sm90_heads.KERNEL if on_rows else generic_attention.KERNEL
+        on_rows = on_hopper and sm90.attends(problem, device)
+        return sm90.HEADS if on_rows else generic.ATTENTION
     if problem.needs_lse:
         on_all_keys = problem.topk is None
-        of_hopper = sm90_lse.KERNEL if on_all_keys else sm90_list_lse.KERNEL
-        return of_hopper if on_hopper else generic_attention.KERNEL
+        of_hopper = sm90.LSE if on_all_keys else sm90.LIST_LSE
+        return of_hopper if on_hopper else generic.ATTENTION
     return None
 
 
@@ -303,7 +276,7 @@ def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: in
         d_index_q_fp32=_is(call.views.get("d_index_q"), "float32"),
         d_index_k_fp32=_is(call.views.get("d_index_k"), "float32"),
         key_splits=config.key_splits,
-        min_split_tokens=MIN_SPLIT_TOKENS,
+        min_split_tokens=heuristics.MIN_SPLIT_TOKENS,
         scale=options.scale,
         target_scale=options.target_scale,
         score_unit=1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,

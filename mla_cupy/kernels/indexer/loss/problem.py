@@ -14,8 +14,8 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 TARGETS = ("head_sum", "per_head")
 MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
 MAX_GRID_Y = 65535
-TILE_KEYS = 128
-"""Rows in the workspace are a multiple of it apart."""
+TILE_KEYS, TILE_TOKENS = 128, 128
+"""Of the kernels for Hopper. Rows in the workspace are a multiple of the first apart."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,6 @@ class LossKernel(KernelSpec[LossProblem]):
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = lambda call: ()
 
 
-def in_turns(tokens: int) -> int:
-    """Blocks for that many tokens, which take turns beyond the limit of the grid."""
-    return min(tokens, MAX_GRID_Y)
+def source(kernel: str) -> str:
+    """The source of a kernel with a file of its own."""
+    return f"indexer/loss/{kernel.removeprefix('indexer_loss_')}.cu"

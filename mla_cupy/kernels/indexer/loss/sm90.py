@@ -1,70 +1,43 @@
-"""What the kernels of the warm-up loss for Hopper have in common: what they take, and their tensor maps."""
+"""The kernels of the indexer's losses for Hopper: WGMMA over rows that TMA fetches or that are gathered."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from mla_cupy.arrays.view import View
-from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.indexer.loss.problem import LossProblem
+from mla_cupy.kernels.indexer.loss import heuristics
+from mla_cupy.kernels.indexer.loss.heuristics import key_splits
+from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, TILE_TOKENS, LossKernel, LossProblem, source
+from mla_cupy.kernels.indexer.loss.sm90_maps import (
+    PIECE_COLUMNS,
+    Maps,
+    finite_key_map,
+    finite_value_map,
+    key_map,
+    pieces,
+    query_map,
+)
+from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.runtime.driver import Dim3
 
-PIECE_COLUMNS = 64
-"""What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
-TILE_KEYS = 128
 MANY_PIECES, FEW_PIECES = 9, 2
+"""Pieces of a row of queries and keys of the attention."""
 INDEX_PIECES = (2, 1)
-FINITE_KEYS = "finite_keys"
-"""The part of the workspace that the gradients take the index keys from."""
-FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
-"""Those that the attention takes its values from, and which tiles of keys of them are not whole."""
-HEAD_TILE_TOKENS = 128
-"""Tokens in a step of the gradients per head."""
-MIN_SPLIT_TOKENS = 32
-"""Fewest tokens of a split of those that see a tile of keys: with fewer, starting and storing outweigh the products."""
-_ENOUGH_BLOCKS, _MAX_SPLITS, _MAX_SUM_BYTES = 1056, 16, 64 << 20
+"""Those of the indexer."""
+BLOCK_TOKENS, BLOCK_HEADS = 2, 64
+"""Of a block of the gradients by queries, and of lists."""
+MAX_LIST_HEADS = 128
+"""Of a token, of the kernels of lists."""
+MAX_ROW_VALUES = 128
+"""Width of the values that the kernel of rows takes."""
+_CHUNK_ELEMS = 8
 
 
-@dataclass(frozen=True)
-class IndexVariant(Variant):
-    """Pieces of a row of index queries and keys."""
-
-    index_pieces: int
-
-
-@dataclass(frozen=True)
-class ScoresVariant(IndexVariant):
-    """And of queries and keys of the main attention."""
-
-    pieces: int
-
-
-def pieces(width: int) -> int:
-    """How many pieces a row has."""
-    return -(-width // PIECE_COLUMNS)
-
-
-def index_variant(problem: LossProblem) -> IndexVariant:
-    """The build that the kernels of the gradients take."""
-    return IndexVariant(pieces(problem.index_dim))
-
-
-def key_splits(problem: LossProblem) -> int:
-    """Into how many parts the tokens that see a tile of keys are divided for the gradient by them: enough to fill a GPU
-    with blocks, while the sums of all parts stay small. By shapes alone, so that bits do not depend on the GPU.
-    """
-    filling = _ENOUGH_BLOCKS // max(1, -(-problem.s_kv // TILE_KEYS))
-    fitting = _MAX_SUM_BYTES // max(1, 4 * problem.s_kv * problem.index_dim)
-    head_tiles = -(-problem.s_q // HEAD_TILE_TOKENS) * problem.heads
-    parts = head_tiles if problem.per_head else problem.s_q // MIN_SPLIT_TOKENS
-    return max(1, min(filling, fitting, _MAX_SPLITS, parts))
-
-
-def needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why none of the kernels for Hopper can take the problem; None if they can."""
+# ---- Problems --------------------------------------------------------------------------------------------------
+def _needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why none of the kernels can take the problem; None if they can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if 0 in (problem.s_q, problem.s_kv):
@@ -72,77 +45,269 @@ def needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
     return None if problem.aligned else needs_alignment("queries and keys, of both kinds,")
 
 
-def takes(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """The same of those that take all keys."""
+def _all_keys(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why those that take all keys cannot take the problem."""
     lists = Reason("takes all keys, not lists of them") if problem.topk is not None else None
-    return needs_hopper(problem, device) or lists
+    return _needs_hopper(problem, device) or lists
 
 
-def takes_rows(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """The same of those whose rows are the tokens of one head."""
+def _rows_of_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why those whose rows are the tokens of one head cannot take the problem."""
     widest = FEW_PIECES * PIECE_COLUMNS
     too_wide = Reason(f"takes d up to {widest}") if problem.head_dim > widest else None
-    return takes(problem, device) or too_wide
+    return _all_keys(problem, device) or too_wide
 
 
-def unsupported(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernels of sums over heads cannot take the problem; None if they can."""
+def _summed_over_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why those of sums over heads cannot take the problem."""
     reason = Reason("takes targets that are summed over heads") if problem.per_head else None
-    return takes(problem, device) or reason
+    return _all_keys(problem, device) or reason
 
 
-def unsupported_per_head(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernels of targets per head cannot take the problem; None if they can."""
+def _per_head(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why those of targets per head cannot take the problem."""
     reason = None if problem.per_head else Reason("takes targets per head")
-    return takes_rows(problem, device) or reason
+    return _rows_of_heads(problem, device) or reason
 
 
-def query_map(q: View, box: tuple[int, int]) -> TensorMapSpec:
-    """Queries as (heads, tokens, width), fetched as boxes of (tokens, heads)."""
-    (tokens, heads, width), nbytes = q.shape, TABLE[q.dtype].nbytes
-    token, head = (nbytes * stride for stride in q.strides[:2])
-    row = -(-nbytes * width // 16) * 16
-    return TensorMapSpec(
-        q.dtype,
-        q.ptr,
-        dims=(width, tokens, heads),
-        strides_bytes=(token if tokens > 1 else row, head if heads > 1 else row),
-        box=(PIECE_COLUMNS, *box),
-    )
+def _lists(problem: LossProblem, device: DeviceInfo) -> Reason | None:
+    """Why those that gather the keys of lists cannot take the problem."""
+    if (reason := _needs_hopper(problem, device)) is not None:
+        return reason
+    if problem.topk is None:
+        return Reason("takes lists of keys")
+    if max(problem.heads, problem.index_heads) > MAX_LIST_HEADS:
+        return Reason(f"takes h and h_i up to {MAX_LIST_HEADS}")
+    return Reason("takes d in multiples of 8") if problem.head_dim % _CHUNK_ELEMS else None
 
 
-def finite_key_map(call: Call) -> TensorMapSpec:
-    """The contiguous copy of the index keys."""
-    keys = call.view("index_k")
-    return key_map(keys._replace(ptr=0, strides=(keys.shape[1], 1)))
+def _too_wide(problem: LossProblem) -> Reason | None:
+    return Reason(f"takes d_v up to {MAX_ROW_VALUES}") if problem.value_dim > MAX_ROW_VALUES else None
 
 
-def finite_value_map(call: Call) -> tuple[str, TensorMapSpec]:
-    """The copy of the values, whose rows start at multiples of 16 bytes."""
-    values = call.view("v")
-    return FINITE_VALUES, key_map(values._replace(ptr=0, strides=(finite_value_stride(values.shape[1]), 1)))
+def attends(problem: LossProblem, device: DeviceInfo) -> bool:
+    """Whether the kernel of targets per head can make the attention's output for another main kernel."""
+    return _rows_of_heads(problem, device) is None and _too_wide(problem) is None
 
 
-def finite_value_stride(value_dim: int) -> int:
-    """Elements between two rows of the copy of the values."""
-    return -(-value_dim // 8) * 8
+# ---- Builds ----------------------------------------------------------------------------------------------------
+def _main_pieces(problem: LossProblem) -> int:
+    return FEW_PIECES if pieces(problem.head_dim) <= FEW_PIECES else MANY_PIECES
 
 
-def head_gradient_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """The maps of the gradients per head: queries, one head of a tile of tokens at a time, and keys."""
-    box = (HEAD_TILE_TOKENS, 1)
-    return (
-        ("q", query_map(call.view("q"), box)),
-        ("k", key_map(call.view("k"))),
-        ("index_q", query_map(call.view("index_q"), box)),
-        (FINITE_KEYS, finite_key_map(call)),
-    )
+def _by_pieces(problem: LossProblem) -> Variant:
+    """For pieces of the attention."""
+    return Variant(pieces=_main_pieces(problem))
 
 
-def key_map(k: View) -> TensorMapSpec:
-    """Keys as (1, keys, width), fetched in tiles."""
-    (keys, width), nbytes = k.shape, TABLE[k.dtype].nbytes
-    stride = nbytes * k.strides[0] if keys > 1 else -(-nbytes * width // 16) * 16
-    return TensorMapSpec(
-        k.dtype, k.ptr, dims=(width, keys, 1), strides_bytes=(stride, stride), box=(PIECE_COLUMNS, TILE_KEYS, 1)
-    )
+def _by_index_pieces(problem: LossProblem) -> Variant:
+    """For pieces of the indexer."""
+    return Variant(index_pieces=pieces(problem.index_dim))
+
+
+def _by_both(problem: LossProblem) -> Variant:
+    """For pieces of both."""
+    return Variant(index_pieces=max(1, pieces(problem.index_dim)), pieces=_main_pieces(problem))
+
+
+def _of_heads(problem: LossProblem) -> Variant:
+    """For pieces of the indexer, 0 for attention alone; and with or without an output."""
+    index_pieces = pieces(problem.index_dim) if problem.per_head else 0
+    return Variant(index_pieces=index_pieces, with_output=int(problem.value_dim > 0))
+
+
+_PIECES = variants(pieces=(MANY_PIECES, FEW_PIECES))
+_INDEX_PIECES = variants(index_pieces=INDEX_PIECES)
+_BOTH_PIECES = tuple(
+    Variant(index_pieces=index, pieces=main) for main in (MANY_PIECES, FEW_PIECES) for index in INDEX_PIECES
+)
+
+
+# ---- Grids -----------------------------------------------------------------------------------------------------
+def _head_tiles(problem: LossProblem, tokens: int) -> Dim3:
+    """A block per head and tile of tokens."""
+    return problem.heads, -(-tokens // TILE_TOKENS), 1
+
+
+def _key_tiles(problem: LossProblem, tokens: int) -> Dim3:
+    """A block per tile of keys and of tokens."""
+    return -(-problem.s_kv // TILE_KEYS), -(-tokens // TILE_TOKENS), 1
+
+
+def _key_splits(problem: LossProblem, tokens: int) -> Dim3:
+    """A block per tile of keys and split of the tokens that see it, or of their heads."""
+    return -(-problem.s_kv // TILE_KEYS) * key_splits(problem), 1, 1
+
+
+def _pairs(problem: LossProblem, tokens: int) -> Dim3:
+    """Blocks that divide the pairs of tokens, per group of heads."""
+    blocks = min(-(-tokens // BLOCK_TOKENS), heuristics.MAX_QUERY_BLOCKS)
+    return blocks, -(-problem.index_heads // BLOCK_HEADS), 1
+
+
+def _tokens(problem: LossProblem, tokens: int) -> Dim3:
+    """A block per token."""
+    return tokens, 1, 1
+
+
+def _token_heads(problem: LossProblem, tokens: int) -> Dim3:
+    """A block per token and group of heads."""
+    return tokens, -(-problem.index_heads // BLOCK_HEADS), 1
+
+
+# ---- Maps ------------------------------------------------------------------------------------------------------
+def _score_maps(call: Call) -> Maps:
+    """Queries and keys of the attention, then of the indexer: where there are none, of the attention again."""
+    index_q, index_k = ("index_q", "index_k") if call.name("index_q") else ("q", "k")
+    return (*_tiles(call, "q", "k"), *_tiles(call, index_q, index_k))
+
+
+def _head_maps(call: Call) -> Maps:
+    """Queries and keys of the attention, then of the indexer, and values: where there are none, the keys again."""
+    values = finite_value_map(call) if call.name("v") else ("k", key_map(call.view("k")))
+    return (*_tiles(call, "q", "k"), *_tiles(call, "index_q", "index_k"), values)
+
+
+def _head_gradient_maps(call: Call) -> Maps:
+    """Queries, one head of a tile of tokens at a time, and keys: the indexer's are the copy."""
+    index_q = query_map(call.view("index_q"), (TILE_TOKENS, 1))
+    return (*_tiles(call, "q", "k"), ("index_q", index_q), finite_key_map(call))
+
+
+def _gradient_maps(call: Call) -> Maps:
+    """Index queries, a token's heads at a time, and the copy of the keys."""
+    return (*_list_gradient_maps(call), finite_key_map(call))
+
+
+def _list_gradient_maps(call: Call) -> Maps:
+    """A token's index queries, some heads at a time."""
+    return (("index_q", query_map(call.view("index_q"), (1, BLOCK_HEADS))),)
+
+
+def _list_lse_maps(call: Call) -> Maps:
+    """All heads of a token."""
+    return (("q", query_map(call.view("q"), (1, MAX_LIST_HEADS))),)
+
+
+def _list_score_maps(call: Call) -> Maps:
+    """All heads of a token, of both kinds; where there are no index heads, of the attention again."""
+    names = ("q", "index_q" if call.name("index_q") else "q")
+    return tuple((name, query_map(call.view(name), (1, MAX_LIST_HEADS))) for name in names)
+
+
+def _tiles(call: Call, queries: str, keys: str) -> Maps:
+    """Queries, one head of a tile of tokens at a time, and keys."""
+    return (queries, query_map(call.view(queries), (TILE_TOKENS, 1))), (keys, key_map(call.view(keys)))
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------
+def _kernel(name: str, about: str, **others: Any) -> LossKernel:
+    return LossKernel(name, about, source(name), LossParams, HOPPER, **others)
+
+
+LSE = _kernel(
+    "indexer_loss_sm90_lse",
+    "log-sum-exps of the attention for the indexer's loss with WGMMA and TMA",
+    variants=_PIECES,
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_summed_over_heads,
+    grid=_head_tiles,
+    variant=_by_pieces,
+    maps=lambda call: _tiles(call, "q", "k"),
+)
+SCORES = _kernel(
+    "indexer_loss_sm90_scores",
+    "targets and scores of the indexer's loss with WGMMA and TMA",
+    variants=_BOTH_PIECES,
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_summed_over_heads,
+    grid=_key_tiles,
+    variant=_by_both,
+    maps=_score_maps,
+)
+QUERIES = _kernel(
+    "indexer_loss_sm90_queries",
+    "gradients by index queries and weights with WGMMA and TMA",
+    variants=_INDEX_PIECES,
+    facts={"block_tokens": BLOCK_TOKENS, "block_heads": BLOCK_HEADS},
+    unsupported=_summed_over_heads,
+    grid=_pairs,
+    variant=_by_index_pieces,
+    maps=_gradient_maps,
+)
+KEYS = _kernel(
+    "indexer_loss_sm90_keys",
+    "gradient by index keys with WGMMA and TMA: sums over splits of the tokens",
+    variants=_INDEX_PIECES,
+    facts={"block_keys": TILE_KEYS},
+    unsupported=_summed_over_heads,
+    grid=_key_splits,
+    variant=_by_index_pieces,
+    maps=_gradient_maps,
+)
+HEADS = _kernel(
+    "indexer_loss_sm90_heads",
+    "loss per head, and the attention's output, with WGMMA and TMA",
+    variants=(*variants(index_pieces=INDEX_PIECES, with_output=(1, 0)), Variant(index_pieces=0, with_output=1)),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=lambda problem, device: _per_head(problem, device) or _too_wide(problem),
+    grid=_head_tiles,
+    variant=_of_heads,
+    maps=_head_maps,
+)
+HEAD_QUERIES = _kernel(
+    "indexer_loss_sm90_head_queries",
+    "gradients per head by index queries and weights with WGMMA and TMA",
+    variants=_INDEX_PIECES,
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_per_head,
+    grid=_head_tiles,
+    variant=_by_index_pieces,
+    maps=_head_gradient_maps,
+)
+HEAD_KEYS = _kernel(
+    "indexer_loss_sm90_head_keys",
+    "gradient per head by index keys with WGMMA and TMA: sums over splits of the tokens' heads",
+    variants=_INDEX_PIECES,
+    facts={"block_keys": TILE_KEYS, "tile_tokens": TILE_TOKENS},
+    unsupported=_per_head,
+    grid=_key_splits,
+    variant=_by_index_pieces,
+    maps=_head_gradient_maps,
+)
+LIST_LSE = _kernel(
+    "indexer_loss_sm90_list_lse",
+    "log-sum-exps of the attention for the indexer's sparse loss with WGMMA, keys gathered",
+    variants=_PIECES,
+    facts={"block_heads": MAX_LIST_HEADS},
+    unsupported=_lists,
+    grid=_tokens,
+    variant=_by_pieces,
+    maps=_list_lse_maps,
+)
+LIST_SCORES = _kernel(
+    "indexer_loss_sm90_list_scores",
+    "targets and scores of the indexer's sparse loss with WGMMA, keys gathered",
+    variants=_BOTH_PIECES,
+    facts={"block_heads": MAX_LIST_HEADS},
+    unsupported=_lists,
+    grid=_tokens,
+    variant=_by_both,
+    maps=_list_score_maps,
+)
+LIST_GRADIENTS = _kernel(
+    "indexer_loss_sm90_list_gradients",
+    "gradients of the indexer's sparse loss with WGMMA, keys gathered",
+    variants=_INDEX_PIECES,
+    facts={"block_heads": BLOCK_HEADS},
+    unsupported=_lists,
+    grid=_token_heads,
+    variant=_by_index_pieces,
+    maps=_list_gradient_maps,
+)
+
+KERNELS = (
+    *(LSE, SCORES, QUERIES, KEYS),
+    *(HEADS, HEAD_QUERIES, HEAD_KEYS),
+    *(LIST_LSE, LIST_SCORES, LIST_GRADIENTS),
+)

@@ -9,11 +9,11 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.prepare import gather_keys, quantize
-from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem, PrepareVariant
+from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import GatherKeysParams, PrepareParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.spec import PLAIN
+from mla_cupy.kernels.spec import PLAIN, Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -49,7 +49,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         vectors = x.shape[0] * heads
         if vectors == 0 or 0 in codes.shape:
             return []
-        variant = PrepareVariant(config.head_dim, int(self._is_usual(config, call)))
+        variant = Variant(head_dim=config.head_dim, usual=int(self._is_usual(config, call)))
         blocks = -(-vectors // (quantize.BLOCK_GROUPS * quantize.group_vectors(vectors)))
         args = LaunchArgs(self._params(config, call, x.shape[0], heads))
         return [Launch(quantize.KERNEL, variant, (blocks, 1, 1), args)]

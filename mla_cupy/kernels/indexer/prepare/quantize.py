@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.params import PrepareParams
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 
 LANES = 8
 """Lanes per vector: RoPE turns elements of whole lanes."""
@@ -21,14 +21,6 @@ MANY_VECTORS = 32768
 HEAD_DIMS = (32, 64, 128)
 MAX_CODE = 448.0
 """The largest finite e4m3."""
-
-
-@dataclass(frozen=True)
-class PrepareVariant(Variant):
-    """A build for one width of vectors, and for any options or for the usual ones."""
-
-    head_dim: int
-    usual: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ KERNEL: KernelSpec[PrepareProblem] = KernelSpec(
     "RoPE, Hadamard transform and e4m3 codes of index queries and keys",
     "indexer/prepare/quantize.cu",
     PrepareParams,
-    variants=(*(PrepareVariant(d, 0) for d in HEAD_DIMS), PrepareVariant(HEAD_DIMS[-1], 1)),
+    variants=(*variants(head_dim=HEAD_DIMS, usual=(0,)), Variant(head_dim=HEAD_DIMS[-1], usual=1)),
     facts={"block_groups": BLOCK_GROUPS},
 )
 

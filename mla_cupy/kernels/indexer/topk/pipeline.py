@@ -8,10 +8,9 @@ from typing import Any
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.topk import select, select_cluster
 from mla_cupy.kernels.indexer.topk.problem import TopkOptions, TopkProblem
-from mla_cupy.kernels.indexer.topk.select import TopkVariant
 from mla_cupy.kernels.params import TopkParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.spec import KernelSpec
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -20,7 +19,7 @@ class TopkConfig:
     """The kernel and its build."""
 
     kernel: KernelSpec[Any]
-    variant: TopkVariant
+    variant: Variant
 
 
 class TopkPipeline(Pipeline[TopkConfig]):

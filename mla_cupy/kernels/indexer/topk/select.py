@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
-
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkProblem
 from mla_cupy.kernels.params import TopkParams
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 
 ITEMS = 32
 """Logits that a thread holds in its registers."""
@@ -16,26 +13,17 @@ BLOCK_ELEMS = ITEMS * MAX_THREADS
 """What a block holds at most."""
 
 
-@dataclass(frozen=True)
-class TopkVariant(Variant):
-    """A build for as many blocks per row, of as many threads."""
-
-    cluster_blocks: int
-    threads: int = MAX_THREADS
-
-
 KERNEL: KernelSpec[TopkProblem] = KernelSpec(
     "indexer_topk_select",
     "exact top-k by radix select, a block per row",
     "indexer/topk/select.cu",
     TopkParams,
-    variants=(TopkVariant(1), TopkVariant(1, MAX_THREADS // 2)),
+    variants=variants(cluster_blocks=(1,), threads=(MAX_THREADS, MAX_THREADS // 2)),
     facts={"max_sorted": MAX_TOPK, "items": ITEMS, "cluster": 1},
 )
 
 
-def variant(kernel: KernelSpec[TopkProblem], problem: TopkProblem) -> TopkVariant:
+def variant(kernel: KernelSpec[TopkProblem], problem: TopkProblem) -> Variant:
     """The build with the fewest threads that hold a row; for longer rows, the one with the most."""
-    variants = cast(tuple[TopkVariant, ...], kernel.variants)
-    fits = [v for v in variants if problem.s_kv <= v.cluster_blocks * v.threads * ITEMS]
-    return min(fits or variants, key=lambda v: v.threads if fits else -v.threads)
+    fits = [v for v in kernel.variants if problem.s_kv <= v.cluster_blocks * v.threads * ITEMS]
+    return min(fits or kernel.variants, key=lambda v: int(v.threads if fits else -v.threads))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mla_cupy.kernels.indexer.topk import select
 from mla_cupy.kernels.indexer.topk.problem import TopkProblem
-from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_cc
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 
 CLUSTER_BLOCKS = 8
@@ -28,7 +28,7 @@ KERNEL = replace(
     name="indexer_topk_select_cluster",
     about="the same with a cluster of blocks per row: for long rows, and for few",
     archs=(*HOPPER, *BLACKWELL),
-    variants=(select.TopkVariant(CLUSTER_BLOCKS),),
+    variants=variants(cluster_blocks=(CLUSTER_BLOCKS,), threads=(select.MAX_THREADS,)),
     facts={**select.KERNEL.facts, "cluster": CLUSTER_BLOCKS},
     unsupported=unsupported,
 )

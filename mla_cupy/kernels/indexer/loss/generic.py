@@ -1,0 +1,137 @@
+"""The kernels of the indexer's losses for any GPU, one build each: those without products, and the fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mla_cupy.kernels.indexer.loss.problem import (
+    MAX_GRID_Y,
+    MAX_HEAD_DIM,
+    MAX_INDEX_DIM,
+    MAX_VALUE_DIM,
+    TILE_KEYS,
+    LossKernel,
+    LossProblem,
+    source,
+)
+from mla_cupy.kernels.params import LossParams
+from mla_cupy.runtime.driver import Dim3
+
+WARPS = 4
+"""Of a block whose warps have a token, a key or a head each."""
+THREADS = 256
+"""Of a block whose threads have an element each."""
+_MAX_BLOCKS = 1 << 20
+
+
+def _kernel(name: str, about: str, grid: Callable[[LossProblem, int], Dim3], **facts: int) -> LossKernel:
+    return LossKernel(name, about, source(name), LossParams, facts=facts, grid=grid)
+
+
+def _in_turns(tokens: int) -> int:
+    """Blocks for that many tokens, which take turns beyond the limit of the grid."""
+    return min(tokens, MAX_GRID_Y)
+
+
+def _blocks(work: int, of_block: int) -> int:
+    return -(-work // of_block)
+
+
+def _elements(problem: LossProblem, tokens: int) -> Dim3:
+    """A thread for each element of the index keys, in turns."""
+    return min(_blocks(problem.s_kv * problem.index_dim, THREADS), _MAX_BLOCKS), 1, 1
+
+
+def _warp_per_token(problem: LossProblem, tokens: int) -> Dim3:
+    return _blocks(tokens, WARPS), 1, 1
+
+
+def _warp_per_token_and_key(problem: LossProblem, tokens: int) -> Dim3:
+    """A warp for each token and key, or place of its list."""
+    return _blocks(problem.keys, WARPS), _in_turns(tokens), 1
+
+
+RANGES = _kernel(
+    "indexer_loss_ranges",
+    "the keys that each token of the indexer's loss sees",
+    _warp_per_token,
+    block_tokens=WARPS,
+)
+ROWS = _kernel(
+    "indexer_loss_rows",
+    "divergence of each row, and the gradient by its scores",
+    lambda problem, tokens: (problem.rows_per_token, _in_turns(tokens), 1),
+    padded_keys=TILE_KEYS,
+)
+BOUNDS = _kernel(
+    "indexer_loss_bounds",
+    "for deterministic sums: an upper bound of what a token adds to the gradient by index keys",
+    _warp_per_token,
+    block_tokens=WARPS,
+)
+FINITE_KEYS = _kernel(
+    "indexer_loss_finite_keys",
+    "a copy of the index keys without what is not finite",
+    _elements,
+    block_elems=THREADS,
+)
+FINITE_VALUES = _kernel(
+    "indexer_loss_finite_values",
+    "a copy of the attention's values without what is not finite",
+    lambda problem, tokens: (_blocks(problem.s_kv, TILE_KEYS), 1, 1),
+    block_keys=TILE_KEYS,
+)
+KEYS_SUM = _kernel(
+    "indexer_loss_keys_sum",
+    "gradient by index keys from the sums of all splits",
+    _elements,
+    block_elems=THREADS,
+)
+HEAD_SUMS = _kernel(
+    "indexer_loss_head_sums",
+    "targets of the indexer's losses, for others to add to",
+    lambda problem, tokens: (_blocks(problem.keys, THREADS), _in_turns(tokens), 1),
+    block_keys=THREADS,
+)
+SCORES = _kernel(
+    "indexer_loss_generic_scores",
+    "targets and scores of the indexer's loss on any GPU, in fp32",
+    _warp_per_token_and_key,
+    block_keys=WARPS,
+    max_head_dim=MAX_HEAD_DIM,
+    max_index_dim=MAX_INDEX_DIM,
+)
+ATTENTION = _kernel(
+    "indexer_loss_generic_attention",
+    "attention beside the indexer's loss on any GPU, in fp32",
+    lambda problem, tokens: (_blocks(problem.heads, WARPS), _in_turns(tokens), 1),
+    block_heads=WARPS,
+    max_head_dim=MAX_HEAD_DIM,
+    max_value_dim=MAX_VALUE_DIM,
+)
+QUERIES = _kernel(
+    "indexer_loss_generic_queries",
+    "gradients by index queries and weights on any GPU, in fp32",
+    lambda problem, tokens: (_blocks(problem.index_heads, WARPS), _in_turns(tokens), 1),
+    block_heads=WARPS,
+    max_index_dim=MAX_INDEX_DIM,
+)
+KEYS = _kernel(
+    "indexer_loss_generic_keys",
+    "gradient by index keys on any GPU, in fp32",
+    lambda problem, tokens: (_blocks(problem.s_kv, WARPS), 1, 1),
+    block_keys=WARPS,
+    max_index_dim=MAX_INDEX_DIM,
+)
+SCATTER = _kernel(
+    "indexer_loss_generic_scatter",
+    "gradient by the index keys of lists on any GPU, in fp32",
+    _warp_per_token_and_key,
+    block_keys=WARPS,
+    max_index_dim=MAX_INDEX_DIM,
+)
+
+KERNELS = (
+    *(RANGES, ROWS, BOUNDS, FINITE_KEYS, FINITE_VALUES, KEYS_SUM, HEAD_SUMS),
+    *(SCORES, ATTENTION, QUERIES, KEYS, SCATTER),
+)
