@@ -137,14 +137,14 @@ from typing import Any, NamedTuple
 
 from mla_cupy.kernels.toy import TOY
 from mla_cupy.kernels.toy.pipeline import ToyOptions
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
 
 
 def toy_scale(x: Any, *, scale: float = 1.0, out: Any = None, workspace: Any = None, stream: Any = None) -> Any:
     """Multiply."""
-    (out,) = call(OPERATION, (x, out, workspace), (scale,), None, False, stream)
+    (out,) = run(Invocation(OPERATION, (x, out), (scale,), workspace, stream))
     return out
 
 

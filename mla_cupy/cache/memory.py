@@ -18,7 +18,7 @@ from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops import backend
 from mla_cupy.ops.cache_pages import UPDATE_OPERATION
-from mla_cupy.ops.call import fixed
+from mla_cupy.ops.call import Invocation, fixed
 from mla_cupy.ops.checks import is_integer
 from mla_cupy.runtime import device as devices
 
@@ -163,7 +163,8 @@ class DeviceMemory:
     def _fixed(self, stream: int) -> Callable[[int], None]:
         arrays = (self.words[self._at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
         everything = (*arrays, self.step_slots, self.step_positions)
-        return fixed(UPDATE_OPERATION, self._family.native, everything, (self._page_size,), stream)
+        call = Invocation(UPDATE_OPERATION, everything, (self._page_size,), stream=stream)
+        return fixed(call, self._family.native)
 
     def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:
         """See `Memory`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from struct import Struct
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, Literal, TypeVar, overload
 
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
@@ -88,7 +88,8 @@ class ZeroFill:
 Step = Launch | ZeroFill
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """What a pipeline is told about a call, beside its configuration.
 
     Attributes

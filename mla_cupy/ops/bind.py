@@ -19,7 +19,7 @@ from mla_cupy import ops
 from mla_cupy.arrays import ALIGNMENT as ARRAY_ALIGNMENT
 from mla_cupy.arrays import HOST
 from mla_cupy.errors import DeviceError, ShapeError, explain
-from mla_cupy.kernels.pipeline import ALIGNMENT, Call, Launch, Prepared
+from mla_cupy.kernels.pipeline import ALIGNMENT, Launch, Prepared
 from mla_cupy.ops.call import examine
 from mla_cupy.ops.checks import check_dtype
 from mla_cupy.ops.entry import Request
@@ -181,10 +181,10 @@ class Launcher:
 
     def __init__(self, signature: Signature, ordinals: Sequence[int]) -> None:
         operation, request = signature.record, signature.request
-        pipeline, examined = operation.pipeline, request.examined
-        self._operation, self._call = operation, Call(request.views, examined.options)
+        pipeline = operation.pipeline
+        self._operation, self._request = operation, request
         self._configs = {
-            ordinal: pipeline.configure(examined.problem, devices.describe(ordinal), examined.kernel)
+            ordinal: pipeline.configure(request.problem, devices.describe(ordinal), request.kernel)
             for ordinal in ordinals
         }
         self.nbytes = max(pipeline.workspace(config).nbytes for config in self._configs.values())
@@ -236,7 +236,7 @@ class Launcher:
         pipeline, config = self._operation.pipeline, self._configs[ordinal]
         steps = [
             replace(step, dependent=False) if isinstance(step, Launch) else step
-            for step in pipeline.steps(config, self._call)
+            for step in pipeline.steps(config, self._request)
         ]
         info = devices.describe(ordinal)
         return Prepared(steps, self._operation.names, pipeline.workspace(config), info, stream=0)

@@ -12,7 +12,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.cache import APPEND, GATHER
 from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
@@ -87,7 +87,8 @@ def cache_append(
     [1.0, 0.0]
     """
     options = (record, scales, kv_scale, interleaved)
-    call(APPEND_OPERATION, (latent, rope, cache, slots, cos, sin, positions, None), options, None, False, stream)
+    arrays = (latent, rope, cache, slots, cos, sin, positions)
+    run(Invocation(APPEND_OPERATION, arrays, options, stream=stream))
 
 
 def cache_gather(
@@ -135,7 +136,8 @@ def cache_gather(
     >>> mla_cupy.cache_gather(np.zeros((2, 64, 584), np.uint8), np.array([5])).shape
     (1, 512)
     """
-    (rows,) = call(GATHER_OPERATION, (cache, slots, out, None), (record, kv_scale, out_dtype), None, False, stream)
+    options = (record, kv_scale, out_dtype)
+    (rows,) = run(Invocation(GATHER_OPERATION, (cache, slots, out), options, stream=stream))
     return rows
 
 

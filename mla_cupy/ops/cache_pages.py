@@ -8,7 +8,7 @@ from mla_cupy.cache_formats import words_before_changes
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.cache import COPY_PAGES, UPDATE
 from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, UpdateOptions
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import is_integer
 from mla_cupy.ops.operation import Examined, Input, Operation, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -41,7 +41,7 @@ def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
     >>> pool[:, 2, 0].tolist()
     [0, 3]
     """
-    call(COPY_PAGES_OPERATION, (pool, pairs, None), (), None, False, stream)
+    run(Invocation(COPY_PAGES_OPERATION, (pool, pairs), stream=stream))
 
 
 def cache_update(
@@ -83,8 +83,8 @@ def cache_update(
     ShapeError, DTypeError, DeviceError, ArgumentError
         If an argument does not fit; nothing has been launched.
     """
-    arrays = (packed, table, seqlens, step_table, step_seqlens, slots, positions, None)
-    call(UPDATE_OPERATION, arrays, (page_size,), None, False, stream)
+    arrays = (packed, table, seqlens, step_table, step_seqlens, slots, positions)
+    run(Invocation(UPDATE_OPERATION, arrays, (page_size,), stream=stream))
 
 
 class _NoOptions(NamedTuple):

@@ -6,50 +6,42 @@ whose arrays and options are like those of an earlier one, in all but addresses,
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import inspect
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
-from mla_cupy.arrays import Family, Matcher, Native, Signature, View
-from mla_cupy.errors import ArgumentError, DeviceError, explain
+from mla_cupy.arrays import Family, Native, View
+from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
 from mla_cupy.kernels.choice import check_kernel
-from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.pipeline import ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
-from mla_cupy.ops.entry import Entry, Outputs, Plan, Request
-from mla_cupy.ops.operation import Examined, Operation
-from mla_cupy.ops.workspace import check_workspace
+from mla_cupy.ops.checks import check_memory
+from mla_cupy.ops.entry import Entry, Plan, Request
+from mla_cupy.ops.operation import Operation, operation_of
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 
 __all__ = ["workspace_bytes"]
 
+WORKSPACE = "workspace"
+"""Its name among the arrays."""
 MAX_ENTRIES = 256
 """Kinds of calls that a thread remembers."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The latest call of an operation in a thread."""
-
-    options: tuple[Any, ...]
-    kinds: list[type]
-    state: Hashable
-    entry: Entry
 
 
 class _Recent:
     """What a thread's earlier calls have left. Launches are packed per thread."""
 
-    __slots__ = ("entries", "last", "measured", "natives")
+    __slots__ = ("entries", "last", "natives")
 
     def __init__(self) -> None:
         self.natives: dict[type, Native] = {}
         self.entries: dict[Hashable, Entry] = {}
-        self.last: dict[str, _Last] = {}  # of each operation
-        self.measured: list[int] | None = None
+        self.last: dict[Operation, Entry] = {}
 
 
 class _Thread(threading.local):
@@ -62,147 +54,170 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def call(
-    operation: Operation,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    plan: Plan | None,
-    check: bool,
-    stream: Any,
-) -> tuple[Any, ...]:
-    """Run an operation.
+class Invocation:
+    """One call of an operation, as its caller made it.
 
-    Parameters
+    Attributes
     ----------
     operation : Operation
     arrays : tuple
-        The inputs and the outputs in the order of the record, then the workspace; None for those that are not given.
+        The inputs and the outputs in the order of the record; None for those that are not given.
     options : tuple
-        The caller's other arguments, in the order of `operation.options`.
+        The other arguments that mean something to the operation, in the order of `operation.options`.
+    workspace : array or None
+    stream : int, stream object or None
     plan : Plan or None
         Has scheduled the work, and owns the workspace.
     check : bool
         Look at values on the device first.
-    stream : int, stream object or None
+    """
+
+    __slots__ = ("arrays", "check", "operation", "options", "plan", "stream", "workspace")
+
+    def __init__(
+        self,
+        operation: Operation,
+        arrays: tuple[Any, ...],
+        options: tuple[Any, ...] = (),
+        workspace: Any = None,
+        stream: Any = None,
+        plan: Plan | None = None,
+        check: bool = False,
+    ) -> None:
+        self.operation = operation
+        self.arrays = arrays
+        self.options = options
+        self.workspace = workspace
+        self.stream = stream
+        self.plan = plan
+        self.check = check
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arrays by name."""
+        return dict(zip(self.operation.names, self.arrays, strict=True))
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs by name."""
+        return dict(zip((array.name for array in self.operation.inputs), self.arrays, strict=False))
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The outputs, as far as they are given."""
+        return self.arrays[len(self.operation.inputs) :]
+
+    def adopted(self, family: Family) -> Invocation:
+        """The same with arrays that the family has lent to a native one."""
+        arrays = tuple(None if x is None else family.adopt(x) for x in self.arrays)
+        workspace = None if self.workspace is None else family.adopt(self.workspace)
+        return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan, self.check)
+
+
+def run(call: Invocation, adopted_by: Native | None = None) -> tuple[Any, ...]:
+    """Run a call like an earlier one of this thread, or else after all checks.
+
+    `adopted_by` is the library that the arrays have been lent to for the call, if they have been.
 
     Returns
     -------
     tuple
-        The outputs, of the caller's library.
+        The outputs, of the caller's library, or of the one that has adopted the arrays.
+    """
+    found = _known(call)
+    if found is None:
+        if adopted_by is None:
+            return _first(call)
+        found = _prepare(call, adopted_by)
+    entry, addresses = found
+    native = entry.native
+    handle = native.current_stream(entry.device) if call.stream is None else families.stream_handle(call.stream)
+    results = call.arrays[entry.begin :]
+    if entry.missing:
+        results = _complete(entry, call, addresses, handle)
+    memory, scratch = 0, None
+    if call.workspace is not None:
+        memory = addresses.pop()
+    elif call.plan is not None:
+        memory = call.plan.address
+    elif entry.nbytes:
+        scratch, memory = native.scratch(entry.nbytes, entry.device, handle)
+    entry.prepared.enqueue(addresses, memory, handle)
+    del scratch  # held until everything is enqueued: the stream orders its next use
+    return results
+
+
+def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
+    """The kind of an earlier call of this thread, and the addresses of the arrays and the workspace; None if it is new.
+
+    Their memory does not overlap.
     """
     recent = _thread.recent
-    native = recent.natives.get(type(arrays[0]))
-    if native is not None and check is False:
-        results = _repeat(recent, operation, native, arrays, options, plan, stream)
-        if results is not None:
-            return results
-    return _first(operation, arrays[:-1], options, arrays[-1], plan, check, stream)
-
-
-def _repeat(
-    recent: _Recent,
-    operation: Operation,
-    native: Native,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    plan: Plan | None,
-    stream: Any,
-) -> tuple[Any, ...] | None:
-    """Run a call like an earlier one of this thread; None if there was none. The last of `arrays` is the workspace."""
-    if recent.measured is not None:
-        return None
-    state = plan.state if plan else None
-    last = recent.last.get(operation.name)
+    operation, options = call.operation, call.options
+    entry, addresses = recent.last.get(operation), None
+    arrays = call.arrays if call.workspace is None else (*call.arrays, call.workspace)
     try:
-        kinds = [*map(type, options)]  # True, 1 and 1.0 are equal, and not equally good as options
-        similar = last is not None and last.options == options and last.kinds == kinds and last.state == state
-        if last is None or not similar or (addresses := last.entry.match(arrays)) is None:
-            signed = native.signature(arrays)
-            if signed is None:
-                return None
-            addresses, signature = signed
-            entry = recent.entries[operation.name, signature, options, (*kinds,), state]
-            last = recent.last[operation.name] = _Last(options, kinds, state, entry)
-    except (KeyError, TypeError, ValueError):  # new, or with an option that is no number or name: the checks see to it
+        kinds, state = [*map(type, options)], call.workspace is not None if call.plan is None else call.plan.state
+        similar = entry is not None and entry.options == options and entry.kinds == kinds and entry.state == state
+        if similar and entry.match is not None:
+            addresses = entry.match(arrays)
+        if addresses is None:
+            addresses, signature = recent.natives[type(arrays[0])].signature(arrays)
+            if not similar or entry.signature != signature:
+                entry = recent.last[operation] = recent.entries[operation, signature, options, (*kinds,), state]
+    # New, of a subclass, or with a plan or an option that is none: the checks see to it.
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
-    entry = last.entry
-    return entry.run(arrays, addresses, stream, plan) if entry.prepared.driver is driver.active else None
+    if call.check is not False or entry.prepared.driver is not driver.active:
+        return None
+    if addresses != entry.apart:
+        if call.workspace is not None and (call.plan is not None or addresses[-1] % ALIGNMENT):
+            return None
+        if not overlap.clearly_apart(addresses, entry.reach, entry.written):
+            return None
+        entry.apart = addresses.copy()
+    return entry, addresses
 
 
-def fixed(
-    operation: Operation, native: Native, arrays: Sequence[Any], options: tuple[Any, ...], stream: int
-) -> Callable[[int], None]:
-    """A call of these very arrays, checked and prepared once: what enqueues it on a stream, for one thread at a time.
-
-    The operation allocates nothing. The kernels are built and loaded now; `stream` must not be being captured.
-    """
-    request = _examine(operation, native, dict(zip(operation.names, arrays, strict=True)), options)
-    pipeline, examined, info = operation.pipeline, request.examined, devices.describe(request.device)
-    config = pipeline.configure(examined.problem, info, examined.kernel)
-    assert not request.missing
-    assert not pipeline.workspace(config).nbytes
-    prepared = pipeline.prepare(config, Call(request.views, examined.options), operation.names, info, stream)
-    addresses = [0, *map(native.address, arrays)]
-    return lambda stream: prepared.enqueue(addresses, 0, stream)
+def _complete(entry: Entry, call: Invocation, addresses: list[int], stream: int) -> tuple[Any, ...]:
+    """Allocate the outputs that were not given, and write down their addresses."""
+    native, arrays = entry.native, list(call.arrays)
+    for index, shape, dtype in entry.missing:
+        arrays[index] = made = native.empty(shape, dtype, entry.device, stream)
+        addresses[index + 1] = native.address(made)
+    return tuple(arrays[entry.begin :])
 
 
-def _matcher(native: Native, signature: Signature) -> Matcher:
-    def match(arrays: Sequence[Any]) -> list[int] | None:
-        signed = native.signature(arrays)
-        return signed[0] if signed is not None and signed[1] == signature else None
-
-    return match
-
-
-def forget() -> None:
-    """Drop what this thread's calls have left, as after a change of the driver."""
-    recent = _thread.recent
-    recent.natives.clear()
-    recent.entries.clear()
-    recent.last.clear()
-
-
-@contextlib.contextmanager
-def measuring() -> Iterator[list[int]]:
-    """Within a with statement, this thread's calls only report the bytes of workspace that they would need."""
-    found: list[int] = []
-    recent = _thread.recent
-    recent.measured = found
-    try:
-        yield found
-    finally:
-        recent.measured = None
-
-
-def _first(
-    operation: Operation,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    workspace: Any,
-    plan: Plan | None,
-    check: bool,
-    stream: Any,
-) -> tuple[Any, ...]:
+def _first(call: Invocation) -> tuple[Any, ...]:
     """Check everything, run, and remember."""
-    named = dict(zip(operation.names, arrays, strict=True))
-    family = families.common_family({**named, "workspace": workspace}, (*operation.optional, "workspace"))
-    given = {output.name: named[output.name] for output in operation.outputs}
-    families.check_writable(family, {**{name: named[name] for name in operation.written}, "workspace": workspace})
-    families.check_stream(family, stream)
-    if not isinstance(check, bool):
-        raise ArgumentError(explain("check", repr(check), "True or False"))
-    lent = {name: None if x is None else family.adopt(x) for name, x in named.items()}
+    family = _check_arguments(call)
+    adopted = call.adopted(family)
     if family.on_gpu:
-        lent_workspace = None if workspace is None else family.adopt(workspace)
-        made = _on_gpu(operation, family.native, lent, options, lent_workspace, plan, check, stream)
-        if _thread.recent.measured is None:
-            family.settle((*lent.values(), lent_workspace))
+        made = run(adopted, family.native)
+        family.settle((*adopted.arrays, adopted.workspace))
     else:
-        made = _on_host(operation, family, lent, options, workspace, plan, check, stream)
+        made = _on_host(adopted, family)
     return tuple(
         kept if kept is not None else None if x is None else family.release(x)
-        for kept, x in zip(given.values(), made, strict=True)
+        for kept, x in zip(call.results, made, strict=True)
     )
+
+
+def _check_arguments(call: Invocation) -> Family:
+    """Check what the arguments are, whatever the arrays' sizes; returns the family of the arrays."""
+    operation, named = call.operation, {**call.named, WORKSPACE: call.workspace}
+    family = families.common_family(named, (*operation.optional, WORKSPACE))
+    families.check_writable(family, {name: named[name] for name in (*operation.written, WORKSPACE)})
+    families.check_stream(family, call.stream)
+    if not isinstance(call.check, bool):
+        raise ArgumentError(explain("check", repr(call.check), "True or False"))
+    if call.plan is not None and not isinstance(call.plan, Plan):
+        raise PlanError(explain("plan", repr(call.plan), f"a plan of {operation.name}, or None"))
+    if call.workspace is not None and not family.on_gpu:
+        raise DeviceError(explain(WORKSPACE, f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
+    if call.workspace is not None and call.plan is not None:
+        raise ArgumentError(explain(WORKSPACE, "an array, with a plan", "None: the plan has its own"))
+    return family
 
 
 def examine(operation: Operation, given: Mapping[str, View | None], given_options: tuple[Any, ...]) -> Request:
@@ -215,134 +230,185 @@ def examine(operation: Operation, given: Mapping[str, View | None], given_option
     outputs, missing = schema.check_outputs(operation, given, sizes, options)
     first = inputs[operation.inputs[0].name]
     assert first is not None
-    return Request({**inputs, **outputs}, sizes, missing, first.device, examined)
+    return Request(
+        {**inputs, **outputs},
+        examined.options,
+        problem=examined.problem,
+        kernel=examined.kernel,
+        device=first.device,
+        sizes=sizes,
+        missing=missing,
+    )
 
 
-def _examine(operation: Operation, native: Native, lent: Mapping[str, Any], options: Any) -> Request:
+def _examine(call: Invocation, native: Native) -> Request:
     """Every check that needs no device."""
-    given = {name: None if x is None else native.view(x, name) for name, x in lent.items()}
-    request = examine(operation, given, options)
-    present = {name: view for name, view in given.items() if view is not None}
-    overlap.check_apart(present, operation.written)
+    views = _views(call, native)
+    request = examine(call.operation, views, call.options)
+    overlap.check_apart({name: view for name, view in views.items() if view is not None}, call.operation.written)
     return request
 
 
-def _on_gpu(
-    operation: Operation,
-    native: Native,
-    lent: Mapping[str, Any],
-    options: Any,
-    workspace: Any,
-    plan: Plan | None,
-    check: bool,
-    stream: Any,
-) -> tuple[Any, ...]:
-    """Check, prepare, allocate what is missing, enqueue. What can fail does so before anything is allocated."""
-    arrays = (*lent.values(), workspace)
-    recent = _thread.recent
-    if not check and (results := _repeat(recent, operation, native, arrays, options, plan, stream)) is not None:
-        return results
-    request = _examine(operation, native, lent, options)
-    pipeline, examined, info = operation.pipeline, request.examined, devices.describe(request.device)
-    config = (
-        pipeline.configure(examined.problem, info, examined.kernel) if plan is None else plan.configuration(request)
-    )
-    nbytes = pipeline.workspace(config).nbytes
-    begin, names = len(operation.inputs), operation.names
-    if recent.measured is not None:
-        recent.measured.append(nbytes)
-        return arrays[begin:-1]
-    if workspace is not None:
-        check_workspace(native, lent, request.device, workspace, plan, nbytes)
-    handle = native.current_stream(request.device) if stream is None else families.stream_handle(stream)
-    if check:
-        _check_values(operation, {name: _copy(native, lent[name], handle) for name in _inputs(operation)}, examined)
-    call = Call(request.views, examined.options, planned=plan is not None)
-    prepared = pipeline.prepare(config, call, names, info, handle)
-    missing = tuple((names.index(name), shape, dtype) for name, (shape, dtype) in request.missing.items())
-    lent_bytes = 0 if workspace is None else native.view(workspace).shape[0]
-    changed = tuple(names.index(array.name) for array in operation.inputs if array.written)
-    entry = Entry(native, request, prepared, (nbytes, lent_bytes), Outputs(begin, len(names), missing, changed))
-    signed = native.signature(arrays)
-    if signed is None:  # of a subclass, say: it is as good as any, but not remembered
-        addresses = [0, *(0 if x is None else native.address(x) for x in arrays)]
+def _views(call: Invocation, native: Native) -> dict[str, View | None]:
+    return {name: None if x is None else native.view(x, name) for name, x in call.named.items()}
+
+
+def _check_workspace(call: Invocation, native: Native, nbytes: int, device: int) -> None:
+    """Check the workspace of a call that needs `nbytes`; it must not overlap the arrays."""
+    view = native.view(call.workspace, WORKSPACE)
+    check_memory(view, nbytes, device)
+    present = {name: other for name, other in _views(call, native).items() if other is not None}
+    overlap.check_apart({WORKSPACE: view, **present}, [WORKSPACE])
+
+
+class _Configured(NamedTuple):
+    """A call that has been checked, its configuration, and the bytes of workspace that it needs."""
+
+    request: Request
+    config: Any
+    nbytes: int
+
+
+def _configure(call: Invocation, native: Native) -> _Configured:
+    """Check a call on a GPU; nothing is allocated or launched."""
+    request, pipeline = _examine(call, native), call.operation.pipeline
+    if call.plan is not None:
+        config = call.plan.configuration(request)
     else:
-        addresses, signature = signed
-        entry.match = native.matcher(arrays) or _matcher(native, signature)
-        last = _Last(options, [*map(type, options)], plan.state if plan else None, entry)
-        _remember(operation, native, type(arrays[0]), signature, last)
-    entry.trust(addresses)
-    results = entry.run(arrays, addresses, handle, plan)
-    assert results is not None
-    return results
+        config = pipeline.configure(request.problem, devices.describe(request.device), request.kernel)
+    nbytes = pipeline.workspace(config).nbytes
+    if call.workspace is not None:
+        _check_workspace(call, native, nbytes, request.device)
+    return _Configured(request, config, nbytes)
 
 
-def _remember(operation: Operation, native: Native, kind: type, signature: Signature, last: _Last) -> None:
-    recent = _thread.recent
+def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
+    """Check and prepare a call of a new kind, and remember it. What can fail does so before anything is allocated."""
+    operation = call.operation
+    configured = _configure(call, native)
+    request = configured.request
+    handle = native.current_stream(request.device) if call.stream is None else families.stream_handle(call.stream)
+    if call.check:
+        _check_values(call, request, lambda x: native.to_numpy(x, handle))
+    told = request if call.plan is None else replace(request, planned=True)
+    info = devices.describe(request.device)
+    prepared = operation.pipeline.prepare(configured.config, told, operation.names, info, handle)
+    arrays = call.arrays if call.workspace is None else (*call.arrays, call.workspace)
+    signed = native.signature(arrays)
+    addresses = signed[0] if signed else [0, *(0 if x is None else native.address(x) for x in arrays)]
+    entry = _entry(call, native, configured, prepared, addresses)
+    if signed:  # else of a subclass, say: it is as good as any, but not remembered
+        entry.signature, entry.match = signed[1], native.matcher(arrays)
+        _remember(call, entry)
+    return entry, addresses
+
+
+def _entry(
+    call: Invocation, native: Native, configured: _Configured, prepared: Prepared, addresses: list[int]
+) -> Entry:
+    """The kind of a call that has been checked."""
+    request, names = configured.request, call.operation.names
+    missing = {names.index(name): form for name, form in request.missing.items()}
+    spans = overlap.spans([request.views[name] for name in names])
+    reach = [None, *(None if at in missing else span for at, span in enumerate(spans))]
+    written = [1 + names.index(name) for name in call.operation.written]
+    if call.workspace is not None:
+        nbytes = native.view(call.workspace).shape[0]
+        written.append(len(reach))
+        reach.append((0, nbytes) if nbytes else None)
+    return Entry(
+        options=call.options,
+        kinds=[*map(type, call.options)],
+        state=call.workspace is not None if call.plan is None else call.plan.state,
+        native=native,
+        device=request.device,
+        prepared=prepared,
+        nbytes=configured.nbytes,
+        missing=tuple((index, *form) for index, form in missing.items()),
+        begin=len(call.operation.inputs),
+        reach=tuple(reach),
+        written=tuple(at for at in written if reach[at] is not None),
+        apart=addresses.copy(),
+    )
+
+
+def _remember(call: Invocation, entry: Entry) -> None:
+    recent, operation = _thread.recent, call.operation
     while len(recent.entries) >= MAX_ENTRIES:
         del recent.entries[next(iter(recent.entries))]
-    recent.entries[operation.name, signature, last.options, (*last.kinds,), last.state] = last.entry
-    recent.last[operation.name] = last
-    recent.natives[kind] = native
+    recent.entries[operation, entry.signature, entry.options, (*entry.kinds,), entry.state] = entry
+    recent.last[operation] = entry
+    recent.natives[type(call.arrays[0])] = entry.native
 
 
-def _on_host(
-    operation: Operation,
-    family: Family,
-    lent: Mapping[str, Any],
-    options: Any,
-    workspace: Any,
-    plan: Plan | None,
-    check: bool,
-    stream: Any,
-) -> tuple[Any, ...]:
-    """Arrays in the host's memory: on the GPU and back, or by the oracle."""
-    if workspace is not None:
-        raise DeviceError(explain("workspace", f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
-    request = _examine(operation, family.native, lent, options)
-    inputs = {name: lent[name] for name in _inputs(operation)}
-    targets = [lent[output.name] for output in operation.outputs]
+def forget() -> None:
+    """Drop what this thread's calls have left, as after a change of the driver."""
     recent = _thread.recent
-    if recent.measured is not None:
-        recent.measured.append(0)
-        return tuple(targets)
-    kinds = [view.dtype if (view := request.views[output.name]) else "" for output in operation.outputs]
+    recent.natives.clear()
+    recent.entries.clear()
+    recent.last.clear()
+
+
+def fixed(call: Invocation, native: Native) -> Callable[[int], None]:
+    """A call of these very arrays, checked and prepared once: what enqueues it on a stream, for one thread at a time.
+
+    The operation allocates nothing. The kernels are built and loaded now; the call's stream, a raw handle, must not be
+    being captured.
+    """
+    request, config, nbytes = _configure(call, native)
+    assert not request.missing
+    assert not nbytes
+    info, names = devices.describe(request.device), call.operation.names
+    prepared = call.operation.pipeline.prepare(config, request, names, info, call.stream)
+    addresses = [0, *map(native.address, call.arrays)]
+    return lambda stream: prepared.enqueue(addresses, 0, stream)
+
+
+# ---- Arrays in the host's memory --------------------------------------------------------------------------------
+
+
+def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
+    """On the GPU and back, or by the oracle."""
+    operation, plan = call.operation, call.plan
+    request = _examine(call, family.native)
     if backend.use_gpu():
-        on_gpu = backend.sent(inputs, plan.device if plan else None, stream)
-        chosen = {o.dtype_option: kind for o, kind in zip(operation.outputs, kinds, strict=True) if o.dtype_option}
-        outputs = dict.fromkeys(output.name for output in operation.outputs)
-        cupy = families.cupy_family()
-        made = _on_gpu(
-            operation, cupy, {**on_gpu, **outputs}, _with(operation, options, chosen), None, plan, check, stream
-        )
-        changed = [array.name for array in operation.inputs if array.written]
-        fetched = backend.fetched([on_gpu[name] for name in changed], stream)
-        backend.deliver(fetched, [lent[name] for name in changed])
-        return backend.deliver(backend.fetched(made, stream), targets)
+        return _on_gpu_and_back(call, request)
     if plan is not None:
         plan.configuration(request)
-    if check:
-        _check_values(operation, inputs, request.examined)
-    numbers = {name: getattr(request.examined.options, name) for name in operation.reference_options}
-    answer = backend.oracle(operation.name)(**inputs, **numbers)
-    return backend.deliver(backend.rounded(answer, kinds), targets)
+    if call.check:
+        _check_values(call, request, lambda x: x)
+    numbers = {name: getattr(request.options, name) for name in operation.reference_options}
+    answer = backend.oracle(operation.name)(**call.inputs, **numbers)
+    return backend.deliver(backend.rounded(answer, _dtypes(operation, request).values()), call.results)
 
 
-def _with(operation: Operation, options: tuple[Any, ...], changes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The options with other values for some of them."""
-    return tuple({**operation.options(*options)._asdict(), **changes}.values())
+def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
+    operation, plan = call.operation, call.plan
+    there = backend.sent(call.inputs, plan.device if plan else None, call.stream)
+    arrays = (*there.values(), *(None for _ in operation.outputs))
+    kinds = _dtypes(operation, request)
+    chosen = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
+    options = tuple({**operation.options(*call.options)._asdict(), **chosen}.values())
+    sent = Invocation(operation, arrays, options, None, call.stream, plan, call.check)
+    made = run(sent, families.cupy_family())
+    changed = [at for at, array in enumerate(operation.inputs) if array.written]
+    fetched = backend.fetched([arrays[at] for at in changed], call.stream)
+    backend.deliver(fetched, [call.arrays[at] for at in changed])
+    return backend.deliver(backend.fetched(made, call.stream), call.results)
 
 
-def _inputs(operation: Operation) -> list[str]:
-    return [array.name for array in operation.inputs]
+def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
+    """Of the outputs; "" where there is no such result."""
+    views = {output.name: request.views[output.name] for output in operation.outputs}
+    return {name: "" if view is None else view.dtype for name, view in views.items()}
 
 
-def _copy(native: Native, x: Any, stream: int) -> Any:
-    return None if x is None else native.to_numpy(x, stream)
+def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], Any]) -> None:
+    copies = {name: None if x is None else to_numpy(x) for name, x in call.inputs.items()}
+    call.operation.check_values(copies, request.options)
 
 
-def _check_values(operation: Operation, arrays: Mapping[str, Any], examined: Examined) -> None:
-    operation.check_values(arrays, examined.options)
+# ---- The size of workspaces -------------------------------------------------------------------------------------
 
 
 def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -351,7 +417,7 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     Parameters
     ----------
     operation : function
-        `mla_cupy.mla_decode`, `mla_cupy.sparse_mla_forward`, or another operation with `workspace=`.
+        `mla_cupy.mla_decode`, `mla_cupy.sparse_mla_forward`, or another operation; or a `functools.partial` of one.
     *args, **kwargs
         The call's own arguments.
 
@@ -372,9 +438,25 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     >>> mla_cupy.workspace_bytes(mla_cupy.merge_states, outs, lses)
     0
     """
-    with measuring() as found:
-        if callable(operation):
-            operation(*args, **kwargs)
-    if len(found) != 1:
+    while isinstance(operation, functools.partial):
+        args, kwargs, operation = (*operation.args, *args), {**operation.keywords, **kwargs}, operation.func
+    found = operation_of(operation)
+    if found is None:
         raise ArgumentError(explain("operation", repr(operation), "an operation of mla_cupy that takes arrays"))
-    return found[0]
+    bound = inspect.signature(operation).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _measure(found, bound.arguments)
+
+
+def _measure(operation: Operation, arguments: Mapping[str, Any]) -> int:
+    """The bytes of workspace that a call needs, by its arguments' names."""
+    arrays, options = (
+        tuple(arguments.get(name) for name in names) for names in (operation.names, operation.options._fields)
+    )
+    others = {name: arguments[name] for name in ("workspace", "stream", "plan", "check") if name in arguments}
+    call = Invocation(operation, arrays, options, **others)
+    family = _check_arguments(call)
+    if family.on_gpu:
+        return _configure(call.adopted(family), family.native).nbytes
+    _examine(call.adopted(family), family.native)
+    return 0

@@ -1,4 +1,4 @@
-"""The checks that several operations share: of numbers, names and lists of lengths."""
+"""The checks that several operations share: of numbers, names, lists of lengths and workspaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from mla_cupy import dtypes
-from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
+from mla_cupy.arrays import View
+from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.kernels.pipeline import ALIGNMENT
 from mla_cupy.ops.operation import Views
 from mla_cupy.shapes import D_V
 
@@ -123,3 +125,21 @@ def is_integer(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def check_memory(view: View, nbytes: int, device: int) -> None:
+    """Check a workspace: a contiguous, aligned vector of at least `nbytes` bytes on `device`.
+
+    Raises
+    ------
+    ShapeError, DeviceError, ArgumentError
+    """
+    if view.device != device:
+        raise DeviceError(explain("workspace's device", view.device, str(device), "move it"))
+    if view.dtype != "uint8" or len(view.shape) != 1 or (view.strides != (1,) and view.shape[0] > 1):
+        raise ShapeError(explain("workspace", f"{view.dtype} {view.shape}", "a contiguous vector of uint8"))
+    if view.shape[0] < nbytes:
+        remedy = "`mla_cupy.workspace_bytes` tells how many"
+        raise ShapeError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes", remedy))
+    if view.ptr % ALIGNMENT:
+        raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {ALIGNMENT}"))

@@ -10,12 +10,12 @@ import numpy as np
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.dtypes import HALF
-from mla_cupy.errors import ArgumentError, PlanError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import DENSE_RECORDS as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.ops.cache import check_layout, record_read
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
     check_d_v,
     check_drafts,
@@ -152,11 +152,9 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    if plan is not None and not isinstance(plan, DecodePlan):
-        raise PlanError(explain("plan", repr(plan), "a DecodePlan, from plan_decode"))
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel)
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse, workspace)
-    out, lse = call(OPERATION, arrays, options, plan, check, stream)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
 
 
@@ -179,7 +177,8 @@ def decode_unmerged(
     """
     options = (D_V, scale, causal, cp_world, cp_rank, 1.0, None, lse_base, -math.inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
-    call(OPERATION, (*inputs, None, *results, None), options, UnmergedPlan(plan), check, stream)
+    arrays_of_call = (*inputs, None, *results)
+    run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
 class _Options(NamedTuple):

@@ -22,10 +22,9 @@ from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
-from mla_cupy.ops.checks import check_drafts, check_flag, check_shard, is_integer
+from mla_cupy.ops.checks import check_drafts, check_flag, check_memory, check_shard, is_integer
 from mla_cupy.ops.decode_pieces import check_pieces
-from mla_cupy.ops.entry import Request
-from mla_cupy.ops.workspace import check_memory
+from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS
@@ -50,7 +49,7 @@ class _Updates(threading.local):
         self.prepared: dict[tuple[int, int], Prepared] = {}
 
 
-class DecodePlan:
+class DecodePlan(Plan):
     """Buffers and launch configurations for decode of up to `max_b` sequences on one device.
 
     Made by `plan_decode`. A plan is in flight on one stream at a time: between `update` and the last call that uses
@@ -185,7 +184,7 @@ class DecodePlan:
         PlanError
             If it does not.
         """
-        problem, sizes, limits = request.examined.problem, request.sizes, self._limits
+        problem, sizes, limits = request.problem, request.sizes, self._limits
         if self.device == HOST:
             problem = replace(problem, aligned=True)  # the oracle does not mind
         if problem != self._problem:
@@ -197,7 +196,7 @@ class DecodePlan:
             got = f"page_size={limits.page_size}, max_pages={limits.max_pages}"
             expected = f"page_size={sizes['page_size']}, max_pages={sizes['max_pages']}"
             raise PlanError(explain("plan", got, expected, "make a plan for this block_table"))
-        options = request.examined.options
+        options = request.options
         if (options.cp_world, options.cp_rank) != (limits.cp_world, limits.cp_rank):
             got = f"cp_world={limits.cp_world}, cp_rank={limits.cp_rank}"
             expected = f"cp_world={options.cp_world}, cp_rank={options.cp_rank}"
@@ -208,12 +207,12 @@ class DecodePlan:
         if self._scheduled_b != sizes["b"]:
             got = "no update yet" if self._scheduled_b is None else f"an update for b={self._scheduled_b}"
             raise PlanError(explain("plan", got, f"one for b={sizes['b']}", "call plan.update(seqlens) for this step"))
-        if request.examined.kernel not in (None, self.kernel) and self._config is not None:
-            raise PlanError(explain("kernel", repr(request.examined.kernel), f"{self.kernel!r}, the plan's, or None"))
+        if request.kernel not in (None, self.kernel) and self._config is not None:
+            raise PlanError(explain("kernel", repr(request.kernel), f"{self.kernel!r}, the plan's, or None"))
         return self._config
 
 
-class UnmergedPlan:
+class UnmergedPlan(Plan):
     """A plan whose calls leave the pieces of split requests in its workspace, for the caller to merge."""
 
     def __init__(self, plan: DecodePlan) -> None:

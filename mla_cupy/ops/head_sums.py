@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossOptions, LossProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag, resolve_scale
 from mla_cupy.ops.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
@@ -106,7 +106,7 @@ def indexer_head_sums(
     """
     inputs = (q, k, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv)
     options = (scale, causal, buffer_bytes, kernel)
-    (head_sums,) = call(OPERATION, (*inputs, head_sums, workspace), options, None, False, stream)
+    (head_sums,) = run(Invocation(OPERATION, (*inputs, head_sums), options, workspace, stream))
     return head_sums
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none
 from mla_cupy.ops.key_pages import CACHE, SCALE_BYTES, SIZES, check_pages
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
@@ -78,7 +78,7 @@ def indexer_cache_append(
     ([448.0, 0.0], [1.0, 0.0])
     """
     options = (interleaved, hadamard, scales, reference_rounding)
-    call(APPEND_OPERATION, (k, cache, slots, cos, sin, positions, None), options, None, False, stream)
+    run(Invocation(APPEND_OPERATION, (k, cache, slots, cos, sin, positions), options, stream=stream))
 
 
 def indexer_cache_gather(
@@ -121,7 +121,7 @@ def indexer_cache_gather(
     >>> codes.shape, k_scale.shape
     ((2, 128), (2,))
     """
-    codes, k_scale = call(GATHER_OPERATION, (cache, slots, codes, k_scale, None), (), None, False, stream)
+    codes, k_scale = run(Invocation(GATHER_OPERATION, (cache, slots, codes, k_scale), stream=stream))
     return codes, k_scale
 
 

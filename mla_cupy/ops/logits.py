@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.logits import LOGITS
 from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_accumulate
 from mla_cupy.ops.logits_inputs import (
     MIN_SIZES,
@@ -108,8 +108,9 @@ def indexer_logits(
     array([[128., 128., -inf],
            [128., 128., 128.]], dtype=float32)
     """
-    arrays = (q, k, weights, ks, ke, k_scale, logits, workspace)
-    (logits,) = call(OPERATION, arrays, (accumulate, clean, out_dtype, kernel), None, False, stream)
+    arrays = (q, k, weights, ks, ke, k_scale, logits)
+    options = (accumulate, clean, out_dtype, kernel)
+    (logits,) = run(Invocation(OPERATION, arrays, options, workspace, stream))
     return logits
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.kernels.merge import MERGE
 from mla_cupy.kernels.merge.pipeline import MergeOptions, MergeProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
@@ -73,7 +73,7 @@ def merge_states(
     (2.0, 1.0)
     """
     options = (lse_base, empty_lse, out_dtype)
-    out, lse = call(OPERATION, (outs, lses, out, lse, workspace), options, None, False, stream)
+    out, lse = run(Invocation(OPERATION, (outs, lses, out, lse), options, workspace, stream))
     return out, lse
 
 

@@ -5,6 +5,7 @@ The record drives the public call, the tests of bad input, `mla-cupy list` and t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from mla_cupy.kernels.pipeline import Pipeline
 Views = Mapping[str, View | None]
 Arrays = Mapping[str, np.ndarray[Any, Any] | None]
 _T = TypeVar("_T")
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 def present(arrays: Mapping[str, _T | None], name: str) -> _T:
@@ -123,7 +125,7 @@ class Examined(NamedTuple):
     sizes: Mapping[str, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """One public operation.
 
@@ -164,6 +166,9 @@ class Operation:
     internal: bool = False
     check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
 
+    def __post_init__(self) -> None:
+        _OPERATIONS[self.name] = self
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all arrays, the inputs first."""
@@ -180,3 +185,14 @@ class Operation:
         """The arrays that may be None."""
         inputs = (array.name for array in self.inputs if array.optional)
         return (*inputs, *(array.name for array in self.outputs))
+
+
+_OPERATIONS: dict[str, Operation] = {}
+
+
+def operation_of(function: object) -> Operation | None:
+    """The operation that a function of this package is the public one of, if it is one."""
+    plain = inspect.unwrap(function) if callable(function) else None
+    if not inspect.isfunction(plain) or not plain.__module__.startswith(_PACKAGE):
+        return None
+    return _OPERATIONS.get(plain.__name__)

@@ -9,7 +9,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import CODES
 from mla_cupy.kernels.indexer.prepare import PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.indexer.prepare.quantize import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_accumulate, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -98,8 +98,8 @@ def indexer_prepare_q(
     (256.0, 0.000345)
     """
     options = (interleaved, hadamard, scales, reference_rounding, accumulate)
-    arrays = (q, weights, cos, sin, positions, codes, folded, workspace)
-    codes, folded = call(OPERATION_Q, arrays, options, None, False, stream)
+    arrays = (q, weights, cos, sin, positions, codes, folded)
+    codes, folded = run(Invocation(OPERATION_Q, arrays, options, workspace, stream))
     return codes, folded
 
 
@@ -156,9 +156,8 @@ def indexer_prepare_k(
     (448.0, 1.0)
     """
     options = (interleaved, hadamard, scales, reference_rounding)
-    codes, k_scale = call(
-        OPERATION_K, (k, cos, sin, positions, codes, k_scale, workspace), options, None, False, stream
-    )
+    arrays = (k, cos, sin, positions, codes, k_scale)
+    codes, k_scale = run(Invocation(OPERATION_K, arrays, options, workspace, stream))
     return codes, k_scale
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardOptions, SparseBackwardProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_d_v, check_flag, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.sparse_inputs import (
@@ -132,7 +132,8 @@ def sparse_mla_backward(
     """
     options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
     inputs = (q, kv, out, dout, lse, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv)
-    dq, dkv, d_sink = call(OPERATION, (*inputs, dq, dkv, d_sink, workspace), options, None, check, stream)
+    arrays = (*inputs, dq, dkv, d_sink)
+    dq, dkv, d_sink = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
     return dq, dkv, d_sink
 
 

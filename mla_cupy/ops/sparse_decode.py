@@ -12,7 +12,7 @@ from mla_cupy.kernels.attention.records import SPARSE_RECORDS
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout, record_read
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
@@ -113,7 +113,7 @@ def sparse_mla_decode(
     """
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     selection = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length)
-    out, lse = call(OPERATION, (*selection, out, lse, workspace), options, None, False, stream)
+    out, lse = run(Invocation(OPERATION, (*selection, out, lse), options, workspace, stream))
     return out, lse
 
 

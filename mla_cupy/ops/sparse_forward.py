@@ -9,7 +9,7 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_d_v, check_empty_lse, check_flag, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, like_first_or_float32
 from mla_cupy.ops.sparse_inputs import (
@@ -145,8 +145,8 @@ def sparse_mla_forward(
     """
     options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
     selection = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv)
-    arrays = (*selection, out, lse, max_logits, workspace)
-    out, lse, max_logits = call(OPERATION, arrays, options, None, check, stream)
+    arrays = (*selection, out, lse, max_logits)
+    out, lse, max_logits = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
     return out, lse, max_logits
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag, resolve_scale
 from mla_cupy.ops.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
@@ -154,7 +154,7 @@ def indexer_sparse_loss(
     inputs = (*scored, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights)
     options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
-    return call(OPERATION, (*inputs, *outputs, workspace), options, None, False, stream)
+    return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
 
 
 class _Options(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.topk import TOPK
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions, TopkProblem
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.shapes import MAX_INT32
@@ -107,8 +107,8 @@ def indexer_topk(
     [[1, 0, -1]]
     """
     options = (k, order, relative, page_size, keep_first, keep_last, return_values, kernel)
-    arrays = (logits, ks, ke, block_table, indices, counts, values, workspace)
-    indices, counts, values = call(OPERATION, arrays, options, None, False, stream)
+    arrays = (logits, ks, ke, block_table, indices, counts, values)
+    indices, counts, values = run(Invocation(OPERATION, arrays, options, workspace, stream))
     return indices, counts, values
 
 

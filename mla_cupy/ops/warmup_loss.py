@@ -8,7 +8,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.loss import LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, TARGETS, LossOptions, LossProblem
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
-from mla_cupy.ops.call import call
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_factor, check_flag, resolve_scale
 from mla_cupy.ops.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
@@ -170,7 +170,7 @@ def indexer_warmup_loss(
     inputs = (q, k, index_q, index_k, weights, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
     options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
-    return call(OPERATION, (*inputs, *outputs, workspace), options, None, False, stream)
+    return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
 
 
 class _Options(NamedTuple):

@@ -15,7 +15,8 @@ import torch
 
 from mla_cupy.arrays import View
 from mla_cupy.ops.bind import options_of, parameters
-from mla_cupy.ops.call import call, examine
+from mla_cupy.ops.call import Invocation, examine
+from mla_cupy.ops.call import run as run_call
 from mla_cupy.ops.entry import Request
 from mla_cupy.ops.operation import Operation
 
@@ -143,14 +144,14 @@ def bind(operation: Operation) -> tuple[Any, Any]:
 
     def run(*given: Any) -> Any:
         arrays, options = arguments.split(given)
-        return returned(complete(call(operation, (*arrays, None), options, None, False, None), arrays[0]))
+        return returned(complete(run_call(Invocation(operation, arrays, options)), arrays[0]))
 
     def fake(*given: Any) -> Any:
         return returned(new_results(operation, arguments.examine(given), given[0]))
 
     def run_out(*given: Any, workspace: Any = None, **targets: Any) -> None:
         arrays, options = arguments.split(given, [targets.get(name) for name in names])
-        call(operation, (*arrays, workspace), options, None, False, None)
+        run_call(Invocation(operation, arrays, options, workspace))
 
     def fake_out(*given: Any, workspace: Any = None, **targets: Any) -> None:
         arguments.examine(given, [targets.get(name) for name in names])

@@ -11,8 +11,8 @@ import torch
 
 from mla_cupy.errors import PlanError, explain
 from mla_cupy.ops import OPERATIONS, DecodePlan, plan_decode
-from mla_cupy.ops.call import call
-from mla_cupy.ops.entry import Request
+from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.torch.library import Arguments, define, new_results
 
 _DECODE = OPERATIONS["mla_decode"]
@@ -71,7 +71,7 @@ def make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
     return TorchDecodePlan(plan, made[0])
 
 
-class _Placed:
+class _Placed(Plan):
     """A plan, with the memory that the operator was given: PyTorch may have moved the workspace."""
 
     __slots__ = ("_plan", "address")
@@ -114,7 +114,7 @@ def _run_update(workspace: torch.Tensor, seqlens: torch.Tensor, plan: int) -> No
 
 def _run(workspace: torch.Tensor, plan: int, *given: Any) -> tuple[Any, ...]:
     arrays, options = _ARGUMENTS.split(given)
-    return call(_DECODE, (*arrays, None), options, _Placed(_plan(plan), workspace), False, None)
+    return run(Invocation(_DECODE, arrays, options, plan=_Placed(_plan(plan), workspace)))
 
 
 def _fake(workspace: torch.Tensor, plan: int, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -123,7 +123,7 @@ def _fake(workspace: torch.Tensor, plan: int, *given: Any) -> tuple[torch.Tensor
 
 def _run_out(workspace: torch.Tensor, plan: int, *given: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
     arrays, options = _ARGUMENTS.split(given, (out, lse))
-    call(_DECODE, (*arrays, None), options, _Placed(_plan(plan), workspace), False, None)
+    run(Invocation(_DECODE, arrays, options, plan=_Placed(_plan(plan), workspace)))
 
 
 def _fake_out(workspace: torch.Tensor, plan: int, *given: Any, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,12 +48,12 @@ class SparseRun:
         """The call on the GPU against the oracle."""
         self._support.run_and_check(inputs, kernel=self.kernel, **self.options)
 
-    def prepared(self, inputs: SparseInputs) -> Callable[..., Any]:
+    def prepared(self, inputs: SparseInputs) -> functools.partial[Any]:
         """The call, with its arrays on the GPU; it takes further options."""
         arguments, named = self._support.uploaded(inputs)
         function = getattr(mla_cupy, self.operation)
         fixed = {**named, **self.options, "kernel": self.kernel}
-        return lambda **options: function(*arguments, **fixed, **options)
+        return functools.partial(function, *arguments, **fixed)
 
     def assert_same(self, got: Sequence[Any], wanted: Sequence[Any]) -> None:
         """Bit by bit, but for the sums of a backward that has no fixed order."""
