@@ -19,7 +19,6 @@ using Element = MLA_DTYPE;
 constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kTeams = kThreads / kTeamThreads;
-constexpr i32 kMaxSplits = 256;  // of a schedule
 // PERF(H200, 2026-11-22, -1 % to -6 %): up to so many rows, the next kernel may start at once; with 128 it loses 2 %.
 constexpr i32 kEarlyRows = 32;
 static_assert(kThreads >= kMaxSplits, "one thread looks at one split");

@@ -8,6 +8,8 @@
 #include "common/facts.cuh"
 
 namespace mla::attention {
+constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
+
 // A position in the work of a batch: before tile `tile` of request `request`.
 struct SchedulePoint {
     i32 request;

@@ -7,7 +7,6 @@ constexpr i32 kHeadDimV = 512;                           // a value: the first c
 constexpr i32 kHeadDimRope = 64;                         // the columns after them, where a key has any
 constexpr i32 kMaxHeadDimQk = kHeadDimV + kHeadDimRope;  // a key with RoPE columns
 constexpr i32 kTileTokens = 64;                          // tokens per tile: the unit of schedules and of lists of rows
-constexpr u32 kMaxDynamicSmem = 232448;                  // 227 KB per block, on sm_90 and sm_100
 
 MLA_DEVICE constexpr bool is_head_dim_qk(i32 columns) { return columns == kHeadDimV || columns == kMaxHeadDimQk; }
 }  // namespace mla::attention

@@ -27,12 +27,12 @@
 // and only the cuts are stored: slots and counts follow from them.
 #pragma once
 #include "attention/decode_params.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kScheduleThreads = 1024;  // of the block
 constexpr i32 kScheduleWarps = kScheduleThreads / kWarpThreads;
-constexpr i32 kMaxSplits = 256;
 // What a work item costs besides its tiles, in tiles: fetching Q, starting the pipeline, writing the result.
 constexpr i32 kItemCost = 3;
 constexpr i32 kMaxTotal = 1 << 30;  // of units and item costs
@@ -125,16 +125,6 @@ struct Places {
         return i;
     }
 };
-
-MLA_DEVICE i32 warp_inclusive_sum(i32 value) {
-    const i32 lane = threadIdx.x % kWarpThreads;
-#pragma unroll
-    for (i32 step = 1; step < kWarpThreads; step *= 2) {
-        const i32 before = __shfl_up_sync(kFullWarp, value, step);
-        if (lane >= step) value += before;
-    }
-    return value;
-}
 
 template <class Combine>
 MLA_DEVICE i32 warp_reduce(i32 value, Combine combine) {

@@ -6,6 +6,7 @@
 // piece are empty. Behind the points, first[r] is the first split of request r, and first[b] the number of pieces.
 #include "attention/decode_params.cuh"
 #include "ptx/control.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::decode {
 using namespace attention;
@@ -36,16 +37,6 @@ MLA_DEVICE i32 pieces_of(const DecodeSchedulePiecesParams& p, i32 request) {
     const i64 seqlen = p.seqlens[request * p.seqlens_stride_elems];
     const i32 tokens = request_length(seqlen, p.max_tokens, p.cp_world, p.cp_rank).tokens;
     return max(1, ceil_div(ceil_div(tokens, kTileTokens), p.piece_tiles));
-}
-
-MLA_DEVICE i32 warp_inclusive_sum(i32 value) {
-    const i32 lane = threadIdx.x % kWarpThreads;
-#pragma unroll
-    for (i32 step = 1; step < kWarpThreads; step *= 2) {
-        const i32 before = __shfl_up_sync(kFullWarp, value, step);
-        if (lane >= step) value += before;
-    }
-    return value;
 }
 
 // The sum over the threads before this one, and over all.

@@ -18,6 +18,7 @@
 // Source: FlashMLA's schedule (2025). The header says what differs in the products; here: a dedicated producer warp,
 // and one mechanism for all page sizes.
 #include "attention/sm90/seesaw.cuh"
+#include "common/limits.cuh"
 #include "decode/sm90_load.cuh"
 #include "tile/warp.cuh"
 

@@ -20,6 +20,7 @@
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: a single math warpgroup,
 // and V^T is read from the tile of keys without a transpose.
+#include "common/limits.cuh"
 #include "decode/sm90_small.cuh"
 #include "ptx/control.cuh"
 

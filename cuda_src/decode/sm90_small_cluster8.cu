@@ -1,5 +1,6 @@
 // Dense decode on Hopper for small batches, in one launch: clusters of 8 blocks share the tokens of a request and merge
 // their results. The mathematics, the grid, the time line and the source are in decode/sm90_small_cluster.cuh.
+#include "common/limits.cuh"
 #include "decode/sm90_small_cluster.cuh"
 
 namespace mla::decode::sm90 {

@@ -3,6 +3,7 @@
 #include "attention/decode_params.cuh"
 
 namespace mla::merge {
+using attention::kMaxSplits;
 using attention::SchedulePoint;
 
 constexpr i32 kMaxBlocks = 1024;  // of a rank: each has its flags

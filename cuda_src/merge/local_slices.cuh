@@ -13,8 +13,7 @@
 namespace mla::merge {
 constexpr i32 kTeamThreads = 128;
 constexpr i32 kTeamWarps = kTeamThreads / kWarpThreads;
-constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
-constexpr i32 kLoads = 9;        // pieces that a thread reads at once
+constexpr i32 kLoads = 9;  // pieces that a thread reads at once
 constexpr i32 kLsesPerThread = kMaxSplits / kTeamThreads;
 
 struct Team {

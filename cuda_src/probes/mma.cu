@@ -11,8 +11,8 @@
 //
 // Shapes, majors and positions are parameters, since they are operands of the instruction; its descriptors are built by
 // the functions that the kernels use.
-#include "attention/shapes.cuh"
 #include "common/facts.cuh"
+#include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
@@ -29,11 +29,11 @@ constexpr bool kWeightStationary = MLA_WEIGHT_STATIONARY;
 // issue   4..7     40    warp 4: allocates; one thread of it multiplies
 constexpr i32 kThreads = 2 * kWarpgroupThreads;
 constexpr i32 kRegistersAtLaunch = 128;
-constexpr i32 kBlocksForRegisters = 65536 / kRegistersAtLaunch / kThreads;  // so that setmaxnreg has something to do
+// So many blocks per SM that setmaxnreg has something to do.
+constexpr i32 kBlocksForRegisters = kRegsOfSm / kRegistersAtLaunch / kThreads;
 constexpr i32 kIssueWarp = 4;
 constexpr i32 kRegsRead = 152, kRegsIssue = 40;
 static_assert(kRegsRead + kRegsIssue <= 2 * kRegistersAtLaunch, "registers of the block");
-constexpr u32 kTmemColumns = 512;
 constexpr i32 kProducts = 2;
 constexpr i32 kOperandBytes = 32768;  // 256 rows of 64, or 128 of 128
 
@@ -68,7 +68,7 @@ struct Storage {
     MBarrier done;
     TmemAddr tmem;
 };
-static_assert(sizeof(Storage) <= attention::kMaxDynamicSmem, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 MLA_FACT(smem_bytes, sizeof(Storage));
 
 // A matrix of `columns` columns (a multiple of 8) into SW128 tiles of 64 columns.

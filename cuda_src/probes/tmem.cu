@@ -7,6 +7,7 @@
 //   warps 0..3   | fill |             | dump
 //   group        |      | (st,) ld    |
 #include "common/facts.cuh"
+#include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "tile/tmem_window.cuh"
 
@@ -18,7 +19,6 @@ static_assert(kShape == 256 || (kShape == 32 && kRegisters >= 16), "a shape with
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 2 * kWarpgroupThreads;
-constexpr u32 kTmemColumns = 512;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct ProbeTmemParams {

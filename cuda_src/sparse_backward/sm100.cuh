@@ -11,6 +11,7 @@
 //   load_s, load_dp, store_*  tensor memory to registers, registers to shared memory
 //   DkvStore                  dKV of a tile to global memory
 #pragma once
+#include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -40,7 +41,6 @@ static_assert(kRegsSoftmax + kEpilogueGroups * kRegsEpilogue + kRegsIssue == 4 *
 
 constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;
 constexpr i32 kRopeSwTile = kSwTilesV;
-constexpr u32 kTmemColumns = 512;
 
 // K comes and goes in pairs of SW128 tiles: the next tile's first columns are fetched while dQ still needs the last
 // ones, and scored while those are on their way.

@@ -13,6 +13,7 @@
 // a row of keys or heads.
 //
 // Source: as there; the map of columns is this project's first plan for Blackwell.
+#include "common/limits.cuh"
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/sm100.cuh"
 

@@ -16,6 +16,7 @@
 // rows is DeepSeek's sparse attention (2025). What differs: dKV is added directly from the accumulators to a workspace
 // whose dims are permuted (sparse_backward/params.cuh) so that a quad's addition covers 64 bytes of a row; P^T is read
 // into registers first, so that dS can overwrite P, two stages fit, and the next tile need not wait for the additions.
+#include "common/limits.cuh"
 #include "sparse_backward/delta.cuh"
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/sm90.cuh"

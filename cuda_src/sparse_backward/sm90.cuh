@@ -2,6 +2,7 @@
 // thread's share of the gather, P and dS of a tile. Work items, and hence shared memory, barriers and roles, are the
 // kernels' own.
 #pragma once
+#include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -17,7 +18,7 @@ constexpr i32 kBlockHeads = 64;
 constexpr i32 kTileKeys = kTileTokens;
 constexpr i32 kThreads = 3 * kWarpgroupThreads;        // scores, values, reduce
 constexpr i32 kGatherThreads = 2 * kWarpgroupThreads;  // scores, values
-constexpr i32 kRegsEntry = 168;                        // 65536 / 384, in eights
+constexpr i32 kRegsEntry = regs_at_entry(kThreads);
 // The first warp of each role after the first.
 constexpr i32 kValuesWarp = kWarpgroupWarps, kReduceWarp = 2 * kWarpgroupWarps;
 constexpr i32 kScoresPerThread = kBlockHeads * kTileKeys / kWarpgroupThreads;

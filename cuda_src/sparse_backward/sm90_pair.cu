@@ -17,6 +17,7 @@
 //
 // Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected rows
 // is DeepSeek's sparse attention (2025). What differs: a pair of blocks is split by columns instead of heads.
+#include "common/limits.cuh"
 #include "ptx/cluster.cuh"
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/sm90.cuh"

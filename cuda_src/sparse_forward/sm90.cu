@@ -20,6 +20,7 @@
 // valid rows only and may have any length, so only a list's last tile is masked; the work is balanced for any lengths;
 // Q is gathered like a tile of keys, while the previous result is stored.
 #include "attention/sm90/seesaw.cuh"
+#include "common/limits.cuh"
 #include "sparse_forward/sm90_gather_role.cuh"
 #include "tile/warp.cuh"
 

@@ -21,6 +21,7 @@
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: both operands are read as
 // gathered (V^T without a transpose), and the two halves of a row stay apart.
 #include "attention/sm90/swapped.cuh"
+#include "common/limits.cuh"
 #include "sparse_forward/sm90_gather_role.cuh"
 #include "tile/warp.cuh"
 

@@ -1,4 +1,4 @@
-// Warp-uniform values: the warp's index, and reductions over its lanes.
+// The warp's index, uniform in it, and sums and maxima over its lanes.
 #pragma once
 #include "common/types.cuh"
 
@@ -16,6 +16,18 @@ MLA_DEVICE float warp_max(float x) {
 MLA_DEVICE float warp_sum(float x) {
 #pragma unroll
     for (i32 step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+    return x;
+}
+
+// The sum over the lanes up to this one.
+template <class Integer>
+MLA_DEVICE Integer warp_inclusive_sum(Integer x) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+#pragma unroll
+    for (i32 step = 1; step < kWarpThreads; step *= 2) {
+        const Integer before = __shfl_up_sync(kFullWarp, x, step);
+        if (lane >= step) x += before;
+    }
     return x;
 }
 }  // namespace mla

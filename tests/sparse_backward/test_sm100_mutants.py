@@ -146,7 +146,7 @@ MUTANTS = [
         "column(kColumnScores));\n    }\n    MLA_DEVICE static void load_dp",
     ),
     Mutant("tensor memory not given back", ROLES, "tcgen05_dealloc<kTmemColumns>(tmem);", ""),
-    Mutant("half of the columns allocated", ROLES, "kTmemColumns = 512", "kTmemColumns = 256"),
+    Mutant("half of the columns allocated", "common/limits.cuh", "kTmemColumns = 512", "kTmemColumns = 256"),
     # Shared memory
     Mutant(
         "K released one tile early",

@@ -5,6 +5,7 @@
 #include "attention/decode_output.cuh"
 #include "attention/row_block.cuh"
 #include "attention/sm90/tile.cuh"
+#include "common/limits.cuh"
 
 namespace mla::attention::sm90 {
 // What a kernel chooses. With kSparse_ a query's keys are a list of rows, all of them readable, instead of pages, and
@@ -55,7 +56,7 @@ constexpr i32 kBlockM = 64;
 constexpr i32 kMathThreads = 2 * kWarpgroupThreads;
 constexpr i32 kThreads = 3 * kWarpgroupThreads;
 constexpr i32 kRightWarp = kWarpgroupWarps, kLoaderWarp = 2 * kWarpgroupWarps;
-constexpr i32 kRegsEntry = 168;  // 65536 / 384, rounded down to a multiple of 8
+constexpr i32 kRegsEntry = regs_at_entry(kThreads);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier            arrives (count)      carries       waits          first phase

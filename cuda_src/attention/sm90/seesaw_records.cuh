@@ -16,6 +16,7 @@
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
 #include "attention/sm90/turns.cuh"
+#include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 #include "tile/warp.cuh"
@@ -98,7 +99,6 @@ constexpr i32 kRegsDequant = 104;
 constexpr i32 kRegsScout = 24;
 constexpr i32 kSeesawThreads = kThreads + kWarpgroupThreads;
 constexpr i32 kScoutWarp = kLoaderWarp + kWarpgroupWarps;
-constexpr i32 kRegsOfLane = 65536 / kWarpgroupThreads;
 static_assert(2 * kRegsMath + kRegsDequant + kRegsScout <= kRegsOfLane, "what the SM has");
 static_assert(kTileTokens == kSw128Rows && kBlockM == kSw128Rows, "a tile is 64 rows, of keys and of Q");
 constexpr i32 kDequantWarps = kWarpgroupWarps;

@@ -24,6 +24,7 @@
 #include "attention/sm90/small_records_dequant.cuh"
 #include "attention/sm90/small_records_math.cuh"
 #include "attention/sm90/small_records_scouts.cuh"
+#include "common/limits.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Kernel ----------------------------------------------------------------------------------------------------

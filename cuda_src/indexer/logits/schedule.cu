@@ -9,6 +9,7 @@
 #include "common/facts.cuh"
 #include "indexer/key_ranges.cuh"
 #include "ptx/control.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::indexer::logits {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -42,16 +43,6 @@ struct Storage {
     i32 through[kThreads];  // tiles of this thread's share and of those before it
     i32 warp_sums[kWarps];
 };
-
-MLA_DEVICE i32 warp_inclusive_sum(i32 value) {
-    const i32 lane = threadIdx.x % kWarpThreads;
-#pragma unroll
-    for (i32 step = 1; step < kWarpThreads; step *= 2) {
-        const i32 before = __shfl_up_sync(kFullWarp, value, step);
-        if (lane >= step) value += before;
-    }
-    return value;
-}
 
 // All threads; returns the total.
 MLA_DEVICE i32 sum_shares(Storage& s, i32 mine) {

@@ -25,6 +25,7 @@
 //
 // Source: the operation is DeepGEMM's fp8_mqa_logits (2025). What differs: queries are A and keys B, heads are added
 // without shuffles, the schedule is even to one tile, ranges mask the stores, and any number of heads fits.
+#include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "indexer/logits/sm90_head_sums.cuh"
 #include "tile/warp.cuh"
@@ -42,7 +43,7 @@ constexpr i32 kMathWarpgroups = 3;
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
 constexpr i32 kRegsMath = 152, kRegsLoad = 56;  // fill as load
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kTileKeys = Sums::kTileKeys;
 constexpr i32 kTileHeads = 8;  // of an m64 tile of queries

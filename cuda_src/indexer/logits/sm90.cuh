@@ -1,6 +1,7 @@
 // What the indexer logits kernels for Hopper share: blocks of tokens in a ring of query stages, tiles of keys in
 // another, warpgroups that take the tiles in turn.
 #pragma once
+#include "common/limits.cuh"
 #include "indexer/logits/params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
@@ -22,7 +23,6 @@ struct Roles {
 };
 
 constexpr i32 kMaxTokens = 8;  // of a block
-constexpr i32 kMaxDynamicSmem = 232448;
 
 // Blocks of tokens for which there need be no schedule: a warp looks at them all.
 constexpr i32 kLaneBlocks = 4;

@@ -24,6 +24,7 @@
 //
 // Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). What differs: the schedule is even to one page, any
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
+#include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/warp.cuh"

@@ -15,6 +15,7 @@
 //
 // Grid: one block per tile of keys and split, the splits of a tile side by side. Under a causal limit a sequence's
 // first keys are seen by the most tokens: so long blocks start before short ones.
+#include "common/limits.cuh"
 #include "indexer/loss/sm90_keys.cuh"
 #include "indexer/loss/sm90_rows.cuh"
 #include "ptx/control.cuh"
@@ -29,7 +30,7 @@ constexpr i32 kIndexPieces = MLA_INDEX_PIECES;
 // math_w   0..7     216    keys 64 w .. 64 w + 63
 // load     8..11    56     copies; the numbers of a token per thread
 constexpr i32 kRegsKeysMath = 232, kRegsKeysLoad = 40;
-static_assert(kMathWarpgroups * kRegsKeysMath + kRegsKeysLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsKeysMath + kRegsKeysLoad <= kRegsOfLane, "registers of the block");
 constexpr i32 kStages = kIndexPieces == 1 ? 3 : 2;
 constexpr i32 kHalfTokens = kTileTokens / 2, kHalf = kAccumulators / 2;  // of a step: registers are scarce
 constexpr i32 kTokenSteps = kHalfTokens / kMmaK;                         // of the product that runs along the tokens
@@ -74,7 +75,7 @@ struct Storage {
     TokenRange seen_by[kThreads / kWarpThreads];     // of the tokens that each warp has looked at
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 using Steps = RingPosition<kStages>;
 
 MLA_LOSS_FACTS();

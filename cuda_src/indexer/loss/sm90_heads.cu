@@ -13,6 +13,7 @@
 // not see has P = 0, and 0 * NaN were NaN; what is not finite is added at the end.
 //
 // Grid: x = heads, y = tiles of tokens: neighbours read the same keys at the same time.
+#include "common/limits.cuh"
 #include "indexer/loss/sm90_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -42,7 +43,7 @@ struct Storage {
     u8 units[kStages][kUnitPieces][kPieceBytes];
     MBarrier q_full, unit_full[kStages], unit_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 using UnitRing = RingPosition<kStages>;
 
 MLA_LOSS_FACTS();

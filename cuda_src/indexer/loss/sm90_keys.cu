@@ -14,6 +14,7 @@
 //
 // Grid: one block per tile of keys and split of its tokens, the splits of a tile side by side. Under a causal limit a
 // sequence's first keys are seen by the most tokens: so long blocks start before short ones.
+#include "common/limits.cuh"
 #include "indexer/loss/sm90_keys.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -36,7 +37,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 216, kRegsLoad = 56;
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kTileKeys = kMathWarpgroups * kSw128Rows, kBlockHeads = kSw128Rows, kStages = 8;
 constexpr u32 kPieceBytes = kTileKeys * kSw128RowBytes;
@@ -58,7 +59,7 @@ struct Storage {
     TokenRange seen_by[kThreads / kWarpThreads];  // of the tokens that each warp has looked at
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

@@ -13,6 +13,7 @@
 // Keys are finite copies: a list may have a key with NaN only where its token has no gradient, and 0 * NaN were NaN.
 //
 // Grid: x = tokens of the chunk, y = groups of 64 heads.
+#include "common/limits.cuh"
 #include "indexer/loss/sm90_lists.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -36,7 +37,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 208, kRegsGather = 88;
-static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kBlockHeads = kSw128Rows, kStages = 4;
 constexpr i32 kProducts = kBlockHeads / 2;               // of a thread
@@ -57,7 +58,7 @@ struct Storage {
     float sums[kSums][kWarpgroupThreads];  // of the second warpgroup
     MBarrier q_full, k_full[kStages], k_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

@@ -11,6 +11,7 @@
 //
 // It is the loop of `sm90_lse.cu` over what `sm90_list_scores.cu` gathers. With 64 heads or fewer the second
 // warpgroup has none and ends at once. Grid: one block per token.
+#include "common/limits.cuh"
 #include "indexer/loss/sm90_lists.cuh"
 #include "indexer/loss/sm90_lse.cuh"
 #include "ptx/control.cuh"
@@ -28,7 +29,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 184, kRegsGather = 104;
-static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= kRegsOfLane, "registers of the block");
 static_assert(kLseTileKeys == kListTileKeys, "a tile of a list");
 
 constexpr i32 kStages = kPieces > 4 ? 5 : 10;
@@ -43,7 +44,7 @@ struct Storage {
     u8 k[kStages][kListPieceBytes];
     MBarrier q_full, k_full[kStages], k_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

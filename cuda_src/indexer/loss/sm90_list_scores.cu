@@ -11,6 +11,7 @@
 //
 // Without heads of one kind its half is left out. While one warpgroup has its exponentials, the other has the tensor
 // cores. Grid: one block per token of the chunk.
+#include "common/limits.cuh"
 #include "indexer/loss/sm90_lists.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -33,7 +34,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 184, kRegsGather = 104;
-static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsGather <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kMaxHeads = kListHeads, kFewHeads = 64;
 constexpr i32 kStages = kPieces > 4 ? 5 : 10;
@@ -53,7 +54,7 @@ struct Storage {
     alignas(16) float weights[kMaxHeads];
     MBarrier q_full, q_empty, k_full[kStages], k_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

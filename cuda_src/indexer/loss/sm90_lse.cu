@@ -12,6 +12,7 @@
 //
 // Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and with a
 // causal limit the longest rows are the first.
+#include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
 #include "indexer/loss/sm90_lse.cuh"
 #include "ptx/control.cuh"
@@ -30,7 +31,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 240, kRegsLoad = 24;
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
 constexpr i32 kTileKeys = kLseTileKeys;
@@ -47,7 +48,7 @@ struct Storage {
     u8 k[kStages][kPieceBytes];
     MBarrier q_full, k_full[kStages], k_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

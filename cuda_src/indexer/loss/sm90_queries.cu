@@ -13,6 +13,7 @@
 // touches; keys are finite copies, so that what a token does not see cannot reach it.
 //
 // Grid: x = blocks that divide the pairs, the last first, which see most; y = groups of 64 heads.
+#include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -36,7 +37,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 232, kRegsLoad = 40;
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kBlockTokens = kMathWarpgroups, kBlockHeads = kSw128Rows;
 constexpr i32 kTileKeys = 128, kStages = 4, kPairStages = 2;
@@ -55,7 +56,7 @@ struct Storage {
     u8 k[kStages][kIndexPieces][kPieceBytes];
     MBarrier q_full[kPairStages], q_empty[kPairStages], k_full[kStages], k_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

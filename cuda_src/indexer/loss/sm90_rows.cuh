@@ -4,6 +4,7 @@
 // A block has 128 tokens of a head, which stay in shared memory; keys come in tiles of 128. Keys, index keys and values
 // of a tile are units of up to 128 columns, which pass through one ring.
 #pragma once
+#include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/wgmma.cuh"
@@ -17,7 +18,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 240, kRegsLoad = 24;
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
 constexpr i32 kTileKeys = 128;

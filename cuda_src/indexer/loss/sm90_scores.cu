@@ -15,6 +15,7 @@
 //
 // Grid: x = tiles of keys, y = tiles of the chunk's tokens: neighbours read the same queries at the same time. A tile
 // that no token of its rows sees ends at once.
+#include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -40,7 +41,7 @@ constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kRegsMath = 240, kRegsLoad = 24;
-static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 65536 / kWarpgroupThreads, "registers of the block");
+static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
 constexpr i32 kTileKeys = 128;
@@ -60,7 +61,7 @@ struct Storage {
     u8 q[kStages][kPieceBytes];
     MBarrier k_full, k_empty, q_full[kStages], q_empty[kStages];
 };
-static_assert(sizeof(Storage) <= 232448, "shared memory");
+static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);

@@ -27,6 +27,7 @@
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
 #include "ptx/reduce.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::indexer::topk {
 
@@ -219,16 +220,6 @@ MLA_DEVICE void sync_row() {
     } else {
         cluster_sync();
     }
-}
-
-MLA_DEVICE u32 warp_inclusive_sum(u32 x) {
-    const i32 lane = threadIdx.x % kWarpThreads;
-#pragma unroll
-    for (i32 step = 1; step < kWarpThreads; step *= 2) {
-        const u32 before = __shfl_up_sync(kFullWarp, x, step);
-        if (lane >= step) x += before;
-    }
-    return x;
 }
 
 // The sum of the threads before this one. Called by all threads, not again before another barrier.
