@@ -1,4 +1,4 @@
-// Gradients of sparse MLA on Blackwell: five products per tile of 32 (or 64) selected keys, all sums in tensor memory.
+// Gradients of sparse MLA on Blackwell: five products per tile of 32 selected keys, all sums in tensor memory.
 //
 //   P  = exp2(scale log2(e) Q K^T - lse2)          (64 heads x keys), from the forward's lse
 //   dS = P * (dO V^T - delta) * scale              V is K's first 512 columns
@@ -25,18 +25,17 @@
 namespace mla::sparse_backward::sm100 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
-using C = Config<Element, MLA_HEAD_DIM_QK, MLA_DETERMINISTIC, MLA_TILE_KEYS>;
-constexpr i32 kTileKeys = C::kTileKeys;
+using C = Config<Element, MLA_HEAD_DIM_QK, MLA_DETERMINISTIC>;
 using Adder = DkvAdder<C::kDeterministic, C::kHeadDimQk>;
 
 // ---- Tensor memory ---------------------------------------------------------------------------------------------
-// sum           product   lanes                    columns, of 32 keys     of 64
-// S             M = 64    0..15 of every 32        0..31                   0..63
-// dP            M = 64    16..31 of every 32       0..31                   0..63
-// dKV^T[i]      M = 128   all                      64 + 32 i .. + 31       64 + 64 i .. + 63, i < 2
-// dQ^T[t]       M = 128   all                      192 + 64 t .. + 63      the same
-// dQ^T RoPE     M = 64    0..15 of every 32        448..511                the same
-// dKV^T RoPE    M = 64    16..31 of every 32       448..479                448..511
+// sum           product   lanes                    columns
+// S             M = 64    0..15 of every 32        0..31
+// dP            M = 64    16..31 of every 32       0..31
+// dKV^T[t]      M = 128   all                      64 + 32 t .. + 31
+// dQ^T[t]       M = 128   all                      192 + 64 t .. + 63
+// dQ^T RoPE     M = 64    0..15 of every 32        448..511
+// dKV^T RoPE    M = 64    16..31 of every 32       448..479
 constexpr u32 kUpperLanes = 16;
 constexpr u32 kColumnScores = 0;
 constexpr u32 kColumnDkv = 64;
@@ -46,14 +45,13 @@ constexpr i32 kTileDims = 128;
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
 constexpr i32 kSwTilesPerDimTile = kTileDims / kSw128Columns;
 static_assert(kSwTilesPerDimTile == kGroupSwTiles, "groups of K that dQ is done with");
-constexpr i32 kDkvStages = kTileKeys == 32 ? kDimTiles : kDimTiles / 2;
 
 struct Region {
     u32 halves;  // of every 32 lanes: 1 the lower 16, 2 the upper
     u32 begin, columns;
 };
 constexpr Region kRegions[] = {
-    {1, kColumnScores, kTileKeys},           {2, kColumnScores, kTileKeys}, {3, kColumnDkv, kDkvStages * kTileKeys},
+    {1, kColumnScores, kTileKeys},           {2, kColumnScores, kTileKeys}, {3, kColumnDkv, kDimTiles * kTileKeys},
     {3, kColumnDq, kDimTiles * kBlockHeads}, {1, kColumnRope, kBlockHeads}, {2, kColumnRope, kTileKeys},
 };
 constexpr bool regions_are_disjoint() {
@@ -73,7 +71,7 @@ constexpr u32 columns_used() {
     return columns;
 }
 
-using Shared = Storage<C, kDkvStages>;
+using Shared = Storage<C, kDimTiles>;
 static_assert(sizeof(Shared) <= kMaxDynamicSmem, "shared memory");
 MLA_SM100_FACTS(C, Shared);
 MLA_FACT(tmem_columns_used, columns_used());
@@ -87,14 +85,14 @@ MLA_FACT_LIST(products, 64, kTileKeys, C::kSwTilesQk* kSw128MmaSteps, 64, kTileK
 // ---- Plan ------------------------------------------------------------------------------------------------------
 struct TransposedSums {
     using Config = C;
-    static constexpr i32 kTiles = kDimTiles, kStages = kDkvStages;
+    static constexpr i32 kTiles = kDimTiles;
 
     // ---- Products
     // S and dP, heads x keys: sums over columns.
     template <i32 kSwTiles, class Ready>
     MLA_DEVICE static void issue_scores(TmemAddr d, const u8* heads, const u8* keys, Ready ready) {
         multiply_columns<kSwTiles>(k_major_matrix(smem_addr(heads)), kSw128Bytes, k_major_matrix(smem_addr(keys)),
-                                   C::kKeySwTileBytes,
+                                   kKeySwTileBytes,
                                    Product<Element, false, kBlockHeads, kTileKeys, Major::K, Major::K>{d}, ready);
     }
     template <class Ready>
@@ -112,7 +110,7 @@ struct TransposedSums {
                        k_major_matrix(smem_addr(scores)), kKMajorStepBytes, head_steps, accumulate,
                        Product<Element, false, kDims, kTileKeys, Major::MN, Major::K>{d});
     }
-    MLA_DEVICE static TmemAddr dkv(TmemAddr tmem, i32 t) { return tmem.column(kColumnDkv + t % kStages * kTileKeys); }
+    MLA_DEVICE static TmemAddr dkv(TmemAddr tmem, i32 t) { return tmem.column(kColumnDkv + t * kTileKeys); }
     MLA_DEVICE static TmemAddr dkv_rope(TmemAddr tmem) { return tmem.lane(kUpperLanes).column(kColumnRope); }
     MLA_DEVICE static void issue_dv(Shared& s, TmemAddr tmem, i32 t, i32 head_steps) {
         issue_dkv<kTileDims>(dkv(tmem, t), s.dout + t * kSwTilesPerDimTile * kSw128Bytes, s.p, head_steps, false);
@@ -127,20 +125,20 @@ struct TransposedSums {
     // kDims dims of dQ^T: sums over keys.
     template <i32 kDims>
     MLA_DEVICE static void issue_dq(TmemAddr d, const u8* keys, const u8* ds, bool accumulate) {
-        multiply_steps(mn_major_matrix(smem_addr(keys), C::kKeySwTileBytes), kMnMajorStepBytes,
-                       mn_major_matrix(smem_addr(ds), C::kKeySwTileBytes), kMnMajorStepBytes, kKeySteps, accumulate,
+        multiply_steps(mn_major_matrix(smem_addr(keys), kKeySwTileBytes), kMnMajorStepBytes,
+                       mn_major_matrix(smem_addr(ds), kKeySwTileBytes), kMnMajorStepBytes, kKeySteps, accumulate,
                        Product<Element, false, kDims, kBlockHeads, Major::MN, Major::MN>{d});
     }
     template <class Done>
     MLA_DEVICE static void issue_dq(Shared& s, TmemAddr tmem, i32 stage, bool accumulate, Done done) {
         const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
-            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kBlockHeads),
-                                k + t * kSwTilesPerDimTile * C::kKeySwTileBytes, s.ds, accumulate);
+            issue_dq<kTileDims>(tmem.column(kColumnDq + t * kBlockHeads), k + t * kSwTilesPerDimTile * kKeySwTileBytes,
+                                s.ds, accumulate);
             done(t);
         }
         if (C::kHasRope) {
-            issue_dq<kSw128Columns>(tmem.column(kColumnRope), k + kRopeSwTile * C::kKeySwTileBytes, s.ds, accumulate);
+            issue_dq<kSw128Columns>(tmem.column(kColumnRope), k + kRopeSwTile * kKeySwTileBytes, s.ds, accumulate);
             done(kRopeGroup);
         }
     }
@@ -250,26 +248,23 @@ struct TransposedSums {
             for (i32 i = 0; i < kKeys; ++i) extractors[i] = adder.extractor(rows[i]);
         }
 
-        // 32 keys at a time. `loaded` is called when the last ones are in registers.
+        // `loaded` is called when the sums are in registers.
         template <class Loaded>
         MLA_DEVICE void add_tile(TmemAddr tmem, i32 t, Loaded loaded) const {
             const TmemAddr from = dkv(tmem, t).lane(warp * kWarpThreads);
             const i32 position = t * kTileDims + warp * 32 + dims0 * 4;
+            float x[2][2 * kKeys];
+            tcgen05_ld_16x256b(x[0], from);
+            tcgen05_ld_16x256b(x[1], from.lane(kUpperLanes));
+            tcgen05_wait_ld();
+            pin_loaded(x[0]);
+            pin_loaded(x[1]);
+            loaded();
 #pragma unroll
-            for (i32 half = 0; half < kTileKeys / 32; ++half) {
-                float x[2][16];
-                tcgen05_ld_16x256b(x[0], from.column(32 * half));
-                tcgen05_ld_16x256b(x[1], from.lane(kUpperLanes).column(32 * half));
-                tcgen05_wait_ld();
-                pin_loaded(x[0]);
-                pin_loaded(x[1]);
-                if (half + 1 == kTileKeys / 32) loaded();
-#pragma unroll
-                for (i32 i = 0; i < 8; ++i) {
-                    const i32 at = i / 2 * 4 + i % 2, key = 8 * half + i;
-                    float dims[4] = {x[0][at], x[0][at + 2], x[1][at], x[1][at + 2]};
-                    adder.add(adder.at(rows[key], position), extractors[key], dims, rows[key] >= 0);
-                }
+            for (i32 i = 0; i < kKeys; ++i) {
+                const i32 at = i / 2 * 4 + i % 2;
+                float dims[4] = {x[0][at], x[0][at + 2], x[1][at], x[1][at + 2]};
+                adder.add(adder.at(rows[i], position), extractors[i], dims, rows[i] >= 0);
             }
         }
 

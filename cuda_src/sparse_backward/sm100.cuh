@@ -3,7 +3,7 @@
 //
 // A plan is a struct of constants and static functions, in the words of this file:
 //   Config                    what the kernel chooses
-//   kStages, kTiles           dKV is made in kTiles tiles of its dims, which take turns in kStages accumulator stages
+//   kTiles                    dKV is made in so many tiles of its dims, each with its own columns of tensor memory
 //   kScores, key              how many elements of S, later of dP, a softmax thread holds; and the key of each
 //   Heads                     lse2 and delta of a thread's heads
 //   issue_*                   products, issued by one thread; issue_s calls back before it reads an SW128 tile of K,
@@ -41,6 +41,9 @@ static_assert(kRegsSoftmax + kEpilogueGroups * kRegsEpilogue + kRegsIssue == 4 *
 
 constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;
 constexpr i32 kRopeSwTile = kSwTilesV;
+constexpr i32 kTileKeys = 32;
+constexpr u32 kKeySwTileBytes = kTileKeys * kSw128RowBytes;
+constexpr i32 kStagesK = 2;  // what fits
 
 // K comes and goes in pairs of SW128 tiles: the next tile's first columns are fetched while dQ still needs the last
 // ones, and scored while those are on their way.
@@ -48,19 +51,15 @@ constexpr i32 kGroupSwTiles = 2;
 constexpr i32 kRopeGroup = kRopeSwTile / kGroupSwTiles;
 
 // What a kernel chooses, and the sizes that follow.
-template <class Element_, i32 kHeadDimQk_, bool kDeterministic_, i32 kTileKeys_>
+template <class Element_, i32 kHeadDimQk_, bool kDeterministic_>
 struct Config {
     using Element = Element_;
     static constexpr i32 kHeadDimQk = kHeadDimQk_;
     static constexpr bool kDeterministic = kDeterministic_;
-    static constexpr i32 kTileKeys = kTileKeys_;
     static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
-    static_assert(kTileKeys == 32 || kTileKeys == 64, "tile");
 
     static constexpr i32 kSwTilesQk = kHeadDimQk / kSw128Columns;
     static constexpr bool kHasRope = kSwTilesQk > kSwTilesV;
-    static constexpr u32 kKeySwTileBytes = kTileKeys * kSw128RowBytes;
-    static constexpr i32 kStagesK = kTileKeys == 32 ? 2 : 1;  // what fits
     static constexpr i32 kGroups = ceil_div(kSwTilesQk, kGroupSwTiles);
 };
 
@@ -76,31 +75,31 @@ struct Config {
 // dp_full        products (1)             -                  softmax    blocked
 // p_full         softmax (128)            -                  mma        blocked
 // ds_full        softmax (128)            -                  mma        blocked
-// dkv_full[i]    products (1)             -                  epilogue   blocked, a phase per use of the stage
-// dkv_free[i]    its epilogue warps (4)   -                  mma        free
+// dkv_full[t]    products (1)             -                  epilogue   blocked
+// dkv_free[t]    its epilogue warps (4)   -                  mma        free
 // rope_full      products (1)             -                  epilogue   blocked
 // rope_free      all epilogue warps (8)   -                  mma        free
 // dq_full        products (1)             -                  softmax    blocked, one phase
 //
 // "products" is a commit: it arrives when everything issued before it is done. So s_full of a tile also means that P of
 // the previous tile may be overwritten, and dp_full the same for dS; S and dP may be overwritten after ds_full.
-template <class C, i32 kStages>
+template <class C, i32 kTiles>
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[C::kSwTilesQk * kSw128Bytes];  // finally dQ
     u8 dout[kSwTilesV * kSw128Bytes];
-    u8 k[C::kStagesK][C::kSwTilesQk * C::kKeySwTileBytes];
-    u8 p[C::kKeySwTileBytes];   // P^T: a row for each key, 64 heads
-    u8 ds[C::kKeySwTileBytes];  // dS^T
-    MBarrier q_landed, q_full, k_full[C::kStagesK][C::kGroups], k_empty[C::kStagesK][C::kGroups];
+    u8 k[kStagesK][C::kSwTilesQk * kKeySwTileBytes];
+    u8 p[kKeySwTileBytes];   // P^T: a row for each key, 64 heads
+    u8 ds[kKeySwTileBytes];  // dS^T
+    MBarrier q_landed, q_full, k_full[kStagesK][C::kGroups], k_empty[kStagesK][C::kGroups];
     MBarrier s_full, dp_full, p_full, ds_full;
-    MBarrier dkv_full[kStages], dkv_free[kStages], rope_full, rope_free, dq_full;
+    MBarrier dkv_full[kTiles], dkv_free[kTiles], rope_full, rope_free, dq_full;
     TmemAddr tmem;
 };
 
-template <class C, i32 kStages>
-MLA_DEVICE void init_storage(Storage<C, kStages>& s) {
+template <class C, i32 kTiles>
+MLA_DEVICE void init_storage(Storage<C, kTiles>& s) {
     for (MBarrier* barrier : {&s.q_landed, &s.s_full, &s.dp_full, &s.rope_full, &s.dq_full}) mbarrier_init(*barrier, 1);
-    for (i32 i = 0; i < C::kStagesK * C::kGroups; ++i) {
+    for (i32 i = 0; i < kStagesK * C::kGroups; ++i) {
         mbarrier_init(s.k_full[i / C::kGroups][i % C::kGroups], 1);
         mbarrier_init(s.k_empty[i / C::kGroups][i % C::kGroups], 1);
     }
@@ -126,10 +125,10 @@ struct Item {
         head0 = blockIdx.x % head_blocks * kBlockHeads;
         heads = min(p.h_q - head0, kBlockHeads);
         count = p.counts[query];
-        tiles = ceil_div(count, C::kTileKeys);
+        tiles = ceil_div(count, kTileKeys);
     }
 
-    MLA_DEVICE const i32* rows(i32 tile) const { return p.rows + query * p.rows_stride_elems + tile * C::kTileKeys; }
+    MLA_DEVICE const i32* rows(i32 tile) const { return p.rows + query * p.rows_stride_elems + tile * kTileKeys; }
     // The base-2 lse of a head of the block; +inf for a head without a gradient and past the last head.
     MLA_DEVICE float lse2(i32 head) const {
         return head < heads ? p.lse2[(i64)query * p.h_q + head0 + head] : -negative_infinity();
@@ -181,22 +180,21 @@ template <class C, class S>
 MLA_DEVICE void run_gather_role(const Item<C>& item, const Maps& maps, S& s, i32 warp, i32 lane) {
     if (warp == kGatherWarps - 1 && elect_one()) load_item(item, maps, s);
     __syncwarp();
-    Ring<C::kStagesK> ring;
-    const bool gathers = lane < C::kTileKeys / 4;
+    Ring<kStagesK> ring;
+    const bool gathers = lane < kTileKeys / 4;
     for (i32 tile = 0; tile < item.tiles; ++tile) {
-        const i32 stage = tile % C::kStagesK;
+        const i32 stage = tile % kStagesK;
         int4 rows = make_int4(kNoRow, kNoRow, kNoRow, kNoRow);
         if (gathers) rows = reinterpret_cast<const int4*>(item.rows(tile))[lane];
         for (i32 group = warp; group < C::kGroups; group += kGatherWarps) {
             MBarrier& full = s.k_full[stage][group];
             const i32 sw_tile0 = group * kGroupSwTiles, sw_tiles = min(C::kSwTilesQk - sw_tile0, kGroupSwTiles);
             mbarrier_wait(s.k_empty[stage][group], ring.empty_parity(stage));
-            if (lane == 0) mbarrier_arrive_expect_tx(full, sw_tiles * C::kKeySwTileBytes);
+            if (lane == 0) mbarrier_arrive_expect_tx(full, sw_tiles * kKeySwTileBytes);
             __syncwarp();
             for (i32 sw_tile = sw_tile0; gathers && sw_tile < sw_tile0 + sw_tiles; ++sw_tile) {
-                cp_async_bulk_tensor_gather4(
-                    smem_addr(s.k[stage]) + (sw_tile * C::kKeySwTileBytes + lane * kGatherBytes), maps.kv, full,
-                    sw_tile * kSw128Columns, rows, kEvictLast);
+                cp_async_bulk_tensor_gather4(smem_addr(s.k[stage]) + (sw_tile * kKeySwTileBytes + lane * kGatherBytes),
+                                             maps.kv, full, sw_tile * kSw128Columns, rows, kEvictLast);
             }
         }
         ring.advance(stage);
@@ -250,12 +248,9 @@ MLA_DEVICE void multiply_steps(MatrixDesc a, u32 a_step_bytes, MatrixDesc b, u32
 
 // All in one thread, in this order; tile j of the list:
 //
-//   dV of tile j (P^T dO) | dQ += dS K | dK of tile j (dS^T Q), to the same stages as dV | S, dP of tile j + 1
-//
-// Where dKV has fewer stages than tiles, dV and dK of the remaining tiles both come after dQ.
+//   dV of tile j (P^T dO) | dQ += dS K | dK of tile j (dS^T Q), to the same columns as dV | S, dP of tile j + 1
 template <class Plan, class S>
 MLA_DEVICE void issue_scores(S& s, TmemAddr tmem, i32 tile) {
-    constexpr i32 kStagesK = Plan::Config::kStagesK;
     const i32 stage = tile % kStagesK;
     Plan::issue_s(s, tmem, stage, [&](i32 sw_tile) {
         if (sw_tile % kGroupSwTiles == 0) tmem_wait(s.k_full[stage][sw_tile / kGroupSwTiles], tile / kStagesK & 1);
@@ -263,24 +258,6 @@ MLA_DEVICE void issue_scores(S& s, TmemAddr tmem, i32 tile) {
     tcgen05_commit(s.s_full);
     Plan::issue_dp(s, tmem, stage);
     tcgen05_commit(s.dp_full);
-}
-
-// How often the stage of dKV's tile t has been used before tile `tile` of the list uses it.
-template <class Plan>
-MLA_DEVICE u32 uses(i32 tile, i32 t) {
-    return tile * (Plan::kTiles / Plan::kStages) + t / Plan::kStages;
-}
-
-template <class Plan, class S>
-MLA_DEVICE void issue_dv(S& s, TmemAddr tmem, i32 tile, i32 t, i32 head_steps) {
-    tmem_wait(s.dkv_free[t % Plan::kStages], (uses<Plan>(tile, t) & 1) ^ 1);
-    Plan::issue_dv(s, tmem, t, head_steps);
-}
-
-template <class Plan, class S>
-MLA_DEVICE void issue_dk(S& s, TmemAddr tmem, i32 t, i32 head_steps) {
-    Plan::issue_dk(s, tmem, t, head_steps);
-    tcgen05_commit(s.dkv_full[t % Plan::kStages]);
 }
 
 template <class Plan, class C, class S>
@@ -292,14 +269,16 @@ MLA_DEVICE void run_mma_role(const Item<C>& item, S& s, TmemAddr tmem) {
     for (i32 tile = 0; tile < item.tiles; ++tile) {
         const u32 parity = tile & 1;
         tmem_wait(s.p_full, parity);
-        for (i32 t = 0; t < Plan::kStages; ++t) issue_dv<Plan>(s, tmem, tile, t, head_steps);
+        for (i32 t = 0; t < Plan::kTiles; ++t) {
+            tmem_wait(s.dkv_free[t], parity ^ 1);
+            Plan::issue_dv(s, tmem, t, head_steps);
+        }
         tmem_wait(s.ds_full, parity);
-        const i32 stage = tile % C::kStagesK;
+        const i32 stage = tile % kStagesK;
         Plan::issue_dq(s, tmem, stage, tile > 0, [&](i32 group) { tcgen05_commit(s.k_empty[stage][group]); });
-        for (i32 t = 0; t < Plan::kStages; ++t) issue_dk<Plan>(s, tmem, t, head_steps);
-        for (i32 t = Plan::kStages; t < Plan::kTiles; ++t) {
-            issue_dv<Plan>(s, tmem, tile, t, head_steps);
-            issue_dk<Plan>(s, tmem, t, head_steps);
+        for (i32 t = 0; t < Plan::kTiles; ++t) {
+            Plan::issue_dk(s, tmem, t, head_steps);
+            tcgen05_commit(s.dkv_full[t]);
         }
         if (C::kHasRope) {
             tmem_wait(s.rope_free, parity ^ 1);
@@ -342,7 +321,7 @@ MLA_DEVICE void run_softmax_role(const Item<C>& item, const Maps& maps, S& s, Tm
     float x[Plan::kScores], weight[Plan::kScores];
     for (i32 tile = 0; tile < item.tiles; ++tile) {
         const u32 parity = tile & 1;
-        const i32 keys = item.count - tile * C::kTileKeys;
+        const i32 keys = item.count - tile * kTileKeys;
         tmem_wait(s.s_full, parity);
         Plan::load_s(x, tmem, thread);
 #pragma unroll
@@ -379,7 +358,7 @@ MLA_DEVICE void run_softmax_role(const Item<C>& item, const Maps& maps, S& s, Tm
 }
 
 // ---- DkvStore -----------------------------------------------------------------------------------------------------
-// Frees an accumulator stage: this warp has its share in registers.
+// Frees columns of tensor memory: this warp has its share in registers.
 MLA_DEVICE void release_tmem(MBarrier& free, i32 thread) {
     tcgen05_fence_before_thread_sync();
     release(free, thread);
@@ -392,9 +371,8 @@ MLA_DEVICE void run_epilogue_role(const Item<C>& item, S& s, TmemAddr tmem, i32 
         const typename Plan::DkvStore dkv_store(item, tile, thread);
 #pragma unroll
         for (i32 t = group; t < Plan::kTiles; t += kEpilogueGroups) {
-            const i32 stage = t % Plan::kStages;
-            tmem_wait(s.dkv_full[stage], uses<Plan>(tile, t) & 1);
-            dkv_store.add_tile(tmem, t, [&] { release_tmem(s.dkv_free[stage], thread); });
+            tmem_wait(s.dkv_full[t], tile & 1);
+            dkv_store.add_tile(tmem, t, [&] { release_tmem(s.dkv_free[t], thread); });
         }
         if (C::kHasRope) {
             tmem_wait(s.rope_full, tile & 1);
@@ -405,7 +383,7 @@ MLA_DEVICE void run_epilogue_role(const Item<C>& item, S& s, TmemAddr tmem, i32 
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 template <class Plan>
-MLA_DEVICE void run_block(const BackwardParams& p, const Maps& maps, Storage<typename Plan::Config, Plan::kStages>& s) {
+MLA_DEVICE void run_block(const BackwardParams& p, const Maps& maps, Storage<typename Plan::Config, Plan::kTiles>& s) {
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     const Item<typename Plan::Config> item(p);
     if (item.tiles == 0) {
@@ -453,7 +431,7 @@ MLA_DEVICE void run_block(const BackwardParams& p, const Maps& maps, Storage<typ
     MLA_BACKWARD_FACTS();                 \
     MLA_FACT(threads, kThreads);          \
     MLA_FACT(block_heads, kBlockHeads);   \
-    MLA_FACT(tile_keys, C::kTileKeys);    \
+    MLA_FACT(tile_keys, kTileKeys);       \
     MLA_FACT(tmem_columns, kTmemColumns); \
     MLA_FACT(smem_bytes, sizeof(Shared)); \
     MLA_FACT(mbarriers, (MLA_OFFSET(Shared, tmem) - MLA_OFFSET(Shared, q_landed)) / sizeof(MBarrier))

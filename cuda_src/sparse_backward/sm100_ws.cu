@@ -20,10 +20,8 @@
 namespace mla::sparse_backward::sm100 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
-using C = Config<Element, MLA_HEAD_DIM_QK, MLA_DETERMINISTIC, MLA_TILE_KEYS>;
-constexpr i32 kTileKeys = C::kTileKeys;
+using C = Config<Element, MLA_HEAD_DIM_QK, MLA_DETERMINISTIC>;
 using Adder = DkvAdder<C::kDeterministic, C::kHeadDimQk>;
-static_assert(kTileKeys == 32, "a tile is 32 rows of a product");
 
 // ---- Tensor memory ---------------------------------------------------------------------------------------------
 // In each of four groups of 32 lanes (of dQ: two groups of 64):
@@ -68,15 +66,15 @@ MLA_FACT_LIST(products, kTileKeys, kBlockHeads, C::kSwTilesQk* kSw128MmaSteps, k
 // ---- Plan ------------------------------------------------------------------------------------------------------
 struct TransposedScores {
     using Config = C;
-    static constexpr i32 kTiles = kDimTiles, kStages = kDimTiles;
+    static constexpr i32 kTiles = kDimTiles;
 
     // ---- Products
     // S^T and dP^T, keys x heads: sums over columns.
     template <i32 kSwTiles, class Ready>
     MLA_DEVICE static void issue_scores(TmemAddr d, const u8* keys, const u8* heads, Ready ready) {
-        multiply_columns<kSwTiles>(k_major_matrix(smem_addr(keys)), C::kKeySwTileBytes,
-                                   k_major_matrix(smem_addr(heads)), kSw128Bytes,
-                                   Product<Element, true, kTileKeys, kBlockHeads, Major::K, Major::K>{d}, ready);
+        multiply_columns<kSwTiles>(k_major_matrix(smem_addr(keys)), kKeySwTileBytes, k_major_matrix(smem_addr(heads)),
+                                   kSw128Bytes, Product<Element, true, kTileKeys, kBlockHeads, Major::K, Major::K>{d},
+                                   ready);
     }
     template <class Ready>
     MLA_DEVICE static void issue_s(Shared& s, TmemAddr tmem, i32 stage, Ready ready) {
@@ -107,8 +105,8 @@ struct TransposedScores {
     // kDims dims of dQ: sums over keys.
     template <i32 kDims>
     MLA_DEVICE static void issue_dq(TmemAddr d, const u8* ds, const u8* keys, bool accumulate) {
-        multiply_steps(mn_major_matrix(smem_addr(ds), C::kKeySwTileBytes), kMnMajorStepBytes,
-                       mn_major_matrix(smem_addr(keys), C::kKeySwTileBytes), kMnMajorStepBytes, kKeySteps, accumulate,
+        multiply_steps(mn_major_matrix(smem_addr(ds), kKeySwTileBytes), kMnMajorStepBytes,
+                       mn_major_matrix(smem_addr(keys), kKeySwTileBytes), kMnMajorStepBytes, kKeySteps, accumulate,
                        Product<Element, true, kBlockHeads, kDims, Major::MN, Major::MN>{d});
     }
     template <class Done>
@@ -116,12 +114,12 @@ struct TransposedScores {
         const u8* k = s.k[stage];
         for (i32 t = 0; t < kDimTiles; ++t) {
             issue_dq<kTileDims>(tmem.column(kColumnDq + t * kDqColumns), s.ds,
-                                k + t * kSwTilesPerDimTile * C::kKeySwTileBytes, accumulate);
+                                k + t * kSwTilesPerDimTile * kKeySwTileBytes, accumulate);
             done(2 * t);
             done(2 * t + 1);
         }
         if (C::kHasRope) {
-            issue_dq<kSw128Columns>(tmem.column(kColumnDqRope), s.ds, k + kRopeSwTile * C::kKeySwTileBytes, accumulate);
+            issue_dq<kSw128Columns>(tmem.column(kColumnDqRope), s.ds, k + kRopeSwTile * kKeySwTileBytes, accumulate);
             done(kRopeGroup);
         }
     }

@@ -68,7 +68,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 K, MN = False, True
 
-#: As the kernel multiplies tiles of 32 and of 64 keys with 64 heads: the steps over heads are 4, over keys 2 or 4.
+#: Tiles of 32 keys, as the kernel multiplies them with 64 heads, and of 64. Steps over heads are 4, over keys 2 or 4.
 SINGLE: dict[str, Product] = {
     "s-m64n32": Product(64, 32, K, K),
     "s-m64n64": Product(64, 64, K, K),

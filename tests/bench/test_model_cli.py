@@ -150,7 +150,7 @@ def test_a_kernel_that_does_not_compile_says_so(monkeypatch, capsys: pytest.Capt
 
     monkeypatch.setattr(loader, "obtain", refuse)
     assert main(["model", "sparse-backward", "--kernel", KERNEL]) == 2
-    assert "mla_sparse_backward_sm100-bfloat16-576-0-32-sm_100a does not compile" in capsys.readouterr().err
+    assert "mla_sparse_backward_sm100-bfloat16-576-0-sm_100a does not compile" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ MODES = (("early", 0), ("late", 0), *(("random", seed) for seed in range(1, 21))
 
 ONE = SparseCase(s_q=1, s_kv=300, h_q=64, topk=32, invalid=0.0)
 CASES = [
-    # Tiles of 32 keys: 1, 2, 3, 4, 5, 6; of 64: 1, 1, 2, 2, 3, 3.
+    # Tiles of 32 keys: 1, 2, 3, 4, 5, 6.
     ONE,
     replace(ONE, topk=64, h_q=1, sink=True),
     replace(ONE, topk=96, h_q=16, d_qk=512),
     replace(ONE, topk=128, h_q=100, dtype="float16"),
     replace(ONE, topk=160, h_q=128, sink=True),
     replace(ONE, topk=192, h_q=64, d_qk=512, dtype="float16"),
-    # The last tile has 1 key, 31, 33, 63.
+    # The last tile has 1 key, 31, 1, 31.
     replace(ONE, topk=1, h_q=16),
     replace(ONE, topk=31, h_q=128, d_qk=512, sink=True),
     replace(ONE, topk=33, h_q=64, dtype="float16"),
@@ -51,7 +51,7 @@ CASES = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_matches_oracle:
         full = metafunc.config.getoption("--sim") == "full"
-        # The kernel that calls get by default takes every case; the two that run on request take them in turn.
+        # The kernel that calls get by default takes every case; those that run on request take turns.
         default, *others = BLACKWELL
         chosen_kernels = [BLACKWELL if full else (default, others[i % len(others)]) for i in range(len(CASES))]
         pairs = [(case, kernel) for case, kernels in zip(CASES, chosen_kernels, strict=True) for kernel in kernels]

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_keys64, sm100_ws
+from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_ws
 from mla_cupy.kernels.sparse_backward.pipeline import SPARSE_BACKWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -18,7 +18,6 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
     sink.KERNEL,
     sm100.KERNEL,
-    sm100_keys64.KERNEL,
     sm100_ws.KERNEL,
     sm90.KERNEL,
     sm90_pair.KERNEL,

@@ -17,7 +17,7 @@ from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
-from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_keys64, sm100_ws
+from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_ws
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
@@ -61,7 +61,6 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
 
     kernels = (
         sm100.KERNEL,
-        sm100_keys64.KERNEL,
         sm100_ws.KERNEL,
         sm90_pair.KERNEL,
         sm90.KERNEL,

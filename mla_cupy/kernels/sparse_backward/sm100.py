@@ -1,4 +1,4 @@
-"""Host side of `sparse_backward/sm100.cu` with tiles of 32 keys, and what the other Blackwell kernels share with it."""
+"""Host side of `sparse_backward/sm100.cu`, and what the other Blackwell kernel shares with it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from mla_cupy.kernels.sparse_backward.problem import (
     BackwardKernel,
     DkvOrder,
     SparseBackwardProblem,
-    plain_variant,
 )
-from mla_cupy.kernels.spec import BLACKWELL, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import BLACKWELL, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -22,16 +21,6 @@ from mla_cupy.shapes import D_V
 TILE_KEYS = 32
 BLOCK_HEADS = 64
 _BOX_COLUMNS = 64
-
-
-def tiled_variant(problem: SparseBackwardProblem, tile_keys: int) -> Variant:
-    """The build for a problem, with tiles of `tile_keys` keys."""
-    return plain_variant(problem).extended(tile_keys=tile_keys)
-
-
-def tiled(builds: tuple[Variant, ...], tile_keys: int) -> tuple[Variant, ...]:
-    """The same builds with tiles of `tile_keys` keys."""
-    return tuple(build.extended(tile_keys=tile_keys) for build in builds)
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
@@ -87,13 +76,12 @@ KERNEL = BackwardKernel(
     "sparse_backward/sm100.cu",
     BackwardParams,
     BLACKWELL,
-    tiled(VARIANTS, TILE_KEYS),
-    tiled(CORE, TILE_KEYS),
-    facts={"block_heads": BLOCK_HEADS},
+    VARIANTS,
+    CORE,
+    facts={"block_heads": BLOCK_HEADS, "tile_keys": TILE_KEYS},
     unsupported=unsupported,
     grid=grid,
     heads_per_addition=BLOCK_HEADS,
     dkv_order=DkvOrder.SM100,
-    variant=lambda problem: tiled_variant(problem, TILE_KEYS),
     maps=maps,
 )
