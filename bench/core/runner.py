@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from .device import Device
+from .errors import RefusedError
 from .implementation import Implementation, Prepared
 from .limits import Limits
 from .operation import BenchOperation, Case, Verdict
@@ -125,6 +126,8 @@ def _guarded(entry: Entry, step: Callable[[], None]) -> None:
         return
     try:
         step()
+    except RefusedError as error:
+        entry.fail(UNSUPPORTED, str(error))
     except Exception as error:  # anything that a kernel, a driver or a peer throws
         entry.fail(ERROR, f"{type(error).__name__}: {error}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.device import Device
-from ..core.errors import BenchError
+from ..core.errors import BenchError, RefusedError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.indexer_logits.cases import PAGE_SIZE, LogitsCase
@@ -18,7 +18,7 @@ from ..ops.indexer_logits.inputs import LogitsInputs, outputs_of
 from .torch_ops import recorder_for
 
 HEADS = (32, 64)  # its kernels' head counts
-TOKENS_OF_A_PAIR = 4  # next tokens for which its thread blocks work in pairs
+TOKENS_OF_A_PAIR = 4  # next tokens for which thread blocks work in pairs, in versions that take so many on Hopper
 
 
 class DeepGemm:
@@ -85,5 +85,10 @@ class DeepGemm:
             arrays = (x["q"], x["cache"], weights, lengths, x["block_table"], metadata, case.num_keys)
             self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=False)
         except RuntimeError as error:
-            raise BenchError(f"deep_gemm: {error}") from error
+            first_line = str(error).strip().partition("\n")[0]
+            if first_line.startswith("Assertion error"):  # on the host, before a launch
+                raise RefusedError(
+                    f"this version does not take {case.s_q} tokens per sequence: {first_line}"
+                ) from error
+            raise BenchError(f"deep_gemm: {first_line}") from error
         return lambda: self._gemm.fp8_paged_mqa_logits(*arrays, clean_logits=False)

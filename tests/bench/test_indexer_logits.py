@@ -131,6 +131,23 @@ def test_deep_gemm(run, deep_gemm, tmp_path, name):
     assert rows["mla_cupy"]["speed_vs_best_peer"] is not None
 
 
+def test_an_assertion_of_deep_gemm_is_a_reason_and_no_error(run, deep_gemm, tmp_path, monkeypatch):
+    """A version that takes one or two tokens per sequence asserts that a schedule has a share for each SM."""
+
+    def paged(q, cache, weights, lengths, table, meta, max_len, clean_logits):
+        raise RuntimeError("Assertion error (attention.hpp:346): _schedule_meta_size == num_sms + 1\nframe #0: ...")
+
+    monkeypatch.setattr(deep_gemm, "fp8_paged_mqa_logits", paged)
+    rows = run("b1-sq4-skv9-h64", ["deep_gemm"], Choices(tmp_path))
+    assert rows["mla_cupy"]["status"] == "ok"
+    row = rows["deep_gemm"]
+    assert row["status"] == "unsupported"
+    assert row["reason"] == (
+        "this version does not take 4 tokens per sequence: "
+        "Assertion error (attention.hpp:346): _schedule_meta_size == num_sms + 1"
+    )
+
+
 def test_what_deep_gemm_does_not_take(run, deep_gemm, tmp_path):
     for name, reason in (("sq3-skv20-h2", "32 or 64"), ("sq3-skv20-h64-bf16", "e4m3 only")):
         row = run(name, ["deep_gemm"], Choices(tmp_path))["deep_gemm"]
