@@ -41,6 +41,12 @@ class Launched(NamedTuple):
         return {name: int(self.params[name]) for name in names if self.params[name]}
 
 
+@cache
+def dtype_of(entry: str) -> np.dtype[Any]:
+    """The parameter struct of a kernel as a dtype; looked up once, since the path of repeated calls is measured."""
+    return KERNELS[entry.removeprefix("mla_")].layout.dtype
+
+
 class Recorder:
     """A driver that launches nothing; memory is the host's."""
 
@@ -75,7 +81,7 @@ class Recorder:
     ) -> driver.PreparedLaunch:
         def enqueue(stream: int) -> None:
             record, *more = [bytes(view) for view in args.views]
-            params = np.frombuffer(record, KERNELS[kernel.entry.removeprefix("mla_")].layout.dtype)[0]
+            params = np.frombuffer(record, dtype_of(kernel.entry))[0]
             self.launches.append(Launched(kernel.entry, grid, stream, params, more))
 
         return enqueue
