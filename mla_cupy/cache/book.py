@@ -238,7 +238,6 @@ class Book:
             plan.taken = taken[len(plan.copies) :]
         if plan.total:
             self._write_taken(plan)
-        self._forget_tails(plan)
         self.length[plan.rows] = plan.after
 
     def _copy(self, plan: Extension, taken: list[int]) -> None:
@@ -265,7 +264,7 @@ class Book:
         self.owned[rows] = end
 
     def undo(self, plan: Extension) -> None:
-        """The state before, but for hashes of pages that were taken; the device is told everything anew."""
+        """The state before, but for cached pages that were given up; the device is told everything anew."""
         for (row, column), (source, page) in zip(plan.copies, plan.copied, strict=True):
             self.table[row, column] = source
             self.refs[source] += 1
@@ -313,8 +312,8 @@ class Book:
                 copies.append((int(rows[at]), int(columns[at])))
         return copies
 
-    def _forget_tails(self, plan: Extension) -> None:
-        """Pages that are written can no longer be found by what they held."""
+    def forget_tails(self, plan: Extension) -> None:
+        """Pages that the step will write can no longer be found by what they held."""
         if self.prefixes.is_empty:
             return
         written = (plan.after > plan.before) & (plan.before % self.page_size != 0)

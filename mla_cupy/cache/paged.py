@@ -226,6 +226,7 @@ class PagedKVCache:
                 book.undo(plan)
                 raise
             mark_uploaded(book, plan, packed)
+            book.forget_tails(plan)
             tokens = added * len(rows) if isinstance(added, int) else int(added.sum())
             return self._step(len(rows), tokens, len(plan.copied))
 

@@ -36,7 +36,6 @@ class Pair:
             self.pools, num_layers=NUM_LAYERS, max_tokens=64, device="cpu", memory=memory, **sizes
         )
         self.page_size, self.max_tokens = page_size, max_pages * page_size
-        self.thorough = True  # whether every step is compared
         self.tokens: dict[int, list[int]] = {}
         self.next_id = 1
 
@@ -52,19 +51,17 @@ class Pair:
 
     def extend(self, added: dict[int, list[int]]) -> None:
         """Write given tokens. If there is no room, nothing may have changed."""
-        before = self.state() if self.thorough else None
+        before = self.state()
         try:
             step = self.cache.extend(list(added), [len(tokens) for tokens in added.values()])
         except CacheFullError:
-            if self.thorough:
-                assert self.state() == before
-                self.check()
+            assert self.state() == before
+            self.check()
             raise
         self.write(step, [token for tokens in added.values() for token in tokens])
         for sequence, tokens in added.items():
             self.tokens[sequence] = self.tokens[sequence] + tokens
-        if self.thorough:
-            self._check_step(step, list(added))
+        self._check_step(step, list(added))
 
     def write(self, step: Any, ids: list[int]) -> None:
         """The bytes of tokens: id + 1000 * layer, in each pool as often as a token has four bytes."""

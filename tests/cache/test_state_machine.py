@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from typing import Any
 
 import pytest
@@ -174,52 +173,3 @@ def test_many_examples() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Machine, settings=settings(QUICK, max_examples=1500, stateful_step_count=60, derandomize=False)
     )
-
-
-def walk(seed: int, steps: int, compare_every: int) -> Pair:
-    """Random operations from a seed."""
-    rng = random.Random(seed)
-    pair = Pair(rng.randint(4, 40), rng.randint(1, 8), rng.randint(2, 12), rng.randint(2, 8))
-    prompts: list[list[int]] = [[]]
-    for step in range(steps):
-        pair.thorough = step % compare_every == 0
-        operation = rng.choices(("allocate", "extend", "fork", "truncate", "free", "commit"), (3, 10, 2, 2, 3, 2))[0]
-        sequence = rng.choice(list(pair.tokens)) if pair.tokens else None
-        try:
-            if operation == "allocate" or sequence is None:
-                whole = [*rng.choice(prompts), *pair.new_ids(rng.randint(0, 5))][: pair.max_tokens]
-                made = pair.allocate(whole)
-                pair.extend({made: whole[len(pair.tokens[made]) :]})
-            elif operation == "extend":
-                chosen = rng.sample(list(pair.tokens), rng.randint(1, len(pair.tokens)))
-                pair.extend(
-                    {s: pair.new_ids(min(rng.randint(0, 2), pair.max_tokens - len(pair.tokens[s]))) for s in chosen}
-                )
-            elif operation == "fork":
-                pair.fork(sequence, 1)
-            elif operation == "truncate":
-                pair.truncate(sequence, rng.randint(0, len(pair.tokens[sequence])))
-            elif operation == "free":
-                pair.free(sequence)
-            else:
-                pair.cache.commit(sequence, pair.tokens[sequence])
-                prompts = [*prompts[-20:], pair.tokens[sequence]]
-        except CacheFullError:
-            pass
-        if pair.thorough:
-            pair.check()
-    pair.check()
-    return pair
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_walks(seed: int) -> None:
-    stats = walk(seed, 600, 5).cache.stats()
-    assert stats.copies > 0
-    assert stats.prefix_hits > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_a_million_operations(seed: int) -> None:
-    walk(100 + seed, 50_000, 50)
