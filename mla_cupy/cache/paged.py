@@ -13,7 +13,7 @@ from mla_cupy import ops
 from mla_cupy.cache.arguments import MAX_SLOTS, check_key, check_sizes, record_of_pool, tokens_of, vector
 from mla_cupy.cache.book import Book
 from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
-from mla_cupy.cache.reports import CacheStats, CacheStep, next_number
+from mla_cupy.cache.reports import CacheStats, CacheStep, next_number, numbered
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
 from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.errors import ArgumentError, explain
@@ -444,7 +444,7 @@ class PagedKVCache:
             views = of.step_slots[:tokens], of.step_positions[:tokens], of.step_table[:b], of.step_seqlens[:b]
             step = self._steps[b, tokens, copies] = CacheStep(*views, copies, 0)
         self._newest = number = next_number()
-        return step.numbered(number)
+        return numbered(step, number)
 
     def _check_newest(self, step: Any) -> None:
         if not isinstance(step, CacheStep):

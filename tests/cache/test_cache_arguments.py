@@ -55,6 +55,16 @@ def test_masked_arrays(argument: str, call: Call) -> None:
     refuses(call, DTypeError, f"{argument}: got a masked array")
 
 
+def test_masked_latents() -> None:
+    made = cache({"kv": "fp16-nope", "indexer": "indexer"})
+    step = made.extend([made.allocate()[0]], 1)
+    with pytest.raises(DTypeError, match="latent: got a masked array"):
+        made.append(step, 0, np.ma.masked_array(np.ones((1, 512), np.float16)))
+    with pytest.raises(DTypeError, match="k: got a masked array"):
+        made.append_keys(step, 0, np.ma.masked_array(np.ones((1, 128), np.float16)))
+    assert not made.layer(0).any()
+
+
 NOT_SEQUENCES: tuple[tuple[str, Any], ...] = (
     ("an array", np.array([0, 1])), ("None", None), ("text", "a"), ("a list", [0]), ("a fraction", 0.5),
     ("bytes", b"\0" * 8), ("a large number", 2**64), ("True", True),
