@@ -56,3 +56,8 @@ __all__ = [
     "mutate",
     "mutations",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names: the modules behind them are no part of the interface."""
+    return list(__all__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import sys
@@ -19,14 +20,16 @@ from .errors import SimError
 from .host.command import add_commands, replay_launches, run_host
 from .module import Module
 from .mutate import mutate, tally
+from .options import at_least, check_writable, dims, rules_help, written
 from .progress import ProgressLine
 from .report import Report
 from .rules import RULES
 from .survey import survey
-from .timeline import Timeline
+from .timeline import Timeline, drawing
 from .watch import Watch
 
-_RULES_HELP = "warn where this rule is broken: " + "; ".join(f"{name}: {text}" for name, text in RULES.items())
+_OUTPUTS = ("json", "trace", "html", "png", "save")
+"""Options that name a file to write."""
 
 
 def load_module(options: argparse.Namespace, strict: bool) -> Module:
@@ -36,31 +39,15 @@ def load_module(options: argparse.Namespace, strict: bool) -> Module:
     return Module(compile_cuda(options.file, options.arch, options.include, options.define), strict=strict)
 
 
-def _positive(text: str) -> int:
-    """Parse a count of at least one."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(v) for v in text.replace("x", ",").split(","))
-
-
 def parser(name: str) -> argparse.ArgumentParser:
     """Return the command-line parser of a command with this name."""
     main = argparse.ArgumentParser(prog=name, description="Run compiled CUDA kernels without a GPU.")
     main.add_argument("--version", action="version", version=f"ptxsim {__version__}")
     commands = main.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="list kernels, and instructions that are not modelled")
-    run = commands.add_parser("run", help="run a kernel", epilog=HELP, formatter_class=argparse.RawTextHelpFormatter)
-    mutant = commands.add_parser(
-        "mutate",
-        help="plant bugs in a kernel and say which survive",
-        epilog=HELP,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    texts = {"epilog": f"{HELP}\n{rules_help()}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+    run = commands.add_parser("run", help="run a kernel", **texts)
+    mutant = commands.add_parser("mutate", help="plant bugs in a kernel and say which survive", **texts)
     for each in (check, run, mutant):
         each.add_argument("file", type=Path, help="a .ptx file, or a .cu file (compiled with NVRTC)")
         each.add_argument("--arch", default="sm_90a", help="architecture for .cu files")
@@ -73,7 +60,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     run.add_argument("--mode", choices=("early", "late", "random"), default="early")
     run.add_argument("--no-check", action="store_true", help="no race detection")
     run.add_argument("--keep-going", action="store_true", help="report all distinct races, not only the first")
-    run.add_argument("--watch", type=int, metavar="BYTE", help="list accesses to a word of shared memory")
+    run.add_argument("--watch", type=at_least(0), metavar="BYTE", help="list accesses to a word of shared memory")
     run.add_argument("--coverage", action="store_true", help="list the instructions that were never executed")
     run.add_argument("--banks", action="store_true", help="count shared-memory bank conflicts")
     run.add_argument("--trace", type=Path, help="write a Chrome trace")
@@ -88,23 +75,24 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     """Add what every launch needs."""
     command.add_argument("args", nargs="*", help="arguments of the kernel")
     command.add_argument("--kernel", help="entry function (default: the only one)")
-    command.add_argument("--grid", type=_dims, default=(1,))
-    command.add_argument("--block", type=_dims, default=(32,))
-    command.add_argument("--cluster", type=_dims, help="default: what the kernel declares, else one block")
-    command.add_argument("--smem", type=int, default=0, help="dynamic shared memory in bytes")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--grid", type=dims, default=(1,), help="blocks, as 8 or 4x2 (default 1)")
+    command.add_argument("--block", type=dims, default=(32,), help="threads of a block (default 32)")
+    command.add_argument("--cluster", type=dims, help="default: what the kernel declares, else one block")
+    command.add_argument("--smem", type=at_least(0), default=0, help="dynamic shared memory in bytes")
+    command.add_argument("--seed", type=at_least(0), default=0)
     command.add_argument("--elect", choices=("lowest", "random"), default="lowest", help="which lane elect.sync elects")
-    command.add_argument("--resident", type=int, default=1, help="clusters that run interleaved")
-    command.add_argument("--jobs", type=_positive, default=1, metavar="N", help="processes that share the clusters out")
+    command.add_argument("--resident", type=at_least(1), default=1, help="clusters that run interleaved")
     command.add_argument(
-        "--max-steps", type=int, default=50_000_000, help="basic blocks after which a launch is a hang"
+        "--jobs", type=at_least(1), default=1, metavar="N", help="processes that share the clusters out"
+    )
+    command.add_argument(
+        "--max-steps", type=at_least(1), default=50_000_000, help="basic blocks after which a launch is a hang"
     )
     command.add_argument("--race-global", action="store_true", help="look for races in global memory too")
     command.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
     command.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
-    command.add_argument(
-        "--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help=_RULES_HELP
-    )
+    allow_help = "warn where this rule of those below is broken; repeatable"
+    command.add_argument("--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help=allow_help)
     return main
 
 
@@ -188,6 +176,12 @@ def launch(options: argparse.Namespace, module: Module, name: str, args: list, *
 
 def run_file(options: argparse.Namespace) -> int:
     """Run one kernel and print its report."""
+    for output in _OUTPUTS:
+        check_writable(f"--{output}", getattr(options, output))
+    if options.png:
+        drawing()
+    if options.watch is not None and options.no_check:
+        raise SimError("--watch needs the race detection that --no-check turns off")
     module = load_module(options, not options.lenient)
     name = options.kernel or first_kernel(module)
     args, arrays = build_arguments(module, options.args, options.seed)
@@ -201,16 +195,17 @@ def run_file(options: argparse.Namespace) -> int:
         print("".join(f"  {place}\n" for place in report.missed), end="")
     for access in watch.accesses if watch else ():
         print(f"watched: {access}")
-    if options.json:
-        options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-    if options.trace:
-        timeline.save(options.trace)
-    if options.html:
-        timeline.save_page(options.html, name)
-    if options.png:
-        timeline.draw(options.png)
-    if options.save:
-        np.savez(options.save, *(a if a.dtype.kind != "V" else a.astype("f4") for a in arrays))
+    plain = [a if a.dtype.kind != "V" else a.astype("f4") for a in arrays]
+    writers = {
+        "json": lambda path: path.write_text(json.dumps(report.as_dict(), indent=1) + "\n"),
+        "trace": lambda path: timeline.save(path),
+        "html": lambda path: timeline.save_page(path, name),
+        "png": lambda path: timeline.draw(path),
+        "save": lambda path: np.savez(path, *plain),
+    }
+    for output in _OUTPUTS:
+        if path := getattr(options, output):
+            written(f"--{output}", path, functools.partial(writers[output], path))
     return 1 if report.errors else 0
 
 
@@ -228,15 +223,26 @@ def main(argv: Sequence[str] | None = None, name: str = "ptxsim") -> int:
     options = parser(name).parse_args(argv)
     try:
         return _COMMANDS[options.command](options)
-    except (OSError, UnicodeDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except UnicodeDecodeError as error:
+        print(f"error: {getattr(options, 'file', 'a file')} is no text: {error}", file=sys.stderr)
+        return 1
+    except (OSError, MemoryError) as error:
+        print(f"error: {_reason(error)}", file=sys.stderr)
         return 1
     except SimError as error:
         print(f"error: {error}", file=sys.stderr)
-        if getattr(options, "json", None):
-            findings = {"findings": [each.as_dict() for each in error.findings]}
-            options.json.write_text(json.dumps(findings, indent=1) + "\n")
+        if path := getattr(options, "json", None):
+            text = json.dumps({"findings": [each.as_dict() for each in error.findings]}, indent=1) + "\n"
+            with contextlib.suppress(SimError):  # that the file cannot be written is the error, or the lesser one
+                written("--json", path, lambda: path.write_text(text))
         return 1
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, beginning with the file."""
+    if isinstance(error, MemoryError):
+        return f"the memory of this machine does not suffice: {error}" if str(error) else "out of memory"
+    return f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def compile_cuda(path: Path, arch: str, includes: Sequence[Path] = (), defines: 
     try:
         from cuda.bindings import nvrtc
     except ImportError:
-        raise SimError("compiling CUDA needs the package cuda-bindings; a .ptx file does not") from None
+        raise SimError(
+            "compiling CUDA needs the package cuda-bindings, of the extra ptxsim[cuda]; a .ptx file does not"
+        ) from None
 
     error, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, None, None)
     options = [f"-arch={arch}", "-std=c++17", *(f"-D{each}" for each in defines)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
@@ -28,7 +29,7 @@ from . import (  # noqa: F401 (emitters register themselves)
     ops_warp,
     ops_wgmma,
 )
-from .errors import SimError
+from .errors import SimError, StepLimitError
 from .ir import TYPE_BITS, ModuleIR
 from .jobs import run as run_in_processes
 from .machine import Launch
@@ -128,7 +129,7 @@ class Module:
         if name not in self._programs:
             function = self.ir.functions.get(name)
             if function is None or not function.entry:
-                raise SimError(f"no kernel {name!r}; the module has {', '.join(self.kernels)}")
+                raise SimError(f"no kernel {name!r}; the module has {', '.join(self.kernels) or 'none'}")
             try:
                 self._programs[name] = Program(self.ir, function)
             except SimError:
@@ -233,6 +234,8 @@ class Module:
         program = self.program(name)
         grid3, block3 = _dims(grid), _dims(block)
         cluster3 = check_shape(program, grid3, block3, cluster, smem)
+        if math.prod(grid3) // math.prod(cluster3) > max_steps:
+            raise StepLimitError(f"kernel {name}: a grid of {grid3} needs more than max_steps={max_steps} basic blocks")
         barrier = np.zeros(2, np.uint32)
         launch = Launch(
             self,
@@ -316,13 +319,15 @@ def check_shape(program: Program, grid: tuple, block: tuple, cluster: Dims | Non
     if declared and cluster is not None and _dims(declared) != _dims(cluster):
         raise SimError(f"kernel {name}: cluster {_dims(cluster)} differs from .reqnctapercluster {declared}")
     cluster3 = _dims(cluster if cluster is not None else declared or 1)
-    if min(*grid, *cluster3) < 1 or any(g % c for g, c in zip(grid, cluster3, strict=True)):
+    if min(*grid, *cluster3) < 1:
+        raise SimError(f"kernel {name}: a grid of {grid} in clusters of {cluster3} has no block")
+    if any(g % c for g, c in zip(grid, cluster3, strict=True)):
         raise SimError(f"kernel {name}: grid {grid} is not a multiple of the cluster {cluster3}")
     blocks = int(np.prod(cluster3))
     if blocks > min([16, *directives.get("maxclusterrank", ())]):
         raise SimError(f"kernel {name}: a cluster of {blocks} blocks is not possible")
-    threads = int(np.prod(block))
-    if not 1 <= threads <= 1024 or block[2] > 64:
+    threads = math.prod(block)
+    if min(block) < 1 or not 1 <= threads <= 1024 or block[2] > 64:
         raise SimError(f"kernel {name}: a block of {block} threads is not possible")
     if threads > int(np.prod(directives.get("maxntid", (1024,)))):
         raise SimError(f"kernel {name}: {threads} threads exceed .maxntid {directives['maxntid']}")

@@ -142,7 +142,7 @@ class Report:
         return {name: getattr(self, name) for name in plain} | {"findings": [each.as_dict() for each in self.findings]}
 
     def __str__(self) -> str:
-        lines = [f"kernel {self.kernel}: {self.total} warp-instructions in {self.steps} blocks"]
+        lines = [f"kernel {self.kernel}: {self.total} warp-instructions in {self.steps} basic blocks"]
         for title, table in (
             ("instructions", self.classes),
             ("matrix FLOPs", self.flops),

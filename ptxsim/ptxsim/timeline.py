@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import SimError
+
 
 @dataclass
 class Span:
@@ -103,14 +105,12 @@ class Timeline:
 
     def draw(self, path: str | Path, block: tuple[int, int, int] = (0, 0, 0)) -> None:
         """Draw the tracks of a block (and the asynchronous units) as a PNG; needs matplotlib."""
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-
+        patches, figure_of = drawing()
         spans = [s for s in self.spans if s.block == block or s.kind == "async"]
         names = sorted({s.track for s in spans}, key=track_order)
         rows = {name: i for i, name in enumerate(names)}
         colours = {"run": "#4c78a8", "wait": "#e0e0e0", "async": "#f58518", "phase": "#54a24b"}
-        figure = Figure(figsize=(12, 0.35 * len(names) + 1.3), layout="constrained")
+        figure = figure_of(figsize=(12, 0.35 * len(names) + 1.3), layout="constrained")
         axes = figure.add_subplot()
         bars: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for span in spans:
@@ -120,9 +120,27 @@ class Timeline:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel("executed basic blocks")
-        handles = [mpl.patches.Patch(color=c, label=k) for k, c in colours.items()]
+        handles = [patches.Patch(color=c, label=k) for k, c in colours.items()]
         figure.legend(handles=handles, loc="outside upper right", ncols=4)
         figure.savefig(path, dpi=120)
+
+
+def drawing() -> tuple[object, type]:
+    """Return what draws a timeline: matplotlib's patches and its figure.
+
+    Raises
+    ------
+    SimError
+        Matplotlib is not installed.
+    """
+    try:
+        from matplotlib import patches
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SimError(
+            f"a PNG needs matplotlib, the extra ptxsim[plot]; an HTML page needs nothing ({error})"
+        ) from None
+    return patches, Figure
 
 
 def track_order(name: str) -> tuple[int, int, str]:

@@ -20,9 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from ..errors import SimError, StrictWarning
 from ..module import Module
 from ..mutate import mutate, tally
+from ..options import at_least
 from ..report import Report
 from ..rules import RULES
 from .builder import stub_directory
@@ -123,12 +126,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     host = commands.add_parser(
         "run-host", help="run an unmodified host program with its kernels simulated", allow_abbrev=False
     )
-    host.add_argument("--sms", type=int, default=132, help="multiprocessors that the program is told of")
+    host.add_argument("--sms", type=at_least(1), default=132, help="multiprocessors that the program is told of")
     host.add_argument("--device", choices=("sm_90a", "sm_100a"), help="default: the newest that it carries PTX for")
     host.add_argument("--record", type=Path, metavar="DIR", help="record all launches, for ptxsim replay")
     host.add_argument("--kernel", default="", metavar="TEXT", help="record only kernels whose name contains this")
     host.add_argument("--mode", choices=("early", "late", "random"), default="early")
-    host.add_argument("--seed", type=int, default=0)
+    host.add_argument("--seed", type=at_least(0), default=0)
     host.add_argument("--no-check", action="store_true", help="no race detection")
     host.add_argument("--keep-going", action="store_true", help="report all distinct races of a launch")
     host.add_argument("--quiet", action="store_true", help="no line per launch")
@@ -136,16 +139,32 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     replay = commands.add_parser("replay", help="run recorded launches again in every mode, or with bugs planted")
     replay.add_argument("launches", type=Path, nargs="+", help="directories that run-host --record has written")
     replay.add_argument("--mutate", action="store_true", help="plant bugs, and say which go unnoticed")
-    replay.add_argument("--close", default="u1:0:0", metavar="DTYPE:RTOL:ATOL", help="how results are compared")
+    replay.add_argument(
+        "--close", type=_tolerance, default="u1:0:0", metavar="DTYPE:RTOL:ATOL", help="how results are compared"
+    )
     for each in (host, replay):
-        each.add_argument("--resident", type=int, help="clusters that run interleaved (default 1; cooperative: all)")
+        each.add_argument(
+            "--resident", type=at_least(1), help="clusters that run interleaved (default 1; cooperative: all)"
+        )
         each.add_argument("--race-global", action="store_true", help="look for races in global memory too")
         each.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
-        each.add_argument("--max-steps", type=int, default=50_000_000, help="basic blocks after which a launch hangs")
+        each.add_argument(
+            "--max-steps", type=at_least(1), default=50_000_000, help="basic blocks after which a launch hangs"
+        )
         each.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
         each.add_argument(
             "--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help="warn here"
         )
+
+
+def _tolerance(text: str) -> tuple[str, float, float]:
+    """Parse how results are compared: a dtype, a relative and an absolute tolerance."""
+    try:
+        dtype, rtol, atol = text.split(":")
+        np.dtype(dtype)
+        return dtype, float(rtol), float(atol)
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a dtype and two tolerances, as f4:1e-3:0") from None
 
 
 def _options(options: argparse.Namespace) -> dict:
@@ -169,7 +188,10 @@ def replay_launches(options: argparse.Namespace) -> int:
     """Run recorded launches; return 1 if one is not as recorded (surviving bugs are no error)."""
     status = 0
     for path in options.launches:
-        for each in [path] if (path / "launch.json").exists() else sorted(path.glob("launch-*")):
+        found = [path] if (path / "launch.json").exists() else sorted(path.glob("launch-*"))
+        if not found:
+            raise SimError(f"{path} holds no launch that run-host --record has written")
+        for each in found:
             replay = Replay(each, not options.lenient, tuple(options.allow))
             print(f"{each}: {replay.kernel}")
             try:
@@ -198,8 +220,7 @@ def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StrictWarning)
         report = replay.run(module, mode=mode, seed=seed, **{**_options(options), **more})
-    dtype, rtol, atol = options.close.split(":")
-    wrong = replay.differences(dtype, float(rtol), float(atol))
+    wrong = replay.differences(*options.close)
     if wrong:
         raise AssertionError(", ".join(f"{count} wrong elements at {at:#x}" for at, count in wrong.items()))
     replay.steps = report.steps

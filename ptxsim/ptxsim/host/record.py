@@ -116,10 +116,13 @@ class Replay:
     """
 
     def __init__(self, path: Path, strict: bool = True, allow: tuple[str, ...] = ()) -> None:
-        record = json.loads((path / "launch.json").read_text())
-        self.kernel = record["kernel"]
+        try:
+            record = json.loads((path / "launch.json").read_text())
+            self.kernel = record["kernel"]
+            self._args = [bytes.fromhex(each) for each in record["args"]]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise SimError(f"{path} is no recorded launch: {type(error).__name__}: {error}") from error
         self._shape = {key: record[key] for key in ("grid", "block", "smem", "cluster", "cooperative") if key in record}
-        self._args = [bytes.fromhex(each) for each in record["args"]]
         with np.load(path / "memory.npz") as stored:
             data = {name: stored[name] for name in stored.files}
         self._before = _by_address(data, "before_")
