@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
