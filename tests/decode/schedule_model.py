@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from mla_cupy.kernels.attention.schedule import PRICE_SCALE
+from mla_cupy.kernels.attention.split_schedule import PRICE_SCALE
 from mla_cupy.runtime.sources import source_root
 
 TILE_TOKENS = 64

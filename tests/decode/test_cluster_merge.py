@@ -14,7 +14,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError
-from mla_cupy.kernels.decode import DECODE, clusters
+from mla_cupy.kernels.decode import DECODE, clusters, heuristics
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.shapes import D_V, TILE_TOKENS
 from tests.decode.cluster_inputs import maxima_of_tiles, uneven
@@ -282,7 +282,7 @@ def test_configuration(kernel: str, h_q: int, d_qk: int) -> None:
     assert build.block_rows * config.row_blocks >= h_q  # type: ignore[attr-defined]
     blocks = config.row_blocks * config.num_splits * chosen.cluster_blocks
     assert blocks <= H200.sm_count or config.num_splits == 1
-    assert config.num_splits <= clusters.MAX_CLUSTERS
+    assert config.num_splits <= heuristics.MAX_CLUSTERS
     slices = blocks if config.num_splits > 1 else 0
     sizes = {
         "partial_lse": 4 * slices * build.block_rows,  # type: ignore[attr-defined]
@@ -296,7 +296,7 @@ def test_configuration(kernel: str, h_q: int, d_qk: int) -> None:
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_clusters_share_requests_only_where_that_can_pay(kernel: str) -> None:
     chosen = DECODE_KERNELS[kernel]
-    short = clusters.MIN_TILES_PER_BLOCK * TILE_TOKENS * chosen.cluster_blocks
+    short = heuristics.MIN_TILES_PER_BLOCK * TILE_TOKENS * chosen.cluster_blocks
     assert clusters.clusters(chosen, 15, 3, short) == 3
     assert clusters.clusters(chosen, 15, 3, short + 1) == 15
     assert clusters.clusters(chosen, 15, 15, short + 1) == 15

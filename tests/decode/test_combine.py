@@ -10,7 +10,7 @@ import pytest
 
 from mla_cupy.arrays import View
 from mla_cupy.kernels.attention import combine
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem

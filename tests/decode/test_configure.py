@@ -10,7 +10,7 @@ import pytest
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.arrays import HOST, View
 from mla_cupy.kernels.attention import combine, generic, schedule
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.choice import _say_slow
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem

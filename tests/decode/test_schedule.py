@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mla_cupy.kernels.attention import combine, schedule
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.attention import combine, heuristics, schedule
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS, PRICE_SCALE
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime import loader
@@ -52,7 +52,7 @@ lengths = st.lists(
 )
 splits = st.integers(1, MAX_SPLITS)
 merge_costs = st.sampled_from([0, 2, 8])
-piece_costs = st.sampled_from([0, *map(schedule.piece_cost, (8, 16, 64, 128))])
+piece_costs = st.sampled_from([0, *map(heuristics.piece_cost, (8, 16, 64, 128))])
 few_lengths = st.lists(st.one_of(st.integers(0, 400), st.integers(0, 9000)), min_size=1, max_size=20)
 
 
@@ -91,9 +91,9 @@ def test_model_covers_every_tile_once(seqlens: list[int], num_splits: int, merge
 
 @EXAMPLES
 @given(few_lengths, splits, merge_costs, piece_costs)
-@example([8192], 132, 2, schedule.piece_cost(16))
-@example([8192, 1, 0, 640], 132, 2, schedule.piece_cost(16))
-@example([0, 321, 1, 193, 193, 1921, 1921], 99, 0, schedule.piece_cost(8))
+@example([8192], 132, 2, heuristics.piece_cost(16))
+@example([8192, 1, 0, 640], 132, 2, heuristics.piece_cost(16))
+@example([0, 321, 1, 193, 193, 1921, 1921], 99, 0, heuristics.piece_cost(8))
 def test_model_that_counts_partials_covers_every_tile_once(
     seqlens: list[int], num_splits: int, merge_cost: int, piece_cost: int
 ) -> None:
@@ -105,7 +105,7 @@ def test_model_that_counts_partials_covers_every_tile_once(
         assert item.begin < item.end or units[item.request] == 0
     if counts_partials(units, num_splits, piece_cost):
         old = points(seqlens, MAX_TOKENS, num_splits, merge_cost)
-        without_tile = units.count(0) * ITEM_COST * schedule.PRICE_SCALE
+        without_tile = units.count(0) * ITEM_COST * PRICE_SCALE
         assert price(cuts, units, merge_cost, piece_cost) <= price(old, units, merge_cost, piece_cost) + without_tile
     else:
         assert cuts == points(seqlens, MAX_TOKENS, num_splits, merge_cost)
@@ -202,7 +202,7 @@ SAME_PIECES = [
 
 def counted(b: int, tokens: int, num_splits: int, rows: int, block_rows: int) -> list[Point]:
     """The model's cuts of dense decode with `rows` query rows."""
-    costs = schedule.merge_cost(block_rows), schedule.piece_cost(rows)
+    costs = heuristics.merge_cost(block_rows), heuristics.piece_cost(rows)
     return points([tokens] * b, MAX_TOKENS, num_splits, *costs)
 
 
@@ -218,7 +218,7 @@ def test_short_splits_make_fewer_partial_results(
 def test_long_splits_are_as_if_partial_results_cost_nothing(
     b: int, tokens: int, num_splits: int, rows: int, block_rows: int
 ) -> None:
-    uncounted = points([tokens] * b, MAX_TOKENS, num_splits, schedule.merge_cost(block_rows))
+    uncounted = points([tokens] * b, MAX_TOKENS, num_splits, heuristics.merge_cost(block_rows))
     assert counted(b, tokens, num_splits, rows, block_rows) == uncounted
 
 
@@ -260,7 +260,7 @@ def settings_of(seed: int) -> tuple[int, int, int, tuple[int, int]]:
     """Stride, longest possible request, splits, costs of a merge and of a piece."""
     num_splits = (1, 2, 7, 66, 132, MAX_SPLITS)[seed % 6]
     most = (MAX_TOKENS, INT_MAX, 100 * TILE_TOKENS + 1, 0)[seed % 4]
-    piece_cost = 0 if seed % 2 else schedule.piece_cost((16, 64, 128)[seed % 7 % 3])
+    piece_cost = 0 if seed % 2 else heuristics.piece_cost((16, 64, 128)[seed % 7 % 3])
     return 1 + seed % 3, most, num_splits, ((0, 2, 8)[seed % 5 % 3], piece_cost)
 
 
@@ -293,7 +293,7 @@ def short_batch(seed: int) -> tuple[np.ndarray, int, tuple[int, int]]:
     num_splits, rows = ((132, 16), (132, 64), (66, 128), (MAX_SPLITS, 8))[seed % 4]
     b = int(rng.integers(1, 9 if seed % 3 else 33))
     seqlens = rng.integers(0, num_splits * TILE_TOKENS * 5 // b, b).astype(np.int32)
-    return seqlens, num_splits, (schedule.merge_cost(rows), schedule.piece_cost(rows))
+    return seqlens, num_splits, (heuristics.merge_cost(rows), heuristics.piece_cost(rows))
 
 
 def test_short_batches_count_partials() -> None:
@@ -324,14 +324,14 @@ def test_kernel_gives_the_models_points_for_equal_lengths(
     b: int, tokens: int, num_splits: int, merge_cost: int
 ) -> None:
     seqlens = np.full(b, tokens, np.int32)
-    for costs in ((merge_cost, 0), (merge_cost, schedule.piece_cost(16))):
+    for costs in ((merge_cost, 0), (merge_cost, heuristics.piece_cost(16))):
         found = simulated_points(seqlens, 1, MAX_TOKENS, num_splits, costs)
         assert_points(found, seqlens, MAX_TOKENS, num_splits, costs)
 
 
 @pytest.mark.parametrize(("b", "num_splits", "rows"), [(1, 132, 16), (4, 132, 16), (1, 132, 64), (8, 132, 16)])
 def test_kernel_counts_partials(b: int, num_splits: int, rows: int) -> None:
-    seqlens, costs = np.full(b, 8192, np.int32), (schedule.merge_cost(rows), schedule.piece_cost(rows))
+    seqlens, costs = np.full(b, 8192, np.int32), (heuristics.merge_cost(rows), heuristics.piece_cost(rows))
     found = simulated_points(seqlens, 1, MAX_TOKENS, num_splits, costs)
     assert_points(found, seqlens, MAX_TOKENS, num_splits, costs)
 
@@ -344,7 +344,7 @@ def test_kernel_counts_partials(b: int, num_splits: int, rows: int) -> None:
     ],
 )
 def test_kernel_counts_partials_of_ragged_batches(num_splits: int, rows: int, seqlens: list[int]) -> None:
-    costs, lengths = (schedule.merge_cost(rows), schedule.piece_cost(rows)), np.array(seqlens, np.int32)
+    costs, lengths = (heuristics.merge_cost(rows), heuristics.piece_cost(rows)), np.array(seqlens, np.int32)
     found = simulated_points(lengths, 1, MAX_TOKENS, num_splits, costs)
     assert_points(found, lengths, MAX_TOKENS, num_splits, costs)
 

@@ -20,6 +20,17 @@ KINDS = {"i64": "I64", "i32": "I32", "float": "F32"}
 PADDING = "padding"
 PROBES = "probes/"
 
+SCHEDULE = "attention/split_schedule.cuh"
+SCHEDULE_CONSTANTS = ("kMaxSplits", "kItemCost", "kPriceScale", "kShortSplit")
+CONSTANTS_HEADER = '''\
+"""Constants of `{header}`, with the headers that it includes: they say what the numbers mean.
+
+Written by `python -m tests.generate`.
+"""
+
+from __future__ import annotations
+
+'''
 HEADER = '''\
 """Parameter structs of the {kernels}, as the host fills them.
 
@@ -67,6 +78,15 @@ def make(root: Path) -> dict[Path, str]:
         package / "kernels" / "params.py": text_of(kernels, "kernels"),
         package / "selftest" / "params.py": text_of(probes, "probes' kernels"),
     }
+
+
+def constants(root: Path) -> dict[Path, str]:
+    """The constants of the device's schedule that the host's arithmetic shares."""
+    cuda = root / "cuda_src"
+    text = "".join(_read(cuda, name) for name in sources.gather(SCHEDULE, cuda))
+    values = "".join(f"{_snake(name[1:]).upper()} = {_constant(name, text)}\n" for name in SCHEDULE_CONSTANTS)
+    folder, _, name = SCHEDULE.removesuffix(".cuh").rpartition("/")
+    return {root / "mla_cupy" / "kernels" / folder / f"{name}.py": CONSTANTS_HEADER.format(header=SCHEDULE) + values}
 
 
 def parameter_struct(source: str, folder: Path) -> str:
@@ -119,8 +139,8 @@ def _members(body: str, text: str) -> Iterator[Member]:
 
 
 def _constant(name: str, text: str) -> int:
-    (value,) = re.findall(rf"constexpr i32 {name} = (\d+);", text)
-    return int(value)
+    ((value, shift),) = re.findall(rf"constexpr i32 {name} = (\d+)(?: << (\d+))?;", text)
+    return int(value) << int(shift or 0)
 
 
 def text_of(structs: dict[str, Struct], kernels: str) -> str:

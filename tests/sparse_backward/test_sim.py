@@ -14,9 +14,9 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.arrays import View
-from mla_cupy.kernels.exact_sums import bins
+from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Prepared
-from mla_cupy.kernels.sparse_backward import dkv as sparse_dkv
+from mla_cupy.kernels.sparse_backward.passes import launch_dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime import sources
 from tests.support.gradients import check_gradients, reason_against
@@ -270,7 +270,7 @@ def test_dims_come_back_into_their_order(d_qk: int, num_bins: int, order: DkvOrd
     with simulated() as target:
         problem = SparseBackwardProblem(1, rows, 1, 1, d_qk, "bfloat16")
         call = Call({"dkv": View(0, (rows, d_qk), (d_qk + 3, 1), "float32", DEVICE)}, options=None)
-        launch(target, sparse_dkv.launch(problem, call, num_bins, order), sums=sums, dkv=dkv)
+        launch(target, launch_dkv(problem, call, num_bins, order), sums=sums, dkv=dkv)
     np.testing.assert_array_equal(dkv[:, :d_qk], wanted.sum(axis=0))
     assert (dkv[:, d_qk:] == 7).all()
 
@@ -281,7 +281,7 @@ def test_bins_leave_room_for_all_numbers(largest: float) -> None:
     selected = np.array([0, 1, 2, 3, 1000, 2**20, 2**24, 2**30], np.uint32)
     extractors = np.zeros(9, np.float32)
     with simulated() as target:
-        step = bins.launch(SparseBackwardProblem(1, 8, 1, 1, 576, "bfloat16"), additions=3)
+        step = launch_bins(8, additions=3)
         launch(target, step, selected=selected, largest=np.array([largest], np.float32), extractors=extractors)
     exponent = np.clip(np.ceil(np.log2(np.float64(np.float32(largest)))) if largest else -80, -80, 90)
     assert extractors[8] == 2.0**exponent
@@ -300,13 +300,13 @@ def test_exact_additions_in_any_order() -> None:
     bound, bits = np.float32(8), 23 - 12
     rounder = np.float32(1.5 * 2.0**23 * bound / 2.0**bits)
     steps = (bound.view(np.int32) - np.abs(numbers).view(np.int32)) >> 25
-    levels = np.clip(steps, 0, bins.NUM_BINS - 1)
+    levels = np.clip(steps, 0, NUM_BINS - 1)
     by = rounder / np.float32(16) ** levels.astype(np.float32)
     rounded = (numbers + by) - by
     found = set()
     for _ in range(20):
         order = rng.permutation(3000)
-        sums = np.zeros(bins.NUM_BINS, np.float32)
+        sums = np.zeros(NUM_BINS, np.float32)
         for level, number in zip(levels[order], rounded[order], strict=True):
             sums[level] += number
         found.add(sums.tobytes())

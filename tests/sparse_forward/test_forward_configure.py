@@ -11,10 +11,10 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.kernels.attention import combine, row_lists, schedule
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.choice import _say_slow
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
-from mla_cupy.kernels.sparse_forward.pipeline import ORDERED_FROM
+from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V

@@ -14,7 +14,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError, UnsupportedDeviceError, dtypes, reference
 from mla_cupy.cache_formats import FORMATS
-from mla_cupy.kernels.cache.gather import ROWS_PER_BLOCK
+from mla_cupy.kernels.cache.table import GATHERED_PER_BLOCK
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD, convert
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.reference.sparse import selected_rows
@@ -274,7 +274,7 @@ def test_launches_of_converted_records(recorder: Recorder, case: RecordCase) -> 
     assert recorder.entries[:4] == ["cache_gather", "attention_row_lists", "attention_schedule", attention]
     gather, reads = recorder.launches[0], recorder.launches[3].params
     tokens, d_qk = case.of.s_kv, case.of.d_qk
-    assert gather.grid == (-(-tokens // ROWS_PER_BLOCK), 1, 1)
+    assert gather.grid == (-(-tokens // GATHERED_PER_BLOCK), 1, 1)
     assert gather.addresses == {"cache": inputs.kv.ctypes.data, "rows": reads["kv"]}
     expected = {"n": tokens, "rows_stride_bytes": 2 * d_qk, "page_stride_bytes": inputs.kv.strides[0]}
     assert {name: gather.params[name] for name in expected} == expected

@@ -11,6 +11,7 @@ import pytest
 
 from mla_cupy import arrays
 from mla_cupy.arrays import View
+from mla_cupy.kernels.attention import heuristics
 from mla_cupy.kernels.attention import row_lists as attention_row_lists
 from mla_cupy.kernels.pipeline import NULL, Call, Layout, Prepared
 from mla_cupy.reference.sparse import selected_rows
@@ -57,7 +58,7 @@ def run(inputs: SparseInputs, ordered: bool, count_selected: bool = True, s_kv: 
     counts = np.full(s_q, UNTOUCHED, np.int32)
     selected = np.zeros(s_kv if count_selected else 0, np.uint32)
 
-    few_blocks = mock.patch.object(attention_row_lists, "MAX_BLOCKS", 2)  # so that each takes several queries
+    few_blocks = mock.patch.object(heuristics, "MAX_ROW_LIST_BLOCKS", 2)  # so that each takes several queries
     with few_blocks, simulated(mode="random", seed=len(indices)) as target:
         inputs_of = {name: getattr(inputs, name) for name in NAMES[:4]}
         views = {name: None if x is None else arrays.NUMPY.view(x, name) for name, x in inputs_of.items()}

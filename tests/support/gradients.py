@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.kernels.exact_sums import bins
+from mla_cupy.kernels.exact_sums.launches import NUM_BINS
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.kernels.spec import Reason
 from mla_cupy.runtime.device import DeviceInfo
@@ -78,7 +78,7 @@ def least_of_exact_additions(inputs: SparseInputs) -> float:
     if largest == 0:
         return 0.0
     bits = bits_of_exact_additions(inputs)
-    finest = LEVEL_BITS * (bins.NUM_BINS - 1)
+    finest = LEVEL_BITS * (NUM_BINS - 1)
     quantum = 2.0 ** (math.ceil(math.log2(largest)) - finest - bits)
     return 2.0 ** (23 - bits) * quantum / 2
 

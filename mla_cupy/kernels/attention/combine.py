@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS
+from mla_cupy.kernels.attention.heuristics import COMBINE_BLOCKS_PER_SM, COMBINE_UNITS_PER_BLOCK
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
-
-BLOCKS_PER_SM = 4
-UNITS_PER_BLOCK = 2
-"""How many units of work, some columns of a row each, a block works at side by side."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_combine",
@@ -26,13 +23,13 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 def blocks(num_splits: int, device: DeviceInfo) -> int:
     """As many blocks as are resident at once: they share whatever there is to merge; 0 for a single split."""
-    return BLOCKS_PER_SM * device.sm_count if num_splits > 1 else 0
+    return COMBINE_BLOCKS_PER_SM * device.sm_count if num_splits > 1 else 0
 
 
 def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
     """Fewer for small batches: half a block per row of a split request, and more where there are more than 8 pieces."""
     units = rows * (min(b, num_splits // 2) + num_splits // 4)
-    return min(resident, -(-units // UNITS_PER_BLOCK))
+    return min(resident, -(-units // COMBINE_UNITS_PER_BLOCK))
 
 
 def launch(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:

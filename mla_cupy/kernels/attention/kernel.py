@@ -8,14 +8,11 @@ from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, ProblemT, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_V
-
-MAX_SPLITS = 256
-"""Splits of a schedule: the combine kernel gives each of them a thread."""
-
 
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
@@ -23,7 +20,7 @@ NO_TREE = Reason("takes no tree_mask")
 
 
 @dataclass(frozen=True)
-class Splits:
+class SplitGrid:
     """How a kernel divides the work: `row_blocks` blocks side by side (all KV heads), each in `num_splits` splits."""
 
     row_blocks: int
@@ -71,8 +68,8 @@ class AttentionKernel(KernelSpec[ProblemT]):
     cluster_blocks: int = 1
     counts_partials: bool = False
 
-    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
+    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:
         """As many splits as keep every block of the grid resident at once; `rows` are those of one KV head."""
         row_blocks = h_kv * -(-rows // self.block_rows)
         resident = self.blocks_per_sm * device.sm_count
-        return Splits(row_blocks, min(MAX_SPLITS, max(1, resident // row_blocks)))
+        return SplitGrid(row_blocks, min(MAX_SPLITS, max(1, resident // row_blocks)))

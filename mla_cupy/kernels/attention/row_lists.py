@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mla_cupy.kernels.attention import heuristics
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import SparseRowsParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
@@ -10,8 +11,6 @@ from mla_cupy.shapes import TILE_TOKENS
 
 ROWS_PER_TILE = TILE_TOKENS
 """The lists are padded to whole tiles."""
-MAX_BLOCKS = 1 << 16
-"""Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_row_lists",
@@ -65,4 +64,4 @@ def launch(
         causal=causal,
         ordered=ordered,
     )
-    return Launch(KERNEL, PLAIN[0], (min(s_q, MAX_BLOCKS), 1, 1), LaunchArgs(params))
+    return Launch(KERNEL, PLAIN[0], (min(s_q, heuristics.MAX_ROW_LIST_BLOCKS), 1, 1), LaunchArgs(params))

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.cache import append, copy_pages, gather, update
+from mla_cupy.kernels.cache import table
 from mla_cupy.kernels.cache.pipeline import APPEND, COPY_PAGES, GATHER, UPDATE
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -15,9 +15,4 @@ __all__ = [
     "UPDATE",
 ]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (
-    append.KERNEL,
-    copy_pages.KERNEL,
-    gather.KERNEL,
-    update.KERNEL,
-)
+KERNELS: tuple[KernelSpec[Any], ...] = (*table.KERNELS,)

@@ -10,7 +10,7 @@ from mla_cupy.cache_formats import FORMATS, words_before_changes
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import record_layout
-from mla_cupy.kernels.cache import append, copy_pages, gather, update
+from mla_cupy.kernels.cache import table
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import CacheAppendParams, CacheCopyPagesParams, CacheGatherParams, CacheUpdateParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -61,7 +61,7 @@ class CachePipeline(Pipeline[CacheConfig]):
     def configure(self, problem: Any, device: DeviceInfo, kernel: str | None = None) -> CacheConfig:
         """See `Pipeline.configure`. There is nothing to choose."""
         choice.choose(self.name, self.kernels, problem, device, kernel)
-        return CacheConfig(copy_pages.BLOCKS_PER_SM * device.sm_count)
+        return CacheConfig(table.COPY_BLOCKS_PER_SM * device.sm_count)
 
     def workspace(self, config: CacheConfig) -> Layout:
         """None is needed."""
@@ -85,7 +85,7 @@ class AppendPipeline(CachePipeline):
     """The kernel of `cache_append`."""
 
     name = "cache append"
-    kernels = (append.KERNEL,)
+    kernels = (table.APPEND,)
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no token or no page."""
@@ -121,14 +121,14 @@ class AppendPipeline(CachePipeline):
             power_of_2=options.scales == "power_of_2",
             **record_layout.members(kept, page_size, token, options.kv_scale),
         )
-        return _launch(append.KERNEL, -(-n // append.TOKENS_PER_BLOCK) if num_pages * page_size else 0, params)
+        return _launch(table.APPEND, -(-n // table.APPENDED_PER_BLOCK) if num_pages * page_size else 0, params)
 
 
 class GatherPipeline(CachePipeline):
     """The kernel of `cache_gather`."""
 
     name = "cache gather"
-    kernels = (gather.KERNEL,)
+    kernels = (table.GATHER,)
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no row."""
@@ -152,14 +152,14 @@ class GatherPipeline(CachePipeline):
             slots_are_64=_is_64(slots),
             **record_layout.members(kept, page_size, token, options.kv_scale),
         )
-        return _launch(gather.KERNEL, -(-slots.shape[0] // gather.ROWS_PER_BLOCK), params)
+        return _launch(table.GATHER, -(-slots.shape[0] // table.GATHERED_PER_BLOCK), params)
 
 
 class CopyPagesPipeline(CachePipeline):
     """The kernel of `cache_copy_pages`."""
 
     name = "cache copy"
-    kernels = (copy_pages.KERNEL,)
+    kernels = (table.COPY_PAGES,)
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no pair or no byte."""
@@ -178,15 +178,15 @@ class CopyPagesPipeline(CachePipeline):
             num_pages=num_pages,
             aligned=call.options.aligned,
         )
-        work = n * layers * -(-page_bytes // copy_pages.PIECE_BYTES) if num_pages else 0
-        return _launch(copy_pages.KERNEL, min(work, config.resident), params)
+        work = n * layers * -(-page_bytes // table.PIECE_BYTES) if num_pages else 0
+        return _launch(table.COPY_PAGES, min(work, config.resident), params)
 
 
 class UpdatePipeline(CachePipeline):
     """The kernel of `cache_update`."""
 
     name = "cache update"
-    kernels = (update.KERNEL,)
+    kernels = (table.UPDATE,)
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch."""
@@ -209,7 +209,7 @@ class UpdatePipeline(CachePipeline):
             max_changes=(call.view("packed").shape[0] - changes_at) // 2,
             max_tokens=call.view("slots").shape[0],
         )
-        return _launch(update.KERNEL, max_rows, params)
+        return _launch(table.UPDATE, max_rows, params)
 
 
 APPEND = AppendPipeline()

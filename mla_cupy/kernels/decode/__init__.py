@@ -3,16 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.decode import (
-    combine_pieces,
-    generic_records,
-    schedule_pieces,
-    sm90_records,
-    sm90_records_seesaw,
-    sm90_seesaw,
-    sm90_small,
-    sm90_small_cluster8,
-)
+from mla_cupy.kernels.decode import combine_pieces, records, schedule_pieces, sm90, sm90_small, sm90_small_cluster8
 from mla_cupy.kernels.decode.pipeline import DECODE
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -23,11 +14,9 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine_pieces.KERNEL,
-    generic_records.KERNEL,
+    *records.KERNELS,
     schedule_pieces.KERNEL,
-    sm90_records.KERNEL,
-    sm90_records_seesaw.KERNEL,
-    sm90_seesaw.KERNEL,
+    sm90.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,
 )

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cupy.kernels.attention.kernel import AttentionKernel, Splits
+from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
+from mla_cupy.kernels.decode.heuristics import MAX_CLUSTERS, MIN_TILES_PER_BLOCK, USABLE_SMS
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V, TILE_TOKENS
 
-MAX_CLUSTERS = 32
-"""That may share requests."""
-MIN_TILES_PER_BLOCK = 2
-"""A share of less is not worth a merge in the workspace."""
-_USABLE = 120, 132
-"""Clusters of 8 blocks fill 120 of an H200's 132 multiprocessors."""
 _LSE_BYTES = _TICKET_BYTES = 4
 
 
@@ -26,14 +21,14 @@ _LSE_BYTES = _TICKET_BYTES = 4
 class ClusterKernel(AttentionKernel[DecodeProblem]):
     """A kernel that clusters of `cluster_blocks` blocks run, in one launch."""
 
-    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> Splits:
+    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:
         """`num_splits` clusters for each of the row blocks, as many as are resident at once."""
         row_blocks = h_kv * -(-rows // self.block_rows)
-        return Splits(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
+        return SplitGrid(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
 
     def resident(self, device: DeviceInfo) -> int:
         """How many clusters are resident at once."""
-        usable, of = _USABLE
+        usable, of = USABLE_SMS
         return device.sm_count * usable // of // self.cluster_blocks
 
 
@@ -46,7 +41,7 @@ def clusters(kernel: AttentionKernel[DecodeProblem], num_splits: int, b: int, ma
     return num_splits if b < num_splits and tiles_per_block > MIN_TILES_PER_BLOCK else b
 
 
-def workspace(kernel: AttentionKernel[DecodeProblem], problem: DecodeProblem, splits: Splits) -> dict[str, int]:
+def workspace(kernel: AttentionKernel[DecodeProblem], problem: DecodeProblem, splits: SplitGrid) -> dict[str, int]:
     """The sizes of the parts of the workspace: nothing where clusters never share a request."""
     shared = splits.num_splits if splits.num_splits > 1 else 0
     slices = shared * splits.row_blocks * kernel.cluster_blocks

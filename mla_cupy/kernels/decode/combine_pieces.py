@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.combine import UNITS_PER_BLOCK
+from mla_cupy.kernels.attention.heuristics import COMBINE_UNITS_PER_BLOCK
+from mla_cupy.kernels.decode.heuristics import PIECES_PER_COLUMN
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
@@ -10,7 +11,6 @@ from mla_cupy.shapes import TILE_TOKENS
 
 MAX_PIECES = 256
 """Pieces of a request."""
-_PIECES_PER_COLUMN = 8
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "decode_combine_pieces",
@@ -26,12 +26,12 @@ KERNEL: KernelSpec[object] = KernelSpec(
 def columns(max_pieces: int) -> int:
     """Units of work per row: the least power of two with at most 8 pieces each."""
     units = 1
-    while max_pieces > _PIECES_PER_COLUMN * units:
+    while max_pieces > PIECES_PER_COLUMN * units:
         units *= 2
     return units
 
 
 def launch(dtype: str, resident: int, rows: int, max_pieces: int, args: LaunchArgs) -> Launch:
     """Merge `rows` rows, those of all requests, with at most `resident` blocks per column."""
-    blocks = min(resident, -(-rows // UNITS_PER_BLOCK))
+    blocks = min(resident, -(-rows // COMBINE_UNITS_PER_BLOCK))
     return Launch(KERNEL, Variant(dtype=dtype), (blocks, columns(max_pieces), 1), args)

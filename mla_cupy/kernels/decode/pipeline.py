@@ -8,17 +8,15 @@ from typing import Any
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, generic, schedule
-from mla_cupy.kernels.attention.kernel import AttentionKernel, Splits
+from mla_cupy.kernels.attention import combine, generic, heuristics, schedule
+from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
     combine_pieces,
-    generic_records,
+    records,
     schedule_pieces,
-    sm90_records,
-    sm90_records_seesaw,
-    sm90_seesaw,
+    sm90,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -73,11 +71,11 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     kernels = (
         sm90_small_cluster8.KERNEL,
         sm90_small.KERNEL,
-        sm90_seesaw.KERNEL,
+        sm90.KERNEL,
         generic.KERNEL,
-        sm90_records_seesaw.KERNEL,
-        sm90_records.KERNEL,
-        generic_records.KERNEL,
+        records.SEESAW,
+        records.SMALL,
+        records.GENERIC,
     )
 
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
@@ -94,7 +92,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def workspace(self, config: DecodeConfig) -> Layout:
         """The schedule, then the partial results; what has to be zeros is last."""
         if config.in_clusters:
-            splits = Splits(config.row_blocks, config.num_splits)
+            splits = SplitGrid(config.row_blocks, config.num_splits)
             return Layout(clusters.workspace(config.kernel, config.problem, splits))
         rows = config.num_partials * config.problem.s_q * config.problem.h_q
         nbytes = schedule_pieces.nbytes(config.pieces) if config.pieces else schedule.nbytes(config.num_splits)
@@ -155,8 +153,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if config.pieces:
             return [schedule_pieces.launch("seqlens", stride, max_tokens, b, config.pieces, shard)]
         problem, kernel = config.problem, config.kernel
-        merge_cost = schedule.merge_cost(min(problem.rows, kernel.block_rows))
-        piece_cost = schedule.piece_cost(problem.s_q * problem.h_q) if kernel.counts_partials else 0
+        merge_cost = heuristics.merge_cost(min(problem.rows, kernel.block_rows))
+        piece_cost = heuristics.piece_cost(problem.s_q * problem.h_q) if kernel.counts_partials else 0
         return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard, piece_cost)]
 
     def _args(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:

@@ -1,12 +1,13 @@
-"""What Hopper's decode kernels share on the host: `attention/sm90/block.cuh`."""
+"""The seesaw of dense decode, and what all of Hopper's decode kernels over 16-bit rows share on the host."""
 
 from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.attention.kernel import READS_ROWS
-from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, READS_ROWS, TREE_VARIANTS, AttentionKernel
+from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
+from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import TILE_TOKENS
@@ -48,3 +49,20 @@ def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
         box=(BOX_COLUMNS, min(TILE_TOKENS, page_size & -page_size), 1, 1),
         l2=l2,
     )
+
+
+KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_seesaw",
+    "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
+    "decode/sm90_seesaw.cu",
+    DecodeParams,
+    HOPPER,
+    (*KEY_VARIANTS, *TREE_VARIANTS),
+    core=DTYPE_VARIANTS,
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=tree_variant,
+    block_rows=BLOCK_M,
+    kv_map=kv_map,
+    counts_partials=True,
+)

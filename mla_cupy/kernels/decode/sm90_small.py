@@ -7,6 +7,7 @@ from functools import partial
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.decode import sm90
+from mla_cupy.kernels.decode.heuristics import MAX_SHARED_TILES, MOST_SHARED_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, variants
@@ -16,11 +17,6 @@ from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 BLOCK_ROWS = (8, 16, 24, 32)
 NARROW_BLOCK_ROWS = (16, 32)
 """Rows of the builds for narrower keys, and of others that are seldom asked for: each takes seconds to compile."""
-
-MAX_SHARED_TILES = {2: 16}
-"""Largest number of tiles per split, by the number of blocks that share them: with more the seesaw is faster."""
-MOST_SHARED_TILES = 8
-"""The same for all other numbers of blocks: of four, from about 12 on."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import NO_TREE
 from mla_cupy.kernels.decode import sm90, sm90_small
-from mla_cupy.kernels.decode.clusters import MAX_CLUSTERS, MIN_TILES_PER_BLOCK, ClusterKernel
+from mla_cupy.kernels.decode.clusters import ClusterKernel
+from mla_cupy.kernels.decode.heuristics import MAX_CLUSTERS, MIN_TILES_PER_BLOCK
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.spec import Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo

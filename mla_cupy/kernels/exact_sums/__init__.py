@@ -3,15 +3,11 @@
 
 from typing import Any
 
-from mla_cupy.kernels.exact_sums import bins, bounds, norms
+from mla_cupy.kernels.exact_sums import launches
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
     "KERNELS",
 ]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (
-    bins.KERNEL,
-    bounds.KERNEL,
-    norms.KERNEL,
-)
+KERNELS: tuple[KernelSpec[Any], ...] = (*launches.KERNELS,)

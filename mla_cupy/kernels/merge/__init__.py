@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.merge import exchange, states
+from mla_cupy.kernels.merge import exchange, pipeline
 from mla_cupy.kernels.merge.pipeline import MERGE
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -14,5 +14,5 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     exchange.KERNEL,
-    states.KERNEL,
+    pipeline.KERNEL,
 )

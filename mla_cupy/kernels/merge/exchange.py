@@ -10,6 +10,7 @@ import numpy as np
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF, TABLE
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.numbers import from_log2, to_log2
 from mla_cupy.kernels.params import MergeExchangeParams
@@ -20,7 +21,6 @@ TEAMS = 2
 """Slices of rows that a block works at side by side."""
 BLOCKS_PER_SM = 2
 MAX_BLOCKS = 1024
-MAX_SPLITS = 256
 MAX_WORLD = 128
 CHUNK_BYTES = 16
 SLICE_COLUMNS = (64, 128, 256, 512)

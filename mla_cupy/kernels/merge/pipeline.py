@@ -7,12 +7,20 @@ from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.merge import states
 from mla_cupy.kernels.numbers import from_log2, to_log2
 from mla_cupy.kernels.params import MergeStatesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.spec import Variant
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
+
+KERNEL: KernelSpec[object] = KernelSpec(
+    "merge_states",
+    "merges partial results over disjoint sets of keys",
+    "merge/states.cu",
+    MergeStatesParams,
+    variants=DTYPE_VARIANTS,
+    core=DTYPE_VARIANTS,
+)
 
 
 class MergeOptions(NamedTuple):
@@ -32,7 +40,7 @@ class MergeProblem:
 class MergePipeline(Pipeline[MergeProblem]):
     """The one kernel of `merge_states`."""
 
-    kernels = (states.KERNEL,)
+    kernels = (KERNEL,)
 
     def configure(self, problem: MergeProblem, device: DeviceInfo, kernel: str | None = None) -> MergeProblem:
         """See `Pipeline.configure`. There is nothing to choose."""
@@ -71,7 +79,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             empty_lse=options.empty_lse,
         )
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(states.KERNEL, Variant(dtype=half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
+        return [Launch(KERNEL, Variant(dtype=half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
 
 
 MERGE = MergePipeline()

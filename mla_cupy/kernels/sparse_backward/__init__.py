@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_ws
+from mla_cupy.kernels.sparse_backward import generic, passes, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.pipeline import SPARSE_BACKWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -13,12 +13,9 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    delta.KERNEL,
-    dkv.KERNEL,
     generic.KERNEL,
-    sink.KERNEL,
-    sm100.KERNEL,
-    sm100_ws.KERNEL,
+    *passes.KERNELS,
+    *sm100.KERNELS,
     sm90.KERNEL,
     sm90_pair.KERNEL,
 )

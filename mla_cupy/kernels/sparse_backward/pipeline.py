@@ -12,12 +12,12 @@ from typing import cast
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
-from mla_cupy.kernels.exact_sums import bins, bounds, norms
+from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins, launch_bounds, launch_norms
 from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
-from mla_cupy.kernels.sparse_backward import delta, dkv, generic, sink, sm90, sm90_pair, sm100, sm100_ws
+from mla_cupy.kernels.sparse_backward import generic, passes, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
@@ -53,7 +53,7 @@ class SparseBackwardConfig:
     @property
     def num_bins(self) -> int:
         """How many sums there are per element of dkv."""
-        return bins.NUM_BINS if self.problem.deterministic else 1
+        return NUM_BINS if self.problem.deterministic else 1
 
 
 class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
@@ -61,7 +61,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
 
     kernels = (
         sm100.KERNEL,
-        sm100_ws.KERNEL,
+        sm100.WEIGHT_STATIONARY,
         sm90_pair.KERNEL,
         sm90.KERNEL,
         generic.KERNEL,
@@ -91,7 +91,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
                 **row_lists.list_sizes(problem.s_q, problem.topk),
                 "lse2": per_head,
                 "delta": per_head,
-                "sink_sums": _FLOAT * delta.spans(problem.s_q) * problem.h_q if problem.has_sink else 0,
+                "sink_sums": _FLOAT * passes.spans(problem.s_q) * problem.h_q if problem.has_sink else 0,
                 "norms": per_row,
                 "extractors": per_row + one,
                 _FIRST_ZEROED: per_row,
@@ -111,21 +111,21 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             # Milliseconds of work: nothing to gain from a kernel that starts while its predecessor still adds.
             steps += [replace(lists, dependent=False)]
             if not config.delta_in_main:
-                steps.append(delta.launch(problem, call))
+                steps.append(passes.launch_delta(problem, call))
             if problem.deterministic:
                 steps += self._bin(config, call)
             steps.append(self._main(config, call))
         if problem.s_kv > 0:
-            steps.append(dkv.launch(problem, call, config.num_bins, config.kernel.dkv_order))
+            steps.append(passes.launch_dkv(problem, call, config.num_bins, config.kernel.dkv_order))
         if problem.has_sink:
-            steps.append(sink.launch(problem, call))
+            steps.append(passes.launch_sink(problem, call))
         return steps
 
     def _bin(self, config: SparseBackwardConfig, call: Call) -> list[Step]:
         """What a deterministic main kernel must know of its additions: how large they can be, and how many."""
         problem = config.problem
-        of_rows = [norms.launch(problem, call)] if problem.s_kv > 0 else []
-        return [*of_rows, bounds.launch(problem, call), bins.launch(problem.s_kv, config.kernel.additions(problem))]
+        of_rows = [launch_norms(call)] if problem.s_kv > 0 else []
+        return [*of_rows, launch_bounds(call), launch_bins(problem.s_kv, config.kernel.additions(problem))]
 
     def _main(self, config: SparseBackwardConfig, call: Call) -> Launch:
         problem, kernel = config.problem, config.kernel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call
@@ -85,3 +87,14 @@ KERNEL = BackwardKernel(
     dkv_order=DkvOrder.SM100,
     maps=maps,
 )
+WEIGHT_STATIONARY = replace(
+    KERNEL,
+    name="sparse_backward_sm100_ws",
+    about="the same with weight-stationary products, in 464 columns of tensor memory, for comparison",
+    source="sparse_backward/sm100_ws.cu",
+    core=(),
+    on_request=True,
+    dkv_order=DkvOrder.SM90,  # rows of keys come out of tensor memory in Hopper's fragments
+)
+
+KERNELS = (KERNEL, WEIGHT_STATIONARY)

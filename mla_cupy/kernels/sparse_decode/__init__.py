@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_decode import generic, schedule, sm90, sm90_small
+from mla_cupy.kernels.sparse_decode import records, schedule
 from mla_cupy.kernels.sparse_decode.pipeline import SPARSE_DECODE
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -13,8 +13,6 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    generic.KERNEL,
+    *records.KERNELS,
     schedule.KERNEL,
-    sm90.KERNEL,
-    sm90_small.KERNEL,
 )

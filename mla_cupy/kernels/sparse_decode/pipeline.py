@@ -13,12 +13,14 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS, AttentionKernel
+from mla_cupy.kernels.attention.heuristics import merge_cost
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams, ExtraAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.sparse_decode import generic, schedule, sm90, sm90_small
+from mla_cupy.kernels.sparse_decode import records, schedule
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
 from mla_cupy.kernels.spec import Variant
@@ -49,7 +51,7 @@ class SparseDecodeConfig:
 class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
     """The kernels of sparse decode."""
 
-    kernels = (sm90.KERNEL, sm90_small.KERNEL, generic.KERNEL)
+    kernels = records.KERNELS
 
     def configure(
         self, problem: SparseDecodeProblem, device: DeviceInfo, kernel: str | None = None
@@ -57,9 +59,9 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         """See `Pipeline.configure`."""
         chosen = choice.choose("sparse decode", self.kernels, problem, device, kernel)
         block_rows, variant = chosen.block_rows, chosen.variant(problem)
-        if chosen is sm90_small.KERNEL:
-            block_rows = sm90_small.block_rows(problem, device)
-            variant = sm90_small.variant(problem, block_rows)
+        if chosen is records.SMALL:
+            block_rows = records.small_block_rows(problem, device)
+            variant = records.small_variant(problem, block_rows)
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
         if problem.ragged:
@@ -91,8 +93,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         with_extra = LaunchArgs(_with_extra(problem, params, call))
         steps: list[Step] = []
         if problem.ragged:
-            merge_cost = attention_schedule.merge_cost(min(problem.h_q, config.block_rows))
-            steps.append(schedule.launch(call, problem, splits, merge_cost))
+            cost = merge_cost(min(problem.h_q, config.block_rows))
+            steps.append(schedule.launch(call, problem, splits, cost))
         steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), with_extra))
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mla_cupy.kernels.attention.kernel import MAX_SPLITS
-from mla_cupy.kernels.attention.schedule import PRICE_SCALE, merge_cost, piece_cost
+from mla_cupy.kernels.attention.heuristics import merge_cost, piece_cost
+from mla_cupy.kernels.attention.split_schedule import ITEM_COST, MAX_SPLITS, PRICE_SCALE, SHORT_SPLIT
 from mla_cupy.kernels.params import SparseDecodeScheduleParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
+from mla_cupy.kernels.sparse_decode.heuristics import NARROW_BLOCKS, NARROW_COST, NARROW_ROWS
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.spec import PLAIN, KernelSpec
 
-ITEM_COST = 3
-"""What a work item costs besides its tiles, in tiles: as in `attention/split_schedule.cuh`."""
-SHORT_SPLIT = 4
-"""Up to so many tiles per split, partial results are counted: as there."""
-NARROW_ROWS, NARROW_BLOCKS, NARROW_COST = 16, 3, 2
-"""From so many blocks of so few heads on a partial result costs as many times as much: read on an H200, b = 1 and 64
-heads, where 16 pieces of a query take 13.6 us and 32 take 14.9; with 32 heads, in two such blocks, 32 are faster."""
 MAX_UNITS = 1 << 30
 """The most units of work that 32 bits hold."""
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_forward import generic_records, sm90, sm90_records, sm90_small
+from mla_cupy.kernels.sparse_forward import records, sm90
 from mla_cupy.kernels.sparse_forward.pipeline import SPARSE_FORWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -13,8 +13,6 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    generic_records.KERNEL,
-    sm90.KERNEL,
-    sm90_records.KERNEL,
-    sm90_small.KERNEL,
+    *records.KERNELS,
+    *sm90.KERNELS,
 )

@@ -10,33 +10,25 @@ from dataclasses import replace
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention import record_layout
-from mla_cupy.kernels.cache import gather
+from mla_cupy.kernels.cache.table import GATHER, GATHERED_PER_BLOCK
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import CacheGatherParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
-from mla_cupy.kernels.sparse_forward import sm90, sm90_records
+from mla_cupy.kernels.sparse_forward import records, sm90
+from mla_cupy.kernels.sparse_forward.heuristics import GATHERS_OF_MORE, GATHERS_OF_ONE_BLOCK
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.runtime.device import DeviceInfo
 
 ROWS = "kv_rows"
 """The part of the workspace that holds the rows."""
-GATHERS_OF_ONE_BLOCK = 16
-GATHERS_OF_MORE = 4
-"""From so many gathered rows per token of the cache on, converting it first is faster: for heads of one block of the
-kernel that reads records, and of more, each of which converts for itself.
-
-Fitted to readings of an H200, 4096 queries, topk 2048, 32768 tokens: converting takes about 1 ns per token (33 us;
-1.8 KB are read and written), and the kernel from records takes per gathered row 0.054 ns longer than that over rows
-with 16 and 32 heads, 0.36 ns with 64 and 0.65 ns with 128. They are equal at 19, 2.8 and 1.5 gathers per token.
-"""
 
 
 def is_faster(problem: SparseForwardProblem, device: DeviceInfo) -> bool:
     """Whether to convert first; only where the kernels over rows have tensor cores."""
     if not problem.record or sm90.unsupported(replace(problem, record=""), device) is not None:
         return False
-    one_block = problem.h_q <= sm90_records.BLOCK_ROWS[-1]
+    one_block = problem.h_q <= records.BLOCK_ROWS[-1]
     gathers = GATHERS_OF_ONE_BLOCK if one_block else GATHERS_OF_MORE
     return problem.s_q * problem.topk >= gathers * problem.s_kv
 
@@ -66,5 +58,5 @@ def launches(problem: SparseForwardProblem, record: str, call: Call) -> list[Lau
         slots_are_64=False,
         **record_layout.members(kept, page_size, token, 1.0),
     )
-    blocks = -(-problem.s_kv // gather.ROWS_PER_BLOCK)
-    return [Launch(gather.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))] if blocks else []
+    blocks = -(-problem.s_kv // GATHERED_PER_BLOCK)
+    return [Launch(GATHER, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))] if blocks else []

@@ -14,20 +14,18 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, generic, row_lists, schedule
+from mla_cupy.kernels.attention import combine, generic, heuristics, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.sparse_forward import convert, generic_records, sm90, sm90_records, sm90_small
+from mla_cupy.kernels.sparse_forward import convert, records, sm90
+from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
-
-ORDERED_FROM = 0.25
-"""From this share of the L2 on, kv is walked in order, so that queries that run side by side share its lines."""
 
 #: Dense decode's, over pages of one token.
 GENERIC = cast("AttentionKernel[SparseForwardProblem]", generic.KERNEL)
@@ -54,11 +52,11 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
     """The kernels of the sparse forward."""
 
     kernels = (
-        sm90_small.KERNEL,
-        sm90.KERNEL,
+        sm90.SMALL,
+        sm90.SEESAW,
         GENERIC,
-        sm90_records.KERNEL,
-        generic_records.KERNEL,
+        records.SMALL,
+        records.GENERIC,
     )
 
     def configure(
@@ -105,7 +103,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             return []
         args = self._args(config, call)
         list_stride = row_lists.rows_stride(problem.topk)
-        merge_cost = schedule.merge_cost(min(problem.h_q, config.kernel.block_rows))
+        merge_cost = heuristics.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
             *(convert.launches(problem, config.converted, call) if config.converted else ()),
             row_lists.launch(call, options.causal, ordered=config.ordered, s_kv=problem.s_kv),

@@ -1,4 +1,4 @@
-"""Host side of `sparse_forward/sm90.cu`."""
+"""The kernels of the sparse forward over 16-bit rows on Hopper."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, TILE_TOKENS
 
 BLOCK_M = 64
+BLOCK_HEADS = (16, 32)
+"""Of the kernel for few heads, a build each."""
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
@@ -22,7 +24,7 @@ def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | N
     return None if problem.aligned else needs_alignment("q and kv")
 
 
-KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
+SEESAW: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward_sm90",
     "sparse forward with WGMMA: the seesaw schedule over gathered rows",
     "sparse_forward/sm90.cu",
@@ -35,3 +37,33 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_M,
 )
+
+
+def _not_by_small(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if reason := unsupported(problem, device):
+        return reason
+    return Reason(f"takes at most {BLOCK_HEADS[-1]} heads") if problem.h_q > BLOCK_HEADS[-1] else None
+
+
+def _small_variant(problem: SparseForwardProblem) -> Variant:
+    """The build that it takes."""
+    heads = next(heads for heads in BLOCK_HEADS if problem.h_q <= heads)
+    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, block_heads=heads)
+
+
+SMALL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
+    "sparse_forward_sm90_small",
+    "sparse forward with WGMMA for up to 32 heads, with swapped operands",
+    "sparse_forward/sm90_small.cu",
+    DecodeParams,
+    HOPPER,
+    variants=variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK, block_heads=BLOCK_HEADS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_not_by_small,
+    variant=_small_variant,
+    block_rows=BLOCK_HEADS[-1],
+)
+
+
+KERNELS = (SMALL, SEESAW)

@@ -50,7 +50,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         x, y, z = chosen.grid(problem, device)
         if not chosen.tile_keys:
             return LogitsConfig(problem, chosen, (x, y, z), 0)
-        splits = min(x, schedule.MAX_SPLITS)
+        splits = min(x, schedule.MAX_SHARES)
         return LogitsConfig(problem, chosen, (splits, y, z), splits if scheduled(chosen, problem) else 0)
 
     def workspace(self, config: LogitsConfig) -> Layout:

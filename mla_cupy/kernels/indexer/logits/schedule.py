@@ -5,7 +5,8 @@ from __future__ import annotations
 from mla_cupy.kernels.params import LogitsScheduleParams
 from mla_cupy.kernels.spec import KernelSpec, variants
 
-MAX_SPLITS = 1023
+MAX_SHARES = 1023
+"""Equal shares of the tiles of all tokens."""
 CUT_BYTES = 8
 
 
@@ -15,7 +16,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "indexer/logits/schedule.cu",
     LogitsScheduleParams,
     variants=variants(tile_keys=(256, 128, 64)),
-    facts={"max_splits": MAX_SPLITS},
+    facts={"max_splits": MAX_SHARES},
 )
 
 

@@ -12,7 +12,7 @@ from typing import cast
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
-from mla_cupy.kernels.exact_sums import bins
+from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins
 from mla_cupy.kernels.indexer.loss import generic, sm90
 from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
@@ -29,7 +29,7 @@ from mla_cupy.kernels.indexer.loss.sm90_maps import FINITE_KEYS
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DkvParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
-from mla_cupy.kernels.sparse_backward import dkv
+from mla_cupy.kernels.sparse_backward.passes import DKV, DKV_ROWS_PER_BLOCK
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
@@ -64,7 +64,7 @@ class SparseLossConfig(LossConfig):
     @property
     def num_bins(self) -> int:
         """How many sums there are per element of the gradient by keys."""
-        return bins.NUM_BINS if self.binned else 1
+        return NUM_BINS if self.binned else 1
 
     @property
     def parts(self) -> LossParts:
@@ -142,7 +142,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
             steps += loss_launch(config.attention, problem, problem.s_q, whole, call)
         if config.binned:
             steps += loss_launch(generic.BOUNDS, problem, problem.s_q, whole, call)
-            steps.append(bins.launch(problem.s_kv, 1, dependent=True))
+            steps.append(launch_bins(problem.s_kv, 1, dependent=True))
         if config.on_tensor_cores:
             steps += loss_launch(generic.FINITE_KEYS, problem, problem.s_q, whole, call)
         for first in range(0, problem.s_q, config.chunk):
@@ -166,8 +166,8 @@ def _finish(config: SparseLossConfig, call: Call) -> Launch:
         order=DkvOrder.PLAIN,
         dkv_is_fp32=to.dtype == "float32",
     )
-    blocks = -(-problem.s_kv // dkv.ROWS_PER_BLOCK)
-    return Launch(dkv.KERNEL, Variant(dtype="bfloat16"), (blocks, 1, 1), LaunchArgs(params))
+    blocks = -(-problem.s_kv // DKV_ROWS_PER_BLOCK)
+    return Launch(DKV, Variant(dtype="bfloat16"), (blocks, 1, 1), LaunchArgs(params))
 
 
 SPARSE_LOSS = SparseLossPipeline()

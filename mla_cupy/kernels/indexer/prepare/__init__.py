@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.indexer.prepare import gather_keys, quantize
+from mla_cupy.kernels.indexer.prepare import pipeline, quantize
 from mla_cupy.kernels.indexer.prepare.pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -16,6 +16,6 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    gather_keys.KERNEL,
+    pipeline.KERNEL,
     quantize.KERNEL,
 )

@@ -8,12 +8,12 @@ from typing import Any
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.indexer.prepare import gather_keys, quantize
+from mla_cupy.kernels.indexer.prepare import quantize
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import GatherKeysParams, PrepareParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.spec import PLAIN, Variant
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -132,10 +132,21 @@ def _tables_are_aligned(call: Call) -> bool:
     return all(not table.ptr % 16 and not table.strides[0] % 4 for table in tables)
 
 
+KEYS_PER_BLOCK = 16
+
+KERNEL: KernelSpec[object] = KernelSpec(
+    "indexer_prepare_gather_keys",
+    "reads index keys of a paged cache",
+    "indexer/prepare/gather_keys.cu",
+    GatherKeysParams,
+    facts={"keys_per_block": KEYS_PER_BLOCK},
+)
+
+
 class GatherKeysPipeline(Pipeline[None]):
     """The kernel that reads index keys."""
 
-    kernels = (gather_keys.KERNEL,)
+    kernels = (KERNEL,)
 
     def configure(self, problem: Any, device: DeviceInfo, kernel: str | None = None) -> None:
         """See `Pipeline.configure`. There is nothing to choose."""
@@ -166,8 +177,8 @@ class GatherKeysPipeline(Pipeline[None]):
             d=d,
             slots_are_64=slots_are_64(call),
         )
-        blocks = -(-n // gather_keys.KEYS_PER_BLOCK)
-        return [Launch(gather_keys.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))]
+        blocks = -(-n // KEYS_PER_BLOCK)
+        return [Launch(KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))]
 
 
 def slots_are_64(call: Call) -> bool:

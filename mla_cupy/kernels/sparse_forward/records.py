@@ -1,10 +1,11 @@
-"""Host side of `sparse_forward/sm90_records.cu`."""
+"""The kernels of the sparse forward from FP8 records."""
 
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported_records
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS, record_variant
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
@@ -27,7 +28,7 @@ def variant(problem: SparseForwardProblem) -> Variant:
     return Variant(dtype=problem.dtype, record=problem.record, block_rows=rows)
 
 
-KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
+SMALL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward_sm90_records",
     "sparse forward from FP8 records with WGMMA, with swapped operands: blocks of up to 32 heads",
     "sparse_forward/sm90_records.cu",
@@ -39,3 +40,21 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     variant=variant,
     block_rows=BLOCK_ROWS[-1],
 )
+
+
+GENERIC: AttentionKernel[SparseForwardProblem] = AttentionKernel(
+    "sparse_forward_generic_records",
+    "sparse forward from FP8 records on CUDA cores, for any GPU from sm_75 on",
+    "sparse_forward/generic_records.cu",
+    DecodeParams,
+    variants=variants(dtype=HALF, record=SPARSE_RECORDS),
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported_records,
+    variant=record_variant,
+    block_rows=BLOCK_M,
+    blocks_per_sm=2,
+    fallback=True,
+)
+
+
+KERNELS = (SMALL, GENERIC)

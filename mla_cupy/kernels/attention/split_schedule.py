@@ -1,0 +1,11 @@
+"""Constants of `attention/split_schedule.cuh`, with the headers that it includes: they say what the numbers mean.
+
+Written by `python -m tests.generate`.
+"""
+
+from __future__ import annotations
+
+MAX_SPLITS = 256
+ITEM_COST = 3
+PRICE_SCALE = 16384
+SHORT_SPLIT = 4

@@ -1,0 +1,101 @@
+"""The kernels of dense decode from FP8 records."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.generic import BLOCK_M as GENERIC_BLOCK_M
+from mla_cupy.kernels.attention.generic import unsupported_records
+from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, AttentionKernel
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, DENSE_RECORDS, TREE_BLOCK_ROWS, record_variant
+from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
+from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
+from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc, variants
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCK_M = 64
+
+
+def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if not problem.record:
+        return READS_RECORDS
+    if problem.record not in DENSE_RECORDS:
+        return Reason("reads records of " + " and ".join(DENSE_RECORDS))
+    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
+SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_records",
+    "dense decode from FP8 records with WGMMA, with swapped operands: blocks of up to 32 query rows",
+    "decode/sm90_records.cu",
+    DecodeParams,
+    HOPPER,
+    (
+        *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
+    ),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=tree_record_variant,
+    block_rows=BLOCK_ROWS[-1],
+)
+
+
+def _not_by_seesaw(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    reason = unsupported(problem, device)
+    if reason is not None:
+        return reason
+    if problem.tree_mask:
+        return NO_TREE
+    if problem.s_q > 1 and problem.h_q % BLOCK_M:
+        return Reason(f"takes several query tokens with multiples of {BLOCK_M} heads only")
+    return None
+
+
+def _seesaw_is_faster(problem: DecodeProblem, device: DeviceInfo) -> bool:
+    """For more rows than a block of the other kernel has, unless splits are short.
+
+    Blocks of 32 rows have fewer partial results and their first tile earlier, but take longer per tile.
+    """
+    if problem.rows <= BLOCK_ROWS[-1]:
+        return False
+    if problem.batch is None:
+        return True
+    row_blocks = -(-problem.rows // BLOCK_ROWS[-1])
+    return problem.batch.tiles * row_blocks > SMALL_BLOCK_TILES * device.sm_count
+
+
+SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_records_seesaw",
+    "dense decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 rows",
+    "decode/sm90_records_seesaw.cu",
+    DecodeParams,
+    HOPPER,
+    variants(dtype=HALF, record=DENSE_RECORDS),
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=_not_by_seesaw,
+    preferred=_seesaw_is_faster,
+    variant=record_variant,
+    block_rows=BLOCK_M,
+)
+
+
+GENERIC: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_generic_records",
+    "dense decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
+    "decode/generic_records.cu",
+    DecodeParams,
+    variants=variants(dtype=HALF, record=DENSE_RECORDS),
+    facts={"block_m": GENERIC_BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported_records,
+    variant=record_variant,
+    block_rows=GENERIC_BLOCK_M,
+    blocks_per_sm=2,
+    fallback=True,
+)
+
+
+KERNELS = (SMALL, SEESAW, GENERIC)

@@ -1,0 +1,96 @@
+"""The kernels of sparse decode, which read FP8 records."""
+
+from __future__ import annotations
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.generic import BLOCK_M as GENERIC_BLOCK_M
+from mla_cupy.kernels.attention.generic import unsupported
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant
+from mla_cupy.kernels.params import SparseDecodeParams
+from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import TILE_TOKENS
+
+BLOCK_M = 64
+
+
+def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    if device.arch not in HOPPER:
+        return needs_cc(device, "9.0")
+    if problem.h_q <= BLOCK_ROWS[-1]:
+        return Reason(f"is for more than {BLOCK_ROWS[-1]} heads")
+    return None if problem.aligned else needs_alignment("q")
+
+
+def _seesaw_is_faster(problem: SparseDecodeProblem, device: DeviceInfo) -> bool:
+    """Blocks of 32 heads have fewer partial results and their first tile earlier, but take longer per tile."""
+    row_blocks = -(-problem.h_q // BLOCK_ROWS[-1])
+    tiles = -(-problem.queries * problem.tiles * row_blocks // device.sm_count)
+    return tiles > SMALL_BLOCK_TILES
+
+
+SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+    "sparse_decode_sm90",
+    "sparse decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 heads",
+    "sparse_decode/sm90.cu",
+    SparseDecodeParams,
+    HOPPER,
+    variants(dtype=HALF, record=SPARSE_RECORDS),
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=_not_by_seesaw,
+    preferred=_seesaw_is_faster,
+    variant=record_variant,
+    block_rows=BLOCK_M,
+)
+
+
+def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel cannot take the problem; None if it can."""
+    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
+def small_block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
+    """Heads of a block: the fewest that hold all of them, or 16 where every block then has one tile."""
+    blocks = -(-problem.h_q // 16) * problem.queries * problem.tiles
+    wide = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
+    return 16 if wide > 16 and blocks <= device.sm_count else wide
+
+
+def small_variant(problem: SparseDecodeProblem, rows: int) -> Variant:
+    """The build for blocks of so many heads."""
+    return Variant(dtype=problem.dtype, record=problem.record, block_rows=rows)
+
+
+SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+    "sparse_decode_sm90_small",
+    "sparse decode from FP8 records with WGMMA, with swapped operands: blocks of up to 32 heads",
+    "sparse_decode/sm90_small.cu",
+    SparseDecodeParams,
+    HOPPER,
+    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLOCK_ROWS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_not_by_small,
+    block_rows=BLOCK_ROWS[-1],
+)
+
+
+GENERIC: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+    "sparse_decode_generic",
+    "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
+    "sparse_decode/generic.cu",
+    SparseDecodeParams,
+    variants=variants(dtype=HALF, record=SPARSE_RECORDS),
+    facts={"block_m": GENERIC_BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=unsupported,
+    variant=record_variant,
+    block_rows=GENERIC_BLOCK_M,
+    blocks_per_sm=2,
+    fallback=True,
+)
+
+
+KERNELS = (SEESAW, SMALL, GENERIC)
