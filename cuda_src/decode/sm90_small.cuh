@@ -134,7 +134,8 @@ MLA_DEVICE void score(Storage<C>& s, Math<C>& math) {
             mbarrier_wait(s.kv_full[math.stage][i / C::kGroupSwTiles], parity);
             wgmma_fence();
         }
-        add_scores(Element{}, math.scores, advance(k, i * kSw128Bytes), advance(q, i * C::kQSwTileBytes), i > 0);
+        multiply_abt<kSw128MmaSteps>(Element{}, math.scores, advance(k, i * kSw128Bytes),
+                                     advance(q, i * C::kQSwTileBytes), i > 0);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();

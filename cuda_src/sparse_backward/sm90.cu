@@ -211,11 +211,7 @@ MLA_DEVICE void start_dq(float (&dq)[kCount], const u8* ds_sw_tile, const u8* k_
     const SmemDesc k = uniform(mn_major_desc(smem_addr(k_sw_tiles)));
     pin(dq);
     wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        const SmemDesc a = advance(ds, step * kKMajorStepBytes), b = advance(k, step * kMnMajorStepBytes);
-        wgmma_mma_async<Major::K, Major::MN>(Element{}, dq, a, b, true);
-    }
+    multiply_ab<kSw128MmaSteps>(Element{}, dq, ds, k, true);
     wgmma_commit_group();
 }
 

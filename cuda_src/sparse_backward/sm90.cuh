@@ -9,6 +9,7 @@
 #include "sparse_backward/l2_lockstep.cuh"
 #include "sparse_backward/params.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128_fragments.cuh"
 
@@ -95,11 +96,7 @@ MLA_DEVICE void multiply_sw_tiles(float (&d)[kScoresPerThread], SmemAddr a_sw_ti
     const SmemDesc b = uniform(k_major_desc(b_sw_tiles));
     pin(d);
     wgmma_fence();
-#pragma unroll
-    for (i32 i = 0; i < kCount * kSw128MmaSteps; ++i) {
-        const u32 bytes = i / kSw128MmaSteps * kSw128Bytes + i % kSw128MmaSteps * kKMajorStepBytes;
-        wgmma_mma_async(Element{}, d, advance(a, bytes), advance(b, bytes), i > 0);
-    }
+    multiply_abt<kCount * kSw128MmaSteps>(Element{}, d, a, b);
 }
 
 // P of a tile, in 16 bits, from S. Columns from `keys` on are 0: their keys are 0, but exp2(-lse2) may be infinite.

@@ -220,11 +220,7 @@ MLA_DEVICE void start_scores(float (&tile)[kScoresPerThread], SmemAddr a_rows, S
     if (kRope) {
         const SmemDesc a_rope = uniform(sw64_desc(a_rows + kRopeAt));
         const SmemDesc b_rope = uniform(sw64_desc(b_rows + kRopeAt));
-#pragma unroll
-        for (i32 i = 0; i < kSw64MmaSteps; ++i) {
-            wgmma_mma_async(Element{}, tile, advance(a_rope, i * kKMajorStepBytes),
-                            advance(b_rope, i * kKMajorStepBytes), true);
-        }
+        multiply_abt<kSw64MmaSteps>(Element{}, tile, a_rope, b_rope, true);
     }
     wgmma_commit_group();
 }
@@ -513,12 +509,7 @@ MLA_DEVICE void multiply_dkv(Reduce& reduce, Storage& s, i32 sw_tile) {
                                                   advance(dout, bytes), true);
         }
     }
-#pragma unroll
-    for (i32 step = 0; step < kHeadSteps; ++step) {
-        const u32 bytes = step / kSw128MmaSteps * kBytesQk + step % kSw128MmaSteps * kMnMajorStepBytes;
-        wgmma_mma_async<Major::MN, Major::MN>(Element{}, reduce.dkv, advance(ds, step * kMnMajorStepBytes),
-                                              advance(q, bytes), true);
-    }
+    multiply_atb<kHeadSteps, kSw128Bytes, kBytesQk>(Element{}, reduce.dkv, ds, q, true);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(reduce.dkv);

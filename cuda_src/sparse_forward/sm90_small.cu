@@ -150,8 +150,8 @@ MLA_DEVICE void score(Storage& s, Math& math, i32 stage) {
 #pragma unroll
     for (i32 i = kFirst; i < kLast; ++i) {
         const i32 sw_tile = Tile::sw_tile_in_order(i);
-        add_scores(Element{}, math.scores, advance(k, sw_tile * kSw128Bytes), advance(q, sw_tile * kQSwTileBytes),
-                   i > kFirst);
+        multiply_abt<kSw128MmaSteps>(Element{}, math.scores, advance(k, sw_tile * kSw128Bytes),
+                                     advance(q, sw_tile * kQSwTileBytes), i > kFirst);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();

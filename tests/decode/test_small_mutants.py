@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "values of the wrong SW128 tile",
         SWAPPED,
-        "advance(v, sw_tile * kSw128Bytes +",
-        "advance(v, (sw_tile ^ 1) * kSw128Bytes +",
+        "advance(v, sw_tile * kSw128Bytes)",
+        "advance(v, (sw_tile ^ 1) * kSw128Bytes)",
     ),
     # Results
     Mutant("O carried over", KERNEL_FILE, "        math.reset();\n", "        math.heads.reset();\n"),

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant("scales of the next group", KEYS, "group = piece / kGroupPieces", "group = (piece + 1) / kGroupPieces % 4"),
     Mutant("scales of the tile before", DEQUANT, "tile.scales = LaneScales<TokenRecord>::load(next, lane);", ""),
     Mutant("halves of RoPE in order", KEYS, "chunk = (half ^ odd_row) * kPieceLanes", "chunk = half * kPieceLanes"),
-    Mutant("RoPE in the latents' format", MATH, "add_scores(typename C::Rope{}", "add_scores(typename C::Latent{}"),
+    Mutant("RoPE in the latents' format", MATH, "(typename C::Rope{}", "(typename C::Latent{}"),
     Mutant("list entries stuck", DEQUANT, "        next = after;\n", ""),
     # Query rows
     Mutant("Q does not wait", CONVERSION, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),

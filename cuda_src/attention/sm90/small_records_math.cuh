@@ -28,9 +28,9 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
         }
         const SmemDesc a = advance(k, i * kSw128Bytes), b = advance(q, i * C::kQSwTileBytes);
         if (i == C::kRopeSwTile) {
-            add_scores(typename C::Rope{}, math.scores, a, b, true);
+            multiply_abt<kSw128MmaSteps>(typename C::Rope{}, math.scores, a, b, true);
         } else {
-            add_scores(typename C::Latent{}, math.scores, a, b, i > 0);
+            multiply_abt<kSw128MmaSteps>(typename C::Latent{}, math.scores, a, b, i > 0);
         }
     }
     wgmma_commit_group();
@@ -58,12 +58,8 @@ MLA_DEVICE void add_values(SmallStorage<C>& s, SmallMath<C>& math, bool keeps, i
     wgmma_fence();
 #pragma unroll
     for (i32 sw_tile = 0; sw_tile < kSwTilesV; ++sw_tile) {
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async<Major::MN>(typename C::Latent{}, math.out[sw_tile],
-                                       advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
-                                       advance(p, step * kKMajorStepBytes), true);
-        }
+        multiply_atbt<kSw128MmaSteps>(typename C::Latent{}, math.out[sw_tile], advance(v, sw_tile * kSw128Bytes), p,
+                                      true);
         if (sw_tile + 1 == kSwTilesV || C::group_of(sw_tile + 1) != C::group_of(sw_tile)) wgmma_commit_group();
     }
     static_assert(C::kGroups == 3, "as many groups are committed");

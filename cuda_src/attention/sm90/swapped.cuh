@@ -10,6 +10,7 @@
 #include "attention/head_softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/matrix.cuh"
+#include "tile/product.cuh"
 #include "tile/sw128.cuh"
 
 namespace mla::attention::sm90 {
@@ -33,16 +34,6 @@ struct SwappedMath {
         }
     }
 };
-
-// S^T (+)= K Q^T over one SW128 tile of each.
-template <class Element, i32 kScores>
-MLA_DEVICE void add_scores(Element, float (&scores)[kScores], SmemDesc k, SmemDesc q, bool accumulate) {
-#pragma unroll
-    for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        wgmma_mma_async(Element{}, scores, advance(k, step * kKMajorStepBytes), advance(q, step * kKMajorStepBytes),
-                        accumulate || step > 0);
-    }
-}
 
 // Updates the heads' running maxima and rescales the accumulators where a maximum moved. `warps` is in shared memory,
 // `barrier` the warpgroup's own. PERF(H200, 2026-11-23, by halves: from FP8 records -1 %, with 32 query rows of dense
@@ -89,12 +80,7 @@ MLA_DEVICE void add_values(Element, float (&out)[kSwTiles][kScores], SmemDesc v,
     wgmma_fence();
 #pragma unroll
     for (i32 sw_tile = 0; sw_tile < kSwTiles; ++sw_tile) {
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async<Major::MN>(Element{}, out[sw_tile],
-                                       advance(v, sw_tile * kSw128Bytes + step * kMnMajorStepBytes),
-                                       advance(p, step * kKMajorStepBytes), true);
-        }
+        multiply_atbt<kSw128MmaSteps>(Element{}, out[sw_tile], advance(v, sw_tile * kSw128Bytes), p, true);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();

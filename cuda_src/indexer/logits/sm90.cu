@@ -28,6 +28,7 @@
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "indexer/logits/sm90_head_sums.cuh"
+#include "tile/product.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::logits {
@@ -53,8 +54,7 @@ static_assert(kTileHeads * kMaxTokens == kSw128Rows, "an m64 tile");
 constexpr i32 kRowBytes = kHeadDim * element_bytes(Element{});
 constexpr i32 kPieces = ceil_div(kRowBytes, (i32)kSw128RowBytes);
 constexpr i32 kPieceElems = kSw128RowBytes / element_bytes(Element{});
-constexpr i32 kMmaBytes = 32;  // of a row, for one wgmma
-constexpr i32 kMmaSteps = kRowBytes / kMmaBytes, kPieceSteps = kSw128RowBytes / kMmaBytes;
+constexpr i32 kMmaSteps = kRowBytes / kKMajorStepBytes;
 
 constexpr u32 kQueryTileBytes = kPieces * kSw128Bytes;  // m64
 constexpr u32 kKeyPieceBytes = kTileKeys * kSw128RowBytes;
@@ -211,12 +211,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
 MLA_DEVICE void multiply(Sums::Products& d, SmemDesc q, SmemDesc k) {
     pin(d);
     wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step) {
-        const u32 piece = step / kPieceSteps, bytes = step % kPieceSteps * kMmaBytes;
-        wgmma_mma_async(Element{}, d, advance(q, piece * kSw128Bytes + bytes),
-                        advance(k, piece * kKeyPieceBytes + bytes), step > 0);
-    }
+    multiply_abt<kMmaSteps, kSw128Bytes, kKeyPieceBytes>(Element{}, d, q, k);
     wgmma_commit_group();
 }
 

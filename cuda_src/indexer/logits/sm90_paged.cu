@@ -26,7 +26,7 @@
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
-#include "ptx/wgmma.cuh"
+#include "tile/product.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::logits {
@@ -54,8 +54,7 @@ constexpr i32 kPageKeys = kSw128Rows;
 constexpr u32 kCodeBytes = kSw128Bytes;  // of a page
 constexpr u32 kScaleBytes = kPageKeys * sizeof(float);
 constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // a page as rows of so many bytes: its last one
-constexpr i32 kMmaBytes = 32;                        // of a row, for one wgmma
-constexpr i32 kMmaSteps = kHeadDim / kMmaBytes;
+constexpr i32 kMmaSteps = kHeadDim / kKMajorStepBytes;
 
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
 // There is room for the queries of two sequences, or of one of many heads and tokens.
@@ -422,10 +421,7 @@ struct PageMath {
         const SmemDesc q = advance(sequence.q, token * kQueryTileBytes);
         pin(d);
         wgmma_fence();
-#pragma unroll
-        for (i32 step = 0; step < kMmaSteps; ++step) {
-            wgmma_mma_async(Element{}, d, advance(k, step * kMmaBytes), advance(q, step * kMmaBytes), step > 0);
-        }
+        multiply_abt<kMmaSteps>(Element{}, d, k, q);
         wgmma_commit_group();
     }
 

@@ -19,8 +19,8 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
@@ -163,14 +163,7 @@ MLA_DEVICE bool issue_next(Storage& s, Steps& ahead, i32 warpgroup, float (&a)[k
     SmemDesc k = k_major_desc(smem_addr(s.k) + warpgroup * kSw128Bytes), q = k_major_desc(smem_addr(s.q[stage]));
     opaque(k.bits), opaque(q.bits);
     wgmma_fence();
-#pragma unroll
-    for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async(bfloat16{}, a, advance(k, piece * kPieceBytes + step * kKMajorStepBytes),
-                            advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
-        }
-    }
+    multiply_abt<kIndexPieces * kSw128MmaSteps, kPieceBytes, kSw128Bytes>(bfloat16{}, a, k, q);
     wgmma_commit_group();
     return true;
 }
@@ -201,9 +194,7 @@ MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup,
     opaque(q.bits);
     pin(sums);
     wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step)
-        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, sums, m[step], advance(q, step * kMnMajorStepBytes), true);
+    multiply_ab(bfloat16{}, sums, m, q, true);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(next);

@@ -18,10 +18,10 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/reduce.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/binned_sum.cuh"
 #include "tile/elements.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/sw128_fragments.cuh"
 #include "tile/warp.cuh"
 
@@ -105,14 +105,7 @@ MLA_DEVICE void multiply(Storage& s, i32 stage, i32 warpgroup, float (&a)[kProdu
     SmemDesc k = k_major_desc(smem_addr(s.k[stage]) + warpgroup * kSw128Bytes), q = k_major_desc(smem_addr(s.q));
     opaque(k.bits), opaque(q.bits);
     wgmma_fence();
-#pragma unroll
-    for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async(bfloat16{}, a, advance(k, piece * kListPieceBytes + step * kKMajorStepBytes),
-                            advance(q, piece * kSw128Bytes + step * kKMajorStepBytes), piece + step > 0);
-        }
-    }
+    multiply_abt<kIndexPieces * kSw128MmaSteps, kListPieceBytes, kSw128Bytes>(bfloat16{}, a, k, q);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(a);
@@ -128,16 +121,8 @@ MLA_DEVICE void multiply_gradients(Storage& s, i32 stage, i32 warpgroup, const u
     SmemDesc q = mn_major_desc(smem_addr(s.q));
     opaque(m.bits), opaque(k.bits), opaque(q.bits);
     wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step) {
-        wgmma_mma_async<Major::MN, Major::MN>(bfloat16{}, sums, advance(m, step * kMnMajorStepBytes),
-                                              advance(k, step * kMnMajorStepBytes), true);
-    }
-#pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step) {
-        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, dk, weighted[step], advance(q, step * kMnMajorStepBytes),
-                                             step > 0);
-    }
+    multiply_atb<kMmaSteps>(bfloat16{}, sums, m, k, true);
+    multiply_ab(bfloat16{}, dk, weighted, q);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(sums);

@@ -15,8 +15,8 @@
 #include "indexer/loss/sm90_lists.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::loss {
@@ -101,11 +101,7 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, 
         SmemDesc q = k_major_desc(smem_addr(s.q[piece]));
         opaque(k.bits), opaque(q.bits);
         wgmma_fence();
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async(bfloat16{}, d, advance(k, step * kKMajorStepBytes), advance(q, step * kKMajorStepBytes),
-                            piece + step > 0);
-        }
+        multiply_abt<kSw128MmaSteps>(bfloat16{}, d, k, q, piece > 0);
         wgmma_commit_group();
         if (piece > 0) {
             wgmma_wait_group<1>();

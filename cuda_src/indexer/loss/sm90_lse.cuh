@@ -5,8 +5,8 @@
 // `Storage` has `q`, the pieces of the queries, and `k`, `k_full` and `k_empty`, the ring of pieces of keys.
 #pragma once
 #include "ptx/convert.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
@@ -45,11 +45,7 @@ MLA_DEVICE void multiply_rows(Storage& s, Pieces& pieces, i32 warpgroup, i32 thr
         SmemDesc k = k_major_desc(smem_addr(s.k[pieces.stage]));
         opaque(q.bits), opaque(k.bits);
         wgmma_fence();
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async(bfloat16{}, d, advance(q, step * kKMajorStepBytes), advance(k, step * kKMajorStepBytes),
-                            piece + step > 0);
-        }
+        multiply_abt<kSw128MmaSteps>(bfloat16{}, d, q, k, piece > 0);
         wgmma_commit_group();
         if (piece > 0) {
             wgmma_wait_group<1>();

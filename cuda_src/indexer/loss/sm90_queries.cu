@@ -18,9 +18,9 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/elements.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
@@ -132,14 +132,7 @@ MLA_DEVICE void multiply(Storage& s, const u8* queries, i32 stage, float (&a)[64
     SmemDesc q = k_major_desc(smem_addr(queries)), k = k_major_desc(smem_addr(s.k[stage]));
     opaque(q.bits), opaque(k.bits);
     wgmma_fence();
-#pragma unroll
-    for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async(bfloat16{}, a, advance(q, piece * kSw128Bytes + step * kKMajorStepBytes),
-                            advance(k, piece * kPieceBytes + step * kKMajorStepBytes), piece + step > 0);
-        }
-    }
+    multiply_abt<kIndexPieces * kSw128MmaSteps, kSw128Bytes, kPieceBytes>(bfloat16{}, a, q, k);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(a);
@@ -164,9 +157,7 @@ MLA_DEVICE void add_keys(Storage& s, i32 stage, const float (&a)[64], const u32 
     opaque(k.bits);
     pin(sums);
     wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kMmaSteps; ++step)
-        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, sums, m[step], advance(k, step * kMnMajorStepBytes), true);
+    multiply_ab(bfloat16{}, sums, m, k, true);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(sums);

@@ -7,8 +7,8 @@
 #include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
@@ -132,14 +132,7 @@ MLA_DEVICE void issue_products(const u8 (&rows)[kCount][kPieceBytes], const u8* 
     opaque(a.bits), opaque(b.bits);
     pin(d);
     wgmma_fence();
-#pragma unroll
-    for (i32 piece = 0; piece < kCount; ++piece) {
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            const u32 at = piece * kPieceBytes + step * kKMajorStepBytes;
-            wgmma_mma_async(bfloat16{}, d, advance(a, at), advance(b, at), piece + step > 0);
-        }
-    }
+    multiply_abt<kCount * kSw128MmaSteps, kPieceBytes>(bfloat16{}, d, a, b);
     wgmma_commit_group();
 }
 
@@ -150,11 +143,7 @@ MLA_DEVICE void issue_sums(const u32 (&weights)[kSteps][4], const u8* unit, floa
     opaque(b.bits);
     pin(sums);
     wgmma_fence();
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-        wgmma_mma_async<Major::K, Major::MN>(bfloat16{}, sums, weights[step], advance(b, step * kMnMajorStepBytes),
-                                             true);
-    }
+    multiply_ab(bfloat16{}, sums, weights, b, true);
     wgmma_commit_group();
 }
 

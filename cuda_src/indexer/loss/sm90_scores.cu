@@ -20,8 +20,8 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/product.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
@@ -157,11 +157,7 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, const Math& math, float (&d
         SmemDesc k = k_major_desc(smem_addr(s.k[piece]));
         opaque(q.bits), opaque(k.bits);
         wgmma_fence();
-#pragma unroll
-        for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-            wgmma_mma_async(bfloat16{}, d, advance(q, step * kKMajorStepBytes), advance(k, step * kKMajorStepBytes),
-                            piece + step > 0);
-        }
+        multiply_abt<kSw128MmaSteps>(bfloat16{}, d, q, k, piece > 0);
         wgmma_commit_group();
         if (piece > 0) {
             wgmma_wait_group<1>();
