@@ -296,7 +296,7 @@ MLA_DEVICE void take_bins(Scratch& s, i32 pass, i32 top, i32 own_rank, BinCount 
     }
 }
 
-// The digit of the key that is the rank-th largest of those counted. `before` grows by what earlier blocks of the
+// The digit of the key that is the rank-th largest of those counted. `above_before` grows by what earlier blocks of the
 // cluster have above the digit. Called by all threads.
 MLA_DEVICE Found find_digit(Scratch& s, i32 pass, i32 rank, i32 own_rank, i32& above_before) {
     const i32 top = kBins - 1 - kBinsPerThread * (i32)threadIdx.x;
