@@ -100,7 +100,8 @@ class Step:
         return self.codes[:, None], key_pages, self.folded[:, None], self.seqlens, self.table
 
     def _select_bytes(self) -> int:
-        return max(1, mla_cupy.workspace_bytes(mla_cupy.indexer_logits_paged, *self._index_inputs()))
+        given = {"topk": self.topk, "logits": self.logits}
+        return max(1, mla_cupy.workspace_bytes(mla_cupy.indexer_select_paged, *self._index_inputs(), **given))
 
     def _attend_bytes(self) -> int:
         pages = self.cache.layer(0, "kv")

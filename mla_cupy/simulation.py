@@ -7,6 +7,7 @@ The self-test and the tests run kernels so where there is no GPU for them. It is
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -163,6 +164,17 @@ class SimFamily(arrays.NumpyFamily):
     def write(self, address: int, data: np.ndarray[Any, Any], device: int) -> None:
         """Copy bytes to the device."""
         self._memory.slice(address, data.nbytes, write=True)[:] = data.view(np.uint8).reshape(-1)
+
+    def assign(self, out: arrays.View, source: arrays.View, minus: int, stream: int) -> None:
+        """Write an array, minus a whole number, to one of the same shape."""
+        dtype = TABLE[out.dtype].numpy
+        for index in np.ndindex(*out.shape):
+            here, there = (
+                view.ptr + dtype.itemsize * sum(map(operator.mul, index, view.strides)) for view in (source, out)
+            )
+            number = self._memory.slice(here, dtype.itemsize).view(dtype)
+            number = number - dtype.type(minus) if minus else number
+            self._memory.slice(there, dtype.itemsize, write=True)[:] = number.view(np.uint8)
 
     def share(self, memory: Any) -> bytes:
         """There is no other process."""

@@ -147,6 +147,23 @@ class CupyFamily(NativeFamily):
         with self._device(device):
             self._cupy.cuda.runtime.deviceSynchronize()
 
+    def assign(self, out: View, source: View, minus: int, stream: int) -> None:
+        """Write an array, minus a whole number, to one of the same shape."""
+        cupy = self._cupy
+        with self._device(out.device), self._stream(stream):
+            if minus:
+                cupy.subtract(self._seen(source), DTYPES[source.dtype].type(minus), out=self._seen(out))
+            else:
+                cupy.copyto(self._seen(out), self._seen(source))
+
+    def _seen(self, view: View) -> Any:
+        """The array that a view is of."""
+        cuda, dtype = self._cupy.cuda, DTYPES[view.dtype]
+        first, end = view.span(dtype.itemsize)
+        memory = cuda.UnownedMemory(view.ptr + first, end - first, None, view.device)
+        strides = tuple(dtype.itemsize * stride for stride in view.strides)
+        return self._cupy.ndarray(view.shape, dtype, cuda.MemoryPointer(memory, -first), strides)
+
     def nccl(self) -> Any:
         """CuPy's binding of NCCL; None where it has none."""
         try:

@@ -4,6 +4,7 @@
 from mla_cupy.ops import (
     cache,
     cache_pages,
+    cascade,
     decode,
     head_sums,
     index_cache,
@@ -11,6 +12,8 @@ from mla_cupy.ops import (
     logits_paged,
     merge,
     prepare,
+    select,
+    select_paged,
     sparse_backward,
     sparse_decode,
     sparse_forward,
@@ -23,6 +26,7 @@ from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
 from mla_cupy.ops.call import workspace_bytes
 from mla_cupy.ops.cascade import cascade_decode
 from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
+from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.head_sums import indexer_head_sums
@@ -44,6 +48,7 @@ from mla_cupy.ops.warmup_loss import indexer_warmup_loss
 
 __all__ = [
     "BOUND_OPERATIONS",
+    "COMPOSITE_OPERATIONS",
     "OPERATIONS",
     "POOL_OPERATIONS",
     "CascadePlan",
@@ -82,6 +87,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     cache.GATHER_OPERATION,
     cache_pages.COPY_PAGES_OPERATION,
     cache_pages.UPDATE_OPERATION,
+    cascade.OPERATION,
     decode.OPERATION,
     head_sums.OPERATION,
     index_cache.APPEND_OPERATION,
@@ -91,6 +97,8 @@ _DESCRIBED: tuple[Operation, ...] = (
     merge.OPERATION,
     prepare.OPERATION_Q,
     prepare.OPERATION_K,
+    select.OPERATION,
+    select_paged.OPERATION,
     sparse_backward.OPERATION,
     sparse_decode.OPERATION,
     sparse_forward.OPERATION,
@@ -100,9 +108,14 @@ _DESCRIBED: tuple[Operation, ...] = (
 )
 # ---- End of what is written
 
+_COMPOSITES = tuple(one for one in _DESCRIBED if isinstance(one, Composite))
+_SINGLE = tuple(one for one in _DESCRIBED if one not in _COMPOSITES)
+
 #: The operations on arrays alone, by the names of their public functions.
-OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if not one.on_pages}
+OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if not one.on_pages}
 #: The operations on paged caches of records.
-POOL_OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if one.on_pages}
-#: Those that compiled programs can call: all but what `PagedKVCache` does between steps.
-BOUND_OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if not one.internal}
+POOL_OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if one.on_pages}
+#: Those that run others.
+COMPOSITE_OPERATIONS: dict[str, Operation] = {one.name: one for one in _COMPOSITES}
+#: Those that compiled programs can call: all but composites, and what `PagedKVCache` does between steps.
+BOUND_OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if not one.internal}

@@ -6,6 +6,7 @@ whose arrays and options are like those of an earlier one, in all but addresses,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -41,7 +42,7 @@ class _Recent:
     def __init__(self) -> None:
         self.natives: dict[type, Native] = {}
         self.entries: dict[Hashable, Entry] = {}
-        self.last: dict[Operation, Entry] = {}
+        self.last: dict[Operation, Entry] = {}  # of each
 
 
 class _Thread(threading.local):
@@ -99,8 +100,9 @@ class Invocation:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The inputs by name."""
-        return dict(zip((array.name for array in self.operation.inputs), self.arrays, strict=False))
+        """The inputs by name, without memory to work in."""
+        named = zip(self.operation.inputs, self.arrays, strict=False)
+        return {array.name: x for array, x in named if not array.scratch}
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -154,7 +156,8 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     """
     recent = _thread.recent
     operation, options = call.operation, call.options
-    entry, addresses = recent.last.get(operation), None
+    entry: Any = recent.last.get(operation)
+    addresses: Any = None
     arrays = call.arrays if call.workspace is None else (*call.arrays, call.workspace)
     try:
         kinds, state = [*map(type, options)], call.workspace is not None if call.plan is None else call.plan.state
@@ -162,7 +165,8 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
         if similar and entry.match is not None:
             addresses = entry.match(arrays)
         if addresses is None:
-            addresses, signature = recent.natives[type(arrays[0])].signature(arrays)
+            signed: Any = recent.natives[type(arrays[0])].signature(arrays)
+            addresses, signature = signed
             if not similar or entry.signature != signature:
                 entry = recent.last[operation] = recent.entries[operation, signature, options, (*kinds,), state]
     # New, of a subclass, or with a plan or an option that is none: the checks see to it.
@@ -271,12 +275,12 @@ class _Configured(NamedTuple):
 
 def _configure(call: Invocation, native: Native) -> _Configured:
     """Check a call on a GPU; nothing is allocated or launched."""
-    request, pipeline = _examine(call, native), call.operation.pipeline
+    request = _examine(call, native)
     if call.plan is not None:
         config = call.plan.configuration(request)
     else:
-        config = pipeline.configure(request.problem, devices.describe(request.device), request.kernel)
-    nbytes = pipeline.workspace(config).nbytes
+        config = call.operation.configure(request, request.problem, request.kernel, devices.describe(request.device))
+    nbytes = call.operation.pipeline.workspace(config).nbytes
     if call.workspace is not None:
         _check_workspace(call, native, nbytes, request.device)
     return _Configured(request, config, nbytes)
@@ -297,9 +301,11 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     signed = native.signature(arrays)
     addresses = signed[0] if signed else [0, *(0 if x is None else native.address(x) for x in arrays)]
     entry = _entry(call, native, configured, prepared, addresses)
-    if signed:  # else of a subclass, say: it is as good as any, but not remembered
-        entry.signature, entry.match = signed[1], native.matcher(arrays)
-        _remember(call, entry)
+    # An array of a subclass, say, or a list among the options, is as good as any, but not remembered.
+    with contextlib.suppress(TypeError):
+        if signed:
+            entry.signature, entry.match = signed[1], native.matcher(arrays)
+            _remember(call, entry)
     return entry, addresses
 
 
@@ -385,7 +391,7 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
 def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
     operation, plan = call.operation, call.plan
     there = backend.sent(call.inputs, plan.device if plan else None, call.stream)
-    arrays = (*there.values(), *(None for _ in operation.outputs))
+    arrays = tuple(there.get(name) for name in operation.names)
     kinds = _dtypes(operation, request)
     chosen = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
     options = tuple({**operation.options(*call.options)._asdict(), **chosen}.values())

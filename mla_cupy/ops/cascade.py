@@ -6,17 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mla_cupy import arrays as families
-from mla_cupy.arrays.view import HOST
-from mla_cupy.errors import ShapeError, explain
-from mla_cupy.ops.cascade_plan import CascadePlan, GroupMemory, Section, sections
-from mla_cupy.ops.checks import check_dtype
-from mla_cupy.ops.decode import mla_decode
-from mla_cupy.ops.merge import merge_states
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.ops import decode as decode_operation
+from mla_cupy.ops import merge as merge_operation
+from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.cascade_plan import CascadePlan, divide
+from mla_cupy.ops.composite import Composite, CompositePipeline, check_kernels, hashable
+from mla_cupy.ops.operation import Arrays, Examined, Views, present
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
 from mla_cupy.shapes import D_V
-
-__all__ = ["cascade_decode"]
 
 
 def cascade_decode(
@@ -34,19 +32,33 @@ def cascade_decode(
     lse: Any = None,
     out_dtype: Any = None,
     plan: CascadePlan | None = None,
+    workspace: Any = None,
+    kernel: Any = None,
+    check: bool = False,
+    stream: Any = None,
 ) -> tuple[Any, Any]:
     """Do what `mla_decode` does, with the shared prefix of each group read once.
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, scale, causal, lse_base, empty_lse, out, lse, out_dtype
+    q, kv_cache, block_table, seqlens, scale, causal, lse_base, empty_lse, out, lse, out_dtype, stream
         As for `mla_decode`. The page tables of a group's sequences begin with the same pages, and every query token
-        sees all of these: what `shared_prefixes` says of them on the host.
+        sees all of these: what `shared_prefixes` says of them on the host. Queries of a group whose
+        first two axes do not step evenly are copied.
     groups : sequence of PrefixGroup
         Disjoint, in the order of the batch. Without any it is a call of `mla_decode`.
     plan : CascadePlan, optional
         From `plan_cascade`, after its `update`, whose lengths count: it saves the schedules, the lengths behind the
-        prefixes and the allocations.
+        prefixes and the allocations. `stream` is then that of the update.
+    workspace : array, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(cascade_decode, ...)` bytes. Not with a
+        plan, which has its own.
+    kernel : str or mapping, optional
+        Name of a kernel to run, see `mla-cupy list`; or names by stage, the stages being "prefix", "rest", "merge" and,
+        of sequences in no group, "alone".
+    check : bool
+        Look at the values of `block_table` and `seqlens` first, which synchronises: they must be good for `mla_decode`,
+        and the groups' prefixes shared and seen.
 
     Returns
     -------
@@ -56,14 +68,15 @@ def cascade_decode(
     Raises
     ------
     ShapeError, DTypeError, DeviceError, ArgumentError, PlanError
-        If an argument does not fit. What comes before a bad group may have been launched.
+        If an argument does not fit; nothing has been launched, and `out` and `lse` are untouched.
 
     Notes
     -----
     Of each group: one call of `mla_decode` in which the queries of all its sequences are those of one, over the pages
-    of the first sequence's prefix; one over what each has behind it; and `merge_states`. Runs on the caller's library's
-    current stream. With `out` and `lse` it can be captured in a CUDA graph, whose replays are right as long as the
-    prefixes stay; lengths may change. Workspace: 4 KB per query row of a group, for partial results in float32.
+    of the first sequence's prefix; one over what each has behind it; and `merge_states`. With `out`, `lse`, and a plan
+    or a `workspace`, a call can be captured in a CUDA graph, whose replays are right as long as the prefixes stay;
+    lengths may change. Workspace: 4 KB per query row of the largest group, for partial results in float32, and what
+    `mla_decode` needs.
 
     Examples
     --------
@@ -75,104 +88,86 @@ def cascade_decode(
     >>> [round(float(x), 3) for x in lse[:, 0, 0]]
     [28.605, 28.248]
     """
-    family = families.common_family({"q": q, "kv_cache": kv_cache, "block_table": block_table, "seqlens": seqlens})
-    given = {name: x for name, x in (("out", out), ("lse", lse)) if x is not None}
-    families.check_writable(family, given)
-    native = family.native
-    q, kv_cache, block_table, seqlens = (family.adopt(x) for x in (q, kv_cache, block_table, seqlens))
-    view, pages = native.view(q, "q"), native.view(kv_cache, "kv_cache")
-    if len(view.shape) != 4 or len(pages.shape) not in (3, 4):
-        raise ShapeError(explain("q.shape and kv_cache.shape", (view.shape, pages.shape), "those of mla_decode"))
-    b, s_q, h_q, _ = view.shape
-    check_groups(groups, b, native.view(block_table, "block_table").shape[-1])
-    dtype = check_dtype("out_dtype", out_dtype) or view.dtype
-    shapes = {"out": ((b, s_q, h_q, D_V), dtype), "lse": ((b, h_q, s_q), "float32")}
-    out, lse = _results(family, given, shapes, view.device)
-    batch = _Batch(native, q, kv_cache, block_table, seqlens, {"scale": scale, "lse_base": lse_base}, causal)
-    unplanned = ((section, None) for section in sections(groups, b))
-    for section, memory in unplanned if plan is None else plan.parts(groups, b, native, view.device):
-        part = section.part
-        if section.group is None:
-            mla_decode(
-                *batch.of(part),
-                **batch.options,
-                causal=causal,
-                empty_lse=empty_lse,
-                out=out[part],
-                lse=lse[part],
-                plan=section.plan,
-            )
-        else:
-            outs, lses = batch.partials(section, pages.shape[1], memory)
-            merge_states(outs, lses, lse_base=lse_base, empty_lse=empty_lse, out=out[part], lse=lse[part])
-    family.settle((q, kv_cache, block_table, seqlens, out, lse))
-    return (
-        given["out"] if "out" in given else family.release(out),
-        given["lse"] if "lse" in given else family.release(lse),
+    options = (_hashable(groups), scale, causal, lse_base, empty_lse, out_dtype, hashable(kernel))
+    arrays = (q, kv_cache, block_table, seqlens, out, lse)
+    out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
+    return out, lse
+
+
+class CascadeOptions(NamedTuple):
+    """The arguments beside the arrays."""
+
+    groups: Any
+    scale: Any
+    causal: Any
+    lse_base: Any
+    empty_lse: Any
+    out_dtype: Any
+    kernel: Any
+
+
+def _hashable(groups: Any) -> Any:
+    """The groups in a form by which calls are known again, if they are groups at all."""
+    return tuple(map(tuple, groups)) if isinstance(groups, (list, tuple)) and all(map(_is_row, groups)) else groups
+
+
+def _is_row(group: Any) -> bool:
+    return isinstance(group, (list, tuple))
+
+
+def _examine(views: Views, options: CascadeOptions) -> Examined:
+    of_decode = decode_operation.OPERATION.examine({**views, "tree_mask": None}, _of_decode(options))
+    q, table = present(views, "q"), present(views, "block_table")
+    groups = check_groups(options.groups, q.shape[0], table.shape[1])
+    resolved = options._replace(
+        **{name: getattr(of_decode.options, name) for name in ("scale", "causal", "lse_base", "empty_lse")},
+        groups=groups,
+        kernel=check_kernels(_PIPELINE, options.kernel),
     )
+    return Examined(None, resolved)
 
 
-class _Batch(NamedTuple):
-    """The arguments of a call, as arrays of a native family."""
-
-    native: Any
-    q: Any
-    kv_cache: Any
-    block_table: Any
-    seqlens: Any
-    options: dict[str, Any]
-    causal: bool
-
-    def of(self, part: slice) -> tuple[Any, Any, Any, Any]:
-        """Those of some sequences."""
-        return self.q[part], self.kv_cache, self.block_table[part], self.seqlens[part]
-
-    def partials(self, section: Section, page_size: int, memory: GroupMemory | None) -> tuple[Any, Any]:
-        """The states of a group's sequences over their prefix, and over what they have behind it: for `merge_states`.
-
-        The queries of all of them are those of one sequence.
-        """
-        assert section.group is not None
-        q, cache, table, seqlens = self.of(section.part)
-        n, s_q, h_q, d_qk = self.native.view(q, "q").shape
-        if memory is None:
-            memory = GroupMemory.allocate(self.native, section.group, (page_size, s_q, h_q), seqlens)
-        outs, lses, prefix_seqlens, behind = memory
-        pages = section.group.pages
-        mla_decode(
-            q.reshape(1, n * s_q, h_q, d_qk),
-            cache,
-            table[:1, :pages],
-            prefix_seqlens,
-            **self.options,
-            causal=False,
-            out=outs[0].reshape(1, n * s_q, h_q, D_V),
-            lse=lses[0].reshape(1, h_q, n * s_q),
-            plan=section.plan,
-        )
-        mla_decode(
-            q,
-            cache,
-            table[:, pages:],
-            behind,
-            **self.options,
-            causal=self.causal,
-            out=outs[1],
-            lse=self.native.transposed(lses[1], (1, 0, 2)),
-            plan=section.behind,
-        )
-        return outs, self.native.transposed(lses, (0, 2, 1, 3))
+def _of_decode(options: CascadeOptions) -> Any:
+    numbers = {name: value for name, value in options._asdict().items() if name not in ("groups", "kernel")}
+    others = {"d_v": D_V, "cp_world": 1, "cp_rank": 0, "kv_scale": 1.0, "kernel": None}
+    return decode_operation.OPERATION.options(**numbers, **others)
 
 
-def _results(
-    family: families.Family, given: dict[str, Any], shapes: dict[str, tuple[tuple[int, ...], str]], device: int
-) -> list[Any]:
-    """Where the results go: to arrays that were given, of these shapes, or to new ones."""
-    native, made = family.native, []
-    handle = 0 if device == HOST else native.current_stream(device)
-    for name, (shape, dtype) in shapes.items():
-        x = family.adopt(given[name]) if name in given else native.empty(shape, dtype, device, handle)
-        if (got := native.view(x, name).shape) != shape:
-            raise ShapeError(explain(f"{name}.shape", got, str(shape)))
-        made.append(x)
-    return made
+def _check_values(arrays: Arrays, options: CascadeOptions) -> None:
+    """Check lengths and pages, and that each group's prefix is shared and seen."""
+    decode_operation.check_values(arrays, 1, 0)
+    table, seqlens = present(arrays, "block_table"), present(arrays, "seqlens")
+    page_size, s_q = present(arrays, "kv_cache").shape[1], present(arrays, "q").shape[1]
+    for number, (first, count, pages) in enumerate(options.groups):
+        for sequence in range(first, first + count):
+            least = pages * page_size + (s_q - 1 if options.causal else 0)
+            if seqlens[sequence] < least:
+                expected = f"at least {least}, so that every query of groups[{number}] sees its prefix"
+                raise ArgumentError(explain(f"seqlens[{sequence}]", int(seqlens[sequence]), expected))
+            differs = (table[sequence, :pages] != table[first, :pages]).nonzero()[0]
+            if differs.size:
+                where = f"block_table[{sequence}, {differs[0]}]"
+                expected = f"{table[first, differs[0]]}, the page of groups[{number}]"
+                raise ArgumentError(explain(where, int(table[sequence, differs[0]]), expected))
+
+
+_PIPELINE = CompositePipeline(
+    prefix=decode_operation.OPERATION,
+    rest=decode_operation.OPERATION,
+    alone=decode_operation.OPERATION,
+    merge=merge_operation.OPERATION,
+)
+
+OPERATION = Composite(
+    "cascade_decode",
+    inputs=tuple(array for array in decode_operation.OPERATION.inputs if array.name != "tree_mask"),
+    outputs=decode_operation.OPERATION.outputs,
+    sizes=decode_operation.OPERATION.sizes,
+    min_sizes=decode_operation.OPERATION.min_sizes,
+    options=CascadeOptions,
+    examine=_examine,
+    check_values=_check_values,
+    reference_options=("groups", "scale", "causal", "lse_base", "empty_lse"),
+    pipeline=_PIPELINE,
+    divide=divide,
+)

@@ -1,48 +1,26 @@
-"""Plans of decode over shared prefixes: the schedules of all calls of a step, and the memory between them."""
+"""The stages of decode over shared prefixes, and plans of them: the schedules of a step, and the memory between."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
+from mla_cupy.arrays.view import HOST
 from mla_cupy.errors import PlanError, ShapeError, explain
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.ops import backend
+from mla_cupy.ops import decode as decode_operation
+from mla_cupy.ops import merge as merge_operation
 from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.composite import Assignment, Division, Part, Stage, configure, workspace_part
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32
 
 __all__ = ["CascadePlan", "plan_cascade"]
-
-
-class GroupMemory(NamedTuple):
-    """What lies between the calls of a group. Of both arrays of states the first is the prefix's.
-
-    Attributes
-    ----------
-    outs : array, (2, n, s_q, h_q, 512), float32
-    lses : array, (2, h_q, n, s_q), float32
-        The axes of heads come before those of sequences, as the prefix's call has the queries of all of them in one.
-    prefix_seqlens : array, (1,), int32
-    seqlens : array, (n,), int32
-        Behind the prefix.
-    """
-
-    outs: Any
-    lses: Any
-    prefix_seqlens: Any
-    seqlens: Any
-
-    @classmethod
-    def allocate(cls, native: Any, group: PrefixGroup, sizes: tuple[int, int, int], seqlens: Any) -> GroupMemory:
-        """For the sequences of a group, whose lengths are these. `sizes` are page_size, s_q and h_q."""
-        page_size, s_q, h_q = sizes
-        n, tokens = group.sequences, group.pages * page_size
-        device = native.view(seqlens, "seqlens").device
-        stream = 0 if device == families.HOST else native.current_stream(device)
-        outs = native.empty((2, n, s_q, h_q, D_V), "float32", device, stream)
-        lses = native.empty((2, h_q, n, s_q), "float32", device, stream)
-        return cls(outs, lses, seqlens[:1] * 0 + tokens, seqlens - tokens)
 
 
 class Section(NamedTuple):
@@ -52,6 +30,7 @@ class Section(NamedTuple):
     group: PrefixGroup | None
     plan: DecodePlan | None = None
     behind: DecodePlan | None = None
+    lengths: Part | None = None
 
 
 def sections(groups: Sequence[PrefixGroup], b: int) -> Iterator[Section]:
@@ -66,7 +45,117 @@ def sections(groups: Sequence[PrefixGroup], b: int) -> Iterator[Section]:
         yield Section(slice(begin, b), None)
 
 
-class CascadePlan:
+def divide(call: Call) -> Division:
+    """The stages of a call without a plan."""
+    return divided(call, list(sections(call.options.groups, call.view("q").shape[0])))
+
+
+def divided(call: Call, planned: Sequence[Section]) -> Division:
+    """The stages of a call, by its sections."""
+    batch = _Batch(call)
+    steps: list[Stage | Assignment] = []
+    rows = 0
+    for section in planned:
+        if section.group is None:
+            steps.append(batch.alone(section))
+        else:
+            steps += batch.of_group(section)
+            rows = max(rows, section.group.sequences * batch.rows)
+    if not rows:
+        return Division({}, steps)
+    b = max(section.group.sequences for section in planned if section.group)
+    copied = any(isinstance(step, Assignment) and step.out.name == "queries" for step in steps)
+    q = rows * call.view("q").shape[-1] * 2 if copied else 0
+    return Division({"outs": 8 * rows * D_V, "lses": 8 * rows, "lengths": 4 * b, "queries": q}, steps)
+
+
+class _Batch:
+    """The arrays of a call, from which those of stages are cut."""
+
+    def __init__(self, call: Call) -> None:
+        names = ("q", "kv_cache", "block_table", "seqlens", "out", "lse")
+        self._parts = {name: Part(name, call.view(name)) for name in names}
+        self._options = call.options
+        _, self._s_q, self._h_q, _ = call.view("q").shape
+        self._page_size = call.view("kv_cache").shape[1]
+        self._device = call.view("q").device
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence."""
+        return self._s_q * self._h_q
+
+    def alone(self, section: Section) -> Stage:
+        """A call of plain decode."""
+        arrays = self._of(section.part)
+        return Stage("alone", decode_operation.OPERATION, arrays, self._decode_options(alone=True), section.plan)
+
+    def of_group(self, section: Section) -> list[Stage | Assignment]:
+        """The states of a group's sequences over their prefix, and over what they have behind it, and their merge.
+
+        The queries of all of them are those of one sequence. Of the arrays of states the first is the prefix's; the
+        axis of heads comes before that of sequences, as the prefix's call has the queries of all of them in one.
+        """
+        group, device = section.group, self._device
+        assert group is not None
+        n, pages, s_q, h_q = group.sequences, group.pages, self._s_q, self._h_q
+        arrays = self._of(section.part)
+        table, out, lse = arrays["block_table"], arrays.pop("out"), arrays.pop("lse")
+        outs = workspace_part("outs", (2, n, s_q, h_q, D_V), "float32", device)
+        lses = workspace_part("lses", (2, h_q, n, s_q), "float32", device)
+        behind = section.lengths or workspace_part("lengths", (n,), "int32", device)
+        options, decode = self._options, decode_operation.OPERATION
+        steps: list[Stage | Assignment] = []
+        q = arrays["q"]
+        if not q.is_even:
+            q = workspace_part("queries", q.view.shape, q.view.dtype, device)
+            steps.append(Assignment(arrays["q"].as_words(), q.as_words()))
+        prefix: dict[str, Part | None] = {
+            "q": q.flat().with_axis(),
+            "kv_cache": arrays["kv_cache"],
+            "block_table": table.cut(0, 0, 1).cut(1, 0, pages),
+            "seqlens": arrays["seqlens"].cut(0, 0, 1),  # which is at least as long, and counts no further
+            "out": outs.at(0).flat().with_axis(),
+            "lse": lses.at(0).transposed(1, 2, 0).flat().transposed(1, 0).with_axis(),
+        }
+        rest: dict[str, Part | None] = {
+            **arrays,
+            "block_table": table.cut(1, pages, table.view.shape[1]),
+            "seqlens": behind,
+            "out": outs.at(1),
+            "lse": lses.at(1).transposed(1, 0, 2),
+        }
+        states: dict[str, Part | None] = {"outs": outs, "lses": lses.transposed(0, 2, 1, 3), "out": out, "lse": lse}
+        if section.lengths is None:
+            steps.append(Assignment(arrays["seqlens"], behind, pages * self._page_size))
+        steps.append(Stage("prefix", decode, prefix, self._decode_options(causal=False), section.plan))
+        steps.append(Stage("rest", decode, rest, self._decode_options(causal=options.causal), section.behind))
+        chosen = (options.lse_base, options.empty_lse, None)
+        return [*steps, Stage("merge", merge_operation.OPERATION, states, chosen)]
+
+    def _of(self, part: slice) -> dict[str, Part]:
+        cut = {name: self._parts[name].cut(0, part.start, part.stop) for name in self._parts if name != "kv_cache"}
+        return {**cut, "kv_cache": self._parts["kv_cache"]}
+
+    def _decode_options(self, *, alone: bool = False, causal: bool = True) -> tuple[Any, ...]:
+        options = self._options
+        return tuple(
+            decode_operation.OPERATION.options(
+                d_v=D_V,
+                scale=options.scale,
+                causal=options.causal if alone else causal,
+                cp_world=1,
+                cp_rank=0,
+                kv_scale=1.0,
+                out_dtype=None,
+                lse_base=options.lse_base,
+                empty_lse=options.empty_lse if alone else -math.inf,
+                kernel=None,
+            )
+        )
+
+
+class CascadePlan(Plan):
     """Schedules and memory for `cascade_decode`. Made by `plan_cascade`.
 
     It is in flight on one stream at a time, like a `DecodePlan`.
@@ -75,15 +164,20 @@ class CascadePlan:
     ----------
     groups : tuple of PrefixGroup
         Those of the calls.
+    device : int
+        CUDA ordinal; -1 for a plan of the NumPy backend.
     """
 
-    def __init__(
-        self, groups: tuple[PrefixGroup, ...], b: int, sizes: tuple[int, int, int], planned: list[Section]
-    ) -> None:
+    def __init__(self, groups: tuple[PrefixGroup, ...], b: int, page_size: int, planned: list[Section]) -> None:
         self.groups = groups
-        self._b, self._sizes, self._sections = b, sizes, planned
-        self._memory: dict[int, GroupMemory] = {}  # by the first sequence
-        self._place: tuple[Any, int] | None = None
+        self._b, self._page_size, self._sections = b, page_size, planned
+        self._native: Any = None  # of the lengths
+        self._lengths: dict[int, Any] = {}  # behind the prefix of each group, by its first sequence
+        self._memory: list[Any] = []
+        self._identity = object()
+        self.device = next((section.plan.device for section in planned if section.plan), HOST)
+        self.address, self._nbytes = 0, 0
+        self.state = (self._identity, None)
 
     def update(self, seqlens: Any) -> None:
         """Enqueue the schedules for the lengths of this step, on the caller's library's current stream.
@@ -101,50 +195,64 @@ class CascadePlan:
             If `seqlens` does not fit the plan.
         """
         family = families.family_of(seqlens, "seqlens")
-        lent = family.adopt(seqlens)
-        view = family.native.view(lent, "seqlens")
+        native, lent = family.native, family.adopt(seqlens)
+        view = native.view(lent, "seqlens")
         if view.shape != (self._b,):
             raise ShapeError(explain("seqlens.shape", view.shape, f"({self._b},), the plan's b"))
-        place = type(family.native), view.device
-        if place != self._place:
-            self._memory.clear()
+        if self.device != HOST and not family.on_gpu:
+            native, lent = families.cupy_family(), backend.sent({"seqlens": lent}, self.device, None)["seqlens"]
         for section in self._sections:
             assert section.plan is not None
             if section.group is None:
                 section.plan.update(lent[section.part])
                 continue
-            memory = self._written(family.native, section.group, lent[section.part])
-            section.plan.update(memory.prefix_seqlens)
+            section.plan.update(lent[section.part][:1])
+            lengths = self._behind(native, section.group, lent[section.part])
             if section.behind is not None:
-                section.behind.update(memory.seqlens)
+                section.behind.update(lengths)
         family.settle((lent,))
-        self._place = place
+        self._native = native
+        self.state = (self._identity, tuple(native.address(lengths) for lengths in self._lengths.values()))
 
-    def _written(self, native: Any, group: PrefixGroup, seqlens: Any) -> GroupMemory:
-        """The memory of a group, with these lengths."""
-        memory = self._memory.get(group.first)
-        if memory is None:
-            memory = self._memory[group.first] = GroupMemory.allocate(native, group, self._sizes, seqlens)
+    def _behind(self, native: Any, group: PrefixGroup, seqlens: Any) -> Any:
+        """The lengths behind the prefix of a group, always in the same memory."""
+        if self._native is not None and type(native) is not type(self._native):
+            self._native, self._lengths = None, {}
+        tokens = group.pages * self._page_size
+        if group.first in self._lengths:
+            self._lengths[group.first][...] = seqlens - tokens
         else:
-            memory.seqlens[...] = seqlens - group.pages * self._sizes[0]
-        return memory
+            self._lengths[group.first] = seqlens - tokens
+        return self._lengths[group.first]
 
-    def parts(self, groups: Sequence[PrefixGroup], b: int, native: Any, device: int) -> Iterator[tuple[Section, Any]]:
-        """The sections of a call, with the memory of groups.
+    def configuration(self, request: Request) -> Any:
+        """See `Plan.configuration`.
 
         Raises
         ------
         PlanError
             If the plan does not serve the call.
         """
-        if tuple(groups) != self.groups or b != self._b:
+        groups, b = request.options.groups, request.sizes["b"]
+        if groups != self.groups or b != self._b:
             got = f"one for b={self._b} and {self.groups}"
-            raise PlanError(explain("plan", got, f"one for b={b} and {tuple(groups)}", "make a plan for these groups"))
-        if self._place != (type(native), device):
-            got = "no update yet" if self._place is None else "an update with arrays of another library or device"
-            raise PlanError(explain("plan", got, "one with arrays like these", "call plan.update(seqlens)"))
-        for section in self._sections:
-            yield section, None if section.group is None else self._memory[section.group.first]
+            raise PlanError(explain("plan", got, f"one for b={b} and {groups}", "make a plan for these groups"))
+        if self._native is None:
+            raise PlanError(
+                explain("plan", "no update yet", f"one for b={b}", "call plan.update(seqlens) for this step")
+            )
+        planned = [
+            section._replace(lengths=Part("", self._native.view(self._lengths[section.group.first])))
+            if section.group
+            else section
+            for section in self._sections
+        ]
+        config = configure(divided(request, planned), request.device, request.options.kernel)
+        if self.device != HOST and config.layout.nbytes > self._nbytes:
+            self._nbytes = config.layout.nbytes
+            self._memory.append(families.cupy_family().own_memory(self._nbytes, self.device))
+            self.address = self._memory[-1].ptr
+        return config
 
 
 def plan_cascade(
@@ -184,7 +292,8 @@ def plan_cascade(
 
     Notes
     -----
-    Workspace: 4 KB per query row of a group, and that of two plans for each group and one for what lies between.
+    Workspace: 4 KB per query row of the largest group, and that of two plans for each group and one for what lies
+    between.
 
     Examples
     --------
@@ -198,7 +307,7 @@ def plan_cascade(
     """
     for argument, value in (("b", b), ("s_q", s_q), ("max_pages", max_pages)):
         check_count(argument, value, 1, MAX_INT32)
-    check_groups(groups, b, max_pages)
+    groups = check_groups(groups, b, max_pages)
     shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "record": record, "page_size": page_size, "dtype": dtype}
     shape["device"] = device
 
@@ -213,4 +322,4 @@ def plan_cascade(
         return section._replace(plan=prefix, behind=behind)
 
     made = [planned(section) for section in sections(groups, b)]
-    return CascadePlan(tuple(groups), b, (page_size, s_q, h_q), made)
+    return CascadePlan(groups, b, page_size, made)

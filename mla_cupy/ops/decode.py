@@ -259,9 +259,19 @@ def _without_heads(cache: View) -> View:
 
 
 def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
+    check_values(arrays, options.cp_world, options.cp_rank)
+
+
+def check_values(arrays: Arrays, world: int, rank: int) -> None:
+    """Check the lengths of a shard of sequences, and the pages that they take.
+
+    Raises
+    ------
+    ArgumentError
+        That names the first bad one.
+    """
     seqlens, table, pool = (present(arrays, name) for name in ("seqlens", "block_table", "kv_cache"))
     num_pages, page_size = pool.shape[:2]
-    world, rank = options.cp_world, options.cp_rank
     capacity = table.shape[1] * page_size * world + rank
     for request, length in enumerate(seqlens.tolist()):
         if not 0 <= length <= capacity:

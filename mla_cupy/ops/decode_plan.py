@@ -217,21 +217,7 @@ class UnmergedPlan(Plan):
 
     def __init__(self, plan: DecodePlan) -> None:
         self._plan = plan
-
-    @property
-    def address(self) -> int:
-        """Where the workspace begins."""
-        return self._plan.address
-
-    @property
-    def device(self) -> int:
-        """Where it is."""
-        return self._plan.device
-
-    @property
-    def state(self) -> Hashable:
-        """See `ops.entry.Plan`."""
-        return "unmerged", self._plan.state
+        self.address, self.device, self.state = plan.address, plan.device, ("unmerged", plan.state)
 
     def configuration(self, request: Request) -> DecodeConfig | None:
         """The plan's own, without the last step."""

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.pipeline import Pipeline
+from mla_cupy.kernels.pipeline import Call, Pipeline
+from mla_cupy.runtime.device import DeviceInfo
 
 Views = Mapping[str, View | None]
 Arrays = Mapping[str, np.ndarray[Any, Any] | None]
@@ -38,7 +39,7 @@ class Input:
     name : str
     axes : str
         Their names, with spaces between: equal names are equal sizes. One that ends in "?" may be missing, and is then
-        of size 1; "1?" may be there, and is left out of the view.
+        of size 1; "1?" may be there, and is left out of the view. "x*y" is the product of two axes of arrays before.
     dtypes : tuple of str
         The dtypes that it may have; "=q" means the dtype of q.
     optional : bool
@@ -47,6 +48,10 @@ class Input:
         Whether its last axis must be.
     written : bool
         Whether the operation writes to parts of it, as to a cache. The oracle then writes to the array that it gets.
+    scratch : bool
+        Whether it is memory to work in, which is neither read nor a result.
+    even : bool
+        Whether the first two axes step evenly, so that they can be taken as one.
     """
 
     name: str
@@ -55,6 +60,8 @@ class Input:
     optional: bool = False
     contiguous: bool = False
     written: bool = False
+    scratch: bool = False
+    even: bool = False
 
 
 def like_first_or_float32(first: str) -> tuple[str, ...]:
@@ -176,8 +183,8 @@ class Operation:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The arrays that are changed: the outputs, then inputs that are changed in place."""
-        inputs = (array.name for array in self.inputs if array.written)
+        """The arrays that are changed: the outputs, then inputs that are changed in place, or worked in."""
+        inputs = (array.name for array in self.inputs if array.written or array.scratch)
         return (*(array.name for array in self.outputs), *inputs)
 
     @property
@@ -185,6 +192,10 @@ class Operation:
         """The arrays that may be None."""
         inputs = (array.name for array in self.inputs if array.optional)
         return (*inputs, *(array.name for array in self.outputs))
+
+    def configure(self, call: Call, problem: Any, kernel: str | None, device: DeviceInfo) -> Any:
+        """The pipeline's configuration for a call of this problem."""
+        return self.pipeline.configure(problem, device, kernel)
 
 
 _OPERATIONS: dict[str, Operation] = {}

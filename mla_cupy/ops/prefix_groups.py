@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.ops.checks import check_count, check_flag
+from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.runtime import device as devices
 from mla_cupy.shapes import MAX_INT32, TILE_TOKENS
 
@@ -137,14 +136,26 @@ def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
     return tiles * (group.sequences * alone - together) - _GROUP_US
 
 
-def check_groups(groups: Sequence[PrefixGroup], b: int, max_pages: int) -> None:
-    """Raise ArgumentError unless the groups are disjoint, in the order of a batch, and have so many pages at most."""
-    end = 0
-    for number, (first, count, pages) in enumerate(groups):
+def check_groups(groups: Any, b: int, max_pages: int) -> tuple[PrefixGroup, ...]:
+    """Check that groups are disjoint, in the order of a batch, and have so many pages at most.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if not isinstance(groups, (list, tuple)):
+        raise ArgumentError(explain("groups", repr(groups), "a sequence of PrefixGroup", "see `shared_prefixes`"))
+    end, checked = 0, []
+    for number, group in enumerate(groups):
         argument = f"groups[{number}]"
+        if not (isinstance(group, (list, tuple)) and len(group) == 3 and all(map(is_integer, group))):
+            raise ArgumentError(explain(argument, repr(group), "a PrefixGroup: three integers"))
+        first, count, pages = (int(value) for value in group)
         if not (end <= first and count >= 1 and first + count <= b):
             got = f"sequences [{first}, {first + count})"
             raise ArgumentError(explain(argument, got, f"some of [{end}, {b}), behind those of the group before"))
         if not 1 <= pages <= max_pages:
             raise ArgumentError(explain(f"{argument}.pages", pages, f"1 to max_pages = {max_pages}"))
         end = first + count
+        checked.append(PrefixGroup(first, count, pages))
+    return tuple(checked)

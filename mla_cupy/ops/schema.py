@@ -43,6 +43,8 @@ def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | N
         if array.contiguous and not contiguous_along_last(view):
             remedy = f"make {array.name} contiguous along it"
             raise ShapeError(explain(f"{array.name}.strides[-1]", view.strides[-1], "1 element", remedy))
+        if array.even and len(view.shape) > 1:
+            check_even(array.name, view)
     for array, view in present:
         if view.device != first.device:
             like = operation.inputs[0].name
@@ -184,7 +186,11 @@ def _bind(operation: Operation, array: Input, view: View, sizes: dict[str, int],
 def _bind_axis(
     operation: Operation, where: str, name: str, size: int, sizes: dict[str, int], owners: dict[str, str], owner: str
 ) -> None:
-    if name not in sizes:
+    if "*" in name:
+        expected = _size(operation, name, sizes)
+        if size != expected:
+            raise ShapeError(explain(where, size, f"{name}={expected}"))
+    elif name not in sizes:
         allowed = operation.sizes.get(name)
         if allowed is not None and size not in allowed:
             remedy = f"{name} = {_size_text(operation, name)} is what is built"

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from mla_cupy import arrays as families
 from mla_cupy.errors import ShapeError, explain
+from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.ops import logits as logits_operation
+from mla_cupy.ops import topk as topk_operation
+from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_count
-from mla_cupy.ops.logits import indexer_logits
-from mla_cupy.ops.topk import TopkArguments, check_topk_options, indexer_topk
-
-__all__ = ["indexer_select"]
+from mla_cupy.ops.composite import (
+    Composite,
+    CompositePipeline,
+    Division,
+    Part,
+    Stage,
+    check_kernels,
+    hashable,
+    workspace_part,
+)
+from mla_cupy.ops.operation import Examined, Input, Output, Views, present
+from mla_cupy.shapes import MAX_INT32
 
 BUFFER_BYTES = 64 << 20
 """Default size of the buffer of logits."""
-MAX_BUFFER_BYTES = 1 << 40
-"""Its largest size."""
+_MAX_BUFFER_BYTES = 1 << 40
+MAX_SIZE = MAX_INT32 // 8
+"""The most rows of a chunk, and keys."""
 
 
 def indexer_select(
@@ -37,6 +50,7 @@ def indexer_select(
     indices: Any = None,
     counts: Any = None,
     workspace: Any = None,
+    kernel: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Select each query's keys: `indexer_topk` of `indexer_logits`, without the logits of all queries at once.
@@ -52,13 +66,16 @@ def indexer_select(
     buffer_bytes : int
         The queries are taken in chunks whose logits fit, whatever `topk` is; a chunk has one query at least.
     logits : array, (rows, s_kv), float32, optional
-        The buffer, of which the rows are a chunk. Default: allocated, by `buffer_bytes`.
+        The buffer, of which the rows are a chunk; the last axis is contiguous. Default: in the workspace, by
+        `buffer_bytes`.
     indices : array, (s_q, topk), int32, optional
         Where the result goes; the last axis is contiguous.
     counts : array, (s_q,), int32, optional
         Where the numbers of selected keys go.
     workspace : array, (n,), uint8, optional
-        As for `indexer_logits`, which uses it for every chunk.
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select, ...)` bytes.
+    kernel : str or mapping, optional
+        Name of a kernel to run, see `mla-cupy list`; or names by stage, the stages being "logits" and "topk".
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -71,12 +88,12 @@ def indexer_select(
     Raises
     ------
     ShapeError, DTypeError, DeviceError, ArgumentError
-        If an argument does not fit; nothing has been launched.
+        If an argument does not fit; nothing has been launched, and no result is touched.
 
     Notes
     -----
     Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk. With `logits`, `indices`, `counts` and `workspace` given it can be captured in a CUDA graph.
+    chunk. With `indices`, `counts` and `workspace` given it can be captured in a CUDA graph.
 
     Examples
     --------
@@ -87,63 +104,114 @@ def indexer_select(
     >>> indices.tolist(), counts.tolist()
     ([[2, 3], [2, 3]], [2, 2])
     """
-    chosen: dict[str, Any] = {"order": order, "relative": relative, "keep_first": keep_first, "keep_last": keep_last}
-    check_topk_options(TopkArguments(k=topk, page_size=1, return_values=False, kernel=None, **chosen))
-    check_count("buffer_bytes", buffer_bytes, 1, MAX_BUFFER_BYTES)
-    family = families.common_family({"q": q, "k": k})
-    (q_view, k_view) = (family.native.view(family.adopt(x), name) for name, x in (("q", q), ("k", k)))
-    if len(q_view.shape) != 3 or len(k_view.shape) != 2:
-        raise ShapeError(explain("q.shape and k.shape", (q_view.shape, k_view.shape), "(s_q, h, d) and (s_kv, d)"))
-    (s_q, _, _), (s_kv, _) = q_view.shape, k_view.shape
-    rows = max(1, min(s_q, buffer_bytes // (4 * max(1, s_kv))))
-    shapes = {"logits": (rows, s_kv), "indices": (s_q, topk), "counts": (s_q,)}
-    given = {"logits": logits, "indices": indices, "counts": counts}
-    logits, indices, counts = given_or_new(family, shapes, given, q_view.device, stream)
-    rows = logits.shape[0]
-    if rows < 1 or len(logits.shape) != 2:
-        raise ShapeError(explain("logits.shape", tuple(logits.shape), f"(rows, {s_kv}), one row at least"))
-    for begin in range(0, s_q, rows):
-        part = slice(begin, min(s_q, begin + rows))
-        bounds: dict[str, Any] = {name: None if x is None else x[part] for name, x in (("ks", ks), ("ke", ke))}
-        buffer = logits[: part.stop - begin]
-        indexer_logits(
-            q[part],
-            k,
-            weights[part],
-            **bounds,
-            k_scale=k_scale,
-            accumulate=accumulate,
-            clean=False,
-            logits=buffer,
-            workspace=workspace,
-            stream=stream,
-        )
-        results = {"indices": indices[part], "counts": counts[part]}
-        indexer_topk(buffer, topk, **bounds, **chosen, return_values=False, **results, stream=stream)
+    options = (accumulate, topk, order, relative, keep_first, keep_last, buffer_bytes, hashable(kernel))
+    arrays = (q, k, weights, ks, ke, k_scale, logits, indices, counts)
+    indices, counts = run(Invocation(OPERATION, arrays, options, workspace, stream))
     return indices, counts
 
 
-def given_or_new(
-    family: families.Family, shapes: dict[str, tuple[int, ...]], given: dict[str, Any], device: int, stream: Any
-) -> list[Any]:
-    """The buffer of logits, the indices and the counts: those given, the last two of these shapes, or new ones.
+class SelectOptions(NamedTuple):
+    """The arguments beside the arrays."""
+
+    accumulate: Any
+    topk: Any
+    order: Any
+    relative: Any
+    keep_first: Any
+    keep_last: Any
+    buffer_bytes: Any
+    kernel: Any
+
+
+def check_selection(options: Any) -> None:
+    """Check what the selections have in common.
 
     Raises
     ------
-    ShapeError
+    ArgumentError
     """
-    made = []
-    for name, shape in shapes.items():
-        x = given[name]
-        if x is None:
-            handle = 0 if device < 0 else _launch_stream(family.native, device, stream)
-            x = family.release(family.native.empty(shape, "float32" if name == "logits" else "int32", device, handle))
-        elif name != "logits" and tuple(x.shape) != shape:
-            raise ShapeError(explain(f"{name}.shape", tuple(x.shape), str(shape)))
-        made.append(x)
-    return made
+    check_count("topk", options.topk, 1, MAX_TOPK)
+    topk_operation.check_topk_options(_of_topk(options))
+    check_count("buffer_bytes", options.buffer_bytes, 1, _MAX_BUFFER_BYTES)
 
 
-def _launch_stream(native: Any, device: int, stream: Any) -> int:
-    """The raw handle of the stream to run on: the caller's current one by default."""
-    return int(native.current_stream(device)) if stream is None else families.stream_handle(stream)
+def _of_topk(options: Any, page_size: int = 1) -> topk_operation.TopkArguments:
+    relative = getattr(options, "relative", False)
+    numbers = (options.topk, options.order, relative, page_size, options.keep_first, options.keep_last)
+    return topk_operation.TopkArguments(*numbers, return_values=False, kernel=None)
+
+
+def topk_stage(arrays: dict[str, Part | None], options: Any, page_size: int = 1) -> Stage:
+    """The stage that selects from the logits of a chunk."""
+    return Stage("topk", topk_operation.OPERATION, arrays, tuple(_of_topk(options, page_size)))
+
+
+def rows_of_buffer(rows: int, keys: int, buffer_bytes: int) -> int:
+    """Of up to `rows` rows of logits, how many a chunk has; one at least."""
+    return max(1, min(rows, buffer_bytes // (4 * max(1, keys)), MAX_SIZE))
+
+
+def _of_logits(options: SelectOptions) -> logits_operation.LogitsArguments:
+    return logits_operation.LogitsArguments(options.accumulate, clean=False, out_dtype=None, kernel=None)
+
+
+def _examine(views: Views, options: SelectOptions) -> Examined:
+    check_selection(options)
+    logits_operation.OPERATION.examine(views, _of_logits(options))
+    keys = present(views, "k").shape[0]
+    if keys > MAX_SIZE:
+        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "the top-k counts so far"))
+    resolved = options._replace(kernel=check_kernels(_PIPELINE, options.kernel))
+    return Examined(None, resolved, sizes={"topk": options.topk})
+
+
+def _divide(call: Call) -> Division:
+    """Chunks of as many queries as the buffer has rows for."""
+    options: SelectOptions = call.options
+    parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
+    q, k = call.view("q"), call.view("k")
+    s_q, s_kv = q.shape[0], k.shape[0]
+    buffer, sizes = parts["logits"], {}
+    if buffer is None:
+        rows = rows_of_buffer(s_q, s_kv, options.buffer_bytes)
+        buffer, sizes = workspace_part("buffer", (rows, s_kv), "float32", q.device), {"buffer": 4 * rows * s_kv}
+    rows = min(buffer.view.shape[0], MAX_SIZE)
+    steps: list[Stage] = []
+    for begin in range(0, s_q, rows):
+        end = min(s_q, begin + rows)
+
+        def chunk(name: str, begin: int = begin, end: int = end) -> Part | None:
+            return part.cut(0, begin, end) if (part := parts[name]) else None
+
+        logits = buffer.cut(0, 0, end - begin)
+        ranges = {name: chunk(name) for name in ("ks", "ke")}
+        scored = {name: chunk(name) for name in ("q", "weights")}
+        scored |= {**ranges, "k": parts["k"], "k_scale": parts["k_scale"], "logits": logits}
+        steps.append(Stage("logits", logits_operation.OPERATION, scored, tuple(_of_logits(options))))
+        results = {name: chunk(name) for name in ("indices", "counts")}
+        steps.append(topk_stage({"logits": logits, **ranges, **results}, options))
+    return Division(sizes, steps)
+
+
+def int32(first: str) -> tuple[str, ...]:
+    """The dtype of indices and counts."""
+    return ("int32",)
+
+
+_PIPELINE = CompositePipeline(logits=logits_operation.OPERATION, topk=topk_operation.OPERATION)
+
+OPERATION = Composite(
+    "indexer_select",
+    inputs=(
+        *logits_operation.OPERATION.inputs,
+        Input("logits", "rows s_kv", ("float32",), optional=True, contiguous=True, scratch=True),
+    ),
+    outputs=(Output("indices", "s_q topk", int32, layout="rows"), Output("counts", "s_q", int32)),
+    sizes=logits_operation.OPERATION.sizes,
+    min_sizes={**logits_operation.OPERATION.min_sizes, "rows": 1},
+    options=SelectOptions,
+    examine=_examine,
+    reference_options=("topk", "order", "relative", "keep_first", "keep_last", "accumulate"),
+    pipeline=_PIPELINE,
+    divide=_divide,
+)

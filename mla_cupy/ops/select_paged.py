@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mla_cupy import arrays as families
-from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.ops.checks import check_count, check_flag
-from mla_cupy.ops.logits_paged import indexer_logits_paged
-from mla_cupy.ops.schema import check_even
-from mla_cupy.ops.select import BUFFER_BYTES, MAX_BUFFER_BYTES, given_or_new
-from mla_cupy.ops.topk import TopkArguments, check_topk_options, indexer_topk
-
-__all__ = ["indexer_select_paged"]
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.ops import logits_paged as logits_operation
+from mla_cupy.ops import topk as topk_operation
+from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.checks import check_flag
+from mla_cupy.ops.composite import (
+    Composite,
+    CompositePipeline,
+    Division,
+    Part,
+    Stage,
+    check_kernels,
+    hashable,
+    workspace_part,
+)
+from mla_cupy.ops.operation import Examined, Input, Output, Views, present
+from mla_cupy.ops.select import BUFFER_BYTES, MAX_SIZE, check_selection, int32, rows_of_buffer, topk_stage
 
 
 def indexer_select_paged(
@@ -33,6 +42,7 @@ def indexer_select_paged(
     indices: Any = None,
     counts: Any = None,
     workspace: Any = None,
+    kernel: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Select the cached keys of each sequence's next tokens: `indexer_topk` of `indexer_logits_paged`.
@@ -51,13 +61,16 @@ def indexer_select_paged(
     buffer_bytes : int
         The sequences are taken in chunks whose logits fit; a chunk has one sequence at least.
     logits : array, (rows, max_pages * page_size), float32, optional
-        The buffer; a chunk is as many sequences as there are s_q rows for. Default: allocated, by `buffer_bytes`.
+        The buffer; a chunk is as many sequences as there are s_q rows for; the last axis is contiguous. Default: in the
+        workspace, by `buffer_bytes`.
     indices : array, (b, s_q, topk), int32, optional
         Where the result goes; the first two axes step evenly, the last one is contiguous.
     counts : array, (b, s_q), int32, optional
         Where the numbers of selected keys go; the axes step evenly.
     workspace : array, (n,), uint8, optional
-        As for `indexer_logits_paged`, which uses it for every chunk.
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select_paged, ...)` bytes.
+    kernel : str or mapping, optional
+        Name of a kernel to run, see `mla-cupy list`; or names by stage, the stages being "logits" and "topk".
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -71,12 +84,12 @@ def indexer_select_paged(
     Raises
     ------
     ShapeError, DTypeError, DeviceError, ArgumentError
-        If an argument does not fit; nothing has been launched.
+        If an argument does not fit; nothing has been launched, and no result is touched.
 
     Notes
     -----
     Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk. With `logits`, `indices`, `counts` and `workspace` given it can be captured in a CUDA graph, whose replays
+    chunk. With `indices`, `counts` and `workspace` given it can be captured in a CUDA graph, whose replays
     follow the lengths and the block table. Not for JAX, whose arrays cannot be written: `mla_cupy.jax` has the two
     operations.
 
@@ -92,86 +105,94 @@ def indexer_select_paged(
     >>> indices.tolist(), counts.tolist()
     ([[[13, 14]]], [[2]])
     """
-    chosen: dict[str, Any] = {"order": order, "keep_first": keep_first, "keep_last": keep_last}
-    check_topk_options(TopkArguments(k=topk, relative=False, page_size=1, return_values=False, kernel=None, **chosen))
-    wants_slots = check_flag("slots", slots)
-    check_count("buffer_bytes", buffer_bytes, 1, MAX_BUFFER_BYTES)
-    family = families.common_family({"q": q, "cache": cache})
-    sizes = _sizes(family, q, cache, block_table, seqlens, weights)
-    given = {"logits": logits, "indices": indices, "counts": counts}
-    logits, indices, counts = _results(family, sizes, topk, buffer_bytes, given, stream)
-    b, s_q, keys, page_size, _ = sizes
-    if 0 in (b, s_q):
-        return indices, counts
-    table = {"block_table": block_table, "page_size": page_size} if wants_slots else {}
-    step = logits.shape[0] // s_q
-    for begin in range(0, b, step):
-        part = slice(begin, min(b, begin + step))
-        rows = (part.stop - begin) * s_q
-        buffer = logits[:rows]
-        indexer_logits_paged(
-            q[part],
-            cache,
-            weights[part],
-            seqlens[part],
-            block_table[part],
-            clean=False,
-            logits=buffer.reshape(part.stop - begin, s_q, keys),
-            workspace=workspace,
-            stream=stream,
-        )
-        if table:
-            table["block_table"] = block_table[part]
-        results = {"indices": indices[part].reshape(rows, topk), "counts": counts[part].reshape(rows)}
-        ends = seqlens[part].reshape(-1)
-        indexer_topk(buffer, topk, ke=ends, **table, **chosen, return_values=False, **results, stream=stream)
+    options = (topk, slots, order, keep_first, keep_last, buffer_bytes, hashable(kernel))
+    arrays = (q, cache, weights, seqlens, block_table, logits, indices, counts)
+    indices, counts = run(Invocation(OPERATION, arrays, options, workspace, stream))
     return indices, counts
 
 
-class _Sizes(NamedTuple):
-    """The sizes of a call; `keys` is how many tokens a sequence may have."""
+class PagedSelectOptions(NamedTuple):
+    """The arguments beside the arrays."""
 
-    b: int
-    s_q: int
-    keys: int
-    page_size: int
-    device: int
-
-
-def _sizes(family: families.Family, q: Any, cache: Any, block_table: Any, seqlens: Any, weights: Any) -> _Sizes:
-    """Raises ShapeError if an array has another number of axes, or seqlens steps unevenly."""
-    shapes = {"q": 4, "cache": 3, "block_table": 2, "seqlens": 1, "weights": 3}
-    views = {
-        name: _view(family.native, family.adopt(x), name, least)
-        for (name, least), x in zip(shapes.items(), (q, cache, block_table, seqlens, weights), strict=True)
-    }
-    if len(views["seqlens"].shape) == 2:
-        check_even("seqlens", views["seqlens"])
-    q_view, page_size = views["q"], views["cache"].shape[1]
-    b, s_q = q_view.shape[:2]
-    return _Sizes(b, s_q, views["block_table"].shape[1] * page_size, page_size, q_view.device)
+    topk: Any
+    slots: Any
+    order: Any
+    keep_first: Any
+    keep_last: Any
+    buffer_bytes: Any
+    kernel: Any
 
 
-def _results(
-    family: families.Family, sizes: _Sizes, topk: int, buffer_bytes: int, given: dict[str, Any], stream: Any
-) -> list[Any]:
-    """The buffer of logits, the indices and the counts: those given, checked, or new ones."""
-    b, s_q, keys, _, device = sizes
-    wanted = max(1, min(b, buffer_bytes // (4 * max(1, keys * s_q)))) * s_q
-    shapes = {"logits": (wanted, keys), "indices": (b, s_q, topk), "counts": (b, s_q)}
-    made = given_or_new(family, shapes, given, device, stream)
-    for name in ("indices", "counts"):
-        if (x := given[name]) is not None:
-            check_even(name, family.native.view(family.adopt(x), name))
-    buffer = tuple(made[0].shape)
-    if len(buffer) != 2 or buffer[0] < s_q or buffer[1] != keys:
-        raise ShapeError(explain("logits.shape", buffer, f"(rows, {keys}), of s_q={s_q} rows at least"))
-    return made
+_OF_LOGITS = logits_operation.PagedArguments(clean=False, out_dtype=None, kernel=None)
 
 
-def _view(native: Any, x: Any, name: str, least: int) -> View:
-    """A view of an array of `least` axes or one more."""
-    view: View = native.view(x, name)
-    if not least <= len(view.shape) <= least + (name in ("cache", "seqlens")):
-        raise ShapeError(explain(f"{name}.shape", view.shape, f"{least} axes"))
-    return view
+def _examine(views: Views, options: PagedSelectOptions) -> Examined:
+    check_selection(options)
+    slots = check_flag("slots", options.slots)
+    logits_operation.OPERATION.examine(views, _OF_LOGITS)
+    q, cache, table = (present(views, name) for name in ("q", "cache", "block_table"))
+    s_q, keys = q.shape[1], table.shape[1] * cache.shape[1]
+    if s_q > MAX_SIZE or keys > MAX_SIZE:
+        got = f"s_q={s_q}, max_pages * page_size={keys}"
+        raise ShapeError(explain("q and block_table", got, f"at most {MAX_SIZE}", "the top-k counts so far"))
+    buffer = views["logits"]
+    if buffer is not None and buffer.shape[0] < max(1, s_q):
+        raise ShapeError(explain("logits.shape[0]", buffer.shape[0], f"at least s_q={s_q} rows, of a sequence"))
+    resolved = options._replace(slots=slots, kernel=check_kernels(_PIPELINE, options.kernel))
+    return Examined(None, resolved, sizes={"topk": options.topk})
+
+
+def _divide(call: Call) -> Division:
+    """Chunks of as many sequences as the buffer has s_q rows for."""
+    options: PagedSelectOptions = call.options
+    parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
+    (b, s_q, _, _), page_size = call.view("q").shape, call.view("cache").shape[1]
+    keys = call.view("block_table").shape[1] * page_size
+    if s_q == 0:
+        return Division({}, ())
+    buffer, sizes = parts["logits"], {}
+    if buffer is None:
+        rows = rows_of_buffer(b, keys * s_q, options.buffer_bytes) * s_q
+        buffer = workspace_part("buffer", (rows, keys), "float32", call.view("q").device)
+        sizes = {"buffer": 4 * rows * keys}
+    count = min(buffer.view.shape[0], MAX_SIZE) // s_q
+    steps: list[Stage] = []
+    for begin in range(0, b, count):
+        end = min(b, begin + count)
+
+        def chunk(name: str, begin: int = begin, end: int = end) -> Part:
+            part = parts[name]
+            assert part is not None
+            return part.cut(0, begin, end)
+
+        logits = buffer.cut(0, 0, (end - begin) * s_q)
+        scored: dict[str, Part | None] = {name: chunk(name) for name in ("q", "weights", "seqlens", "block_table")}
+        scored |= {"cache": parts["cache"], "logits": logits.split(s_q)}
+        steps.append(Stage("logits", logits_operation.OPERATION, scored, tuple(_OF_LOGITS)))
+        selected: dict[str, Part | None] = {name: chunk(name).flat() for name in ("indices", "counts")}
+        selected |= {"logits": logits, "ke": chunk("seqlens").flat()}
+        selected["block_table"] = chunk("block_table") if options.slots else None
+        steps.append(topk_stage(selected, options, page_size if options.slots else 1))
+    return Division(sizes, steps)
+
+
+_PIPELINE = CompositePipeline(logits=logits_operation.OPERATION, topk=topk_operation.OPERATION)
+
+OPERATION = Composite(
+    "indexer_select_paged",
+    inputs=(
+        *(replace(array, even=array.name == "seqlens") for array in logits_operation.OPERATION.inputs),
+        Input("logits", "rows max_pages*page_size", ("float32",), optional=True, contiguous=True, scratch=True),
+    ),
+    outputs=(
+        Output("indices", "b s_q topk", int32, layout="rows", even=True),
+        Output("counts", "b s_q", int32, even=True),
+    ),
+    sizes=logits_operation.OPERATION.sizes,
+    min_sizes=logits_operation.OPERATION.min_sizes,
+    options=PagedSelectOptions,
+    examine=_examine,
+    reference_options=("topk", "slots", "order", "keep_first", "keep_last"),
+    pipeline=_PIPELINE,
+    divide=_divide,
+)

@@ -6,7 +6,7 @@ there is no GPU. `layer` holds the textbook MLA layer around the attention.
 
 # ---- Written by `python -m tests.generate`: the oracle's functions
 from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_update
-from mla_cupy.reference.dense_decode import mla_decode
+from mla_cupy.reference.dense_decode import cascade_decode, mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
 from mla_cupy.reference.indexer_loss import (
     IndexerLoss,
@@ -21,6 +21,7 @@ from mla_cupy.reference.indexer_records import (
     indexer_prepare_k,
     indexer_prepare_q,
 )
+from mla_cupy.reference.indexer_select import indexer_select, indexer_select_paged
 from mla_cupy.reference.indexer_topk import indexer_topk
 from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_weights
 from mla_cupy.reference.merge import merge_states
@@ -36,6 +37,7 @@ __all__ = [
     "cache_copy_pages",
     "cache_gather",
     "cache_update",
+    "cascade_decode",
     "indexer_cache_append",
     "indexer_cache_gather",
     "indexer_head_sums",
@@ -43,6 +45,8 @@ __all__ = [
     "indexer_logits_paged",
     "indexer_prepare_k",
     "indexer_prepare_q",
+    "indexer_select",
+    "indexer_select_paged",
     "indexer_sparse_loss",
     "indexer_topk",
     "indexer_warmup_loss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,30 @@ def mla_decode(
     if rounding is not None:
         out = round_to(out, dtype_name(q.dtype))
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+
+
+def cascade_decode(
+    q: npt.ArrayLike,
+    kv_cache: npt.ArrayLike,
+    block_table: npt.ArrayLike,
+    seqlens: npt.ArrayLike,
+    *,
+    groups: Sequence[tuple[int, int, int]],
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Attend as `mla_decode` does, where a group's sequences have the first pages of its first one.
+
+    Parameters
+    ----------
+    q, kv_cache, block_table, seqlens, **options
+        As for `mla_decode`.
+    groups : sequence of (int, int, int)
+        First sequence, number of sequences, and pages that they share.
+    """
+    table = np.array(block_table)
+    for first, count, pages in groups:
+        table[first : first + count, :pages] = table[first, :pages]
+    return mla_decode(q, kv_cache, table, seqlens, **options)
 
 
 def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -74,21 +73,9 @@ def make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
 class _Placed(Plan):
     """A plan, with the memory that the operator was given: PyTorch may have moved the workspace."""
 
-    __slots__ = ("_plan", "address")
-
     def __init__(self, plan: DecodePlan, workspace: torch.Tensor) -> None:
         self._plan = plan
-        self.address = _address(plan, workspace)
-
-    @property
-    def device(self) -> int:
-        """The plan's."""
-        return self._plan.device
-
-    @property
-    def state(self) -> Hashable:
-        """The plan's."""
-        return self._plan.state
+        self.address, self.device, self.state = _address(plan, workspace), plan.device, plan.state
 
     def configuration(self, request: Request) -> Any:
         """The plan's."""

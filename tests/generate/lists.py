@@ -145,7 +145,7 @@ def described(module: Module) -> list[Described]:
     """The operations that a module describes."""
     found = []
     for constant, value in module.assigned().items():
-        if isinstance(value, ast.Call) and _is_call(value, "Operation"):
+        if isinstance(value, ast.Call) and any(_is_call(value, kind) for kind in ("Operation", "Composite")):
             internal = any(word.arg == "internal" and ast.literal_eval(word.value) for word in value.keywords)
             found.append(Described(constant, ast.literal_eval(value.args[0]), internal))
     return found
@@ -174,9 +174,10 @@ def operation_lists(root: Path) -> Texts:
 def _ops_init(init: Path, of_ops: list[Module], names: list[tuple[str, list[str]]], every: list[str]) -> str:
     describing = [module for module in of_ops if described(module)]
     constants = "".join(f"    {m.stem}.{one.constant},\n" for m in describing for one in described(m))
-    lists = ["BOUND_OPERATIONS", "OPERATIONS", "POOL_OPERATIONS"]
+    lists = ["BOUND_OPERATIONS", "COMPOSITE_OPERATIONS", "OPERATIONS", "POOL_OPERATIONS"]
     block = (
         imports([(f"{PACKAGE}.ops", [module.stem for module in describing]), *names])
+        + f"from {PACKAGE}.ops.composite import Composite\n"
         + f"from {PACKAGE}.ops.operation import Operation\n\n"
         + all_of(sorted([*lists, *every]))
         + f"\n_DESCRIBED: tuple[Operation, ...] = (\n{constants})\n"

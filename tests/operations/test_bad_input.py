@@ -76,9 +76,9 @@ def test_outputs_that_overlap_another_array(operation: Operation, place: str) ->
 def test_outputs_between_the_rows_of_another_array_are_fine(operation: Operation, recorder: Recorder) -> None:
     """Interleaved, without a common byte: the check is exact where the intervals alone would say no."""
     call = good_call(operation)
-    name = next((name for name in output_names(operation) if call[name].ndim > 1), "")
+    name = next((output.name for output in operation.outputs if call[output.name].ndim > 1 and not output.even), "")
     if not name:
-        pytest.skip("has no rows")
+        pytest.skip("has no rows that may lie apart")
     x = call[name]
     both = np.full((x.shape[0], 2, *x.shape[1:]), 7, x.dtype)
     call[name] = both[:, 0]

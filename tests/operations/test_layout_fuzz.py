@@ -7,6 +7,7 @@ whole elements is an error, also among good ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,9 @@ class LaidOut(NamedTuple):
 def lay_out(rng: np.random.Generator, x: Array, array: Input | Output) -> LaidOut:
     """The same values somewhere else, in some other way that the record allows."""
     layout = ("rows" if array.contiguous else "any") if isinstance(array, Input) else array.layout
+    if array.even and x.ndim > 1:  # the first two axes as one
+        one = lay_out(rng, x.reshape(-1, *x.shape[2:]), replace(array, even=False))
+        return one._replace(view=one.view.reshape(x.shape))
     if array.name == "cache":  # of records: whole pages lie apart
         return lay_out_pages(rng, x)
     free = list(range(x.ndim if layout == "any" else x.ndim - 1))

@@ -18,7 +18,7 @@ from mla_cupy import MlaError, dtypes
 from mla_cupy.ops.backend import oracle
 from mla_cupy.ops.operation import Operation
 from tests.support.mistakes import Call, Foreign, HostForeign
-from tests.support.operations import each, function_of, good_call, off_by_a_byte, output_names, stepped_by_bytes
+from tests.support.operations import CHOSEN, each, function_of, good_call, off_by_a_byte, output_names, stepped_by_bytes
 from tests.support.recorder import Elsewhere, Recorder
 from tests.support.workspace import aligned_bytes
 
@@ -204,9 +204,10 @@ def test_on_the_host(operation: Operation, count: int, monkeypatch: pytest.Monke
 
 def assert_right(operation: Operation, call: Call, results: tuple[Any, ...], seed: int) -> None:
     """The oracle's answer on clean copies of the arrays, rounded once."""
-    given = {array.name: call.get(array.name) for array in operation.inputs}
+    given = {array.name: call.get(array.name) for array in operation.inputs if not array.scratch}
     inputs = {name: None if x is None else np.ascontiguousarray(x) for name, x in given.items()}
-    numbers = {name: call[name] for name in operation.reference_options if call.get(name) is not None}
+    options = {**CHOSEN.get(operation.name, {}), **call}
+    numbers = {name: options[name] for name in operation.reference_options if options.get(name) is not None}
     with np.errstate(all="ignore"):
         exact = oracle(operation.name)(**inputs, **numbers)
     for name, result, wanted in zip(output_names(operation), results, exact, strict=True):

@@ -1,6 +1,6 @@
 """Calls of every operation, and mistakes in them, made from the operations' own records.
 
-An operation that is added to `OPERATIONS` gets these tests without a line of its own.
+An operation that is added to `OPERATIONS` or `COMPOSITE_OPERATIONS` gets these tests without a line of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import mla_cupy
 from mla_cupy import DeviceError, DTypeError, ShapeError, dtypes
 from mla_cupy.arrays.view import View
-from mla_cupy.ops import OPERATIONS
+from mla_cupy.ops import COMPOSITE_OPERATIONS, OPERATIONS
 from mla_cupy.ops.operation import Input, Operation, Output
 from tests.support.mistakes import Bad, Call, Foreign, gapped, shifted, swap
 
@@ -36,6 +36,12 @@ SIZES = {
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
 #: Values of whole numbers, where any others would say little.
 VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 3], "cu_seqlens_kv": [0, 12, 20]}
+#: Options that a good call has.
+CHOSEN: dict[str, dict[str, Any]] = {
+    "cascade_decode": {"groups": ((0, 2, 1),)},
+    "indexer_select": {"topk": 5},
+    "indexer_select_paged": {"topk": 5},
+}
 #: Hardly an array of any operation has them.
 FOREIGN_DTYPES = ("float64", "int64")
 
@@ -45,6 +51,8 @@ Array = np.ndarray[Any, Any]
 def function_of(operation: Operation) -> Callable[..., Any]:
     """The public function; what it returns is a tuple, also of a single result."""
     found: Callable[..., Any] = getattr(mla_cupy, operation.name)
+    if operation.name in CHOSEN:
+        return functools.partial(found, **CHOSEN[operation.name])
     if len(operation.outputs) > 1:
         return found
 
@@ -252,7 +260,7 @@ def contiguous_view(x: Array, device: int) -> View:
 
 def each() -> list[Operation]:
     """Every operation of the package."""
-    return list(OPERATIONS.values())
+    return [*OPERATIONS.values(), *COMPOSITE_OPERATIONS.values()]
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: str) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mla_cupy import arrays
+from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.kernels import KERNELS
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import forget
@@ -110,6 +111,22 @@ class Elsewhere(np.ndarray):  # type: ignore[type-arg]
     """An array on the second fake GPU."""
 
 
+def _array_of(view: arrays.View) -> Any:
+    """What a view sees."""
+    dtype = numpy_dtype(view.dtype)
+
+    class Interface:
+        __array_interface__ = {  # noqa: RUF012
+            "data": (view.ptr, False),
+            "shape": view.shape,
+            "strides": tuple(dtype.itemsize * stride for stride in view.strides),
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+    return np.asarray(Interface())
+
+
 class _FakeCupy:
     """What plans ask of CuPy."""
 
@@ -122,6 +139,9 @@ class _FakeCupy:
     def own_memory(self, nbytes: int, device: int) -> Any:
         memory = np.zeros(nbytes, np.uint8)
         return SimpleNamespace(memory=memory, ptr=memory.ctypes.data)
+
+    def assign(self, out: arrays.View, source: arrays.View, minus: int, stream: int) -> None:
+        _array_of(out)[...] = _array_of(source) - minus if minus else _array_of(source)
 
     def write(self, address: int, data: Any, device: int) -> None:
         ctypes.memmove(address, data.ctypes.data, data.nbytes)
