@@ -215,7 +215,7 @@ def format_of(dtype: str, width: int, argument: str = "cache", name: object = No
     """
     kind = "uint8" if dtype in BYTE_DTYPES else dtype
     names = [record.name for record in LATENT_FORMATS]
-    if name is not None and name not in names:
+    if name is not None and not (isinstance(name, str) and name in names):
         raise ArgumentError(explain("record", repr(name), f"None, or one of {', '.join(names)}"))
     candidates = [record for record in LATENT_FORMATS if name in (None, record.name)]
     for record in candidates:

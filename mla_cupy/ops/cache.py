@@ -203,7 +203,8 @@ def _examine_append(views: Views, given: _AppendOptions) -> Examined:
         expected = f"an array of width {record.d_rope}" if record.d_rope else "None"
         raise ShapeError(explain("rope", got, f"{expected} for {record.name}"))
     _check_rotation(views, record)
-    if given.scales is not None and given.scales not in [name for name in record.scales if name != "none"]:
+    named = isinstance(given.scales, str) and given.scales in [name for name in record.scales if name != "none"]
+    if given.scales is not None and not named:
         raise ArgumentError(explain("scales", repr(given.scales), f"None, or one of {', '.join(record.scales)}"))
     interleaved = check_flag("interleaved", given.interleaved)
     scales = record.scales[0] if given.scales is None else given.scales

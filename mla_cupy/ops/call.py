@@ -134,7 +134,7 @@ def run(call: Invocation, adopted_by: Native | None = None) -> tuple[Any, ...]:
     entry, addresses = found
     native = entry.native
     handle = native.current_stream(entry.device) if call.stream is None else families.stream_handle(call.stream)
-    results = call.arrays[entry.begin :]
+    results = call.arrays[entry.given]
     if entry.missing:
         results = _complete(entry, call, addresses, handle)
     memory, scratch = 0, None
@@ -189,7 +189,7 @@ def _complete(entry: Entry, call: Invocation, addresses: list[int], stream: int)
     for index, shape, dtype in entry.missing:
         arrays[index] = made = native.empty(shape, dtype, entry.device, stream)
         addresses[index + 1] = native.address(made)
-    return tuple(arrays[entry.begin :])
+    return tuple(arrays[entry.given])
 
 
 def _first(call: Invocation) -> tuple[Any, ...]:
@@ -331,7 +331,7 @@ def _entry(
         prepared=prepared,
         nbytes=configured.nbytes,
         missing=tuple((index, *form) for index, form in missing.items()),
-        begin=len(call.operation.inputs),
+        given=slice(len(call.operation.inputs), None),
         reach=tuple(reach),
         written=tuple(at for at in written if reach[at] is not None),
         apart=addresses.copy(),

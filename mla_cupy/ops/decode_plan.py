@@ -301,8 +301,8 @@ def plan_decode(
     for argument, value in sizes.items():
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
             raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
-    if d_qk not in (D_QK, D_V):
-        raise ArgumentError(explain("d_qk", d_qk, f"{D_QK} or {D_V}"))
+    if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
+        raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
     if h_q % h_kv:
         raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
     if max_pages * page_size > MAX_TOKENS:
@@ -346,7 +346,7 @@ def _record(name: Any, d_qk: int, h_kv: int) -> str:
     """The record of a cache of bytes, "" for 16-bit rows."""
     if name is None:
         return ""
-    if name not in RECORDS:
+    if not (isinstance(name, str) and name in RECORDS):
         raise ArgumentError(explain("record", repr(name), "None, or one of " + ", ".join(RECORDS)))
     if d_qk != cache_formats.FORMATS[name].d_qk:
         raise ArgumentError(explain("d_qk", d_qk, f"{cache_formats.FORMATS[name].d_qk} for {name}"))

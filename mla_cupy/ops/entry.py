@@ -81,8 +81,8 @@ class Entry:
     prepared : Prepared
     nbytes : int
         Size of the workspace that is needed.
-    begin : int
-        Index of the first output.
+    given : slice
+        The outputs among the arrays.
     missing : tuple
         (index, shape, dtype) of the outputs to allocate.
     reach : tuple
@@ -100,7 +100,7 @@ class Entry:
     device: int
     prepared: Prepared
     nbytes: int
-    begin: int
+    given: slice
     missing: tuple[tuple[int, tuple[int, ...], str], ...]
     reach: tuple[Span | None, ...]
     written: tuple[int, ...]

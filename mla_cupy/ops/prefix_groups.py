@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.runtime import device as devices
 from mla_cupy.shapes import MAX_INT32, TILE_TOKENS
@@ -71,7 +71,7 @@ def shared_prefixes(
 
     Raises
     ------
-    ShapeError, ArgumentError
+    ShapeError, DTypeError, ArgumentError
 
     Notes
     -----
@@ -85,13 +85,15 @@ def shared_prefixes(
     >>> mla_cupy.shared_prefixes(table, np.array([40, 33, 64, 9]), page_size=16, h_q=16, always=True)
     (PrefixGroup(first=0, sequences=3, pages=2),)
     """
-    table, lengths = np.asarray(block_table), np.asarray(seqlens)
+    table, lengths = _integers("block_table", block_table), _integers("seqlens", seqlens)
     if table.ndim != 2 or lengths.shape != table.shape[:1]:
         got = f"{table.shape} and {lengths.shape}"
         raise ShapeError(explain("block_table.shape and seqlens.shape", got, "(b, max_pages) and (b,)"))
     for argument, value in (("page_size", page_size), ("h_q", h_q), ("s_q", s_q)):
         check_count(argument, value, 1, MAX_INT32)
     always = check_flag("always", always)
+    if device is not None and not (is_integer(device) and device >= 0):
+        raise ArgumentError(explain("device", repr(device), "a CUDA ordinal, or None"))
     if len(table) < 2:
         return ()
     common = _common_pages(table, np.clip((lengths - s_q + 1) // page_size, 0, table.shape[1]))
@@ -108,6 +110,19 @@ def shared_prefixes(
                 saved += group.pages * (group.sequences - 1) if always else gain
         found = max(found, (saved, tuple(groups)))
     return found[1]
+
+
+def _integers(argument: str, x: Any) -> Array:
+    """An array of the host as NumPy's; raises DTypeError unless it has integers."""
+    if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, list, tuple)):
+        raise DTypeError(explain(argument, f"a {type(x).__name__}", "a NumPy array of integers", "copy it to the host"))
+    try:
+        array = np.asarray(x)
+    except ValueError:  # of lists of several lengths
+        array = np.asarray(x, object)
+    if array.dtype.kind not in "iu" and array.size:
+        raise DTypeError(explain(f"{argument}.dtype", array.dtype, "integers"))
+    return array.astype(np.int64)
 
 
 def _common_pages(table: Array, limits: Array) -> Array:

@@ -170,7 +170,7 @@ OPERATION = Operation(
         Output("lse", "b s_q h_q", even=True),
     ),
     sizes={"d_v": (D_V,)},
-    min_sizes={"h_q": 1},
+    min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1},
     options=_Options,
     examine=_examine,
     reference_options=("scale", "lse_base", "empty_lse"),

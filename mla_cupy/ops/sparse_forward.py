@@ -144,8 +144,7 @@ def sparse_mla_forward(
     ((2, 16, 512), 1.0, 24.693, 24.0)
     """
     options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
-    selection = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv)
-    arrays = (*selection, out, lse, max_logits)
+    arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
     out, lse, max_logits = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
     return out, lse, max_logits
 

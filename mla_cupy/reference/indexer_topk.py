@@ -104,5 +104,6 @@ def _select(values: Array, k: int, order: str, keep_first: int, keep_last: int) 
 def _in_pages(chosen: Array, table: Array, page_size: int) -> Array:
     pages = chosen // page_size
     there = pages < len(table)
-    slots: Array = np.where(there, table[np.where(there, pages, 0)] * page_size + chosen % page_size, -1)
+    slots = np.full(len(chosen), -1, np.int64)
+    slots[there] = table[pages[there]] * page_size + chosen[there] % page_size
     return np.where((slots >= 0) & (slots < 2**31), slots, -1)

@@ -127,6 +127,9 @@ APPEND = [
         ("cache.shape[-1]", "640 of uint8", "656 of uint8 (v32)")),
     Bad("another record", option("record", "v4"), ShapeError, ("cache.shape[-1]", "656", "584 of uint8")),
     Bad("no record", option("record", "v5"), ArgumentError, ("record", "'v5'", "v32, v4")),
+    Bad("scales of numbers", option("scales", np.array([1, 2])), ArgumentError, ("scales", "power_of_2, plain")),
+    Bad("record of numbers", option("record", np.array([1, 2])), ArgumentError, ("record", "v32, v4")),
+    Bad("a large flag", option("interleaved", 2**63), ArgumentError, ("interleaved", "True or False")),
     Bad("rule of scales", option("scales", "ue8m0"), ArgumentError, ("scales", "'ue8m0'", "power_of_2, plain")),
     Bad("kv_scale", option("kv_scale", 0.0), ArgumentError, ("kv_scale", "0.0", "above 0")),
     Bad("kv_scale of v32", option("kv_scale", 0.5), ArgumentError, ("kv_scale", "0.5", "1 for v32")),
@@ -242,3 +245,11 @@ def test_no_token_at_all_is_fine(record: CacheFormat, monkeypatch: pytest.Monkey
     mla_cupy.cache_append(latent, rope, cache, np.array([-1, -1, 8]))
     mla_cupy.cache_append(latent[:0], None if rope is None else rope[:0], cache, np.zeros(0, np.int64))
     assert (cache == before).all()
+
+
+def test_a_large_flag_after_a_good_call(recorder: Recorder) -> None:
+    """NumPy's truth values cannot be compared with it."""
+    call = GOOD["cache_append"]()
+    mla_cupy.cache_append(**call, interleaved=np.uint8(1))
+    with pytest.raises(ArgumentError, match="interleaved: got 9223372036854775808"):
+        mla_cupy.cache_append(**call, interleaved=2**63)

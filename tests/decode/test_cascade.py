@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, PlanError, PrefixGroup, ShapeError, reference
+from mla_cupy import ArgumentError, DTypeError, PlanError, PrefixGroup, ShapeError, reference
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import upload
@@ -95,6 +95,13 @@ def test_the_model_decides() -> None:
         ({"seqlens": np.zeros(3, int)}, ShapeError, r"\(2, 3\) and \(3,\)"),
         ({"block_table": np.zeros(2, int)}, ShapeError, r"\(b, max_pages\)"),
         ({"page_size": 0}, ArgumentError, "page_size: got 0"),
+        ({"device": "cuda"}, ArgumentError, "device: got 'cuda'"),
+        ({"device": -1}, ArgumentError, "device: got -1"),
+        ({"seqlens": np.array(["3", "4"])}, DTypeError, "seqlens.dtype: got <U1, expected integers"),
+        ({"seqlens": "34"}, DTypeError, "seqlens: got a str"),
+        ({"seqlens": np.ma.zeros(2, int)}, DTypeError, "seqlens: got a MaskedArray"),
+        ({"block_table": np.zeros((2, 3))}, DTypeError, "block_table.dtype: got float64"),
+        ({"block_table": [[1, 2], [3]]}, DTypeError, "block_table.dtype: got object"),
         ({"s_q": 1.5}, ArgumentError, "s_q: got 1.5"),
         ({"always": "yes"}, ArgumentError, "always: got 'yes'"),
     ],

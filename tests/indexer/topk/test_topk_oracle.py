@@ -67,3 +67,11 @@ def test_forced_keys() -> None:
     _, _, values = indexer_topk(rows, k=2, keep_first=2)
     assert values is not None
     assert values.tolist() == [[0, 1]]
+
+
+def test_places_in_a_table_without_pages() -> None:
+    """Every key is past the table's end."""
+    table = np.zeros((1, 0), np.int32)
+    indices, counts, _ = indexer_topk(np.ones((1, 4), np.float32), k=2, block_table=table)
+    assert indices.tolist() == [[-1, -1]]
+    assert counts.tolist() == [2]
