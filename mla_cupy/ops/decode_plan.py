@@ -301,6 +301,7 @@ def plan_decode(
     for argument, value in sizes.items():
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
             raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
+    max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
     if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
         raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
     if h_q % h_kv:

@@ -27,6 +27,7 @@ QUICK, SLOW = 100, 1000
 OPTIONS = (
     *("d_v", "scale", "causal", "lse_base", "empty_lse", "out_dtype", "dkv_dtype", "deterministic", "kernel"),
     *("check", "clean", "stream", "workspace", "plan", "target", "target_scale", "gradients"),
+    *("groups", "topk", "slots", "order", "relative", "keep_first", "keep_last", "buffer_bytes", "accumulate"),
 )
 
 
@@ -49,7 +50,7 @@ class Lazy:
 
 
 NONSENSE: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, 2, -1, 3, 512, 2**31, 2**70, -(2**70), 0.5, -0.5, 1e300, 1e-300, float("nan")),
+    *(None, True, False, 0, 1, 2, -1, 3, 512, 2**31, 2**63, 2**70, -(2**70), 0.5, -0.5, 1e300, 1e-300, float("nan")),
     *(float("inf"), -float("inf"), 1j, "", "e", "2", "10", "float32", "bfloat16", "float16", "True", b"e", "q"),
     *([], [1], {}, (), set(), (1, 2), [[1.0]], range(3), slice(None), len, object(), object, type, Ellipsis),
     *(np.float32(0.5), np.float64(2), np.int32(1), np.int64(512), np.bool_(True), np.str_("e"), np.dtype("float32")),
@@ -57,6 +58,8 @@ NONSENSE: tuple[Any, ...] = (
     *(np.zeros(0, np.uint8), np.zeros(3, object), np.zeros(3, "U3"), np.zeros(3, "M8[s]"), np.zeros(2, complex)),
     *(np.zeros(2, [("a", "i4")]), np.ma.zeros(3), np.array("e"), np.array([True]), np.zeros(3, "V0")),
     *(Foreign(), HostForeign(), Foreign, Unequal(), Lazy()),
+    *({"topk": 3}, {"logits": None, "merge": "merge_states"}, {3: "q"}, (("topk", []),), ((),), {"prefix": []}),
+    *([(0, 2, 1)], [[0, 1, 1]], ((0, 2, 2**63),), ((0, True, 1),), ([0, 2, 1],), np.array([[0, 2, 1]]), [(0, 2)]),
 )
 
 

@@ -404,3 +404,13 @@ def test_a_plan_for_a_device_without_cupy(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(mla_cupy.MlaError):
         mla_cupy.plan_decode(**PLAN, device=0)
+
+
+def test_a_plan_of_numpy_s_numbers(recorder: Recorder) -> None:
+    """Addresses and sizes are computed from them, which 32 bits would not hold."""
+    small = {name: np.int32(value) for name, value in PLAN.items() if type(value) is int}
+    plan = mla_cupy.plan_decode(**{**PLAN, **small})
+    assert plan.workspace_bytes == mla_cupy.plan_decode(**PLAN).workspace_bytes
+    assert plan.splits is not None
+    assert plan.splits.h_kv == PLAN["h_kv"]
+    plan.update(np.array([20, 33], np.int32))
