@@ -135,12 +135,8 @@ class SimFamily(arrays.NumpyFamily):
         return super().signature(arrays) if whole else None
 
     def address(self, x: Any) -> int:
-        """The address of the first element on the device; as far from a multiple of 16 bytes as on the host."""
-        first = int(x.ctypes.data)
-        if _lowest(x) % 16:  # where no mapping can begin
-            while isinstance(x.base, np.ndarray):
-                x = x.base
-        address: int = self._memory.map(x) + first - _lowest(x)
+        """The address of the first element on the device; views of one array lie there as they do on the host."""
+        address: int = self._memory.map(x) + int(x.ctypes.data) - _lowest(x)
         return address
 
     def current_device(self) -> int:

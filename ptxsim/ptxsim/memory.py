@@ -31,7 +31,13 @@ DEVICE_BASE = 1 << 48
 """Mapped arrays lie from here on, above every address of the host."""
 
 BUFFER_SHIFT = 36
-"""Mapped arrays are 2**36 bytes apart, so that an address names its array."""
+"""Mapped arrays are 2**36 bytes apart, views of one array aside, so that an address names its array."""
+
+_ALIGNED = 16
+"""Buffers begin at multiples of so many bytes, those that the widest access reads: their typed views depend on it."""
+
+_ALLOCATED = 256
+"""Of each array, what is mapped first begins at a multiple of so many bytes, as an allocation on a device does."""
 
 _NEAR = 4096
 """An address this close behind a registered array is reported as out of that array's bounds."""
@@ -71,6 +77,51 @@ class Buffer:
         return array
 
 
+class _Window:
+    """An array's place on the device: one buffer for each run of its bytes that is mapped, in ascending order."""
+
+    def __init__(self, index: int, base: int, start: int, stop: int) -> None:
+        self.index, self.base, self.start, self.stop = index, base, start, stop
+        self.buffers: list[Buffer] = []
+        self._mapped: dict[tuple, tuple[np.ndarray, int, str]] = {}
+
+    def add(self, whole: np.ndarray, first: int, key: tuple, name: str) -> None:
+        """Map some bytes of an array that begins at ``first`` on the host: a start, a stop, and whether to write."""
+        self._mapped[key] = (whole, first, name)
+        self._merge()
+
+    def remove(self, key: tuple) -> None:
+        """Take bytes back, but for those that others have mapped too."""
+        del self._mapped[key]
+        self._merge()
+
+    def _merge(self) -> None:
+        """Make the buffers again, those apart that do not change."""
+        runs: list[list] = []
+        for (start, stop, writable), (whole, first, name) in sorted(self._mapped.items(), key=lambda item: item[0]):
+            low = start - (start - self.start) % _ALIGNED
+            if runs and (low < runs[-1][1] or low == runs[-1][0]):
+                runs[-1][1], runs[-1][2] = max(stop, runs[-1][1]), writable or runs[-1][2]
+            else:
+                runs.append([low, stop, writable, whole, first, name])
+        before = {(each.base, each.size, each.writable): each for each in self.buffers}
+        self.buffers = []
+        for low, stop, writable, whole, first, name in runs:
+            base = self.base + low - self.start
+            buffer = before.get((base, stop - low, writable))
+            if buffer is None:
+                buffer = Buffer(whole[low - first : stop - first], base, name)
+                buffer.writable = writable
+            self.buffers.append(buffer)
+
+    def find(self, address: int) -> Buffer | None:
+        """Return the buffer that an address belongs to, or is behind."""
+        if len(self.buffers) == 1 and address >= self.buffers[0].base:
+            return self.buffers[0]
+        at = bisect.bisect_right(self.buffers, address, key=lambda buffer: buffer.base)
+        return self.buffers[at - 1] if at else None
+
+
 class Memory:
     """Global memory: registers NumPy arrays and hands out device addresses.
 
@@ -84,7 +135,8 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[int, Buffer] = {}
+        self._windows: dict[int, _Window] = {}
+        self._starts: list[tuple[int, int]] = []  # where each window begins on the host, and its number; ascending
         self._known: dict[tuple, tuple[int, np.ndarray]] = {}
         self._free: list[int] = []
         self._host: list[tuple[int, Buffer]] = []
@@ -99,6 +151,9 @@ class Memory:
 
     def map(self, array: np.ndarray, name: str = "") -> int:
         """Register an array and return its device address.
+
+        Views of one array lie on the device as they do on the host, as far from each other, so that those that overlap
+        here overlap there. Bytes that belong to none of them are out of bounds.
 
         Parameters
         ----------
@@ -116,14 +171,26 @@ class Memory:
         key = (start, stop, array.flags.writeable)
         if key in self._known:
             return self._known[key][0]
-        index = self._free.pop() if self._free else len(self.buffers) + 1
-        flat = _flat(array, start, stop)
+        whole, first = _owner(array, start, stop)
+        window = self._window(first, first + whole.size, start)
+        window.add(whole, first, key, name or f"array {window.index} {array.dtype}{list(array.shape)}")
+        address = window.base + (start - window.start)
+        self._known[key] = (address, array)
+        return address
+
+    def _window(self, start: int, stop: int, at: int) -> _Window:
+        """Return the window that these bytes of the host lie in, or a new one where byte ``at`` is well aligned."""
+        place = bisect.bisect_right(self._starts, (start, FIRST_WINDOW)) - 1
+        if place >= 0 and start < stop <= self._windows[self._starts[place][1]].stop:
+            return self._windows[self._starts[place][1]]
+        index = self._free.pop() if self._free else len(self._windows) + 1
         base = DEVICE_BASE + (index << BUFFER_SHIFT)
         if base >= FIRST_WINDOW:
             raise MemoryFault("too many arrays are mapped")
-        self.buffers[index] = Buffer(flat, base, name or f"array {index} {array.dtype}{list(array.shape)}")
-        self._known[key] = (base, array)
-        return base
+        whole_units = (at - start) // _ALIGNED * _ALIGNED
+        self._windows[index] = _Window(index, base + -whole_units % _ALLOCATED, start, stop)
+        bisect.insort(self._starts, (start, index))
+        return self._windows[index]
 
     def register(self, array: np.ndarray, name: str = "") -> int:
         """Make an array's bytes reachable at their own host address, and return it.
@@ -158,21 +225,28 @@ class Memory:
                 raise MemoryFault(f"no array is registered at {address:#x}")
             self._host = kept
             return
-        index = (address - DEVICE_BASE) >> BUFFER_SHIFT
-        if self.buffers.get(index) is None or self.buffers[index].base != address:
+        keys = [key for key, value in self._known.items() if value[0] == address]
+        if not keys:
             raise MemoryFault(f"no array is mapped at {address:#x}")
-        del self.buffers[index]
-        self._free.append(index)
-        self._known = {key: value for key, value in self._known.items() if value[0] != address}
+        window = self._windows[(address - DEVICE_BASE) >> BUFFER_SHIFT]
+        for key in keys:
+            del self._known[key]
+            window.remove(key)
+        if not window.buffers:
+            del self._windows[window.index]
+            self._starts.remove((window.start, window.index))
+            self._free.append(window.index)
 
     def all_buffers(self) -> list[Buffer]:
         """Every array that is mapped or registered; they may overlap."""
-        return [*self.buffers.values(), *(buffer for _, buffer in self._host)]
+        mapped = [buffer for window in self._windows.values() for buffer in window.buffers]
+        return [*mapped, *(buffer for _, buffer in self._host)]
 
     def find(self, address: int) -> Buffer | None:
         """Return the buffer that an address belongs to (it may still be out of its bounds)."""
         if address >= DEVICE_BASE:
-            return self.buffers.get((address - DEVICE_BASE) >> BUFFER_SHIFT)
+            window = self._windows.get((address - DEVICE_BASE) >> BUFFER_SHIFT)
+            return window and window.find(address)
         place = bisect.bisect_right(self._host, address, key=lambda entry: entry[0]) - 1
         if place < 0:
             return None
@@ -190,6 +264,17 @@ class Memory:
         if write and not buffer.writable:
             raise MemoryFault(f"write to read-only {buffer.name}")
         return buffer.bytes[offset : offset + size]
+
+
+def _owner(array: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, int]:
+    """Return the bytes of the array that owns another's memory, or of that one itself, and where they begin."""
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    low, high = byte_bounds(root) if root.size else (start, start)
+    if array.size and root.flags.c_contiguous and low <= start and stop <= high:
+        return root.reshape(-1).view(np.uint8), low
+    return _flat(array, start, stop), start
 
 
 def _flat(array: np.ndarray, start: int, stop: int) -> np.ndarray:

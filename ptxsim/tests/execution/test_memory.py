@@ -47,6 +47,38 @@ def test_strided_views_share_memory() -> None:
         memory.slice(address + 64, 20)
 
 
+def test_views_of_one_array_lie_as_they_do_on_the_host() -> None:
+    memory = ptxsim.Memory()
+    whole = np.arange(64, dtype="f4")
+    first, second, third = memory.map(whole[4:12]), memory.map(whole[8:20]), memory.map(whole[40:44])
+    assert (second - first, third - first) == (16, 144)
+    memory.slice(second, 4, write=True).view("f4")[0] = -1
+    assert memory.slice(first + 16, 4).view("f4")[0] == whole[8] == -1
+    assert memory.find(first) is memory.find(second) is not memory.find(third)
+    assert memory.slice(first, 64).view("f4").tolist() == whole[4:20].tolist()
+    for address in (first - 4, first + 64, third - 4, third + 16):  # what no view has is out of bounds
+        with pytest.raises(ptxsim.MemoryFault):
+            memory.slice(address, 4)
+    memory.unmap(second)
+    assert memory.slice(first, 32).view("f4").tolist() == whole[4:12].tolist()
+    with pytest.raises(ptxsim.MemoryFault):
+        memory.slice(first + 32, 4)
+    assert memory.map(whole) == first - 16
+
+
+def test_a_view_that_may_be_written_makes_its_bytes_writable() -> None:
+    memory = ptxsim.Memory()
+    whole = np.zeros(16, "u1")
+    fixed = whole[:8]
+    fixed.flags.writeable = False
+    address = memory.map(fixed)
+    with pytest.raises(ptxsim.MemoryFault, match="read-only"):
+        memory.slice(address, 1, write=True)
+    memory.map(whole[4:12])
+    memory.slice(address, 1, write=True)[:] = 7
+    assert whole[0] == 7
+
+
 def test_unmapped_addresses_are_used_again() -> None:
     memory = ptxsim.Memory()
     kept = memory.map(np.zeros(3))
