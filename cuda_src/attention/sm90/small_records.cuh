@@ -25,6 +25,7 @@
 #include "attention/sm90/small_records_math.cuh"
 #include "attention/sm90/small_records_scouts.cuh"
 #include "common/limits.cuh"
+#include "tile/prologue.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Kernel ----------------------------------------------------------------------------------------------------
@@ -34,9 +35,7 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, u8* smem) {
     static_assert(sizeof(SmallStorage<C>) <= kMaxDynamicSmem, "shared memory");
     SmallStorage<C>& s = *reinterpret_cast<SmallStorage<C>*>(smem);
     SmallBlock<C> block(p, s);
-    if (threadIdx.x == 0) init_storage(s);
-    __syncthreads();
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    start_block(s);
 
     const i32 warp = uniform_warp();
     constexpr i32 kMathWarps = C::kMathGroups * kWarpgroupWarps;

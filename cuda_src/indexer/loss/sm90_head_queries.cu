@@ -18,6 +18,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "tile/elements.cuh"
+#include "tile/prologue.cuh"
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -198,13 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                        const __grid_constant__ TensorMap index_k_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    if (threadIdx.x == 0) {
-        init_storage(s);
-        prefetch_tensormap(q_map);
-        prefetch_tensormap(k_map);
-    }
-    __syncthreads();
-    griddepcontrol_wait();
+    start_block(s, q_map, k_map);
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
     if (warp < kMathWarps) {

@@ -22,6 +22,7 @@
 #include "tile/elements.cuh"
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
+#include "tile/prologue.cuh"
 #include "tile/sw128_fragments.cuh"
 #include "tile/warp.cuh"
 
@@ -286,12 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                          const __grid_constant__ TensorMap q_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    if (threadIdx.x == 0) {
-        init_storage(s);
-        prefetch_tensormap(q_map);
-    }
-    __syncthreads();
-    griddepcontrol_wait();
+    start_block(s, q_map);
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
     const KeyList list = key_list(p, p.first_token + blockIdx.x);

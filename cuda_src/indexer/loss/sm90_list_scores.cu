@@ -17,6 +17,7 @@
 #include "ptx/convert.cuh"
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
+#include "tile/prologue.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::loss {
@@ -190,13 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                       const __grid_constant__ TensorMap index_q_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    if (threadIdx.x == 0) {
-        init_storage(s);
-        prefetch_tensormap(q_map);
-        prefetch_tensormap(index_q_map);
-    }
-    __syncthreads();
-    griddepcontrol_wait();
+    start_block(s, q_map, index_q_map);
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
     const KeyList list = key_list(p, p.first_token + blockIdx.x);

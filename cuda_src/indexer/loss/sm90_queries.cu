@@ -21,6 +21,7 @@
 #include "tile/elements.cuh"
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
+#include "tile/prologue.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
@@ -270,13 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                   const __grid_constant__ TensorMap k_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    if (threadIdx.x == 0) {
-        init_storage(s);
-        prefetch_tensormap(q_map);
-        prefetch_tensormap(k_map);
-    }
-    __syncthreads();
-    griddepcontrol_wait();
+    start_block(s, q_map, k_map);
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
     if (warp < kMathWarps) {
