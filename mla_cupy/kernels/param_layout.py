@@ -41,9 +41,9 @@ class Params:
 
     def __init__(self, **fields: Any) -> None:
         struct: Any = type(self)
-        differ = fields.keys() ^ _fields(struct).keys()
-        if differ:
-            raise TypeError(f"{struct.__name__}: missing or unknown: {', '.join(sorted(differ))}")
+        wanted = _fields(struct).keys()
+        if fields.keys() != wanted:
+            raise TypeError(f"{struct.__name__}: missing or unknown: {', '.join(sorted(fields.keys() ^ wanted))}")
         self.__dict__.update(fields)
 
 
@@ -94,7 +94,14 @@ def _layout(params: Any) -> ParamLayout:
 def values_of(params: Params) -> list[Any]:
     """The values of all members, in the order of the struct."""
     struct: Any = type(params)
-    return [value for name in _fields(struct) for value in _flat(getattr(params, name))]
+    values: list[Any] = []
+    for name in _fields(struct):
+        value = params.__dict__[name]
+        if isinstance(value, (tuple, Params)):
+            values += _flat(value)
+        else:
+            values.append(value)
+    return values
 
 
 @cache

@@ -13,7 +13,7 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Dim3 = tuple[int, int, int]
 
-ALIGNMENT = 128
+_BLOCK_ALIGNMENT = 128
 """Alignment of every by-value kernel parameter in bytes: tensor maps need it."""
 
 
@@ -43,9 +43,9 @@ class ArgumentBlock:
         total = 0
         for size in sizes:
             offsets.append(total)
-            total += -(-size // ALIGNMENT) * ALIGNMENT
-        self._storage = ctypes.create_string_buffer(total + ALIGNMENT)
-        base = -(-ctypes.addressof(self._storage) // ALIGNMENT) * ALIGNMENT
+            total += -(-size // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+        self._storage = ctypes.create_string_buffer(total + _BLOCK_ALIGNMENT)
+        base = -(-ctypes.addressof(self._storage) // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
         shift = base - ctypes.addressof(self._storage)
         whole = memoryview(self._storage).cast("B")
         self.views = tuple(

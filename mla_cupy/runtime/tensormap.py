@@ -18,7 +18,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, explain
 
 MAP_BYTES = 128
-ALIGNMENT = 128
+_MAP_ALIGNMENT = 128
 
 _ELEMENT = {row.name: (row.tensor_map, row.nbytes) for row in TABLE.values() if row.tensor_map is not None}
 _SWIZZLE = {"none": (0, 256 * 16), "32B": (1, 32), "64B": (2, 64), "128B": (3, 128)}
@@ -97,8 +97,8 @@ def encode(spec: TensorMapSpec) -> bytes:
         If the driver refuses it all the same.
     """
     spec.validate()
-    storage = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
-    address = -(-ctypes.addressof(storage) // ALIGNMENT) * ALIGNMENT
+    storage = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
+    address = -(-ctypes.addressof(storage) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     rank = len(spec.dims)
     status = _encode_function()(
         address,

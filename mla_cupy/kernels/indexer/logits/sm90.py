@@ -1,11 +1,14 @@
-"""Host side of `indexer/logits/sm90.cu`."""
+"""Host side of `indexer/logits/sm90.cu`, with products and sums in float32 or in float16."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.indexer.logits.problem import (
     BLOCK_TOKENS,
+    CODES,
     DTYPES,
     HEAD_DIMS,
     MAX_HEADS,
@@ -96,3 +99,22 @@ KERNEL = LogitsKernel(
     short_line=_SHORT_LINE,
     maps=maps,
 )
+
+
+def _not_in_half(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
+    """Why the build with float16 cannot take the problem; None if it can."""
+    return unsupported(problem, device) if problem.accumulate == "float16" else Reason('is for accumulate="float16"')
+
+
+HALF = replace(
+    KERNEL,
+    name="indexer_logits_sm90_half",
+    about="the same with products in float16: faster, for queries of small codes",
+    variants=variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
+    unsupported=_not_in_half,
+    variant=lambda problem: Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float16"),
+    tile_keys=HALF_TILE_KEYS,
+    maps=lambda call: (("q", q_map(call.view("q"))), ("k", k_map(call.view("k"), HALF_TILE_KEYS))),
+)
+
+KERNELS = (HALF, KERNEL)

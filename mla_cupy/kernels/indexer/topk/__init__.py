@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.indexer.topk import select, select_cluster
+from mla_cupy.kernels.indexer.topk import select
 from mla_cupy.kernels.indexer.topk.pipeline import TOPK
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -12,7 +12,4 @@ __all__ = [
     "TOPK",
 ]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (
-    select.KERNEL,
-    select_cluster.KERNEL,
-)
+KERNELS: tuple[KernelSpec[Any], ...] = (*select.KERNELS,)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.indexer.topk import select, select_cluster
+from mla_cupy.kernels.indexer.topk import select
 from mla_cupy.kernels.indexer.topk.problem import TopkOptions, TopkProblem
 from mla_cupy.kernels.params import TopkParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -25,7 +25,7 @@ class TopkConfig:
 class TopkPipeline(Pipeline[TopkConfig]):
     """The kernels of `indexer_topk`."""
 
-    kernels = (select_cluster.KERNEL, select.KERNEL)
+    kernels = select.KERNELS
 
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
