@@ -20,7 +20,6 @@
 #include "sparse_backward/delta.cuh"
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/sm90.cuh"
-#include "tile/prologue.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::sparse_backward::sm90 {
@@ -538,7 +537,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_sparse_backward_sm90(const __grid_constant__ BackwardParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    start_block(s);
+    if (threadIdx.x == 0) init_storage(s);
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     Block block(p, s);
     if (kMayMakeDelta && p.out != nullptr) {
         make_first_deltas(block);

@@ -23,7 +23,6 @@
 #include "attention/sm90/swapped.cuh"
 #include "common/limits.cuh"
 #include "sparse_forward/sm90_gather_role.cuh"
-#include "tile/prologue.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::sparse_forward {
@@ -230,7 +229,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     Block block{p, s, (i32)blockIdx.y, (i32)blockIdx.x * kBlockHeads};
-    start_block(s);
+    if (threadIdx.x == 0) init_storage(s);
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;

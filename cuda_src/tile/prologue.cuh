@@ -4,12 +4,12 @@
 #include "ptx/copy.cuh"
 
 namespace mla {
-// Thread 0 initialises the barriers (the kernel's own `init_storage`) and fetches tensor maps. Afterwards all threads
-// may use the barriers, and read what earlier kernels have written.
-template <class Storage, class... Maps>
-MLA_DEVICE void start_block(Storage& s, const Maps&... maps) {
+// Thread 0 calls `init`, which initialises the barriers, and fetches the tensor maps. Afterwards all threads may use
+// the barriers, and read what earlier kernels have written.
+template <class Init, class... TensorMaps>
+MLA_DEVICE void start_block(Init init, const TensorMaps&... maps) {
     if (threadIdx.x == 0) {
-        init_storage(s);
+        init();
         (prefetch_tensormap(maps), ...);
     }
     __syncthreads();

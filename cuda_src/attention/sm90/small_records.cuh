@@ -25,7 +25,6 @@
 #include "attention/sm90/small_records_math.cuh"
 #include "attention/sm90/small_records_scouts.cuh"
 #include "common/limits.cuh"
-#include "tile/prologue.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Kernel ----------------------------------------------------------------------------------------------------
@@ -35,7 +34,9 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, u8* smem) {
     static_assert(sizeof(SmallStorage<C>) <= kMaxDynamicSmem, "shared memory");
     SmallStorage<C>& s = *reinterpret_cast<SmallStorage<C>*>(smem);
     SmallBlock<C> block(p, s);
-    start_block(s);
+    if (threadIdx.x == 0) init_storage(s);
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     const i32 warp = uniform_warp();
     constexpr i32 kMathWarps = C::kMathGroups * kWarpgroupWarps;

@@ -15,6 +15,7 @@
 #include "indexer/loss/sm90_lists.cuh"
 #include "indexer/loss/sm90_lse.cuh"
 #include "ptx/control.cuh"
+#include "tile/prologue.cuh"
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -104,12 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_indexer_loss_sm90_list_lse(const __grid_constant__ LossParams p, const __grid_constant__ TensorMap q_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    if (threadIdx.x == 0) {
-        init_storage(s, p.heads);
-        prefetch_tensormap(q_map);
-    }
-    __syncthreads();
-    griddepcontrol_wait();
+    start_block([&] { init_storage(s, p.heads); }, q_map);
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
     const KeyList list = key_list(p, blockIdx.x);

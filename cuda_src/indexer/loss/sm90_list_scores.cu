@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                       const __grid_constant__ TensorMap index_q_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
-    start_block(s, q_map, index_q_map);
+    start_block([&] { init_storage(s); }, q_map, index_q_map);
 
     const i32 warp = uniform_warp(), thread = threadIdx.x % kWarpgroupThreads;
     const KeyList list = key_list(p, p.first_token + blockIdx.x);
