@@ -133,7 +133,7 @@ KERNELS = TOY.kernels
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.kernels.toy import TOY
 from mla_cupy.kernels.toy.pipeline import ToyOptions
@@ -148,26 +148,19 @@ def toy_scale(x: Any, *, scale: float = 1.0, out: Any = None, workspace: Any = N
     return out
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    scale: Any
-
-
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: ToyOptions) -> Examined:
     x = views["x"]
     assert x is not None
-    return Examined(x.shape[0], ToyOptions(resolve_scale(given.scale, 1)))
+    return Examined(x.shape[0], given._replace(scale=resolve_scale(given.scale, 1)))
 
 
 OPERATION = Operation(
     "toy_scale",
     inputs=(Input("x", "n", ("float32",)),),
     outputs=(Output("out", "n"),),
-    options=_Options,
+    options=ToyOptions,
     min_sizes={"n": 1},
     examine=_examine,
-    reference_options=("scale",),
     pipeline=TOY,
 )
 ''',

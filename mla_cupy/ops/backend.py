@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -40,12 +41,17 @@ def _say_no_gpu() -> None:
     logger.info("no GPU is visible: NumPy arrays are computed by the NumPy backend, in float64")
 
 
-def oracle(operation: str) -> Callable[..., tuple[Any, ...]]:
-    """The function of that name that computes in float64; a single result becomes a tuple, too."""
-    function: Callable[..., Any] = getattr(reference, operation)
+def oracle(operation: str, options: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
+    """The function of that name that computes in float64, with those of the options that it knows.
 
-    def answers(**arguments: Any) -> tuple[Any, ...]:
-        results = function(**arguments)
+    A single result becomes a tuple, too.
+    """
+    function: Callable[..., Any] = getattr(reference, operation)
+    known = inspect.signature(function).parameters
+    numbers = {name: value for name, value in options.items() if name in known}
+
+    def answers(**inputs: Any) -> tuple[Any, ...]:
+        results = function(**inputs, **numbers)
         return results if isinstance(results, tuple) else (results,)
 
     return answers

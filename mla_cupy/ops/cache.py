@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import BYTE_DTYPES, CacheFormat, format_of
@@ -186,14 +186,7 @@ def _record(views: Views, name: Any, kv_scale: Any) -> tuple[CacheFormat, float]
     return record, scale
 
 
-class _AppendOptions(NamedTuple):
-    record: Any
-    scales: Any
-    kv_scale: Any
-    interleaved: Any
-
-
-def _examine_append(views: Views, given: _AppendOptions) -> Examined:
+def _examine_append(views: Views, given: AppendOptions) -> Examined:
     record, kv_scale = _record(views, given.record, given.kv_scale)
     latent, rope = present(views, "latent"), views["rope"]
     if latent.shape[1] != record.d_latent:
@@ -222,15 +215,9 @@ def _check_rotation(views: Views, record: CacheFormat) -> None:
         raise ShapeError(explain("cos.shape[-1]", pairs, f"{record.d_rope // 2} pairs"))
 
 
-class _GatherOptions(NamedTuple):
-    record: Any
-    kv_scale: Any
-    out_dtype: Any
-
-
-def _examine_gather(views: Views, given: _GatherOptions) -> Examined:
+def _examine_gather(views: Views, given: GatherOptions) -> Examined:
     record, kv_scale = _record(views, given.record, given.kv_scale)
-    return Examined(None, GatherOptions(record.name, kv_scale), sizes={"d_qk": record.d_qk})
+    return Examined(None, given._replace(record=record.name, kv_scale=kv_scale), sizes={"d_qk": record.d_qk})
 
 
 def _row_dtypes(first: str) -> tuple[str, ...]:
@@ -253,9 +240,8 @@ APPEND_OPERATION = Operation(
     ),
     outputs=(),
     min_sizes={"max_position": 1},
-    options=_AppendOptions,
+    options=AppendOptions,
     examine=_examine_append,
-    reference_options=("record", "scales", "kv_scale", "interleaved"),
     pipeline=APPEND,
     on_pages=True,
 )
@@ -264,9 +250,8 @@ GATHER_OPERATION = Operation(
     "cache_gather",
     inputs=(Input("cache", _CACHE, _CACHE_DTYPES, contiguous=True), Input("slots", "n", _INDEX_DTYPES)),
     outputs=(Output("out", "n d_qk", _row_dtypes, "out_dtype", "rows"),),
-    options=_GatherOptions,
+    options=GatherOptions,
     examine=_examine_gather,
-    reference_options=("record", "kv_scale"),
     pipeline=GATHER,
     on_pages=True,
 )

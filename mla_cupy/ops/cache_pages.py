@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.cache_formats import words_before_changes
 from mla_cupy.errors import ArgumentError, ShapeError, explain
@@ -10,7 +10,7 @@ from mla_cupy.kernels.cache import COPY_PAGES, UPDATE
 from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, UpdateOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import is_integer
-from mla_cupy.ops.operation import Examined, Input, Operation, Views, present
+from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 
 
@@ -87,27 +87,19 @@ def cache_update(
     run(Invocation(UPDATE_OPERATION, arrays, (page_size,), stream=stream))
 
 
-class _NoOptions(NamedTuple):
-    pass
-
-
-def _examine_copy(views: Views, given: _NoOptions) -> Examined:
+def _examine_copy(views: Views, given: NoOptions) -> Examined:
     pool = present(views, "pool")
     return Examined(None, CopyPagesOptions(steps_by_16_bytes(pool) and pool.shape[2] % 16 == 0))
 
 
-class _UpdateOptions(NamedTuple):
-    page_size: Any
-
-
-def _examine_update(views: Views, given: _UpdateOptions) -> Examined:
+def _examine_update(views: Views, given: UpdateOptions) -> Examined:
     packed, table = present(views, "packed"), present(views, "table")
     if not (is_integer(given.page_size) and given.page_size > 0):
         raise ArgumentError(explain("page_size", repr(given.page_size), "a whole number from 1 on"))
     least = words_before_changes(table.shape[0])
     if packed.shape[0] < least:
         raise ShapeError(explain("packed.shape[0]", packed.shape[0], f"at least {least}, before the changes"))
-    return Examined(None, UpdateOptions(int(given.page_size)))
+    return Examined(None, given._replace(page_size=int(given.page_size)))
 
 
 COPY_PAGES_OPERATION = Operation(
@@ -118,9 +110,8 @@ COPY_PAGES_OPERATION = Operation(
     ),
     outputs=(),
     sizes={"two": (2,)},
-    options=_NoOptions,
+    options=NoOptions,
     examine=_examine_copy,
-    reference_options=(),
     pipeline=COPY_PAGES,
     on_pages=True,
 )
@@ -137,9 +128,8 @@ UPDATE_OPERATION = Operation(
         Input("positions", "max_tokens", ("int32",), contiguous=True, written=True),
     ),
     outputs=(),
-    options=_UpdateOptions,
+    options=UpdateOptions,
     examine=_examine_update,
-    reference_options=("page_size",),
     pipeline=UPDATE,
     on_pages=True,
     internal=True,

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
 from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
-from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.pipeline import ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
@@ -229,7 +228,8 @@ def examine(operation: Operation, given: Mapping[str, View | None], given_option
     options = operation.options(*given_options)
     inputs, sizes = schema.check_inputs(operation, given)
     examined = operation.examine(inputs, options)
-    check_kernel(operation.pipeline.kernels, examined.kernel)
+    kernel = getattr(examined.options, "kernel", None)
+    operation.check_kernel(kernel)
     sizes |= examined.sizes
     outputs, missing = schema.check_outputs(operation, given, sizes, options)
     first = inputs[operation.inputs[0].name]
@@ -238,7 +238,7 @@ def examine(operation: Operation, given: Mapping[str, View | None], given_option
         {**inputs, **outputs},
         examined.options,
         problem=examined.problem,
-        kernel=examined.kernel,
+        kernel=kernel,
         device=first.device,
         sizes=sizes,
         missing=missing,
@@ -383,8 +383,7 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
         plan.configuration(request)
     if call.check:
         _check_values(call, request, lambda x: x)
-    numbers = {name: getattr(request.options, name) for name in operation.reference_options}
-    answer = backend.oracle(operation.name)(**call.inputs, **numbers)
+    answer = backend.oracle(operation.name, request.options._asdict())(**call.inputs)
     return backend.deliver(backend.rounded(answer, _dtypes(operation, request).values()), call.results)
 
 

@@ -167,7 +167,6 @@ OPERATION = Composite(
     options=CascadeOptions,
     examine=_examine,
     check_values=_check_values,
-    reference_options=("groups", "scale", "causal", "lse_base", "empty_lse"),
     pipeline=_PIPELINE,
     divide=divide,
 )

@@ -308,6 +308,9 @@ class Composite(Operation):
 
     divide: Callable[[Call], Division] = lambda call: Division({}, ())
 
+    def check_kernel(self, kernel: Any) -> None:
+        """`examine` has checked the names of all stages."""
+
     def configure(self, call: Call, problem: Any, kernel: str | None, device: DeviceInfo) -> CompositeConfig:
         """See `Operation.configure`."""
         configured: CompositeConfig = self.pipeline.configure(self.divide(call), device, call.options.kernel)

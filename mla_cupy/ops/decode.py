@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -181,33 +181,20 @@ def decode_unmerged(
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    d_v: Any
-    scale: Any
-    causal: Any
-    cp_world: Any
-    cp_rank: Any
-    kv_scale: Any
-    out_dtype: Any
-    lse_base: Any
-    empty_lse: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: DecodeOptions) -> Examined:
     check_d_v(given.d_v)
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = q.shape
     num_pages, page_size, h_kv, _ = kv_cache.shape
-    options = DecodeOptions(
-        resolve_scale(given.scale, d_qk),
-        check_flag("causal", given.causal),
-        check_lse_base(given.lse_base),
-        check_empty_lse(given.empty_lse),
-        *check_shard(given.cp_world, given.cp_rank),
-        check_factor("kv_scale", given.kv_scale),
+    cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
+    options = given._replace(
+        scale=resolve_scale(given.scale, d_qk),
+        causal=check_flag("causal", given.causal),
+        lse_base=check_lse_base(given.lse_base),
+        empty_lse=check_empty_lse(given.empty_lse),
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        kv_scale=check_factor("kv_scale", given.kv_scale),
     )
     if h_q % h_kv:
         raise ShapeError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}", "every KV head serves as many query heads"))
@@ -224,7 +211,7 @@ def _examine(views: Views, given: _Options) -> Examined:
     _check_kv_scale(record, options)
     aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
     problem = DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record, tree_mask, Batch(b, tokens))
-    return Examined(problem, options, given.kernel)
+    return Examined(problem, options)
 
 
 def _record(kv_cache: View, q: View) -> str:
@@ -300,9 +287,8 @@ OPERATION = Operation(
     ),
     sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)},
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
-    options=_Options,
+    options=DecodeOptions,
     examine=_examine,
     check_values=_check_values,
-    reference_options=("scale", "causal", "lse_base", "empty_lse", "cp_world", "cp_rank", "kv_scale"),
     pipeline=DECODE,
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS
-from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, HeadSumsOptions, LossProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag, resolve_scale
 from mla_cupy.ops.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes
@@ -110,16 +110,7 @@ def indexer_head_sums(
     return head_sums
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    scale: Any
-    causal: Any
-    buffer_bytes: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: HeadSumsOptions) -> Examined:
     q, k, indices = present(views, "q"), present(views, "k"), views["indices"]
     (s_q, heads, head_dim), s_kv = q.shape, k.shape[0]
     topk = None if indices is None else indices.shape[1]
@@ -133,16 +124,18 @@ def _examine(views: Views, given: _Options) -> Examined:
     if indices is None and views["topk_length"] is not None:
         raise ArgumentError(explain("topk_length", "an array", "None without indices"))
     causal = indices is None if given.causal is None else check_flag("causal", given.causal)
-    options = LossOptions("head_sum", causal, False, resolve_scale(given.scale, head_dim), 1.0)
+    options = given._replace(
+        scale=resolve_scale(given.scale, head_dim), causal=causal, buffer_bytes=check_buffer_bytes(given.buffer_bytes)
+    )
     problem = LossProblem(
         *(s_q, s_kv, heads, 0, head_dim, 0),
         needs_lse=views["lse"] is None,
         gradients=False,
-        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
+        buffer_bytes=options.buffer_bytes,
         aligned=all(steps_by_16_bytes(x) for x in (q, k)),
         topk=topk,
     )
-    return Examined(problem, options, given.kernel, {"keys": problem.keys})
+    return Examined(problem, options, {"keys": problem.keys})
 
 
 OPERATION = Operation(
@@ -157,8 +150,7 @@ OPERATION = Operation(
     ),
     outputs=(Output("head_sums", "s_q keys", layout="rows"),),
     min_sizes={"h": 1, "d": 1, "b+1": 1},
-    options=_Options,
+    options=HeadSumsOptions,
     examine=_examine,
-    reference_options=("scale", "causal"),
     pipeline=HEAD_SUMS,
 )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
+from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none
 from mla_cupy.ops.key_pages import CACHE, SCALE_BYTES, SIZES, check_pages
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
+from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Output, Views, present
 from mla_cupy.ops.prepare import (
-    REFERENCE_OPTIONS,
-    PrepareArguments,
     check_prepare_options,
     check_vectors,
     code_dtypes,
@@ -128,24 +127,20 @@ def indexer_cache_gather(
 # ---- Checks -----------------------------------------------------------------------------------------------------
 
 
-def _examine_append(views: Views, given: PrepareArguments) -> Examined:
+def _examine_append(views: Views, given: PrepareOptions) -> Examined:
     k, cache = present(views, "k"), present(views, "cache")
     check_pages(cache, k.shape[1])
     check_all_or_none(views, "cos", "sin", "positions")
     return Examined(check_vectors(k, views["cos"]), check_prepare_options(given))
 
 
-class _NoOptions(NamedTuple):
-    pass
-
-
-def _examine_gather(views: Views, given: _NoOptions) -> Examined:
+def _examine_gather(views: Views, given: NoOptions) -> Examined:
     cache, slots = present(views, "cache"), present(views, "slots")
     d = cache.shape[2] - SCALE_BYTES
     check_pages(cache, d)
     if slots.shape[0] > MAX_INT32:
         raise ShapeError(explain("slots.shape[0]", slots.shape[0], f"at most {MAX_INT32}", "split the call"))
-    return Examined(None, None, sizes={"d": d})
+    return Examined(None, given, sizes={"d": d})
 
 
 APPEND_OPERATION = Operation(
@@ -161,9 +156,8 @@ APPEND_OPERATION = Operation(
     outputs=(),
     sizes=SIZES,
     min_sizes={"max_position": 1},
-    options=PrepareArguments,
+    options=PrepareOptions,
     examine=_examine_append,
-    reference_options=REFERENCE_OPTIONS,
     pipeline=APPEND_KEYS,
     on_pages=True,
 )
@@ -173,9 +167,8 @@ GATHER_OPERATION = Operation(
     inputs=(Input("cache", CACHE, ("uint8",), contiguous=True), Input("slots", "n", _SLOT_DTYPES)),
     outputs=(Output("codes", "n d", code_dtypes, layout="wide"), Output("k_scale", "n")),
     sizes=SIZES,
-    options=_NoOptions,
+    options=NoOptions,
     examine=_examine_gather,
-    reference_options=(),
     pipeline=GATHER_KEYS,
     on_pages=True,
 )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.logits import LOGITS
-from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsOptions, LogitsProblem
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import check_accumulate
+from mla_cupy.ops.checks import check_accumulate, check_flag
 from mla_cupy.ops.logits_inputs import (
     MIN_SIZES,
     SIZES,
     check_sizes,
     kernel_dtype,
     out_dtypes,
-    resolve,
 )
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -114,16 +113,7 @@ def indexer_logits(
     return logits
 
 
-class LogitsArguments(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    accumulate: Any
-    clean: Any
-    out_dtype: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: LogitsArguments) -> Examined:
+def _examine(views: Views, given: LogitsOptions) -> Examined:
     q, k = present(views, "q"), present(views, "k")
     s_q, heads, d = q.shape
     s_kv = k.shape[0]
@@ -134,7 +124,7 @@ def _examine(views: Views, given: LogitsArguments) -> Examined:
         remedy = "products of bfloat16 need float32"
         raise ArgumentError(explain("accumulate", repr(accumulate), f'"float32" for q of {q.dtype}', remedy))
     problem = LogitsProblem(s_q, s_kv, heads, d, dtype, aligned=aligned, accumulate=accumulate)
-    return Examined(problem, resolve(given.clean, accumulate), given.kernel)
+    return Examined(problem, given._replace(accumulate=accumulate, clean=check_flag("clean", given.clean)))
 
 
 OPERATION = Operation(
@@ -150,8 +140,7 @@ OPERATION = Operation(
     outputs=(Output("logits", "s_q s_kv", out_dtypes, "out_dtype", "rows"),),
     sizes=SIZES,
     min_sizes=MIN_SIZES,
-    options=LogitsArguments,
+    options=LogitsOptions,
     examine=_examine,
-    reference_options=("accumulate",),
     pipeline=LOGITS,
 )

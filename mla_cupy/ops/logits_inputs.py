@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.kernels.indexer.logits.problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions
-from mla_cupy.ops.checks import check_flag
+from mla_cupy.kernels.indexer.logits.problem import CODES, HEAD_DIMS, MAX_HEADS
 from mla_cupy.shapes import MAX_INT32
 
 MIN_SIZES = {"h": 1}
@@ -20,11 +17,6 @@ def out_dtypes(first: str) -> tuple[str, ...]:
 def kernel_dtype(name: str) -> str:
     """The kernels' name of a dtype: bytes are e4m3 codes."""
     return CODES[0] if name in CODES else name
-
-
-def resolve(clean: Any, accumulate: str = "float32") -> LogitsOptions:
-    """Check the options."""
-    return LogitsOptions(check_flag("clean", clean), accumulate)
 
 
 def check_sizes(*, heads: int, **counts: int) -> None:

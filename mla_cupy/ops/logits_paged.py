@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits import LOGITS_PAGED
-from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem, PagedLogitsOptions
 from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.key_pages import CACHE, SIZES, check_pages
 from mla_cupy.ops.logits_inputs import (
     MIN_SIZES,
     check_sizes,
     kernel_dtype,
     out_dtypes,
-    resolve,
 )
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -94,15 +94,7 @@ def indexer_logits_paged(
     return logits
 
 
-class PagedArguments(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    clean: Any
-    out_dtype: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: PagedArguments) -> Examined:
+def _examine(views: Views, given: PagedLogitsOptions) -> Examined:
     q, cache, table = (present(views, name) for name in ("q", "cache", "block_table"))
     b, s_q, heads, d = q.shape
     page_size, keys = cache.shape[1], table.shape[1] * cache.shape[1]
@@ -120,7 +112,7 @@ def _examine(views: Views, given: PagedArguments) -> Examined:
         num_pages=cache.shape[0],
         aligned=steps_by_16_bytes(q),
     )
-    return Examined(problem, resolve(given.clean), given.kernel)
+    return Examined(problem, given._replace(clean=check_flag("clean", given.clean)))
 
 
 def _check_lengths(seqlens: View, s_q: int) -> None:
@@ -140,8 +132,7 @@ OPERATION = Operation(
     outputs=(Output("logits", "b s_q max_pages*page_size", out_dtypes, "out_dtype", "rows"),),
     sizes=SIZES,
     min_sizes={**MIN_SIZES, "page_size": 1},
-    options=PagedArguments,
+    options=PagedLogitsOptions,
     examine=_examine,
-    reference_options=(),
     pipeline=LOGITS_PAGED,
 )

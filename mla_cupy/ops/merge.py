@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.kernels.merge import MERGE
@@ -77,21 +77,13 @@ def merge_states(
     return out, lse
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    lse_base: Any
-    empty_lse: Any
-    out_dtype: Any
-
-
 def _out_dtypes(first: str) -> tuple[str, ...]:
     """Float32 states become anything; 16-bit states stay, or become float32."""
     return (first, "float32") if first in HALF else ("float32", *HALF)
 
 
-def _examine(views: Views, given: _Options) -> Examined:
-    options = MergeOptions(check_lse_base(given.lse_base), check_empty_lse(given.empty_lse))
+def _examine(views: Views, given: MergeOptions) -> Examined:
+    options = given._replace(lse_base=check_lse_base(given.lse_base), empty_lse=check_empty_lse(given.empty_lse))
     return Examined(MergeProblem(present(views, "outs").dtype), options)
 
 
@@ -106,8 +98,7 @@ OPERATION = Operation(
         Output("lse", "b h_q s_q"),
     ),
     min_sizes={"n": 1, "d": 1},
-    options=_Options,
+    options=MergeOptions,
     examine=_examine,
-    reference_options=("lse_base", "empty_lse"),
     pipeline=MERGE,
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from mla_cupy.arrays.view import View
+from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.pipeline import Call, Pipeline
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -119,17 +120,18 @@ class Examined(NamedTuple):
     problem : hashable
         For the pipeline's `configure`.
     options : named tuple
-        For the pipeline's `steps`: every default is resolved.
-    kernel : str or None
-        The caller's choice.
+        Those of the caller with every default resolved: for the pipeline's `steps`, and by their names for the oracle.
     sizes : mapping
         Of axes that only outputs have, by name.
     """
 
     problem: Any
     options: Any
-    kernel: str | None = None
     sizes: Mapping[str, int] = MappingProxyType({})
+
+
+class NoOptions(NamedTuple):
+    """Of an operation that has arrays alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +148,9 @@ class Operation:
     min_sizes : mapping
         The smallest size of an axis, where not 0.
     options : named tuple class
-        The names of the public function's other arguments, in its order.
+        The other arguments of the public function by name, in its order: what the caller gives, then what is resolved.
     examine : callable
         `examine(views, options)`: checks everything that axes and dtypes do not say, on the caller's options.
-    reference_options : tuple of str
-        The options that the oracle takes.
     pipeline : Pipeline
     on_pages : bool
         Whether it works on a paged cache of records.
@@ -166,7 +166,6 @@ class Operation:
     options: type[Any]
     examine: Callable[[Views, Any], Examined]
     pipeline: Pipeline[Any]
-    reference_options: tuple[str, ...]
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     min_sizes: Mapping[str, int] = field(default_factory=dict)
     on_pages: bool = False
@@ -192,6 +191,10 @@ class Operation:
         """The arrays that may be None."""
         inputs = (array.name for array in self.inputs if array.optional)
         return (*inputs, *(array.name for array in self.outputs))
+
+    def check_kernel(self, kernel: Any) -> None:
+        """Raise ArgumentError unless it is the name of a kernel that the caller may choose, or None."""
+        check_kernel(self.pipeline.kernels, kernel)
 
     def configure(self, call: Call, problem: Any, kernel: str | None, device: DeviceInfo) -> Any:
         """The pipeline's configuration for a call of this problem."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import CODES
 from mla_cupy.kernels.indexer.prepare import PREPARE_K, PREPARE_Q
-from mla_cupy.kernels.indexer.prepare.quantize import HEAD_DIMS, LANES, PrepareOptions, PrepareProblem
+from mla_cupy.kernels.indexer.prepare.quantize import (
+    HEAD_DIMS,
+    LANES,
+    PrepareOptions,
+    PrepareProblem,
+    PrepareQueryOptions,
+)
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_accumulate, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
@@ -16,6 +22,7 @@ from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import MAX_INT32
 
 SCALES = ("power_of_2", "plain")
+_OptionsT = TypeVar("_OptionsT", PrepareOptions, PrepareQueryOptions)
 
 
 def indexer_prepare_q(
@@ -161,32 +168,12 @@ def indexer_prepare_k(
     return codes, k_scale
 
 
-class PrepareArguments(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    interleaved: Any
-    hadamard: Any
-    scales: Any
-    reference_rounding: Any
+def _examine_q(views: Views, given: PrepareQueryOptions) -> Examined:
+    options = check_prepare_options(given)._replace(accumulate=check_accumulate(given.accumulate))
+    return Examined(check_vectors(present(views, "q"), views["cos"]), options)
 
 
-class QueryArguments(NamedTuple):
-    """The same of queries."""
-
-    interleaved: Any
-    hadamard: Any
-    scales: Any
-    reference_rounding: Any
-    accumulate: Any
-
-
-def _examine_q(views: Views, given: QueryArguments) -> Examined:
-    options = check_prepare_options(PrepareArguments(*given[:-1]))
-    chosen = options._replace(accumulate=check_accumulate(given.accumulate))
-    return Examined(check_vectors(present(views, "q"), views["cos"]), chosen)
-
-
-def _examine_k(views: Views, given: PrepareArguments) -> Examined:
+def _examine_k(views: Views, given: PrepareOptions) -> Examined:
     return Examined(check_vectors(present(views, "k"), views["cos"]), check_prepare_options(given))
 
 
@@ -207,7 +194,7 @@ def check_vectors(x: View, cos: View | None) -> PrepareProblem:
     return PrepareProblem(d, steps_by_16_bytes(x))
 
 
-def check_prepare_options(given: PrepareArguments) -> PrepareOptions:
+def check_prepare_options(given: _OptionsT) -> _OptionsT:
     """Check the flags and the rule of the scales.
 
     Raises
@@ -216,11 +203,10 @@ def check_prepare_options(given: PrepareArguments) -> PrepareOptions:
     """
     if not (isinstance(given.scales, str) and given.scales in SCALES):
         raise ArgumentError(explain("scales", repr(given.scales), '"power_of_2" or "plain"'))
-    return PrepareOptions(
-        check_flag("interleaved", given.interleaved),
-        check_flag("hadamard", given.hadamard),
-        given.scales,
-        check_flag("reference_rounding", given.reference_rounding),
+    return given._replace(
+        interleaved=check_flag("interleaved", given.interleaved),
+        hadamard=check_flag("hadamard", given.hadamard),
+        reference_rounding=check_flag("reference_rounding", given.reference_rounding),
     )
 
 
@@ -233,8 +219,6 @@ _ROTATION = (
     Input("cos", "max_position rope_pairs", ("float32",), contiguous=True),
     Input("sin", "max_position rope_pairs", ("float32",), contiguous=True),
 )
-REFERENCE_OPTIONS = PrepareArguments._fields
-
 OPERATION_Q = Operation(
     "indexer_prepare_q",
     inputs=(
@@ -246,9 +230,8 @@ OPERATION_Q = Operation(
     outputs=(Output("codes", "s_q h d", code_dtypes, layout="wide"), Output("folded", "s_q h")),
     sizes={"d": HEAD_DIMS},
     min_sizes={"h": 1, "max_position": 1},
-    options=QueryArguments,
+    options=PrepareQueryOptions,
     examine=_examine_q,
-    reference_options=QueryArguments._fields,
     pipeline=PREPARE_Q,
 )
 
@@ -262,8 +245,7 @@ OPERATION_K = Operation(
     outputs=(Output("codes", "s_kv d", code_dtypes, layout="wide"), Output("k_scale", "s_kv")),
     sizes={"d": HEAD_DIMS},
     min_sizes={"max_position": 1},
-    options=PrepareArguments,
+    options=PrepareOptions,
     examine=_examine_k,
-    reference_options=REFERENCE_OPTIONS,
     pipeline=PREPARE_K,
 )

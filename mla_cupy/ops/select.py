@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK
+from mla_cupy.kernels.indexer.logits.problem import LogitsOptions
+from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops import logits as logits_operation
 from mla_cupy.ops import topk as topk_operation
@@ -135,10 +136,10 @@ def check_selection(options: Any) -> None:
     check_count("buffer_bytes", options.buffer_bytes, 1, _MAX_BUFFER_BYTES)
 
 
-def _of_topk(options: Any, page_size: int = 1) -> topk_operation.TopkArguments:
+def _of_topk(options: Any, page_size: int = 1) -> TopkOptions:
     relative = getattr(options, "relative", False)
     numbers = (options.topk, options.order, relative, page_size, options.keep_first, options.keep_last)
-    return topk_operation.TopkArguments(*numbers, return_values=False, kernel=None)
+    return TopkOptions(*numbers, return_values=False, kernel=None)
 
 
 def topk_stage(arrays: dict[str, Part | None], options: Any, page_size: int = 1) -> Stage:
@@ -151,8 +152,8 @@ def rows_of_buffer(rows: int, keys: int, buffer_bytes: int) -> int:
     return max(1, min(rows, buffer_bytes // (4 * max(1, keys)), MAX_SIZE))
 
 
-def _of_logits(options: SelectOptions) -> logits_operation.LogitsArguments:
-    return logits_operation.LogitsArguments(options.accumulate, clean=False, out_dtype=None, kernel=None)
+def _of_logits(options: SelectOptions) -> LogitsOptions:
+    return LogitsOptions(options.accumulate, clean=False, out_dtype=None, kernel=None)
 
 
 def _examine(views: Views, options: SelectOptions) -> Examined:
@@ -211,7 +212,6 @@ OPERATION = Composite(
     min_sizes={**logits_operation.OPERATION.min_sizes, "rows": 1},
     options=SelectOptions,
     examine=_examine,
-    reference_options=("topk", "order", "relative", "keep_first", "keep_last", "accumulate"),
     pipeline=_PIPELINE,
     divide=_divide,
 )

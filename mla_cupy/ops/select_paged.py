@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
+from mla_cupy.kernels.indexer.logits.problem import PagedLogitsOptions
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops import logits_paged as logits_operation
 from mla_cupy.ops import topk as topk_operation
@@ -123,7 +124,7 @@ class PagedSelectOptions(NamedTuple):
     kernel: Any
 
 
-_OF_LOGITS = logits_operation.PagedArguments(clean=False, out_dtype=None, kernel=None)
+_OF_LOGITS = PagedLogitsOptions(clean=False, out_dtype=None, kernel=None)
 
 
 def _examine(views: Views, options: PagedSelectOptions) -> Examined:
@@ -192,7 +193,6 @@ OPERATION = Composite(
     min_sizes=logits_operation.OPERATION.min_sizes,
     options=PagedSelectOptions,
     examine=_examine,
-    reference_options=("topk", "slots", "order", "keep_first", "keep_last"),
     pipeline=_PIPELINE,
     divide=_divide,
 )

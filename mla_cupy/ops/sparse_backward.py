@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardOptions, SparseBackwardProblem
@@ -137,34 +137,23 @@ def sparse_mla_backward(
     return dq, dkv, d_sink
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    d_v: Any
-    scale: Any
-    causal: Any
-    lse_base: Any
-    deterministic: Any
-    dkv_dtype: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: SparseBackwardOptions) -> Examined:
     check_d_v(given.d_v)
     sizes = check_selection(views)
-    options = SparseBackwardOptions(
-        resolve_scale(given.scale, sizes.d_qk),
-        check_flag("causal", given.causal),
-        check_lse_base(given.lse_base),
+    options = given._replace(
+        scale=resolve_scale(given.scale, sizes.d_qk),
+        causal=check_flag("causal", given.causal),
+        lse_base=check_lse_base(given.lse_base),
+        deterministic=check_flag("deterministic", given.deterministic),
     )
     problem = SparseBackwardProblem(
         *sizes,
         has_sink=views["attn_sink"] is not None,
-        deterministic=check_flag("deterministic", given.deterministic),
+        deterministic=options.deterministic,
         aligned=aligned(views, "q", "kv", "dout"),
         aligned_out=present(views, "out").dtype != "float32" and aligned(views, "out"),
     )
-    return Examined(problem, options, given.kernel)
+    return Examined(problem, options)
 
 
 def _dtype_of_q(first: str) -> tuple[str, ...]:
@@ -188,9 +177,8 @@ OPERATION = Operation(
     ),
     sizes=SIZES,
     min_sizes=MIN_SIZES,
-    options=_Options,
+    options=SparseBackwardOptions,
     examine=_examine,
     check_values=check_sparse_values,
-    reference_options=("scale", "causal", "lse_base"),
     pipeline=SPARSE_BACKWARD,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.cache_formats import BYTE_DTYPES, format_of
 from mla_cupy.dtypes import HALF
@@ -117,14 +117,6 @@ def sparse_mla_decode(
     return out, lse
 
 
-class _Options(NamedTuple):
-    scale: Any
-    lse_base: Any
-    empty_lse: Any
-    out_dtype: Any
-    kernel: Any
-
-
 def _check_extra(views: Views, record: str) -> None:
     check_all_or_none(views, "extra_kv_cache", "extra_indices")
     cache = views["extra_kv_cache"]
@@ -134,7 +126,7 @@ def _check_extra(views: Views, record: str) -> None:
         check_layout(format_of(cache.dtype, cache.shape[2], "extra_kv_cache", record), cache, "extra_kv_cache")
 
 
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
@@ -145,12 +137,14 @@ def _examine(views: Views, given: _Options) -> Examined:
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
     if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:
         raise ShapeError(explain("indices.shape", indices.shape, f"at most {MAX_TOKENS} queries, and keys of each"))
-    options = SparseDecodeOptions(
-        resolve_scale(given.scale, d_qk), check_lse_base(given.lse_base), check_empty_lse(given.empty_lse)
+    options = given._replace(
+        scale=resolve_scale(given.scale, d_qk),
+        lse_base=check_lse_base(given.lse_base),
+        empty_lse=check_empty_lse(given.empty_lse),
     )
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q), ragged)
-    return Examined(problem, options, given.kernel)
+    return Examined(problem, options)
 
 
 OPERATION = Operation(
@@ -171,9 +165,8 @@ OPERATION = Operation(
     ),
     sizes={"d_v": (D_V,)},
     min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1},
-    options=_Options,
+    options=SparseDecodeOptions,
     examine=_examine,
-    reference_options=("scale", "lse_base", "empty_lse"),
     pipeline=SPARSE_DECODE,
     on_pages=True,
 )

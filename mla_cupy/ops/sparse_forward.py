@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
@@ -149,30 +149,18 @@ def sparse_mla_forward(
     return out, lse, max_logits
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    d_v: Any
-    scale: Any
-    causal: Any
-    lse_base: Any
-    empty_lse: Any
-    out_dtype: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: SparseForwardOptions) -> Examined:
     check_d_v(given.d_v)
     record = check_rows_or_pages(views)
     sizes = check_selection(views)
-    options = SparseForwardOptions(
-        resolve_scale(given.scale, sizes.d_qk),
-        check_flag("causal", given.causal),
-        check_lse_base(given.lse_base),
-        check_empty_lse(given.empty_lse),
+    options = given._replace(
+        scale=resolve_scale(given.scale, sizes.d_qk),
+        causal=check_flag("causal", given.causal),
+        lse_base=check_lse_base(given.lse_base),
+        empty_lse=check_empty_lse(given.empty_lse),
     )
     fast = aligned(views, "q") if record else aligned(views, "q", "kv")
-    return Examined(SparseForwardProblem(*sizes, fast, record), options, given.kernel)
+    return Examined(SparseForwardProblem(*sizes, fast, record), options)
 
 
 OPERATION = Operation(
@@ -185,9 +173,8 @@ OPERATION = Operation(
     ),
     sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(FORMATS[name].width for name in READ))},
     min_sizes=MIN_SIZES,
-    options=_Options,
+    options=SparseForwardOptions,
     examine=_examine,
     check_values=check_sparse_values,
-    reference_options=("scale", "causal", "lse_base", "empty_lse"),
     pipeline=SPARSE_FORWARD,
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
-from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossProblem, SparseLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag, resolve_scale
@@ -157,18 +157,7 @@ def indexer_sparse_loss(
     return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    scale: Any
-    causal: Any
-    gradients: Any
-    deterministic: Any
-    buffer_bytes: Any
-    kernel: Any
-
-
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: SparseLossOptions) -> Examined:
     q, k, index_q, index_k, indices = (present(views, name) for name in ("q", "k", "index_q", "index_k", "indices"))
     (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
     check_sizes(
@@ -178,24 +167,24 @@ def _examine(views: Views, given: _Options) -> Examined:
         topk=(indices.shape[1], MAX_TOKENS),
     )
     check_starts(views)
-    options = LossOptions(
-        "head_sum",
-        check_flag("causal", given.causal),
-        check_flag("gradients", given.gradients),
-        resolve_scale(given.scale, head_dim),
-        1.0,
+    options = given._replace(
+        scale=resolve_scale(given.scale, head_dim),
+        causal=check_flag("causal", given.causal),
+        gradients=check_flag("gradients", given.gradients),
+        deterministic=check_flag("deterministic", given.deterministic),
+        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
     )
     problem = LossProblem(
         *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim),
         needs_lse=views["lse"] is None and views["head_sums"] is None,
         given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
-        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
+        buffer_bytes=options.buffer_bytes,
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
         topk=indices.shape[1],
-        deterministic=check_flag("deterministic", given.deterministic),
+        deterministic=options.deterministic,
     )
-    return Examined(problem, options, given.kernel)
+    return Examined(problem, options)
 
 
 OPERATION = Operation(
@@ -217,8 +206,7 @@ OPERATION = Operation(
     ),
     sizes={"d_i": (*HEAD_DIMS[::-1],)},
     min_sizes={"h": 1, "h_i": 1, "d": 1, "b+1": 1},
-    options=_Options,
+    options=SparseLossOptions,
     examine=_examine,
-    reference_options=("scale", "causal", "gradients"),
     pipeline=SPARSE_LOSS,
 )

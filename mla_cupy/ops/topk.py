@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.topk import TOPK
@@ -112,20 +112,7 @@ def indexer_topk(
     return indices, counts, values
 
 
-class TopkArguments(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    k: Any
-    order: Any
-    relative: Any
-    page_size: Any
-    keep_first: Any
-    keep_last: Any
-    return_values: Any
-    kernel: Any
-
-
-def check_topk_options(given: TopkArguments) -> TopkOptions:
+def check_topk_options(given: TopkOptions) -> TopkOptions:
     """Check the numbers and flags of a selection.
 
     Raises
@@ -134,18 +121,17 @@ def check_topk_options(given: TopkArguments) -> TopkOptions:
     """
     if not (isinstance(given.order, str) and given.order in ORDERS):
         raise ArgumentError(explain("order", repr(given.order), '"index" or "value"'))
-    return TopkOptions(
-        check_count("k", given.k, 1, MAX_TOPK),
-        given.order,
-        check_flag("relative", given.relative),
-        check_count("page_size", given.page_size, 1, MAX_INT32),
-        check_count("keep_first", given.keep_first, 0, MAX_INT32),
-        check_count("keep_last", given.keep_last, 0, MAX_INT32),
-        check_flag("return_values", given.return_values),
+    return given._replace(
+        k=check_count("k", given.k, 1, MAX_TOPK),
+        relative=check_flag("relative", given.relative),
+        page_size=check_count("page_size", given.page_size, 1, MAX_INT32),
+        keep_first=check_count("keep_first", given.keep_first, 0, MAX_INT32),
+        keep_last=check_count("keep_last", given.keep_last, 0, MAX_INT32),
+        return_values=check_flag("return_values", given.return_values),
     )
 
 
-def _examine(views: Views, given: TopkArguments) -> Examined:
+def _examine(views: Views, given: TopkOptions) -> Examined:
     options = check_topk_options(given)
     s_q, s_kv = present(views, "logits").shape
     table = views["block_table"]
@@ -159,7 +145,7 @@ def _examine(views: Views, given: TopkArguments) -> Examined:
         raise ShapeError(explain("logits.shape[0]", s_q, f"a multiple of {table.shape[0]}, the rows of block_table"))
     if table is not None and options.relative:
         raise ArgumentError(explain("relative", "True, with a block_table", "False: pages count from the beginning"))
-    return Examined(TopkProblem(s_q, s_kv, options.k), options, given.kernel, {"k": options.k})
+    return Examined(TopkProblem(s_q, s_kv, options.k), options, {"k": options.k})
 
 
 def _int32(first: str) -> tuple[str, ...]:
@@ -180,8 +166,7 @@ OPERATION = Operation(
         Output("values", "s_q k", layout="rows", when="return_values"),
     ),
     min_sizes={"tables": 1},
-    options=TopkArguments,
+    options=TopkOptions,
     examine=_examine,
-    reference_options=("k", "order", "relative", "page_size", "keep_first", "keep_last", "return_values"),
     pipeline=TOPK,
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.loss import LOSS
-from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, TARGETS, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, TARGETS, LossProblem, WarmupLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_factor, check_flag, resolve_scale
@@ -173,18 +173,6 @@ def indexer_warmup_loss(
     return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
 
 
-class _Options(NamedTuple):
-    """The caller's arguments beside the arrays."""
-
-    target: Any
-    scale: Any
-    target_scale: Any
-    causal: Any
-    gradients: Any
-    buffer_bytes: Any
-    kernel: Any
-
-
 def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> str:
     if not (isinstance(target, str) and target in TARGETS):
         raise ArgumentError(explain("target", repr(target), " or ".join(map(repr, TARGETS))))
@@ -198,7 +186,7 @@ def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> st
     return target
 
 
-def _examine(views: Views, given: _Options) -> Examined:
+def _examine(views: Views, given: WarmupLossOptions) -> Examined:
     q, k, index_q, index_k = (present(views, name) for name in ("q", "k", "index_q", "index_k"))
     (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
     value_dim = 0 if (v := views["v"]) is None else v.shape[1]
@@ -210,12 +198,13 @@ def _examine(views: Views, given: _Options) -> Examined:
     )
     check_starts(views)
     target = _check_target(given.target, views, heads, index_heads)
-    options = LossOptions(
-        target,
-        check_flag("causal", given.causal),
-        check_flag("gradients", given.gradients),
-        resolve_scale(given.scale, head_dim),
-        check_factor("target_scale", given.target_scale),
+    options = given._replace(
+        target=target,
+        scale=resolve_scale(given.scale, head_dim),
+        target_scale=check_factor("target_scale", given.target_scale),
+        causal=check_flag("causal", given.causal),
+        gradients=check_flag("gradients", given.gradients),
+        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
     )
     problem = LossProblem(
         *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim, value_dim),
@@ -223,10 +212,10 @@ def _examine(views: Views, given: _Options) -> Examined:
         needs_lse=target == "head_sum" and views["lse"] is None and views["head_sums"] is None,
         given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
-        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
+        buffer_bytes=options.buffer_bytes,
         aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
     )
-    return Examined(problem, options, given.kernel, {"targets": heads if target == "per_head" else 0})
+    return Examined(problem, options, {"targets": heads if target == "per_head" else 0})
 
 
 OPERATION = Operation(
@@ -249,8 +238,7 @@ OPERATION = Operation(
     ),
     sizes={"d_i": (*HEAD_DIMS[::-1],)},
     min_sizes={"h": 1, "h_i": 1, "d": 1, "d_v": 1, "b+1": 1},
-    options=_Options,
+    options=WarmupLossOptions,
     examine=_examine,
-    reference_options=("target", "scale", "target_scale", "causal", "gradients"),
     pipeline=LOSS,
 )

@@ -127,13 +127,16 @@ def cascade_decode(
     seqlens: npt.ArrayLike,
     *,
     groups: Sequence[tuple[int, int, int]],
-    **options: Any,
+    scale: float | None = None,
+    causal: bool = True,
+    lse_base: str = "e",
+    empty_lse: float = -np.inf,
 ) -> tuple[Array, Array]:
     """Attend as `mla_decode` does, where a group's sequences have the first pages of its first one.
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, **options
+    q, kv_cache, block_table, seqlens, scale, causal, lse_base, empty_lse
         As for `mla_decode`.
     groups : sequence of (int, int, int)
         First sequence, number of sequences, and pages that they share.
@@ -141,7 +144,8 @@ def cascade_decode(
     table = np.array(block_table)
     for first, count, pages in groups:
         table[first : first + count, :pages] = table[first, :pages]
-    return mla_decode(q, kv_cache, table, seqlens, **options)
+    numbers: dict[str, Any] = {"scale": scale, "causal": causal, "lse_base": lse_base, "empty_lse": empty_lse}
+    return mla_decode(q, kv_cache, table, seqlens, **numbers)
 
 
 def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:

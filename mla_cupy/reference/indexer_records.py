@@ -211,7 +211,10 @@ def indexer_cache_append(
     cos: npt.ArrayLike | None = None,
     sin: npt.ArrayLike | None = None,
     positions: npt.ArrayLike | None = None,
-    **options: Any,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
 ) -> tuple[()]:
     """Write index keys to a paged cache, in place: `indexer_prepare_k`, then `append_records`.
 
@@ -224,14 +227,19 @@ def indexer_cache_append(
         slot = page * page_size + token; any other number is skipped. Of equal slots one key wins.
     cos, sin, positions : array, optional
         As for `indexer_prepare_k`. Default: no RoPE.
-    **options
-        The options of `indexer_prepare_k`.
+    interleaved, hadamard, scales, reference_rounding
+        As for `indexer_prepare_k`.
     """
     if cos is None or sin is None or positions is None:
         cos = sin = np.zeros((1, 0), np.float32)
         positions = np.zeros(len(np.asarray(k)), np.int32)
-    codes, scales = indexer_prepare_k(k, cos, sin, positions, **options)
-    append_records(cache, codes, scales, slots)
+    chosen: dict[str, Any] = {
+        "interleaved": interleaved,
+        "hadamard": hadamard,
+        "reference_rounding": reference_rounding,
+    }
+    codes, key_scales = indexer_prepare_k(k, cos, sin, positions, scales=scales, **chosen)
+    append_records(cache, codes, key_scales, slots)
     return ()
 
 

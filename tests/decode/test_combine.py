@@ -56,7 +56,11 @@ def merged(
         "out": ((b, S_Q, H_Q, D_V), dtype),
         "lse": ((b, H_Q, S_Q), "float32"),
     }
-    call = Call({name: contiguous(*form) for name, form in shapes.items()}, DecodeOptions(1.0, True, "2", 7.0), True)
+    call = Call(
+        {name: contiguous(*form) for name, form in shapes.items()},
+        DecodeOptions(512, 1.0, True, 1, 0, 1.0, None, "2", 7.0, None),
+        True,
+    )
     step = DECODE.steps(config, call)[-1]
     assert step.kernel is combine.KERNEL
     layout = DECODE.workspace(config)

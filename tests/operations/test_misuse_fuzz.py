@@ -210,9 +210,9 @@ def assert_right(operation: Operation, call: Call, results: tuple[Any, ...], see
     given = {array.name: call.get(array.name) for array in operation.inputs if not array.scratch}
     inputs = {name: None if x is None else np.ascontiguousarray(x) for name, x in given.items()}
     options = {**CHOSEN.get(operation.name, {}), **call}
-    numbers = {name: options[name] for name in operation.reference_options if options.get(name) is not None}
+    numbers = {name: options[name] for name in operation.options._fields if options.get(name) is not None}
     with np.errstate(all="ignore"):
-        exact = oracle(operation.name)(**inputs, **numbers)
+        exact = oracle(operation.name, numbers)(**inputs)
     for name, result, wanted in zip(output_names(operation), results, exact, strict=True):
         if wanted is None:
             assert result is None

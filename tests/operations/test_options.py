@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, DTypeError
-from mla_cupy.ops import COMPOSITE_OPERATIONS
+from mla_cupy import ArgumentError, DTypeError, reference
+from mla_cupy.ops import COMPOSITE_OPERATIONS, OPERATIONS, POOL_OPERATIONS
 from mla_cupy.ops.operation import Operation
 from tests.support.mistakes import Bad, option, raises
 from tests.support.operations import each, function_of, good_call, output_names
 
+ALL = ({**OPERATIONS, **POOL_OPERATIONS, **COMPOSITE_OPERATIONS}).values()
 #: For flags; 0 and 1, and NumPy's truth values, are fine.
 NO_FLAGS = ("True", "False", "", 2, -1, 0.0, None, [], [True], np.ones(2), np.array([True]), object())
 NO_NUMBERS = ("0.5", True, [], [1.0], np.ones(2), np.array([1.0]), 1j, object(), float)
@@ -160,3 +161,13 @@ def test_flags_in_every_form(flag: Any, monkeypatch: pytest.MonkeyPatch) -> None
             got = function_of(operation)(**calls[0], **{name: flag})
             wanted = function_of(operation)(**calls[1], **{name: bool(flag)})
             assert all(x.tobytes() == y.tobytes() for x, y in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("operation", ALL, ids=lambda operation: operation.name)
+def test_the_oracle_names_what_it_takes(operation: Operation) -> None:
+    """It gets the arrays, and the options whose names it has: one that it hides in `**` would be lost."""
+    taken = inspect.signature(getattr(reference, operation.name)).parameters
+    assert {array.name for array in operation.inputs if not array.scratch} <= set(taken)
+    assert all(value.kind is not inspect.Parameter.VAR_KEYWORD for value in taken.values())
+    required = {name for name, value in taken.items() if value.default is inspect.Parameter.empty}
+    assert required <= {*operation.names, *operation.options._fields}

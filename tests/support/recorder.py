@@ -185,7 +185,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "numpy":
         monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
 
-        def fail(operation: str) -> Any:
+        def fail(operation: str, options: Any) -> Any:
             raise AssertionError(f"computed {operation}")
 
         monkeypatch.setattr(backend, "oracle", fail)

@@ -19,7 +19,7 @@ from mla_cupy.runtime.device import DeviceInfo
 
 
 class AppendOptions(NamedTuple):
-    """The options of `cache_append`."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     record: str
     scales: str
@@ -28,10 +28,11 @@ class AppendOptions(NamedTuple):
 
 
 class GatherOptions(NamedTuple):
-    """The options of `cache_gather`."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     record: str
     kv_scale: float
+    out_dtype: str | None
 
 
 class CopyPagesOptions(NamedTuple):

@@ -51,15 +51,18 @@ class DecodeProblem:
 
 
 class DecodeOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
+    d_v: int
     scale: float
     causal: bool
+    cp_world: int
+    cp_rank: int
+    kv_scale: float
+    out_dtype: str | None
     lse_base: str
     empty_lse: float
-    cp_world: int = 1
-    cp_rank: int = 0
-    kv_scale: float = 1.0
+    kernel: str | None
 
 
 def tree_variant(problem: DecodeProblem) -> Variant:

@@ -24,10 +24,11 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 class MergeOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     lse_base: str
     empty_lse: float
+    out_dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,15 @@ class SparseBackwardProblem:
 
 
 class SparseBackwardOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
+    d_v: int
     scale: float
     causal: bool
     lse_base: str
+    deterministic: bool
+    dkv_dtype: str | None
+    kernel: str | None
 
 
 def plain_variant(problem: SparseBackwardProblem) -> Variant:

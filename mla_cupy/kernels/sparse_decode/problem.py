@@ -31,8 +31,10 @@ class SparseDecodeProblem:
 
 
 class SparseDecodeOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     scale: float
     lse_base: str
     empty_lse: float
+    out_dtype: str | None
+    kernel: str | None

@@ -30,9 +30,12 @@ class SparseForwardProblem:
 
 
 class SparseForwardOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
+    d_v: int
     scale: float
     causal: bool
     lse_base: str
     empty_lse: float
+    out_dtype: str | None
+    kernel: str | None

@@ -54,10 +54,20 @@ class LogitsProblem:
 
 
 class LogitsOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+
+    accumulate: str
+    clean: bool
+    out_dtype: str | None
+    kernel: str | None
+
+
+class PagedLogitsOptions(NamedTuple):
+    """The same of `indexer_logits_paged`."""
 
     clean: bool
-    accumulate: str
+    out_dtype: str | None
+    kernel: str | None
 
 
 def no_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:

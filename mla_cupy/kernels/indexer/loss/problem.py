@@ -65,14 +65,49 @@ class LossProblem:
         return -(-max(1, self.keys) // TILE_KEYS) * TILE_KEYS
 
 
-class LossOptions(NamedTuple):
-    """The numbers of a call."""
+class WarmupLossOptions(NamedTuple):
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     target: str
-    causal: bool
-    gradients: bool
     scale: float
     target_scale: float
+    causal: bool
+    gradients: bool
+    buffer_bytes: int
+    kernel: str | None
+
+
+class SparseLossOptions(NamedTuple):
+    """The same of `indexer_sparse_loss`."""
+
+    scale: float
+    causal: bool
+    gradients: bool
+    deterministic: bool
+    buffer_bytes: int
+    kernel: str | None
+
+    @property
+    def target_scale(self) -> float:
+        """Of targets per head."""
+        return 1.0
+
+
+class HeadSumsOptions(NamedTuple):
+    """The same of `indexer_head_sums`."""
+
+    scale: float
+    causal: bool
+    buffer_bytes: int
+    kernel: str | None
+
+    @property
+    def target_scale(self) -> float:
+        """Of targets per head."""
+        return 1.0
+
+
+LossOptions = WarmupLossOptions | SparseLossOptions | HeadSumsOptions
 
 
 @dataclass(frozen=True)

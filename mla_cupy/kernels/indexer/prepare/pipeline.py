@@ -9,7 +9,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.prepare import quantize
-from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem
+from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem, PrepareQueryOptions
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import GatherKeysParams, PrepareParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -55,7 +55,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         return [Launch(quantize.KERNEL, variant, (blocks, 1, 1), args)]
 
     def _params(self, config: PrepareProblem, call: Call, tokens: int, heads: int) -> PrepareParams:
-        options: PrepareOptions = call.options
+        options: PrepareOptions | PrepareQueryOptions = call.options
         codes, cos = call.view(self._codes), call.views["cos"]
         paged = not self._scales
         axes = 2 if self._weights else 1

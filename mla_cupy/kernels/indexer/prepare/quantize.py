@@ -32,13 +32,27 @@ class PrepareProblem:
 
 
 class PrepareOptions(NamedTuple):
-    """The numbers of a call."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     interleaved: bool
     hadamard: bool
     scales: str
     reference_rounding: bool
-    accumulate: str = "float32"
+
+    @property
+    def accumulate(self) -> str:
+        """What queries' products are added up in, which is nothing to keys."""
+        return "float32"
+
+
+class PrepareQueryOptions(NamedTuple):
+    """The same of queries."""
+
+    interleaved: bool
+    hadamard: bool
+    scales: str
+    reference_rounding: bool
+    accumulate: str
 
 
 KERNEL: KernelSpec[PrepareProblem] = KernelSpec(

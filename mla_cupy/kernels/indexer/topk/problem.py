@@ -21,7 +21,7 @@ class TopkProblem:
 
 
 class TopkOptions(NamedTuple):
-    """The numbers of a selection."""
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     k: int
     order: str
@@ -30,3 +30,4 @@ class TopkOptions(NamedTuple):
     keep_first: int
     keep_last: int
     return_values: bool
+    kernel: str | None
