@@ -1,297 +1,142 @@
-"""Adding a kernel and an operation by the recipe of cuda_src/README.md: few files, and the suite's own checks pass.
-
-The tree is copied, a toy family is added to the copy, and the tests that follow from the registries run there.
-"""
+"""The page on adding things, carried out: its files, changes and commands in a copy, and what must hold there then."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-COPIED = ("mla_cupy", "cuda_src", "ptxsim/ptxsim", "tests", "setup.cfg", "README.md")
+PAGE = REPOSITORY / "docs" / "project" / "adding.md"
+COPIED = ("mla_cupy", "cuda_src", "bench", "docs", "ptxsim/ptxsim", "tests", "setup.cfg", "ruff.toml", "README.md")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "results", "_generated", "build", ".*_cache")
 
-#: What a kernel needs: its source and its host side. (Its page, its tests and its golden figures are no code.)
-KERNEL = {
-    "cuda_src/toy/scale.cu": """\
-// out = factor * x. Grid: x = blocks of 128 elements.
-#include "common/facts.cuh"
-#include "ptx/control.cuh"
-
-namespace mla::toy {
-constexpr i32 kThreads = 128;
-
-struct ScaleParams {
-    const float* x;
-    float* out;
-    i64 x_stride_elems, out_stride_elems;
-    i32 n;
-    float factor;
-};
-
-MLA_FACT_LIST(params_layout, MLA_OFFSET(ScaleParams, x_stride_elems), MLA_OFFSET(ScaleParams, n),
-              MLA_OFFSET(ScaleParams, factor), (int)sizeof(ScaleParams));
-MLA_FACT(threads, kThreads);
-MLA_FACT(elements_per_block, kThreads);
-
-extern "C" __global__ void __launch_bounds__(kThreads) mla_toy_scale(const __grid_constant__ ScaleParams p) {
-    griddepcontrol_wait();
-    const i32 i = blockIdx.x * kThreads + threadIdx.x;
-    if (i < p.n) p.out[i * p.out_stride_elems] = p.factor * p.x[i * p.x_stride_elems];
-}
-}  // namespace mla::toy
-""",
-    "mla_cupy/kernels/toy/scale.py": '''\
-"""Host side of `toy/scale.cu`."""
-
-from __future__ import annotations
-
-from mla_cupy.kernels.params import ScaleParams
-from mla_cupy.kernels.spec import PLAIN, KernelSpec
-
-ELEMENTS_PER_BLOCK = 128
-
-KERNEL: KernelSpec[object] = KernelSpec(
-    "toy_scale",
-    "multiplies",
-    "toy/scale.cu",
-    ScaleParams,
-    core=PLAIN,
-    facts={"elements_per_block": ELEMENTS_PER_BLOCK},
-)
-''',
-}
-#: What an operation needs besides: its pipeline, its public function with its record, its oracle.
-OPERATION = {
-    "mla_cupy/kernels/toy/pipeline.py": '''\
-"""Scaling: one launch."""
-
-from __future__ import annotations
-
-from typing import NamedTuple
-
-from mla_cupy.kernels import choice
-from mla_cupy.kernels.params import ScaleParams
-from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, LaunchArgs, Step
-from mla_cupy.kernels.spec import PLAIN
-from mla_cupy.kernels.toy import scale
-from mla_cupy.runtime.device import DeviceInfo
+_BLOCK = re.compile(r"^`([\w./]+)`:$|^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-class ToyOptions(NamedTuple):
-    """The numbers of a call."""
+@dataclass(frozen=True)
+class Step:
+    """A block of the page: `kind` is its language, `path` the file that it is about, if any."""
 
-    scale: float
-
-
-class ToyPipeline(Pipeline[int]):
-    """The one kernel."""
-
-    kernels = (scale.KERNEL,)
-
-    def configure(self, problem: int, device: DeviceInfo, kernel: str | None = None) -> int:
-        """See `Pipeline.configure`."""
-        choice.choose("scaling", self.kernels, problem, device, kernel)
-        return problem
-
-    def workspace(self, config: int) -> Layout:
-        """None is needed."""
-        return Layout({})
-
-    def steps(self, config: int, call: Call) -> list[Step]:
-        """One launch."""
-        params = ScaleParams(
-            x="x",
-            out="out",
-            x_stride_elems=call.stride("x"),
-            out_stride_elems=call.stride("out"),
-            n=config,
-            factor=call.options.scale,
-        )
-        blocks = -(-config // scale.ELEMENTS_PER_BLOCK)
-        return [Launch(scale.KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))]
+    kind: str
+    path: str
+    text: str
 
 
-TOY = ToyPipeline()
-''',
-    "mla_cupy/kernels/toy/__init__.py": '''\
-"""A toy."""
-
-from mla_cupy.kernels.toy.pipeline import TOY
-
-__all__ = ["KERNELS", "TOY"]
-
-KERNELS = TOY.kernels
-''',
-    "mla_cupy/ops/toy.py": '''\
-"""Scaling."""
-
-from __future__ import annotations
-
-from typing import Any
-
-from mla_cupy.kernels.toy import TOY
-from mla_cupy.kernels.toy.pipeline import ToyOptions
-from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import resolve_scale
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views
+def steps() -> Iterator[Step]:
+    """The page's blocks in order. Several changes may follow the name of one file."""
+    path = ""
+    for name, kind, text in _BLOCK.findall(PAGE.read_text()):
+        if name:
+            path = name
+        elif kind == "sh" or path:
+            yield Step(kind, "" if kind == "sh" else path, text)
+            path = path if kind == "diff" else ""
 
 
-def toy_scale(x: Any, *, scale: float = 1.0, out: Any = None, workspace: Any = None, stream: Any = None) -> Any:
-    """Multiply."""
-    (out,) = run(Invocation(OPERATION, (x, out), (scale,), workspace, stream))
-    return out
+def carry_out(step: Step, root: Path) -> None:
+    """Write a file, change one, or run commands."""
+    if step.kind == "sh":
+        for command in step.text.splitlines():
+            run(root, *shlex.split(command)[1:])
+        return
+    target = root / step.path
+    if step.kind != "diff":
+        assert not target.exists(), f"{step.path} is there already"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(step.text)
+        return
+    lines = step.text.splitlines(keepends=True)
+    before = "".join(line[1:] for line in lines if line[0] == " ")
+    text = target.read_text()
+    assert text.count(before) == 1, f"{step.path} has {text.count(before)} times\n{before}"
+    target.write_text(text.replace(before, "".join(line[1:] for line in lines)))
 
 
-def _examine(views: Views, given: ToyOptions) -> Examined:
-    x = views["x"]
-    assert x is not None
-    return Examined(x.shape[0], given._replace(scale=resolve_scale(given.scale, 1)))
+def run(root: Path, *arguments: str) -> str:
+    """Python's output in the copy; it must succeed."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "MLA_CUPY"))}
+    environment.update(
+        PYTHONPATH=os.pathsep.join(str(root / part) for part in ("", "ptxsim", "tests")),
+        MLA_CUPY_JIT="lazy",
+        MLA_CUPY_CACHE_DIR=str(root / "cache"),
+    )
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout
 
 
-OPERATION = Operation(
-    "toy_scale",
-    inputs=(Input("x", "n", ("float32",)),),
-    outputs=(Output("out", "n"),),
-    options=ToyOptions,
-    min_sizes={"n": 1},
-    examine=_examine,
-    pipeline=TOY,
-)
-''',
-    "mla_cupy/reference/toy.py": '''\
-"""Scaling, in float64."""
-
-from __future__ import annotations
-
-from typing import Any
-
-import numpy as np
-
-
-def toy_scale(x: Any, *, scale: float = 1.0) -> Any:
-    """Multiply."""
-    return np.asarray(x, np.float64) * scale
-''',
-}
-#: Lines of the registries: file -> (what is there, what is put before it).
-LINES = {
-    "mla_cupy/kernels/__init__.py": (("\nfrom mla_cupy.kernels.spec", ", toy"), (")\n    for kernel in", ", toy")),
-    "mla_cupy/ops/__init__.py": (
-        (")\nfrom mla_cupy.ops.cache import", "    toy,\n"),
-        ("from mla_cupy.ops.call", "from mla_cupy.ops.toy import toy_scale\n"),
-        ('    "workspace_bytes",\n]', '    "toy_scale",\n'),
-        ("        topk.OPERATION,\n", "        toy.OPERATION,\n"),
-    ),
-    "mla_cupy/reference/__init__.py": (
-        ("from mla_cupy.reference.sparse import", "from mla_cupy.reference.toy import toy_scale\n"),
-        ("]", '    "toy_scale",\n'),
-    ),
-    "mla_cupy/__init__.py": (
-        ("        workspace_bytes,\n    )", "        toy_scale,\n"),
-        ('    "workspace_bytes",\n]', '    "toy_scale",\n'),
-    ),
-    "setup.cfg": (("    mla_cupy.kernels.merge\n", "    mla_cupy.kernels.toy\n"),),
-}
+def check(root: Path, *arguments: str) -> None:
+    """Tests in the copy: some must run, and all pass."""
+    said = run(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments)
+    assert "passed" in said
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with the toy."""
+    """A copy of the repository in which the page has been carried out."""
     root = tmp_path_factory.mktemp("recipe")
     for name in COPIED:
         source = REPOSITORY / name
         if source.is_dir():
-            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, root / name, ignore=LEFT_OUT)
         else:
             shutil.copy(source, root / name)
-    for name, text in {**KERNEL, **OPERATION}.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(text)
-    for name, changes in LINES.items():
-        text = (root / name).read_text()
-        for there, added in changes:
-            assert text.count(there) == 1, f"{name}: {there!r}"
-            text = text.replace(there, added + there)
-        (root / name).write_text(text)
-    generate = [sys.executable, "-m", "tests.generate"]
-    subprocess.run(generate, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True)
+    for step in steps():
+        carry_out(step, root)
     return root
 
 
-def run(tree: Path, *arguments: str) -> str:
-    """What pytest says in the copy; it must succeed."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "MLA_CUPY"))}
-    environment.update(PYTHONPATH=str(tree), MLA_CUPY_JIT="lazy", MLA_CUPY_CACHE_DIR=str(tree / "cache"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    assert "passed" in done.stdout
-    return done.stdout
+def test_the_page_has_all_kinds_of_steps() -> None:
+    kinds = [step.kind for step in steps()]
+    assert {"cuda", "py", "diff", "sh"} == set(kinds)
+    assert len(kinds) > 10
 
 
 def test_the_copy_is_what_runs(tree: Path) -> None:
-    code = "import mla_cupy; from mla_cupy.kernels import KERNELS; print(mla_cupy.__file__, 'toy_scale' in KERNELS)"
-    environment = {**os.environ, "PYTHONPATH": str(tree), "MLA_CUPY_JIT": "lazy"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [str(tree / "mla_cupy" / "__init__.py"), "True"]
+    code = "import mla_cupy; from mla_cupy.kernels import KERNELS; print(mla_cupy.__file__, *KERNELS)"
+    file, *names = run(tree, "-c", code).split()
+    assert file == str(tree / "mla_cupy" / "__init__.py")
+    assert {"toy_scale", "decode_generic_records_toy"} <= set(names)
 
 
-def test_layers_and_names(tree: Path) -> None:
-    run(tree, "tests/layering")
+def test_layers_names_and_lists(tree: Path) -> None:
+    check(tree, "tests/layering", "tests/generate", "-k", "python_layers or cuda_layers or names_of or out_of_date")
 
 
-def test_the_kernel_compiles_and_is_what_its_record_says(tree: Path) -> None:
-    """Of one line of NVRTC; the golden file, which `tests.budgets.update` writes, is not asked."""
-    said = run(
-        tree, "tests/budgets/test_facts.py", "tests/budgets/test_budgets.py",
-        "-k", "toy and not nvrtc13 and not golden",
-    )  # fmt: skip
-    assert " failed" not in said
+def test_the_kernels_are_what_their_descriptions_say(tree: Path) -> None:
+    """Facts, resources and the golden file, with both lines of NVRTC."""
+    check(tree, "tests/budgets", "-m", "not perf", "-k", "toy or complete or twins")
 
 
-def test_the_operation_s_own_checks(tree: Path) -> None:
-    """Bad input, workspaces, repeated calls, their way, misuse: all made from its record."""
-    folder = "tests/operations"
-    names = ("test_bad_input", "test_workspace", "test_repeated_calls", "test_misuse_fuzz", "test_layout_fuzz")
-    run(tree, *(f"{folder}/{name}.py" for name in names), "-k", "toy")
-    run(tree, f"{folder}/test_way.py")
+def test_the_kernel_has_the_family_s_tests(tree: Path) -> None:
+    """In the simulator, against the oracle, by its place in the pipeline's list."""
+    check(tree, "tests/decode/test_records.py", "-k", "generic_records_toy")
 
 
-def test_a_wrong_struct_is_found(tree: Path, tmp_path: Path) -> None:
+def test_the_operation_has_the_tests_of_all(tree: Path) -> None:
+    """Bad input, workspaces, repeated calls, their way, misuse, bindings, pages: all made from its description."""
+    check(tree, "tests/operations", "-k", "toy")
+    check(tree, "tests/operations/test_way.py")
+    check(tree, "tests/bindings", "tests/docs", "tests/test_doctests.py", "-k", "toy or public or complete")
+
+
+def test_a_struct_that_differs_is_found(tree: Path) -> None:
     """The checks that the toy passes can fail."""
-    source = tree / "cuda_src/toy/scale.cu"
+    source = tree / "cuda_src" / "toy" / "scale.cu"
     text = source.read_text()
-    wrong = text.replace("const float* x;\n    float* out;", "float* out;\n    const float* x;")
-    assert wrong != text
-    source.write_text(wrong)
+    source.write_text(text.replace("i32 n;", "i32 m;"))
     try:
-        with pytest.raises(AssertionError, match=r"run `python -m tests.generate`"):
-            run(tree, "tests/budgets/test_facts.py", "-k", "classes_are_the_structs")
+        with pytest.raises(AssertionError, match=r"kernels/params\.py"):
+            check(tree, "tests/generate", "-k", "out_of_date")
     finally:
         source.write_text(text)
-
-
-def rows_of(heading: str) -> list[str]:
-    """The first column of the table under a heading of the page."""
-    page = (REPOSITORY / "cuda_src" / "README.md").read_text()
-    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| `")]
-
-
-def test_the_recipe_is_that_of_the_page() -> None:
-    """At most five files for a kernel; what the toy adds is in the page's tables."""
-    kernel, operation = rows_of("To add a kernel"), rows_of("To add an operation")
-    assert 3 <= len(kernel) <= 5
-    said = " ".join((*kernel, *operation))
-    folders = {name.rpartition("/")[0].replace("toy", "<family>") for name in (*KERNEL, *OPERATION)}
-    assert all(folder in said for folder in folders)
-    assert {"mla_cupy/ops/__init__.py", "mla_cupy/__init__.py"} <= set(LINES)
-    assert all(f"`{name}`" in said for name in ("mla_cupy/ops/__init__.py", "mla_cupy/__init__.py"))
