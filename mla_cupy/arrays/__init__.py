@@ -14,8 +14,9 @@ import numpy as np
 
 from mla_cupy.arrays.cupy import CupyFamily, cupy_family
 from mla_cupy.arrays.dlpack import CUDA_DEVICE_TYPE, DLPACK, JAX
+from mla_cupy.arrays.dynamo import breaks_graphs, leave_alone, runs_as_it_is
 from mla_cupy.arrays.numpy import NUMPY, NumpyFamily
-from mla_cupy.arrays.torch import TORCH_CPU, torch_family
+from mla_cupy.arrays.torch import TORCH_CPU, check_tensor, torch_family
 from mla_cupy.arrays.view import ALIGNMENT, HOST, Family, Matcher, Native, Signature, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, explain
 
@@ -30,11 +31,13 @@ __all__ = [
     "NumpyFamily",
     "Signature",
     "View",
+    "breaks_graphs",
     "check_stream",
     "check_writable",
     "common_family",
     "cupy_family",
     "family_of",
+    "runs_as_it_is",
     "stream_handle",
 ]
 
@@ -66,6 +69,8 @@ def family_of(x: Any, argument: str) -> Family:
     if kind == "cupy":
         return cupy_family()
     if kind == "torch" and hasattr(x, "is_cuda"):
+        leave_alone()
+        check_tensor(x, argument)
         return torch_family() if x.is_cuda else TORCH_CPU
     if kind == "numpy" and isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mla_cupy.arrays.dynamo import breaks_graphs, methods_break_graphs
 from mla_cupy.arrays.numpy import NUMPY
 from mla_cupy.arrays.view import ALIGNMENT, Family, Matcher, Native, NativeFamily, Signature, View, view_of
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DTypeError, explain
 
 
+@methods_break_graphs
 class TorchFamily(NativeFamily):
     """PyTorch tensors on a GPU. Temporaries come from PyTorch's allocator."""
 
@@ -30,13 +32,14 @@ class TorchFamily(NativeFamily):
         # The handle alone is much cheaper than a Stream object; the function is private, so it may be missing.
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._guards = _tensor_guards(torch)
+        self._forward_mode = torch.autograd.forward_ad
+        self._has_transforms = torch._C._are_functorch_transforms_active
 
     @property
     def native(self) -> Native:
         return self
 
     def view(self, x: Any, argument: str = "an array") -> View:
-        _refuse_gradients(self._torch, x)
         dtype, itemsize = x.dtype, x.element_size()
         strides = [stride * itemsize for stride in x.stride()]
         name = self._names.get(dtype) or str(dtype)
@@ -46,21 +49,27 @@ class TorchFamily(NativeFamily):
         kind, recording = self._kind, self._torch.is_grad_enabled()
         addresses: list[int] = [0]
         key: list[Any] = []
-        for x in arrays:
-            if x is None:
-                addresses.append(0)
-                key.append(None)
-            elif type(x) is kind and not (recording and x.requires_grad):
-                address = x.data_ptr()
-                addresses.append(address)
-                # Strides that follow from the shape need not be fetched, which takes longer than to ask.
-                key += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
-            else:
-                return None
+        if self._forward_mode._current_level >= 0 or self._has_transforms():
+            return None
+        try:
+            for x in arrays:
+                if x is None:
+                    addresses.append(0)
+                    key.append(None)
+                elif type(x) is kind and not (recording and x.requires_grad) and not x.is_neg():
+                    address = x.data_ptr()
+                    addresses.append(address)
+                    # Strides that follow from the shape need not be fetched, which takes longer than to ask.
+                    key += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
+                else:
+                    return None
+        except RuntimeError:  # a tensor without memory
+            return None
         return addresses, tuple(key)
 
     def matcher(self, arrays: Sequence[Any]) -> Matcher | None:
         """One comparison in C++ of everything about all tensors."""
+        forward_mode = self._forward_mode
         absent = [index for index, x in enumerate(arrays) if x is None]
         present = [index for index, x in enumerate(arrays) if x is not None]
         if self._guards is None or len(present) < 2:  # of one, itemgetter makes no tuple
@@ -77,7 +86,7 @@ class TorchFamily(NativeFamily):
             return None
 
         def match(others: Sequence[Any]) -> list[int] | None:
-            if not alike(*pick(others)):
+            if not alike(*pick(others)) or forward_mode._current_level >= 0:
                 return None
             for index in absent:
                 if others[index] is not None:
@@ -131,6 +140,7 @@ class TorchFamily(NativeFamily):
 _UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
 
 
+@methods_break_graphs
 class TorchCpuFamily:
     """PyTorch tensors on the CPU: the same memory as NumPy arrays."""
 
@@ -141,9 +151,7 @@ class TorchCpuFamily:
         return NUMPY
 
     def adopt(self, x: Any) -> Any:
-        torch = sys.modules["torch"]
-        _refuse_gradients(torch, x)
-        return _to_numpy(torch, x.detach())
+        return _to_numpy(sys.modules["torch"], x.detach())
 
     def release(self, x: Any) -> Any:
         torch: Any = sys.modules["torch"]
@@ -162,17 +170,52 @@ def _tensor_guards(torch: Any) -> Any:
     return getattr(guards, "TensorGuards", None)
 
 
-def _refuse_gradients(torch: Any, x: Any) -> None:
+@breaks_graphs
+def check_tensor(x: Any, argument: str) -> None:
+    """Check that a tensor has memory that says what it is, and that no derivatives are wanted.
+
+    Raises
+    ------
+    DTypeError
+    """
+    torch: Any = sys.modules["torch"]
+    if derivative := _derivative(torch, x):
+        expected = "a constant: the functions of mla_cupy have no derivatives"
+        raise DTypeError(explain(argument, f"a tensor that {derivative}", expected, _DETACH))
+    if torch._C._are_functorch_transforms_active():
+        raise DTypeError(explain(argument, "a tensor under a transform", "no transform of torch.func", _BINDING))
+    if x.layout != torch.strided:
+        raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))
+    if x.device.type not in ("cpu", "cuda"):
+        raise DTypeError(explain(argument, f"a tensor on {x.device.type}", "one on the CPU or a CUDA GPU", "move it"))
+    try:
+        x.data_ptr()
+    except RuntimeError as error:
+        raise DTypeError(explain(argument, "a tensor without memory", "one that has its own", _UNWRAP)) from error
+    if x.is_neg() or x.is_conj():
+        raise DTypeError(explain(argument, "a lazily negated or conjugated tensor", "its values", _RESOLVE))
+    name = str(x.dtype).removeprefix("torch.")
+    if name not in TABLE and not hasattr(np, name):
+        raise DTypeError(explain(f"{argument}.dtype", name, "one that NumPy or ml_dtypes has", f"convert {argument}"))
+
+
+_DETACH = (
+    "detach it, or call under torch.no_grad(); sparse_mla_forward, indexer_warmup_objective and "
+    "indexer_sparse_objective of mla_cupy.torch have gradients"
+)
+_BINDING = "call the function of that name of mla_cupy.torch"
+_UNWRAP = f"for fake tensors {_BINDING}; of a DTensor pass to_local()"
+_RESOLVE = "call its resolve_neg() or resolve_conj()"
+
+
+def _derivative(torch: Any, x: Any) -> str:
+    """How a tensor takes part in reverse or forward mode; "" if it does not."""
+    forward_mode = torch.autograd.forward_ad
     if x.requires_grad and torch.is_grad_enabled():
-        raise DTypeError(
-            explain(
-                "a tensor",
-                "one that requires grad, in grad mode",
-                "no gradient to be recorded",
-                "call it under torch.no_grad(), or detach its inputs; gradients of sparse attention are in "
-                "mla_cupy.torch, see examples/torch_sparse_attention.py",
-            )
-        )
+        return "requires grad, in grad mode"
+    if forward_mode._current_level < 0 or torch._C._functorch.is_batchedtensor(x):
+        return ""
+    return "has a tangent" if forward_mode.unpack_dual(x).tangent is not None else ""
 
 
 def _to_numpy(torch: Any, x: Any) -> np.ndarray[Any, Any]:

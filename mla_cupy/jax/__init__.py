@@ -6,6 +6,8 @@ The functions have the names, the arguments and the meaning of those of `mla_cup
 - Arrays for results are not written to: a result takes the array's memory over, as `jax.jit` does with donated
   arguments. Where XLA still needs the array, it copies it first. `cache_append` and others that change an array of the
   caller return it in the same way.
+- `sparse_mla_forward` is differentiable, and so are the scalars of `indexer_warmup_objective` and
+  `indexer_sparse_objective`, in reverse mode. Other derivatives raise DTypeError.
 - `exportable=True` makes the call part of what `jax.export` can serialise, see `disabled_checks`.
 
 Kernels are chosen, compiled and loaded while JAX traces. What does not fit raises the errors of `mla_cupy` then; what

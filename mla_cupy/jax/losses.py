@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mla_cupy.jax.derivatives import as_array, refuse, values
 from mla_cupy.jax.lowering import call
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.bind import options_of
@@ -33,7 +34,7 @@ def objective(name: str, arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.A
     options, exportable = arrays.pop("options"), arrays.pop("exportable")
     static = _Static(name, tuple(arrays), options_of(OPERATIONS[name], options), exportable)
     value, kl = _objective(static, *arrays.values())
-    return value, jax.lax.stop_gradient(kl)
+    return value, kl
 
 
 def _run(static: _Static, arrays: Sequence[Any], gradients: bool) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -51,7 +52,8 @@ def _objective(static: _Static, *arrays: Any) -> tuple[Any, Any]:
     return value, kl
 
 
-def _save(static: _Static, *arrays: Any) -> tuple[tuple[Any, Any], Any]:
+def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, Any], Any]:
+    arrays = values(primals)
     value, kl, gradients = _run(static, arrays, gradients=True)
     given = dict(zip(static.names, arrays, strict=True))
     own = tuple(made.astype(given[name].dtype) for name, made in zip(_LEAVES, gradients, strict=True))
@@ -60,10 +62,11 @@ def _save(static: _Static, *arrays: Any) -> tuple[tuple[Any, Any], Any]:
 
 def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     """None: what counts as a constant has no gradient."""
-    found = {
-        name: gradient * cotangents[0].astype(gradient.dtype) for name, gradient in zip(_LEAVES, saved, strict=True)
-    }
+    value, kl = cotangents
+    refuse("an indexer's objective", {"kl": kl})
+    factor = as_array(value)
+    found = {name: gradient * factor.astype(gradient.dtype) for name, gradient in zip(_LEAVES, saved, strict=True)}
     return tuple(found.get(name) for name in static.names)
 
 
-_objective.defvjp(_save, _pull_back)
+_objective.defvjp(_save, _pull_back, symbolic_zeros=True)

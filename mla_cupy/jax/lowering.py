@@ -18,6 +18,7 @@ from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.errors import DTypeError, explain
 from mla_cupy.jax import ffi
 from mla_cupy.jax.buffers import locate
+from mla_cupy.jax.derivatives import constant
 from mla_cupy.jax.devices import gpu_ordinals, launcher
 from mla_cupy.ops import BOUND_OPERATIONS
 from mla_cupy.ops.bind import Launcher, Signature, options_of
@@ -63,11 +64,11 @@ def call(
     tuple
         The results in the order of the record; None where there is no such result.
     """
-    arrays = [given.get(name) for name in operation.names]
-    shaped = tuple(_shaped(name, x) for name, x in zip(operation.names, arrays, strict=True))
+    arrays = {name: x for name in operation.names if (x := given.get(name)) is not None}
+    shaped = tuple(_shaped(name, arrays.get(name)) for name in operation.names)
     signature = Signature(operation.name, shaped, options_of(operation, options))
-    operands = [x for x in arrays if x is not None]
-    made = iter(_by_platform(signature, exportable or buffer_callback is None, operands))
+    run = functools.partial(_by_platform, signature, exportable or buffer_callback is None)
+    made = iter(constant(operation.name, run, arrays))
     return tuple(None if result is None else next(made) for result in signature.results)
 
 
@@ -79,7 +80,7 @@ def _shaped(name: str, x: Any) -> tuple[tuple[int, ...], str] | None:
     return tuple(x.shape), str(x.dtype)
 
 
-def _by_platform(signature: Signature, by_handler: bool, operands: list[Any]) -> Sequence[Any]:
+def _by_platform(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
     """Arrays that are there say where; of a traced call XLA lowers the branch of the platform that it compiles for."""
     through = _through_handler if by_handler else _through_callback
     signature.request  # noqa: B018 (raises what does not fit, before anything is traced)
@@ -94,7 +95,7 @@ def _by_platform(signature: Signature, by_handler: bool, operands: list[Any]) ->
     return results
 
 
-def _place_of(operands: list[Any]) -> str | None:
+def _place_of(operands: Sequence[Any]) -> str | None:
     """The platform of arrays; None while JAX traces."""
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         return None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mla_cupy.jax.derivatives import as_array, refuse, values
 from mla_cupy.jax.lowering import call
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.bind import options_of
@@ -32,7 +33,7 @@ def differentiable(
     """The sparse forward, with a gradient through its first result; `arrays` in the order of the record."""
     static = _Static(options_of(_FORWARD, options), deterministic, exportable)
     out, lse, max_logits = _sparse(static, *arrays)
-    return out, jax.lax.stop_gradient(lse), jax.lax.stop_gradient(max_logits)
+    return out, lse, max_logits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,15 +42,17 @@ def _sparse(static: _Static, *arrays: Any) -> tuple[Any, ...]:
     return call(_FORWARD, given, static.options._asdict(), static.exportable)
 
 
-def _save(static: _Static, *arrays: Any) -> tuple[tuple[Any, ...], Any]:
+def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], Any]:
+    arrays = values(primals)
     out, lse, max_logits = _sparse(static, *arrays)
     return (out, lse, max_logits), (arrays, out, lse)
 
 
 def _pull_back(static: _Static, saved: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    refuse(_FORWARD.name, dict(zip(("lse", "max_logits"), gradients[1:], strict=True)))
     arrays, out, lse = saved
     given = dict(zip(_INPUTS, arrays, strict=True))
-    dout = gradients[0].astype(given["q"].dtype)
+    dout = as_array(gradients[0]).astype(given["q"].dtype)
     options = {name: getattr(static.options, name) for name in _SHARED}
     dq, dkv, d_sink = call(
         _BACKWARD,
@@ -61,4 +64,4 @@ def _pull_back(static: _Static, saved: Any, gradients: tuple[Any, ...]) -> tuple
     return tuple(found.get(name) for name in _INPUTS)  # None: integers have no gradient
 
 
-_sparse.defvjp(_save, _pull_back)
+_sparse.defvjp(_save, _pull_back, symbolic_zeros=True)

@@ -1,5 +1,9 @@
 """The public operations: what they mean, what they check, how they run."""
 
+import inspect
+
+from mla_cupy.arrays import breaks_graphs
+
 # ---- Written by `python -m tests.generate`: operations and public names
 from mla_cupy.ops import (
     cache,
@@ -119,3 +123,7 @@ POOL_OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if one
 COMPOSITE_OPERATIONS: dict[str, Operation] = {one.name: one for one in _COMPOSITES}
 #: Those that compiled programs can call: all but composites, and what `PagedKVCache` does between steps.
 BOUND_OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if not one.internal}
+
+for _name in __all__:
+    if inspect.isfunction(_function := globals()[_name]):
+        breaks_graphs(_function)

@@ -115,6 +115,7 @@ class Invocation:
         return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan, self.check)
 
 
+@families.runs_as_it_is
 def run(call: Invocation, adopted_by: Native | None = None) -> tuple[Any, ...]:
     """Run a call like an earlier one of this thread, or else after all checks.
 
@@ -286,6 +287,7 @@ def _configure(call: Invocation, native: Native) -> _Configured:
     return _Configured(request, config, nbytes)
 
 
+@families.runs_as_it_is
 def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     """Check and prepare a call of a new kind, and remember it. What can fail does so before anything is allocated."""
     operation = call.operation
@@ -373,6 +375,7 @@ def fixed(call: Invocation, native: Native) -> Callable[[int], None]:
 # ---- Arrays in the host's memory --------------------------------------------------------------------------------
 
 
+@families.runs_as_it_is
 def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
     """On the GPU and back, or by the oracle."""
     operation, plan = call.operation, call.plan

@@ -3,7 +3,7 @@
 The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
 
 - `sparse_mla_forward` is differentiable, and so are the scalars of `indexer_warmup_objective` and
-  `indexer_sparse_objective`.
+  `indexer_sparse_objective`: in reverse mode, by autograd and by torch.func. Other derivatives raise DTypeError.
 - `torch.compile` sees one operator instead of Python, with `fullgraph=True` and with dynamic batch sizes, too; what an
   operator writes is declared.
 - There is no `check` or `stream`: the work goes to PyTorch's current stream. Options that are dtypes are PyTorch's.
@@ -29,6 +29,7 @@ from mla_cupy.torch.cache import (
     indexer_cache_gather,
     sparse_mla_decode,
 )
+from mla_cupy.torch.derivatives import refuse_tangents, transformed
 from mla_cupy.torch.indexer import (
     indexer_logits,
     indexer_logits_paged,
@@ -44,9 +45,9 @@ from mla_cupy.torch.losses import (
     indexer_warmup_loss,
     indexer_warmup_objective,
 )
-from mla_cupy.torch.operators import OPERATORS, run, targets
+from mla_cupy.torch.operators import run, targets
 from mla_cupy.torch.plan import TorchDecodePlan, make_plan, run_planned
-from mla_cupy.torch.sparse import make_differentiable
+from mla_cupy.torch.sparse import transformed_forward
 
 __all__ = [
     "TorchDecodePlan",
@@ -72,8 +73,6 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_forward",
 ]
-
-make_differentiable(OPERATORS["sparse_mla_backward"][0])
 
 
 def plan_decode(
@@ -229,6 +228,10 @@ def sparse_mla_forward(
     given = targets(out=out, lse=lse, max_logits=max_logits)
     if is_plain_call(q) and not torch.is_grad_enabled():
         return ops.sparse_mla_forward(q, kv, indices, **options, **given, workspace=workspace)
+    if transformed() and not given:
+        arrays = {"q": q, "kv": kv, "indices": indices}
+        refuse_tangents("sparse_mla_forward", {**arrays, **options})
+        return transformed_forward(**arrays, **options)
     return run("sparse_mla_forward", (q, kv, indices), options, given, workspace)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from mla_cupy import ops
+from mla_cupy.torch.derivatives import is_recorded, no_gradient, refuse_tangents, refuse_transforms, transformed
 from mla_cupy.torch.library import LIBRARY, NAMESPACE, define
 from mla_cupy.torch.operators import run, single, targets
 
@@ -63,9 +64,9 @@ def indexer_warmup_loss(
     losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
     backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
     attention = {} if v is None else {"out": out, "attention_lse": attention_lse}
-    inputs = tuple(x.detach() for x in (q, k, index_q, index_k, weights))
-    chosen = {"v": None if v is None else v.detach(), "gradients": gradients, **options}
-    return _run_loss("indexer_warmup_loss", inputs, chosen, {**losses, **backward, **attention}, workspace)
+    inputs = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "v": v, **options}
+    chosen = {"gradients": gradients, **_constants("indexer_warmup_loss", inputs)}
+    return _run_loss("indexer_warmup_loss", chosen, {**losses, **backward, **attention}, workspace)
 
 
 def indexer_warmup_objective(
@@ -143,9 +144,9 @@ def indexer_sparse_loss(
     """
     losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
     backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
-    inputs = (*(x.detach() for x in (q, k, index_q, index_k, weights)), indices)
-    chosen = {"gradients": gradients, **options}
-    return _run_loss("indexer_sparse_loss", inputs, chosen, {**losses, **backward}, workspace)
+    inputs = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "indices": indices, **options}
+    chosen = {"gradients": gradients, **_constants("indexer_sparse_loss", inputs)}
+    return _run_loss("indexer_sparse_loss", chosen, {**losses, **backward}, workspace)
 
 
 def indexer_sparse_objective(
@@ -211,15 +212,31 @@ def indexer_head_sums(
     It has no gradient: nothing flows to the main attention.
     """
     given = targets(head_sums=head_sums)
-    return single(run("indexer_head_sums", (q.detach(), k.detach()), options, given, workspace))
+    inputs = _constants("indexer_head_sums", {"q": q, "k": k, **options})
+    return single(run("indexer_head_sums", (), inputs, given, workspace))
 
 
 # ---- What both losses do ----------------------------------------------------------------------------------------
 
 
+def _constants(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation, detached: its results are constants to autograd.
+
+    Raises
+    ------
+    DTypeError
+        Under a transform of torch.func that wants derivatives: there zeros would count as such.
+    """
+    refuse_transforms(name, given)
+    return _detached(given)
+
+
+def _detached(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
 def _run_loss(
     name: str,
-    inputs: tuple[torch.Tensor, ...],
     options: dict[str, Any],
     wanted: dict[str, torch.Tensor | None],
     workspace: torch.Tensor | None,
@@ -227,7 +244,7 @@ def _run_loss(
     """All results of a loss, None where they are not `wanted`: the names of those that are, and where they go."""
     given = targets(**wanted)
     names = [output.name for output in ops.BOUND_OPERATIONS[name].outputs]
-    found = dict(zip(given or names, run(name, inputs, options, given, workspace), strict=True))
+    found = dict(zip(given or names, run(name, (), options, given, workspace), strict=True))
     return tuple(found[name] if name in wanted else None for name in names)
 
 
@@ -239,14 +256,20 @@ def _objective(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum(row_weights * kl), differentiable by the leaves: index_q, index_k and weights; and kl."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    found = loss(*attention, *leaves, gradients=wanted, row_weights=row_weights, **options)
-    kl, gradients = found[0], found[3:6]
+    refuse_tangents("an indexer's objective", dict(zip(_TENSORS, leaves, strict=False)))
+    by_transform, wanted = transformed(), any(is_recorded(x) for x in leaves)
+    constants = _detached({"row_weights": row_weights, **options})
+    found = loss(*(x.detach() for x in (*attention, *leaves)), gradients=wanted, **constants)
+    kl, gradients, factors = found[0], found[3:6], constants["row_weights"]
     assert kl is not None
-    factors = kl if row_weights is None else kl * row_weights.detach().reshape(-1, *[1] * (kl.ndim - 1))
-    value: torch.Tensor = factors.sum()
+    value: torch.Tensor = (kl if factors is None else kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
     own = [made.to(leaf.dtype) for leaf, made in zip(leaves, gradients, strict=True) if made is not None]
-    return _with_gradients(*leaves, value, *own) if own else value, kl
+    if not own:
+        return value, kl
+    if by_transform:
+        value, kl = _Objective.apply(*leaves, value, *own, kl)
+        return value, kl
+    return _with_gradients(*leaves, value, *own), kl
 
 
 # ---- The operator of a scalar whose gradients are there already, and are multiplied by the cotangent ------------
@@ -271,3 +294,30 @@ def _pull_back(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 _with_gradients = define(_NAME, f"({', '.join(f'Tensor {name}' for name in _TENSORS)}) -> Tensor", _value, _fake)
 torch.library.register_autograd(f"{NAMESPACE}::{_NAME}", _pull_back, setup_context=_save, lib=LIBRARY)
+
+
+class _Objective(torch.autograd.Function):  # type: ignore[misc]
+    """The same for transforms of torch.func, which also differentiate kl if they are asked to."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _value(*tensors), tensors[-1].clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        _save(ctx, inputs[:-1], output)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor | None, of_kl: torch.Tensor | None) -> tuple[Any, ...]:
+        if of_kl is not None:
+            raise no_gradient("an indexer's objective", "kl")
+        if cotangent is None:
+            return (None,) * (len(_TENSORS) + 1)
+        return *_pull_back(ctx, cotangent), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise no_gradient("an indexer's objective", "an input")

@@ -8,10 +8,13 @@ import torch
 
 from mla_cupy import ops
 from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.ops.bind import parameters
+from mla_cupy.torch.derivatives import DIFFERENTIABLE, refuse, refuse_tangents
 from mla_cupy.torch.library import bind
 
 OPERATORS = {name: bind(operation) for name, operation in ops.BOUND_OPERATIONS.items()}
 """For each operation the operator that returns new tensors, and the one that writes to given ones."""
+_NAMES = {name: tuple(parameters(name)) for name in OPERATORS}
 
 
 def single(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -35,8 +38,16 @@ def run(
     given: dict[str, torch.Tensor],
     workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Call an operator: the one that returns results, or the one that writes to `given`."""
+    """Call an operator: the one that returns results, or the one that writes to `given`.
+
+    Raises
+    ------
+    DTypeError
+        If a derivative is wanted that does not exist.
+    """
     make, write = OPERATORS[name]
+    check = refuse_tangents if name in DIFFERENTIABLE and not given else refuse
+    check(name, {**dict(zip(_NAMES[name], inputs, strict=False)), **options})
     if given:
         write(*inputs, **options, **given, workspace=workspace)
         return tuple(given.values())

@@ -12,6 +12,7 @@ from mla_cupy.errors import PlanError, explain
 from mla_cupy.ops import OPERATIONS, DecodePlan, plan_decode
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.entry import Plan, Request
+from mla_cupy.torch.derivatives import refuse
 from mla_cupy.torch.library import Arguments, define, new_results
 
 _DECODE = OPERATIONS["mla_decode"]
@@ -137,6 +138,7 @@ def run_planned(
     given: dict[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call an operator: the one that returns results, or the one that writes to `given`."""
+    refuse("mla_decode", dict(zip(_DECODE.names, inputs, strict=False)))
     if not given:
         return _planned(plan.workspace, plan.number, *inputs, **options)  # type: ignore[no-any-return]
     _planned_out(plan.workspace, plan.number, *inputs, **options, **given)

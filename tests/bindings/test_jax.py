@@ -119,15 +119,13 @@ def test_an_empty_batch(jax: Any, of_jax: Any, exportable: bool) -> None:
 
 
 def loss(jax: Any, of_jax: Any, call: BoundCall, weights: Array, exportable: bool, **options: Any) -> Any:
-    """A function of the differentiable arrays: the sum of out, weighted, and of what has no gradient."""
+    """A function of the differentiable arrays: the sum of out, weighted."""
     rest = {name: x for name, x in on_cpu(jax, call).items() if name not in ("q", "kv", "attn_sink")}
     jnp = jax.numpy
 
     def value(leaves: dict[str, Any]) -> Any:
-        results = of_jax.sparse_mla_forward(**leaves, **rest, **call.options, **options, exportable=exportable)
-        out, lse, max_logits = results
-        constant = jnp.where(jnp.isfinite(lse), lse, 0).sum() + jnp.where(jnp.isfinite(max_logits), max_logits, 0).sum()
-        return (out.astype(jnp.float32) * weights).sum() + constant
+        out, *_ = of_jax.sparse_mla_forward(**leaves, **rest, **call.options, **options, exportable=exportable)
+        return (out.astype(jnp.float32) * weights).sum()
 
     return value
 
@@ -135,7 +133,7 @@ def loss(jax: Any, of_jax: Any, call: BoundCall, weights: Array, exportable: boo
 @pytest.mark.parametrize("changes", [{}, {"sink": True, "lengths": True, "causal": True}, {"head_axis": True}], ids=str)
 @both_roads
 def test_gradients(jax: Any, of_jax: Any, changes: dict[str, Any], exportable: bool) -> None:
-    """They are the public backward's; lse and max_logits have none."""
+    """They are the public backward's."""
     call, whole = forward(changes), backward(changes)
     weights = whole.arrays["dout"].astype(np.float32)
     leaves = {name: x for name, x in on_cpu(jax, call).items() if name in ("q", "kv", "attn_sink")}
@@ -171,13 +169,6 @@ def test_float32_results_have_gradients_too(jax: Any, of_jax: Any) -> None:
     got = jax.grad(loss(jax, of_jax, call, np.float32(1), False))(leaves)
     assert got["q"].dtype == leaves["q"].dtype
     assert float(abs(got["kv"].astype("float32")).max()) > 0
-
-
-@both_roads
-def test_decode_says_that_it_has_no_gradient(jax: Any, of_jax: Any, exportable: bool) -> None:
-    arrays = on_cpu(jax, decode())
-    with pytest.raises((ValueError, TypeError), match=r"do not support JVP|cannot be differentiated"):
-        jax.grad(lambda q: of_jax.mla_decode(**{**arrays, "q": q}, exportable=exportable)[1].sum())(arrays["q"])
 
 
 # ---- Transformations ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy import DTypeError
 from tests.interop.test_torch import array, tensor
 from tests.support.loss_cases import LossCase, loss_inputs
 from tests.support.sparse_loss_cases import SparseLossCase, sparse_loss_inputs
@@ -37,7 +38,7 @@ def test_jax(jax: Any, of_jax: Any, case: LossCase, exportable: bool) -> None:
 
     def value(leaves: dict[str, Any]) -> Any:
         loss, kl = of_jax.indexer_warmup_objective(**leaves, **inputs, **case.options, exportable=exportable)
-        return 4 * loss + kl.sum()  # kl has no gradient
+        return 4 * loss + jax.lax.stop_gradient(kl).sum()
 
     total, gradients = expected(case, 4)
     plain, _ = of_jax.indexer_warmup_objective(**leaves, **inputs, **case.options, exportable=exportable)
@@ -87,8 +88,7 @@ def test_sparse_jax(jax: Any, of_jax: Any, exportable: bool) -> None:
     leaves = {name: inputs.pop(name) for name in LEAVES}
 
     def value(leaves: dict[str, Any]) -> Any:
-        loss, kl = of_jax.indexer_sparse_objective(**leaves, **inputs, exportable=exportable)
-        return 4 * loss + kl.sum()  # kl has no gradient
+        return 4 * of_jax.indexer_sparse_objective(**leaves, **inputs, exportable=exportable)[0]
 
     total, gradients = expected_sparse(4)
     plain, _ = of_jax.indexer_sparse_objective(**leaves, **inputs, exportable=exportable)
@@ -110,3 +110,46 @@ def test_sparse_torch(torch: Any, of_torch: Any) -> None:
     (4 * loss).backward()
     for name, wanted in zip(LEAVES, gradients, strict=True):
         np.testing.assert_array_equal(array(torch, inputs[name].grad).astype(np.float32), wanted)
+
+
+# ---- Under transforms --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:There is a performance drop")  # what PyTorch itself does
+def test_torch_func(torch: Any, of_torch: Any) -> None:
+    """Gradients as autograd's, beneath vmap, too; what else is differentiated raises."""
+    inputs = {name: tensor(torch, x) for name, x in sparse_loss_inputs(SPARSE).items()}
+    _, gradients = expected_sparse(4)
+    leaves = tuple(inputs.pop(name) for name in LEAVES)
+
+    def value(*leaves: Any, of_kl: float = 0) -> Any:
+        loss, kl = of_torch.indexer_sparse_objective(**dict(zip(LEAVES, leaves, strict=True)), **inputs)
+        return 4 * loss + of_kl * kl.sum() if of_kl else 4 * loss
+
+    def check(got: Any) -> None:
+        for x, wanted in zip(got, gradients, strict=True):
+            np.testing.assert_array_equal(array(torch, x).astype(np.float32), wanted)
+
+    check(torch.func.grad(value, (0, 1, 2))(*leaves))
+    twice = [torch.stack([x, x]) for x in leaves]
+    check(x[1] for x in torch.func.vmap(torch.func.grad(value, (0, 1, 2)))(*twice))
+    check(x[1] for x in torch.func.grad(lambda *x: torch.func.vmap(value)(*x).sum(), (0, 1, 2))(*twice))
+    with pytest.raises(DTypeError, match=r"^kl: got a derivative"):
+        torch.func.grad(value)(*leaves, of_kl=1)
+    with pytest.raises(DTypeError, match=r"^index_q: got a derivative"):
+        torch.func.jvp(value, leaves, leaves)
+
+
+def test_jax_does_not_differentiate_kl(jax: Any, of_jax: Any) -> None:
+    inputs = {name: jax.numpy.asarray(x) for name, x in sparse_loss_inputs(SPARSE).items()}
+    with pytest.raises(DTypeError, match=r"^kl: got a derivative"):
+        jax.grad(lambda x: of_jax.indexer_sparse_objective(**{**inputs, "index_q": x})[1].sum())(inputs["index_q"])
+
+
+def test_a_teacher_may_require_grad(torch: Any, of_torch: Any) -> None:
+    """Everything but the index queries, keys and weights counts as a constant."""
+    inputs = {name: tensor(torch, x) for name, x in sparse_loss_inputs(SPARSE).items()}
+    total, _ = expected_sparse(1)
+    for name in ("q", "k", "lse", "row_weights"):
+        inputs[name].requires_grad_()
+    assert float(of_torch.indexer_sparse_objective(**inputs)[0]) == pytest.approx(float(total), rel=1e-6)

@@ -197,14 +197,14 @@ def test_gradients_are_deterministic_where_pytorch_is(
 ) -> None:
     library = importlib.import_module("mla_cupy.torch.library")
     seen: list[bool] = []
-    original = library.call
+    original = library.run_call
 
-    def call(operation: Any, arrays: Any, chosen: Any, *rest: Any) -> Any:
-        if operation.name == "sparse_mla_backward":
-            seen.append(chosen.deterministic)
-        return original(operation, arrays, chosen, *rest)
+    def run_call(call: Any) -> Any:
+        if call.operation.name == "sparse_mla_backward":
+            seen.append(call.options.deterministic)
+        return original(call)
 
-    monkeypatch.setattr(library, "call", call)
+    monkeypatch.setattr(library, "run_call", run_call)
     for wanted in (False, True):
         given = tensors(torch, forward())
         given["kv"].requires_grad_()
@@ -219,5 +219,5 @@ def test_gradients_are_deterministic_where_pytorch_is(
 def test_the_public_call_points_to_the_binding(torch: Any) -> None:
     given = tensors(torch, forward())
     given["q"].requires_grad_()
-    with pytest.raises(DTypeError, match=r"requires grad.*gradients of sparse attention are in mla_cupy\.torch"):
+    with pytest.raises(DTypeError, match=r"^q: got a tensor that requires grad.*of mla_cupy\.torch have gradients"):
         mla_cupy.sparse_mla_forward(**given)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from typing import Any
 
 import pytest
 
-from mla_cupy import PlanError
-from tests.bindings.cases import CALLS, decode, forward, merge
+import mla_cupy
+from mla_cupy import PlanError, ops
+from mla_cupy.arrays import dynamo
+from mla_cupy.arrays.torch import TorchCpuFamily, TorchFamily, check_tensor
+from tests.bindings.cases import CALLS, BoundCall, decode, forward, merge
 from tests.bindings.test_torch import check, tensors
 from tests.interop.test_torch import tensor
 
@@ -175,3 +179,54 @@ def test_mutations_are_declared(torch: Any, of_torch: Any) -> None:
     ):
         schema = getattr(torch.ops.mla_cupy, name).default._schema
         assert {x.name for x in schema.arguments if x.is_write} == wanted
+
+
+# ---- The functions of mla_cupy -----------------------------------------------------------------------------------
+
+
+PLAIN = [call for call in CALLS if call.outputs]
+PLAIN = list({call.operation: call for call in PLAIN}.values())
+
+
+@pytest.mark.parametrize("call", PLAIN, ids=[call.operation for call in PLAIN])
+def test_a_plain_function_breaks_the_graph(torch: Any, call: BoundCall) -> None:
+    """It runs as it is, between two graphs."""
+    compiled, counter = _compiled(torch, call)
+    check(torch, compiled(tensors(torch, call)), call.eager())
+    assert (counter.frame_count, counter.op_count) == (2, 2)
+
+
+def test_a_plain_function_that_is_compiled_before_pytorch_knows_of_it(torch: Any) -> None:
+    """As where it was imported before PyTorch, and has not been called yet."""
+    frames, call = torch._C._dynamo.eval_frame, decode()
+    methods = [x for kind in (TorchFamily, TorchCpuFamily) for x in vars(kind).values() if inspect.isfunction(x)]
+    for function in (ops.mla_decode, ops.call.run, ops.call._on_host, check_tensor, *methods):
+        frames.reset_code(function.__code__)
+        dynamo._waiting.append(function.__code__)
+    compiled, counter = _compiled(torch, call)
+    check(torch, compiled(tensors(torch, call)), call.eager())
+    assert not dynamo._waiting
+    assert counter.op_count == 2
+
+
+def test_what_breaks_the_graph_says_what_does_not(torch: Any) -> None:
+    given = tensors(torch, merge())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"launches kernels itself.* mla_cupy\.torch"):
+        torch.compile(lambda given: mla_cupy.merge_states(**given), fullgraph=True, backend="eager")(given)
+
+
+def _compiled(torch: Any, call: BoundCall) -> tuple[Any, Any]:
+    """A call with something for the compiler before and after it."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    first = next(iter(call.arrays))
+
+    @torch.compile(backend=counter)
+    def run(given: dict[str, Any]) -> Any:
+        given = {**given, first: given[first].clone()}
+        results = getattr(mla_cupy, call.operation)(**given, **call.options)
+        return (results[0].clone(), *results[1:]) if isinstance(results, tuple) else results.clone()
+
+    return run, counter
