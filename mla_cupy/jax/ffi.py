@@ -22,6 +22,8 @@ from mla_cupy.jax import abi
 from mla_cupy.jax.devices import gpu_ordinals, launcher
 from mla_cupy.ops.bind import Shaped, Signature
 
+__all__ = ["disabled_checks"]
+
 TARGET = "mla_cupy.call.v1"
 """The name of the handlers; it changes whenever what the attribute says does."""
 _PLATFORMS = ("cpu", "CUDA")

@@ -9,6 +9,8 @@ import jax
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import run
 
+__all__ = ["indexer_sparse_objective", "indexer_warmup_objective"]
+
 
 def indexer_logits(
     q: jax.Array,

@@ -13,6 +13,8 @@ from mla_cupy.torch.derivatives import is_recorded, no_gradient, refuse_tangents
 from mla_cupy.torch.library import LIBRARY, NAMESPACE, define
 from mla_cupy.torch.operators import run, single, targets
 
+__all__ = ["indexer_sparse_objective", "indexer_warmup_objective"]
+
 _NAME = "with_gradients"
 _TENSORS = ("index_q", "index_k", "weights", "value", "d_index_q", "d_index_k", "d_weights")
 

@@ -15,6 +15,8 @@ from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.torch.derivatives import refuse
 from mla_cupy.torch.library import Arguments, define, new_results
 
+__all__ = ["TorchDecodePlan"]
+
 _DECODE = OPERATIONS["mla_decode"]
 _ARGUMENTS = Arguments(_DECODE)
 _numbers = itertools.count(1)

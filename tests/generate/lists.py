@@ -166,7 +166,9 @@ def operation_lists(root: Path) -> Texts:
     internal = {one.name for one in operations if one.internal}
     return {
         folder / "__init__.py": _ops_init(folder / "__init__.py", of_ops, names, every),
-        **_reference_init(root, {one.name for one in operations}),
+        **_functions_init(root, "reference", "the oracle's functions", {one.name for one in operations}),
+        **_functions_init(root, "torch", "names of the modules", {one.name for one in operations}),
+        **_functions_init(root, "jax", "names of the modules", {one.name for one in operations}),
         **_package_init(root, [name for name in every if name not in internal]),
     }
 
@@ -185,16 +187,16 @@ def _ops_init(init: Path, of_ops: list[Module], names: list[tuple[str, list[str]
     return with_block(init.read_text(), "operations and public names", block)
 
 
-def _reference_init(root: Path, operations: set[str]) -> Texts:
-    """The oracle's functions have the names of operations; what else is public is in a module's `__all__`."""
-    folder = root / PACKAGE / "reference"
+def _functions_init(root: Path, part: str, block: str, operations: set[str]) -> Texts:
+    """A package whose functions have the names of operations; what else is public is in a module's `__all__`."""
+    folder = root / PACKAGE / part
     names = [
         (module.name, sorted({*module.declared(), *(operations & set(module.defined()))}))
-        for module in modules(folder, f"{PACKAGE}.reference")
+        for module in modules(folder, f"{PACKAGE}.{part}")
     ]
     init = folder / "__init__.py"
-    block = imports(names) + "\n" + all_of(sorted(name for _, found in names for name in found))
-    return {init: with_block(init.read_text(), "the oracle's functions", block)}
+    text = imports(names) + "\n" + all_of(sorted(name for _, found in names for name in found))
+    return {init: with_block(init.read_text(), block, text)}
 
 
 def _package_init(root: Path, public: list[str]) -> Texts:
