@@ -9,8 +9,9 @@ import importlib
 import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,30 @@ Planned = tuple["KernelSpec[Any]", "Variant", BuildRequest]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 well, 1 something failed, 2 wrong usage."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _ended_by_sigterm():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as an exception does, so that it ends its compilers first."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not in the main thread, where signals are none of our business
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    """As `main`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain characters that its encoding lacks
     try:
@@ -49,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(_part("bench", "bench", "cli").main(arguments[1:]))
         if arguments[:1] == ["sim"]:
             return int(_part("ptxsim", "ptxsim/ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
-        options = _parser(arguments).parse_args(arguments)
+        options, unknown = _parser(arguments).parse_known_args(arguments)
+        if unknown:  # said by the command, with its own usage
+            options.command.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(options.run(options))
     except MlaError as error:
         print(f"mla-cupy: {error}", file=sys.stderr)
@@ -100,7 +126,7 @@ def _add_command(commands: Any, name: str, run: Any, summary: str, *, json_too: 
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + "."
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, command=command)
     if json_too:
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return command
@@ -144,7 +170,10 @@ def _info(options: argparse.Namespace) -> int:
         table("environment variables", ("name", "value", "default", "meaning"), map(dict.values, facts["environment"])),
     )
     if not facts["gpus"]:
-        print("No GPU: NumPy arrays are computed by the NumPy backend; kernels can be compiled.")
+        compiler = (
+            "no kernel can be compiled: see NVRTC above" if "error" in facts["nvrtc"] else "kernels can be compiled"
+        )
+        print(f"No GPU: NumPy arrays are computed by the NumPy backend; {compiler}.")
     for problem in facts["problems"]:
         print(f"Problem: {problem}")
     return 0
@@ -161,13 +190,15 @@ def _gpu_row(gpu: dict[str, Any]) -> tuple[str, ...]:
 def _compile(options: argparse.Namespace) -> int:
     planned = _plan(options)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
+        with _writing(options.out):  # what cannot be made is said before the work
+            options.out.mkdir(parents=True, exist_ok=True)
     outcomes = _build_with_progress([request for _, _, request in planned], options.jobs, quiet=options.json)
     if options.out:
         for outcome in outcomes:
             if outcome.build:
                 entry = options.out / outcome.request.name
-                cache.write(entry, outcome.build, cache.image_key(outcome.request))
+                with _writing(options.out):
+                    cache.write(entry, outcome.build, cache.image_key(outcome.request))
     if options.json:
         print(json.dumps([_outcome_row(outcome) for outcome in outcomes], indent=1))
     else:
@@ -176,6 +207,16 @@ def _compile(options: argparse.Namespace) -> int:
             print(f"Written to {options.out}: use them with MLA_CUPY_CUBIN_DIR={options.out.resolve()}")
     _print_causes(outcomes)
     return 0 if all(outcome.build and (options.out or not outcome.unkept) for outcome in outcomes) else 1
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """An error of the system's while the directory of `--out` is written, with its name."""
+    try:
+        yield
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise MlaError(explain(f"--out {directory}", got, "a directory with room that you can write")) from error
 
 
 def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
+"""When the first line of progress is due where there is no terminal, and how long after it the next."""
 
 
 def plain(text: object) -> str:
@@ -42,7 +47,13 @@ def show(*tables: Table) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, bool], None]]:
-    """A bar on standard error; the function says what is at work, and whether it is done."""
+    """A bar on standard error; the function says what is at work, and whether it is done.
+
+    Where that is no terminal, such as the log of an image that is built, there is a plain line now and then.
+    """
+    if not quiet and not _console(stderr=True).is_terminal:
+        yield _lines(what, total)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
@@ -50,6 +61,22 @@ def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable
     with Progress(*columns, console=_console(stderr=True), transient=True, disable=quiet) as shown:
         bar = shown.add_task(plain(what), total=total)
         yield lambda name, done: shown.update(bar, description=plain(name), advance=1 if done else 0)
+
+
+def _lines(what: str, total: int) -> Callable[[str, bool], None]:
+    """Lines of progress, from the time on when it takes long."""
+    begin = time.monotonic()
+    due, finished = begin + FIRST_LINE_SECONDS, 0
+
+    def advance(name: str, done: bool) -> None:
+        nonlocal due, finished
+        finished += done
+        now = time.monotonic()
+        if now >= due:
+            due = now + LINE_SECONDS
+            print(f"{what}: {finished} of {total} done after {now - begin:.0f} s", file=sys.stderr, flush=True)
+
+    return advance
 
 
 def _console(*, stderr: bool = False) -> Console:

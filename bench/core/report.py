@@ -185,6 +185,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except IsADirectoryError as error:
+        raise BenchError(f"{path} is a directory, expected a file of results: {path}/*.jsonl") from error
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from error
     rows = []

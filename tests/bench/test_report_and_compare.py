@@ -111,6 +111,10 @@ def test_nan_is_never_written():
 def test_a_file_that_is_not_there_or_not_json(tmp_path):
     with pytest.raises(BenchError, match=r"nothing\.jsonl"):
         report.read(tmp_path / "nothing.jsonl")
+    with pytest.raises(
+        BenchError, match=rf"{tmp_path} is a directory, expected a file of results: {tmp_path}/\*.jsonl"
+    ):
+        report.read(tmp_path)
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{")
     with pytest.raises(BenchError, match="line 1"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mla_cupy import cli, kernels
+from mla_cupy import cli, kernels, terminal
 from mla_cupy._version import __version__
 from mla_cupy.runtime import cache, device, loader, nvrtc
 
@@ -126,6 +130,71 @@ def test_out_that_cannot_be_written_is_one_line(registry: Path, capsys: pytest.C
     assert capsys.readouterr().err.splitlines()[-1].startswith("mla-cupy: ")
 
 
+def test_a_full_out_is_named(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache, "write", full)
+    out = registry / "images"
+    assert cli.main(["compile", "--arch", "sm_90a", "--kernels", "copy", "--out", str(out)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"mla-cupy: --out {out}: got No space left on device, expected a directory")
+
+
+def test_an_unknown_word_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("compile", "list", "info"):
+        with pytest.raises(SystemExit) as end:
+            cli.main([command, "bogus"])
+        said = capsys.readouterr().err
+        assert end.value.code == 2
+        assert said.startswith(f"usage: mla-cupy {command} ")
+        assert f"mla-cupy {command}: error: unrecognized arguments: bogus" in said
+
+
+def test_sigterm_ends_the_compilers_too(tmp_path: Path) -> None:
+    """They are gone when the command is."""
+    command = [sys.executable, "-m", "mla_cupy", "compile", "--arch", "sm_90a", "--kernels", "decode_sm90_seesaw"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen([*command, "-j", "2"], env=environment, stdout=subprocess.DEVNULL) as parent:
+        deadline = time.monotonic() + 30
+        while not (compilers := children_of(parent.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert compilers
+        parent.terminate()
+        assert parent.wait(30) == 128 + signal.SIGTERM
+        assert not [pid for pid in compilers if Path(f"/proc/{pid}").exists()]
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
+    with terminal.progress("compiling", 30) as advance:
+        for at in range(30):
+            advance(f"kernel {at}", False)
+            now += 1.0
+            advance(f"kernel {at}", True)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [f"compiling: {done} of 30 done after {done} s" for done in (2, 12, 22)]
+    with terminal.progress("compiling", 3, quiet=True) as advance:
+        now += 100.0
+        advance("kernel", True)
+    assert capsys.readouterr().err == ""
+
+
 def test_list_tells_what_is_built(registry: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compile", "--arch", "sm_90a", "--kernels", "copy", "--json"]) == 0
     capsys.readouterr()
@@ -178,6 +247,19 @@ def test_info(registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "expected an installed libnvrtc" in shown
     assert "MLA_CUPY_CACHE_DIR" in shown
+
+
+def test_info_without_nvrtc_promises_no_compiler(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device, "nvml_gpus", list)
+    assert cli.main(["info"]) == 0
+    assert "kernels can be compiled" in capsys.readouterr().out
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    assert cli.main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert "NVRTC: got none" in said
+    assert "no kernel can be compiled: see NVRTC above" in said
 
 
 def test_info_shows_text_as_it_is(
