@@ -139,7 +139,9 @@ class Loop:
         stats = self.cache.stats()
         made = Table("what", "now", title=f"step {self.step}")
         for what, value in (
-            ("running, finished, put off", f"{len(self.running)}, {self.finished}, {self.waited}"),
+            ("requests that have arrived", f"{self.arrived}"),
+            ("samples of theirs running, finished", f"{len(self.running)}, {self.finished}"),
+            ("put off where pages were short", f"{self.waited}"),
             ("pages used, cached, free", f"{stats.pages_used}, {stats.pages_cached}, {stats.pages_free}"),
             ("pages shared", f"{stats.pages_shared}"),
             ("pages copied on a write, evicted", f"{stats.copies}, {stats.evictions}"),

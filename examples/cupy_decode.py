@@ -7,6 +7,7 @@ nothing is allocated and the host never waits. (A real loop would also write the
 from __future__ import annotations
 
 import argparse
+import sys
 
 import cupy as cp
 import numpy as np
@@ -28,6 +29,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2")
+    if not cp.cuda.is_available():
+        sys.exit("cupy_decode.py needs an NVIDIA GPU, and found none; numpy_decode.py needs none")
     b, h_q = options.batch, options.heads
 
     # Random numbers come from the host in half precision: the pool is the only large array.

@@ -32,6 +32,13 @@ MAX_WHEEL_BYTES = 3 << 19
 MAX_IMPORT_SECONDS = 0.1
 
 
+def test_no_text_of_the_package_points_to_an_example() -> None:
+    """No wheel holds one: the documentation does."""
+    sources = [path for name in ("mla_cupy", "bench", "ptxsim/ptxsim") for path in (REPOSITORY / name).rglob("*.py")]
+    assert len(sources) > 100
+    assert not [path for path in sources if re.search(r"examples/\w+\.py", path.read_text(encoding="utf-8"))]
+
+
 def setuptools_version() -> int:
     try:
         return int(importlib.metadata.version("setuptools").partition(".")[0])
@@ -112,6 +119,9 @@ def test_metadata_is_whole(wheel: Path) -> None:
         lines = archive.read(name).decode().splitlines()
     for label in ("Source", "Documentation", "Changelog", "Issues"):
         assert any(line.startswith(f"Project-URL: {label}, https://") for line in lines)
+    for major in ("12", "13"):
+        assert f"Classifier: Environment :: GPU :: NVIDIA CUDA :: {major}" in lines
+    assert any(line.startswith("Keywords: ") and "attention" in line for line in lines)
     minors = [line.rpartition(".")[2] for line in lines if re.match(r"Classifier: .* :: 3\.\d+$", line)]
     assert "Requires-Python: >=3." + minors[0] in lines
     assert minors == [str(minor) for minor in range(int(minors[0]), int(minors[-1]) + 1)]

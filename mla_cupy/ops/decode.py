@@ -80,7 +80,7 @@ def mla_decode(
     tree_mask : array, (b, s_q), uint64 or int64, optional
         Where the last s_q tokens of a sequence are drafts that form a tree, to be verified in one call: query i sees
         draft j iff bit j of tree_mask[b, i] is set, and every token before the drafts. This takes the place of
-        `causal`. Up to 64 drafts; see `examples/tree_verification.py`.
+        `causal`. Up to 64 drafts.
     d_v : int
         Width of the values: 512.
     scale : float, optional

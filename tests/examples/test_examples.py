@@ -87,6 +87,10 @@ def check_continuous_batching(backend: str, *arguments: str) -> None:
     text = run("continuous_batching.py", *sizes, *arguments, backend=backend)
     found = re.findall(r"(\d+) requests, (\d+) tokens; (\d+) pages copied, (\d+) tokens reused", text)
     assert all(int(number) > 0 for number in found[0]), "requests share prompts, and samples write to shared pages"
+    (arrived,) = re.findall(r"requests that have arrived +\D? *(\d+)", text)[-1:]
+    running, finished = re.findall(r"samples of theirs running, finished +\D? *(\d+), (\d+)", text)[-1]
+    assert arrived == found[0][0]
+    assert int(running) + int(finished) >= int(arrived), "a request has one sample or more"
 
 
 SELECTED = ("--topk", "20")
@@ -143,6 +147,20 @@ def test_deepseek_layer() -> None:
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 1e-2), ("float16", 1.5e-3)])
 def test_deepseek_layer_on_gpu(gpu: object, dtype: str, allowed: float) -> None:
     check_layer("cuda", dtype, allowed)
+
+
+def test_cupy_decode_without_a_gpu() -> None:
+    needs("cupy")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "cupy_decode.py")],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "MLA_CUPY_JIT": "lazy"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "cupy_decode.py needs an NVIDIA GPU, and found none; numpy_decode.py needs none\n"
 
 
 @pytest.mark.gpu
