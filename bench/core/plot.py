@@ -259,8 +259,8 @@ def _extremes(anchors: Sequence[Anchor]) -> list[list[Anchor]]:
 def _overlap(a: Label, b: Label, x_range: tuple[float, float], y_range: tuple[float, float]) -> bool:
     """Whether two texts overlap, by the estimated size of a character."""
     left, right = sorted((a, b), key=lambda label: label.text_x)
-    width = (x_range[1] / x_range[0]) ** (CHARACTER * len(left.text))
-    gap = (y_range[1] / y_range[0]) ** (0.99 / LABEL_ROWS)
+    width: float = (x_range[1] / x_range[0]) ** (CHARACTER * len(left.text))
+    gap: float = (y_range[1] / y_range[0]) ** (0.99 / LABEL_ROWS)
     return right.text_x < left.text_x * width and max(a.text_y, b.text_y) < min(a.text_y, b.text_y) * gap
 
 

@@ -42,11 +42,11 @@ def _expect_dq(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, dev
     arguments = _arguments(inputs, device.to_host(inputs.kv), queries, inputs.host_indices[queries], device)
     want, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale)
     near, *_ = reference.sparse_mla_backward(*arguments, scale=case.scale, rounding=dtype)
-    return samples("dq", queries, want, near, dtype, CANCELLED * _magnitudes(*arguments, case.scale))
+    return samples("dq", queries, want, near, dtype, CANCELLED * _magnitudes(*arguments, scale=case.scale))
 
 
 def _magnitudes(
-    q: Array, kv: Array, out: Array, dout: Array, lse: Array, indices: Array, scale: float
+    q: Array, kv: Array, out: Array, dout: Array, lse: Array, indices: Array, *, scale: float
 ) -> npt.NDArray[np.float64]:
     """The largest element of each query's dq if no product of dP and delta had a sign: how much may cancel.
 
