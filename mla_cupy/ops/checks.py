@@ -11,7 +11,7 @@ from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.pipeline import ALIGNMENT
-from mla_cupy.ops.operation import Views
+from mla_cupy.ops.operation import Input, Views
 from mla_cupy.shapes import D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -24,6 +24,12 @@ MAX_DRAFTS = 64
 """The most drafts of a tree: one bit each."""
 MAX_CP_WORLD = 1 << 16
 """Ranks that may share a sequence: far more than there are, so that sums of tokens and ranks fit 32 bits."""
+
+STARTS = (
+    Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
+    Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
+)
+"""Where sequences that lie one after another begin, and the last one ends."""
 
 
 def check_d_v(d_v: Any) -> None:
@@ -116,6 +122,16 @@ def check_all_or_none(views: Views, *names: str, expected: str = "an array") -> 
         all_of_them = "both" if len(names) == 2 else f"all of {', '.join(names)}"
         raise ArgumentError(explain(missing[0], None, expected, f"give {all_of_them}, or none"))
     return not missing
+
+
+def check_starts(views: Views) -> None:
+    """Check that queries and keys have their starts, or neither.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    check_all_or_none(views, *(array.name for array in STARTS), expected="as many starts as its counterpart")
 
 
 def is_integer(value: Any) -> bool:

@@ -16,20 +16,23 @@ from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, S
 from mla_cupy.kernels.attention.records import DENSE_RECORDS as RECORDS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
+from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import check_drafts, check_flag, check_memory, check_shard, is_integer
-from mla_cupy.ops.decode_pieces import check_pieces
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
-from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS
+from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
 
 __all__ = ["DecodePlan", "plan_decode"]
+
+_MAX_GRID_Y = 65535
 
 
 class _Limits(NamedTuple):
@@ -311,7 +314,7 @@ def plan_decode(
         raise ArgumentError(explain("max_pages * page_size", tokens, f"at most {MAX_TOKENS} = 2^31 - 64"))
     check_kernel(DECODE.kernels, kernel)
     shard = check_shard(cp_world, cp_rank)
-    pieces = check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
+    pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
     chosen = _record(record, d_qk, h_kv)
@@ -341,6 +344,22 @@ def plan_decode(
         return plan
     memory = workspace(nbytes) if callable(workspace) else workspace
     return DecodePlan(problem, limits, ordinal, config, (memory, _workspace_address(memory, nbytes, ordinal)))
+
+
+def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int) -> Pieces | None:
+    """The pieces of a plan for up to `max_b` sequences of up to `max_tokens`; None if it is not batch-invariant."""
+    if not is_integer(split_tokens) or split_tokens < TILE_TOKENS or split_tokens % TILE_TOKENS:
+        raise ArgumentError(explain("split_tokens", repr(split_tokens), f"a multiple of {TILE_TOKENS}"))
+    if not check_flag("batch_invariant", batch_invariant):
+        return None
+    pieces = Pieces(int(split_tokens) // TILE_TOKENS, -(-max_tokens // int(split_tokens)), max_b)
+    if pieces.max_pieces > MAX_PIECES:
+        expected = f"at least 1/{MAX_PIECES} of max_pages * page_size = {max_tokens}"
+        raise ArgumentError(explain("split_tokens", split_tokens, expected, "longer pieces"))
+    if max_b * pieces.max_pieces > _MAX_GRID_Y:
+        got = f"max_b={max_b} sequences of up to {pieces.max_pieces} pieces"
+        raise ArgumentError(explain("split_tokens", got, f"at most {_MAX_GRID_Y} pieces", "longer pieces"))
+    return pieces
 
 
 def _record(name: Any, d_qk: int, h_kv: int) -> str:

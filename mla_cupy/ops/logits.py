@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.logits import LOGITS
-from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsOptions, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions, LogitsProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_accumulate, check_flag
-from mla_cupy.ops.logits_inputs import (
-    MIN_SIZES,
-    SIZES,
-    check_sizes,
-    kernel_dtype,
-    out_dtypes,
-)
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.shapes import MAX_INT32
+
+MIN_SIZES = {"h": 1}
+SIZES = {"d": HEAD_DIMS}
 
 
 def indexer_logits(
@@ -111,6 +108,30 @@ def indexer_logits(
     options = (accumulate, clean, out_dtype, kernel)
     (logits,) = run(Invocation(OPERATION, arrays, options, workspace, stream))
     return logits
+
+
+def out_dtypes(first: str) -> tuple[str, ...]:
+    """Logits are float32, or rounded to bfloat16."""
+    return ("float32", "bfloat16")
+
+
+def kernel_dtype(name: str) -> str:
+    """The kernels' name of a dtype: bytes are e4m3 codes."""
+    return CODES[0] if name in CODES else name
+
+
+def check_sizes(*, heads: int, **counts: int) -> None:
+    """Check the number of heads, and numbers that the kernels count in int32.
+
+    Raises
+    ------
+    ShapeError
+    """
+    if heads > MAX_HEADS:
+        raise ShapeError(explain("q.shape[-2]", f"{heads} heads", f"at most {MAX_HEADS}"))
+    for name, count in counts.items():
+        if count > MAX_INT32:
+            raise ShapeError(explain(name, count, f"at most {MAX_INT32}", "the kernels count in int32"))
 
 
 def _examine(views: Views, given: LogitsOptions) -> Examined:

@@ -13,9 +13,9 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.ops.cache import check_layout, record_read
+from mla_cupy.ops.checks import STARTS, check_starts
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.ops.starts import STARTS, check_starts
 from mla_cupy.shapes import D_V, MAX_INT32, MAX_TOKENS
 
 Array = np.ndarray[Any, Any]
