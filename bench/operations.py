@@ -13,6 +13,7 @@ from .ops.indexer_logits.operation import INDEXER_LOGITS
 from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
+from .ops.prefill.operation import PREFILL
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
@@ -27,6 +28,7 @@ _KNOWN = (
     INDEXER_LOSS,
     INDEXER_PREPARE,
     INDEXER_TOPK,
+    PREFILL,
     SPARSE_BACKWARD,
     SPARSE_DECODE,
     SPARSE_FORWARD,

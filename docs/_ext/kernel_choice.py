@@ -7,6 +7,8 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
+from mla_cupy.kernels.dense import DENSE
+from mla_cupy.kernels.dense.problem import DenseProblem
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS, LOSS, SPARSE_LOSS
@@ -77,6 +79,7 @@ SITUATIONS = (
     ("`sparse_mla_backward`, 128 heads", SPARSE_BACKWARD, _backward(128)),
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),
     ("`sparse_mla_backward`, strides not of 16 bytes", SPARSE_BACKWARD, _backward(128, aligned=False)),
+    ("`mla_prefill`, 128 heads, keys of 192", DENSE, DenseProblem(8192, 8192, 128, 128, 192, 128, "bfloat16")),
     ("`indexer_logits`, e4m3, 64 heads of 128", LOGITS, _logits("float8_e4m3fn", 64)),
     ('the same, accumulate="float16"', LOGITS, _logits("float8_e4m3fn", 64, accumulate="float16")),
     ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),

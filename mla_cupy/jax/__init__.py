@@ -42,6 +42,7 @@ from mla_cupy.jax.indexer import (
     indexer_warmup_loss,
     indexer_warmup_objective,
 )
+from mla_cupy.jax.prefill import mla_prefill
 
 __all__ = [
     "cache_append",
@@ -62,6 +63,7 @@ __all__ = [
     "indexer_warmup_objective",
     "merge_states",
     "mla_decode",
+    "mla_prefill",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",

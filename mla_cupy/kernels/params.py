@@ -233,6 +233,49 @@ class DecodeSchedulePiecesParams(Params):
     cp_rank: I32
 
 
+class PrefillParams(Params):
+    """Struct of `dense/params.cuh`."""
+
+    q: Address
+    q_rope: Address
+    k: Address
+    k_rope: Address
+    v: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    state_out: Address
+    state_lse: Address
+    out: Address
+    lse: Address
+    schedule: Address
+    sequences: Address
+    tiles: Address
+    q_stride_s_h_elems: tuple[I64, I64]
+    q_rope_stride_s_h_elems: tuple[I64, I64]
+    k_stride_s_h_elems: tuple[I64, I64]
+    k_rope_stride_s_h_elems: tuple[I64, I64]
+    v_stride_s_h_elems: tuple[I64, I64]
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    state_out_stride_s_h_elems: tuple[I64, I64]
+    state_lse_stride_s_h_elems: tuple[I64, I64]
+    out_stride_s_h_elems: tuple[I64, I64]
+    lse_stride_s_h_elems: tuple[I64, I64]
+    s_q: I32
+    s_kv: I32
+    h_q: I32
+    h_kv: I32
+    b: I32
+    q_rope_column: I32
+    k_rope_column: I32
+    k_rope_heads: I32
+    heads_at_once: I32
+    causal: I32
+    state_is_fp32: I32
+    out_is_fp32: I32
+    scale_log2: F32
+
+
 class BinsParams(Params):
     """Struct of `exact_sums/bins.cu`."""
 

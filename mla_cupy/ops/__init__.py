@@ -15,6 +15,7 @@ from mla_cupy.ops import (
     logits,
     logits_paged,
     merge,
+    prefill,
     prepare,
     select,
     select_paged,
@@ -39,6 +40,7 @@ from mla_cupy.ops.logits import indexer_logits
 from mla_cupy.ops.logits_paged import indexer_logits_paged
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.operation import Operation
+from mla_cupy.ops.prefill import mla_prefill
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
 from mla_cupy.ops.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.ops.select import indexer_select
@@ -77,6 +79,7 @@ __all__ = [
     "indexer_warmup_loss",
     "merge_states",
     "mla_decode",
+    "mla_prefill",
     "plan_cascade",
     "plan_decode",
     "shared_prefixes",
@@ -99,6 +102,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     logits.OPERATION,
     logits_paged.OPERATION,
     merge.OPERATION,
+    prefill.OPERATION,
     prepare.OPERATION_Q,
     prepare.OPERATION_K,
     select.OPERATION,

@@ -177,7 +177,7 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     if addresses != entry.apart:
         if call.workspace is not None and (call.plan is not None or addresses[-1] % ALIGNMENT):
             return None
-        if not overlap.clearly_apart(addresses, entry.reach, entry.written):
+        if not overlap.clearly_apart(addresses, entry.reach, entry.written, entry.alike):
             return None
         entry.apart = addresses.copy()
     return entry, addresses
@@ -250,7 +250,8 @@ def _examine(call: Invocation, native: Native) -> Request:
     """Every check that needs no device."""
     views = _views(call, native)
     request = examine(call.operation, views, call.options)
-    overlap.check_apart({name: view for name, view in views.items() if view is not None}, call.operation.written)
+    present = {name: view for name, view in views.items() if view is not None}
+    overlap.check_apart(present, call.operation.written, call.operation.in_place)
     return request
 
 
@@ -336,6 +337,11 @@ def _entry(
         given=slice(len(call.operation.inputs), None),
         reach=tuple(reach),
         written=tuple(at for at in written if reach[at] is not None),
+        alike=tuple(
+            (1 + names.index(result), 1 + names.index(array))
+            for result, array in call.operation.in_place.items()
+            if overlap.are_alike(request.views[result], request.views[array])
+        ),
         apart=addresses.copy(),
     )
 

@@ -11,7 +11,7 @@ from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.pipeline import ALIGNMENT
-from mla_cupy.ops.operation import Input, Views
+from mla_cupy.ops.operation import Arrays, Input, Views
 from mla_cupy.shapes import D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -132,6 +132,28 @@ def check_starts(views: Views) -> None:
     ArgumentError
     """
     check_all_or_none(views, *(array.name for array in STARTS), expected="as many starts as its counterpart")
+
+
+def check_start_values(arrays: Arrays, s_q: int, s_kv: int) -> None:
+    """Check that the starts, where they are given, ascend from 0 to the number of queries or keys at most.
+
+    Raises
+    ------
+    ArgumentError
+        That names the first bad one.
+    """
+    for array, end in zip(STARTS, (s_q, s_kv), strict=True):
+        argument, starts = array.name, arrays[array.name]
+        if starts is not None:
+            bad = (starts < 0) | (starts > end) | (np.diff(starts, prepend=starts[:1]) < 0)
+            name_first(argument, starts, bad, f"ascending starts of 0 to {end}")
+
+
+def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], expected: str) -> None:
+    """Raise ArgumentError for the first of the `values` that is `bad`, if there is one."""
+    if bad.any():
+        at = int(np.flatnonzero(bad)[0])
+        raise ArgumentError(explain(f"{argument}[{at}]", int(values[at]), expected))
 
 
 def is_integer(value: Any) -> bool:

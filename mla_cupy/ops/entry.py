@@ -89,6 +89,8 @@ class Entry:
         The bytes that each array reaches from its address, after a leading None; None for those to allocate.
     written : tuple of int
         Indices of the addresses that are written to.
+    alike : tuple
+        (written, read) indices of the addresses that may be equal: the result is laid out as the array in its place.
     apart : list of int or None
         Addresses at which the arrays have been found not to overlap.
     """
@@ -104,6 +106,7 @@ class Entry:
     missing: tuple[tuple[int, tuple[int, ...], str], ...]
     reach: tuple[Span | None, ...]
     written: tuple[int, ...]
+    alike: tuple[tuple[int, int], ...]
     apart: list[int]
     signature: Signature | None = None
     match: Matcher | None = None

@@ -99,6 +99,8 @@ class Output:
         Whether the first two axes step evenly, so that they can be taken as one.
     when : str
         An option that must be true, or there is no such result.
+    may_be : str
+        An input in whose place it may be: the same memory, laid out alike.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Output:
     needs: str = ""
     even: bool = False
     when: str = ""
+    may_be: str = ""
 
 
 class Examined(NamedTuple):
@@ -185,6 +188,11 @@ class Operation:
         """The arrays that are changed: the outputs, then inputs that are changed in place, or worked in."""
         inputs = (array.name for array in self.inputs if array.written or array.scratch)
         return (*(array.name for array in self.outputs), *inputs)
+
+    @property
+    def in_place(self) -> dict[str, str]:
+        """The outputs that may be in an input's place, and that input."""
+        return {output.name: output.may_be for output in self.outputs if output.may_be}
 
     @property
     def optional(self) -> tuple[str, ...]:

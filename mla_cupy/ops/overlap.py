@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,8 +18,12 @@ _MAX_WORK = 10_000
 Span = tuple[int, int]
 
 
-def check_apart(views: Mapping[str, View], written: Collection[str]) -> None:
+def check_apart(
+    views: Mapping[str, View], written: Collection[str], in_place: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Check that the `written` arrays overlap neither themselves nor each other nor any array.
+
+    One of them may be the very array that `in_place` names, laid out alike.
 
     Raises
     ------
@@ -32,6 +37,8 @@ def check_apart(views: Mapping[str, View], written: Collection[str]) -> None:
             raise ShapeError(explain(f"{name}.strides", got, "elements that do not overlap each other", remedy))
     for (name, view), (other, theirs) in combinations(views.items(), 2):
         if (name in written or other in written) and _share(view, theirs):
+            if in_place.get(other) == name and view == theirs:
+                continue
             result, array = (name, other) if name in written else (other, name)
             remedy = "pass memory of its own for each result"
             raise ShapeError(explain(result, f"memory that overlaps {array}", "memory of its own", remedy))
@@ -43,8 +50,13 @@ def spans(views: Sequence[View | None]) -> tuple[Span | None, ...]:
     return tuple(None if span is None or span[0] == span[1] else span for span in found)
 
 
-def clearly_apart(addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int]) -> bool:
-    """Whether no array of `written` (indices) comes near another one; quick, and never wrong when it says so."""
+def clearly_apart(
+    addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int], alike: Collection[tuple[int, int]]
+) -> bool:
+    """Whether no array of `written` (indices) comes near another one; quick, and never wrong when it says so.
+
+    Of the pairs that are `alike`, a written array and one in whose place it may be, both may begin at one address.
+    """
     for index in written:
         span = reach[index]
         if span is None:
@@ -53,9 +65,16 @@ def clearly_apart(addresses: Sequence[int], reach: Sequence[Span | None], writte
         for other, theirs in enumerate(reach):
             if theirs is None or other == index:
                 continue
+            if (index, other) in alike and addresses[index] == addresses[other]:
+                continue
             if addresses[other] + theirs[0] < end and begin < addresses[other] + theirs[1]:
                 return False
     return True
+
+
+def are_alike(view: View | None, other: View | None) -> bool:
+    """Whether two arrays would be one, were they at one address."""
+    return view is not None and other is not None and view._replace(ptr=0) == other._replace(ptr=0)
 
 
 def _overlaps_itself(view: View) -> bool:

@@ -13,7 +13,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.ops.cache import check_layout, record_read
-from mla_cupy.ops.checks import STARTS, check_starts
+from mla_cupy.ops.checks import STARTS, check_start_values, check_starts, name_first
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import D_V, MAX_INT32, MAX_TOKENS
@@ -107,12 +107,10 @@ def check_sparse_values(arrays: Arrays, options: Any) -> None:
     s_q, topk = indices.shape
     if lengths is None:
         lengths = np.full(s_q, topk)
-    _name_first("topk_length", lengths, (lengths < 0) | (lengths > topk), f"0 to topk = {topk}")
+    name_first("topk_length", lengths, (lengths < 0) | (lengths > topk), f"0 to topk = {topk}")
     if starts_q is None or starts_kv is None:
         starts_q, starts_kv = np.array([0, s_q]), np.array([0, s_kv])
-    for argument, starts, end in (("cu_seqlens_q", starts_q, s_q), ("cu_seqlens_kv", starts_kv, s_kv)):
-        bad = (starts < 0) | (starts > end) | (np.diff(starts, prepend=starts[:1]) < 0)
-        _name_first(argument, starts, bad, f"ascending starts of 0 to {end}")
+    check_start_values(arrays, s_q, s_kv)
 
     queries = np.arange(s_q)
     sequence = np.searchsorted(starts_q, queries, side="right") - 1
@@ -127,9 +125,3 @@ def check_sparse_values(arrays: Arrays, options: Any) -> None:
         i, slot = np.argwhere(bad)[0]
         expected = f"-1, or a row of 0 to {limits[i] - 1}" if limits[i] > 0 else "-1: the query sees no row"
         raise ArgumentError(explain(f"indices[{i}, {slot}]", int(indices[i, slot]), expected))
-
-
-def _name_first(argument: str, values: Array, bad: Array, expected: str) -> None:
-    if bad.any():
-        at = int(np.flatnonzero(bad)[0])
-        raise ArgumentError(explain(f"{argument}[{at}]", int(values[at]), expected))

@@ -25,6 +25,7 @@ from mla_cupy.reference.indexer_select import indexer_select, indexer_select_pag
 from mla_cupy.reference.indexer_topk import indexer_topk
 from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_weights
 from mla_cupy.reference.merge import merge_states
+from mla_cupy.reference.prefill import mla_prefill
 from mla_cupy.reference.sparse import sparse_mla_backward, sparse_mla_forward
 from mla_cupy.reference.sparse_decode import sparse_mla_decode
 
@@ -53,6 +54,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "mla_layer",
+    "mla_prefill",
     "random_weights",
     "sparse_mla_backward",
     "sparse_mla_decode",

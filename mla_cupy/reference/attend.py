@@ -25,25 +25,30 @@ class Attended(NamedTuple):
 
 def attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | None) -> Attended:
     """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk), whose values are their first `d_v` elements."""
+    return attend_values(rows, keys, keys[:, :d_v], scale, rounding)
+
+
+def attend_values(rows: Array, keys: Array, values: Array, scale: float, rounding: str | None) -> Attended:
+    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk) with `values` (n, d_v)."""
     if rounding is not None:
-        return _attend_rounded(rows, keys, d_v, scale, rounding)
+        return _attend_rounded(rows, keys, values, scale, rounding)
     if len(keys) == 0:
         nothing = np.full(len(rows), -np.inf)
-        return Attended(np.zeros((len(rows), d_v)), nothing, nothing)
+        return Attended(np.zeros((len(rows), values.shape[1])), nothing, nothing)
     scores = scale * (rows @ keys.T)
     top = scores.max(axis=1)
     weights = np.exp(scores - _shift(top)[:, None])
     total = weights.sum(axis=1)
-    return Attended(_normalise(weights @ keys[:, :d_v], total), _shift(top) + np.log(total), top)
+    return Attended(_normalise(weights @ values, total), _shift(top) + np.log(total), top)
 
 
-def _attend_rounded(rows: Array, keys: Array, d_v: int, scale: float, rounding: str) -> Attended:
+def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, rounding: str) -> Attended:
     """The same in the kernels' arithmetic: float32, online softmax in base 2, rounded weights."""
-    rows, keys = rows.astype(np.float32), keys.astype(np.float32)
+    rows, keys, values = (x.astype(np.float32) for x in (rows, keys, values))
     scale_log2 = np.float32(scale * np.log2(np.e))
     top = np.full(len(rows), -np.inf, np.float32)
     total = np.zeros(len(rows), np.float32)
-    out = np.zeros((len(rows), d_v), np.float32)
+    out: Array = np.zeros((len(rows), values.shape[1]), np.float32)
     for start in range(0, len(keys), BLOCK_TOKENS):
         block = keys[start : start + BLOCK_TOKENS]
         scores = (rows @ block.T) * scale_log2
@@ -52,7 +57,7 @@ def _attend_rounded(rows: Array, keys: Array, d_v: int, scale: float, rounding: 
         weights = np.exp2(scores - shift[:, None])
         decay = np.exp2(top - shift)
         total = total * decay + weights.sum(axis=1)
-        out = out * decay[:, None] + round_to(weights, rounding) @ block[:, :d_v]
+        out = out * decay[:, None] + round_to(weights, rounding) @ values[start : start + BLOCK_TOKENS]
         top = new_top
     ln2 = np.float32(np.log(2.0))
     return Attended(_normalise(out, total), (_shift(top) + np.log2(total)) * ln2, top * ln2)

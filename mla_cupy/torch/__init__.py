@@ -37,6 +37,7 @@ from mla_cupy.torch.losses import (
     indexer_warmup_objective,
 )
 from mla_cupy.torch.plan import TorchDecodePlan
+from mla_cupy.torch.prefill import mla_prefill
 
 __all__ = [
     "TorchDecodePlan",
@@ -57,6 +58,7 @@ __all__ = [
     "indexer_warmup_objective",
     "merge_states",
     "mla_decode",
+    "mla_prefill",
     "plan_decode",
     "sparse_mla_backward",
     "sparse_mla_decode",

@@ -95,6 +95,7 @@ def test_options():
         "sparse-forward-fp8": "graph",
         "sparse-backward": "events",
         "indexer-logits": "graph",
+        "prefill": "graph",
         "sparse-decode": "graph",
         "indexer-loss": "events",
         "indexer-topk": "graph",

@@ -116,6 +116,7 @@ def test_host_times_of_every_operation(device, options, numpy_backend, monkeypat
         "decode": "b1-sq1-hq2-skv20",
         "dense-decode-fp8": "b1-sq1-hq2-skv20",
         "indexer-logits": "sq3-skv8-h2-d32",
+        "prefill": "b2-sq3-skv8-hq2",
         "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
     }
     small |= {"indexer-topk": "sq3-skv40-k4", "indexer-prepare": "sq5-h2-d32"}

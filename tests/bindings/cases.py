@@ -14,7 +14,7 @@ from mla_cupy import ops
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.ops.operation import Operation
 from tests.indexer.prepare import prepare_cases
-from tests.support import cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
+from tests.support import cases, dense_cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
 
 Array = np.ndarray[Any, Any]
 
@@ -91,6 +91,15 @@ def backward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall
     arrays = _dense(**dict(zip(names, inputs.backward_arguments, strict=True)), **inputs.optional)
     options = {"causal": inputs.case.causal, **options}
     return BoundCall(_id("backward", {**(changes or {}), **options}), "sparse_mla_backward", arrays, options)
+
+
+def prefill(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
+    sizes = {"sequences": ((2, 3), (3, 3)), "h_q": 4, "h_kv": 2}
+    inputs = dense_cases.make(dense_cases.DenseCase(**{**sizes, **(changes or {})}))
+    causal = inputs.options.pop("causal")
+    arrays = _dense(q=inputs.q, k=inputs.k, v=inputs.v, **inputs.options)
+    options = {"causal": causal, **options}
+    return BoundCall(_id("prefill", {**(changes or {}), **options}), "mla_prefill", arrays, options)
 
 
 def merge(**options: Any) -> BoundCall:
@@ -214,6 +223,9 @@ CALLS = [
     backward(),
     backward({**ALL, "causal": True}, deterministic=True, dkv_dtype="float32"),
     backward({"sink": True, "head_axis": True}),
+    prefill(),
+    prefill({"state": "float32", "q_pair": True, "k_rope": "per_head"}, out_dtype="float32", scale=0.1),
+    prefill({"d_qk": 256, "d_v": 256, "k_rope": "within", "starts": False, "causal": False, "dtype": "float16"}),
     merge(),
     merge(out_dtype="bfloat16", lse_base="2", empty_lse=0.0),
     logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32, dtype="bfloat16", scales=False)),

@@ -13,8 +13,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODULES = {
-    "torch": ["mla_cupy.torch", "mla_cupy.torch.cache"],
-    "jax": ["mla_cupy.jax", "mla_cupy.jax.cache", "mla_cupy.jax.ffi"],
+    "torch": ["mla_cupy.torch.attention", "mla_cupy.torch.cache"],
+    "jax": ["mla_cupy.jax.attention", "mla_cupy.jax.cache", "mla_cupy.jax.ffi"],
 }
 
 

@@ -54,7 +54,10 @@ def test_the_call_is_good_for_the_numpy_backend(operation: Operation, monkeypatc
 
 @operations
 def test_outputs_that_overlap_another_array(operation: Operation, place: str) -> None:
-    """All pairs of an output and another array, from one address on or in their last 16 bytes; both are named."""
+    """All pairs of an output and another array, from one address on or in their last 16 bytes; both are named.
+
+    Pairs of which one may be in the other's place overlap in part.
+    """
     if place == "cupy":
         pytest.skip("uploading would separate them")
     written = output_names(operation)
@@ -62,6 +65,8 @@ def test_outputs_that_overlap_another_array(operation: Operation, place: str) ->
         if first not in written and second not in written:
             continue
         for shift in (0, -16):
+            if shift == 0 and operation.in_place.get(second) == first:
+                continue
             call = good_call(operation)
             one, other = call[first], call[second]
             begin = 0 if shift == 0 else -(-one.nbytes // 16) * 16 - 16

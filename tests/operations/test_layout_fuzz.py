@@ -20,6 +20,8 @@ from mla_cupy.ops.operation import Input, Operation, Output
 from mla_cupy.reference import indexer_topk, merge_states
 from tests.indexer.prepare import prepare_cases
 from tests.support.cases import DecodeCase, make
+from tests.support.dense_cases import DenseCase
+from tests.support.dense_cases import make as make_dense
 from tests.support.gradients import check_gradients
 from tests.support.indexer_cases import LogitsCase, PagedCase, logits_inputs, paged_inputs
 from tests.support.loss_cases import FIELDS, LossCase, check_loss, loss_inputs, shares
@@ -143,6 +145,25 @@ def test_decode(seed: int) -> None:
         "lse": np.full((2, 4, case.s_q), 7, np.float32),
     }
     got = run(seed, OPERATIONS["mla_decode"], {**call, **outputs})
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+@seeds
+def test_prefill(seed: int) -> None:
+    """With a state, and operands whole or in pieces."""
+    case = DenseCase(
+        ((3, 5), (2, 2)),
+        h_q=4,
+        h_kv=2,
+        q_pair=seed % 2 == 1,
+        k_rope=("per_head", "within")[seed % 3 == 2],
+        state="float32",
+        seed=seed,
+    )
+    inputs = make_dense(case)
+    call = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.options}
+    call["out"], call["lse"] = np.full((5, 4, 128), 7, inputs.q.dtype), np.full((5, 4), 7, np.float32)
+    got = run(seed, OPERATIONS["mla_prefill"], call, causal=call.pop("causal"))
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 

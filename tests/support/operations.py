@@ -25,6 +25,7 @@ SIZES = {
     "b+1": 3,
     "h_q": 4,
     "h_kv": 2,
+    "h_rope": 2,
     "num_pages": 8,
     "page_size": 16,
     "max_pages": 4,

@@ -1,0 +1,137 @@
+"""The cases of un-absorbed prefill."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
+from ...core.errors import BenchError
+
+FORM = "b<N>-sq<N>-skv<N>-hq<N>[-hkv<N>][-d<N>x<N>][-full][-state]"
+D_ROPE = 64
+MLA = 192, 128
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """`b` sequences of equal lengths; the keys' last 64 columns are shared by all heads.
+
+    Attributes
+    ----------
+    h_kv : int
+        0: as many as query heads.
+    causal : bool
+        Whether a query is blind to what comes after it.
+    state : bool
+        Whether an earlier state, in float32, is merged.
+    peer_us : float, optional
+        Of the best peer on one H200 on one day, for orientation only.
+    """
+
+    b: int
+    s_q: int
+    s_kv: int
+    h_q: int
+    h_kv: int = 0
+    d_qk: int = MLA[0]
+    d_v: int = MLA[1]
+    causal: bool = True
+    state: bool = False
+    peer_us: float | None = field(default=None, compare=False)
+
+    @property
+    def op(self) -> str:
+        return "mla_prefill"
+
+    @property
+    def heads_kv(self) -> int:
+        return self.h_kv or self.h_q
+
+    @property
+    def scale(self) -> float:
+        return float(self.d_qk**-0.5)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of a head."""
+        if not self.causal:
+            return self.b * self.s_q * self.s_kv
+        longest = self.s_kv
+        shortest = longest - self.s_q + 1  # below 1: the first queries see nothing
+        first = max(1, shortest)
+        return self.b * (longest - first + 1) * (first + longest) // 2
+
+    @property
+    def cost(self) -> Cost:
+        queries, keys = self.b * self.s_q * self.h_q, self.b * self.s_kv * self.heads_kv
+        elements = queries * (self.d_qk + self.d_v) + keys * (self.d_qk - D_ROPE + self.d_v)
+        elements += self.b * self.s_kv * D_ROPE
+        state = SINGLE_BYTES * queries * (self.d_v + 1) if self.state else 0
+        return Cost(
+            flops=2 * self.pairs * self.h_q * (self.d_qk + self.d_v),
+            nbytes=ELEMENT_BYTES * elements + SINGLE_BYTES * queries + state,
+        )
+
+    @property
+    def seen(self) -> dict[str, float | None]:
+        """Microseconds for orientation, by source."""
+        return {"best peer": self.peer_us}
+
+    @property
+    def name(self) -> str:
+        """The canonical name, which `parse` reads; fields at their default are left out."""
+        name = f"b{self.b}-sq{self.s_q}-skv{self.s_kv}-hq{self.h_q}"
+        if self.h_kv:
+            name += f"-hkv{self.h_kv}"
+        if (self.d_qk, self.d_v) != MLA:
+            name += f"-d{self.d_qk}x{self.d_v}"
+        return name + ("" if self.causal else "-full") + ("-state" if self.state else "")
+
+    def shape(self) -> dict[str, Any]:
+        """The sizes as plain data, for the records."""
+        names = ("b", "s_q", "s_kv", "h_q", "d_qk", "d_v", "causal", "state")
+        return {**{name: getattr(self, name) for name in names}, "h_kv": self.heads_kv}
+
+
+def _causal(b: int, s: int, h: int, peer_us: float | None = None, **sizes: Any) -> PrefillCase:
+    return PrefillCase(b, s, s, h, peer_us=peer_us, **sizes)
+
+
+CASES = (
+    _causal(2, 4096, 128, peer_us=1960),
+    _causal(1, 8192, 128, peer_us=3666),
+    _causal(1, 16384, 128, peer_us=15764),
+    _causal(4, 2048, 128, peer_us=1177),
+    _causal(8, 4096, 16, peer_us=1199),
+    _causal(1, 16384, 16, peer_us=2020),
+    PrefillCase(1, 8192, 8192, 128, causal=False, peer_us=8088),
+    _causal(1, 8192, 64, d_qk=256, d_v=256),
+    _causal(1, 8192, 32, d_qk=128, d_v=128),
+    # A chunk of 2,048 queries: its own keys, and an earlier chunk's
+    _causal(1, 2048, 16),
+    PrefillCase(1, 2048, 7680, 16, causal=False),
+    PrefillCase(1, 2048, 7680, 16, causal=False, state=True),
+)
+# Quick: long and short sequences, of many heads and of few.
+SUITES: Mapping[str, tuple[PrefillCase, ...]] = {"targets": CASES, "quick": (CASES[1], CASES[3], CASES[4])}
+
+_PATTERN = re.compile(r"b(\d+)-sq(\d+)-skv(\d+)-hq(\d+)(?:-hkv(\d+))?(?:-d(\d+)x(\d+))?(-full)?(-state)?")
+
+
+def parse(name: str) -> PrefillCase:
+    """The case of that name: a built-in one, or any other shape written in the same form."""
+    match = _PATTERN.fullmatch(name.strip())
+    if not match:
+        raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
+    b, s_q, s_kv, h_q, h_kv, d_qk, d_v, full, state = match.groups()
+    sizes = [int(size) for size in (b, s_q, s_kv, h_q)]
+    heads = int(h_kv) if h_kv else 0
+    if min(sizes) < 1 or (h_kv and (heads < 1 or sizes[3] % heads)):
+        raise BenchError(f"case {name!r}: every size must be at least 1, and hq a multiple of hkv")
+    widths = (int(d_qk), int(d_v)) if d_qk else MLA
+    b_, s_q_, s_kv_, h_q_ = sizes
+    case = PrefillCase(b_, s_q_, s_kv_, h_q_, heads, *widths, causal=not full, state=bool(state))
+    return next((known for known in CASES if known == case), case)

@@ -1,0 +1,51 @@
+"""The arrays of a case of un-absorbed prefill: as projections leave them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.device import Device
+from .cases import D_ROPE, PrefillCase
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """One set of inputs; `kv` holds keys, but for their last 64 columns, and values."""
+
+    q: Any  # (b s_q, h_q, d_qk)
+    kv: Any  # (b s_kv, h_kv, d_qk - 64 + d_v)
+    k_rope: Any  # (b s_kv, 64)
+    starts_q: Any  # (b + 1,) int32
+    starts_kv: Any
+    state_out: Any  # (b s_q, h_q, d_v) float32; None without a state
+    state_lse: Any  # (b s_q, h_q)
+
+
+@dataclass(frozen=True)
+class PrefillOutputs:
+    """What a call wrote; `lse` is (b s_q, h_q), natural, or None."""
+
+    out: Any
+    lse: Any
+
+
+def make_inputs(case: PrefillCase, dtype: str, seed: int, device: Device) -> PrefillInputs:
+    """Random operands."""
+    queries, keys = case.b * case.s_q, case.b * case.s_kv
+    state_out = state_lse = None
+    if case.state:
+        rng = np.random.default_rng(seed)
+        state_out = device.upload(rng.standard_normal((queries, case.h_q, case.d_v), np.float32))
+        state_lse = device.upload(rng.standard_normal((queries, case.h_q), np.float32) + np.float32(8))
+    return PrefillInputs(
+        q=device.normal((queries, case.h_q, case.d_qk), dtype, 3 * seed + 1),
+        kv=device.normal((keys, case.heads_kv, case.d_qk - D_ROPE + case.d_v), dtype, 3 * seed + 2),
+        k_rope=device.normal((keys, D_ROPE), dtype, 3 * seed + 3),
+        starts_q=device.upload(np.arange(0, queries + 1, case.s_q, dtype=np.int32)),
+        starts_kv=device.upload(np.arange(0, keys + 1, case.s_kv, dtype=np.int32)),
+        state_out=state_out,
+        state_lse=state_lse,
+    )

@@ -1,0 +1,44 @@
+"""The record of un-absorbed prefill."""
+
+from __future__ import annotations
+
+from ...core.implementation import OWN, Choices, Known
+from ...core.operation import BenchOperation
+from ...peers.dense import CudnnAttention, FlashAttention3Dense
+from . import cases, check, inputs
+from .own import GENERIC, Prefill
+
+EXAMPLES = """examples:
+  run prefill --peers-dir peers --peers fa3,cudnn      all cases, FlashAttention-3 and cuDNN beside us
+  run prefill --quick --method events                  single calls instead of graphs
+  run prefill --case b1-sq512-skv4096-hq16             any other shape, named in the same form
+"""
+
+
+def implementations(choices: Choices) -> Known:
+    """Everything that computes `mla_prefill`."""
+    return {
+        OWN: lambda: Prefill(choices.kernel),
+        "generic": lambda: Prefill(GENERIC, "generic"),
+        "fa3": lambda: FlashAttention3Dense(choices.directory("fa3")),
+        "cudnn": CudnnAttention,
+    }
+
+
+PREFILL = BenchOperation(
+    name="prefill",
+    title="prefill, un-absorbed: keys and values per head",
+    examples=EXAMPLES,
+    peers="fa3 (imports torch and needs --peers-dir), cudnn (through torch), generic; or none. "
+    "Default: fa3 where --peers-dir is given",
+    suites=cases.SUITES,
+    case_form=cases.FORM,
+    parse=cases.parse,
+    inputs=inputs.make_inputs,
+    expect=check.expect,
+    judge=check.judge,
+    results=("out",),
+    implementations=implementations,
+    default_peers=lambda choices: ["fa3"] if choices.peers_dir else [],
+    peers_dir=True,
+)

@@ -1,0 +1,130 @@
+"""The kernels of dense attention: the schedule, the plain kernel, and that for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.dense.problem import (
+    SCHEDULE_BYTES,
+    SEQUENCE_BYTES,
+    TILE_BYTES,
+    TILE_QUERIES,
+    VARIANTS,
+    DenseProblem,
+)
+from mla_cupy.kernels.params import PrefillParams
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.kernels.spec import HOPPER, KernelSpec, Reason, needs_alignment, needs_cc
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.tensormap import TensorMapSpec
+
+Maps = tuple[tuple[str, TensorMapSpec], ...]
+
+PANEL_COLUMNS = 64
+"""What one TMA copy fetches of a row: the span of the swizzle."""
+
+
+@dataclass(frozen=True)
+class DenseKernel(KernelSpec[DenseProblem]):
+    """A kernel that attends, after the schedule.
+
+    Attributes
+    ----------
+    grid : callable
+        `grid(problem, device)`.
+    maps : callable
+        `maps(problem, call)`: its tensor maps and the arrays that they are of.
+    """
+
+    grid: Callable[[DenseProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
+    maps: Callable[[DenseProblem, Call], Maps] = lambda problem, call: ()
+
+
+# ---- Hopper -----------------------------------------------------------------------------------------------------
+
+
+def tile_keys(d_v: int) -> int:
+    """Keys of a tile: as many as fit into shared memory twice."""
+    return 80 if d_v > 128 else 128
+
+
+def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
+    """Why the kernel for Hopper cannot take the problem; None if it can."""
+    if device.arch not in HOPPER:
+        return needs_cc(device, "9.0")
+    return None if problem.aligned else needs_alignment("queries, keys, values and state_out")
+
+
+def persistent_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
+    """A block per SM, if there is work for as many."""
+    return min(device.sm_count, problem.most_tiles * problem.h_q), 1, 1
+
+
+def row_maps(problem: DenseProblem, call: Call) -> Maps:
+    """Queries, their last columns, keys, their last columns, values. Without keys, queries instead: nobody looks."""
+    keys, values = ("k", "v") if problem.s_kv else ("q", "q")
+    q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") if problem.s_kv else ""
+    names = ("q", q_rope, keys, k_rope or keys, values)
+    rows = (TILE_QUERIES, TILE_QUERIES, *[tile_keys(problem.d_v)] * 3)
+    return tuple((name, _row_map(call.view(name), count)) for name, count in zip(names, rows, strict=True))
+
+
+def _row_map(array: View, rows: int) -> TensorMapSpec:
+    """An array of (tokens, heads, width), fetched by `rows` tokens of a head."""
+    (tokens, heads, width), nbytes = array.shape, TABLE[array.dtype].nbytes
+    token, head = (nbytes * stride for stride in array.strides[:2])
+    row = nbytes * width
+    return TensorMapSpec(
+        array.dtype,
+        array.ptr,
+        dims=(width, tokens, heads),
+        strides_bytes=(token if tokens > 1 else row, head if heads > 1 else row),
+        box=(PANEL_COLUMNS, rows, 1),
+    )
+
+
+# ---- Any GPU ----------------------------------------------------------------------------------------------------
+
+
+def plain_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
+    """A block per tile of queries and head; the schedule may find fewer tiles."""
+    return problem.most_tiles, problem.h_q, 1
+
+
+SCHEDULE: KernelSpec[DenseProblem] = KernelSpec(
+    "dense_schedule",
+    "lists the tiles of queries of dense attention, those with most keys first",
+    "dense/schedule.cu",
+    PrefillParams,
+    facts={
+        "tile_queries": TILE_QUERIES,
+        "schedule_bytes": SCHEDULE_BYTES,
+        "sequence_bytes": SEQUENCE_BYTES,
+        "tile_bytes": TILE_BYTES,
+    },
+)
+SM90 = DenseKernel(
+    "dense_sm90",
+    "dense attention with WGMMA and TMA",
+    "dense/sm90.cu",
+    PrefillParams,
+    HOPPER,
+    variants=VARIANTS,
+    unsupported=needs_hopper,
+    grid=persistent_grid,
+    maps=row_maps,
+)
+GENERIC = DenseKernel(
+    "dense_generic",
+    "dense attention on CUDA cores, any strides",
+    "dense/generic.cu",
+    PrefillParams,
+    variants=VARIANTS,
+    fallback=True,
+    grid=plain_grid,
+)
+KERNELS = (GENERIC, SCHEDULE, SM90)

@@ -1,0 +1,140 @@
+"""Dense attention with keys and values per head: the specification of `mla_cupy.mla_prefill`, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy.dtypes import dtype_name, round_to
+from mla_cupy.reference.attend import attend_values
+
+Array = npt.NDArray[Any]
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def mla_prefill(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    q_rope: npt.ArrayLike | None = None,
+    k_rope: npt.ArrayLike | None = None,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_kv: npt.ArrayLike | None = None,
+    state_out: npt.ArrayLike | None = None,
+    state_lse: npt.ArrayLike | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    out_dtype: str | None = None,
+    rounding: str | None = None,
+) -> tuple[Array, Array]:
+    """Attend from the queries of each sequence to its keys, un-absorbed.
+
+    out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j, g]) * v[j, g], with g the KV head of h.
+
+    Parameters
+    ----------
+    q : array, (s_q, h_q, d_qk)
+        Queries; without their last columns, if these are in `q_rope`.
+    k : array, (s_kv, h_kv, d_qk)
+        Keys; without their last columns, if these are in `k_rope`.
+    v : array, (s_kv, h_kv, d_v)
+        Values.
+    q_rope : array, (s_q, h_q, d_rope), optional
+        The queries' last columns.
+    k_rope : array, (s_kv, d_rope), (s_kv, 1, d_rope) or (s_kv, h_kv, d_rope), optional
+        The keys' last columns, the same for all heads or those of each.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
+        Where the sequences begin, and where the last one ends. Default: one sequence. Numbers are clamped to
+        [0, s_q] or [0, s_kv], and one below its predecessor is raised to it.
+    state_out, state_lse : arrays, (s_q, h_q, d_v) and (s_q, h_q), optional
+        The attention of the same queries to other keys. The result is that to all of them. A `state_lse` of either
+        infinity says that there were none.
+    causal : bool
+        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+    scale : float, optional
+        Factor of the scores, d_qk**-0.5 by default.
+    out_dtype : str, optional
+        What the rounding mode rounds `out` to; the dtype of `q` by default.
+    rounding : str, optional
+        "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`.
+
+    Returns
+    -------
+    out : array, (s_q, h_q, d_v), float64
+        0 for a query without a key.
+    lse : array, (s_q, h_q), float64
+        log(sum_j exp(scale * q . k[j])); -inf for a query without a key.
+
+    Notes
+    -----
+    Not a number or infinity in a key or value that a query does not see has no effect on it.
+    """
+    exact = np.float64 if rounding is None else np.float32
+    queries, keys = _joined(q, q_rope).astype(exact), _joined(k, k_rope).astype(exact)
+    values = np.asarray(v).astype(exact)
+    s_q, h_q, d_qk = queries.shape
+    group = h_q // keys.shape[1]
+    scale = d_qk**-0.5 if scale is None else scale
+
+    out, lse = np.zeros((s_q, h_q, values.shape[2])), np.full((s_q, h_q), -np.inf)
+    for row in seen_keys(s_q, len(keys), cu_seqlens_q, cu_seqlens_kv, causal):
+        for h in range(h_q):
+            seen = slice(row.begin, row.end), h // group
+            attended = attend_values(queries[row.query, None, h], keys[seen], values[seen], scale, rounding)
+            out[row.query, h], lse[row.query, h] = attended.out[0], attended.lse[0]
+    if state_lse is not None:
+        out, lse = _merged(out, lse, np.asarray(state_out), np.asarray(state_lse))
+    return (out if rounding is None else round_to(out, out_dtype or dtype_name(np.asarray(q).dtype))), lse
+
+
+class SeenKeys(NamedTuple):
+    """The keys that a query sees: from `begin` up to `end`."""
+
+    query: int
+    begin: int
+    end: int
+
+
+def seen_keys(
+    s_q: int, s_kv: int, cu_seqlens_q: npt.ArrayLike | None, cu_seqlens_kv: npt.ArrayLike | None, causal: bool
+) -> Iterator[SeenKeys]:
+    """What each query of a sequence sees; a query of none is left out."""
+    starts_q, starts_kv = _starts(cu_seqlens_q, s_q), _starts(cu_seqlens_kv, s_kv)
+    for n in range(len(starts_q) - 1):
+        begin, end = int(starts_kv[n]), int(starts_kv[n + 1])
+        for query in range(starts_q[n], starts_q[n + 1]):
+            after = int(starts_q[n + 1]) - 1 - query
+            yield SeenKeys(query, begin, max(begin, end - after) if causal else end)
+
+
+def _starts(cu_seqlens: npt.ArrayLike | None, total: int) -> Array:
+    """Where sequences begin and end, clamped, in order."""
+    if cu_seqlens is None:
+        return np.array([0, total])
+    return np.maximum.accumulate(np.clip(np.asarray(cu_seqlens).astype(np.int64), 0, total))
+
+
+def _joined(x: npt.ArrayLike, rope: npt.ArrayLike | None) -> Array:
+    """Whole rows per head."""
+    x = np.asarray(x)
+    if rope is None:
+        return x
+    rope = np.asarray(rope)
+    rope = rope if rope.ndim == 3 else rope[:, None]
+    return np.concatenate([x, np.broadcast_to(rope, (*x.shape[:2], rope.shape[2]))], axis=2)
+
+
+def _merged(out: Array, lse: Array, state_out: Array, state_lse: Array) -> tuple[Array, Array]:
+    """The attention to two disjoint sets of keys."""
+    state_lse = np.where(np.isinf(state_lse), -np.inf, state_lse.astype(np.float64))
+    top = np.maximum(lse, state_lse)
+    top = np.where(top == -np.inf, 0.0, top)
+    weights = np.exp(np.stack([lse, state_lse]) - top)
+    total = weights.sum(axis=0)
+    parts = np.stack([out, state_out.astype(np.float64)])
+    both = np.where(weights[..., None] == 0, 0.0, weights[..., None] * parts).sum(axis=0)
+    return np.where(total[..., None] == 0, 0.0, both / total[..., None]), top + np.log(total)

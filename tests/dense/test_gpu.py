@@ -1,0 +1,126 @@
+"""Dense attention on a GPU against the oracle, on hostile inputs: poisoned, ragged, non-contiguous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.kernels.dense import DENSE
+from mla_cupy.kernels.dense.problem import DenseProblem
+from mla_cupy.runtime.device import DeviceInfo
+from tests.dense.runs import GENERIC, HOPPER, KERNELS
+from tests.support.dense_cases import DenseCase, DenseInputs, make
+from tests.support.gpu import upload
+from tests.support.tolerance import check
+
+pytestmark = pytest.mark.gpu
+
+RAGGED = ((1, 700), (63, 63), (65, 10), (2, 0), (0, 9), (129, 128), (200, 513), (128, 127))
+CASES = [
+    DenseCase(((1, 1),), starts=False),
+    DenseCase(((1000, 1000),), h_q=2, starts=False),
+    DenseCase(RAGGED, h_q=5, around=(3, 70)),
+    DenseCase(RAGGED, h_q=16, h_kv=4, dtype="float16", q_pair=True, k_rope="per_head", state="float32"),
+    DenseCase(((300, 1500),), h_q=2, causal=False, state="bfloat16"),
+    DenseCase(((200, 1500),), h_q=2, scale=1.0),  # maxima that rise
+    DenseCase(((600, 30),), h_q=2),  # most queries see nothing
+    DenseCase(RAGGED, h_q=3, d_qk=256, d_v=256, state="float32"),
+    DenseCase(((500, 777),), h_q=2, d_qk=256, d_v=256, dtype="float16", k_rope="within", causal=False, q_pair=True),
+    DenseCase(RAGGED, h_q=4, h_kv=2, d_qk=128, d_v=128, k_rope="within", dtype="float16"),
+    DenseCase(((700, 900),), h_q=3, d_qk=128, d_v=128, state="bfloat16"),
+    DenseCase(tuple((n % 5, n % 9) for n in range(500)), h_q=2, around=(1, 1)),  # many sequences, some empty
+    DenseCase(((40, 64),), h_q=128),
+]
+
+
+def on_gpu(inputs: DenseInputs) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the public call."""
+    options = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
+    return [upload(x) for x in inputs.arguments], options
+
+
+def run(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The public call's results on the host."""
+    import cupy
+
+    arguments, given = on_gpu(inputs)
+    out, lse = mla_cupy.mla_prefill(*arguments, **given, **options)
+    return cupy.asnumpy(out), cupy.asnumpy(lse)
+
+
+def need(kernel: str, gpu: DeviceInfo) -> None:
+    """Skip what the GPU does not run."""
+    spec = next(spec for spec in DENSE.kernels if spec.name == kernel)
+    if reason := spec.unsupported(DenseProblem(1, 1, 1, 1, 192, 128, "bfloat16"), gpu):
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id[:80])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_matches_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:
+    need(kernel, gpu)
+    inputs = make(case)
+    check(run(inputs, kernel=kernel), inputs.exact, inputs.rounded, case.dtype)
+
+
+def test_same_bits_each_time(gpu: DeviceInfo) -> None:
+    """Which block takes which tile does not matter."""
+    need(HOPPER, gpu)
+    inputs = make(DenseCase(RAGGED * 4, h_q=16))
+    first = run(inputs, kernel=HOPPER)
+    for _ in range(20):
+        for got, wanted in zip(run(inputs, kernel=HOPPER), first, strict=True):
+            np.testing.assert_array_equal(got.view(np.uint8), wanted.view(np.uint8))
+
+
+def test_agrees_with_the_plain_kernel(gpu: DeviceInfo) -> None:
+    """A prefill as a model makes it, of which the oracle would take minutes."""
+    need(HOPPER, gpu)
+    inputs = make(DenseCase(((3000, 3000), (1000, 3000)), h_q=16))
+    out, lse = run(inputs, kernel=HOPPER, out_dtype="float32")
+    plain, plain_lse = run(inputs, kernel=GENERIC, out_dtype="float32")
+    np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(out, plain, rtol=0, atol=8e-3)
+
+
+def test_chunks(gpu: DeviceInfo) -> None:
+    """Earlier chunks by their states, one after another, as the whole at once."""
+    need(HOPPER, gpu)
+    inputs = make(DenseCase(((300, 1000),), h_q=4, starts=False))
+    (q, k, v), options = on_gpu(inputs)
+    k_rope = options["k_rope"]
+    state: dict[str, Any] = {}
+    for first in (0, 250, 500):
+        part = slice(first, first + 250 if first < 500 else 700)
+        out, lse = mla_cupy.mla_prefill(
+            q, k[part], v[part], k_rope=k_rope[part], causal=False, out_dtype="float32", **state
+        )
+        state = {"state_out": out, "state_lse": lse}
+    out, lse = mla_cupy.mla_prefill(q, k[700:], v[700:], k_rope=k_rope[700:], **state)
+    check((out.get(), lse.get()), inputs.exact, inputs.rounded, inputs.case.dtype)
+
+
+def test_graph(gpu: DeviceInfo) -> None:
+    """A captured call reads the starts when it is replayed."""
+    import cupy
+
+    inputs = make(DenseCase(((40, 70), (60, 130)), h_q=2))
+    arguments, options = on_gpu(inputs)
+    out, lse = cupy.empty((100, 2, 128), arguments[0].dtype), cupy.empty((100, 2), np.float32)
+    workspace = cupy.empty(1 << 16, np.uint8)
+    starts_q = options["cu_seqlens_q"].copy()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        mla_cupy.mla_prefill(*arguments, **options, out=out, lse=lse, workspace=workspace)
+        stream.begin_capture()
+        mla_cupy.mla_prefill(*arguments, **options, out=out, lse=lse, workspace=workspace)
+        graph = stream.end_capture()
+        for ends in ([0, 40, 100], [0, 10, 100], [0, 40, 100]):
+            options["cu_seqlens_q"][:] = cupy.asarray(ends, np.int32)
+            graph.launch(stream)
+        stream.synchronize()
+    assert (options["cu_seqlens_q"] == starts_q).all()
+    check((out.get(), lse.get()), inputs.exact, inputs.rounded, inputs.case.dtype)
