@@ -21,6 +21,7 @@ from mla_cupy.ops.checks import is_integer
 
 Array = npt.NDArray[Any]
 NO_PAGE = -1
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -227,7 +228,7 @@ class Book:
         copies = self._shared_tails(rows, before, counts) if self._more_owners else []
         if total or copies:
             self._check_pages(total + len(copies))
-        return Extension(rows, before, after, last, owned, lacks, growing, total, copies, [], growing[:0])
+        return Extension(rows, before, after, last, owned, lacks, growing, total, copies, [], _NONE)
 
     def extend(self, plan: Extension) -> None:
         """Take the pages and set the lengths."""

@@ -92,11 +92,11 @@ def pack(sheet: Sheet, at: Words, book: Book, plan: Extension, counts: Array | i
     if plan.copied:
         sheet.pairs.fill(NO_PAGE)
         sheet.pairs[: 2 * len(plan.copied)] = np.asarray(plan.copied, np.int32).reshape(-1)
-    sheet.header[0], sheet.header[1] = len(rows), total
     sheet.lengths[:total] = plan.after if everything is rows else book.length[everything]
     one = isinstance(counts, int) and counts == 1
     if not (one and sheet.rows_of is everything):  # a decode loop extends the same sequences again and again
         sheet.rows_of = None
+        sheet.header[0], sheet.header[1] = len(rows), total
         sheet.rows[:total] = everything
         _pack_counts(sheet.first_tokens[1 : len(rows) + 1], book, counts)
         sheet.rows_of = everything if one else None
