@@ -143,10 +143,10 @@ def check_start_values(arrays: Arrays, s_q: int, s_kv: int) -> None:
         That names the first bad one.
     """
     for array, end in zip(STARTS, (s_q, s_kv), strict=True):
-        argument, starts = array.name, arrays[array.name]
+        starts = arrays[array.name]
         if starts is not None:
             bad = (starts < 0) | (starts > end) | (np.diff(starts, prepend=starts[:1]) < 0)
-            name_first(argument, starts, bad, f"ascending starts of 0 to {end}")
+            name_first(array.name, starts, bad, f"ascending starts of 0 to {end}")
 
 
 def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], expected: str) -> None:

@@ -9,7 +9,14 @@ from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import D_ROPE, GEOMETRIES, DenseProblem, PrefillOptions
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, check_start_values, check_starts, resolve_scale
+from mla_cupy.ops.checks import (
+    STARTS,
+    check_all_or_none,
+    check_flag,
+    check_start_values,
+    check_starts,
+    resolve_scale,
+)
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import MAX_TOKENS

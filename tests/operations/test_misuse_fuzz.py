@@ -125,8 +125,9 @@ def misused(rng: np.random.Generator, operation: Operation, options: list[str]) 
     for name in output_names(operation):
         if rng.random() < 0.5:
             del call[name]
+    absent = 0.3 * rng.integers(2)  # in every other call none: some arrays are good only with another
     for array in operation.inputs:
-        if array.optional and rng.random() < 0.3:
+        if array.optional and rng.random() < absent:
             del call[array.name]
     for _ in range(rng.integers(1, 4)):
         what = rng.random()

@@ -96,8 +96,8 @@ class PrefillCase:
         return {**{name: getattr(self, name) for name in names}, "h_kv": self.heads_kv}
 
 
-def _causal(b: int, s: int, h: int, peer_us: float | None = None, **sizes: Any) -> PrefillCase:
-    return PrefillCase(b, s, s, h, peer_us=peer_us, **sizes)
+def _causal(b: int, s: int, h: int, peer_us: float | None = None, d_qk: int = MLA[0], d_v: int = MLA[1]) -> PrefillCase:
+    return PrefillCase(b, s, s, h, d_qk=d_qk, d_v=d_v, peer_us=peer_us)
 
 
 CASES = (
