@@ -36,7 +36,7 @@ namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK, kHeadDimV = MLA_HEAD_DIM_V;
-constexpr i32 kTileKeys = kHeadDimV > 128 ? 80 : 128;  // what fits twice
+constexpr i32 kTileKeys = MLA_TILE_KEYS;  // as many as fit twice
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps    regs   does

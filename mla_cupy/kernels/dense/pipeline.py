@@ -66,7 +66,7 @@ class DensePipeline(Pipeline[DenseConfig]):
         params = _params(config, call)
         return [
             Launch(SCHEDULE, Variant(), (1, 1, 1), LaunchArgs(params)),
-            Launch(kernel, problem.variant, config.grid, LaunchArgs(params, kernel.maps(problem, call))),
+            Launch(kernel, kernel.variant(problem), config.grid, LaunchArgs(params, kernel.maps(problem, call))),
         ]
 
 

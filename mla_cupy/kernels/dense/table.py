@@ -17,7 +17,7 @@ from mla_cupy.kernels.dense.problem import (
 )
 from mla_cupy.kernels.params import PrefillParams
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import HOPPER, KernelSpec, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, KernelSpec, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.driver import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -38,10 +38,13 @@ class DenseKernel(KernelSpec[DenseProblem]):
         `grid(problem, device)`.
     maps : callable
         `maps(problem, call)`: its tensor maps and the arrays that they are of.
+    variant : callable
+        `variant(problem)`: the build that it takes.
     """
 
     grid: Callable[[DenseProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
     maps: Callable[[DenseProblem, Call], Maps] = lambda problem, call: ()
+    variant: Callable[[DenseProblem], Variant] = lambda problem: problem.variant
 
 
 # ---- Hopper -----------------------------------------------------------------------------------------------------
@@ -50,6 +53,11 @@ class DenseKernel(KernelSpec[DenseProblem]):
 def tile_keys(d_v: int) -> int:
     """Keys of a tile: as many as fit into shared memory twice."""
     return 80 if d_v > 128 else 128
+
+
+def with_tile(variant: Variant) -> Variant:
+    """The build with its tile of keys."""
+    return variant.extended(tile_keys=tile_keys(variant.head_dim_v))
 
 
 def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
@@ -113,10 +121,11 @@ SM90 = DenseKernel(
     "dense/sm90.cu",
     PrefillParams,
     HOPPER,
-    variants=VARIANTS,
+    variants=tuple(map(with_tile, VARIANTS)),
     unsupported=needs_hopper,
     grid=persistent_grid,
     maps=row_maps,
+    variant=lambda problem: with_tile(problem.variant),
 )
 GENERIC = DenseKernel(
     "dense_generic",
