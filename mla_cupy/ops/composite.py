@@ -37,7 +37,7 @@ class Part(NamedTuple):
     name : str
         The array's, or that of the part of the workspace; "" for memory of a plan, whose address is known.
     view : View
-        With a pointer relative to that of the array, to the beginning of the part of the workspace, or to 0.
+        Its pointer is as far from the array's own as the part is; parts of the workspace begin at 0.
     """
 
     name: str
