@@ -159,10 +159,11 @@ class CupyFamily(NativeFamily):
     def _seen(self, view: View) -> Any:
         """The array that a view is of."""
         cuda, dtype = self._cupy.cuda, DTYPES[view.dtype]
-        first, end = view.span(dtype.itemsize)
-        memory = cuda.UnownedMemory(view.ptr + first, end - first, None, view.device)
+        memory = cuda.UnownedMemory(
+            view.ptr, 0, None, view.device
+        )  # CuPy looks at the size of memory of its pools only
         strides = tuple(dtype.itemsize * stride for stride in view.strides)
-        return self._cupy.ndarray(view.shape, dtype, cuda.MemoryPointer(memory, -first), strides)
+        return self._cupy.ndarray(view.shape, dtype, cuda.MemoryPointer(memory, 0), strides)
 
     def nccl(self) -> Any:
         """CuPy's binding of NCCL; None where it has none."""
