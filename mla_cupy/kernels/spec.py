@@ -105,6 +105,8 @@ class KernelSpec(Generic[ProblemT]):
         All of its builds, and those that are compiled on import.
     facts : mapping
         Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
+    facts_of : callable
+        `facts_of(variant)`: those that differ from build to build, and are no macro of the variant.
     unsupported : callable
         `unsupported(problem, device)`: why it cannot take the problem, or None.
     preferred : callable
@@ -123,6 +125,7 @@ class KernelSpec(Generic[ProblemT]):
     variants: tuple[Variant, ...] = PLAIN
     core: tuple[Variant, ...] = ()
     facts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    facts_of: Callable[[Variant], Mapping[str, int]] = lambda variant: {}
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
     preferred: Callable[[ProblemT, DeviceInfo], bool] = always
     on_request: bool = False

@@ -48,9 +48,9 @@ def variant(problem: LogitsProblem) -> Variant:
     return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float")
 
 
-def max_heads(problem: LogitsProblem) -> int:
+def max_heads(of: LogitsProblem | Variant) -> int:
     """As many as the queries of a block of tokens fit into shared memory."""
-    return MAX_HEADS if TABLE[problem.dtype].nbytes * problem.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
+    return MAX_HEADS if TABLE[of.dtype].nbytes * of.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
 
 
 def q_map(q: View) -> TensorMapSpec:
@@ -93,6 +93,7 @@ KERNEL = LogitsKernel(
     HOPPER,
     variants(dtype=DTYPES, head_dim=HEAD_DIMS, accumulator=("float",)),
     facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
+    facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": TILE_KEYS},
     unsupported=unsupported,
     variant=variant,
     tile_keys=TILE_KEYS,
@@ -111,6 +112,7 @@ HALF = replace(
     name="indexer_logits_sm90_half",
     about="the same with products in float16: faster, for queries of small codes",
     variants=variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
+    facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": HALF_TILE_KEYS},
     unsupported=_not_in_half,
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float16"),
     tile_keys=HALF_TILE_KEYS,
