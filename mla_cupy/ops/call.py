@@ -156,12 +156,12 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     Their memory does not overlap.
     """
     recent = _thread.recent
-    operation, options = call.operation, call.options
+    operation, options, workspace = call.operation, call.options, call.workspace
     entry: Any = recent.last.get(operation)
     addresses: Any = None
-    arrays = call.arrays if call.workspace is None else (*call.arrays, call.workspace)
+    arrays = call.arrays if workspace is None else (*call.arrays, workspace)
     try:
-        kinds, state = [*map(type, options)], call.workspace is not None if call.plan is None else call.plan.state
+        kinds, state = [*map(type, options)], workspace is not None if call.plan is None else call.plan.state
         similar = entry is not None and entry.options == options and entry.kinds == kinds and entry.state == state
         if similar and entry.match is not None:
             addresses = entry.match(arrays)
@@ -176,7 +176,7 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     if call.check is not False or entry.prepared.driver is not driver.active:
         return None
     if addresses != entry.apart:
-        if call.workspace is not None and (call.plan is not None or addresses[-1] % ALIGNMENT):
+        if workspace is not None and (call.plan is not None or addresses[-1] % ALIGNMENT):
             return None
         if not overlap.clearly_apart(addresses, entry.reach, entry.written, entry.alike):
             return None
