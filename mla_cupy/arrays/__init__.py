@@ -127,8 +127,19 @@ def _where(family: Family) -> str:
     return f"an array of {family.name} on the {'GPU' if family.on_gpu else 'CPU'}"
 
 
-def check_writable(family: Family, results: Mapping[str, Any]) -> None:
+def check_writable(
+    family: Family, results: Mapping[str, Any], function: str = "", changed: Collection[str] = ()
+) -> None:
     """Check that arrays for results, None for one not given, can be written to.
+
+    Parameters
+    ----------
+    family : Family
+    results : mapping
+    function : str
+        The function of the bindings that does the same, if they have one.
+    changed : collection of str
+        The inputs that are changed in place.
 
     Raises
     ------
@@ -141,7 +152,11 @@ def check_writable(family: Family, results: Mapping[str, Any]) -> None:
         if x is None:
             continue
         if not family.mutable:
-            raise DTypeError(explain(argument, f"an array of {family.name}", "None", "its arrays cannot be written"))
+            expected = "one that can be changed" if argument in changed else "None"
+            remedy = "its arrays cannot be written"
+            if function:
+                remedy += f"; call mla_cupy.{family.name}.{function}, which returns it"
+            raise DTypeError(explain(argument, f"an array of {family.name}", expected, remedy))
         if isinstance(x, np.ndarray) and not x.flags.writeable:
             raise ArgumentError(explain(argument, "a read-only array", "a writable one"))
 

@@ -126,7 +126,7 @@ POOL_OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if one
 #: Those that run others.
 COMPOSITE_OPERATIONS: dict[str, Operation] = {one.name: one for one in _COMPOSITES}
 #: Those that compiled programs can call: all but composites, and what `PagedKVCache` does between steps.
-BOUND_OPERATIONS: dict[str, Operation] = {one.name: one for one in _SINGLE if not one.internal}
+BOUND_OPERATIONS: dict[str, Operation] = {one.name: one for one in _DESCRIBED if one.bound}
 
 for _name in __all__:
     if inspect.isfunction(_function := globals()[_name]):

@@ -13,7 +13,7 @@ from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.cache import APPEND, GATHER
 from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import check_all_or_none, check_factor, check_flag
+from mla_cupy.ops.checks import absorbing, check_all_or_none, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
 _CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
@@ -172,7 +172,7 @@ def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, reme
     if record.name not in read:
         raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
     if d_qk != record.d_qk:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}"))
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}", absorbing(d_qk)))
     return record
 
 

@@ -195,12 +195,13 @@ def _complete(entry: Entry, call: Invocation, addresses: list[int], stream: int)
 
 def _first(call: Invocation) -> tuple[Any, ...]:
     """Check everything, run, and remember."""
-    family = _check_arguments(call)
+    operation, family = call.operation, _check_arguments(call)
     adopted = call.adopted(family)
     if family.on_gpu:
         made = run(adopted, family.native)
         family.settle((*adopted.arrays, adopted.workspace))
     else:
+        adopted.arrays = tuple(schema.narrowed_inputs(operation, adopted.named).values())
         made = _on_host(adopted, family)
     return tuple(
         kept if kept is not None else None if x is None else family.release(x)
@@ -212,7 +213,8 @@ def _check_arguments(call: Invocation) -> Family:
     """Check what the arguments are, whatever the arrays' sizes; returns the family of the arrays."""
     operation, named = call.operation, {**call.named, WORKSPACE: call.workspace}
     family = families.common_family(named, (*operation.optional, WORKSPACE))
-    families.check_writable(family, {name: named[name] for name in (*operation.written, WORKSPACE)})
+    written = {name: named[name] for name in (*operation.written, WORKSPACE)}
+    families.check_writable(family, written, operation.name if operation.bound else "", call.inputs)
     families.check_stream(family, call.stream)
     if not isinstance(call.check, bool):
         raise ArgumentError(explain("check", repr(call.check), "True or False"))
@@ -420,7 +422,7 @@ def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
 
 def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], Any]) -> None:
     copies = {name: None if x is None else to_numpy(x) for name, x in call.inputs.items()}
-    call.operation.check_values(copies, request.options)
+    call.operation.check_values(schema.narrowed_inputs(call.operation, copies), request.options)
 
 
 # ---- The size of workspaces -------------------------------------------------------------------------------------

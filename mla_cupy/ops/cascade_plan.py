@@ -18,6 +18,7 @@ from mla_cupy.ops.composite import Assignment, Division, Part, Stage, configure,
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
+from mla_cupy.ops.schema import narrowed
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32
 
 __all__ = ["CascadePlan", "plan_cascade"]
@@ -196,6 +197,8 @@ class CascadePlan(Plan):
         """
         family = families.family_of(seqlens, "seqlens")
         native, lent = family.native, family.adopt(seqlens)
+        if not family.on_gpu:
+            lent = narrowed("seqlens", lent)
         view = native.view(lent, "seqlens")
         if view.shape != (self._b,):
             raise ShapeError(explain("seqlens.shape", view.shape, f"({self._b},), the plan's b"))

@@ -12,7 +12,7 @@ from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.pipeline import ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views
-from mla_cupy.shapes import D_V
+from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
@@ -32,6 +32,13 @@ STARTS = (
 """Where sequences that lie one after another begin, and the last one ends."""
 
 
+def absorbing(d_qk: int) -> str:
+    """A remedy for queries of the width that they have before W_UK is absorbed; "" for others."""
+    if d_qk != D_UNABSORBED:
+        return ""
+    return f"absorb W_UK: q_nope @ W_UK is {D_V} wide, beside q_rope's {D_ROPE}; scale stays {D_UNABSORBED}**-0.5"
+
+
 def check_d_v(d_v: Any) -> None:
     """Check the width of the values."""
     if not (is_integer(d_v) and d_v == D_V):
@@ -48,7 +55,8 @@ def resolve_scale(scale: Any, d_qk: int) -> float:
 def check_factor(argument: str, value: Any) -> float:
     """Check a number that float32 can hold, above 0."""
     if not (_is_number(value) and _MIN_SCALE <= value <= _MAX_SCALE):
-        raise ArgumentError(explain(argument, repr(value), "a finite number above 0, in float32"))
+        remedy = "" if _is_number(value) else "pass a Python number"
+        raise ArgumentError(explain(argument, repr(value), "a finite number above 0, in float32", remedy))
     return float(value)
 
 
@@ -63,7 +71,8 @@ def check_empty_lse(empty_lse: Any) -> float:
     """Check the number; infinities and NaN are good."""
     if _is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
         return float(empty_lse)
-    raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32"))
+    remedy = "" if _is_number(empty_lse) else "pass a Python number"
+    raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32", remedy))
 
 
 def check_accumulate(accumulate: Any) -> str:

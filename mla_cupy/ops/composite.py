@@ -308,6 +308,11 @@ class Composite(Operation):
 
     divide: Callable[[Call], Division] = lambda call: Division({}, ())
 
+    @property
+    def bound(self) -> bool:
+        """See `Operation.bound`: their parts are."""
+        return False
+
     def check_kernel(self, kernel: Any) -> None:
         """`examine` has checked the names of all stages."""
 

@@ -26,6 +26,7 @@ from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import check_drafts, check_flag, check_memory, check_shard, is_integer
 from mla_cupy.ops.entry import Plan, Request
+from mla_cupy.ops.schema import low_words, narrowed
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
@@ -132,11 +133,13 @@ class DecodePlan(Plan):
         family = arrays.family_of(seqlens, "seqlens")
         arrays.check_stream(family, stream)
         native, lent = family.native, family.adopt(seqlens)
-        lengths = native.view(lent, "seqlens")
+        if not family.on_gpu:
+            lent = narrowed("seqlens", lent)
+        lengths = low_words(native.view(lent, "seqlens"))
         if len(lengths.shape) != 1:
             raise ShapeError(explain("seqlens.shape", lengths.shape, "(b,)"))
         if lengths.dtype != "int32":
-            raise DTypeError(explain("seqlens.dtype", lengths.dtype, "int32", "convert seqlens"))
+            raise DTypeError(explain("seqlens.dtype", lengths.dtype, "int32 or int64", "convert seqlens"))
         b, max_b = lengths.shape[0], self._limits.max_b
         if b > max_b:
             raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={max_b}", "make a larger plan"))

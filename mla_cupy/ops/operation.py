@@ -179,6 +179,11 @@ class Operation:
         _OPERATIONS[self.name] = self
 
     @property
+    def bound(self) -> bool:
+        """Whether the bindings to compiled programs have it."""
+        return not self.internal
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all arrays, the inputs first."""
         return (*(array.name for array in self.inputs), *(array.name for array in self.outputs))

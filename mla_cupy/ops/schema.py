@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
-from mla_cupy.ops.checks import check_dtype
+from mla_cupy.ops.checks import absorbing, check_dtype
 from mla_cupy.ops.operation import Input, Operation, Output, Views
 
 _WIDE_BYTES = 16
@@ -35,6 +37,7 @@ def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | N
     first = present[0][1]
     for array, view in present:
         _check_dtype(array, view, given)
+    present = [(array, low_words(view) if _is_wide(array, view) else view) for array, view in present]
     views: dict[str, View | None] = dict.fromkeys(array.name for array in operation.inputs)
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
@@ -97,6 +100,37 @@ def _lacking(output: Output, given: Views, options: Any) -> str:
     return f"{output.when} is not set" if output.when and not getattr(options, output.when) else ""
 
 
+def low_words(view: View) -> View:
+    """Of 64-bit integers the lower halves, with which these begin: their values, if 32 bits hold them."""
+    if view.dtype != "int64":
+        return view
+    return view._replace(dtype="int32", strides=tuple(2 * stride for stride in view.strides))
+
+
+def narrowed(argument: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An array of the host with 64-bit integers as one of 32 bits; other arrays stay as they are.
+
+    Raises
+    ------
+    ArgumentError
+        If 32 bits do not hold one of them.
+    """
+    if x.dtype != np.int64:
+        return x
+    narrow = x.astype(np.int32)
+    bad = np.argwhere(narrow != x)
+    if bad.size:
+        where = ", ".join(map(str, bad[0]))
+        raise ArgumentError(explain(f"{argument}[{where}]", int(x[tuple(bad[0])]), "an integer of 32 bits"))
+    return narrow
+
+
+def narrowed_inputs(operation: Operation, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """`narrowed` of the inputs, by name, that an operation takes as 32-bit integers; None stays None."""
+    wide = {array.name for array in operation.inputs if _takes_wide(array)}
+    return {name: narrowed(name, x) if x is not None and name in wide else x for name, x in arrays.items()}
+
+
 def contiguous_along_last(view: View) -> bool:
     """Whether the last axis steps by 1 element. The strides of an array without elements mean nothing."""
     return view.strides[-1] == 1 or view.shape[-1] == 1 or 0 in view.shape
@@ -151,14 +185,25 @@ def _check_rank(operation: Operation, array: Input, view: View) -> None:
         raise ShapeError(explain(f"{array.name}.shape", view.shape, form(operation, array)))
 
 
+def _takes_wide(array: Input) -> bool:
+    """Whether kernels read 32-bit integers, which callers may give as 64-bit ones."""
+    return "int32" in array.dtypes and "int64" not in array.dtypes
+
+
+def _is_wide(array: Input, view: View) -> bool:
+    return view.dtype == "int64" and _takes_wide(array)
+
+
 def _check_dtype(array: Input, view: View, given: Views) -> None:
+    if _is_wide(array, view):
+        return
     wanted = []
     for name in array.dtypes:
         like = given[name[1:]] if name.startswith("=") else None
         wanted.append((like.dtype, f"{like.dtype}, like {name[1:]}") if like else (name, name))
     if view.dtype not in [dtype for dtype, _ in wanted]:
         remedy = "view 16-bit words as ml_dtypes.bfloat16" if view.dtype == "uint16" else f"convert {array.name}"
-        expected = " or ".join(text for _, text in wanted)
+        expected = " or ".join([*(text for _, text in wanted), *["int64"] * _takes_wide(array)])
         raise DTypeError(explain(f"{array.name}.dtype", view.dtype, expected, remedy))
 
 
@@ -193,8 +238,9 @@ def _bind_axis(
     elif name not in sizes:
         allowed = operation.sizes.get(name)
         if allowed is not None and size not in allowed:
-            remedy = f"{name} = {_size_text(operation, name)} is what is built"
-            raise ShapeError(explain(where, size, _size_text(operation, name), remedy))
+            built = f"{name} = {_size_text(operation, name)} is what is built"
+            remedy = name == "d_qk" and absorbing(size)
+            raise ShapeError(explain(where, size, _size_text(operation, name), remedy or built))
         least = operation.min_sizes.get(name, 0)
         if size < least:
             raise ShapeError(explain(where, f"{name}={size}", f"at least {least}"))

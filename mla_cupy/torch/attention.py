@@ -11,7 +11,7 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch.derivatives import refuse_tangents, transformed
 from mla_cupy.torch.library import is_plain_call
-from mla_cupy.torch.operators import run, targets
+from mla_cupy.torch.operators import run, targets, with_dtypes
 from mla_cupy.torch.plan import TorchDecodePlan, make_plan, run_planned
 from mla_cupy.torch.sparse import transformed_forward
 
@@ -122,7 +122,7 @@ def mla_decode(
     if plan is not None:
         if workspace is not None:
             raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
-        return run_planned(plan, inputs, options, given)
+        return run_planned(plan, inputs, with_dtypes("mla_decode", options), given)
     return run("mla_decode", inputs, options, given, workspace)
 
 
@@ -174,7 +174,7 @@ def sparse_mla_forward(
     if transformed() and not given:
         arrays = {"q": q, "kv": kv, "indices": indices}
         refuse_tangents("sparse_mla_forward", {**arrays, **options})
-        return transformed_forward(**arrays, **options)
+        return transformed_forward(**arrays, **with_dtypes("sparse_mla_forward", options))
     return run("sparse_mla_forward", (q, kv, indices), options, given, workspace)
 
 

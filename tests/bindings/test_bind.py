@@ -100,7 +100,7 @@ def test_given_results_are_targets() -> None:
         ({"options": {"kernel": "no_such_kernel"}}, ArgumentError),
         ({"options": {"out_dtype": "int32"}}, DTypeError),
         ({"arrays": {"block_table": np.zeros((2, 4), np.int32)}}, ShapeError),
-        ({"arrays": {"seqlens": np.zeros(3, np.int64)}}, DTypeError),
+        ({"arrays": {"seqlens": np.zeros(3, np.int16)}}, DTypeError),
     ],
 )
 def test_errors_are_those_of_the_public_call(

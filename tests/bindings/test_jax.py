@@ -70,6 +70,14 @@ def test_a_mask_of_drafts_has_64_bits(jax: Any, of_jax: Any, exportable: bool) -
 
 
 @both_roads
+def test_wide_integers(jax: Any, of_jax: Any, exportable: bool) -> None:
+    call = decode()
+    wide = {name: x.astype(np.int64) if x.dtype == np.int32 else x for name, x in call.arrays.items()}
+    with jax.enable_x64(True):
+        check(jitted(jax, of_jax, call, exportable)(on_cpu(jax, BoundCall("", call.operation, wide, {}))), call.eager())
+
+
+@both_roads
 def test_rows_without_rope(jax: Any, of_jax: Any, exportable: bool) -> None:
     jnp = jax.numpy
     write = jax.jit(lambda latent, cache, slots: of_jax.cache_append(latent, None, cache, slots, exportable=exportable))

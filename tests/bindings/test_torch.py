@@ -59,6 +59,31 @@ def test_operators(torch: Any, of_torch: Any, call: BoundCall) -> None:
     check(torch, run(torch, operator(torch, call), call), call.eager())
 
 
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32")], ids=["name", "type", "dtype"])
+def test_dtypes_of_any_form(torch: Any, of_torch: Any, dtype: Any) -> None:
+    """As the public functions take them, by every way to an operator."""
+    call, steps = forward(), decode()
+    given, inputs = tensors(torch, call), tensors(torch, steps)
+    wanted = BoundCall("", call.operation, call.arrays, {"out_dtype": "float32"}).eager()
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            check(torch, of_torch.sparse_mla_forward(**given, out_dtype=dtype), wanted)
+    transformed = torch.func.vjp(
+        lambda q: of_torch.sparse_mla_forward(**{**given, "q": q}, out_dtype=dtype), given["q"]
+    )
+    check(torch, transformed[0], wanted)
+    b, s_q, h_q, _ = inputs["q"].shape
+    (_, max_pages), page_size = inputs["block_table"].shape, inputs["kv_cache"].shape[1]
+    sizes = {"max_b": b, "s_q": s_q, "h_q": h_q, "max_pages": max_pages, "page_size": page_size}
+    plan = of_torch.plan_decode(**sizes, dtype="bfloat16", device="cpu")
+    plan.update(inputs["seqlens"])
+    with torch.device("cpu"):  # a mode, which has to see operators
+        out, _ = of_torch.mla_decode(**inputs, plan=plan, out_dtype=dtype)
+    assert out.dtype == torch.float32
+    with pytest.raises(DTypeError, match=r"^out_dtype: got 'int77', expected None, or a dtype"):
+        of_torch.sparse_mla_forward(**given, out_dtype="int77")
+
+
 def test_rows_without_rope(torch: Any, of_torch: Any) -> None:
     latent, slots = torch.ones(2, 512).bfloat16(), torch.tensor([3, -1])
     for write in (of_torch.cache_append, torch.ops.mla_cupy.cache_append):
@@ -101,7 +126,7 @@ def test_functions_that_write(torch: Any, of_torch: Any) -> None:
     [
         ({"scale": -1.0}, ArgumentError, "scale: got -1.0"),
         ({"kernel": "no_such_kernel"}, ArgumentError, "kernel: got 'no_such_kernel'"),
-        ({"seqlens": np.zeros(3, np.int64)}, DTypeError, "seqlens.dtype: got int64, expected int32"),
+        ({"seqlens": np.zeros(3, np.int16)}, DTypeError, "seqlens.dtype: got int16, expected int32 or int64"),
         ({"seqlens": np.zeros(4, np.int32)}, ShapeError, r"seqlens.shape\[0\]: got 4, expected b=3"),
     ],
     ids=["scale", "kernel", "dtype", "shape"],
@@ -120,6 +145,19 @@ def test_errors_come_through(
         fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         with pytest.raises(kind, match=text):
             torch.ops.mla_cupy.mla_decode(**fakes)
+
+
+def test_wide_integers(torch: Any, of_torch: Any) -> None:
+    """PyTorch's default is 64 bits: by function, by operator, and of a shape alone."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = decode()
+    given = {name: x.long() if x.dtype == torch.int32 else x for name, x in tensors(torch, call).items()}
+    for function in (mla_cupy.mla_decode, of_torch.mla_decode, torch.ops.mla_cupy.mla_decode):
+        check(torch, function(**given), call.eager())
+    with FakeTensorMode() as mode:
+        out, _ = of_torch.mla_decode(**{name: mode.from_tensor(x) for name, x in given.items()})
+    assert out.shape == (*given["q"].shape[:-1], 512)
 
 
 # ---- What PyTorch itself says ------------------------------------------------------------------------------------

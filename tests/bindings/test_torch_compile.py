@@ -153,7 +153,7 @@ def test_a_step_that_appends_to_its_cache(torch: Any, of_torch: Any) -> None:
     def step(latent: Any, rope: Any, slots: Any, indices: Any) -> Any:
         of_torch.cache_append(latent * 2, rope, cache, slots)
         out, _ = of_torch.sparse_mla_decode(q, cache, indices)
-        rows = of_torch.cache_gather(cache, slots, out_dtype=torch.float32)
+        rows = of_torch.cache_gather(cache, slots, out_dtype="float32")
         return out + 1, rows
 
     for value in (1.0, 3.0):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import DTypeError, reference
+from mla_cupy import ArgumentError, DTypeError, reference
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import uploaded
@@ -44,6 +44,27 @@ def test_cpu_results_cannot_be_given(jax: Any, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(DTypeError, match=refused):
             mla_cupy.mla_decode(*arguments, **options)
     assert_same(np.asarray(out), oracle(inputs)[0])
+
+
+def test_the_binding_is_named_for_what_is_changed(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    zeros, slots = jax.numpy.zeros, jax.numpy.array([1])
+    latent, pages = zeros((1, 512), jax.numpy.bfloat16), zeros((2, 4, 656), jax.numpy.uint8)
+    calls = {
+        "cache_append": ("cache", (latent, latent[:, :64], pages, slots)),
+        "cache_copy_pages": ("pool", (pages[None], zeros((1, 2), jax.numpy.int32))),
+        "indexer_cache_append": ("cache", (latent[:, :32], pages[..., :36], slots)),
+    }
+    for function, (name, arguments) in calls.items():
+        said = f"{name}: got an array of jax, expected one that can be changed; .* call mla_cupy.jax.{function}, which"
+        with pytest.raises(DTypeError, match=said):
+            getattr(mla_cupy, function)(*arguments)
+
+
+def test_a_scale_is_a_python_number(jax: Any) -> None:
+    arguments = put(jax, make(DecodeCase(h_q=4, seqlens=70)).arguments, "cpu")
+    with pytest.raises(ArgumentError, match=r"^scale: got Array\(.*, expected a finite .*; pass a Python number$"):
+        mla_cupy.mla_decode(*arguments, scale=jax.numpy.float32(0.1))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from mla_cupy import ArgumentError, DeviceError, MlaError, ShapeError
 from mla_cupy.ops.operation import Operation
 from tests.support.calls import no_launch
 from tests.support.gpu import upload
-from tests.support.mistakes import Bad, Call, raises, refuses_what_it_cannot_write
+from tests.support.mistakes import Bad, Call, raises, refuses_what_it_cannot_write, swap
 from tests.support.operations import at, each, function_of, good_call, mistakes, output_names
 from tests.support.recorder import Elsewhere, Recorder
 from tests.support.workspace import aligned_bytes
@@ -180,3 +180,12 @@ def test_workspace_bytes_of_what_is_no_operation() -> None:
     for function in (len, 3, None, "mla_decode", mla_cupy.plan_decode, lambda x: x):
         with pytest.raises(ArgumentError, match="operation: got"):
             mla_cupy.workspace_bytes(function, [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "sparse_mla_forward", "sparse_mla_backward"])
+def test_queries_that_are_not_absorbed(name: str, place: str) -> None:
+    """The commonest mistake with MLA; the width of the heads is what the scale belongs to."""
+    operation = next(one for one in each() if one.name == name)
+    narrow = swap("q", lambda q: q[..., :192].copy())
+    words = ("q.shape[-1]", "192", "576", "absorb W_UK", "512 wide", "192**-0.5")
+    raises(Bad("", narrow, ShapeError, words), function_of(operation), good_call(operation), place)

@@ -134,7 +134,7 @@ def test_kernels_of_stages(kernel: Any, generic: bool, recorder: Recorder) -> No
         ({"groups": [(0, 2, "1")]}, ArgumentError, r"groups\[0\]: got"),
         ({"plan": "x"}, mla_cupy.PlanError, "plan: got 'x'"),
         ({"block_table": np.zeros(4, np.int32)}, ShapeError, r"block_table\.shape"),
-        ({"seqlens": np.zeros(4, np.int64)}, DTypeError, "seqlens.dtype"),
+        ({"seqlens": np.zeros(4, np.int16)}, DTypeError, "seqlens.dtype"),
         ({"kernel": {"suffix": None}}, ArgumentError, "one of prefix, rest, alone, merge"),
         ({"scale": -1}, ArgumentError, "scale: got -1"),
     ],

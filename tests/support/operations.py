@@ -170,6 +170,8 @@ def _dtypes(operation: Operation, array: Input | Output) -> Iterator[Bad]:
     first = operation.inputs[0].dtypes[0]
     other = "float16" if first != "float16" else "bfloat16"
     allowed = array.dtypes if isinstance(array, Input) else array.dtypes(first)
+    if isinstance(array, Input) and "int32" in allowed:
+        allowed = (*allowed, "int64")
     wrong = [dtype for dtype in FOREIGN_DTYPES if dtype not in allowed]
     if isinstance(array, Output):
         wrong += [other] if other not in allowed else []
