@@ -29,7 +29,6 @@ __all__ = ["workspace_bytes"]
 
 WORKSPACE = "workspace"
 """Its name among the arrays."""
-_MAKE_PLAN = "plan_decode and plan_cascade make them"
 MAX_ENTRIES = 256
 """Kinds of calls that a thread remembers."""
 
@@ -219,7 +218,8 @@ def _check_arguments(call: Invocation) -> Family:
     if not isinstance(call.check, bool):
         raise ArgumentError(explain("check", repr(call.check), "True or False"))
     if call.plan is not None and not isinstance(call.plan, Plan):
-        raise PlanError(explain("plan", repr(call.plan), f"a plan of {operation.name}, or None", _MAKE_PLAN))
+        expected = f"a plan of {operation.name}, or None"
+        raise PlanError(explain("plan", repr(call.plan), expected, "make it with plan_decode or plan_cascade"))
     if call.workspace is not None and not family.on_gpu:
         raise DeviceError(explain(WORKSPACE, f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
     if call.workspace is not None and call.plan is not None:

@@ -26,7 +26,8 @@ from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import check_drafts, check_flag, check_memory, check_shard, is_integer
 from mla_cupy.ops.entry import Plan, Request
-from mla_cupy.ops.schema import low_words, narrowed
+from mla_cupy.ops.operation import Views, present
+from mla_cupy.ops.schema import low_words, misstep, narrowed
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
@@ -105,7 +106,8 @@ class DecodePlan(Plan):
     def __repr__(self) -> str:
         place = "numpy" if self.device == HOST else f"device {self.device}"
         limits = ", ".join(f"{name}={value}" for name, value in self._limits._asdict().items())
-        return f"DecodePlan({limits}, {self._problem}, {self.kernel}, {place}, {self.workspace_bytes} bytes)"
+        sizes = ", ".join(f"{name}={value!r}" for name, value in self._problem.told.items())
+        return f"DecodePlan({limits}, {sizes}, {self.kernel}, {place}, {self.workspace_bytes} bytes)"
 
     def __reduce__(self) -> NoReturn:
         remedy = "it owns memory on a device: make another one with plan_decode"
@@ -193,11 +195,12 @@ class DecodePlan(Plan):
         problem, sizes, limits = request.problem, request.sizes, self._limits
         if self.device == HOST:
             problem = replace(problem, aligned=True)  # the oracle does not mind
+        self._check_alignment(request.views, problem)
         if problem != self._problem:
-            remedy = "make a plan for these sizes"
-            if not problem.aligned:
-                remedy = "q and kv_cache must start at, and step by, multiples of 16 bytes; or call without a plan"
-            raise PlanError(explain("plan", self._problem, str(problem), remedy))
+            mine, theirs = self._problem.told, problem.told
+            differing = [name for name in mine if mine[name] != theirs[name]]
+            got, expected = (", ".join(f"{name}={told[name]!r}" for name in differing) for told in (mine, theirs))
+            raise PlanError(explain("plan", got, f"{expected}, as of the call", "make a plan for these sizes"))
         if (sizes["page_size"], sizes["max_pages"]) != (limits.page_size, limits.max_pages):
             got = f"page_size={limits.page_size}, max_pages={limits.max_pages}"
             expected = f"page_size={sizes['page_size']}, max_pages={sizes['max_pages']}"
@@ -216,6 +219,16 @@ class DecodePlan(Plan):
         if request.kernel not in (None, self.kernel) and self._config is not None:
             raise PlanError(explain("kernel", repr(request.kernel), f"{self.kernel!r}, the plan's, or None"))
         return self._config
+
+    def _check_alignment(self, views: Views, problem: DecodeProblem) -> None:
+        """Check that arrays are aligned as those that the plan is for."""
+        if problem.aligned or not self._problem.aligned:
+            return
+        for name in ("q", "kv_cache"):
+            if got := misstep(present(views, name)):
+                expected = "with a plan, a start and steps that are multiples of 16 bytes"
+                raise PlanError(explain(name, got, expected, f"copy {name}, or leave the plan out"))
+        raise PlanError(explain("kv_cache.shape[0]", 0, "at least 1 page with a plan"))
 
 
 class UnmergedPlan(Plan):

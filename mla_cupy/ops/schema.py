@@ -138,15 +138,20 @@ def contiguous_along_last(view: View) -> bool:
 
 def steps_by_16_bytes(view: View) -> bool:
     """Whether the array starts at, and every axis but the last steps by, a multiple of 16 bytes; forwards."""
+    return not misstep(view)
+
+
+def misstep(view: View) -> str:
+    """What of an array is no multiple of 16 bytes, its address or a stride but the last, or steps backwards; or ""."""
     if 0 in view.shape:
-        return True
-    elements = _WIDE_BYTES // TABLE[view.dtype].nbytes
-    if view.ptr % _WIDE_BYTES:
-        return False
-    return not any(
-        size > 1 and (stride % elements or stride <= 0)
-        for size, stride in zip(view.shape[:-1], view.strides, strict=False)
-    )
+        return ""
+    if past := view.ptr % _WIDE_BYTES:
+        return f"the address {view.ptr:#x}, {past} bytes past a multiple of {_WIDE_BYTES}"
+    nbytes = TABLE[view.dtype].nbytes
+    for axis, (size, stride) in enumerate(zip(view.shape[:-1], view.strides, strict=False)):
+        if size > 1 and (stride * nbytes % _WIDE_BYTES or stride <= 0):
+            return f"strides[{axis}] = {stride} elements of {nbytes} bytes"
+    return ""
 
 
 def check_even(argument: str, view: View) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -178,6 +179,29 @@ def test_plan_of_another_shape(
     else:
         plan._scheduled_b = 2  # as an update does, which would launch
     raises(Bad("", option("plan", plan), PlanError, words), mla_cupy.mla_decode, good_decode(), place)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("q", shifted, ("address 0x", "2 bytes past a multiple of 16", "copy q")),
+        ("kv_cache", shifted, ("address 0x", "2 bytes past", "copy kv_cache, or leave the plan out")),
+        (
+            "q",
+            lambda x: np.pad(x, [(0, 0)] * 3 + [(0, 1)])[..., :576],
+            ("strides[0] = 6924 elements of 2", "multiples of 16 bytes"),
+        ),
+        ("kv_cache", lambda x: x[::-1], ("strides[0] = -", "elements of 2 bytes")),
+        ("kv_cache", lambda x: x[:0], ("kv_cache.shape[0]", "got 0", "at least 1 page")),
+    ],
+    ids=["q-address", "cache-address", "q-stride", "cache-stride", "no-pages"],
+)
+def test_plans_take_aligned_arrays(recorder: Recorder, name: str, change: Any, words: tuple[str, ...]) -> None:
+    """The error names the array and what of it is wrong; a call without a plan takes it."""
+    plan, call = mla_cupy.plan_decode(**GOOD_PLAN), good_decode()
+    plan._scheduled_b = 2
+    mla_cupy.mla_decode(**{**call, name: change(call[name])})
+    raises(Bad("", swap(name, change), PlanError, words), partial(mla_cupy.mla_decode, plan=plan), call, "recorder")
 
 
 def test_plan_without_update(place: str) -> None:

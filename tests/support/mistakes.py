@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+import mla_cupy
 from mla_cupy import DTypeError, MlaError
 from mla_cupy.arrays import NumpyFamily
 from tests.support.gpu import upload
@@ -84,8 +88,22 @@ def raises(bad: Bad, function: Callable[..., Any], call: Call, place: str) -> No
     message = str(caught.value)
     for word in ("got", "expected", *bad.words):
         assert word in message, f"{word!r} is not in {message!r}"
+    prints_no_record(message)
     for name, content in before.items():
         assert bytes(call[name].tobytes()) == content, f"{name} was written"
+
+
+@cache
+def _records() -> re.Pattern[str]:
+    """A record of the package, as Python prints it; those that callers make themselves are none of its affair."""
+    sources = Path(mla_cupy.__file__).parent.rglob("*.py")
+    names = {name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
+    return re.compile(rf"\b({'|'.join(sorted(names - set(mla_cupy.__all__)))})\(")
+
+
+def prints_no_record(message: str) -> None:
+    """An error speaks of arguments, not of the package's records of them."""
+    assert not _records().search(message), message
 
 
 def refuses_what_it_cannot_write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mla_cupy.kernels.attention.kernel import key_variant
 from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
@@ -43,6 +43,12 @@ class DecodeProblem:
     record: str = ""
     tree_mask: bool = False
     batch: Batch | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a caller has said of it, by name."""
+        names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def rows(self) -> int:
