@@ -22,10 +22,10 @@ from mla_cupy.arrays import Signature
 from mla_cupy.dtypes import TABLE
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device as devices
-from mla_cupy.runtime import driver, loader
+from mla_cupy.runtime import driver, launching, loader
 from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
+from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 DEVICE = 0
@@ -102,7 +102,7 @@ class SimDriver:
 
     def in_order(self, launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
         """One after the other."""
-        return driver.one_by_one(launches)
+        return launching.one_by_one(launches)
 
     def is_capturing(self, stream: int) -> bool:
         """There are no graphs."""

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, overload
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
 from mla_cupy.kernels.spec import KernelSpec, Variant
-from mla_cupy.runtime import driver, loader
+from mla_cupy.runtime import driver, launching, loader
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3
+from mla_cupy.runtime.launching import ArgumentBlock, Dim3
 from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
 
 ALIGNMENT = 256
@@ -218,7 +218,7 @@ class Prepared:
         for launch in self._launches:
             launch(stream)
 
-    def _fill(self, step: ZeroFill, layout: Layout, device: int) -> driver.PreparedLaunch:
+    def _fill(self, step: ZeroFill, layout: Layout, device: int) -> launching.PreparedLaunch:
         target, offset = self.driver, layout.offsets[step.first]
         nbytes = layout.nbytes - offset
 
@@ -283,14 +283,14 @@ def _runs(steps: Sequence[Step]) -> list[list[Any]]:
     return found
 
 
-def _bound(launch: Launch, device: DeviceInfo, stream: int, args: ArgumentBlock) -> driver.PreparedLaunch:
+def _bound(launch: Launch, device: DeviceInfo, stream: int, args: ArgumentBlock) -> launching.PreparedLaunch:
     request = launch.kernel.request(launch.variant, device.arch)
     return bind(request, device.ordinal, launch.grid, args, stream, dependent=launch.dependent)
 
 
 def bind(
     request: BuildRequest, device: int, grid: Dim3, args: ArgumentBlock, stream: int, *, dependent: bool
-) -> driver.PreparedLaunch:
+) -> launching.PreparedLaunch:
     """A launch of a kernel, which is built and loaded first; `stream` is only asked whether it is being captured.
 
     Threads, blocks per cluster and shared memory are the kernel's own facts. Every kernel waits for its predecessor

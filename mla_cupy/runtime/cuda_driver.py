@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import tensormap
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch, one_by_one
+from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch, one_by_one
 from mla_cupy.runtime.remedies import INSTALL_CUPY
 
 _REMEDIES = {

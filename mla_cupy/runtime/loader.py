@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
-from mla_cupy.runtime import cache, driver, env, nvrtc, worker
+from mla_cupy.runtime import cache, driver, env, launching, nvrtc, worker
 from mla_cupy.runtime.build import Build, BuildRequest
 
 logger = logging.getLogger("mla_cupy.jit")
@@ -20,7 +20,7 @@ _QUIET_SECONDS = 1.0
 _TICK_SECONDS = 0.1
 
 _builds: dict[BuildRequest, Build] = {}
-_kernels: dict[tuple[driver.Driver, BuildRequest, int], driver.LoadedKernel] = {}
+_kernels: dict[tuple[launching.Driver, BuildRequest, int], launching.LoadedKernel] = {}
 _locks: dict[BuildRequest, threading.Lock] = {}
 
 
@@ -43,7 +43,7 @@ def obtain(request: BuildRequest) -> Build:
     return build
 
 
-def loaded(request: BuildRequest, device: int, stream: int = 0) -> driver.LoadedKernel:
+def loaded(request: BuildRequest, device: int, stream: int = 0) -> launching.LoadedKernel:
     """The kernel of `request` on `device`, ready to launch on `stream`.
 
     Raises
@@ -135,7 +135,7 @@ def forget() -> None:
     _kernels.clear()
 
 
-def drop_kernels_of(target: driver.Driver) -> None:
+def drop_kernels_of(target: launching.Driver) -> None:
     """Forget what `target` has loaded: nobody will launch with it again, and what it holds can be freed."""
     for key in [key for key in _kernels if key[0] is target]:
         del _kernels[key]

@@ -29,7 +29,7 @@ from mla_cupy.runtime import env
 from mla_cupy.selftest import catalog
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import Probe
-from mla_cupy.selftest.runner import DIED, HUNG, Result, attempt
+from mla_cupy.selftest.trial import DIED, HUNG, Result, attempt
 
 START_SECONDS = 120.0
 """For the imports and the CUDA context."""

@@ -14,9 +14,9 @@ from mla_cupy import arrays
 from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
 from mla_cupy.kernels.pipeline import bind
 from mla_cupy.kernels.spec import KernelSpec, Variant
-from mla_cupy.runtime import driver
+from mla_cupy.runtime import driver, launching
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
 
 Array = npt.NDArray[Any]
@@ -163,7 +163,7 @@ class InstructionProbe:
         address = {NULL: 0, **{name: family.view(x).ptr for name, x in placed.items()}}
         values = [address[x] if isinstance(x, str) else x for x in values_of(case.params)]
         box_map, layout = case.box_map, layout_of(type(case.params))
-        args = driver.ArgumentBlock((layout.size, *([MAP_BYTES] if box_map else [])))
+        args = launching.ArgumentBlock((layout.size, *([MAP_BYTES] if box_map else [])))
         layout.pack_into(args.views[0], *values)
         if box_map:
             args.views[1][:] = driver.current().encode_tiled(box_map.spec(address[box_map.array]))

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from mla_cupy.selftest.children import Children
 from mla_cupy.selftest.place import Place, opened
-from mla_cupy.selftest.probe import Machine, Probe, UnfitError, stage
+from mla_cupy.selftest.probe import Probe, stage
+from mla_cupy.selftest.trial import BAD, HUNG, SKIPPED, Result, attempt
 
-PASSED, FAILED, DIED, HUNG, SKIPPED, UNFIT = "passed", "failed", "died", "hung", "skipped", "unfit"
-BAD = (FAILED, DIED, HUNG)
 MAX_HANGS = 3
 """Hangs of a stage after which the rest is skipped: each costs its whole time limit, and more are likely."""
-_MAX_MESSAGE = 600
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a probe.
-
-    status
-        "passed"; "failed": other values came out; "died": an error of the compiler, CUDA or the simulator; "hung";
-        "skipped", because another one failed; "unfit": there is nothing to try here.
-    message
-        The first difference, the error, or why it was skipped.
-    compared
-        What was compared, and how.
-    """
-
-    name: str
-    status: str
-    seconds: float
-    message: str = ""
-    compared: str = ""
 
 
 Execute = Callable[[Probe], Result]
@@ -87,26 +64,8 @@ def executor(place: Place) -> Iterator[Execute]:
         with opened(place) as machine:
             yield lambda probe: attempt(probe, machine)
     else:
-        from mla_cupy.selftest.children import Children
-
         children = Children(place)
         try:
             yield children.run
         finally:
             children.close()
-
-
-def attempt(probe: Probe, machine: Machine) -> Result:
-    """Run a probe here; whatever it raises is a result."""
-    start = time.perf_counter()
-
-    def result(status: str, message: str = "", compared: str = "") -> Result:
-        return Result(probe.name, status, round(time.perf_counter() - start, 3), message, compared)
-
-    try:
-        finding = probe.run(machine)
-    except UnfitError as error:
-        return result(UNFIT, str(error))
-    except Exception as error:
-        return result(DIED, f"{type(error).__name__}: {error}"[:_MAX_MESSAGE])
-    return result(FAILED if finding.difference else PASSED, finding.difference, finding.compared)

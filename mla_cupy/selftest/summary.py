@@ -10,7 +10,7 @@ from typing import Any
 from mla_cupy.runtime import report
 from mla_cupy.selftest.place import Place
 from mla_cupy.selftest.probe import Probe, stage
-from mla_cupy.selftest.runner import BAD, DIED, FAILED, HUNG, PASSED, SKIPPED, UNFIT, Result
+from mla_cupy.selftest.trial import BAD, DIED, FAILED, HUNG, PASSED, SKIPPED, UNFIT, Result
 
 COMPARISON = (
     "instructions exactly (small integers: no hardware rounds them)",

@@ -12,7 +12,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedDeviceError, ops
 from mla_cupy.arrays import HOST
 from mla_cupy.ops.bind import Launcher, Signature, options_of, parameters
-from mla_cupy.runtime import driver
+from mla_cupy.runtime import driver, launching
 from mla_cupy.simulation import simulated
 from tests.bindings.cases import BoundCall, backward, decode, every_call, forward, merge
 from tests.bindings.cases import test_every_operation_has_a_call as test_every_operation_has_a_call
@@ -182,7 +182,7 @@ class Dependents:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recorder, name)
 
-    def prepare(self, *arguments: Any) -> driver.PreparedLaunch:
+    def prepare(self, *arguments: Any) -> launching.PreparedLaunch:
         self.pdl.append(arguments[-1])
         return self._recorder.prepare(*arguments)
 

@@ -10,8 +10,8 @@ import pytest
 from mla_cupy.kernels.attention import schedule
 from mla_cupy.kernels.pipeline import bind
 from mla_cupy.kernels.spec import PLAIN
-from mla_cupy.runtime import driver, loader
-from mla_cupy.runtime.driver import ArgumentBlock
+from mla_cupy.runtime import driver, launching, loader
+from mla_cupy.runtime.launching import ArgumentBlock
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from mla_cupy.runtime.driver import ArgumentBlock
 def test_only_where_the_gpu_knows_them(monkeypatch: pytest.MonkeyPatch, arch: str, dependent: bool) -> None:
     asked: list[bool] = []
 
-    def prepare(*arguments: Any) -> driver.PreparedLaunch:
+    def prepare(*arguments: Any) -> launching.PreparedLaunch:
         asked.append(arguments[-1])
         return lambda stream: None
 

@@ -22,7 +22,7 @@ from tests.support.workspace import aligned_bytes
 PACKAGE = Path(mla_cupy.__file__).parent
 LAST = "kernels/pipeline.py"
 #: Part of the recorder here: what a driver without means of its own is made of.
-STAND_IN = PACKAGE / "runtime" / "driver.py"
+STAND_IN = PACKAGE / "runtime" / "launching.py"
 MAX_FILES = 6
 MAX_CHANGES = {"planned": 5, "plain": 25}
 

@@ -19,7 +19,7 @@ from tiny_kernels import TINY_REQUEST
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import cuda_driver, device, driver, loader
 from mla_cupy.runtime.build import Build, compile_kernel
-from mla_cupy.runtime.driver import ArgumentBlock, LoadedKernel
+from mla_cupy.runtime.launching import ArgumentBlock, LoadedKernel
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -29,7 +29,7 @@ SPEC = TensorMapSpec("float16", 0x7000, (576, 64, 9), (1152, 73728), (64, 32, 1)
 PRELUDE = """
 import ctypes, struct, threading
 from mla_cupy.runtime.cuda_driver import CudaDriver
-from mla_cupy.runtime.driver import ArgumentBlock, LoadedKernel
+from mla_cupy.runtime.launching import ArgumentBlock, LoadedKernel
 fake = ctypes.CDLL("libcuda.so.1")
 class Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]

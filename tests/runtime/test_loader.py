@@ -14,7 +14,7 @@ from tiny_kernels import TINY_REQUEST
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
 from mla_cupy.runtime import cache, driver, loader, nvrtc, worker
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.driver import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
+from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mla_cupy.selftest import catalog, copies, layouts, mma, reductions, runner, tmem
+from mla_cupy.selftest import catalog, copies, layouts, mma, reductions, tmem, trial
 from mla_cupy.selftest.layouts import Cells
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import Machine
@@ -135,19 +135,19 @@ def machine() -> Iterator[Machine]:
         yield found
 
 
-def results(machine: Machine, patterns: tuple[str, ...]) -> list[runner.Result]:
+def results(machine: Machine, patterns: tuple[str, ...]) -> list[trial.Result]:
     chosen = [
         probe for probe in catalog.probes(machine.arch) if any(fnmatchcase(probe.name, pattern) for pattern in patterns)
     ]
     assert len(chosen) >= len(patterns)
-    return [runner.attempt(probe, machine) for probe in chosen]
+    return [trial.attempt(probe, machine) for probe in chosen]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_changed_source(machine: Machine, mutant: Mutant, plant: mutants.Plant) -> None:
     plant(mutant)
-    assert [result for result in results(machine, mutant.seen_by) if result.status not in runner.BAD] == []
-    assert [result for result in results(machine, mutant.fine) if result.status != runner.PASSED] == []
+    assert [result for result in results(machine, mutant.seen_by) if result.status not in trial.BAD] == []
+    assert [result for result in results(machine, mutant.fine) if result.status != trial.PASSED] == []
 
 
 def upper_lanes_too(m: int, n: int, weight_stationary: bool = False) -> Cells:
@@ -207,8 +207,8 @@ def test_changed_expectation(
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
     for result in results(machine, seen_by):
-        assert result.status == runner.FAILED, result
+        assert result.status == trial.FAILED, result
         assert "got" in result.message
         assert "expected" in result.message
         assert "values differ" in result.message
-    assert [result for result in results(machine, fine) if result.status != runner.PASSED] == []
+    assert [result for result in results(machine, fine) if result.status != trial.PASSED] == []

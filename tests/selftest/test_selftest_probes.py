@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mla_cupy.selftest import catalog, runner
+from mla_cupy.selftest import catalog, trial
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import HOPPER, Machine
 from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
@@ -47,10 +47,10 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 def test_passes(machine: Machine, name: str) -> None:
     (probe,) = (probe for probe in catalog.probes(machine.arch) if probe.name == name)
-    result = runner.attempt(probe, machine)
-    expected = (runner.PASSED, runner.UNFIT) if name.startswith("kernel/") else (runner.PASSED,)
+    result = trial.attempt(probe, machine)
+    expected = (trial.PASSED, trial.UNFIT) if name.startswith("kernel/") else (trial.PASSED,)
     assert result.status in expected, result.message
-    assert result.compared or result.status == runner.UNFIT
+    assert result.compared or result.status == trial.UNFIT
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])

@@ -15,11 +15,11 @@ from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import device
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.device import VisibleGpu
-from mla_cupy.selftest import calls, catalog, place, runner
+from mla_cupy.selftest import calls, catalog, place, runner, trial
 from mla_cupy.selftest.children import Children
 from mla_cupy.selftest.place import Place
 from mla_cupy.selftest.probe import Array, Finding, Machine, UnfitError, first_difference
-from mla_cupy.selftest.runner import DIED, FAILED, HUNG, PASSED, SKIPPED, UNFIT
+from mla_cupy.selftest.trial import DIED, FAILED, HUNG, PASSED, SKIPPED, UNFIT
 
 HERE = Machine("sm_100a", 0, True)
 SIMULATED = Place("sm_100a", "", "none", "a test", "early")
@@ -74,9 +74,7 @@ def test_what_does_not_apply_blocks_nothing() -> None:
 
 
 def test_a_stage_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_cupy.selftest import children as module
-
-    monkeypatch.setattr(module, "Children", lambda place: children())
+    monkeypatch.setattr(runner, "Children", lambda place: children())
     hanging = [replace(Fake(f"mma/{i}"), seconds=0.2) for i in range(5)]
     monkeypatch.setattr(Children, "_send", hang_for_mma(Children._send))
     results = runner.run([*hanging, Fake("copy/a")], GPU)
@@ -95,7 +93,7 @@ def test_results_and_progress() -> None:
     results = runner.run(probes, SIMULATED, tell=lambda name, result: told.append((name, result)))
     assert told == [("tmem/a", None), ("tmem/a", results[0]), ("tmem/b", None), ("tmem/b", results[1])]
     assert results[1].message == "RuntimeError: illegal instruction"
-    assert runner.attempt(Fake("x", outcome=FAILED), HERE).message == "x[0]: got 1, expected 2"
+    assert trial.attempt(Fake("x", outcome=FAILED), HERE).message == "x[0]: got 1, expected 2"
 
 
 def test_first_difference() -> None:
@@ -263,9 +261,7 @@ def test_real_children() -> None:
 
 
 def test_runs_in_children_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_cupy.selftest import children as module
-
-    monkeypatch.setattr(module, "Children", lambda place: children())
+    monkeypatch.setattr(runner, "Children", lambda place: children())
     results = runner.run([Fake("one"), replace(Fake("hangs"), seconds=0.3), Fake("x", needs=("hangs",))], GPU)
     assert [result.status for result in results] == [PASSED, HUNG, SKIPPED]
     assert results[0].message != str(os.getpid())

@@ -12,7 +12,7 @@ import pytest
 
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.runtime import driver
+from mla_cupy.runtime import driver, launching
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.cases import DecodeInputs
 from tests.support.kernels import DECODE_KERNELS
@@ -77,14 +77,14 @@ class NoLaunch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def prepare(self, kernel: driver.LoadedKernel, *rest: Any) -> driver.PreparedLaunch:
+    def prepare(self, kernel: launching.LoadedKernel, *rest: Any) -> launching.PreparedLaunch:
         def enqueue(stream: int) -> None:
             raise AssertionError(f"launched {kernel.entry}")
 
         return enqueue
 
-    def in_order(self, launches: Sequence[driver.PreparedLaunch]) -> driver.PreparedLaunch:
-        return driver.one_by_one(launches)
+    def in_order(self, launches: Sequence[launching.PreparedLaunch]) -> launching.PreparedLaunch:
+        return launching.one_by_one(launches)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.kernels import KERNELS
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import forget
-from mla_cupy.runtime import device, driver, loader
+from mla_cupy.runtime import device, driver, launching, loader
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from tests.support.calls import no_launch
@@ -31,7 +31,7 @@ class Launched(NamedTuple):
     """One launch: `params` is the record of its parameters, `more` what follows it (a tensor map)."""
 
     entry: str
-    grid: driver.Dim3
+    grid: launching.Dim3
     stream: int
     params: Any
     more: list[bytes]
@@ -73,14 +73,14 @@ class Recorder:
 
     def prepare(
         self,
-        kernel: driver.LoadedKernel,
-        grid: driver.Dim3,
-        block: driver.Dim3,
-        cluster: driver.Dim3,
+        kernel: launching.LoadedKernel,
+        grid: launching.Dim3,
+        block: launching.Dim3,
+        cluster: launching.Dim3,
         smem: int,
-        args: driver.ArgumentBlock,
+        args: launching.ArgumentBlock,
         pdl: bool,
-    ) -> driver.PreparedLaunch:
+    ) -> launching.PreparedLaunch:
         def enqueue(stream: int) -> None:
             record, *more = [bytes(view) for view in args.views]
             params = np.frombuffer(record, dtype_of(kernel.entry))[0]
@@ -88,8 +88,8 @@ class Recorder:
 
         return enqueue
 
-    def in_order(self, launches: Sequence[driver.PreparedLaunch]) -> driver.PreparedLaunch:
-        return driver.one_by_one(launches)
+    def in_order(self, launches: Sequence[launching.PreparedLaunch]) -> launching.PreparedLaunch:
+        return launching.one_by_one(launches)
 
     def is_capturing(self, stream: int) -> bool:
         return self.capturing
@@ -168,7 +168,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(device, "describe", lambda ordinal: fake.gpu)
     built = SimpleNamespace(facts={"threads": 256}, dynamic_smem=0)
     monkeypatch.setattr(loader, "obtain", lambda request: built)
-    monkeypatch.setattr(loader, "loaded", lambda request, device, stream: driver.LoadedKernel(request.entry, device, 1))
+    monkeypatch.setattr(
+        loader, "loaded", lambda request, device, stream: launching.LoadedKernel(request.entry, device, 1)
+    )
     forget()
     with driver.use(fake):  # type: ignore[arg-type]
         yield fake

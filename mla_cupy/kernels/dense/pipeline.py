@@ -20,7 +20,7 @@ from mla_cupy.kernels.params import PrefillParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 
 L2_SHARE = 0.6
 """Of the L2, which keys and values of the heads that are walked together may take."""

@@ -19,7 +19,7 @@ from mla_cupy.kernels.params import PrefillParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, KernelSpec, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Maps = tuple[tuple[str, TensorMapSpec], ...]

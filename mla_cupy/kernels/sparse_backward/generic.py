@@ -6,7 +6,7 @@ from mla_cupy.kernels.attention import generic as attention_generic
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.sparse_backward.problem import CORE, VARIANTS, BackwardKernel, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 
 BLOCK_HEADS = 8
 

@@ -20,7 +20,7 @@ from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline
 from mla_cupy.kernels.sparse_backward import generic, passes, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 
 _FLOAT = 4
 _PROGRESS_BYTES = 8

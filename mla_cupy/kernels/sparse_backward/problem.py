@@ -12,7 +12,7 @@ from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK
 

@@ -16,7 +16,7 @@ from mla_cupy.kernels.sparse_backward.problem import (
 )
 from mla_cupy.kernels.spec import BLACKWELL, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_V
 

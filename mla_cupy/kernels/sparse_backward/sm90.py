@@ -13,7 +13,7 @@ from mla_cupy.kernels.sparse_backward.problem import (
 )
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 
 BLOCK_HEADS = 64
 _FEW, _FEWEST = 32, 16

@@ -6,7 +6,7 @@ from mla_cupy.kernels.indexer.logits.problem import DTYPES, HEAD_DIMS, LogitsKer
 from mla_cupy.kernels.params import LogitsParams
 from mla_cupy.kernels.spec import variants
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 
 TILE_KEYS = 128
 _MAX_GRID_Y = 65535

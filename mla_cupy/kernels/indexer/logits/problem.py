@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import KernelSpec, Reason, Variant
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 CODES = ("float8_e4m3fn", "uint8")

@@ -15,7 +15,7 @@ from mla_cupy.kernels.indexer.loss.problem import (
     source,
 )
 from mla_cupy.kernels.params import LossParams
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 
 WARPS = 4
 """Of a block whose warps have a token, a key or a head each."""

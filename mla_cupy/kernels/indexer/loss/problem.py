@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
-from mla_cupy.runtime.driver import Dim3
+from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 TARGETS = ("head_sum", "per_head")
