@@ -10,21 +10,11 @@ from mla_cupy.ops import (
     cache_pages,
     cascade,
     decode,
-    head_sums,
-    index_cache,
-    logits,
-    logits_paged,
     merge,
     prefill,
-    prepare,
-    select,
-    select_paged,
     sparse_backward,
     sparse_decode,
     sparse_forward,
-    sparse_loss,
-    topk,
-    warmup_loss,
 )
 from mla_cupy.ops.cache import cache_append, cache_gather
 from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
@@ -34,23 +24,35 @@ from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
 from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
-from mla_cupy.ops.head_sums import indexer_head_sums
-from mla_cupy.ops.index_cache import indexer_cache_append, indexer_cache_gather
-from mla_cupy.ops.logits import indexer_logits
-from mla_cupy.ops.logits_paged import indexer_logits_paged
+from mla_cupy.ops.indexer import (
+    head_sums,
+    key_cache,
+    logits,
+    logits_paged,
+    prepare,
+    select,
+    select_paged,
+    sparse_loss,
+    topk,
+    warmup_loss,
+)
+from mla_cupy.ops.indexer.head_sums import indexer_head_sums
+from mla_cupy.ops.indexer.key_cache import indexer_cache_append, indexer_cache_gather
+from mla_cupy.ops.indexer.logits import indexer_logits
+from mla_cupy.ops.indexer.logits_paged import indexer_logits_paged
+from mla_cupy.ops.indexer.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.ops.indexer.select import indexer_select
+from mla_cupy.ops.indexer.select_paged import indexer_select_paged
+from mla_cupy.ops.indexer.sparse_loss import indexer_sparse_loss
+from mla_cupy.ops.indexer.topk import indexer_topk
+from mla_cupy.ops.indexer.warmup_loss import indexer_warmup_loss
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prefill import mla_prefill
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
-from mla_cupy.ops.prepare import indexer_prepare_k, indexer_prepare_q
-from mla_cupy.ops.select import indexer_select
-from mla_cupy.ops.select_paged import indexer_select_paged
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
-from mla_cupy.ops.sparse_loss import indexer_sparse_loss
-from mla_cupy.ops.topk import indexer_topk
-from mla_cupy.ops.warmup_loss import indexer_warmup_loss
 
 __all__ = [
     "BOUND_OPERATIONS",
@@ -96,20 +98,20 @@ _DESCRIBED: tuple[Operation, ...] = (
     cache_pages.UPDATE_OPERATION,
     cascade.OPERATION,
     decode.OPERATION,
-    head_sums.OPERATION,
-    index_cache.APPEND_OPERATION,
-    index_cache.GATHER_OPERATION,
-    logits.OPERATION,
-    logits_paged.OPERATION,
     merge.OPERATION,
     prefill.OPERATION,
+    sparse_backward.OPERATION,
+    sparse_decode.OPERATION,
+    sparse_forward.OPERATION,
+    head_sums.OPERATION,
+    key_cache.APPEND_OPERATION,
+    key_cache.GATHER_OPERATION,
+    logits.OPERATION,
+    logits_paged.OPERATION,
     prepare.OPERATION_Q,
     prepare.OPERATION_K,
     select.OPERATION,
     select_paged.OPERATION,
-    sparse_backward.OPERATION,
-    sparse_decode.OPERATION,
-    sparse_forward.OPERATION,
     sparse_loss.OPERATION,
     topk.OPERATION,
     warmup_loss.OPERATION,

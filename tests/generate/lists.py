@@ -160,6 +160,8 @@ def operation_lists(root: Path) -> Texts:
     """The operations and the public names of `ops`, of the oracle, and of the package."""
     folder = root / PACKAGE / "ops"
     of_ops = modules(folder, f"{PACKAGE}.ops")
+    for inner in subpackages(folder):
+        of_ops += modules(folder / inner, f"{PACKAGE}.ops.{inner}")
     names = [(module.name, public_names(module)) for module in of_ops]
     every = sorted(name for _, found in names for name in found)
     operations = [one for module in of_ops for one in described(module)]
@@ -178,7 +180,7 @@ def _ops_init(init: Path, of_ops: list[Module], names: list[tuple[str, list[str]
     constants = "".join(f"    {m.stem}.{one.constant},\n" for m in describing for one in described(m))
     lists = ["BOUND_OPERATIONS", "COMPOSITE_OPERATIONS", "OPERATIONS", "POOL_OPERATIONS"]
     block = (
-        imports([(f"{PACKAGE}.ops", [module.stem for module in describing]), *names])
+        imports([*((module.name.rpartition(".")[0], [module.stem]) for module in describing), *names])
         + f"from {PACKAGE}.ops.composite import Composite\n"
         + f"from {PACKAGE}.ops.operation import Operation\n\n"
         + all_of(sorted([*lists, *every]))

@@ -219,7 +219,7 @@ def test_the_way_of_a_repeated_selection(chunks: int, recorder: Recorder) -> Non
     assert len(recorder.launches) == 2 * launched
     assert way[-1] == LAST
     assert len(set(way)) <= MAX_FILES, way
-    assert not {"ops/schema.py", "ops/checks.py", "ops/logits.py", "ops/topk.py"} & set(way)
+    assert not {"ops/schema.py", "ops/checks.py", "ops/indexer/logits.py", "ops/indexer/topk.py"} & set(way)
 
 
 @composites

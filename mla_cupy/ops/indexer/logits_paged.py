@@ -10,8 +10,8 @@ from mla_cupy.kernels.indexer.logits import LOGITS_PAGED
 from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem, PagedLogitsOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag
-from mla_cupy.ops.index_cache import CACHE, SIZES, check_pages
-from mla_cupy.ops.logits import (
+from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_pages
+from mla_cupy.ops.indexer.logits import (
     MIN_SIZES,
     check_sizes,
     kernel_dtype,

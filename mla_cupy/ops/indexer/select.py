@@ -8,8 +8,6 @@ from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import LogitsOptions
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.ops import logits as logits_operation
-from mla_cupy.ops import topk as topk_operation
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_count
 from mla_cupy.ops.composite import (
@@ -22,6 +20,8 @@ from mla_cupy.ops.composite import (
     hashable,
     workspace_part,
 )
+from mla_cupy.ops.indexer import logits as logits_operation
+from mla_cupy.ops.indexer import topk as topk_operation
 from mla_cupy.ops.operation import Examined, Input, Output, Views, present
 from mla_cupy.shapes import MAX_INT32
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import PagedLogitsOptions
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.ops import logits_paged as logits_operation
-from mla_cupy.ops import topk as topk_operation
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.composite import (
@@ -22,8 +20,10 @@ from mla_cupy.ops.composite import (
     hashable,
     workspace_part,
 )
+from mla_cupy.ops.indexer import logits_paged as logits_operation
+from mla_cupy.ops.indexer import topk as topk_operation
+from mla_cupy.ops.indexer.select import BUFFER_BYTES, MAX_SIZE, check_selection, int32, rows_of_buffer, topk_stage
 from mla_cupy.ops.operation import Examined, Input, Output, Views, present
-from mla_cupy.ops.select import BUFFER_BYTES, MAX_SIZE, check_selection, int32, rows_of_buffer, topk_stage
 
 
 def indexer_select_paged(

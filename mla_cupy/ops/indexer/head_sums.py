@@ -9,7 +9,7 @@ from mla_cupy.kernels.indexer.loss import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, HeadSumsOptions, LossProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
-from mla_cupy.ops.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes
+from mla_cupy.ops.indexer.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import MAX_INT32, MAX_TOKENS

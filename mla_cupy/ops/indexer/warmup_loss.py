@@ -10,7 +10,7 @@ from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, T
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_starts, resolve_scale
-from mla_cupy.ops.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
+from mla_cupy.ops.indexer.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import MAX_INT32

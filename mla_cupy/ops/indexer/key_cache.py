@@ -11,12 +11,12 @@ from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none
-from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Output, Views, present
-from mla_cupy.ops.prepare import (
+from mla_cupy.ops.indexer.prepare import (
     check_prepare_options,
     check_vectors,
     code_dtypes,
 )
+from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Output, Views, present
 from mla_cupy.shapes import MAX_INT32
 
 _SLOT_DTYPES = ("int32", "int64")
