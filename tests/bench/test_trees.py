@@ -30,6 +30,7 @@ SMALL = {
     "sparse-decode": "b1-sq1-hq2-topk4-pool64",
     "indexer-loss": "b2-s7-h3x8-i2x32",
     "indexer-topk": "sq3-skv40-k4",
+    "prefill": "b1-sq2-skv9-hq2",
     "indexer-prepare": "sq5-h2-d32",
 }
 #: What the processes run in place of the GPU.

@@ -43,12 +43,12 @@ CASES = [
     SparseCase(s_q=1, s_kv=100, h_q=100, topk=70, sink=True),
     SparseCase(s_q=3, s_kv=50, h_q=2, topk=9, invalid=1.0, sink=True),  # nothing to attend to
     SparseCase(s_q=2, s_kv=70, h_q=2, topk=30, head_axis=True),
-    SparseCase(s_q=7, s_kv=150, h_q=20, topk=200, lengths=True),  # several items of a block, with and without keys
 ]
 
 
-#: Cases with too many heads to simulate the generic kernel with, except in a full run.
+#: Cases with too many heads or queries to simulate the generic kernel with, except in a full run.
 WIDE = [
+    SparseCase(s_q=7, s_kv=150, h_q=20, topk=200, lengths=True),  # several items of a block, with and without keys
     SparseCase(s_q=3, s_kv=90, h_q=128, topk=70, lengths=True, sink=True),
     SparseCase(s_q=4, s_kv=200, h_q=65, topk=130, causal=True, d_qk=512, dtype="float16"),
 ]

@@ -77,9 +77,8 @@ def test_on_a_gpu(stand_ins: None, gpu: DeviceInfo, kernel: str, case: SparseCas
         check_gradients(got, inputs, deterministic=deterministic)
 
 
-@pytest.mark.parametrize(
-    "kernel", [BLACKWELL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in BLACKWELL[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", BLACKWELL)
 def test_in_the_simulator(stand_ins: None, kernel: str) -> None:
     """As a program for Hopper."""
     inputs = make(SparseCase(s_q=1, s_kv=60, h_q=16, topk=33, d_qk=576, invalid=0.0))
