@@ -72,7 +72,7 @@ def sparse_mla_forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sparse attention over a flat latent cache: see `mla_cupy.sparse_mla_forward`.
 
-    Differentiable by `out` with respect to `q`, `kv` and `attn_sink`; `lse` and `max_logits` count as constants.
+    `out` and `lse` are differentiable with respect to `q`, `kv` and `attn_sink`.
 
     Parameters
     ----------
@@ -111,6 +111,7 @@ def sparse_mla_backward(
     lse: jax.Array,
     indices: jax.Array,
     *,
+    dlse: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
@@ -127,7 +128,7 @@ def sparse_mla_backward(
 
     Parameters
     ----------
-    q, kv, out, dout, lse, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv : array
+    q, kv, out, dout, lse, indices, dlse, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv : array
     dq, dkv, d_sink : array, optional
         Whose memory the results take over.
     exportable : bool

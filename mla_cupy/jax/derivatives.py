@@ -20,7 +20,7 @@ def constant(operation: str, run: Callable[..., Sequence[Any]], arrays: Mapping[
     """`run(*arrays)`, which raises DTypeError when it is differentiated."""
 
     def refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        wanted = (name for name, tangent in zip(arrays, tangents, strict=True) if not _is_zero(tangent))
+        wanted = (name for name, tangent in zip(arrays, tangents, strict=True) if not is_zero(tangent))
         raise no_gradient(operation, next(wanted, "an input"))
 
     function = jax.custom_jvp(run)
@@ -32,7 +32,7 @@ def constant(operation: str, run: Callable[..., Sequence[Any]], arrays: Mapping[
 def refuse(operation: str, cotangents: Mapping[str, Any]) -> None:
     """Raise DTypeError for results that have no gradient, if one is wanted."""
     for name, cotangent in cotangents.items():
-        if not _is_zero(cotangent):
+        if not is_zero(cotangent):
             raise no_gradient(operation, name)
 
 
@@ -53,5 +53,6 @@ def no_gradient(operation: str, argument: str) -> DTypeError:
     return DTypeError(explain(argument, "a derivative", f"a constant: {operation} has no such gradient", _INSTEAD))
 
 
-def _is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Any) -> bool:
+    """Whether nothing is differentiated by it."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0

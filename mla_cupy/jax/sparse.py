@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mla_cupy.jax.derivatives import as_array, refuse, values
+from mla_cupy.jax.derivatives import as_array, is_zero, refuse, values
 from mla_cupy.jax.lowering import call
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.bind import options_of
@@ -30,7 +30,7 @@ class _Static(NamedTuple):
 def differentiable(
     arrays: Sequence[jax.Array | None], options: Mapping[str, Any], deterministic: bool, exportable: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sparse forward, with a gradient through its first result; `arrays` in the order of the record."""
+    """The sparse forward, with a gradient through its first two results; `arrays` in the order of the record."""
     static = _Static(options_of(_FORWARD, options), deterministic, exportable)
     out, lse, max_logits = _sparse(static, *arrays)
     return out, lse, max_logits
@@ -49,17 +49,16 @@ def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def _pull_back(static: _Static, saved: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    refuse(_FORWARD.name, dict(zip(("lse", "max_logits"), gradients[1:], strict=True)))
+    of_out, of_lse, of_logits = gradients
+    refuse(_FORWARD.name, {"max_logits": of_logits})
     arrays, out, lse = saved
     given = dict(zip(_INPUTS, arrays, strict=True))
-    dout = as_array(gradients[0]).astype(given["q"].dtype)
+    given |= {"out": out, "lse": lse, "dout": as_array(of_out).astype(given["q"].dtype)}
+    if not is_zero(of_lse):
+        given["dlse"] = of_lse
     options = {name: getattr(static.options, name) for name in _SHARED}
-    dq, dkv, d_sink = call(
-        _BACKWARD,
-        {**given, "out": out, "dout": dout, "lse": lse},
-        {**options, "deterministic": static.deterministic},
-        static.exportable,
-    )
+    options["deterministic"] = static.deterministic
+    dq, dkv, d_sink = call(_BACKWARD, given, options, static.exportable)
     found = {"q": dq, "kv": dkv, "attn_sink": d_sink}
     return tuple(found.get(name) for name in _INPUTS)  # None: integers have no gradient
 

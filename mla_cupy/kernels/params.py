@@ -637,6 +637,21 @@ class DkvParams(Params):
     dkv_is_fp32: I32
 
 
+class DlseParams(Params):
+    """Struct of `sparse_backward/dlse.cu`."""
+
+    dlse: Address
+    lse: Address
+    lse2: Address
+    delta: Address
+    delta_bounds: Address
+    dlse_stride_s_h_elems: tuple[I64, I64]
+    lse_stride_s_h_elems: tuple[I64, I64]
+    s_q: I32
+    h_q: I32
+    lse_to_log2: F32
+
+
 class BackwardParams(Params):
     """Struct of `sparse_backward/params.cuh`."""
 

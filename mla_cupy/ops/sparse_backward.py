@@ -30,6 +30,7 @@ def sparse_mla_backward(
     lse: Any,
     indices: Any,
     *,
+    dlse: Any = None,
     d_v: int = D_V,
     scale: float | None = None,
     topk_length: Any = None,
@@ -55,6 +56,8 @@ def sparse_mla_backward(
 
     dq = dS kv,   dkv = dS^T q + P^T dout (in the first 512 elements),   d_sink = -sum exp(attn_sink - lse_total) delta
 
+    A gradient with respect to `lse` adds scale * exp(scale * q . kv[j] - lse) * dlse to dS.
+
     Parameters
     ----------
     q, kv, indices : array
@@ -66,6 +69,9 @@ def sparse_mla_backward(
     lse : array, (s_q, h_q), float32
         As the forward returned it, without the sink. Both infinities mark a query and head without a row: it has no
         gradient.
+    dlse : array, (s_q, h_q), float32, optional
+        Gradient with respect to `lse`, as for a loss of its own or for a merge of partial results. It has no influence
+        on `d_sink`.
     d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     deterministic : bool
@@ -116,6 +122,10 @@ def sparse_mla_backward(
     random data, about as much as rounding to bfloat16. The page of `cuda_src/sparse_backward` has the derivation. The
     bits are guaranteed only if `lse` is the forward's.
 
+    What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse, with P in 16 bits. It is lost where a sink
+    takes so much of the weight that P underflows (float16: below 6e-8, bfloat16: below 1e-38); an infinite sink leaves
+    no gradient.
+
     Workspace: 4 * s_kv * d_qk bytes for the sums, six times that if deterministic, 4 * s_q * topk for the lists of
     rows, 8 * s_q * h_q for the statistics. A call takes 2 * h_q * (3 * d_qk + 2 * 512) FLOPs per selected row.
 
@@ -131,7 +141,7 @@ def sparse_mla_backward(
     ((2, 16, 576), 8.0, 16.0, 0.0, None)
     """
     options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
-    inputs = (q, kv, out, dout, lse, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv)
+    inputs = (q, kv, out, dout, lse, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, dlse)
     arrays = (*inputs, dq, dkv, d_sink)
     dq, dkv, d_sink = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
     return dq, dkv, d_sink
@@ -152,6 +162,7 @@ def _examine(views: Views, given: SparseBackwardOptions) -> Examined:
         deterministic=options.deterministic,
         aligned=aligned(views, "q", "kv", "dout"),
         aligned_out=present(views, "out").dtype != "float32" and aligned(views, "out"),
+        has_dlse=views["dlse"] is not None,
     )
     return Examined(problem, options)
 
@@ -169,6 +180,7 @@ OPERATION = Operation(
         Input("lse", "s_q h_q", ("float32",)),
         INDICES,
         *OPTIONAL_INPUTS,
+        Input("dlse", "s_q h_q", ("float32",), optional=True),
     ),
     outputs=(
         Output("dq", "s_q h_q d_qk", _dtype_of_q, layout="wide"),

@@ -113,6 +113,7 @@ def sparse_mla_backward(
     lse: npt.ArrayLike,
     indices: npt.ArrayLike,
     *,
+    dlse: npt.ArrayLike | None = None,
     d_v: int = 512,
     scale: float | None = None,
     topk_length: npt.ArrayLike | None = None,
@@ -131,6 +132,9 @@ def sparse_mla_backward(
 
     dq = dS kv,   dkv = dS^T q + P^T dout (in the first d_v elements),   d_sink = -sum exp(attn_sink - lse_total) delta
 
+    A gradient with respect to `lse` adds scale * exp(scale * q . kv[j] - lse) * dlse to dS, but where the sink is
+    infinite: it leaves no gradient.
+
     Parameters
     ----------
     q, kv, indices
@@ -141,6 +145,8 @@ def sparse_mla_backward(
         Gradient with respect to `out`.
     lse : array, (s_q, h_q)
         As the forward returned it. Both infinities mark a query without a row: it has no gradient.
+    dlse : array, (s_q, h_q), optional
+        Gradient with respect to `lse`.
     d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     dkv_dtype : str, optional
@@ -169,6 +175,12 @@ def sparse_mla_backward(
     sink = np.full(q.shape[1], -np.inf) if attn_sink is None else np.asarray(attn_sink, np.float64)
     total = np.where(empty, np.inf, np.logaddexp(natural, sink)).astype(working)
 
+    # P times this is the softmax without the sink; it is limited where P underflows.
+    log_share = (sink - natural) / math.log(2)
+    share = 1 + np.exp2(np.minimum(log_share, 1000 if rounding is None else 100))
+    of_lse = np.zeros(natural.shape) if dlse is None else np.asarray(dlse, np.float64) / log_of_base(lse_base)
+    subtracted = delta - np.where(empty | (total == np.inf), 0.0, of_lse * share).astype(working)
+
     dq, dkv = np.zeros(q.shape, working), np.zeros(kv.shape, working)
     for i, rows in enumerate(rows_of):
         keys, queries, d_out = kv[rows].astype(working), q[i].astype(working), dout[i].astype(working)
@@ -176,7 +188,7 @@ def sparse_mla_backward(
         weights = np.exp(working(scale) * (queries @ keys.T) - total[i][:, None])
         weights = _rounded(weights, rounding)
         d_weights = d_out @ keys[:, :d_v].T
-        d_scores = _rounded(working(scale) * weights * (d_weights - delta[i][:, None]), rounding)
+        d_scores = _rounded(working(scale) * weights * (d_weights - subtracted[i][:, None]), rounding)
         weights, d_scores = weights[live], d_scores[live]
         dq[i, live] = d_scores @ keys
         d_keys = d_scores.T @ queries[live]

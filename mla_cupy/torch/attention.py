@@ -139,7 +139,7 @@ def sparse_mla_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sparse attention over a flat latent cache: see `mla_cupy.sparse_mla_forward`.
 
-    Differentiable by `out` with respect to `q`, `kv` and `attn_sink`; `lse` and `max_logits` count as constants. The
+    `out` and `lse` are differentiable with respect to `q`, `kv` and `attn_sink`; `max_logits` counts as a constant. The
     gradients are deterministic under `torch.use_deterministic_algorithms(True)`.
 
     Parameters
@@ -186,6 +186,7 @@ def sparse_mla_backward(
     lse: torch.Tensor,
     indices: torch.Tensor,
     *,
+    dlse: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     dq: torch.Tensor | None = None,
     dkv: torch.Tensor | None = None,
@@ -199,7 +200,7 @@ def sparse_mla_backward(
 
     Parameters
     ----------
-    q, kv, out, dout, lse, indices, attn_sink : tensor
+    q, kv, out, dout, lse, indices, dlse, attn_sink : tensor
     dq, dkv, d_sink : tensor, optional
         Where the results go: all, `d_sink` only if there is an `attn_sink`, or none.
     workspace : tensor, uint8, optional
@@ -215,7 +216,7 @@ def sparse_mla_backward(
     """
     inputs = (q, kv, out, dout, lse, indices)
     given = targets(dq=dq, dkv=dkv) if attn_sink is None else targets(dq=dq, dkv=dkv, d_sink=d_sink)
-    options = {**options, "attn_sink": attn_sink}
+    options = {**options, "dlse": dlse, "attn_sink": attn_sink}
     dq, dkv, *more = run("sparse_mla_backward", inputs, options, given, workspace)
     return dq, dkv, more[0] if attn_sink is not None else None
 

@@ -39,18 +39,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _save_and_mark(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """A compiler makes zeros for a cotangent that there is not: it must know beforehand."""
+    """A compiler makes zeros for a cotangent that there is not: of what has no gradient it must know beforehand."""
     _save(ctx, inputs, output)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(output[2])
 
 
-def _pull_back(ctx: Any, dout: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
-    for name, cotangent in zip(("lse", "max_logits"), others, strict=True):
-        if cotangent is not None:
-            raise no_gradient(_FORWARD, name)
+def _pull_back(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, of_logits: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if of_logits is not None:
+        raise no_gradient(_FORWARD, "max_logits")
     out, lse, q, kv, indices, *optional = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    arrays = {"q": q, "kv": kv, "out": out, "lse": lse, "indices": indices}
+    arrays = {"q": q, "kv": kv, "out": out, "lse": lse, "indices": indices, "dlse": dlse}
     arrays["dout"] = dout.to(q.dtype).contiguous()  # autograd may hand over an expanded scalar
     arrays |= zip(_OPTIONAL, optional, strict=True)
     exactly = torch.are_deterministic_algorithms_enabled()

@@ -88,7 +88,7 @@ def forward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
 def backward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
     inputs = sparse_inputs(**(changes or {}))
     names = ("q", "kv", "out", "dout", "lse", "indices")
-    arrays = _dense(**dict(zip(names, inputs.backward_arguments, strict=True)), **inputs.optional)
+    arrays = _dense(**dict(zip(names, inputs.backward_arguments, strict=True)), **inputs.optional, dlse=inputs.dlse)
     options = {"causal": inputs.case.causal, **options}
     return BoundCall(_id("backward", {**(changes or {}), **options}), "sparse_mla_backward", arrays, options)
 
@@ -222,7 +222,7 @@ CALLS = [
     forward({"dtype": "float16", "head_axis": True, "d_qk": 512}),
     backward(),
     backward({**ALL, "causal": True}, deterministic=True, dkv_dtype="float32"),
-    backward({"sink": True, "head_axis": True}),
+    backward({"sink": True, "head_axis": True, "dlse": True}),
     prefill(),
     prefill({"state": "float32", "q_pair": True, "k_rope": "per_head"}, out_dtype="float32", scale=0.1),
     prefill({"d_qk": 256, "d_v": 256, "k_rope": "within", "starts": False, "causal": False, "dtype": "float16"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,15 +147,15 @@ def test_jax_constants(jax: Any, of_jax: Any) -> None:
 
 
 def attention(torch: Any, of_torch: Any, **changes: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A loss of the differentiable arrays of a sparse forward, and the arrays."""
+    """A loss of out and lse by the differentiable arrays of a sparse forward, and the arrays."""
     call = forward(changes)
     given = tensors(torch, call)
     names = [name for name in ("q", "kv", "attn_sink") if name in given]
     weights = torch.linspace(-1, 1, 512)
 
     def loss(*leaves: Any) -> Any:
-        out, *_ = of_torch.sparse_mla_forward(**{**given, **dict(zip(names, leaves, strict=True))}, **call.options)
-        return (out.float() * weights).sum()
+        out, lse, _ = of_torch.sparse_mla_forward(**{**given, **dict(zip(names, leaves, strict=True))}, **call.options)
+        return (out.float() * weights).sum() + torch.where(lse.isfinite(), lse, 0).square().sum()
 
     return loss, tuple(given[name] for name in names)
 
@@ -179,6 +180,62 @@ def test_transforms_of_the_sparse_forward(torch: Any, of_torch: Any, changes: di
     twice = [torch.stack([x, x]) for x in leaves]
     assert same(x[1] for x in torch.func.vmap(torch.func.grad(loss, every))(*twice))
     assert same(x[1] for x in torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum(), every)(*twice))
+
+
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_through_lse(torch: Any, of_torch: Any, lse_base: str, compiled: bool) -> None:
+    """Of a loss of lse alone, as PyTorch itself finds it; rows without a key have none."""
+    call = forward({"sink": True, "lengths": True})
+    call.arrays["attn_sink"][:] = 0.5, -np.inf, 3, 9
+    given = {name: x.double() if x.dtype == torch.bfloat16 else x for name, x in tensors(torch, call).items()}
+    indices, kv = given["indices"], given["kv"].requires_grad_()
+    q = given["q"].requires_grad_()
+    counts = torch.arange(indices.shape[1]) < given["topk_length"][:, None]
+    valid = counts & (indices >= 0) & (indices < len(kv))
+    scores = torch.einsum("shd,std->sht", q, kv[indices.clamp(0, len(kv) - 1).long()].nan_to_num(0)) * 576**-0.5
+    own = scores.masked_fill(~valid[:, None], -torch.inf).logsumexp(-1)
+    own[valid.any(-1)].square().sum().backward()
+
+    def loss(q: Any, kv: Any) -> Any:
+        _, lse, _ = of_torch.sparse_mla_forward(**{**rounded, "q": q, "kv": kv}, lse_base=lse_base, empty_lse=0.0)
+        return (lse * (1 if lse_base == "e" else np.log(2))).square().sum()
+
+    torch._dynamo.reset()
+    rounded = tensors(torch, call)
+    leaves = [rounded[name].requires_grad_() for name in ("q", "kv")]
+    (torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss)(*leaves).backward()
+    for leaf, wanted in zip(leaves, (q.grad, kv.grad), strict=True):
+        gap = (leaf.grad.double() - wanted).abs().max()
+        assert gap < 0.02 * wanted.abs().max()
+        assert wanted.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_who_does_not_use_lse_pays_nothing(
+    torch: Any, of_torch: Any, compiled: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward is then called as if there were no such gradient."""
+    library = importlib.import_module("mla_cupy.torch.library")
+    seen, original = [], library.run_call
+
+    def run_call(call: Any) -> Any:
+        seen.append(call)
+        return original(call)
+
+    monkeypatch.setattr(library, "run_call", run_call)
+    given = tensors(torch, forward())
+    given["q"].requires_grad_()
+
+    def loss(given: dict[str, Any]) -> Any:
+        out, lse, _ = of_torch.sparse_mla_forward(**given)
+        return out.float().sum() + (lse.nan_to_num(neginf=0).sum() if wanted else 0)
+
+    torch._dynamo.reset()
+    (torch.compile(loss, backend="aot_eager") if compiled else loss)(given).backward()
+    assert [call.operation.name for call in seen] == ["sparse_mla_forward", "sparse_mla_backward"]
+    assert (seen[1].named["dlse"] is not None) == wanted
 
 
 def test_second_derivatives(torch: Any, of_torch: Any) -> None:

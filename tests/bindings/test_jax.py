@@ -127,13 +127,13 @@ def test_an_empty_batch(jax: Any, of_jax: Any, exportable: bool) -> None:
 
 
 def loss(jax: Any, of_jax: Any, call: BoundCall, weights: Array, exportable: bool, **options: Any) -> Any:
-    """A function of the differentiable arrays: the sum of out, weighted."""
+    """A function of the differentiable arrays: the sum of out, weighted, and of lse where there is one."""
     rest = {name: x for name, x in on_cpu(jax, call).items() if name not in ("q", "kv", "attn_sink")}
     jnp = jax.numpy
 
     def value(leaves: dict[str, Any]) -> Any:
-        out, *_ = of_jax.sparse_mla_forward(**leaves, **rest, **call.options, **options, exportable=exportable)
-        return (out.astype(jnp.float32) * weights).sum()
+        out, lse, _ = of_jax.sparse_mla_forward(**leaves, **rest, **call.options, **options, exportable=exportable)
+        return (out.astype(jnp.float32) * weights).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
     return value
 
@@ -148,7 +148,8 @@ def test_gradients(jax: Any, of_jax: Any, changes: dict[str, Any], exportable: b
     got = jax.jit(jax.grad(loss(jax, of_jax, call, weights, exportable)))(leaves)
     out, lse, _ = call.eager()
     arrays = {**call.arrays, "out": out, "lse": lse, "dout": whole.arrays["dout"]}
-    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**arrays, **call.options)
+    dlse = np.isfinite(lse).astype(np.float32)
+    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**arrays, dlse=dlse, **call.options)
     wanted = {"q": dq, "kv": dkv, "attn_sink": d_sink}
     for name, gradient in got.items():
         assert_same(np.asarray(gradient), wanted[name])
@@ -159,7 +160,7 @@ def test_a_gradient_can_be_deterministic(jax: Any, of_jax: Any, monkeypatch: pyt
     sparse = importlib.import_module("mla_cupy.jax.sparse")
 
     def call(operation: Any, given: Any, options: Any, exportable: bool) -> Any:
-        seen.append((operation.name, dict(options)))
+        seen.append((operation.name, dict(options), set(given)))
         return original(operation, given, options, exportable)
 
     original = sparse.call
@@ -167,8 +168,12 @@ def test_a_gradient_can_be_deterministic(jax: Any, of_jax: Any, monkeypatch: pyt
     case = forward()
     leaves = {name: x for name, x in on_cpu(jax, case).items() if name in ("q", "kv")}
     jax.grad(loss(jax, of_jax, case, np.float32(1), False, deterministic=True))(leaves)
-    assert [name for name, _ in seen] == ["sparse_mla_forward", "sparse_mla_backward"]
+    assert [name for name, *_ in seen] == ["sparse_mla_forward", "sparse_mla_backward"]
     assert seen[1][1]["deterministic"] is True
+    assert "dlse" in seen[1][2]
+    rest = {name: x for name, x in on_cpu(jax, case).items() if name != "q"}
+    jax.grad(lambda q: of_jax.sparse_mla_forward(q, **rest)[0].astype(np.float32).sum())(leaves["q"])
+    assert "dlse" not in seen[-1][2]  # who does not use lse pays nothing
 
 
 def test_float32_results_have_gradients_too(jax: Any, of_jax: Any) -> None:

@@ -198,7 +198,7 @@ def test_opcheck_of_what_writes(torch: Any, of_torch: Any, call: BoundCall) -> N
 @pytest.mark.parametrize("changes", [{}, {"sink": True, "lengths": True, "causal": True}, {"head_axis": True}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients(torch: Any, of_torch: Any, changes: dict[str, Any], compiled: bool) -> None:
-    """They are the public backward's; lse and max_logits have none."""
+    """They are the public backward's; max_logits has none."""
     call, whole = forward(changes), backward(changes)
     given = tensors(torch, call)
     leaves = {name: given[name].requires_grad_() for name in ("q", "kv", "attn_sink") if name in given}
@@ -210,7 +210,7 @@ def test_gradients(torch: Any, of_torch: Any, changes: dict[str, Any], compiled:
         torch._dynamo.reset()
         run = torch.compile(run, fullgraph=True, backend="aot_eager")
     out, lse, max_logits = run(given)
-    assert (out.requires_grad, lse.requires_grad, max_logits.requires_grad) == (True, False, False)
+    assert (out.requires_grad, lse.requires_grad, max_logits.requires_grad) == (True, True, False)
     out.backward(tensor(torch, whole.arrays["dout"]))
     eager_out, eager_lse, _ = call.eager()
     arrays = {**call.arrays, "out": eager_out, "lse": eager_lse, "dout": whole.arrays["dout"]}

@@ -12,7 +12,7 @@ from mla_cupy import dtypes, reference
 from tests.support.calls import assert_same
 from tests.support.sparse_cases import CORNERS, SparseCase, SparseInputs, make
 
-SMALL = SparseCase(h_q=4, topk=40, lengths=True, sink=True)
+SMALL = SparseCase(h_q=4, topk=40, lengths=True, sink=True, dlse=True)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,9 @@ def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expected(inputs: SparseInputs, dkv_dtype: str | None = None, **options: Any) -> list[np.ndarray | None]:
     """The oracle's answer in the dtypes of the public call."""
-    dq, dkv, d_sink = reference.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.options, **options})
+    dq, dkv, d_sink = reference.sparse_mla_backward(
+        *inputs.backward_arguments, **{**inputs.backward_options, **options}
+    )
     names = (inputs.case.dtype, dkv_dtype or inputs.case.dtype)
     rounded = [
         dtypes.round_to(x, name).astype(dtypes.numpy_dtype(name)) for x, name in zip((dq, dkv), names, strict=True)
@@ -32,7 +34,8 @@ def expected(inputs: SparseInputs, dkv_dtype: str | None = None, **options: Any)
 
 def check(case: SparseCase, dkv_dtype: str | None = None, **options: Any) -> None:
     inputs = make(case)
-    got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.options, **options}, dkv_dtype=dkv_dtype)
+    options = {**inputs.backward_options, **options}
+    got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **options, dkv_dtype=dkv_dtype)
     for one, other in zip(got, expected(inputs, dkv_dtype, **options), strict=True):
         if other is None:
             assert one is None
@@ -95,7 +98,7 @@ def test_given_arrays_are_written_and_returned(dkv_dtype: str) -> None:
     dq, dkv = whole_dq[:s_q, :, :576], whole_dkv[::2, 1:577]
     sinks = np.full(h_q + 2, 7, np.float32)
     given = {"dq": dq, "dkv": dkv, "d_sink": sinks[1:-1]}
-    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, **given)
+    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, **given)
     assert all(result is target for result, target in zip(results, given.values(), strict=True))
     assert sinks[[0, -1]].tolist() == [7, 7]
     for result, wanted in zip(results, expected(inputs, dkv_dtype), strict=True):
@@ -112,7 +115,7 @@ def test_only_one_array_given(name: str) -> None:
     wanted = expected(inputs)
     i = ("dq", "dkv", "d_sink").index(name)
     target = np.empty_like(wanted[i])
-    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, **{name: target})
+    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, **{name: target})
     assert results[i] is target
     for result, one in zip(results, wanted, strict=True):
         assert_same(result, one)
@@ -122,15 +125,15 @@ def test_a_float32_out_is_taken_as_it_is() -> None:
     inputs = make(SMALL)
     out = inputs.exact[0].astype(np.float32)
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
-    got = mla_cupy.sparse_mla_backward(*arguments, **inputs.options)
-    exact = reference.sparse_mla_backward(*arguments, **inputs.options)
+    got = mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options)
+    exact = reference.sparse_mla_backward(*arguments, **inputs.backward_options)
     assert_same(got[0], dtypes.round_to(exact[0], "bfloat16").astype(inputs.q.dtype))
     assert_same(got[2], exact[2].astype(np.float32))
 
 
 def test_the_oracle_is_deterministic_anyway() -> None:
     inputs = make(SMALL)
-    got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, deterministic=True)
+    got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, deterministic=True)
     for one, other in zip(got, expected(inputs), strict=True):
         assert_same(one, other)
 
@@ -139,5 +142,5 @@ def test_inputs_are_left_alone() -> None:
     inputs = make(SMALL)
     everything = [*inputs.backward_arguments, *inputs.optional.values()]
     before = [x.tobytes() for x in everything]
-    mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options)
+    mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options)
     assert [x.tobytes() for x in everything] == before

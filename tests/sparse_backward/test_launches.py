@@ -42,7 +42,7 @@ def name_of(kernel: str) -> str:
 
 
 def backward(inputs: SparseInputs, **options: Any) -> tuple[Any, Any, Any]:
-    return mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.options, **options})
+    return mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.backward_options, **options})
 
 
 def records(recorder: Recorder, entry: str) -> list[Any]:
@@ -136,16 +136,16 @@ def test_delta_is_left_to_a_main_kernel_that_can(recorder: Recorder) -> None:
     assert records(recorder, "sparse_backward_sm90")[-1]["lse2_factor"] == np.float32(math.log2(math.e))
 
 
-@pytest.mark.parametrize("why", ["sink", "deterministic", "float32", "odd"])
+@pytest.mark.parametrize("why", ["sink", "deterministic", "float32", "odd", "dlse"])
 def test_delta_comes_first_where_more_needs_it_or_out_is_another(recorder: Recorder, why: str) -> None:
-    inputs = make(SparseCase(topk=70, sink=why == "sink"))
+    inputs = make(SparseCase(topk=70, sink=why == "sink", dlse=why == "dlse"))
     out = inputs.out
     if why == "float32":
         out = inputs.exact[0].astype(np.float32)
     elif why == "odd":
         out = np.empty((7, 16, 513), inputs.out.dtype)[..., 1:]
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
-    mla_cupy.sparse_mla_backward(*arguments, **inputs.options, deterministic=why == "deterministic")
+    mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options, deterministic=why == "deterministic")
     (delta,), (main,) = records(recorder, "sparse_backward_delta"), records(recorder, "sparse_backward_sm90")
     assert (main["out"], main["lse2"], main["delta"]) == (0, delta["lse2"], delta["delta"])
     assert (main["lse2_stride_s_elems"], main["lse2_stride_h_elems"], main["lse2_factor"]) == (16, 1, 1)
@@ -216,6 +216,7 @@ def test_workspace_is_aligned_and_does_not_overlap(sizes: tuple[int, ...], deter
         "counts": 4 * s_q,
         "lse2": 4 * s_q * h_q,
         "delta": 4 * s_q * h_q,
+        "delta_bounds": 0,
         "sink_sums": 4 * -(-s_q // 8) * h_q,
         "norms": per_row,
         "extractors": 4 * (s_kv + 1) if deterministic else 0,

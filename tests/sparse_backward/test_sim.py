@@ -35,11 +35,11 @@ DETERMINISTIC = tuple(
 CASES = [
     SparseCase(s_q=1, s_kv=60, h_q=1, topk=1, invalid=0.0),
     SparseCase(s_q=2, s_kv=200, h_q=3, topk=63, invalid=0.0, sink=True),
-    SparseCase(s_q=2, s_kv=200, h_q=3, topk=65, d_qk=512, dtype="float16"),
-    SparseCase(s_q=4, s_kv=100, h_q=3, topk=70, lengths=True, sink=True),  # a query that has no row
+    SparseCase(s_q=2, s_kv=200, h_q=3, topk=65, d_qk=512, dtype="float16", dlse=True),
+    SparseCase(s_q=4, s_kv=100, h_q=3, topk=70, lengths=True, sink=True, dlse=True),  # a query that has no row
     SparseCase(s_q=3, s_kv=40, h_q=9, topk=130, causal=True, invalid=0.0),  # more slots than rows: duplicates
     SparseCase(s_q=6, s_kv=90, h_q=2, topk=40, sequences=((2, 30), (0, 5), (3, 40)), causal=True, dtype="float16"),
-    SparseCase(s_q=2, s_kv=100, h_q=64, topk=20, sink=True, d_qk=512),
+    SparseCase(s_q=2, s_kv=100, h_q=64, topk=20, sink=True, d_qk=512, dlse=True),
     SparseCase(s_q=1, s_kv=100, h_q=100, topk=70, sink=True),
     SparseCase(s_q=3, s_kv=50, h_q=2, topk=9, invalid=1.0, sink=True),  # nothing to attend to
     SparseCase(s_q=2, s_kv=70, h_q=2, topk=30, head_axis=True),
@@ -49,7 +49,7 @@ CASES = [
 #: Cases with too many heads or queries to simulate the generic kernel with, except in a full run.
 WIDE = [
     SparseCase(s_q=7, s_kv=150, h_q=20, topk=200, lengths=True),  # several items of a block, with and without keys
-    SparseCase(s_q=3, s_kv=90, h_q=128, topk=70, lengths=True, sink=True),
+    SparseCase(s_q=3, s_kv=90, h_q=128, topk=70, lengths=True, sink=True, dlse=True),
     SparseCase(s_q=4, s_kv=200, h_q=65, topk=130, causal=True, d_qk=512, dtype="float16"),
 ]
 
@@ -100,7 +100,9 @@ def run(
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     with simulated(2, cc or cc_of(kernel), *mode) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel, **options)
+        got = mla_cupy.sparse_mla_backward(
+            *inputs.backward_arguments, **inputs.backward_options, kernel=kernel, **options
+        )
     assert BACKWARD_KERNELS[kernel].entry in target.launched
     return got
 

@@ -69,7 +69,7 @@ def least_of_exact_additions(inputs: SparseInputs) -> float:
     q, kv, out, dout = (x.astype(np.float64) for x in (inputs.q, inputs.kv, inputs.out, inputs.dout))
     with np.errstate(all="ignore"):
         lengths = np.linalg.norm(kv.reshape(-1, inputs.case.d_qk)[:, :512], axis=-1)
-        delta = np.abs((out * dout).sum(axis=-1))
+        delta = np.abs((out * dout).sum(axis=-1)) + (0 if inputs.dlse is None else np.abs(inputs.dlse))
         for i, rows in enumerate(inputs.rows):
             longest = np.nan_to_num(lengths[rows], nan=0, posinf=0).max(initial=0)
             d_scores = np.linalg.norm(dout[i], axis=-1) * longest + delta[i]
@@ -97,6 +97,9 @@ def terms(inputs: SparseInputs) -> tuple[Array, Array]:
     delta = np.abs((inputs.out.astype(working) * inputs.dout.astype(working)).sum(axis=-1))
     sink = np.full(inputs.case.h_q, -np.inf) if inputs.attn_sink is None else inputs.attn_sink
     total = np.where(np.isinf(inputs.lse), np.inf, np.logaddexp(inputs.lse, sink)).astype(working)
+    if inputs.dlse is not None:
+        share = np.where(np.isinf(total), 0, np.exp(np.minimum(total - inputs.lse, 60)))
+        delta += np.abs(inputs.dlse) * share
     kv = inputs.kv.reshape(-1, inputs.case.d_qk)
     of_dq, of_dkv = np.zeros(inputs.q.shape, working), np.zeros(kv.shape, working)
     with np.errstate(all="ignore"):
@@ -133,8 +136,8 @@ def need(kernel: str, device: DeviceInfo, case: SparseCase, deterministic: bool 
 
 def uploaded(inputs: SparseInputs) -> tuple[list[Any], dict[str, Any]]:
     """The positional and the named arguments of `sparse_mla_backward` on the GPU, gaps and strides included."""
-    named = {name: upload(x) for name, x in inputs.optional.items()}
-    return [upload(x) for x in inputs.backward_arguments], {**named, "causal": inputs.case.causal}
+    named = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.backward_options.items()}
+    return [upload(x) for x in inputs.backward_arguments], named
 
 
 def on_host(results: Sequence[Any]) -> list[Any]:

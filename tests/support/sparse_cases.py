@@ -42,6 +42,8 @@ class SparseCase:
         As in `DecodeCase`; "odd" also has gaps between the slots of a query, and in the vectors.
     head_axis
         Whether `kv` and `indices` have an axis of one head.
+    dlse
+        Whether there is a gradient with respect to `lse`, for the backward.
     """
 
     s_q: int = 7
@@ -57,6 +59,7 @@ class SparseCase:
     invalid: float = 0.1
     strides: Literal["padded", "odd", "dense"] = "padded"
     head_axis: bool = False
+    dlse: bool = False
     seed: int = 0
 
     @property
@@ -70,6 +73,7 @@ class SparseCase:
             f"invalid{self.invalid:g}" if self.invalid != 0.1 else "",
             "" if self.strides == "padded" else self.strides,
             "3d" if self.head_axis else "",
+            "dlse" if self.dlse else "",
             f"seed{self.seed}" if self.seed else "",
         ]
         return "-".join(part for part in parts if part)
@@ -104,6 +108,7 @@ class SparseInputs:
     attn_sink: Array | None = field(repr=False, default=None)
     cu_seqlens_q: Array | None = field(repr=False, default=None)
     cu_seqlens_kv: Array | None = field(repr=False, default=None)
+    dlse: Array | None = field(repr=False, default=None)
 
     @property
     def arguments(self) -> tuple[Array, Array, Array]:
@@ -125,6 +130,11 @@ class SparseInputs:
     def options(self) -> dict[str, Any]:
         """All that both operations take by name."""
         return {**self.optional, "causal": self.case.causal}
+
+    @property
+    def backward_options(self) -> dict[str, Any]:
+        """All that the backward takes by name."""
+        return {**self.options, **({} if self.dlse is None else {"dlse": self.dlse})}
 
     @cached_property
     def rows(self) -> list[Array]:
@@ -167,12 +177,14 @@ class SparseInputs:
     @cached_property
     def exact_gradients(self) -> tuple[Array, Array, Array | None]:
         """dq, dkv and d_sink of the oracle."""
-        return reference.sparse_mla_backward(*self.backward_arguments, **self.options)
+        return reference.sparse_mla_backward(*self.backward_arguments, **self.backward_options)
 
     @cached_property
     def rounded_gradients(self) -> tuple[Array, Array, Array | None]:
         """dq, dkv and d_sink of the oracle with the kernels' roundings."""
-        return reference.sparse_mla_backward(*self.backward_arguments, **self.options, rounding=self.case.dtype)
+        return reference.sparse_mla_backward(
+            *self.backward_arguments, **self.backward_options, rounding=self.case.dtype
+        )
 
 
 def make(case: SparseCase) -> SparseInputs:
@@ -195,12 +207,21 @@ def make(case: SparseCase) -> SparseInputs:
     kv[chosen] = values(rng, (len(chosen), case.d_qk), loud=(1.0,) * 31 + (3.0,)).astype(dtype)
     if case.head_axis:
         kv, indices = kv[:, None], indices[:, None]
-    return SparseInputs(case, q, kv, indices, dout, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv)
+    dlse = _of_lse(rng, case) if case.dlse else None
+    return SparseInputs(case, q, kv, indices, dout, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, dlse)
 
 
 def lower_scores(inputs: SparseInputs) -> None:
     """Take 200 or so from every score, so that exp(-lse) is beyond float32; before anything is computed."""
     inputs.q[..., -1], inputs.kv[..., -1] = 64, -75
+
+
+def _of_lse(rng: np.random.Generator, case: SparseCase) -> Array:
+    """Its heads step by more than its queries, and backwards."""
+    whole = np.full((2 * case.h_q, case.s_q + 3), np.nan, np.float32)
+    dlse = whole[::-2, : case.s_q].T
+    dlse[...] = values(rng, dlse.shape, loud=(0.0, 1.0, 8.0))
+    return dlse
 
 
 def _starts(case: SparseCase) -> tuple[Array | None, Array | None]:

@@ -37,15 +37,15 @@ BOUNDS: KernelSpec[object] = KernelSpec(
 )
 
 
-def launch_bounds(call: Call) -> Launch:
-    """Write the largest bound of what a query adds to the workspace's `largest`."""
+def launch_bounds(call: Call, deltas: str = "delta") -> Launch:
+    """Write the largest bound of what a query adds to the workspace's `largest`; P times delta is within `deltas`."""
     s_q, h_q, d_qk = call.view("q").shape
     dtype, topk = call.view("q").dtype, call.view("indices").shape[1]
     params = BoundsParams(
         q="q",
         dout="dout",
         lse2="lse2",
-        delta="delta",
+        delta=deltas,
         rows="rows",
         counts="counts",
         norms="norms",

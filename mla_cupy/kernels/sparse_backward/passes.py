@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.kernels.numbers import to_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import DeltaParams, DkvParams, SinkParams
+from mla_cupy.kernels.params import DeltaParams, DkvParams, DlseParams, SinkParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, PLAIN, KernelSpec, Variant
@@ -51,6 +51,35 @@ def launch_delta(problem: SparseBackwardProblem, call: Call) -> Launch:
     )
     blocks = -(-spans(problem.s_q) * problem.h_q // UNITS_PER_BLOCK)
     return Launch(DELTA, Variant(dtype=problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)
+
+
+DLSE_THREADS = 256
+
+DLSE: KernelSpec[object] = KernelSpec(
+    "sparse_backward_dlse",
+    "takes a gradient with respect to lse into the statistics of each query and head",
+    "sparse_backward/dlse.cu",
+    DlseParams,
+    facts={"threads": DLSE_THREADS},
+)
+
+
+def launch_dlse(problem: SparseBackwardProblem, call: Call) -> Launch:
+    """Change `delta` to what a main kernel makes both gradients of; for a deterministic call, say how large it is."""
+    params = DlseParams(
+        dlse="dlse",
+        lse="lse",
+        lse2="lse2",
+        delta="delta",
+        delta_bounds="delta_bounds" if problem.deterministic else NULL,
+        dlse_stride_s_h_elems=call.strides("dlse", 2),
+        lse_stride_s_h_elems=call.strides("lse", 2),
+        s_q=problem.s_q,
+        h_q=problem.h_q,
+        lse_to_log2=to_log2(call.options.lse_base),
+    )
+    blocks = -(-problem.s_q * problem.h_q // DLSE_THREADS)
+    return Launch(DLSE, PLAIN[0], (blocks, 1, 1), LaunchArgs(params), dependent=False)
 
 
 HEADS_PER_BLOCK = 32
@@ -101,4 +130,4 @@ def launch_dkv(problem: SparseBackwardProblem, call: Call, num_bins: int, order:
     return Launch(DKV, Variant(dtype=problem.dtype), (blocks, 1, 1), LaunchArgs(params), dependent=False)
 
 
-KERNELS = (DELTA, SINK, DKV)
+KERNELS = (DELTA, DLSE, SINK, DKV)

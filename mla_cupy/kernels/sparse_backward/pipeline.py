@@ -47,7 +47,7 @@ class SparseBackwardConfig:
     def delta_in_main(self) -> bool:
         """Whether the main kernel computes delta: nothing else needs it, and the kernel can."""
         problem = self.problem
-        needed = problem.has_sink or problem.deterministic
+        needed = problem.has_sink or problem.deterministic or problem.has_dlse
         return self.kernel.makes_delta and problem.aligned_out and not needed
 
     @property
@@ -91,6 +91,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
                 **row_lists.list_sizes(problem.s_q, problem.topk),
                 "lse2": per_head,
                 "delta": per_head,
+                "delta_bounds": per_head if problem.deterministic and problem.has_dlse else 0,
                 "sink_sums": _FLOAT * passes.spans(problem.s_q) * problem.h_q if problem.has_sink else 0,
                 "norms": per_row,
                 "extractors": per_row + one,
@@ -112,6 +113,8 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             steps += [replace(lists, dependent=False)]
             if not config.delta_in_main:
                 steps.append(passes.launch_delta(problem, call))
+            if problem.has_dlse:
+                steps.append(passes.launch_dlse(problem, call))
             if problem.deterministic:
                 steps += self._bin(config, call)
             steps.append(self._main(config, call))
@@ -125,7 +128,8 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         """What a deterministic main kernel must know of its additions: how large they can be, and how many."""
         problem = config.problem
         of_rows = [launch_norms(call)] if problem.s_kv > 0 else []
-        return [*of_rows, launch_bounds(call), launch_bins(problem.s_kv, config.kernel.additions(problem))]
+        deltas = "delta_bounds" if problem.has_dlse else "delta"
+        return [*of_rows, launch_bounds(call, deltas), launch_bins(problem.s_kv, config.kernel.additions(problem))]
 
     def _main(self, config: SparseBackwardConfig, call: Call) -> Launch:
         problem, kernel = config.problem, config.kernel

@@ -47,6 +47,7 @@ class SparseBackwardProblem:
     deterministic: bool = False
     aligned: bool = True
     aligned_out: bool = False
+    has_dlse: bool = False
 
 
 class SparseBackwardOptions(NamedTuple):
