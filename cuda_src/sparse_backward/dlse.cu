@@ -37,6 +37,7 @@ struct DlseParams {
 MLA_FACT_LIST(params_layout, MLA_OFFSET(DlseParams, dlse_stride_s_elems), MLA_OFFSET(DlseParams, s_q),
               MLA_OFFSET(DlseParams, lse_to_log2), (int)sizeof(DlseParams));
 MLA_FACT(threads, kThreads);
+MLA_FACT(pairs_per_block, kThreads);
 
 extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_backward_dlse(const __grid_constant__ DlseParams p) {
     griddepcontrol_wait();

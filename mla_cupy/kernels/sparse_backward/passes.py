@@ -60,7 +60,7 @@ DLSE: KernelSpec[object] = KernelSpec(
     "takes a gradient with respect to lse into the statistics of each query and head",
     "sparse_backward/dlse.cu",
     DlseParams,
-    facts={"threads": DLSE_THREADS},
+    facts={"pairs_per_block": DLSE_THREADS},
 )
 
 
