@@ -175,6 +175,10 @@ def _tell(W: Ctx, ins: Instr, copy: Copy, take: np.ndarray) -> None:
     if W.cta.shadow is not None:
         detector.async_write(W.agent, view, W.cta.shadow, copy.words.reshape(-1), state.agent, where)
     if W.shadows is not None:
+        whole = None if detector.watch else W.shadows.words_of_rows(copy.source, take, copy.size)
+        if whole is not None:
+            detector.async_read(W.agent, view, *whole, state.agent, copy.number, where)
+            return
         for address, count in zip(copy.source, take, strict=True):
             touched = W.shadows.words(int(address), int(count)) if count else None
             if touched:

@@ -35,6 +35,22 @@ class GlobalShadows:
         offset = address - buffer.base
         return self.of(buffer), np.arange(offset // 4, (offset + size + 3) // 4)
 
+    def words_of_rows(self, addresses: np.ndarray, sizes: np.ndarray, size: int) -> tuple[Shadow, np.ndarray] | None:
+        """Return the shadow and the words of runs of ``size`` aligned bytes or none that lie in one array.
+
+        None if they do not: then each has to be looked at.
+        """
+        taken = addresses[sizes == size]
+        if size < 4 or not len(taken) or np.count_nonzero(sizes) != len(taken):
+            return None
+        buffer = self.memory.find(int(taken[0]))
+        if buffer is None or buffer.base % 4:
+            return None
+        offset = taken - np.uint64(buffer.base)  # what lies below the array wraps to a large number
+        if int(offset.max()) + size > buffer.size:
+            return None
+        return self.of(buffer), (offset.view(np.intp)[:, None] // 4 + np.arange(size // 4)).reshape(-1)
+
     def tile_words(
         self, tmap: Decoded, rows: list[tuple[int, ...]], offsets: tuple[int, ...] = ()
     ) -> tuple[Shadow, np.ndarray] | None:

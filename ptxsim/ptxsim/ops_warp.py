@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .codegen import Codegen
@@ -91,6 +93,33 @@ def check_members(W: Ctx, ins: Instr, L: object, m: np.ndarray, poisons: tuple =
         W.sync_error(ins, "an executing lane is not in its own member mask", lanes[bad])
 
 
+def by_mask(ins: Instr, run: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`run` once for the lanes of each member mask: lanes that pass different masks are groups of their own.
+
+    The mask and its poison are the last two of what `run` takes.
+    """
+
+    def grouped(W: Ctx, L: object, *given: np.ndarray | None) -> tuple:
+        m = given[-2]
+        if not count_nonzero(m != m[0]):
+            return run(W, L, *given)
+        lanes, made = _LANES if L is None else L, None
+        for mask in np.unique(m):
+            mine = m == mask
+            named = (mask >> lanes.astype("u4") & 1) != 0
+            if count_nonzero(named & ~mine):
+                W.sync_error(ins, "a lane that is in another's member mask has another mask", lanes[named & ~mine])
+            part = run(W, lanes[mine], *(None if x is None else x[mine] for x in given))
+            made = made or [None] * len(part)
+            for at, x in enumerate(part):
+                if x is not None:
+                    made[at] = np.zeros(len(lanes), x.dtype) if made[at] is None else made[at]
+                    made[at][mine] = x
+        return tuple(made)
+
+    return grouped
+
+
 @op("vote", "call", collective=_is_sync, members=_last_mask)
 def _vote(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.choose("sync")
@@ -111,7 +140,7 @@ def _vote(cg: Codegen, ins: Instr, mods: Mods) -> None:
         truth = {"all": count == size, "any": count > 0, "uni": count in (0, size)}[kind]
         return np.full(size, truth), poison
 
-    cg.call(run, [(a, "pred"), (mask, "b32")], [(dst, result)])
+    cg.call(by_mask(ins, run), [(a, "pred"), (mask, "b32")], [(dst, result)])
 
 
 @op("match", "call", collective=_is_sync, members=_last_mask)
@@ -132,7 +161,7 @@ def _match(cg: Codegen, ins: Instr, mods: Mods) -> None:
         return (masks if same else np.zeros(len(v), "u4")), None, np.full(len(v), same), None
 
     first, second = (dst.first, dst.second) if isinstance(dst, Pair) else (dst, SINK)
-    cg.call(run, [(a, type_name), (mask, "b32")], [(first, "b32"), (second, "pred")])
+    cg.call(by_mask(ins, run), [(a, type_name), (mask, "b32")], [(first, "b32"), (second, "pred")])
 
 
 _REDUX = {
@@ -165,7 +194,7 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
         value = reduce(np.abs(v) if absolute else v)
         return np.full(len(v), value, v.dtype), poison
 
-    cg.call(run, [(a, type_name), (mask, "b32")], [(dst, type_name)])
+    cg.call(by_mask(ins, run), [(a, type_name), (mask, "b32")], [(dst, type_name)])
 
 
 def elected(W: Ctx, lanes: np.ndarray) -> int:
@@ -189,4 +218,4 @@ def _elect(cg: Codegen, ins: Instr, mods: Mods) -> None:
         leader = elected(W, lanes)
         return np.full(len(lanes), leader, "u4"), None, lanes == leader, None
 
-    cg.call(run, [(mask, "b32")], [(dst.first, "b32"), (dst.second, "pred")])
+    cg.call(by_mask(ins, run), [(mask, "b32")], [(dst.first, "b32"), (dst.second, "pred")])

@@ -123,6 +123,35 @@ def test_votes_match_redux_elect() -> None:
     assert elected.tolist() == [1] + [0] * 31
 
 
+def test_lanes_with_several_member_masks() -> None:
+    """Groups of one converged warp, as `cg::labeled_partition` makes them, do not see one another."""
+    a = np.arange(32, dtype="u4") * 7 % 5
+    groups = [[j for j in range(32) if a[j] == a[i]] for i in range(32)]
+    mask = "match.any.sync.b32 %t1, %a, -1;"
+
+    def of_groups(code: str) -> list[int]:
+        found: list[int] = run(f"{mask} {code}", [a], np.zeros(32, "u4")).tolist()
+        return found
+
+    assert of_groups("redux.sync.add.u32 %d, %t0, %t1;") == [sum(group) for group in groups]
+    assert of_groups("redux.sync.max.u32 %d, %t0, %t1;") == [max(group) for group in groups]
+    odd = "and.b32 %t2, %t0, 1; setp.ne.u32 %p1, %t2, 0;"
+    ballot = of_groups(f"{odd} vote.sync.ballot.b32 %d, %p1, %t1;")
+    assert ballot == [sum(1 << j for j in group if j % 2) for group in groups]
+    any_above = of_groups("setp.gt.u32 %p1, %t0, 29; vote.sync.any.pred %p2, %p1, %t1; selp.b32 %d, 1, 0, %p2;")
+    assert any_above == [int(max(group) > 29) for group in groups]
+    equal = of_groups("and.b32 %t2, %t0, 3; match.any.sync.b32 %d, %t2, %t1;")
+    assert equal == [sum(1 << j for j in groups[i] if j % 4 == i % 4) for i in range(32)]
+    assert of_groups("elect.sync %d|%p1, %t1;") == [min(group) for group in groups]
+
+
+def test_lanes_of_one_member_mask_pass_one_mask() -> None:
+    a = np.full(32, 0xFFFFFFFF, "u4")
+    a[5] = 1 << 5
+    with pytest.raises(ptxsim.SyncError, match="another's member mask has another mask"):
+        run("redux.sync.add.u32 %d, %a, %a;", [a], np.zeros(32, "u4"))
+
+
 def test_any_lane_may_be_elected_but_always_the_same_one() -> None:
     code = "elect.sync %t1|%p1, -1; elect.sync %t2|%p2, -1; xor.b32 %t3, %t1, %t2; mad.lo.u32 %d, %t3, 1000, %t1; @%p1 add.u32 %d, %d, 100;"
     text = program(code, [], np.zeros(32, "u4"))

@@ -182,10 +182,11 @@ def commands(rng: random.Random) -> Iterator[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_any_command_line_ends_well(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_any_command_line_ends_well(seed: int, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With status 0, or with 1 or 2 and a reason."""
     statuses = []
-    for _, words in zip(range(CALLS), commands(random.Random(1)), strict=False):
+    for _, words in zip(range(CALLS), commands(random.Random(seed)), strict=False):
         try:
             status = main(words)
         except SystemExit as end:
