@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib.metadata
 import json
+import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import KERNELS
 from mla_cupy.kernels.spec import KernelSpec, Variant
-from mla_cupy.runtime import cache, nvrtc, worker
-from mla_cupy.runtime.build import Build
+from mla_cupy.runtime import cache, nvrtc, sources, worker
+from mla_cupy.runtime.build import Build, options
 
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_103a")
-#: Of each the PTX is the other's but for its target, and so are the golden figures, which a test demands.
+#: Of each the PTX is the other's but for its target; where only one is built, so are the golden figures, which a test
+#: demands.
 TWINS = {"sm_103a": "sm_100a"}
 #: What the tests in the simulator run, where they name no other: they share its builds.
 SIMULATED = "sm_90a"
+#: Which stand for the other targets while a kernel is as it was.
+MAIN = ("sm_75", "sm_90a", "sm_100a")
+#: Of kernels for all GPUs from one on, those that stand for GPUs with little shared memory.
+CONSUMER = ("sm_89", "sm_120")
 LINES = (12, 13)
+PACKAGES = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "budgets.json"
+#: Kernel -> `fingerprint` when all of its builds were made and the golden file written.
+VERIFIED = GOLDEN.with_name("verified.json")
+
+_FUNCTION = re.compile(
+    rb"^(?:template <[^\n]*>\n)?MLA_DEVICE [^\n({]*?\b(?!operator\b)(\w+)\([^{;]*?\{(?:[^\n]*\}$|.*?^\}$)\n?",
+    re.DOTALL | re.MULTILINE,
+)
+_WORD = re.compile(rb"\w+")
+_COMMENT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 Figures = dict[str, int]
 
@@ -44,28 +64,47 @@ class Target:
         return self.spec.request(self.variant, self.arch).name
 
     @property
+    def runs_on_many(self) -> bool:
+        """Whether it is a kernel for more GPUs than one architecture and its twin."""
+        return not self.spec.archs or len(self.spec.archs) > len(TWINS) + 1
+
+    @property
     def is_long_form(self) -> bool:
-        """Whether a run without long forms leaves it out.
+        """Whether a run without long forms leaves it out."""
+        return not self.is_made(changed=fingerprint(self.kernel) != verified().get(self.kernel))
+
+    def is_made(self, changed: bool) -> bool:
+        """Whether a run without long forms makes it, of a kernel that has changed since all its builds were made.
 
         Such a run makes each build with one line of NVRTC. The lines take turns over a kernel's variants and over the
-        architectures, so that every kernel meets both. Of a twin, and of a kernel for any GPU on a GPU that the
+        architectures, so that every kernel meets both. Of a twin, and of a kernel for many GPUs on a GPU that the
         simulated one is not, it makes a kernel's first variant alone: what spills are kernels of one architecture.
+
+        Of a kernel that has not changed it makes the first variants for the main targets: the compilers are the same,
+        so what the golden file says of the other builds still holds.
         """
         index = self.spec.variants.index(self.variant)
-        turn = LINES[(index + ARCHS.index(self.arch)) % len(LINES)]
-        elsewhere = self.arch in TWINS or (not self.spec.archs and self.arch != SIMULATED)
-        return self.line != turn or (elsewhere and index > 0)
+        turn = LINES[(index + (*ARCHS, *CONSUMER).index(self.arch)) % len(LINES)]
+        elsewhere = self.arch in TWINS or (self.runs_on_many and self.arch != SIMULATED)
+        if self.line != turn or (elsewhere and index > 0):
+            return False
+        return changed or (self.arch in MAIN and index < (1 if self.runs_on_many else 2))
 
     def __str__(self) -> str:
         return f"nvrtc{self.line}-{self.name}"
+
+
+def archs_of(spec: KernelSpec[Any]) -> tuple[str, ...]:
+    """The targets that a kernel is made for."""
+    candidates = (*ARCHS, *CONSUMER) if spec.archs else ARCHS
+    return tuple(arch for arch in candidates if spec.supports_arch(arch))
 
 
 TARGETS = tuple(
     Target(line, spec.name, variant, arch)
     for line in LINES
     for spec in KERNELS.values()
-    for arch in ARCHS
-    if spec.supports_arch(arch)
+    for arch in archs_of(spec)
     for variant in spec.variants
 )
 
@@ -109,7 +148,70 @@ def figures(made: Build) -> Figures:
     }
 
 
+@functools.cache
 def golden() -> dict[str, dict[str, Figures]]:
     """Exact version of NVRTC -> name of the cubin -> figures."""
     found: dict[str, dict[str, Figures]] = json.loads(GOLDEN.read_text())
     return found
+
+
+@functools.cache
+def verified() -> dict[str, str]:
+    """The fingerprints of kernels when all of their builds were made."""
+    found: dict[str, str] = json.loads(VERIFIED.read_text())
+    return found
+
+
+@functools.cache
+def fingerprint(kernel: str) -> str:
+    """All that decides what the tests find in a kernel's builds.
+
+    Not the comments and the spacing of its sources, nor functions of headers that it does not use.
+    """
+    spec = KERNELS[kernel]
+    total = hashlib.sha256()
+    for name, text in sorted(used({name: code(text) for name, text in sources.gather(spec.source).items()}).items()):
+        total.update(f"{name}\n".encode() + text)
+    targets = [target for target in TARGETS if target.kernel == kernel]
+    for target in targets:
+        figures = [lines.get(target.name) for lines in golden().values()]
+        request = spec.request(target.variant, target.arch)
+        record = FORMATS[target.variant.record] if hasattr(target.variant, "record") else None
+        total.update(repr((target.name, options(request), target.variant, spec.facts_of(target.variant))).encode())
+        total.update(repr((record, figures)).encode())
+    installed = [_installed(line) for line in LINES]
+    total.update(repr((spec.entry, sorted(spec.facts.items()), spec.layout.offsets(), installed)).encode())
+    return total.hexdigest()[:16]
+
+
+@functools.cache
+def code(text: bytes) -> bytes:
+    """A source without comments and empty lines, and each line without superfluous blanks but the first one."""
+    lines = _COMMENT.sub(lambda match: match[1] or b" ", text).splitlines()
+    return b"\n".join(line[:1].replace(b"\t", b" ") + b" ".join(line[1:].split()) for line in lines if line.strip())
+
+
+def used(texts: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Sources without the device functions whose names nothing else has that is used.
+
+    A function is told by its form: from the beginning of a line to the end of that line, or to the next "}" that
+    begins one. Whatever looks otherwise counts as used.
+    """
+    functions = [match for text in texts.values() for match in _FUNCTION.finditer(text)]
+    known = set(_WORD.findall(b"\n".join(_FUNCTION.sub(b"", text) for text in texts.values())))
+    size = 0
+    while size != len(known):
+        size = len(known)
+        known.update(*(_WORD.findall(match[0]) for match in functions if match[1] in known))
+    kept = {
+        name: _FUNCTION.sub(lambda match: match[0] if match[1] in known else b"", text) for name, text in texts.items()
+    }
+    return {name: text.rstrip() for name, text in kept.items()}
+
+
+@functools.cache
+def _installed(line: int) -> str:
+    try:
+        return importlib.metadata.version(PACKAGES[line])
+    except importlib.metadata.PackageNotFoundError:
+        return ""

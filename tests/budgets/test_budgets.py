@@ -1,12 +1,13 @@
 """Every kernel compiles for every target on both lines of NVRTC, within the resources that the golden file holds.
 
-A run without long forms makes about half of the builds: see `Target.is_long_form`.
+A run without long forms makes some of the builds: see `Target.is_made`.
 """
 
 from __future__ import annotations
 
 import configparser
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mla_cupy.runtime import nvrtc
+from mla_cupy.runtime import nvrtc, sources
 from mla_cupy.runtime.build import Build, compile_kernel
 from tests.budgets import builds
 from tests.budgets.builds import Target
@@ -26,6 +27,8 @@ SMEM_OF_A_BLOCK = {
     "sm_90a": 227 << 10,
     "sm_100a": 227 << 10,
     "sm_103a": 227 << 10,
+    "sm_89": 99 << 10,
+    "sm_120": 99 << 10,
 }
 NAMED_BARRIERS = 16
 TMEM_COLUMNS = 512
@@ -53,10 +56,15 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 def test_compiles_and_fits(target: Target) -> None:
-    """Spills, stack and serialised WGMMAs are slow without an error of NVRTC's; the rest would not launch."""
+    """Spills, stack and serialised WGMMAs are slow without an error of NVRTC's; the rest would not launch.
+
+    A kernel that may spill may do so for so many bytes, which its stack holds too.
+    """
     made = built(target)
     info, figures = made.info, builds.figures(made)
-    assert (info["spill_stores"], info["spill_loads"], figures["stack"]) == (0, 0, 0)
+    allowed = target.spec.spill_bytes
+    assert max(info["spill_stores"], figures["stack"]) <= allowed
+    assert info["spill_loads"] <= 2 * allowed
     assert info["notes"] == []
     assert f".target {target.arch}".encode() in made.ptx
     assert made.entry == target.spec.entry
@@ -85,20 +93,28 @@ def test_resources_are_the_golden_ones(target: Target) -> None:
     assert builds.figures(made) == known[version].get(target.name), "if intended: python -m tests.budgets.update"
 
 
-def test_every_run_has_each_kernel_on_both_lines_and_each_variant_once() -> None:
-    short = [target for target in builds.TARGETS if not target.is_long_form]
+def test_every_run_has_each_kernel_on_both_lines() -> None:
+    short = [target for target in builds.TARGETS if target.is_made(changed=False)]
     assert {(target.line, target.kernel) for target in short} == {(t.line, t.kernel) for t in builds.TARGETS}
+    assert {(target.arch, target.kernel) for target in short} == {
+        (t.arch, t.kernel) for t in builds.TARGETS if t.arch in builds.MAIN
+    }
+
+
+def test_a_run_after_a_change_has_each_variant_once() -> None:
+    short = [target for target in builds.TARGETS if target.is_made(changed=True)]
     assert {(target.arch, target.kernel) for target in short} == {(t.arch, t.kernel) for t in builds.TARGETS}
     assert {(target.kernel, target.variant) for target in short} == {(t.kernel, t.variant) for t in builds.TARGETS}
-    of_one_arch = [target for target in builds.TARGETS if target.spec.archs and target.arch not in builds.TWINS]
+    of_one_arch = [target for target in builds.TARGETS if not target.runs_on_many and target.arch not in builds.TWINS]
     assert {target.name for target in of_one_arch} <= {target.name for target in short}
 
 
 @pytest.mark.parametrize("twin", builds.TWINS)
 def test_twins_need_the_same_resources(twin: str) -> None:
-    """What lets one stand for the other, in a run without long forms."""
+    """What lets one stand for the other, where runs without long forms make only one."""
     known = builds.golden()
-    targets = [target for target in builds.TARGETS if target.arch == twin]
+    made = {target.name for target in builds.TARGETS if target.is_made(changed=True)}
+    targets = [target for target in builds.TARGETS if target.arch == twin and target.name not in made]
     assert targets
     for target in targets:
         figures = next(known[version] for version in known if version.startswith(f"{target.line}."))
@@ -111,7 +127,40 @@ def test_golden_file_is_complete(line: int) -> None:
     """One set of figures a line, of the version that the extra `test` pins, without a kernel that is no more."""
     config = configparser.ConfigParser()
     config.read(SETUP)
-    package = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}[line]
+    package = builds.PACKAGES[line]
     pins = re.findall(rf"^{package}==([\d.]+)$", config["options.extras_require"]["test"], re.MULTILINE)
     assert pins == [version for version in builds.golden() if version.startswith(f"{line}.")]
     assert builds.golden()[pins[0]].keys() == {target.name for target in builds.TARGETS if target.line == line}
+
+
+def test_a_fingerprint_is_of_all_that_a_build_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every source, of the options and of the golden figures; comments, spacing and unused functions may change."""
+    kernel, root = "merge_states", tmp_path / "cuda_src"
+    shutil.copytree(sources.source_root(), root)
+    monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
+    fingerprint = builds.fingerprint.__wrapped__
+    known = fingerprint(kernel)
+    texts = {name: builds.code(text) for name, text in sources.gather(builds.KERNELS[kernel].source).items()}
+    assert any(builds._FUNCTION.search(text) for text in builds.used(texts).values())
+    for name in texts:
+        text = (root / name).read_bytes()
+        more = b"/* Another\none. */\nMLA_DEVICE void nobody_calls_it(i32 x) {\n    bar_sync(x);\n}\n"
+        (root / name).write_bytes(b"// A new comment.\n" + text.replace(b"    ", b"\t") + more)
+        assert fingerprint(kernel) == known, name
+        for function in builds._FUNCTION.finditer(builds.used({**texts, name: builds.code(text)})[name]):
+            changed = builds.code(text).replace(function[0], function[0].replace(b"{", b"{ trap();", 1))
+            (root / name).write_bytes(changed)
+            assert fingerprint(kernel) != known, (name, function[1])
+        (root / name).write_bytes(text + b"\n#define kMore 1\n")
+        assert fingerprint(kernel) != known, name
+        (root / name).write_bytes(text)
+    with monkeypatch.context() as changed:
+        changed.setenv("MLA_CUPY_LINEINFO", "1")
+        assert fingerprint(kernel) != known
+    figures = {line: {name: {"registers": 0} for name in names} for line, names in builds.golden().items()}
+    monkeypatch.setattr(builds, "golden", lambda: figures)
+    assert fingerprint(kernel) != known
+
+
+def test_kernels_that_are_no_more_have_no_fingerprint() -> None:
+    assert builds.verified().keys() <= builds.KERNELS.keys()
