@@ -29,7 +29,11 @@ MLA_DEVICE bool mbarrier_try_wait_parity(MBarrier& barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n .reg .pred complete;\n"
+#if __CUDA_ARCH__ >= 900
         " mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+#else  // does not suspend the thread
+        " mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+#endif
         " selp.u32 %0, 1, 0, complete;\n}"
         : "=r"(done)
         : "r"(smem_addr(&barrier).value), "r"(parity)

@@ -48,6 +48,13 @@ MLA_DEVICE i32 own_lane() {
     return lane;
 }
 
+// The blocks along the grid's first dimension, read anew at each call, too.
+MLA_DEVICE i32 num_blocks() {
+    i32 blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
+
 // Hides the value of `x` from the compiler: what is derived from it is recomputed after this point instead of being
 // kept in registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }

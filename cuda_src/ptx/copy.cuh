@@ -38,6 +38,15 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(SmemAddr to, const TensorMap& map, MBarr
         : "memory");
 }
 
+// `bytes`, a multiple of 16, from and to addresses that are.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+MLA_DEVICE void cp_async_bulk(SmemAddr to, const void* from, u32 bytes, MBarrier& full) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to.value),
+        "l"(from), "r"(bytes), "r"(smem_addr(&full).value)
+        : "memory");
+}
+
 // A box to global memory; what lies outside the tensor is not written.
 MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr from, i32 c0, i32 c1, i32 c2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
@@ -45,9 +54,19 @@ MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr fro
                  : "memory");
 }
 
-// Commits this thread's stores so far as a group; the wait returns once all groups have read shared memory.
+// Adds `bytes`, a multiple of 16, of fp32 numbers to those in global memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
+MLA_DEVICE void cp_reduce_async_bulk_add(float* to, SmemAddr from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(from.value), "r"(bytes)
+                 : "memory");
+}
+
+// Commits this thread's stores so far as a group; the waits return once all groups are done, or have read shared
+// memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-bulk-tensor-copy-completion
 MLA_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+MLA_DEVICE void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 MLA_DEVICE void cp_async_bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Copies 16 bytes, or writes 16 zero bytes where `present` is false (the source is then not read).

@@ -34,6 +34,17 @@ MLA_DEVICE uint2 ld_global_8(const void* from, bool present) {
     return x;
 }
 
+// The same of 4 bytes.
+MLA_DEVICE u32 ld_global_4(const void* from, bool present) {
+    u32 x = 0;
+    asm volatile(
+        "{\n .reg .pred present;\n setp.ne.b32 present, %2, 0;\n"
+        " @present ld.global.u32 %0, [%1];\n}"
+        : "+r"(x)
+        : "l"(from), "r"((i32)present));
+    return x;
+}
+
 // 16 bytes with a policy for the L2, such as kEvictFirst, and not kept in the L1. On Hopper, where it was measured; a
 // plain load elsewhere, as the policy takes registers.
 MLA_DEVICE float4 ld_global_16_once(const float4* from, bool present, u64 l2_policy) {

@@ -13,6 +13,12 @@ MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w, i32 wa
         : "memory");
 }
 
+// The same without a condition: the compiler makes a branch of that.
+MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
+
 MLA_DEVICE void red_add_v2(float* to, float x, float y, i32 wanted) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.s32 p, %3, 0;\n @p red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n}" ::"l"(to),

@@ -53,6 +53,7 @@ MLA_DEVICE void pin(u32 (&d)[kCount]) {
 #define MLA_REGS16 MLA_REGS12 ", %12, %13, %14, %15"
 #define MLA_REGS32 MLA_REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define MLA_REGS40 MLA_REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MLA_REGS48 MLA_REGS40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define MLA_REGS64 MLA_REGS32                                                                                          \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"                                 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -69,6 +70,7 @@ MLA_DEVICE void pin(u32 (&d)[kCount]) {
 #define MLA_D16(C, d, i) MLA_D8(C, d, i), MLA_D8(C, d, i + 8)
 #define MLA_D32(C, d, i) MLA_D16(C, d, i), MLA_D16(C, d, i + 16)
 #define MLA_D40(C, d, i) MLA_D32(C, d, i), MLA_D8(C, d, i + 32)
+#define MLA_D48(C, d, i) MLA_D40(C, d, i), MLA_D8(C, d, i + 40)
 #define MLA_D64(C, d, i) MLA_D32(C, d, i), MLA_D32(C, d, i + 32)
 #define MLA_D96(C, d, i) MLA_D64(C, d, i), MLA_D32(C, d, i + 64)
 #define MLA_D128(C, d, i) MLA_D64(C, d, i), MLA_D64(C, d, i + 64)
@@ -126,6 +128,7 @@ MLA_WGMMA_SUMS_F32(24, MLA_REGS12, MLA_D12, 12, 13, 14, 15, 16, 17, 18)
 MLA_WGMMA_SUMS_F32(32, MLA_REGS16, MLA_D16, 16, 17, 18, 19, 20, 21, 22)
 MLA_WGMMA_SUMS_F32(64, MLA_REGS32, MLA_D32, 32, 33, 34, 35, 36, 37, 38)
 MLA_WGMMA_SUMS_F32(80, MLA_REGS40, MLA_D40, 40, 41, 42, 43, 44, 45, 46)
+MLA_WGMMA_SUMS_F32(96, MLA_REGS48, MLA_D48, 48, 49, 50, 51, 52, 53, 54)
 MLA_WGMMA_SUMS_F32(128, MLA_REGS64, MLA_D64, 64, 65, 66, 67, 68, 69, 70)
 MLA_WGMMA_SUMS_F32(192, MLA_REGS96, MLA_D96, 96, 97, 98, 99, 100, 101, 102)
 MLA_WGMMA_SUMS_F32(256, MLA_REGS128, MLA_D128, 128, 129, 130, 131, 132, 133, 134)
@@ -137,6 +140,7 @@ MLA_WGMMA_SUMS_F16(256, MLA_REGS64, MLA_D64, 64, 65, 66, 67, 68, 69, 70)
 #undef MLA_REGS16
 #undef MLA_REGS32
 #undef MLA_REGS40
+#undef MLA_REGS48
 #undef MLA_REGS64
 #undef MLA_REGS96
 #undef MLA_REGS128
@@ -146,6 +150,7 @@ MLA_WGMMA_SUMS_F16(256, MLA_REGS64, MLA_D64, 64, 65, 66, 67, 68, 69, 70)
 #undef MLA_D16
 #undef MLA_D32
 #undef MLA_D40
+#undef MLA_D48
 #undef MLA_D64
 #undef MLA_D96
 #undef MLA_D128

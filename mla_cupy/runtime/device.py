@@ -24,6 +24,15 @@ def number_of(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("a"))
 
 
+_SMEM_KB = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+"""Shared memory that a block may have, by compute capability, where it is not 99 KB."""
+
+
+def smem_per_block(cc: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block of a GPU of this compute capability may have."""
+    return _SMEM_KB.get(cc, 99) * 1024
+
+
 TARGETS = tuple(arch_of(*divmod(number, 10)) for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))
 """The targets of every GPU that a kernel may run on."""
 

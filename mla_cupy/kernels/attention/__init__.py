@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import combine, generic, row_lists, schedule
+from mla_cupy.kernels.attention import combine, generic, mma, row_lists, schedule
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine.KERNEL,
     generic.KERNEL,
+    *mma.KERNELS,
     row_lists.KERNEL,
     schedule.KERNEL,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import (
     KEY_VARIANTS,
     READS_RECORDS,
@@ -11,8 +12,10 @@ from mla_cupy.kernels.attention.kernel import (
     AttentionKernel,
     key_variant,
 )
+from mla_cupy.kernels.attention.records import record_variant
+from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -49,3 +52,22 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     blocks_per_sm=2,
     fallback=True,
 )
+
+
+def from_records(
+    name: str, about: str, source: str, params: type[Params], records: tuple[str, ...]
+) -> AttentionKernel[Any]:
+    """A family's kernel of the same form that reads FP8 records: its fallback for them."""
+    return AttentionKernel(
+        name,
+        about,
+        source,
+        params,
+        variants=variants(dtype=HALF, record=records),
+        facts=KERNEL.facts,
+        unsupported=unsupported_records,
+        variant=record_variant,
+        block_rows=BLOCK_M,
+        blocks_per_sm=2,
+        fallback=True,
+    )

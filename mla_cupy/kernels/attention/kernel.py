@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ class SplitGrid:
 
     row_blocks: int
     num_splits: int
+
+
+def narrowest(builds: Sequence[int], rows: int) -> int:
+    """The rows of the narrowest blocks that hold so many; else several of the widest do."""
+    return next((block for block in builds if rows <= block), builds[-1])
 
 
 def key_variant(problem: Any) -> Variant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_cupy.kernels.attention.kernel import narrowest
 from mla_cupy.kernels.spec import Variant
 
 SPARSE_RECORDS = ("v32", "v4")
@@ -22,7 +23,11 @@ def record_variant(problem: Any) -> Variant:
     return Variant(dtype=problem.dtype, record=problem.record)
 
 
+def rows_variant(problem: Any, block_rows: int) -> Variant:
+    """The build for blocks of so many rows."""
+    return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows)
+
+
 def small_record_variant(problem: Any, rows: int) -> Variant:
     """The build for so many rows: the narrowest that holds them, or several blocks of the widest."""
-    block_rows = next((block for block in BLOCK_ROWS if rows <= block), BLOCK_ROWS[-1])
-    return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows)
+    return rows_variant(problem, narrowest(BLOCK_ROWS, rows))

@@ -8,7 +8,7 @@ from typing import Any
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, generic, heuristics, schedule
+from mla_cupy.kernels.attention import combine, generic, heuristics, mma, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
@@ -72,6 +72,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_small_cluster8.KERNEL,
         sm90_small.KERNEL,
         sm90.KERNEL,
+        *mma.KERNELS,
         generic.KERNEL,
         records.SEESAW,
         records.SMALL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mla_cupy.kernels.attention.kernel import key_variant
+from mla_cupy.kernels.attention.kernel import key_variant, narrowest
 from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.shapes import D_QK, TILE_TOKENS
@@ -82,5 +82,5 @@ def tree_record_variant(problem: DecodeProblem) -> Variant:
     """The build for a problem of dense decode."""
     if not problem.tree_mask:
         return small_record_variant(problem, problem.rows)
-    block_rows = next((block for block in TREE_BLOCK_ROWS if problem.rows <= block), TREE_BLOCK_ROWS[-1])
+    block_rows = narrowest(TREE_BLOCK_ROWS, problem.rows)
     return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows, tree_mask=1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.generic import BLOCK_M as GENERIC_BLOCK_M
-from mla_cupy.kernels.attention.generic import unsupported_records
+from mla_cupy.kernels.attention.generic import from_records
 from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, DENSE_RECORDS, TREE_BLOCK_ROWS, record_variant
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
@@ -83,18 +82,12 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 
 
-GENERIC: AttentionKernel[DecodeProblem] = AttentionKernel(
+GENERIC = from_records(
     "decode_generic_records",
     "dense decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "decode/generic_records.cu",
     DecodeParams,
-    variants=variants(dtype=HALF, record=DENSE_RECORDS),
-    facts={"block_m": GENERIC_BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=unsupported_records,
-    variant=record_variant,
-    block_rows=GENERIC_BLOCK_M,
-    blocks_per_sm=2,
-    fallback=True,
+    DENSE_RECORDS,
 )
 
 

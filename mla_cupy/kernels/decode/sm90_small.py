@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.heuristics import MAX_SHARED_TILES, MOST_SHARED_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -45,7 +45,7 @@ def variant(problem: DecodeProblem) -> Variant:
     """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
     wide = problem.d_qk == D_QK
     builds = BLOCK_ROWS if wide and not problem.tree_mask else NARROW_BLOCK_ROWS
-    rows = next((rows for rows in builds if problem.rows <= rows), builds[-1])
+    rows = narrowest(builds, problem.rows)
     if problem.tree_mask:
         return Variant(dtype=problem.dtype, block_rows=rows, tree_mask=1)
     if wide:

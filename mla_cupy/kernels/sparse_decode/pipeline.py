@@ -15,6 +15,7 @@ from mla_cupy.kernels.attention import combine, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
@@ -61,7 +62,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         block_rows, variant = chosen.block_rows, chosen.variant(problem)
         if chosen is records.SMALL:
             block_rows = records.small_block_rows(problem, device)
-            variant = records.small_variant(problem, block_rows)
+            variant = rows_variant(problem, block_rows)
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
         if problem.ragged:

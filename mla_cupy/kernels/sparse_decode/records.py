@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.generic import BLOCK_M as GENERIC_BLOCK_M
-from mla_cupy.kernels.attention.generic import unsupported
-from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.generic import from_records
+from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
+from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -56,13 +55,8 @@ def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | 
 def small_block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
     """Heads of a block: the fewest that hold all of them, or 16 where every block then has one tile."""
     blocks = -(-problem.h_q // 16) * problem.queries * problem.tiles
-    wide = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
+    wide = narrowest(BLOCK_ROWS, problem.h_q)
     return 16 if wide > 16 and blocks <= device.sm_count else wide
-
-
-def small_variant(problem: SparseDecodeProblem, rows: int) -> Variant:
-    """The build for blocks of so many heads."""
-    return Variant(dtype=problem.dtype, record=problem.record, block_rows=rows)
 
 
 SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -78,18 +72,12 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
 )
 
 
-GENERIC: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+GENERIC = from_records(
     "sparse_decode_generic",
     "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_decode/generic.cu",
     SparseDecodeParams,
-    variants=variants(dtype=HALF, record=SPARSE_RECORDS),
-    facts={"block_m": GENERIC_BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=unsupported,
-    variant=record_variant,
-    block_rows=GENERIC_BLOCK_M,
-    blocks_per_sm=2,
-    fallback=True,
+    SPARSE_RECORDS,
 )
 
 

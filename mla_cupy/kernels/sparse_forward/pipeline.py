@@ -14,7 +14,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, generic, heuristics, row_lists, schedule
+from mla_cupy.kernels.attention import combine, generic, heuristics, mma, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
@@ -54,6 +54,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
     kernels = (
         sm90.SMALL,
         sm90.SEESAW,
+        *mma.KERNELS,
         GENERIC,
         records.SMALL,
         records.GENERIC,

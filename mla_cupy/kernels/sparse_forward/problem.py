@@ -28,6 +28,11 @@ class SparseForwardProblem:
     aligned: bool = True
     record: str = ""
 
+    @property
+    def rows(self) -> int:
+        """Query rows that share keys."""
+        return self.h_q
+
 
 class SparseForwardOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.generic import BLOCK_M, unsupported_records
-from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS, record_variant
+from mla_cupy.kernels.attention.generic import from_records
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS, rows_variant
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
@@ -24,8 +24,7 @@ def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | N
 
 def variant(problem: SparseForwardProblem) -> Variant:
     """The build for the heads: the narrowest that holds them, or several blocks of the widest."""
-    rows = next((rows for rows in BLOCK_ROWS if problem.h_q <= rows), BLOCK_ROWS[-1])
-    return Variant(dtype=problem.dtype, record=problem.record, block_rows=rows)
+    return rows_variant(problem, narrowest(BLOCK_ROWS, problem.h_q))
 
 
 SMALL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
@@ -42,18 +41,12 @@ SMALL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
 )
 
 
-GENERIC: AttentionKernel[SparseForwardProblem] = AttentionKernel(
+GENERIC = from_records(
     "sparse_forward_generic_records",
     "sparse forward from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_forward/generic_records.cu",
     DecodeParams,
-    variants=variants(dtype=HALF, record=SPARSE_RECORDS),
-    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=unsupported_records,
-    variant=record_variant,
-    block_rows=BLOCK_M,
-    blocks_per_sm=2,
-    fallback=True,
+    SPARSE_RECORDS,
 )
 
 

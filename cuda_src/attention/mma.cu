@@ -1,0 +1,344 @@
+// Attention of 64 query rows to the latent cache with mma.sync, for every GPU since Ampere.
+//
+//   S = Q K^T * scale           (64 x 576) (576 x 16) per step of 16 tokens
+//   P = exp2(S log2(e) - m)     m: running maximum of each row
+//   l = sum of P,  O = P V      (64 x 16) (16 x 512); V is K's first 512 columns
+//   out = O / l,   lse = ln 2 (m + log2 l)
+//
+// For dense decode, and for sparse attention: one-token pages, and o = sum p v / (sum p + exp2(sink - m)).
+//
+// Grid: x = row blocks of all KV heads, y = splits (attention/split_work.cuh). One block per SM iterates over the work
+// items of its split. All eight warps do the same work, step by step:
+//
+//   scores   warp = 32 rows, a quarter of d      S(i+1), sent ->
+//   values   warp = all rows, 64 columns                        O += P(i) V(i), first half     | second half
+//   softmax  warp = 8 rows                                                      S(i+1) is there | P(i+1), written ->
+//
+// So the products with values hide the way of the scores through shared memory. Two barriers a step, arrived at early
+// and waited for late: `sent`, every warp's partial scores, and `written`, P.
+//
+// Queries stay in registers as A fragments, a quarter of d in each warp: 64 rows of them would not fit into 99 KB. The
+// rows of a fragment are permuted, so that a warp's first fragment row is its own 8 rows: it sends the others only.
+#include "attention/mma/key_ring.cuh"
+#include "attention/online_softmax.cuh"
+#include "ptx/control.cuh"
+#include "ptx/matrix.cuh"
+
+// Keys have RoPE columns unless a variant says otherwise.
+#ifndef MLA_HEAD_DIM_QK
+#define MLA_HEAD_DIM_QK 576
+#endif
+
+namespace mla::attention::mma {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kRows = 64, kRowTiles = kRows / kMmaRows;
+constexpr i32 kStepTokens = 16, kStepTiles = kStepTokens / kMmaColumns;
+constexpr i32 kQuarters = 4;  // of d: as many warps score the same rows
+constexpr i32 kScoreRows = kRows / (kWarps / kQuarters), kScoreTiles = kScoreRows / kMmaRows;
+constexpr i32 kOwnRows = kRows / kWarps;                                    // of the softmax, a warp
+constexpr i32 kScoreSteps = kHeadDimQk * (i32)sizeof(u16) / kSegmentBytes;  // products along d: one in each segment
+static_assert(kScoreRows == kQuarters * kOwnRows, "each warp that scores some rows owns a quarter of them");
+static_assert(kWarpColumns * (i32)sizeof(u16) == kSegmentBytes, "a warp's values are a segment of each row");
+static_assert(kQuarters * kMmaDepth * (i32)sizeof(u16) == kSegmentBytes, "a segment has a product for each quarter");
+static_assert(kStepTokens == kMmaDepth && kStepTiles == 2, "a step is one product along tokens");
+
+constexpr i32 kOtherBytes = 3 * kWarps * kWarpThreads * 16 + 2 * kRows * kStepTokens * 2 + 2048;
+constexpr i32 kOctetBytes = kHeadDimQk * (i32)sizeof(u16) * kOctetTokens;
+using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes / 2 * 2, kStepTokens>;
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+struct Storage {
+    KeySlots<Ring> keys;
+    float4 partial[kWarps][kQuarters - 1][kWarpThreads];  // scores for a warp from each other one, as fragments
+    uint4 p[2][kRowTiles][kWarpThreads];                  // as A fragments; steps take turns
+    float scale[2][kRows];                                // by which a step's new maximum rescales what came before
+    alignas(8) u8 rescales[2][kWarps];                    // whether a warp's rows have such a factor
+    // barrier   arrives (count)   waits       first phase
+    // sent      all warps (8)     all warps   blocked
+    // written   all warps (8)     all warps   blocked
+    MBarrier sent, written;
+    Items items;
+    float factor[kRows], row_max[kRows];
+    i32 nonfinite_request;  // whose values that not all rows see were not all finite
+};
+static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
+
+MLA_DECODE_FACTS();
+MLA_FACT(threads, kThreads);
+MLA_FACT(smem_bytes, sizeof(Storage));
+MLA_FACT(block_rows, kRows);
+
+using Rows = Block<kRows>;
+
+// What a thread holds of a work item, beside the output.
+struct Math {
+    u32 q[kScoreSteps][kScoreTiles][4];
+    float own[kStepTiles][2];  // scores of its row, of the warp's 8, for four tokens: see token()
+    float max, sum;            // of that row: running maximum; the thread's share of the sum
+    RingCursor<Ring> keys;     // of the step that is scored next
+    KeyLoader<Ring> loader;
+    u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
+    i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+
+    MLA_DEVICE i32 quarter() const { return warp % kQuarters; }  // of d
+    MLA_DEVICE i32 half() const { return warp / kQuarters; }     // of the rows
+    MLA_DEVICE i32 row() const { return warp * kOwnRows + lane / 4; }
+    MLA_DEVICE i32 token(i32 n) const { return n * kMmaColumns + lane % 4 * 2; }
+};
+
+// ---- Scores ----------------------------------------------------------------------------------------------------
+// Position c of the fragments, 8 rows each, holds those that warp c ^ quarter of the half owns.
+MLA_DEVICE void load_queries(const Rows& block, Math& math) {
+#pragma unroll
+    for (i32 c = 0; c < kQuarters; ++c) {
+        const i32 row = math.half() * kScoreRows + (c ^ math.quarter()) * kOwnRows + math.lane / 4;
+        const u16* from = block.query(row, math.quarter() * kMmaDepth + math.lane % 4 * 2);
+#pragma unroll
+        for (i32 step = 0; step < kScoreSteps; ++step) {
+#pragma unroll
+            for (i32 k = 0; k < 2; ++k) {
+                const u32 word = *reinterpret_cast<const u32*>(from + step * (kSegmentBytes / 2) + k * kMmaColumns);
+                math.q[step][c / 2][c % 2 + 2 * k] = block.row0 + row < block.rows ? word : 0;
+            }
+        }
+    }
+}
+
+// S of the next step, over the warp's quarter of d: to be sent, but for the warp's own rows.
+MLA_DEVICE void score(Storage& s, Math& math, float (&scores)[kScoreTiles][kStepTiles][4]) {
+    const i32 lane = math.lane, octet = Ring::position(math.keys.first, lane / 16);
+    const SmemAddr keys = smem_addr(s.keys.octets[octet]) + Ring::offset(lane % 8, 2 * math.quarter() + lane / 8 % 2);
+#pragma unroll
+    for (i32 i = 0; i < kScoreTiles * kStepTiles * 4; ++i) (&scores[0][0][0])[i] = 0.f;
+    mbarrier_wait(math.keys.full(s.keys), math.keys.parity);
+#pragma unroll
+    for (i32 step = 0; step < kScoreSteps; ++step) {
+        u32 k[4];
+        ldmatrix_x4(k, keys + step * kSegmentBytes);
+#pragma unroll
+        for (i32 tile = 0; tile < kScoreTiles; ++tile) {
+            mma_m16n8k16(Element{}, scores[tile][0], math.q[step][tile], k[0], k[1]);
+            mma_m16n8k16(Element{}, scores[tile][1], math.q[step][tile], k[2], k[3]);
+        }
+    }
+    math.own[0][0] = scores[0][0][0], math.own[0][1] = scores[0][0][1];
+    math.own[1][0] = scores[0][1][0], math.own[1][1] = scores[0][1][1];
+}
+
+MLA_DEVICE void send(Storage& s, const Math& math, const float (&scores)[kScoreTiles][kStepTiles][4]) {
+#pragma unroll
+    for (i32 c = 1; c < kQuarters; ++c) {
+        const float (&of)[kStepTiles][4] = scores[c / 2];
+        const i32 r = 2 * (c % 2), to = math.half() * kQuarters + (c ^ math.quarter());
+        s.partial[to][c - 1][math.lane] = make_float4(of[0][r], of[0][r + 1], of[1][r], of[1][r + 1]);
+    }
+    release(s.sent, math.lane);
+}
+
+// ---- Softmax ---------------------------------------------------------------------------------------------------
+MLA_DEVICE void receive(const Storage& s, Math& math) {
+#pragma unroll
+    for (i32 from = 0; from < kQuarters - 1; ++from) {
+        const float4 x = s.partial[math.warp][from][math.lane];
+        math.own[0][0] += x.x, math.own[0][1] += x.y, math.own[1][0] += x.z, math.own[1][1] += x.w;
+    }
+}
+
+// -inf where the row does not see the token. `token` is the step's first.
+MLA_DEVICE void mask(const Rows& block, const Storage& s, Math& math, i32 token) {
+    i32 row = block.row0 + math.row();
+    opaque(row);  // what follows from it is not worth registers across the loop
+    const SeenTokens seen = seen_tokens(block.p, block.item(), row);
+#pragma unroll
+    for (i32 n = 0; n < kStepTiles; ++n) {
+        const u32 present = present_bits<Ring>(s.keys, math.keys.first, math.token(n));
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const bool counts = (present >> i & 1) && seen.contain(token + math.token(n) + i);
+            if (!counts) math.own[n][i] = negative_infinity();
+        }
+    }
+}
+
+// The largest score of the thread's row, in base 2.
+MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
+    const float (&x)[kStepTiles][2] = math.own;
+    return quad_max(fmaxf(fmaxf(x[0][0], x[0][1]), fmaxf(x[1][0], x[1][1]))) * block.p.scale_log2;
+}
+
+// Moves the running maximum, lazily (attention/online_softmax.cuh); returns the factor for what came before. Without a
+// branch, which products could not be moved past.
+MLA_DEVICE float move_max(Math& math, float largest) {
+    const float next = largest > math.max + kLazyMaxLog2 ? largest : math.max;
+    const float factor = next == math.max ? 1.f : ex2_approx(math.max - next);
+    math.max = next;
+    math.sum *= factor;
+    return factor;
+}
+
+// P of the warp's rows, as A fragments of the product with values.
+MLA_DEVICE void write_p(const Rows& block, Storage& s, Math& math, i32 buffer, float factor) {
+    u32* to = reinterpret_cast<u32*>(&s.p[buffer][math.warp / 2][math.lane]) + math.warp % 2;
+#pragma unroll
+    for (i32 n = 0; n < kStepTiles; ++n) {
+        const float p0 = ex2_approx(fmaf(math.own[n][0], block.p.scale_log2, -math.max));
+        const float p1 = ex2_approx(fmaf(math.own[n][1], block.p.scale_log2, -math.max));
+        math.sum += p0 + p1;
+        to[2 * n] = cvt_x2(Element{}, p0, p1);
+    }
+    if (math.lane % 4 == 0) s.scale[buffer][math.row()] = factor;
+    const bool rescales = __any_sync(kFullWarp, factor != 1.f);
+    if (math.lane == 0) s.rescales[buffer][math.warp] = rescales;
+    release(s.written, math.lane);
+}
+
+// ---- Values ----------------------------------------------------------------------------------------------------
+using PFragments = u32[kRowTiles][4];
+
+MLA_DEVICE void load_p(PFragments& p, const Storage& s, i32 buffer, i32 lane) {
+#pragma unroll
+    for (i32 tile = 0; tile < kRowTiles; ++tile) {
+        const uint4 x = s.p[buffer][tile][lane];
+        p[tile][0] = x.x, p[tile][1] = x.y, p[tile][2] = x.z, p[tile][3] = x.w;
+    }
+}
+
+// O += P V of 8 kBegin to 8 kEnd of the warp's columns.
+template <i32 kBegin, i32 kEnd>
+MLA_DEVICE void add_values(const Storage& s, const Math& math, i32 first, const PFragments& p,
+                           Output<Element, kRowTiles>& out) {
+    const i32 lane = math.lane, octet = Ring::position(first, lane / 8 % 2), row = lane % 8;
+    const SmemAddr values = smem_addr(s.keys.octets[octet]) + (u32)(row * Ring::kRowBytes + math.warp * kSegmentBytes);
+#pragma unroll
+    for (i32 n = kBegin; n < kEnd; n += 2) {
+        u32 v[4];
+        ldmatrix_x4_trans(v, values + (u32)((n + lane / 16) ^ row) * kChunkBytes);
+#pragma unroll
+        for (i32 tile = 0; tile < kRowTiles; ++tile) {
+            mma_m16n8k16(Element{}, out.x[tile][n], p[tile], v[0], v[1]);
+            mma_m16n8k16(Element{}, out.x[tile][n + 1], p[tile], v[2], v[3]);
+        }
+    }
+}
+
+// ---- Steps -----------------------------------------------------------------------------------------------------
+// What hides tokens of the step that begins with token `token`, once all its partial scores are received. Cold: most
+// steps hide nothing.
+MLA_DEVICE void hide(const Rows& block, Storage& s, Math& math, i32 token) {
+    const i32 seen_by_all = block.item().seen_by_all, request = block.item().request;
+    const bool masked = token + kStepTokens > seen_by_all;
+    if (masked || !all_present<Ring>(s.keys, math.keys.first)) mask(block, s, math, token);
+    if (masked && clean_values<Element, Ring>(s.keys, math.keys.first, token, seen_by_all)) {
+        s.nonfinite_request = request;
+    }
+}
+
+// The true maximum, where it is wanted.
+MLA_DEVICE void keep_row_max(const Rows& block, Storage& s, const Math& math, float largest) {
+    if (block.p.max_logits == nullptr || math.lane % 4 != 0) return;
+    s.row_max[math.row()] = fmaxf(s.row_max[math.row()], largest);
+}
+
+// The values of step `step`, and the scores of the next one.
+MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Element, kRowTiles>& out, i32 step,
+                         i32 steps) {
+    float scores[kScoreTiles][kStepTiles][4];
+    score(s, math, scores);
+    mbarrier_wait(s.written, math.phase);  // P of this step; also, the last partial scores have been received
+    const bool rescales = *reinterpret_cast<const u64*>(s.rescales[step & 1]) != 0;
+    send(s, math, scores);
+    PFragments p;
+    load_p(p, s, step & 1, math.lane);
+    if (rescales) out.rescale(s.scale[step & 1], math.lane);
+    const i32 valued = math.keys.previous();
+    add_values<0, kValueTiles / 2>(s, math, valued, p, out);
+    math.phase ^= 1;
+    mbarrier_wait(s.sent, math.phase);  // also, the values of the last step have been read
+    receive(s, math);
+    hide(block, s, math, block.begin() + (step + 1) * kStepTokens);
+    // From here on no branch: the softmax mixes with the products.
+    add_values<kValueTiles / 2, kValueTiles * 3 / 4>(s, math, valued, p, out);
+    const float largest = largest_score(block, math), factor = move_max(math, largest);
+    add_values<kValueTiles * 3 / 4, kValueTiles>(s, math, valued, p, out);
+    write_p(block, s, math, ~step & 1, factor);
+    keep_row_max(block, s, math, largest);
+    math.keys.advance();
+    if (math.loader.may_ask(steps, step)) {
+        math.loader.ask_step(block, s.keys);
+        math.loader.look_up(block);
+    }
+}
+
+MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
+    float scores[kScoreTiles][kStepTiles][4];
+    score(s, math, scores);
+    send(s, math, scores);
+    mbarrier_wait(s.sent, math.phase);
+    receive(s, math);
+    hide(block, s, math, block.begin());
+    const float largest = largest_score(block, math), factor = move_max(math, largest);
+    write_p(block, s, math, 0, factor);
+    keep_row_max(block, s, math, largest);
+    math.keys.advance();
+}
+
+MLA_DEVICE void last_values(Storage& s, Math& math, Output<Element, kRowTiles>& out, i32 step) {
+    mbarrier_wait(s.written, math.phase);
+    math.phase ^= 1;
+    PFragments p;
+    load_p(p, s, step & 1, math.lane);
+    if (*reinterpret_cast<const u64*>(s.rescales[step & 1]) != 0) out.rescale(s.scale[step & 1], math.lane);
+    add_values<0, kValueTiles>(s, math, math.keys.previous(), p, out);
+}
+
+MLA_DEVICE void store_item(const Rows& block, Storage& s, const Math& math, Output<Element, kRowTiles>& out) {
+    if (s.nonfinite_request == block.item().request) out.add_nonfinite(block, math.warp, math.lane);
+    const float sum = quad_sum(math.sum);
+    if (math.lane % 4 == 0) {
+        s.factor[math.row()] = store_statistics(block, math.row(), math.max, sum, s.row_max[math.row()]);
+    }
+    __syncthreads();
+    out.store(block, s.factor, math.warp, math.lane);
+}
+
+MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
+    const i32 steps = max(0, ceil_div(block.end() - block.begin(), kStepTokens));
+    math.loader.begin(block);
+    math.loader.fill(block, s.keys, steps);
+    if (math.lane % 4 == 0) s.row_max[math.row()] = negative_infinity();
+    math.max = kLowestMax, math.sum = 0.f;
+    Output<Element, kRowTiles> out;
+    out.clear();
+    if (steps > 0) {
+        load_queries(block, math);
+        first_scores(block, s, math);
+#pragma unroll 1
+        for (i32 step = 0; step + 1 < steps; ++step) run_step(block, s, math, out, step, steps);
+        last_values(s, math, out, steps - 1);
+    }
+    store_item(block, s, math, out);
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(kSegmentBytes) u8 smem[];
+    Storage& s = *reinterpret_cast<Storage*>(smem);
+    if (threadIdx.x == 0) {
+        init_keys(s.keys);
+        mbarrier_init(s.sent, kWarps);
+        mbarrier_init(s.written, kWarps);
+        s.nonfinite_request = -1;
+    }
+    griddepcontrol_wait();
+    const Rows block(p, s.items);
+    Math math;
+    while (block.next()) run_item(block, s, math);
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::attention::mma

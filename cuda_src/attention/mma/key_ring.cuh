@@ -1,0 +1,194 @@
+// The ring of keys of the mma.sync kernels: rows of the cache, copied by cp.async, which are scored and then serve as
+// values.
+//
+// A step is 16 or 32 tokens. The ring is cut in octets, 8 tokens, so that it takes as much shared memory as there is.
+// Every thread copies: as many neighbouring threads a token as the step allows. Within each 128 bytes of a row, 16-byte
+// chunk c lies at position c ^ (row % 8), so that ldmatrix, plain or transposed, meets no bank conflict.
+#pragma once
+#include "attention/mma/block.cuh"
+#include "ptx/copy.cuh"
+#include "tile/ring.cuh"
+
+namespace mla::attention::mma {
+constexpr i32 kOctetTokens = 8;
+constexpr i32 kChunkBytes = 16;
+constexpr i32 kChunkElems = 8;
+constexpr i32 kSegmentBytes = 128;  // a swizzled segment is eight chunks
+
+template <i32 kHeadDim, i32 kOctets_, i32 kStepTokens_>
+struct KeyRing {
+    static constexpr i32 kOctets = kOctets_, kStepTokens = kStepTokens_;
+    static constexpr i32 kRowBytes = kHeadDim * (i32)sizeof(u16), kRowChunks = kRowBytes / kChunkBytes;
+    static constexpr i32 kStepOctets = kStepTokens / kOctetTokens;
+    static constexpr i32 kTokenThreads = kThreads / kStepTokens;      // that copy one token
+    static constexpr i32 kWarpTokens = kWarpThreads / kTokenThreads;  // that a warp copies of a step
+    static constexpr i32 kOctetWarps = kOctetTokens / kWarpTokens;
+    // The steps that the ring holds, if it is whole steps; otherwise parts of one more, and one that is read.
+    static constexpr bool kWholeSteps = kOctets % kStepOctets == 0;
+    static constexpr i32 kBarriers = kOctets / kStepOctets + (kWholeSteps ? 0 : 2);
+    static_assert(kTokenThreads % kChunkElems == 0, "each round of copies is whole segments");
+    static_assert(kTileTokens % kStepTokens == 0, "a tile is whole steps");
+    static_assert(kOctets >= 2 * kStepOctets, "a step is read while the next one arrives");
+
+    // Where octet `octet` of the step that begins at octet `first` of the ring lies.
+    MLA_DEVICE static i32 position(i32 first, i32 octet) {
+        const i32 at = first + octet;
+        return at >= kOctets ? at - kOctets : at;
+    }
+
+    // Byte offset of a chunk of row `row` of an octet.
+    MLA_DEVICE static u32 offset(i32 row, i32 chunk) {
+        return row * kRowBytes + (chunk & ~7) * kChunkBytes + ((chunk ^ row) & 7) * kChunkBytes;
+    }
+};
+
+// The ring in shared memory.
+template <class Ring>
+struct KeySlots {
+    alignas(kSegmentBytes) u8 octets[Ring::kOctets][kOctetTokens * Ring::kRowBytes];
+    MBarrier full[Ring::kBarriers];  // all threads arrive, with their copies; the first phase blocks
+    alignas(8) u8 present[Ring::kOctets][Ring::kOctetWarps];  // bit = token of a warp: whether its page is in the pool
+};
+
+template <class Ring>
+MLA_DEVICE void init_keys(KeySlots<Ring>& keys) {
+    for (i32 i = 0; i < Ring::kBarriers; ++i) mbarrier_init(keys.full[i], kThreads);
+}
+
+// A position in the ring, step by step.
+template <class Ring, bool kWholeSteps = Ring::kWholeSteps>
+struct RingCursor {
+    i32 first = 0;   // octet where the step begins
+    u32 parity = 0;  // of its barrier
+
+    MLA_DEVICE MBarrier& full(KeySlots<Ring>& s) const { return s.full[first / Ring::kStepOctets]; }
+    MLA_DEVICE i32 previous() const { return (first == 0 ? Ring::kOctets : first) - Ring::kStepOctets; }
+    MLA_DEVICE void advance() {
+        first = Ring::position(first, Ring::kStepOctets);
+        parity ^= first == 0;
+    }
+};
+
+// The same of a ring whose end is within a step.
+template <class Ring>
+struct RingCursor<Ring, false> {
+    i32 first = 0, barrier = 0;
+    u32 parity = 0;
+
+    MLA_DEVICE MBarrier& full(KeySlots<Ring>& s) const { return s.full[barrier]; }
+    MLA_DEVICE void advance() {
+        first = Ring::position(first, Ring::kStepOctets);
+        barrier = barrier + 1 == Ring::kBarriers ? 0 : barrier + 1;
+        parity ^= barrier == 0;
+    }
+};
+
+// One thread's share of loading.
+template <class Ring>
+struct KeyLoader {
+    RingCursor<Ring> at;  // of the next step to ask for
+    i32 asked;            // steps of the item
+    // Of the token that this thread helps to copy: as in the block table, read ahead, below 0 past the end; within it.
+    i32 page, offset;
+
+    MLA_DEVICE static i32 octet() { return (i32)threadIdx.x / (kOctetTokens * Ring::kTokenThreads); }
+
+    template <class Block>
+    MLA_DEVICE void begin(const Block& block) {
+        asked = 0;
+        look_up(block);
+    }
+
+    // Asks for all of the item's `steps` that the ring has room for.
+    template <class Block>
+    MLA_DEVICE void fill(const Block& block, KeySlots<Ring>& s, i32 steps) {
+#pragma unroll 1
+        while (may_ask(steps, 0)) {
+            ask_step(block, s);
+            look_up(block);
+        }
+    }
+
+    // Whether there is a step to ask for whose place is free, `done` steps having been read by all threads.
+    MLA_DEVICE bool may_ask(i32 steps, i32 done) const {
+        return asked < steps && Ring::kStepOctets * asked + octet() < Ring::kStepOctets * done + Ring::kOctets;
+    }
+
+    // The place of the step's token must have been looked up.
+    template <class Block>
+    MLA_DEVICE void ask_step(const Block& block, KeySlots<Ring>& s) {
+        copy_token(block, s);
+        cp_async_mbarrier_arrive_noinc(at.full(s));
+        at.advance();
+        ++asked;
+    }
+
+    // Of the next step that will be asked for. It takes a division and a load: to be called where nobody waits.
+    template <class Block>
+    MLA_DEVICE void look_up(const Block& block) {
+        const DecodeParams& p = block.p;
+        const i32 token = block.begin() + asked * Ring::kStepTokens + (i32)threadIdx.x / Ring::kTokenThreads;
+        page = -1, offset = 0;
+        if (token >= block.end()) return;
+        const i32 index = token / p.page_size;
+        page = p.block_table[block.item().request * p.table_stride_b_elems + index * p.table_stride_page_elems];
+        offset = token - index * p.page_size;
+    }
+
+   private:
+    template <class Block>
+    MLA_DEVICE void copy_token(const Block& block, KeySlots<Ring>& s) {
+        const DecodeParams& p = block.p;
+        const i32 thread = threadIdx.x, octet_at = Ring::position(at.first, octet());
+        const bool present = (u32)page < (u32)p.num_pages;
+        const u32 lanes = __ballot_sync(kFullWarp, present);
+        if (thread % kWarpThreads == 0) {
+            u32 bits = 0;
+#pragma unroll
+            for (i32 i = 0; i < Ring::kWarpTokens; ++i) bits |= (lanes >> (i * Ring::kTokenThreads) & 1) << i;
+            s.present[octet_at][thread / kWarpThreads % Ring::kOctetWarps] = (u8)bits;
+        }
+        const i32 chunk = thread % Ring::kTokenThreads, row = thread / Ring::kTokenThreads % kOctetTokens;
+        const u16* from = p.kv + block.kv_head * p.kv_stride_h_elems + chunk * kChunkElems;
+        if (present) from += page * p.kv_stride_page_elems + offset * p.kv_stride_token_elems;
+        const SmemAddr to = smem_addr(s.octets[octet_at]) + Ring::offset(row, chunk);
+#pragma unroll
+        for (i32 i = 0; i < ceil_div(Ring::kRowChunks, Ring::kTokenThreads); ++i) {
+            const i32 ahead = i * Ring::kTokenThreads;
+            if (ahead + Ring::kTokenThreads > Ring::kRowChunks && ahead + chunk >= Ring::kRowChunks) break;
+            cp_async_16(to + ahead * kChunkBytes, from + ahead * kChunkElems, present);
+        }
+    }
+};
+
+// Whether token `token` of the step at `first` can be read, and the tokens after it that the same warp copied: a bit
+// each.
+template <class Ring>
+MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
+    const i32 octet = Ring::position(first, token / kOctetTokens);
+    return s.present[octet][token / Ring::kWarpTokens % Ring::kOctetWarps] >> token % Ring::kWarpTokens;
+}
+
+// Whether all tokens of the step at `first` can be read: a step of two octets, four warps' bytes each.
+template <class Ring>
+MLA_DEVICE bool all_present(const KeySlots<Ring>& s, i32 first) {
+    static_assert(Ring::kWholeSteps && Ring::kStepOctets * Ring::kOctetWarps == sizeof(u64), "a word of a step");
+    constexpr u64 kAll = ((1u << Ring::kWarpTokens) - 1) * 0x0101010101010101ull;
+    return *reinterpret_cast<const u64*>(s.present[first]) == kAll;
+}
+
+// By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, values that are not finite become
+// 0. True if this thread found one. `token` is the step's first.
+template <class Element, class Ring>
+MLA_DEVICE bool clean_values(KeySlots<Ring>& s, i32 first, i32 token, i32 seen_by_all) {
+    const i32 thread = threadIdx.x, mine = thread / Ring::kTokenThreads;
+    if (token + mine < seen_by_all) return false;
+    u8* octet = s.octets[Ring::position(first, mine / kOctetTokens)];
+    bool found = false;
+#pragma unroll 1
+    for (i32 chunk = thread % Ring::kTokenThreads; chunk < kHeadDimV / kChunkElems; chunk += Ring::kTokenThreads) {
+        found |= zero_nonfinite<Element>(*reinterpret_cast<uint4*>(octet + Ring::offset(mine % kOctetTokens, chunk)));
+    }
+    return found;
+}
+}  // namespace mla::attention::mma

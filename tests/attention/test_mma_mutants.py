@@ -1,0 +1,99 @@
+"""Bugs planted in the mma.sync kernels: each must show, the kernels as they are must not (see tests/decode)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.kernels.attention import mma
+from tests.attention.runs import GPUS
+from tests.decode.test_small_mutants import alike_where_finite
+from tests.support.cases import DecodeCase, make
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.sim_driver import simulated
+from tests.support.tolerance import check
+
+RING, BLOCK, SOFTMAX = "attention/mma/key_ring.cuh", "attention/mma/block.cuh", "attention/mma/softmax.cuh"
+SMALL, WIDE = "attention/mma_small.cu", "attention/mma.cu"
+MODES = (("late", 0), ("random", 1))
+#: One block works at both requests, each of more tokens than a ring holds. The last step ends behind the block table.
+CASE = DecodeCase(b=2, seqlens=(81, 138), s_q=2, h_q=7, page_size=4, missing_pages=1)
+
+OF_SMALL = [
+    # What both kernels share
+    Mutant(
+        "absent pages count",
+        RING,
+        "<< i;\n            s.present",
+        "<< i;\n            bits = ~0u;\n            s.present",
+    ),
+    Mutant("tokens past the end", RING, "if (token >= block.end()) return;", ""),
+    Mutant("rows past the last one", BLOCK, "if (block.row0 + row < block.rows) store_row", "if (true) store_row"),
+    Mutant("chunks not swizzled", RING, "((chunk ^ row) & 7)", "(chunk & 7)"),
+    Mutant("first octet never wraps", RING, "return at >= kOctets ? at - kOctets : at;", "return at % (kOctets - 1);"),
+    # Its own
+    Mutant("keys not waited for", SMALL, "mbarrier_wait(math.keys.full(s.keys), math.keys.parity);", ""),
+    Mutant("parity stuck", RING, "parity ^= barrier == 0;", ""),
+    Mutant("scores not waited for", SMALL, "__syncthreads();  // the scores", "//"),
+    Mutant("P not waited for", SMALL, "__syncthreads();  // P is there", ""),
+    Mutant("one place too few", RING, "kStepOctets * done + Ring::kOctets;", "kStepOctets * done + Ring::kOctets + 4;"),
+    Mutant("no mask", SOFTMAX, "if (masked) present &=", "if (false) present &="),
+    Mutant("values not cleaned", SMALL, "if (masked && clean_values", "if (false && clean_values"),
+    Mutant("output not rescaled", SMALL, "s.softmax.rescales) != 0", "s.softmax.rescales) == 1"),
+    Mutant("sum of one lane", SOFTMAX, "return over_lanes(sum,", "return over_lanes(is_first() ? sum : 0.f,"),
+]
+OF_WIDE = [
+    Mutant("keys not waited for by 64 rows", WIDE, "mbarrier_wait(math.keys.full(s.keys), math.keys.parity);", ""),
+    Mutant("parity of whole steps stuck", RING, "parity ^= first == 0;", ""),
+    Mutant("sent scores not waited for", WIDE, "mbarrier_wait(s.sent, math.phase);  // also", "// also"),
+    Mutant("written P not waited for", WIDE, "mbarrier_wait(s.written, math.phase);  // P", "// P"),
+    Mutant("sent by one warp too few", WIDE, "mbarrier_init(s.sent, kWarps)", "mbarrier_init(s.sent, kWarps - 1)"),
+    Mutant("one buffer of P", WIDE, "s, math, ~step & 1, factor)", "s, math, step & 1, factor)"),
+    Mutant(
+        "scores to another warp",
+        WIDE,
+        "(c ^ math.quarter());\n        s.partial",
+        "((c + 1) ^ math.quarter()) % 4;\n        s.partial",
+    ),
+    Mutant(
+        "values of the next step",
+        WIDE,
+        "const i32 valued = math.keys.previous();",
+        "const i32 valued = math.keys.first;",
+    ),
+    Mutant("no mask of 64 rows", WIDE, "mask(block, s, math, token);", ";"),
+    Mutant(
+        "values of 64 rows not cleaned",
+        WIDE,
+        "clean_values<Element, Ring>(s.keys, math.keys.first, token, seen_by_all)",
+        "false",
+    ),
+]
+PLANTED = [(mma.SMALL.name, mutant) for mutant in OF_SMALL] + [(mma.WIDE.name, mutant) for mutant in OF_WIDE]
+
+
+@as_verdict
+def verdict(kernel: str, mode: tuple[str, int]) -> None:
+    """What a run shows; empty if nothing."""
+    inputs = make(CASE)
+    last = CASE.lengths()[0] - 1  # of the first request: only its last query sees it
+    page = inputs.kv_cache[inputs.block_table[0, last // CASE.page_size], :, 0]
+    page[last % CASE.page_size, 7] = np.inf
+    page[last % CASE.page_size - 1] *= np.asarray(8, page.dtype)  # raises the maxima of the last tile
+    with simulated(1, GPUS[kernel], *mode):
+        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
+    alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
+    check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
+
+
+@pytest.mark.parametrize(("kernel", "mutant"), PLANTED, ids=lambda x: x if isinstance(x, str) else x.id)
+def test_is_caught(kernel: str, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(kernel, mode) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("kernel", [mma.SMALL.name, mma.WIDE.name])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_kernel_as_it_is(kernel: str, mode: tuple[str, int]) -> None:
+    assert verdict(kernel, mode) == ""
