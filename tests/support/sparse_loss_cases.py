@@ -10,7 +10,7 @@ import numpy as np
 
 from mla_cupy import reference
 from mla_cupy.reference.sparse import selected_rows
-from tests.support.loss_cases import FLOAT32_ERROR, check_loss, external_lse
+from tests.support.loss_cases import FLOAT32_ERROR, check_loss, external_lse, index_codes, poison
 
 Array = np.ndarray[Any, Any]
 HOSTILE = (-1, -(2**31), 2**31 - 1)
@@ -34,12 +34,14 @@ class SparseLossCase:
     sequences: tuple[tuple[int, int], ...] = ()
     weights: str = "float32"
     seed: int = 0
+    codes: str = ""
 
     @property
     def id(self) -> str:
         flags = [name for name in ("causal", "lse", "lengths") if getattr(self, name)]
         more = [f"b{len(self.sequences)}"] if self.sequences else []
         more += ["bf16"] if self.weights == "bfloat16" else []
+        more += [self.codes] if self.codes else []
         sizes = f"q{self.s_q}-kv{self.s_kv}-k{self.topk}-{self.h}x{self.d}-{self.h_i}x{self.d_i}"
         return "-".join([sizes, *flags, *more])
 
@@ -59,6 +61,8 @@ def sparse_loss_inputs(case: SparseLossCase) -> dict[str, Array]:
         "weights": rng.standard_normal((case.s_q, case.h_i), np.float32).astype(case.weights),
         "indices": rng.integers(0, max(1, case.s_kv - 2), (case.s_q, case.topk)).astype(np.int32),
     }
+    if case.codes:
+        inputs |= index_codes(inputs, case.codes, rng)
     holes = rng.random(inputs["indices"].shape) < 0.2
     inputs["indices"][holes] = rng.choice(np.array(HOSTILE, np.int32), holes.sum())
     if case.s_q > 2:
@@ -77,8 +81,7 @@ def sparse_loss_inputs(case: SparseLossCase) -> dict[str, Array]:
     if case.lse:
         inputs["lse"] = external_lse(inputs, rows, rng)
     unseen = np.setdiff1d(np.arange(case.s_kv), np.concatenate([np.zeros(0, int), *rows]))
-    for name in ("k", "index_k"):
-        inputs[name][unseen] = np.nan
+    poison(inputs, ("k", "index_k", "k_scale"), unseen)
     return inputs
 
 

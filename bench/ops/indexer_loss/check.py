@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -58,15 +59,25 @@ def expect(case: LossCase, dtype: str, inputs: LossInputs, device: Device) -> li
     host = inputs.host
     arguments: dict[str, Any] = dict(host)
     d_index_k = _exact(case, arguments).d_index_k if case.tokens <= FEW_TOKENS else None
-    whole = Whole(host["index_q"], host["index_k"], d_index_k)
+    whole = Whole(*_values(host), d_index_k)
     return [*(_sample(case, host, int(row)) for row in spaced(case.tokens, QUERIES)), whole]
+
+
+def _values(host: dict[str, Array]) -> tuple[Array, Array]:
+    """Index queries and keys as numbers."""
+    index_q, index_k = host["index_q"], host["index_k"]
+    if "q_scale" not in host:
+        return index_q, index_k
+    index_q, index_k = (x.view(ml_dtypes.float8_e4m3fn).astype(np.float32) for x in (index_q, index_k))
+    return index_q * host["q_scale"][..., None], index_k * host["k_scale"][:, None]
 
 
 def _sample(case: LossCase, host: dict[str, Array], row: int) -> Sample:
     first = row // case.s * case.s
-    of_queries = ("q", "index_q", "weights", "lse", "indices")
+    of_queries = ("q", "index_q", "weights", "q_scale", "lse", "indices")
     one = {name: host[name][row : row + 1] for name in of_queries if name in host}
-    keys = {name: host[name][first : row + 1] for name in ("k", "index_k")}
+    of_keys = ("k", "k_rope", "index_k", "k_scale")
+    keys = {name: host[name][first : row + 1] for name in of_keys if name in host}
     exact = _exact(case, {**one, **keys})
     assert exact.d_index_q is not None
     assert exact.d_weights is not None

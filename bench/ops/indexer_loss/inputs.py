@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.device import Device
-from .cases import LossCase
+from .cases import D_ROPE, LossCase
 
 Array = npt.NDArray[Any]
 POOL = 8192  # vectors that are drawn; more than these repeat them in random order
@@ -55,7 +56,7 @@ def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossIn
     lse = np.log(counts)[:, None] + rng.uniform(0.4, 0.6, (case.tokens, case.h))
     host = {
         "q": normal(case.tokens, case.h, case.d),
-        "k": normal(case.tokens, case.d),
+        **_keys(case, normal),
         "index_q": normal(case.tokens, case.h_i, case.d_i),
         "index_k": normal(case.tokens, case.d_i),
         "weights": rng.standard_normal((case.tokens, case.h_i), np.float32),
@@ -63,10 +64,38 @@ def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossIn
         "cu_seqlens_q": starts,
         "cu_seqlens_kv": starts,
     }
+    if case.fp8:
+        host |= _codes(host)
     if case.per_head:
         host["v"] = normal(case.tokens, case.d)
     if case.topk:
         host["indices"] = np.full((case.tokens, case.topk), -1, np.int32)
         for row, last, count in zip(host["indices"], position, counts, strict=True):
             row[:count] = np.sort(rng.choice(last + 1, count, replace=False, shuffle=False))
-    return LossInputs({name: device.upload(x) for name, x in host.items()}, host)
+    arguments = {name: device.upload(x) for name, x in host.items()}
+    if case.mha:
+        for arrays in (arguments, host):
+            arrays["k"] = arrays["k"][..., : case.d - D_ROPE]
+    return LossInputs(arguments, host)
+
+
+def _keys(case: LossCase, normal: Callable[..., Array]) -> dict[str, Array]:
+    """Of all heads; or of each, as half of a projection's output whose other half are values, and the last columns."""
+    if not case.mha:
+        return {"k": normal(case.tokens, case.d)}
+    return {"k": normal(case.tokens, case.h, 2 * (case.d - D_ROPE)), "k_rope": normal(case.tokens, D_ROPE)}
+
+
+def _codes(host: dict[str, Array]) -> dict[str, Array]:
+    """Index queries and keys as e4m3, times 64 before they are rounded; weights with all factors."""
+    _, h_i, d_i = host["index_q"].shape
+    codes = {
+        name: (host[name].astype(np.float32) * 64).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        for name in ("index_q", "index_k")
+    }
+    folded = host["weights"] * np.float32((h_i * d_i) ** -0.5 / 64)
+    scales = {
+        "q_scale": np.full(folded.shape, 1 / 64, np.float32),
+        "k_scale": np.full(len(codes["index_k"]), 1 / 64, np.float32),
+    }
+    return {**codes, "weights": folded, **scales}

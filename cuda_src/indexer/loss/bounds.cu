@@ -25,10 +25,10 @@ MLA_FACT(block_tokens, kBlockTokens);
 MLA_DEVICE float finite_or_0(float x) { return fabsf(x) <= kMaxFloat ? fabsf(x) : 0.f; }
 
 MLA_DEVICE float head_bound(const LossParams& p, i32 token, i32 head, i32 lane) {
-    const u16* q = index_query_row(p, token, head);
+    const i64 first = index_query_at(p, token, head);
     float largest = 0.f;
     for (i32 i = lane; i < p.index_dim; i += kWarpThreads) {
-        largest = fmaxf(largest, finite_or_0(bfloat16::to_float(q[i])));
+        largest = fmaxf(largest, finite_or_0(index_element(p, p.index_q, first + i)));
     }
     return fminf(finite_or_0(index_weight(p, token, head)) * warp_max(largest), kMaxFloat);
 }

@@ -24,7 +24,7 @@ MLA_DEVICE bool copy_elements(const LossParams& p, i32 first_key, i32 keys) {
     bool found = false;
     for (i32 i = threadIdx.x; i < keys * p.value_dim; i += kThreads) {
         const i64 key = first_key + i / p.value_dim;
-        const u16 x = p.v[key * p.v_stride_elems + i % p.value_dim];
+        const u16 x = p.v[key * p.v_stride_token_elems + i % p.value_dim];
         const bool finite = (x & bfloat16::kExponentMask) != bfloat16::kExponentMask;
         p.finite_values[key * finite_value_stride(p) + i % p.value_dim] = finite ? x : (u16)0;
         found |= !finite;
@@ -39,7 +39,7 @@ MLA_DEVICE bool copy_chunks(const LossParams& p, i32 first_key, i32 keys) {
     for (i32 i = threadIdx.x; i < keys * chunks; i += kThreads) {
         const i64 key = first_key + i / chunks;
         const i32 column = i % chunks * kChunkElems;
-        uint4 chunk = *reinterpret_cast<const uint4*>(p.v + key * p.v_stride_elems + column);
+        uint4 chunk = *reinterpret_cast<const uint4*>(p.v + key * p.v_stride_token_elems + column);
         found |= zero_nonfinite<bfloat16>(chunk);
         *reinterpret_cast<uint4*>(p.finite_values + key * p.value_dim + column) = chunk;
     }
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mla_indexer_loss_finite_values(const __grid_constant__ LossParams p) {
     griddepcontrol_wait();
     const i32 first = blockIdx.x * kTileKeys, keys = min(kTileKeys, p.s_kv - first);
-    const bool aligned = (reinterpret_cast<u64>(p.v) | (u64)p.v_stride_elems * sizeof(u16)) % 16 == 0;
+    const bool aligned = (reinterpret_cast<u64>(p.v) | (u64)p.v_stride_token_elems * sizeof(u16)) % 16 == 0;
     const bool in_chunks = aligned && p.value_dim % kChunkElems == 0;
     const bool found = __syncthreads_or(in_chunks ? copy_chunks(p, first, keys) : copy_elements(p, first, keys));
     if (threadIdx.x == 0) p.nonfinite_tiles[blockIdx.x] = found;

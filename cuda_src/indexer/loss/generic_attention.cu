@@ -4,8 +4,7 @@
 //
 // Grid: x = groups of four heads, y = tokens, which take turns beyond the limit of the grid. A warp has one token and
 // head, and takes its keys one after the other, with a running maximum.
-#include "indexer/loss/lane_row.cuh"
-#include "indexer/loss/params.cuh"
+#include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 
@@ -32,16 +31,17 @@ struct Attention {
 MLA_DEVICE void attend(const LossParams& p, i32 token, i32 head, i32 lane, Attention& a) {
     KeyRow q, key;
     ValueRow value;
-    q.load(query_row(p, token, head), p.head_dim, lane);
+    load_query(q, p, token, head, lane);
     a.max_score = negative_infinity();
     a.sum = 0.f;
     a.out.clear();
     const KeyRange range = p.ranges[token];
     const i32 value_dim = p.out == nullptr ? 0 : p.value_dim;  // values of no width are not loaded
+    const u16* values = p.v + head / p.kv_head_heads * p.v_stride_head_elems;
 #pragma unroll 1
     for (i32 s = range.begin; s < range.end; ++s) {
         const i64 row = key_row(p, token, s);
-        key.load(p.k + row * p.k_stride_elems, p.head_dim, lane);
+        load_key(key, p, row, head, lane);
         const float score = p.scale * q.dot(key);
         const float next_max = fmaxf(a.max_score, score);
         const float shift = fmaxf(next_max, -kMaxFloat);  // -inf less itself were NaN
@@ -49,7 +49,7 @@ MLA_DEVICE void attend(const LossParams& p, i32 token, i32 head, i32 lane, Atten
         const float weight = ex2_approx((score - shift) * kLog2E);
         a.sum = fmaf(a.sum, decay, weight);
         a.max_score = next_max;
-        value.load(p.v + row * p.v_stride_elems, value_dim, lane);
+        value.load(values + row * p.v_stride_token_elems, value_dim, lane);
         a.out.scale(decay);
         a.out.add(weight, value);
     }

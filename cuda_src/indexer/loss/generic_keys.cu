@@ -4,8 +4,7 @@
 //
 // with W = score_unit * weights. Grid: one warp per key. It takes the chunk's tokens and heads one after the other, and
 // goes on where the chunk before has stopped: sums are made in one order, so their bits are always the same.
-#include "indexer/loss/lane_row.cuh"
-#include "indexer/loss/params.cuh"
+#include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::indexer::loss {
@@ -24,7 +23,7 @@ using IndexRow = LaneRow<kMaxIndexDim>;
 MLA_DEVICE void add_token(const LossParams& p, i32 token, i32 key_at, const IndexRow& key, IndexRow& sum, i32 lane) {
     IndexRow q;
     for (i32 head = 0; head < p.index_heads; ++head) {
-        q.load(index_query_row(p, token, head), p.index_dim, lane);
+        load_index_query(q, p, token, head, lane);
         if (!(q.dot(key) > 0.f)) continue;
         const float gradient = p.scores[head_offset(p, token, head) + key_at];
         sum.add(gradient * index_weight(p, token, head), q);
@@ -38,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (key_at < p.s_kv) {
         IndexRow key, sum;
         float* sums = p.key_sums + (i64)key_at * p.index_dim;
-        key.load(p.index_k + key_at * p.index_k_stride_elems, p.index_dim, lane);
+        load_index_key(key, p, key_at, lane);
         sum.clear();
         if (!p.first_chunk) sum.load(sums, p.index_dim, lane);
         for (i32 token = p.first_token; token < p.first_token + p.num_tokens; ++token) {

@@ -2,10 +2,10 @@
 //
 //   dq' = sum_s G[s] [iq . ik_s > 0] ik_s,   d_index_q = W dq',   d_weights = score_unit * iq . dq'
 //
-// with W = score_unit * weights. Grid: x = groups of four index heads, y = tokens of the chunk, which take turns. A
-// warp has one token and head, and takes its keys one after the other.
-#include "indexer/loss/lane_row.cuh"
-#include "indexer/loss/params.cuh"
+// with W = score_unit * weights; of codes, ik in the sum is k_scale ik, and d_index_q = W / q_scale dq'. Grid: x =
+// groups of four index heads, y = tokens of the chunk, which take turns. A warp has one token and head, and takes its
+// keys one after the other.
+#include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::indexer::loss {
@@ -23,18 +23,19 @@ using IndexRow = LaneRow<kMaxIndexDim>;
 
 MLA_DEVICE void run_head(const LossParams& p, i32 token, i32 head, i32 lane) {
     IndexRow q, key, sum;
-    q.load(index_query_row(p, token, head), p.index_dim, lane);
+    load_index_query(q, p, token, head, lane);
     sum.clear();
     const KeyRange range = p.ranges[token];
     const float* gradient = p.scores + head_offset(p, token, head);
     for (i32 s = range.begin; s < range.end; ++s) {
-        key.load(p.index_k + key_row(p, token, s) * p.index_k_stride_elems, p.index_dim, lane);
-        if (q.dot(key) > 0.f) sum.add(gradient[s], key);
+        const i64 row = key_row(p, token, s);
+        load_index_key(key, p, row, lane);
+        if (q.dot(key) > 0.f) sum.add(gradient[s] * key_scale(p, row), key);
     }
     // A token that sees no key has no gradient, whatever its queries hold.
     const bool seen = range.begin < range.end;
     const float by_weight = seen ? p.score_unit * q.dot(sum) : 0.f;
-    const float factor = seen ? index_weight(p, token, head) : 0.f;
+    const float factor = seen ? query_factor(p, token, head) : 0.f;
     if (lane == 0) {
         p.d_weights[token * p.d_weights_stride_token_elems + head * p.d_weights_stride_head_elems] = by_weight;
     }

@@ -6,8 +6,7 @@
 // with W = score_unit * weights. Grid: x = groups of four places of a list, y = tokens of the chunk; both take turns. A
 // warp has one token and place, sums over the heads in registers, and adds to memory once: atomically, to the bin that
 // the number belongs to if the sums are to have the same bits in every run.
-#include "indexer/loss/lane_row.cuh"
-#include "indexer/loss/params.cuh"
+#include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "tile/binned_sum.cuh"
 
@@ -26,10 +25,10 @@ using IndexRow = LaneRow<kMaxIndexDim>;
 
 MLA_DEVICE IndexRow contribution(const LossParams& p, i32 token, i64 row, float gradient, i32 lane) {
     IndexRow q, key, sum;
-    key.load(p.index_k + row * p.index_k_stride_elems, p.index_dim, lane);
+    load_index_key(key, p, row, lane);
     sum.clear();
     for (i32 head = 0; head < p.index_heads; ++head) {
-        q.load(index_query_row(p, token, head), p.index_dim, lane);
+        load_index_query(q, p, token, head, lane);
         if (q.dot(key) > 0.f) sum.add(gradient * index_weight(p, token, head), q);
     }
     return sum;

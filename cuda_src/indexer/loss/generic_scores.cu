@@ -3,11 +3,10 @@
 //   one row per token:   target[s] = sum_h exp(scale * q_h . k_s - lse_h),   score[s] = sum_j W_j max(iq_j . ik_s, 0)
 //   one row per head:    target[s] = target_scale * q_h . k_s,               score[s] = W_h max(iq_h . ik_s, 0)
 //
-// with W = score_unit * weights. Grid: x = groups of four keys, y = tokens of the chunk; both take turns. A warp has
-// one token and key, and takes the heads one after the other. Heads with an infinite lse have no part. Without heads of
-// one kind, nothing of it is stored.
-#include "indexer/loss/lane_row.cuh"
-#include "indexer/loss/params.cuh"
+// with W = score_unit * weights; scores of codes times the key's scale. Grid: x = groups of four keys, y = tokens of
+// the chunk; both take turns. A warp has one token and key, and takes the heads one after the other. Heads with an
+// infinite lse have no part. Without heads of one kind, nothing of it is stored.
+#include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 
@@ -34,32 +33,35 @@ MLA_DEVICE float target_of(const LossParams& p, i32 token, i32 head, float produ
     return fabsf(lse) <= kMaxFloat ? part : 0.f;
 }
 
-// Stores each value for itself, or the sum of all: value(head).
+// Stores each value for itself, or the sum of all, times `scale`: value(head).
 template <class Value>
-MLA_DEVICE void store_heads(const LossParams& p, float* to, i32 heads, i32 lane, Value value) {
+MLA_DEVICE void store_heads(const LossParams& p, float* to, i32 heads, i32 lane, float scale, Value value) {
     const i64 step = p.per_head ? p.row_stride_elems : 0;
     float sum = 0.f;
+#pragma unroll 1
     for (i32 head = 0; head < heads; ++head) {
         const float x = value(head);
         sum = p.per_head ? x : sum + x;
-        if (lane == 0) to[head * step] = sum;
+        if (lane == 0) to[head * step] = scale * sum;
     }
 }
 
 MLA_DEVICE void make_target(const LossParams& p, i32 token, i32 at, i32 lane) {
     KeyRow q, key;
-    key.load(p.k + key_row(p, token, at) * p.k_stride_elems, p.head_dim, lane);
-    store_heads(p, p.target + target_offset(p, token, 0) + at, p.heads, lane, [&](i32 head) {
-        q.load(query_row(p, token, head), p.head_dim, lane);
+    const i64 row = key_row(p, token, at);
+    store_heads(p, p.target + target_offset(p, token, 0) + at, p.heads, lane, 1.f, [&](i32 head) {
+        load_key(key, p, row, head, lane);
+        load_query(q, p, token, head, lane);
         return target_of(p, token, head, q.dot(key));
     });
 }
 
 MLA_DEVICE void make_score(const LossParams& p, i32 token, i32 at, i32 lane) {
     IndexRow q, key;
-    key.load(p.index_k + key_row(p, token, at) * p.index_k_stride_elems, p.index_dim, lane);
-    store_heads(p, p.scores + row_offset(p, token, 0) + at, p.index_heads, lane, [&](i32 head) {
-        q.load(index_query_row(p, token, head), p.index_dim, lane);
+    const i64 row = key_row(p, token, at);
+    load_index_key(key, p, row, lane);
+    store_heads(p, p.scores + row_offset(p, token, 0) + at, p.index_heads, lane, key_scale(p, row), [&](i32 head) {
+        load_index_query(q, p, token, head, lane);
         return index_weight(p, token, head) * fmaxf(q.dot(key), 0.f);
     });
 }

@@ -1,4 +1,4 @@
-// A row of bf16 elements over the lanes of a warp: lane l has elements l, l + 32, ... For kernels of any GPU, which
+// A row of elements over the lanes of a warp: lane l has elements l, l + 32, ... For kernels of any GPU, which
 // take one row at a time.
 #pragma once
 #include "ptx/element.cuh"
@@ -17,22 +17,26 @@ struct LaneRow {
         for (i32 i = 0; i < kItems; ++i) x[i] = 0.f;
     }
 
-    // Zeros beyond the row's end.
-    MLA_DEVICE void load(const u16* from, i32 elems, i32 lane) {
+    // value(bits) of the elements, whose bits are element(i); zeros beyond the row's end. Only loads depend on the end:
+    // branches around more would take registers.
+    template <class Element, class Value>
+    MLA_DEVICE void load_each(i32 elems, i32 lane, Element element, Value value) {
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) {
             const i32 at = i * kWarpThreads + lane;
-            x[i] = at < elems ? bfloat16::to_float(from[at]) : 0.f;
+            u32 bits = 0;
+            if (at < elems) bits = element(at);
+            x[i] = value(bits);
         }
     }
 
-    // The same of fp32.
+    MLA_DEVICE void load(const u16* from, i32 elems, i32 lane) {
+        load_each(elems, lane, [&](i32 at) { return from[at]; }, [](u32 bits) { return bfloat16::to_float(bits); });
+    }
     MLA_DEVICE void load(const float* from, i32 elems, i32 lane) {
-#pragma unroll
-        for (i32 i = 0; i < kItems; ++i) {
-            const i32 at = i * kWarpThreads + lane;
-            x[i] = at < elems ? from[at] : 0.f;
-        }
+        load_each(
+            elems, lane, [&](i32 at) { return __float_as_uint(from[at]); },
+            [](u32 bits) { return __uint_as_float(bits); });
     }
 
     // In every lane.

@@ -8,17 +8,21 @@
 #include "common/facts.cuh"
 #include "common/types.cuh"
 #include "indexer/key_ranges.cuh"
-#include "ptx/element.cuh"
+#include "ptx/fp8.cuh"
 
 namespace mla::indexer::loss {
 // Strides are in elements. Of the parts of the workspace, rows are `row_stride_elems` apart.
 struct LossParams {
-    const u16* q;              // (s_q, h, d), bf16
-    const u16* k;              // (s_kv, d), bf16
-    const u16* v;              // (s_kv, d_v), bf16, or null
-    const u16* index_q;        // (s_q, h_i, d_i), bf16
-    const u16* index_k;        // (s_kv, d_i), bf16
+    const u16* q;              // (s_q, h, d), bf16, or less the last columns
+    const u16* q_rope;         // (s_q, h, last columns), bf16, or within q
+    const u16* k;              // (s_kv, h_kv, d), bf16, or less the last columns; a stride of 0: the same for all heads
+    const u16* k_rope;         // (s_kv, h_kv, last columns), bf16, or within k; strides as of k
+    const u16* v;              // (s_kv, h_kv, d_v), bf16, or null; strides as of k
+    const void* index_q;       // (s_q, h_i, d_i), bf16 or e4m3
+    const void* index_k;       // (s_kv, d_i), of the same dtype
     const void* weights;       // (s_q, h_i), fp32 or bf16
+    const float* k_scale;      // (s_kv,): of codes, or null: 1
+    const float* q_scale;      // (s_q, h_i): those that `weights` contain, or null: 1
     const float* lse;          // (s_q, h): what the target is made with; not per head
     const float* row_weights;  // (s_q,), or null: 1
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
@@ -26,8 +30,9 @@ struct LossParams {
     KeyRange* ranges;          // (s_q,): the keys of each token
     float* target;             // (chunk, rows, keys): sums of exp(scale * q.k - lse), or target_scale * q.k
     float* scores;             // (chunk, rows, keys): the indexer's scores, then the gradient by them
-    u16* gradient;             // (chunk, keys), bf16, zero up to the end of a tile of keys; or null: over the scores
+    u16* gradient;             // (chunk, keys), bf16: k_scale G, zero up to the end of a tile of keys; or null
     u16* finite_keys;          // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
+    u16* decoded_queries;      // (chunk, h_i, d_i), bf16: index_q, where these are codes; or null
     u16* finite_values;        // (s_kv, d_v), bf16: v with zeros for what is not finite, rows of 16 bytes; or null
     i32* nonfinite_tiles;      // (tiles of keys,): whether v has such elements there; or null
     float* key_sums;           // (key_splits, s_kv, d_i): d_index_k of the chunks so far
@@ -45,10 +50,14 @@ struct LossParams {
     u32* largest;              // one, zeroed: the bits of a float, of which the bound is made
     float* head_sums;          // (s_q, num_keys): where `loss_head_sums` puts the targets; or null
     i64 q_stride_token_elems, q_stride_head_elems;
-    i64 k_stride_elems, v_stride_elems;
+    i64 q_rope_stride_token_elems, q_rope_stride_head_elems;
+    i64 k_stride_token_elems, k_stride_head_elems;
+    i64 k_rope_stride_token_elems, k_rope_stride_head_elems;
+    i64 v_stride_token_elems, v_stride_head_elems;
     i64 index_q_stride_token_elems, index_q_stride_head_elems;
     i64 index_k_stride_elems;
     i64 weights_stride_token_elems, weights_stride_head_elems;
+    i64 k_scale_stride_elems, q_scale_stride_token_elems, q_scale_stride_head_elems;
     i64 lse_stride_token_elems, lse_stride_head_elems;
     i64 row_weights_stride_elems;
     i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
@@ -65,15 +74,19 @@ struct LossParams {
     i32 s_q, s_kv, b;
     i32 num_keys;            // of a row: s_kv, or the places of a list
     i32 heads, index_heads;  // 0 of what is not to be computed
+    i32 kv_head_heads;       // that a KV head serves
     i32 head_dim, value_dim, index_dim;
+    i32 first_dim;                     // columns of q and k before the last ones: head_dim if these are no arrays
+    i32 q_rope_column, k_rope_column;  // where the last columns begin in their array: 0, or first_dim
     i32 causal, per_head;
     i32 first_token, num_tokens;  // of the chunk
     i32 first_target;             // the token of the first row of `target`
+    i32 first_fetched;            // and of what TMA fetches as index queries for the gradients
     i32 first_chunk, last_chunk;
-    i32 weights_bf16, d_index_q_fp32, d_index_k_fp32;
+    i32 weights_bf16, codes, d_index_q_fp32, d_index_k_fp32;  // codes: index_q and index_k are e4m3
     i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has its own sums
     float scale, target_scale;
-    float score_unit;  // factor of the indexer's weights
+    float score_unit;  // factor of the indexer's weights, 1 of codes
 };
 
 MLA_DEVICE i32 rows_per_token(const LossParams& p) { return p.per_head ? p.heads : 1; }
@@ -96,11 +109,19 @@ MLA_DEVICE i64 head_offset(const LossParams& p, i32 token, i32 head) {
 MLA_DEVICE i64 key_row(const LossParams& p, i32 token, i32 at) {
     return p.rows == nullptr ? at : p.rows[token * p.rows_stride_elems + at];
 }
-MLA_DEVICE const u16* query_row(const LossParams& p, i32 token, i32 head) {
-    return p.q + token * p.q_stride_token_elems + head * p.q_stride_head_elems;
+MLA_DEVICE constexpr i32 index_element_bytes(float8_e4m3fn) { return 1; }
+MLA_DEVICE constexpr i32 index_element_bytes(bfloat16) { return 2; }
+
+// Where index queries and keys begin, and their elements.
+MLA_DEVICE i64 index_query_at(const LossParams& p, i32 token, i32 head) {
+    return token * p.index_q_stride_token_elems + head * p.index_q_stride_head_elems;
 }
-MLA_DEVICE const u16* index_query_row(const LossParams& p, i32 token, i32 head) {
-    return p.index_q + token * p.index_q_stride_token_elems + head * p.index_q_stride_head_elems;
+MLA_DEVICE float index_element(const LossParams& p, const void* array, i64 at) {
+    return p.codes ? float8_e4m3fn::to_float(static_cast<const u8*>(array)[at])
+                   : bfloat16::to_float(static_cast<const u16*>(array)[at]);
+}
+MLA_DEVICE float key_scale(const LossParams& p, i64 row) {
+    return p.k_scale == nullptr ? 1.f : p.k_scale[row * p.k_scale_stride_elems];
 }
 // The bits of an index head's weight as they are stored, and their value: so that what waits for the load can come
 // later.
@@ -113,6 +134,13 @@ MLA_DEVICE float weight_of_bits(const LossParams& p, u32 bits) {
 }
 MLA_DEVICE float index_weight(const LossParams& p, i32 token, i32 head) {
     return weight_of_bits(p, weight_bits(p, token, head));
+}
+
+// What the gradient by an index query is multiplied by: the weight, without the scale of the query's codes in it.
+MLA_DEVICE float query_factor(const LossParams& p, i32 token, i32 head) {
+    const float weight = index_weight(p, token, head);
+    if (p.q_scale == nullptr) return weight;
+    return weight / p.q_scale[token * p.q_scale_stride_token_elems + head * p.q_scale_stride_head_elems];
 }
 
 // What the gradients per head need of a row, in base 2.

@@ -54,7 +54,7 @@ struct Row {
     KeyRange range;
     const float* target;
     float* scores;
-    u16* gradient;  // or null: over the scores
+    u16* gradient;  // times the scales of the keys; or null: over the scores
 };
 
 // What a row is normalised by: of the target, and of the scores.
@@ -91,11 +91,11 @@ MLA_DEVICE Norms normalise(const LossParams& p, Storage& s, const Row& row) {
     return Norms{shift, sums.x, score_shift, sums.y};
 }
 
-MLA_DEVICE void store_row_gradient(const Row& row, i32 key, float x) {
+MLA_DEVICE void store_row_gradient(const LossParams& p, const Row& row, i32 key, float x) {
     if (row.gradient == nullptr) {
         row.scores[key] = x;
     } else {
-        row.gradient[key] = bfloat16::from_float(x);
+        row.gradient[key] = bfloat16::from_float(x == 0.f ? 0.f : x * key_scale(p, key));
     }
 }
 
@@ -115,7 +115,7 @@ MLA_DEVICE float2 add_terms(const LossParams& p, const Row& row, const Norms& no
         }
         if (p.d_weights != nullptr) {
             const float softmax = ex2_approx(score * kLog2E) * inverse_score;
-            store_row_gradient(row, key, norms.empty() ? 0.f : row_weight * (softmax - part));
+            store_row_gradient(p, row, key, norms.empty() ? 0.f : row_weight * (softmax - part));
         }
     }
     return sums;

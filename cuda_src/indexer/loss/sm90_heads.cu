@@ -237,7 +237,7 @@ MLA_DEVICE void add_nonfinite(const LossParams& p, const RowTile& tile, const Ma
             for (i32 i = 0; i < kSums; ++i) {
                 const i32 column = fragment_column(math.thread, i);
                 if (column >= p.value_dim || !ranges.of[fragment_half(i)].contains(key)) continue;
-                const float x = bfloat16::to_float(p.v[key * p.v_stride_elems + column]);
+                const float x = bfloat16::to_float(p.v[key * p.v_stride_token_elems + column]);
                 if (!(fabsf(x) <= kMaxFloat)) out[i] += x;
             }
         }

@@ -2,6 +2,8 @@
 //
 //   a = IK IQ_t^T,   M = [a > 0] (G_t W_t),   dk += M IQ_t        for the tokens t of the split, in order
 //
+// The gradients G by the scores contain the scales of the keys, which are taken out at the end.
+//
 // A block has 128 keys, which stay in shared memory and are the rows of an m64 tile per warpgroup. Tokens come one
 // after the other, 64 index heads at a time, with their weights and the gradients by their scores. M, rounded to bf16,
 // goes from the accumulators of the first product to the registers of the second.
@@ -113,8 +115,8 @@ MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_m
         mbarrier_arrive_expect_tx(s.q_full[stage], kIndexPieces * kSw128Bytes);
 #pragma unroll
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-            cp_async_bulk_tensor_3d(smem_addr(s.q[stage][piece]), q_map, s.q_full[stage], piece * kSw128Columns, token,
-                                    first_head, kEvictNormal);
+            cp_async_bulk_tensor_3d(smem_addr(s.q[stage][piece]), q_map, s.q_full[stage], piece * kSw128Columns,
+                                    token - p.first_fetched, first_head, kEvictNormal);
         }
     }
 }
@@ -213,13 +215,14 @@ MLA_DEVICE void store_sums(const LossParams& p, const Share& share, i32 warpgrou
         const i32 key = share.first_key + warpgroup * kSw128Rows + fragment_row(thread) + 8 * r;
         if (key >= p.s_kv) continue;
         float* row = p.key_sums + ((i64)share.split * p.s_kv + key) * p.index_dim;
+        const float scale = 1.f / key_scale(p, key), factor = fabsf(scale) <= kMaxFloat ? scale : 0.f;
 #pragma unroll
         for (i32 i = 2 * r; i < kSums; i += 4) {
             const i32 column = fragment_column(thread, i);
             if (column >= p.index_dim) continue;
             float2* to = reinterpret_cast<float2*>(row + column);
             const float2 before = p.first_chunk ? make_float2(0.f, 0.f) : *to;
-            *to = make_float2(before.x + sums[i], before.y + sums[i + 1]);
+            *to = make_float2(fmaf(sums[i], factor, before.x), fmaf(sums[i + 1], factor, before.y));
         }
     }
 }

@@ -81,8 +81,8 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
         mbarrier_arrive_expect_tx(s.q_full, sizeof(s.q));
 #pragma unroll 1
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
-            cp_async_bulk_tensor_3d(smem_addr(s.q[piece]), q_map, s.q_full, piece * kSw128Columns, list.token,
-                                    first_head, kEvictFirst);
+            cp_async_bulk_tensor_3d(smem_addr(s.q[piece]), q_map, s.q_full, piece * kSw128Columns,
+                                    list.token - p.first_fetched, first_head, kEvictFirst);
         }
     }
     Tiles tiles;
@@ -139,6 +139,7 @@ struct Math {
 struct KeyNumbers {
     i32 row[kFragmentRows];
     float gradient[kFragmentRows];
+    float scaled[kFragmentRows];  // the same times the scales of the keys
 };
 
 MLA_DEVICE KeyNumbers key_numbers(const LossParams& p, const KeyList& list, const Math& math, i32 tile) {
@@ -150,6 +151,7 @@ MLA_DEVICE KeyNumbers key_numbers(const LossParams& p, const KeyList& list, cons
         const bool there = first + 8 * r < list.count;
         keys.row[r] = there ? list.rows[first + 8 * r] : -1;
         keys.gradient[r] = there ? gradients[first + 8 * r] : 0.f;
+        keys.scaled[r] = keys.gradient[r] == 0.f ? 0.f : keys.gradient[r] * key_scale(p, keys.row[r]);
     }
     return keys;
 }
@@ -165,7 +167,8 @@ MLA_DEVICE void make_operands(const Storage& s, u8* m_tile, const Math& math, co
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 at = 4 * block + 2 * r;
             const float low = a[at] > 0.f ? keys.gradient[r] : 0.f, high = a[at + 1] > 0.f ? keys.gradient[r] : 0.f;
-            m[block / 2][block % 2 * 2 + r] = cvt_x2(bfloat16{}, low, high);
+            m[block / 2][block % 2 * 2 + r] =
+                cvt_x2(bfloat16{}, a[at] > 0.f ? keys.scaled[r] : 0.f, a[at + 1] > 0.f ? keys.scaled[r] : 0.f);
             weighted[block / 2][block % 2 * 2 + r] = cvt_x2(bfloat16{}, low * weights.x, high * weights.y);
         }
     }
@@ -238,7 +241,7 @@ MLA_DEVICE void store_heads(const LossParams& p, const Storage& s, const KeyList
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r, head = first_head + row;
         const bool stored = head < p.index_heads;
-        const float factor = stored && seen ? s.weights[row] : 0.f;
+        const float factor = stored && seen ? query_factor(p, list.token, head) : 0.f;
         const i64 to = list.token * p.d_index_q_stride_token_elems + head * p.d_index_q_stride_head_elems;
         float by_weight = 0.f;
 #pragma unroll

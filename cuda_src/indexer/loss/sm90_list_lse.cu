@@ -65,7 +65,7 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
                                 i32 thread) {
     if (thread == 0) load_list_queries<kPieces>(s, q_map, list.token);
     Pieces pieces;
-    gather_list_keys<kPieces>(s, pieces, list, p.k, p.k_stride_elems, p.s_kv, p.head_dim, thread);
+    gather_list_keys<kPieces>(s, pieces, list, p.k, p.k_stride_token_elems, p.s_kv, p.head_dim, thread);
     cp_async_wait_all();
 }
 

@@ -4,7 +4,7 @@
 //
 // A block has a token. The queries of all its heads stay in shared memory and are the columns of the products; the keys
 // of its list are their rows and come in pieces of 64 columns. So the sum over heads is one over a thread's
-// accumulators.
+// accumulators. Index queries and keys may be e4m3.
 //
 //   gather   Q | K_0 K_1 ...                | IQ | IK_0 IK_1 ...
 //   math_w       S = K Q^T, sum exp ... store      a = IK IQ^T, sum W max(a, 0) ... store
@@ -22,9 +22,12 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// Pieces of 64 columns: of a head, and of an index head. What a row lacks is zeros.
+// Pieces of 128 bytes: of a head, and of an index head. What a row lacks is zeros.
 constexpr i32 kPieces = MLA_PIECES;
 constexpr i32 kIndexPieces = MLA_INDEX_PIECES;
+using IndexElement = MLA_INDEX_DTYPE;
+constexpr i32 kIndexBytes = index_element_bytes(IndexElement{});
+static_assert(kIndexBytes == 2 || kIndexPieces == 1, "rows of 128 codes at most");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps    regs   does
@@ -77,22 +80,24 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
     Pieces pieces;
     if (p.heads > 0) {
         if (thread == 0) load_list_queries<kPieces>(s, q_map, list.token);
-        gather_list_keys<kPieces>(s, pieces, list, p.k, p.k_stride_elems, p.s_kv, p.head_dim, thread);
+        gather_list_keys<kPieces>(s, pieces, list, p.k, p.k_stride_token_elems, p.s_kv, p.head_dim, thread);
     }
     if (p.index_heads > 0) {
         if (thread == 0) {
             if (p.heads > 0) mbarrier_wait(s.q_empty, 0);
             load_list_queries<kIndexPieces>(s, index_q_map, list.token);
         }
-        gather_list_keys<kIndexPieces>(s, pieces, list, p.index_k, p.index_k_stride_elems, p.s_kv, p.index_dim, thread);
+        const i64 stride = p.index_k_stride_elems * kIndexBytes / 2;  // in pairs of codes
+        gather_list_keys<kIndexPieces>(s, pieces, list, static_cast<const u16*>(p.index_k), stride, p.s_kv,
+                                       p.index_dim * kIndexBytes / 2, thread);
     }
     cp_async_wait_all();
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
 // The products of the warpgroup's keys with all heads.
-template <i32 kCount, i32 kProducts>
-MLA_DEVICE void multiply(Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, float (&d)[kProducts]) {
+template <i32 kCount, class Element, i32 kProducts>
+MLA_DEVICE void multiply(Element, Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, float (&d)[kProducts]) {
     pin(d);
 #pragma unroll
     for (i32 piece = 0; piece < kCount; ++piece) {
@@ -102,7 +107,7 @@ MLA_DEVICE void multiply(Storage& s, Pieces& pieces, i32 warpgroup, i32 thread, 
         SmemDesc q = k_major_desc(smem_addr(s.q[piece]));
         opaque(k.bits), opaque(q.bits);
         wgmma_fence();
-        multiply_abt<kSw128MmaSteps>(bfloat16{}, d, k, q, piece > 0);
+        multiply_abt<kSw128MmaSteps>(Element{}, d, k, q, piece > 0);
         wgmma_commit_group();
         if (piece > 0) {
             wgmma_wait_group<1>();
@@ -125,14 +130,15 @@ struct WeightedRelu {
     MLA_DEVICE float operator()(float x, float number) const { return fmaxf(x, 0.f) * number; }
 };
 
-// Sums over the heads, which are the columns, and stores them. `term(product, number)` is what a head adds.
-template <i32 kCount, i32 kProducts, class Term>
-MLA_DEVICE void make_sums(Storage& s, Pieces& pieces, const KeyList& list, const float* numbers, float* to,
-                          i32 warpgroup, i32 thread, Term term) {
+// Sums over the heads, which are the columns, and stores them. `term(product, number)` is what a head adds,
+// times(place) multiplies what belongs to a key.
+template <i32 kCount, i32 kProducts, class Element, class Term, class Times>
+MLA_DEVICE void make_sums(Element, Storage& s, Pieces& pieces, const KeyList& list, const float* numbers, float* to,
+                          i32 warpgroup, i32 thread, Term term, Times times) {
     float d[kProducts];
 #pragma unroll 1
     for (i32 tile = 0; tile < list.tiles(); ++tile) {
-        multiply<kCount>(s, pieces, warpgroup, thread, d);
+        multiply<kCount>(Element{}, s, pieces, warpgroup, thread, d);
         float sums[kFragmentRows] = {0.f, 0.f};
 #pragma unroll
         for (i32 i = 0; i < kProducts; i += 4) {
@@ -146,7 +152,8 @@ MLA_DEVICE void make_sums(Storage& s, Pieces& pieces, const KeyList& list, const
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const float sum = quad_sum(sums[r]);
-            if (thread % 4 == 0 && first + 8 * r < list.count) to[first + 8 * r] = sum;
+            const i32 place = first + 8 * r;
+            if (thread % 4 == 0 && place < list.count) to[place] = sum * times(place);
         }
     }
 }
@@ -171,17 +178,21 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const KeyList& li
     Pieces pieces;
     if (p.heads > 0) {
         mbarrier_wait(s.q_full, 0);
-        make_sums<kPieces, kMaxHeads / 2>(s, pieces, list, s.minus_lse, p.target + target_offset(p, list.token, 0),
-                                          warpgroup, thread, Exponential{p.scale * kLog2E});
+        make_sums<kPieces, kMaxHeads / 2>(bfloat16{}, s, pieces, list, s.minus_lse,
+                                          p.target + target_offset(p, list.token, 0), warpgroup, thread,
+                                          Exponential{p.scale * kLog2E}, [](i32) { return 1.f; });
         release(s.q_empty, thread);
     }
     if (p.index_heads == 0) return;
     mbarrier_wait(s.q_full, p.heads > 0 ? 1 : 0);
     float* to = p.scores + row_offset(p, list.token, 0);
+    const auto times = [&](i32 place) { return key_scale(p, list.rows[place]); };
     if (p.index_heads <= kFewHeads) {
-        make_sums<kIndexPieces, kFewHeads / 2>(s, pieces, list, s.weights, to, warpgroup, thread, WeightedRelu{});
+        make_sums<kIndexPieces, kFewHeads / 2>(IndexElement{}, s, pieces, list, s.weights, to, warpgroup, thread,
+                                               WeightedRelu{}, times);
     } else {
-        make_sums<kIndexPieces, kMaxHeads / 2>(s, pieces, list, s.weights, to, warpgroup, thread, WeightedRelu{});
+        make_sums<kIndexPieces, kMaxHeads / 2>(IndexElement{}, s, pieces, list, s.weights, to, warpgroup, thread,
+                                               WeightedRelu{}, times);
     }
 }
 

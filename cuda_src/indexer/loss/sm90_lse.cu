@@ -13,10 +13,9 @@
 // Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and with a
 // causal limit the longest rows are the first.
 #include "common/limits.cuh"
-#include "indexer/loss/params.cuh"
 #include "indexer/loss/sm90_lse.cuh"
+#include "indexer/loss/sm90_pieces.cuh"
 #include "ptx/control.cuh"
-#include "ptx/copy.cuh"
 #include "tile/prologue.cuh"
 
 namespace mla::indexer::loss {
@@ -88,12 +87,14 @@ MLA_DEVICE Tile tile_of(const LossParams& p, i32 lane) {
 
 // ---- Load role -------------------------------------------------------------------------------------------------
 // By one thread.
-MLA_DEVICE void run_load_role(Storage& s, const TensorMap& q_map, const TensorMap& k_map, const Tile& tile) {
+MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const MainMaps& maps, const Tile& tile) {
+    const MainPieces main(p);
+    const i32 kv_head = tile.head / p.kv_head_heads;
     mbarrier_arrive_expect_tx(s.q_full, sizeof(s.q));
 #pragma unroll 1
     for (i32 piece = 0; piece < kPieces; ++piece) {
-        cp_async_bulk_tensor_3d(smem_addr(s.q[piece]), q_map, s.q_full, piece * kSw128Columns, tile.first_token,
-                                tile.head, kEvictFirst);
+        load_query_piece(p, maps, main, smem_addr(s.q[piece]), s.q_full, piece, tile.first_token, tile.head,
+                         kEvictFirst);
     }
     Pieces pieces;
 #pragma unroll 1
@@ -103,8 +104,8 @@ MLA_DEVICE void run_load_role(Storage& s, const TensorMap& q_map, const TensorMa
             MBarrier& full = s.k_full[pieces.stage];
             pieces.wait_empty(s.k_empty);
             mbarrier_arrive_expect_tx(full, kPieceBytes);
-            cp_async_bulk_tensor_3d(smem_addr(s.k[pieces.stage]), k_map, full, piece * kSw128Columns, keys * kTileKeys,
-                                    0, kEvictLast);
+            load_key_piece(p, maps, main, smem_addr(s.k[pieces.stage]), full, piece, keys * kTileKeys, kv_head,
+                           kEvictLast);
         }
     }
 }
@@ -169,7 +170,8 @@ MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const Tile& tile,
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_indexer_loss_sm90_lse(const __grid_constant__ LossParams p, const __grid_constant__ TensorMap q_map,
-                              const __grid_constant__ TensorMap k_map) {
+                              const __grid_constant__ TensorMap q_rope_map, const __grid_constant__ TensorMap k_map,
+                              const __grid_constant__ TensorMap k_rope_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     start_block([&] { init_storage(s); }, q_map, k_map);
@@ -181,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         run_math_role(p, s, tile, warp / kWarpgroupWarps, thread);
     } else {
         setmaxnreg_dec<kRegsLoad>();
-        if (warp == kMathWarps && elect_one()) run_load_role(s, q_map, k_map, tile);
+        if (warp == kMathWarps && elect_one())
+            run_load_role(p, s, MainMaps{q_map, q_rope_map, k_map, k_rope_map}, tile);
     }
     griddepcontrol_launch_dependents();
 }

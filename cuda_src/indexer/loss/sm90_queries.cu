@@ -9,8 +9,8 @@
 //   load     IQ | IK_0 IK_1 IK_2 ...                    | IQ of the next pair | IK_0 ...
 //   math_w        a | M | dq' += M IK_0 | a ...                   | d_weights, stores | a ...
 //
-// While one warpgroup makes its M, the other has the tensor cores. G is zero in tiles that a token's range only
-// touches; keys are finite copies, so that what a token does not see cannot reach it.
+// While one warpgroup makes its M, the other has the tensor cores. G contains the scales of the keys. It is zero in
+// tiles that a token's range only touches; keys are finite copies, so that what a token does not see cannot reach it.
 //
 // Grid: x = blocks that divide the pairs, the last first, which see most; y = groups of 64 heads.
 #include "common/limits.cuh"
@@ -100,7 +100,8 @@ MLA_DEVICE Pair pair_of(const LossParams& p, i32 at) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const Pairs& pairs, const Pair& pair) {
+MLA_DEVICE void load_queries(const LossParams& p, Storage& s, const TensorMap& q_map, const Pairs& pairs,
+                             const Pair& pair) {
     MBarrier& full = s.q_full[pairs.stage];
     pairs.wait_empty(s.q_empty);
     mbarrier_arrive_expect_tx(full, sizeof(s.q[0]));
@@ -108,7 +109,7 @@ MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const Pairs& pa
 #pragma unroll
         for (i32 piece = 0; piece < kIndexPieces; ++piece) {
             cp_async_bulk_tensor_3d(smem_addr(s.q[pairs.stage][i][piece]), q_map, full, piece * kSw128Columns,
-                                    pair.first_token + i, pair.first_head, kEvictFirst);
+                                    pair.first_token - p.first_fetched + i, pair.first_head, kEvictFirst);
         }
     }
 }
@@ -201,7 +202,7 @@ MLA_DEVICE void store_heads(const LossParams& p, const u8* queries, const Pair& 
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r, head = pair.first_head + row;
         const bool stored = there && head < p.index_heads;
-        const float factor = stored && seen ? index_weight(p, token, head) : 0.f;
+        const float factor = stored && seen ? query_factor(p, token, head) : 0.f;
         const i64 to = token * p.d_index_q_stride_token_elems + head * p.d_index_q_stride_head_elems;
         float by_weight = 0.f;
 #pragma unroll
@@ -283,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         setmaxnreg_dec<kRegsLoad>();
         if (warp == kMathWarps && elect_one()) {
             for_each_pair(p, [&](const Pair& pair, const Pairs& pairs, Tiles& tiles) {
-                load_queries(s, q_map, pairs, pair);
+                load_queries(p, s, q_map, pairs, pair);
                 load_keys(s, k_map, tiles, pair);
             });
         }

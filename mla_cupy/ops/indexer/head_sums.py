@@ -6,19 +6,29 @@ from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS
-from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, HeadSumsOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import HeadSumsOptions, LossProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
-from mla_cupy.ops.indexer.loss_inputs import BUFFER_BYTES, check_buffer_bytes, check_sizes
+from mla_cupy.ops.indexer.loss_inputs import (
+    BUFFER_BYTES,
+    KEYS,
+    LAST_COLUMNS,
+    QUERIES,
+    are_aligned,
+    check_buffer_bytes,
+    check_main,
+    check_sizes,
+)
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
-from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import MAX_INT32, MAX_TOKENS
+from mla_cupy.shapes import D_ROPE, MAX_INT32, MAX_TOKENS
 
 
 def indexer_head_sums(
     q: Any,
     k: Any,
     *,
+    q_rope: Any = None,
+    k_rope: Any = None,
     indices: Any = None,
     lse: Any = None,
     topk_length: Any = None,
@@ -43,9 +53,11 @@ def indexer_head_sums(
     Parameters
     ----------
     q : array, (s_q, h, d), bfloat16
-        Queries of the rank's heads; d is at most 576. The last axes of q and k are contiguous.
-    k : array, (s_kv, d), bfloat16
-        Keys, which all heads share.
+        Queries of the rank's heads; d is at most 576. The last axes of queries and keys are contiguous.
+    k : array, (s_kv, d), or per KV head (s_kv, h_kv, d), bfloat16
+        Keys, as for `indexer_warmup_loss`: of all heads, or of the rank's KV heads.
+    q_rope, k_rope : array, optional
+        The last 64 columns of queries and keys, as for `indexer_warmup_loss`.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32, optional
         For the sparse stage: as for `indexer_sparse_loss`, and the same on all ranks. Default: all keys.
     lse : array, (s_q, h), float32, optional
@@ -90,7 +102,7 @@ def indexer_head_sums(
 
     Results are the same in every run. NumPy arrays are computed on the GPU if there is one, else by the NumPy oracle.
     On Hopper, with arrays that start at and step by multiples of 16 bytes, it runs on tensor cores; with indices for up
-    to 128 heads of d in multiples of 8. Without `lse` it computes the scores twice.
+    to 128 heads of d in multiples of 8 that share whole keys. Without `lse` it computes the scores twice.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
     indices, and 4 * s_q * h without `lse`.
@@ -103,7 +115,7 @@ def indexer_head_sums(
     array([[4., 0.],
            [2., 2.]], dtype=float32)
     """
-    inputs = (q, k, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv)
+    inputs = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv)
     options = (scale, causal, buffer_bytes, kernel)
     (head_sums,) = run(Invocation(OPERATION, (*inputs, head_sums), options, workspace, stream))
     return head_sums
@@ -111,28 +123,31 @@ def indexer_head_sums(
 
 def _examine(views: Views, given: HeadSumsOptions) -> Examined:
     q, k, indices = present(views, "q"), present(views, "k"), views["indices"]
-    (s_q, heads, head_dim), s_kv = q.shape, k.shape[0]
+    (s_q, heads, _), s_kv = q.shape, k.shape[0]
     topk = None if indices is None else indices.shape[1]
-    check_sizes(
-        s_q=(s_q, MAX_INT32),
-        s_kv=(s_kv, MAX_INT32 - 256),
-        d=(head_dim, MAX_HEAD_DIM),
-        topk=(topk or 0, MAX_TOKENS),
-    )
+    check_sizes(s_q=(s_q, MAX_INT32), s_kv=(s_kv, MAX_INT32 - 256), topk=(topk or 0, MAX_TOKENS))
+    main = check_main(views)
     check_starts(views)
     if indices is None and views["topk_length"] is not None:
         raise ArgumentError(explain("topk_length", "an array", "None without indices"))
     causal = indices is None if given.causal is None else check_flag("causal", given.causal)
     options = given._replace(
-        scale=resolve_scale(given.scale, head_dim), causal=causal, buffer_bytes=check_buffer_bytes(given.buffer_bytes)
+        scale=resolve_scale(given.scale, main["head_dim"]),
+        causal=causal,
+        buffer_bytes=check_buffer_bytes(given.buffer_bytes),
     )
     problem = LossProblem(
-        *(s_q, s_kv, heads, 0, head_dim, 0),
+        s_q=s_q,
+        s_kv=s_kv,
+        heads=heads,
+        index_heads=0,
+        index_dim=0,
         needs_lse=views["lse"] is None,
         gradients=False,
         buffer_bytes=options.buffer_bytes,
-        aligned=all(steps_by_16_bytes(x) for x in (q, k)),
+        aligned=are_aligned(views, "q", "k", "q_rope", "k_rope"),
         topk=topk,
+        **main,
     )
     return Examined(problem, options, {"keys": problem.keys})
 
@@ -140,15 +155,17 @@ def _examine(views: Views, given: HeadSumsOptions) -> Examined:
 OPERATION = Operation(
     "indexer_head_sums",
     inputs=(
-        Input("q", "s_q h d", ("bfloat16",), contiguous=True),
-        Input("k", "s_kv d", ("=q",), contiguous=True),
+        QUERIES,
+        KEYS,
+        *LAST_COLUMNS,
         Input("indices", "s_q 1? topk", ("int32",), optional=True),
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("topk_length", "s_q", ("int32",), optional=True),
         *STARTS,
     ),
     outputs=(Output("head_sums", "s_q keys", layout="rows"),),
-    min_sizes={"h": 1, "d": 1, "b+1": 1},
+    sizes={"d_rope": (D_ROPE,)},
+    min_sizes={"h": 1, "h_kv": 1, "d": 1, "d_k": 1, "b+1": 1},
     options=HeadSumsOptions,
     examine=_examine,
     pipeline=HEAD_SUMS,

@@ -5,20 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.ops.checks import check_count
-from mla_cupy.ops.operation import Input, Output, like_first_or_float32
+from mla_cupy.kernels.indexer.logits.problem import CODES
+from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM
+from mla_cupy.ops.checks import check_count, check_kv_heads, pair_width
+from mla_cupy.ops.operation import Input, Output, Views, like_first_or_float32, present
+from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.shapes import D_ROPE
 
 BUFFER_BYTES = 512 << 20
 """Default limit of what a chunk of tokens holds of all keys."""
 _MAX_BUFFER_BYTES = 1 << 40
 
-SCORED_INPUTS = (
-    Input("q", "s_q h d", ("bfloat16",), contiguous=True),
-    Input("k", "s_kv d", ("=q",), contiguous=True),
-    Input("index_q", "s_q h_i d_i", ("=q",), contiguous=True),
-    Input("index_k", "s_kv d_i", ("=q",), contiguous=True),
+QUERIES = Input("q", "s_q h d", ("bfloat16",), contiguous=True)
+SHARED_KEYS = Input("k", "s_kv d", ("=q",), contiguous=True)
+"""Of all heads; then those that a KV head may have."""
+KEYS = Input("k", "s_kv h_kv? d_k", ("=q",), contiguous=True)
+LAST_COLUMNS = (
+    Input("q_rope", "s_q h d_rope", ("=q",), optional=True, contiguous=True),
+    Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
+)
+"""Of queries and keys, where these are arrays of their own."""
+INDEX_INPUTS = (
+    Input("index_q", "s_q h_i d_i", ("=q", *CODES), contiguous=True),
+    Input("index_k", "s_kv d_i", ("=index_q",), contiguous=True),
     Input("weights", "s_q h_i", ("float32", "bfloat16")),
 )
+SCALES = (
+    Input("k_scale", "s_kv", ("float32",), optional=True),
+    Input("q_scale", "s_q h_i", ("float32",), optional=True),
+)
+"""Of index keys and queries, such as e4m3 codes."""
 GRADIENTS = (
     Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
     Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
@@ -41,3 +57,40 @@ def check_sizes(**sizes: tuple[int, int]) -> None:
     for name, (size, limit) in sizes.items():
         if size > limit:
             raise ShapeError(explain(name, size, f"at most {limit}"))
+
+
+def holds_codes(dtype: str) -> bool:
+    """Whether index queries or keys of that dtype are e4m3 codes."""
+    return dtype in CODES
+
+
+def check_scored(views: Views) -> dict[str, bool]:
+    """What a `LossProblem` says about the index queries and keys."""
+    scaled = any(views[scales.name] is not None for scales in SCALES)
+    return {"codes": holds_codes(present(views, "index_q").dtype), "scaled": scaled}
+
+
+def check_main(views: Views) -> dict[str, Any]:
+    """Check the attention's queries and keys, whole or in pairs, of all heads or of each KV head.
+
+    Returns
+    -------
+    dict
+        What a `LossProblem` says about them.
+
+    Raises
+    ------
+    ShapeError
+    """
+    k, width = present(views, "k"), pair_width(views)
+    check_sizes(d=(width, MAX_HEAD_DIM))
+    check_kv_heads(views, present(views, "q").shape[1], k.shape[1])
+    pairs = any(views[array.name] is not None for array in LAST_COLUMNS)
+    if pairs and width <= D_ROPE:
+        raise ShapeError(explain("the width of q", width, f"more than {D_ROPE}, with last columns of their own"))
+    return {"head_dim": width, "kv_heads": k.shape[1], "pairs": pairs}
+
+
+def are_aligned(views: Views, *names: str) -> bool:
+    """Whether all arrays among these that are given start at, and step by, multiples of 16 bytes."""
+    return all(steps_by_16_bytes(view) for name in names if (view := views[name]) is not None)

@@ -124,16 +124,18 @@ class SelectOptions(NamedTuple):
     kernel: Any
 
 
-def check_selection(options: Any) -> None:
-    """Check what the selections have in common.
+def check_selection(options: Any) -> Any:
+    """Check what the selections have in common; returns the options with it resolved.
 
     Raises
     ------
     ArgumentError
     """
-    check_count("topk", options.topk, 1, MAX_TOPK)
-    topk_operation.check_topk_options(_of_topk(options))
-    check_count("buffer_bytes", options.buffer_bytes, 1, _MAX_BUFFER_BYTES)
+    topk = check_count("topk", options.topk, 1, MAX_TOPK)
+    chosen = topk_operation.check_topk_options(_of_topk(options))
+    resolved = {name: getattr(chosen, name) for name in ("order", "relative", "keep_first", "keep_last")}
+    resolved |= {"topk": topk, "buffer_bytes": check_count("buffer_bytes", options.buffer_bytes, 1, _MAX_BUFFER_BYTES)}
+    return options._replace(**{name: value for name, value in resolved.items() if name in options._fields})
 
 
 def _of_topk(options: Any, page_size: int = 1) -> TopkOptions:
@@ -157,7 +159,7 @@ def _of_logits(options: SelectOptions) -> LogitsOptions:
 
 
 def _examine(views: Views, options: SelectOptions) -> Examined:
-    check_selection(options)
+    options = check_selection(options)
     logits_operation.OPERATION.examine(views, _of_logits(options))
     keys = present(views, "k").shape[0]
     if keys > MAX_SIZE:

@@ -128,7 +128,7 @@ _OF_LOGITS = PagedLogitsOptions(clean=False, out_dtype=None, kernel=None)
 
 
 def _examine(views: Views, options: PagedSelectOptions) -> Examined:
-    check_selection(options)
+    options = check_selection(options)
     slots = check_flag("slots", options.slots)
     logits_operation.OPERATION.examine(views, _OF_LOGITS)
     q, cache, table = (present(views, name) for name in ("q", "cache", "block_table"))

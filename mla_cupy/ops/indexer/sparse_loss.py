@@ -9,9 +9,19 @@ from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossProblem, Spa
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
-from mla_cupy.ops.indexer.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
+from mla_cupy.ops.indexer.loss_inputs import (
+    BUFFER_BYTES,
+    GRADIENTS,
+    INDEX_INPUTS,
+    QUERIES,
+    SCALES,
+    SHARED_KEYS,
+    are_aligned,
+    check_buffer_bytes,
+    check_scored,
+    check_sizes,
+)
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
-from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.ops.sparse_inputs import INDICES
 from mla_cupy.shapes import MAX_INT32, MAX_TOKENS
 
@@ -24,6 +34,8 @@ def indexer_sparse_loss(
     weights: Any,
     indices: Any,
     *,
+    k_scale: Any = None,
+    q_scale: Any = None,
     lse: Any = None,
     head_sums: Any = None,
     topk_length: Any = None,
@@ -53,19 +65,22 @@ def indexer_sparse_loss(
     Parameters
     ----------
     q : array, (s_q, h, d), bfloat16
-        Queries of the main attention; d is at most 576. All last axes but those of `weights` and `indices` are
-        contiguous.
+        Absorbed queries of the main attention; d is at most 576. All last axes but those of `weights`, `indices` and
+        the scales are contiguous.
     k : array, (s_kv, d), bfloat16
         Its keys, which all heads share.
-    index_q : array, (s_q, h_i, d_i), bfloat16
-        Queries of the indexer, d_i 32, 64 or 128.
-    index_k : array, (s_kv, d_i), bfloat16
+    index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8
+        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes.
+    index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5.
+        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. Of codes, with all
+        factors.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
         selected twice counts twice.
+    k_scale, q_scale : array, (s_kv,) and (s_q, h_i), float32, optional
+        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients are by.
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head with
         an infinite one has no part in p. Default: computed, over the selected keys.
@@ -150,14 +165,14 @@ def indexer_sparse_loss(
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
     scored = (q, k, index_q, index_k, weights, indices)
-    inputs = (*scored, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    inputs = (*scored, k_scale, q_scale, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights)
     options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
     return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
 
 
 def _examine(views: Views, given: SparseLossOptions) -> Examined:
-    q, k, index_q, index_k, indices = (present(views, name) for name in ("q", "k", "index_q", "index_k", "indices"))
+    q, k, index_q, indices = (present(views, name) for name in ("q", "k", "index_q", "indices"))
     (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
     check_sizes(
         s_q=(s_q, MAX_INT32),
@@ -179,9 +194,10 @@ def _examine(views: Views, given: SparseLossOptions) -> Examined:
         given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
         buffer_bytes=options.buffer_bytes,
-        aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
+        aligned=are_aligned(views, "q", "k", "index_q", "index_k"),
         topk=indices.shape[1],
         deterministic=options.deterministic,
+        **check_scored(views),
     )
     return Examined(problem, options)
 
@@ -189,8 +205,11 @@ def _examine(views: Views, given: SparseLossOptions) -> Examined:
 OPERATION = Operation(
     "indexer_sparse_loss",
     inputs=(
-        *SCORED_INPUTS,
+        QUERIES,
+        SHARED_KEYS,
+        *INDEX_INPUTS,
         INDICES,
+        *SCALES,
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("head_sums", "s_q topk", ("float32",), optional=True, contiguous=True),
         Input("topk_length", "s_q", ("int32",), optional=True),

@@ -9,7 +9,7 @@ from mla_cupy.kernels.indexer.topk import TOPK
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions, TopkProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_count, check_flag
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_int32, present
 from mla_cupy.shapes import MAX_INT32
 
 ORDERS = ("index", "value")
@@ -55,13 +55,15 @@ def indexer_topk(
         page_size, or -1 past the table's end and where that is no int32 from 0 on. b divides s_q; each sequence has
         s_q / b rows in a line.
     order : str
-        "index": ascending, as sparse attention reads its rows fastest; "value": the largest logit first.
+        "index": ascending, as sparse attention reads its rows fastest; "value": the largest logit first,
+        behind the keys of `keep_first` and `keep_last`, which come in ascending order, whatever their logits.
     relative : bool
         Count indices from ks[t], as `sparse_mla_forward` does with `cu_seqlens_kv`. Not with `block_table`.
     page_size : int
         Tokens per page of `block_table`.
     keep_first, keep_last : int
-        As many keys at the beginning and at the end of each range are selected before all others.
+        As many keys at the beginning and at the end of each range are selected before all others; where there are
+        more than k of them, those with the lowest indices.
     return_values : bool
         Whether to return the logits at the indices, too.
     indices : array, (s_q, k), int32, optional
@@ -148,10 +150,6 @@ def _examine(views: Views, given: TopkOptions) -> Examined:
     return Examined(TopkProblem(s_q, s_kv, options.k), options, {"k": options.k})
 
 
-def _int32(first: str) -> tuple[str, ...]:
-    return ("int32",)
-
-
 OPERATION = Operation(
     "indexer_topk",
     inputs=(
@@ -161,8 +159,8 @@ OPERATION = Operation(
         Input("block_table", "tables max_pages", ("int32",), optional=True),
     ),
     outputs=(
-        Output("indices", "s_q k", _int32, layout="rows"),
-        Output("counts", "s_q", _int32),
+        Output("indices", "s_q k", only_int32, layout="rows"),
+        Output("counts", "s_q", only_int32),
         Output("values", "s_q k", layout="rows", when="return_values"),
     ),
     min_sizes={"tables": 1},

@@ -6,14 +6,26 @@ from typing import Any
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.loss import LOSS
-from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, MAX_VALUE_DIM, TARGETS, LossProblem, WarmupLossOptions
+from mla_cupy.kernels.indexer.loss.problem import MAX_VALUE_DIM, TARGETS, LossProblem, WarmupLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_starts, resolve_scale
-from mla_cupy.ops.indexer.loss_inputs import BUFFER_BYTES, GRADIENTS, SCORED_INPUTS, check_buffer_bytes, check_sizes
+from mla_cupy.ops.indexer.loss_inputs import (
+    BUFFER_BYTES,
+    GRADIENTS,
+    INDEX_INPUTS,
+    KEYS,
+    LAST_COLUMNS,
+    QUERIES,
+    SCALES,
+    are_aligned,
+    check_buffer_bytes,
+    check_main,
+    check_scored,
+    check_sizes,
+)
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
-from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import MAX_INT32
+from mla_cupy.shapes import D_ROPE, MAX_INT32
 
 
 def indexer_warmup_loss(
@@ -23,6 +35,10 @@ def indexer_warmup_loss(
     index_k: Any,
     weights: Any,
     *,
+    q_rope: Any = None,
+    k_rope: Any = None,
+    k_scale: Any = None,
+    q_scale: Any = None,
     v: Any = None,
     lse: Any = None,
     head_sums: Any = None,
@@ -57,17 +73,29 @@ def indexer_warmup_loss(
     Parameters
     ----------
     q : array, (s_q, h, d), bfloat16
-        Queries of the main attention; d is at most 576. All last axes but that of `weights` are contiguous.
-    k : array, (s_kv, d), bfloat16
-        Its keys, which all heads share.
-    index_q : array, (s_q, h_i, d_i), bfloat16
-        Queries of the indexer, d_i 32, 64 or 128.
-    index_k : array, (s_kv, d_i), bfloat16
+        Queries of the main attention, absorbed or not; d is at most 576. With `q_rope`, all columns but the last 64.
+        The last axes of all arrays but `weights` and the scales are contiguous.
+    k : array, (s_kv, d), or per KV head (s_kv, h_kv, d), bfloat16
+        Its keys: those that all heads share, as of absorbed queries, (s_kv, 576); or un-absorbed, (s_kv, h, 192), where
+        each KV head serves h / h_kv heads. With `k_rope`, all columns but the last 64.
+    index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8
+        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes. Of codes, see the notes.
+    index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign, without the factors of W.
-    v : array, (s_kv, d_v), bfloat16, optional
-        Values of the main attention, d_v at most 512, for `out` and `attention_lse`. They may be part of `k`.
+        Weights of its heads, of any sign, without the factors of W. Of codes, with all factors.
+    q_rope : array, (s_q, h, 64), bfloat16, optional
+        The queries' last columns, as for `mla_prefill`.
+    k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), bfloat16, optional
+        The keys' last columns: the same for all heads, or those of each.
+    k_scale : array, (s_kv,), float32, optional
+        Scales of `index_k`, such as its codes', above 0: factors of the scores. Default: 1.
+    q_scale : array, (s_q, h_i), float32, optional
+        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient by q_scale * index_q.
+        Default: 1, the gradient by index_q as it is. Nothing else depends on them.
+    v : array, (s_kv, d_v), or per KV head (s_kv, h_kv, d_v), bfloat16, optional
+        Values of the main attention, d_v at most 512, for `out` and `attention_lse`; of as many heads as `k`. They may
+        be part of `k`.
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
         with an infinite one has no part in p. Default: computed, over the keys that are seen.
@@ -94,7 +122,7 @@ def indexer_warmup_loss(
     kl, mass, index_lse : array, (s_q,) or per head (s_q, h), float32, optional
         Where these results go.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
-        Where the gradients go; the last axes are contiguous.
+        Where the gradients go; the last axes are contiguous. Of codes, too, in these dtypes.
     d_weights : array, (s_q, h_i), float32, optional
         The same.
     out : array, (s_q, h, d_v), bfloat16, optional
@@ -138,10 +166,24 @@ def indexer_warmup_loss(
     main attention. `mla_cupy.torch.indexer_warmup_objective` and `mla_cupy.jax.indexer_warmup_objective` make a scalar
     of it whose derivative multiplies these gradients. Nothing flows to q, k or v.
 
+    Keys per head make the same loss at less cost where the heads' keys are at hand, as after a prefill: of DeepSeek's
+    128 heads, 2 * 192 FLOPs for a pair and head instead of 2 * 576. `scale` is that of the model, 192**-0.5, in both
+    forms. Queries and keys may be pairs of arrays, and views of a projection's output; nothing is concatenated.
+
+    Training in FP8: index queries and keys may be the codes that `indexer_prepare_q` and `indexer_prepare_k` make, with
+    `k_scale`, and weights its folded ones. Then I[t, s] = k_scale[s] * sum_j weights[t, j] * max(index_q[t, j] .
+    index_k[s], 0), the score that `indexer_logits` serves (its products, bit for bit on Hopper; the sum over heads has
+    another order), and W is `weights`, without further factors, also "per_head". Gradients go straight through the
+    rounding: they are those by the numbers that the codes stand for, k_scale * index_k and q_scale * index_q, for the
+    vectors before they were rounded. `d_weights` is not scaled: the gradient by `weights` as they are; times
+    h_i**-0.5 * d_i**-0.5 and the queries' scales it is that by the weights before these were folded in.
+
     All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
     are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with arrays that start at and step by
-    multiples of 16 bytes, and with d at most 128 per head, everything runs on tensor cores but an output of d or d_v
-    above 128; the gradients by the scores are rounded to bfloat16.
+    multiples of 16 bytes, everything that is summed over heads runs on tensor cores, in all forms (pairs with first
+    columns in multiples of 64); "per_head" and the attention's output where d and d_v are at most 128, keys are whole
+    and shared by all heads and, "per_head", the indexer is bfloat16. The gradients by the scores are rounded to
+    bfloat16. For the output of keys per head take `mla_prefill`, whose `lse` serves here.
 
     Without `lse` the scores of the attention are computed twice: give it where attention has it at hand, as
     `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` it comes along with the
@@ -166,7 +208,8 @@ def indexer_warmup_loss(
     >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
-    inputs = (q, k, index_q, index_k, weights, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv)
+    scored = (q, k, index_q, index_k, weights, q_rope, k_rope, k_scale, q_scale)
+    inputs = (*scored, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
     options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
     return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
@@ -186,42 +229,60 @@ def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> st
 
 
 def _examine(views: Views, given: WarmupLossOptions) -> Examined:
-    q, k, index_q, index_k = (present(views, name) for name in ("q", "k", "index_q", "index_k"))
-    (s_q, heads, head_dim), (_, index_heads, index_dim) = q.shape, index_q.shape
-    value_dim = 0 if (v := views["v"]) is None else v.shape[1]
-    check_sizes(
-        s_q=(s_q, MAX_INT32),
-        s_kv=(k.shape[0], MAX_INT32 - 256),
-        d=(head_dim, MAX_HEAD_DIM),
-        d_v=(value_dim, MAX_VALUE_DIM),
-    )
+    q, k, index_q = (present(views, name) for name in ("q", "k", "index_q"))
+    (s_q, heads, _), (_, index_heads, index_dim) = q.shape, index_q.shape
+    check_sizes(s_q=(s_q, MAX_INT32), s_kv=(k.shape[0], MAX_INT32 - 256))
+    main = check_main(views)
+    value_dim = _check_values(views, k.shape[1])
     check_starts(views)
     target = _check_target(given.target, views, heads, index_heads)
     options = given._replace(
         target=target,
-        scale=resolve_scale(given.scale, head_dim),
+        scale=resolve_scale(given.scale, main["head_dim"]),
         target_scale=check_factor("target_scale", given.target_scale),
         causal=check_flag("causal", given.causal),
         gradients=check_flag("gradients", given.gradients),
         buffer_bytes=check_buffer_bytes(given.buffer_bytes),
     )
     problem = LossProblem(
-        *(s_q, k.shape[0], heads, index_heads, head_dim, index_dim, value_dim),
+        s_q=s_q,
+        s_kv=k.shape[0],
+        heads=heads,
+        index_heads=index_heads,
+        index_dim=index_dim,
+        value_dim=value_dim,
         per_head=target == "per_head",
         needs_lse=target == "head_sum" and views["lse"] is None and views["head_sums"] is None,
         given_sums=views["head_sums"] is not None,
         gradients=options.gradients,
         buffer_bytes=options.buffer_bytes,
-        aligned=all(steps_by_16_bytes(x) for x in (q, k, index_q, index_k)),
+        aligned=are_aligned(views, "q", "k", "q_rope", "k_rope", "index_q", "index_k"),
+        **main,
+        **check_scored(views),
     )
     return Examined(problem, options, {"targets": heads if target == "per_head" else 0})
+
+
+def _check_values(views: Views, kv_heads: int) -> int:
+    """The width of the values; 0 without."""
+    if (v := views["v"]) is None:
+        return 0
+    if v.shape[1] != kv_heads:
+        remedy = "values have a head axis where keys have one"
+        raise ShapeError(explain("v.shape[1]", v.shape[1], f"h_kv={kv_heads}, like k", remedy))
+    check_sizes(d_v=(v.shape[2], MAX_VALUE_DIM))
+    return v.shape[2]
 
 
 OPERATION = Operation(
     "indexer_warmup_loss",
     inputs=(
-        *SCORED_INPUTS,
-        Input("v", "s_kv d_v", ("=q",), optional=True, contiguous=True),
+        QUERIES,
+        KEYS,
+        *INDEX_INPUTS,
+        *LAST_COLUMNS,
+        *SCALES,
+        Input("v", "s_kv h_v? d_v", ("=q",), optional=True, contiguous=True),
         Input("lse", "s_q h", ("float32",), optional=True),
         Input("head_sums", "s_q s_kv", ("float32",), optional=True, contiguous=True),
         Input("row_weights", "s_q", ("float32",), optional=True),
@@ -235,8 +296,8 @@ OPERATION = Operation(
         Output("out", "s_q h d_v", lambda first: (first,), layout="rows", needs="v"),
         Output("attention_lse", "s_q h", needs="v"),
     ),
-    sizes={"d_i": (*HEAD_DIMS[::-1],)},
-    min_sizes={"h": 1, "h_i": 1, "d": 1, "d_v": 1, "b+1": 1},
+    sizes={"d_i": (*HEAD_DIMS[::-1],), "d_rope": (D_ROPE,)},
+    min_sizes={"h": 1, "h_kv": 1, "h_i": 1, "d": 1, "d_k": 1, "d_v": 1, "b+1": 1},
     options=WarmupLossOptions,
     examine=_examine,
     pipeline=LOSS,

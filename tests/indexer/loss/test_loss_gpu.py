@@ -32,6 +32,12 @@ CASES = [
     LossCase(s_q=300, s_kv=500, h=16, h_i=16, d=128, d_i=128, target="per_head", sequences=RAGGED, weights="bfloat16"),
     LossCase(s_q=400, s_kv=400, h=4, h_i=4, d=64, d_i=32, d_v=72, target="per_head", target_scale=0.1, spread=3),
     LossCase(s_q=300, s_kv=500, h=16, h_i=8, d=128, d_i=64, d_v=128, sequences=RAGGED),
+    LossCase(s_q=200, s_kv=333, h=16, h_i=8, d=192, d_i=128, h_kv=16, pairs="k", lse=True),
+    LossCase(s_q=300, s_kv=500, h=16, h_i=64, d=192, d_i=64, h_kv=16, pairs="qk", sequences=RAGGED),
+    LossCase(s_q=257, s_kv=400, h=8, h_i=8, d=128, d_i=64, h_kv=2, d_v=64),
+    LossCase(s_q=1700, s_kv=1700, h=2, h_i=2, d=128, d_i=32, h_kv=2, pairs="K", codes="uint8", lse=True),
+    LossCase(s_q=257, s_kv=257, h=128, h_i=64, d=576, d_i=128, pairs="qk", codes="uint8", lse=True),
+    LossCase(s_q=300, s_kv=500, h=16, h_i=66, d=72, d_i=32, codes="uint8", sequences=RAGGED, weights="bfloat16"),
 ]  # fmt: skip
 
 
@@ -47,8 +53,7 @@ def kernels(case: LossCase) -> list[str]:
     """Those that take the case on this GPU."""
     problem = LossProblem(
         *(case.s_q, case.s_kv, case.h, case.h_i, case.d, case.d_i, case.d_v),
-        per_head=case.target == "per_head",
-        needs_lse=case.target == "head_sum" and not case.lse,
+        **{**case.problem, "aligned": True},
     )
     return [name for name, kernel in by_name(LOSS).items() if not kernel.unsupported(problem, device.describe(0))]
 
@@ -125,7 +130,20 @@ def test_hostile_sequences(gpu: object) -> None:
             check_loss(on_host(got), exact, TENSOR_CORE_ERROR)
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=lambda case: case.id)
+def test_codes_score_as_the_logits(gpu: object) -> None:
+    """The normaliser of the scores is that of the scores that are served."""
+    case = CASES[-3]
+    given = on_gpu(loss_inputs(case))
+    _, _, index_lse, *_ = mla_cupy.indexer_warmup_loss(**given, **case.options, gradients=False)
+    scored = (given[name] for name in ("index_q", "index_k", "weights"))
+    ends = upload(np.arange(1, case.s_q + 1, dtype=np.int32))
+    logits = mla_cupy.indexer_logits(*scored, ke=ends, k_scale=given["k_scale"]).get().astype(np.float64)
+    largest = logits.max(axis=1)
+    wanted = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
+    np.testing.assert_allclose(index_lse.get(), wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[13], CASES[14]], ids=lambda case: case.id)
 def test_ranks(case: LossCase, gpu: object) -> None:
     """Of tensor parallelism, with the loss in chunks, against one rank that has all heads."""
     inputs = loss_inputs(case)

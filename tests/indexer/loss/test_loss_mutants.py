@@ -42,7 +42,7 @@ M_COLUMNS = "gradients[2 * step + i / 2]"
 FREE = "    steps.wait_empty(s.q_empty);\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
 LSE_SM90, LSE_SUMS = "indexer/loss/sm90_lse.cu", "indexer/loss/sm90_lse.cuh"
-LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=136, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
+LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=264, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
 LSE_FREE = "            pieces.wait_empty(s.k_empty);\n"
 LSE_MUTANTS = [
     Mutant("keys out of sight count", LSE_SM90, "d[i] = seen ? d[i] :", "d[i] = true ? d[i] :"),
@@ -58,10 +58,36 @@ LSE_MUTANTS = [
     Mutant("a piece of K is released before it is read", LSE_SUMS, "            wgmma_wait_group<1>();\n", ""),
     Mutant("queries are not waited for", LSE_SM90, "    mbarrier_wait(s.q_full, 0);\n", ""),
 ]
+KEYS_FREE = "    if (keys_stay(p, pieces)) mbarrier_wait(s.k_empty, 0);\n"
+KEYS_FULL = "    if (keys_stay(p, pieces)) mbarrier_wait(s.k_full, 0);\n"
+INDEX_KEYS_FULL = "    mbarrier_wait(s.k_full, keys_stay(p, pieces) ? 1 : 0);\n"
+STAGE_FREE = "            stages.wait_empty(s.q_empty);\n            mbarrier_arrive_expect_tx(full, with_keys"
+OWN_KEYS = LossCase(s_q=5, s_kv=6, h=6, h_i=3, d=192, d_i=128, h_kv=6, pairs="k", lse=True)
+MAIN_PIECES = "indexer/loss/sm90_pieces.cuh"
+OWN_MUTANTS = [
+    Mutant("a stage is filled that is in use", SCORES_SM90, STAGE_FREE, STAGE_FREE.partition("\n")[2]),
+    Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
+    Mutant("shared columns are not waited for", SCORES_SM90, KEYS_FULL, ""),
+    Mutant("index keys come over them in use", SCORES_SM90, KEYS_FREE, ""),
+    Mutant("heads have the first one's keys", SCORES_SM90, "head / p.kv_head_heads : 0", "0 : 0"),
+    Mutant("nobody has the first turn", SCORES_SM90, "if (taken && math.warpgroup == 1) pass(math);", ""),
+    Mutant("no turn ends", SCORES_SM90, "if (taken && (math.warpgroup == 0 || heads > 0)) pass(math);", ""),
+    Mutant("the last columns are the first", MAIN_PIECES, "last ? p.k_rope_column :", "last ? 64 :"),
+]
+CODES = LossCase(s_q=9, s_kv=12, h=2, h_i=3, d=64, codes="uint8", lse=True, sequences=((4, 2), (5, 9)))
+CODES_MUTANTS = [
+    Mutant("scores are not scaled", SCORES_SM90, "key < p.s_kv ? key_scale(p, key) : 0.f", "1.f"),
+    Mutant("gradients by scores are not", ROWS, "x * key_scale(p, key)", "x"),
+    Mutant("those by keys still are", KEYS_SM90, "fabsf(scale) <= kMaxFloat ? scale : 0.f", "1.f"),
+    Mutant("queries' scales stay in the weights", PARAMS, "if (p.q_scale == nullptr) return", "return"),
+    Mutant("codes of the first chunk", "indexer/loss/decoded_queries.cu", "p.first_token + (i32)", "(i32)"),
+    Mutant("queries of another token", QUERIES_SM90, "pair.first_token - p.first_fetched", "pair.first_token"),
+    Mutant("keys' queries of another token", KEYS_SM90, "token - p.first_fetched", "token"),
+]
 HOPPER_MUTANTS = [
-    Mutant("a piece is released before it is read", SCORES_SM90, "            wgmma_wait_group<1>();\n", ""),
-    Mutant("index keys come over keys in use", SCORES_SM90, "    if (p.heads > 0) mbarrier_wait(s.k_empty, 0);\n", ""),
-    Mutant("index keys are not waited for", SCORES_SM90, "    mbarrier_wait(s.k_full, p.heads > 0 ? 1 : 0);\n", ""),
+    Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
+    Mutant("index keys come over keys in use", SCORES_SM90, KEYS_FREE, ""),
+    Mutant("index keys are not waited for", SCORES_SM90, INDEX_KEYS_FULL, ""),
     Mutant("tokens share a head's lse", SCORES_SM90, "lse[fragment_half(i)]", "lse[0]"),
     Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
@@ -140,6 +166,15 @@ def run_hopper(mode: tuple[str, int], case: LossCase = TILES, gradients: bool = 
     check_loss(got, exact, TENSOR_CORE_ERROR)
 
 
+def run_own_keys(mode: tuple[str, int]) -> None:
+    run_hopper(mode, OWN_KEYS, gradients=False)
+
+
+def run_codes(mode: tuple[str, int]) -> None:
+    """In chunks of a few tokens."""
+    run_hopper(mode, CODES, buffer_bytes=4 * (10 * 128 + 2 * 3 * 32))
+
+
 def run_splits(mode: tuple[str, int]) -> None:
     """Three of each tile of keys, some without a token, in chunks of seven tokens and five."""
     with splits_of(2, most=3):
@@ -165,6 +200,8 @@ def run_heads(mode: tuple[str, int]) -> None:
 #: Which bugs show in which calls.
 HOPPER = {
     run_hopper: HOPPER_MUTANTS,
+    run_own_keys: OWN_MUTANTS,
+    run_codes: CODES_MUTANTS,
     run_splits: SPLIT_MUTANTS,
     run_pairs: PAIR_MUTANTS,
     run_lse: LSE_MUTANTS,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from mla_cupy.reference import indexer_logits, indexer_sparse_loss, indexer_warmup_loss
+from mla_cupy.reference import indexer_head_sums, indexer_logits, indexer_sparse_loss, indexer_warmup_loss
 from mla_cupy.reference.indexer_loss import IndexerLoss, WarmupLoss
+from tests.support.loss_cases import LossCase, loss_inputs
 
 Array = np.ndarray[Any, Any]
 Inputs = dict[str, Array]
@@ -58,6 +60,14 @@ def test_warmup_gradients_of_two_sequences_with_mass_elsewhere() -> None:
     check_gradients(indexer_warmup_loss, inputs(), ROW_WEIGHTS, lse=lse, scale=0.7, **starts)
 
 
+def test_gradients_of_keys_per_head() -> None:
+    """Two KV heads of two heads each, in pairs."""
+    given, rng = inputs(h=4, seed=3), np.random.default_rng(4)
+    given["k"] = rng.standard_normal((6, 2, 5))
+    rope = {"q_rope": rng.standard_normal((4, 4, 3)), "k_rope": rng.standard_normal((6, 3))}
+    check_gradients(indexer_warmup_loss, given, ROW_WEIGHTS, **rope)
+
+
 def test_per_head_gradients() -> None:
     check_gradients(indexer_warmup_loss, inputs(h=2, seed=2), ROW_WEIGHTS, target="per_head", target_scale=0.8)
 
@@ -66,6 +76,52 @@ def test_sparse_gradients() -> None:
     indices = np.array([[0, 3, 3, -1], [5, 1, 2, 0], [4, 9, -2, 1], [2, 3, 4, 5]])
     lengths = np.array([4, 4, 4, 3])
     check_gradients(indexer_sparse_loss, inputs(), ROW_WEIGHTS, indices=indices, topk_length=lengths)
+
+
+def test_absorbed_and_not() -> None:
+    """q W . c = q . W c for keys W c of each head: the same loss, gradients and log-sum-exps."""
+    given, rng = inputs(), np.random.default_rng(5)
+    up = rng.standard_normal((3, 7, 5))  # of each head, from the latent
+    q = rng.standard_normal((4, 3, 7))
+    keys, rope = np.einsum("hdc,sc->shd", up, given["k"]), (rng.standard_normal((4, 3, 2)), rng.standard_normal((6, 2)))
+    absorbed = {**given, "q": np.einsum("thd,hdc->thc", q, up), "q_rope": rope[0], "k_rope": rope[1]}
+    other = {**given, "q": q, "k": keys, "q_rope": rope[0], "k_rope": rope[1][:, None]}
+    wanted = indexer_warmup_loss(**absorbed, scale=0.4, v=given["k"])
+    got = indexer_warmup_loss(**other, scale=0.4, v=keys)
+    for x, y in zip(got[:6], wanted[:6], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(got.attention_lse, wanted.attention_lse, rtol=1e-12)
+    np.testing.assert_allclose(got.out, np.einsum("hdc,thc->thd", up, wanted.out), rtol=1e-10, atol=1e-13)
+    sums = [
+        indexer_head_sums(x["q"], x["k"], scale=0.4, q_rope=x["q_rope"], k_rope=x["k_rope"]) for x in (absorbed, other)
+    ]
+    np.testing.assert_allclose(*sums, rtol=1e-10)
+
+
+@pytest.mark.parametrize("target", ["head_sum", "per_head", "lists"])
+def test_codes_are_what_they_stand_for(target: str) -> None:
+    """The loss of dequantised arrays, whose gradients pass straight through; scores as the logits have them."""
+    case = LossCase(h=2, h_i=2, codes="uint8", target="per_head" if target == "per_head" else "head_sum")
+    given = loss_inputs(case)
+    options: dict[str, Any] = {"indices": np.tile(np.arange(4), (5, 1))} if target == "lists" else case.options
+    loss: Any = indexer_sparse_loss if target == "lists" else indexer_warmup_loss
+    got = loss(**given, **options)
+    values = {name: given[name].view(ml_dtypes.float8_e4m3fn).astype(float) for name in ("index_q", "index_k")}
+    q_scale, k_scale = (given[name].astype(float) for name in ("q_scale", "k_scale"))
+    unit = 1 if target == "per_head" else (2 * 32) ** -0.5
+    plain = {name: x for name, x in given.items() if name not in ("q_scale", "k_scale")}
+    plain["index_q"], plain["index_k"] = values["index_q"] * q_scale[..., None], values["index_k"] * k_scale[:, None]
+    plain["weights"] = given["weights"] / (q_scale * unit)
+    wanted = loss(**plain, **options)
+    for x, y in zip(got[:5], wanted[:5], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(got.d_weights, wanted.d_weights / (q_scale * unit), rtol=1e-6, atol=1e-12)
+    by_codes = loss(**{name: x for name, x in given.items() if name != "q_scale"}, **options)
+    np.testing.assert_allclose(by_codes.d_index_q, got.d_index_q * q_scale[..., None], rtol=1e-12)
+    if target == "head_sum":
+        logits = indexer_logits(*(given[name] for name in ("index_q", "index_k", "weights")), k_scale=k_scale)
+        own = np.log(np.exp(logits[-1]).sum())
+        assert got.index_lse[-1] == pytest.approx(own, rel=1e-12)
 
 
 def test_by_definition() -> None:

@@ -24,6 +24,9 @@ CASES = [
     LossCase(s_q=4, s_kv=8, h=3, h_i=3, target="per_head", d_v=33, target_scale=0.3, weights="bfloat16"),
     LossCase(s_q=6, s_kv=4, h=2, h_i=2, target="per_head", spread=40, sequences=((1, 0), (4, 3))),
     LossCase(s_q=1, s_kv=1, h=1, h_i=1, d=1),
+    LossCase(s_q=4, s_kv=5, h=4, d=72, h_kv=2, d_v=6, pairs="qk", lse=True, codes="float8_e4m3fn"),
+    LossCase(s_q=3, s_kv=4, h=2, h_i=2, d=70, h_kv=2, pairs="K", target="per_head", codes="uint8"),
+    LossCase(s_q=5, s_kv=6, h=3, d=66, h_kv=3, pairs="q", sequences=((2, 3), (2, 2))),
 ]
 
 
@@ -42,13 +45,27 @@ def test_generic(case: LossCase) -> None:
 
 SIZES = {"s_q": 4, "s_kv": 4, "heads": 2, "index_heads": 2, "head_dim": 128, "index_dim": 64}
 #: (mode of completion, seed)
-MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2))
+MODES = (("late", 0), ("random", 1), ("early", 0), ("random", 2), ("random", 3), ("late", 1), ("early", 1))
 HOPPER_CASES = [
     LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=128, d_i=64, lse=True, causal=False),  # two tiles of keys
     LossCase(
         s_q=9, s_kv=12, h=1, h_i=3, d=136, d_i=128, lse=True, sequences=((4, 2), (0, 3), (4, 6)), weights="bfloat16"
     ),
     LossCase(s_q=3, s_kv=130, h=2, h_i=1, d=64, d_i=32, causal=False),  # its own log-sum-exps
+    LossCase(s_q=4, s_kv=6, h=4, h_i=3, d=192, d_i=128, h_kv=4, pairs="k", lse=True),  # a prefill's
+    LossCase(s_q=3, s_kv=5, h=2, h_i=2, d=136, d_i=64, h_kv=2, codes="uint8"),  # whole keys, and their log-sum-exps
+    LossCase(
+        s_q=6,
+        s_kv=4,
+        h=3,
+        h_i=1,
+        d=128,
+        d_i=128,
+        pairs="qk",
+        lse=True,
+        codes="float8_e4m3fn",
+        sequences=((4, 1), (2, 3)),
+    ),
 ]
 LARGE_HOPPER_CASES = [
     LossCase(s_q=130, s_kv=140, h=2, h_i=3, d=128, d_i=128, lse=True),
@@ -57,6 +74,9 @@ LARGE_HOPPER_CASES = [
     LossCase(s_q=400, s_kv=400, h=1, h_i=1, d=8, d_i=32, lse=True, row_weights=False),
     LossCase(s_q=9, s_kv=300, h=2, h_i=2, d=136, d_i=128, sequences=((4, 2), (0, 3), (4, 295))),
     LossCase(s_q=130, s_kv=140, h=1, h_i=1, d=64, d_i=32, spread=6),
+    LossCase(s_q=140, s_kv=270, h=3, h_i=2, d=192, d_i=64, h_kv=3, pairs="qk", sequences=((60, 130), (79, 139))),
+    LossCase(s_q=20, s_kv=270, h=4, h_i=3, d=256, d_i=128, h_kv=2, pairs="K", codes="uint8", lse=True),
+    LossCase(s_q=20, s_kv=140, h=2, h_i=66, d=576, d_i=32, pairs="qk", codes="uint8", weights="bfloat16"),
 ]
 
 
@@ -176,6 +196,9 @@ def test_what_hopper_does_not_take() -> None:
     for kernel, changes, word in (
         (HOPPER, {"aligned": False}, "16 bytes"),
         (HOPPER, {"s_q": 0}, "one"),
+        (HOPPER, {"head_dim": 136, "pairs": True}, "first columns are a multiple of 64"),
+        (HEADS, {**per_head, "kv_heads": 2}, "all heads share"),
+        (HEADS, {**per_head, "codes": True}, "bfloat16"),
         (HEADS, {**per_head, "aligned": False}, "16 bytes"),
         (HEADS, {**per_head, "head_dim": 136}, "d up to 128"),
         (HEADS, {**per_head, "value_dim": 136}, "d_v up to 128"),
@@ -224,10 +247,11 @@ def test_the_workspace_is_bounded() -> None:
     [
         ({}, HOPPER, 577),
         ({"needs_lse": True}, HOPPER, 641),
+        ({"codes": True}, HOPPER, 583),
         ({"buffer_bytes": 64 << 20}, HOPPER, 161),
         ({"per_head": True, "heads": 64, "head_dim": 128, "value_dim": 128, "index_dim": 64}, HEADS, 81),
     ],
-    ids=["lse", "its own lse", "a smaller buffer", "per head"],
+    ids=["lse", "its own lse", "codes", "a smaller buffer", "per head"],
 )
 def test_the_workspace_of_131072_keys(changes: dict[str, Any], kernel: str, mebibytes: int) -> None:
     """As the kernels' page says; a float32 per query and key would be 64 GiB."""

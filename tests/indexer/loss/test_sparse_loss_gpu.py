@@ -26,6 +26,7 @@ CASES = [
     SparseLossCase(s_q=200, s_kv=333, topk=70, h=16, h_i=8, d=128, d_i=128),
     SparseLossCase(s_q=130, s_kv=1000, topk=256, h=64, h_i=64, d=576, d_i=128, lse=True, lengths=True),
     SparseLossCase(s_q=130, s_kv=1000, topk=300, h=128, h_i=64, d=576, d_i=64, weights="bfloat16"),
+    SparseLossCase(s_q=130, s_kv=1000, topk=300, h=64, h_i=64, d=576, d_i=128, lse=True, codes="uint8"),
     SparseLossCase(s_q=200, s_kv=474, topk=33, h=8, h_i=5, d=100, d_i=64, causal=True, sequences=RAGGED),
 ]
 

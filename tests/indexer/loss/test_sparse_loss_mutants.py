@@ -44,7 +44,7 @@ HOPPER_MUTANTS = [
     Mutant("pieces are not fenced", LIST_SCORES, "        fence_proxy_async();\n", ""),
     Mutant("tiles are not fenced", LIST_GRADIENTS, "        fence_proxy_async();\n", ""),
     Mutant("M is not waited for", LIST_GRADIENTS, M_BARRIER, ""),
-    Mutant("M has weights", LIST_GRADIENTS, "(bfloat16{}, low, high)", "(bfloat16{}, low * weights.x, high)"),
+    Mutant("M has weights", LIST_GRADIENTS, "a[at] > 0.f ? keys.scaled[r]", "a[at] > 0.f ? keys.scaled[r] * weights.x"),
     Mutant("four columns are in another order", LIST_GRADIENTS, "math.thread % 4 / 2 * 4", "math.thread % 2 * 4"),
     Mutant("the second warpgroup's sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]"),
 ]  # fmt: skip

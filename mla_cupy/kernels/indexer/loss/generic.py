@@ -21,6 +21,8 @@ WARPS = 4
 """Of a block whose warps have a token, a key or a head each."""
 THREADS = 256
 """Of a block whose threads have an element each."""
+CODES_AT_ONCE = 16
+"""Of a thread that decodes index queries."""
 _MAX_BLOCKS = 1 << 20
 
 
@@ -40,6 +42,12 @@ def _blocks(work: int, of_block: int) -> int:
 def _elements(problem: LossProblem, tokens: int) -> Dim3:
     """A thread for each element of the index keys, in turns."""
     return min(_blocks(problem.s_kv * problem.index_dim, THREADS), _MAX_BLOCKS), 1, 1
+
+
+def _codes(problem: LossProblem, tokens: int) -> Dim3:
+    """A thread for several codes of the index queries, in turns."""
+    elements = tokens * problem.index_heads * problem.index_dim
+    return min(_blocks(elements, THREADS * CODES_AT_ONCE), _MAX_BLOCKS), 1, 1
 
 
 def _warp_per_token(problem: LossProblem, tokens: int) -> Dim3:
@@ -74,6 +82,12 @@ FINITE_KEYS = _kernel(
     "a copy of the index keys without what is not finite",
     _elements,
     block_elems=THREADS,
+)
+DECODED_QUERIES = _kernel(
+    "indexer_loss_decoded_queries",
+    "a copy of index queries in bf16, of e4m3 codes",
+    _codes,
+    block_elems=THREADS * CODES_AT_ONCE,
 )
 FINITE_VALUES = _kernel(
     "indexer_loss_finite_values",
@@ -132,6 +146,6 @@ SCATTER = _kernel(
 )
 
 KERNELS = (
-    *(RANGES, ROWS, BOUNDS, FINITE_KEYS, FINITE_VALUES, KEYS_SUM, HEAD_SUMS),
+    *(RANGES, ROWS, BOUNDS, FINITE_KEYS, FINITE_VALUES, DECODED_QUERIES, KEYS_SUM, HEAD_SUMS),
     *(SCORES, ATTENTION, QUERIES, KEYS, SCATTER),
 )

@@ -25,7 +25,7 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
     loss_launch,
 )
 from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
-from mla_cupy.kernels.indexer.loss.sm90_maps import FINITE_KEYS
+from mla_cupy.kernels.indexer.loss.sm90_maps import DECODED_QUERIES, FINITE_KEYS
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DkvParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
@@ -53,7 +53,8 @@ class SparseLossConfig(LossConfig):
         if not self.problem.gradients:
             return ()
         if self.on_tensor_cores:
-            return (sm90.LIST_GRADIENTS,)
+            copies = (generic.DECODED_QUERIES,) if self.decodes_queries else ()
+            return (*copies, sm90.LIST_GRADIENTS)
         return generic.QUERIES, generic.SCATTER
 
     @property
@@ -73,6 +74,7 @@ class SparseLossConfig(LossConfig):
             "scores": "score_rows",
             "gradient": NULL,
             "finite_keys": FINITE_KEYS if self.on_tensor_cores else NULL,
+            "decoded_queries": DECODED_QUERIES if self.decodes_queries else NULL,
             "finite_values": NULL,
             "nonfinite_tiles": NULL,
             "key_sums": "key_sums" if self.problem.gradients else NULL,
@@ -95,8 +97,8 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
         if problem.deterministic and total >= 2**32:
             got = f"True, with s_q * topk = {total}"
             raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
-        chunk = chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT)
         on_hopper = chosen is sm90.LIST_SCORES
+        chunk = chunk_tokens(problem, (1 if problem.given_sums else 2) * FLOAT, tensor_cores=on_hopper)
         return SparseLossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: SparseLossConfig) -> Layout:
@@ -113,6 +115,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
                 "target_rows": 0 if problem.given_sums else FLOAT * elements,
                 "score_rows": FLOAT * elements,
                 FINITE_KEYS: 2 * problem.s_kv * problem.index_dim if config.on_tensor_cores else 0,
+                DECODED_QUERIES: 2 * config.decoded_elements,
                 "extractors": per_row + one,
                 _FIRST_ZEROED: per_row,
                 "largest": one,

@@ -16,7 +16,13 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.indexer.loss import generic, heuristics, sm90
 from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, TILE_TOKENS, LossKernel, LossOptions, LossProblem
-from mla_cupy.kernels.indexer.loss.sm90_maps import FINITE_KEYS, FINITE_VALUES, NONFINITE_TILES, finite_value_stride
+from mla_cupy.kernels.indexer.loss.sm90_maps import (
+    DECODED_QUERIES,
+    FINITE_KEYS,
+    FINITE_VALUES,
+    NONFINITE_TILES,
+    finite_value_stride,
+)
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -33,6 +39,7 @@ class LossParts(TypedDict):
     scores: str
     gradient: str
     finite_keys: str
+    decoded_queries: str
     finite_values: str
     nonfinite_tiles: str
     key_sums: str
@@ -74,6 +81,16 @@ class LossConfig:
         return self.problem.value_dim > 0 and sm90.HEADS in (self.kernel, self.attention)
 
     @property
+    def decodes_queries(self) -> bool:
+        """Whether the gradients on tensor cores need a copy of the index queries."""
+        return self.on_tensor_cores and self.problem.codes
+
+    @property
+    def decoded_elements(self) -> int:
+        """Of that copy, of a chunk."""
+        return self.chunk * self.problem.index_heads * self.problem.index_dim if self.decodes_queries else 0
+
+    @property
     def key_splits(self) -> int:
         """How many sums there are of each key's gradient."""
         return heuristics.key_splits(self.problem) if self.on_tensor_cores else 1
@@ -90,6 +107,7 @@ class LossConfig:
             "scores": "score_rows",
             "gradient": "gradient_rows" if self.on_tensor_cores else NULL,
             "finite_keys": FINITE_KEYS if self.on_tensor_cores else NULL,
+            "decoded_queries": DECODED_QUERIES if self.decodes_queries else NULL,
             "finite_values": FINITE_VALUES if self.copies_values else NULL,
             "nonfinite_tiles": NONFINITE_TILES if self.copies_values else NULL,
             "key_sums": "key_sums" if self.carries_sums else NULL,
@@ -112,7 +130,7 @@ class LossPipeline(Pipeline[LossConfig]):
             return LossConfig(problem, chosen, problem.s_q)
         on_hopper = chosen is sm90.SCORES
         bytes_per_key = (1 if problem.given_sums else 2) * FLOAT + (_HALF if on_hopper else 0)
-        chunk = chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1)
+        chunk = chunk_tokens(problem, bytes_per_key, TILE_TOKENS if on_hopper else 1, on_hopper)
         return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:
@@ -130,6 +148,7 @@ class LossPipeline(Pipeline[LossConfig]):
                 "score_rows": FLOAT * elements,
                 "gradient_rows": _HALF * elements if config.on_tensor_cores else 0,
                 FINITE_KEYS: _HALF * keys if config.on_tensor_cores else 0,
+                DECODED_QUERIES: _HALF * config.decoded_elements,
                 FINITE_VALUES: _HALF * values,
                 NONFINITE_TILES: FLOAT * -(-problem.s_kv // TILE_KEYS) if config.copies_values else 0,
                 "key_sums": FLOAT * config.key_splits * keys if config.carries_sums else 0,
@@ -158,13 +177,20 @@ class LossPipeline(Pipeline[LossConfig]):
         return steps
 
 
-def chunk_tokens(problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1) -> int:
-    """As many as have their rows within the limit, targets, scores and what else there is; one at least. More than
-    `unit` tokens are a multiple of it.
+def chunk_tokens(
+    problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1, tensor_cores: bool = False
+) -> int:
+    """As many as have their rows within the limit, targets, scores and what else there is, on tensor cores copies of
+    codes; one at least. More than `unit` tokens are a multiple of it; chunks are about equal.
     """
-    fitting = problem.buffer_bytes // (bytes_per_key * problem.rows_per_token * problem.row_stride)
-    whole = fitting if fitting < unit else fitting // unit * unit
-    return max(1, min(whole, problem.s_q))
+    copies = tensor_cores and problem.codes and problem.gradients
+    copied = _HALF * problem.index_heads * problem.index_dim if copies else 0
+    fitting = problem.buffer_bytes // (bytes_per_key * problem.rows_per_token * problem.row_stride + copied)
+    whole = max(1, fitting if fitting < unit else fitting // unit * unit)
+    if whole < unit or whole >= problem.s_q:
+        return max(1, min(whole, problem.s_q))
+    even = -(-problem.s_q // -(-problem.s_q // whole))
+    return -(-even // unit) * unit
 
 
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
@@ -172,6 +198,8 @@ def _kernels(config: LossConfig) -> Iterator[LossKernel]:
     yield config.kernel
     if not config.without_rows:
         yield generic.ROWS
+    if config.decodes_queries:
+        yield generic.DECODED_QUERIES
     if config.problem.gradients:
         yield from _gradient_kernels(config)
 
@@ -201,7 +229,7 @@ def loss_launch(kernel: LossKernel, problem: LossProblem, tokens: int, args: Lau
     grid = kernel.grid(problem, tokens)
     if 0 in grid:
         return []
-    maps = kernel.maps(call)
+    maps = kernel.maps(call, tokens)
     return [Launch(kernel, kernel.variant(problem), grid, replace(args, maps=maps) if maps else args)]
 
 
@@ -212,13 +240,18 @@ def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: in
     problem, options = config.problem, cast(LossOptions, call.options)
     (lse, lse_strides), (attention_lse, attention_lse_strides) = _log_sum_exps(problem, call)
     starts = call.views["cu_seqlens_q"]
+    q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
     params = LossParams(
         q="q",
+        q_rope=q_rope,
         k="k",
+        k_rope=k_rope,
         v=call.name("v"),
         index_q=call.name("index_q"),
         index_k=call.name("index_k"),
         weights=call.name("weights"),
+        k_scale=call.name("k_scale"),
+        q_scale=call.name("q_scale"),
         lse=lse,
         row_weights=call.name("row_weights"),
         cu_seqlens_q=call.name("cu_seqlens_q"),
@@ -235,11 +268,15 @@ def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: in
         attention_lse=attention_lse,
         head_sums=call.name("head_sums"),
         q_stride_token_head_elems=call.strides("q", 2),
-        k_stride_elems=call.stride("k"),
-        v_stride_elems=call.stride("v"),
+        q_rope_stride_token_head_elems=call.strides(q_rope, 2),
+        k_stride_token_head_elems=_key_strides(call, "k"),
+        k_rope_stride_token_head_elems=_key_strides(call, k_rope),
+        v_stride_token_head_elems=_key_strides(call, "v"),
         index_q_stride_token_head_elems=call.strides("index_q", 2),
         index_k_stride_elems=call.stride("index_k"),
         weights_stride_token_head_elems=call.strides("weights", 2),
+        k_scale_stride_elems=call.stride("k_scale"),
+        q_scale_stride_token_head_elems=call.strides("q_scale", 2),
         lse_stride_token_head_elems=lse_strides,
         row_weights_stride_elems=call.stride("row_weights"),
         cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
@@ -262,27 +299,40 @@ def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: in
         num_keys=problem.keys,
         heads=problem.heads if heads is None else heads,
         index_heads=problem.index_heads,
+        kv_head_heads=problem.heads // problem.kv_heads,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         index_dim=problem.index_dim,
+        first_dim=problem.first_dim,
+        q_rope_column=problem.first_dim if q_rope == "q" else 0,
+        k_rope_column=problem.first_dim if k_rope == "k" else 0,
         causal=options.causal,
         per_head=problem.per_head,
         first_token=first,
         num_tokens=tokens,
         first_target=0 if problem.given_sums else first,
+        first_fetched=first if config.decodes_queries else 0,
         first_chunk=first == 0,
         last_chunk=first + tokens >= problem.s_q,
         weights_bf16=_is(call.views.get("weights"), "bfloat16"),
+        codes=problem.codes,
         d_index_q_fp32=_is(call.views.get("d_index_q"), "float32"),
         d_index_k_fp32=_is(call.views.get("d_index_k"), "float32"),
         key_splits=config.key_splits,
         min_split_tokens=heuristics.MIN_SPLIT_TOKENS,
         scale=options.scale,
         target_scale=options.target_scale,
-        score_unit=1.0 if problem.per_head else max(1, problem.index_heads * problem.index_dim) ** -0.5,
+        score_unit=problem.score_unit,
         **config.parts,
     )
     return LaunchArgs(params)
+
+
+def _key_strides(call: Call, name: str) -> tuple[int, int]:
+    """Of keys, or of what they have; 0 from head to head where all have the same."""
+    view = call.views.get(name)
+    per_head = view is not None and len(view.shape) == 3 and view.shape[1] > 1
+    return call.stride(name), call.stride(name, 1) if per_head else 0
 
 
 _Placed = tuple[str, tuple[int, int]]

@@ -10,6 +10,7 @@ from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.shapes import D_ROPE
 
 TARGETS = ("head_sum", "per_head")
 MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
@@ -25,7 +26,9 @@ class LossProblem:
     `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
     says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
     at, and step by, multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys. `given_sums` says
-    that somebody else has summed the target over heads.
+    that somebody else has summed the target over heads. `kv_heads` of the keys serve as many heads each; with `pairs`,
+    the last columns of queries or keys are arrays of their own. `codes` says that the index queries and keys are e4m3,
+    `scaled` that they have scales.
     """
 
     s_q: int
@@ -43,6 +46,15 @@ class LossProblem:
     topk: int | None = None
     deterministic: bool = True
     given_sums: bool = False
+    kv_heads: int = 1
+    pairs: bool = False
+    codes: bool = False
+    scaled: bool = False
+
+    @property
+    def first_dim(self) -> int:
+        """Columns of queries and keys that come before the last ones, which may be arrays of their own."""
+        return self.head_dim - (D_ROPE if self.pairs else 0)
 
     @property
     def keys(self) -> int:
@@ -53,6 +65,13 @@ class LossProblem:
     def target_heads(self) -> int:
         """Heads that the target is yet to be summed over."""
         return 0 if self.given_sums else self.heads
+
+    @property
+    def score_unit(self) -> float:
+        """What the weights of the indexer are multiplied by. Those of codes have it in them."""
+        if self.per_head or self.codes:
+            return 1.0
+        return float(max(1, self.index_heads * self.index_dim) ** -0.5)
 
     @property
     def rows_per_token(self) -> int:
@@ -121,12 +140,12 @@ class LossKernel(KernelSpec[LossProblem]):
     variant : callable
         `variant(problem)`: the build that it takes.
     maps : callable
-        `maps(call)`: its tensor maps, by the names of the arrays.
+        `maps(call, tokens)`: its tensor maps, by the names of the arrays, for a chunk of that many tokens.
     """
 
     grid: Callable[[LossProblem, int], Dim3] = lambda problem, tokens: (1, 1, 1)
     variant: Callable[[LossProblem], Variant] = lambda problem: PLAIN[0]
-    maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = lambda call: ()
+    maps: Callable[[Call, int], tuple[tuple[str, TensorMapSpec], ...]] = lambda call, tokens: ()
 
 
 def source(kernel: str) -> str:

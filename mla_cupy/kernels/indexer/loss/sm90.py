@@ -12,6 +12,7 @@ from mla_cupy.kernels.indexer.loss.sm90_maps import (
     Maps,
     finite_key_map,
     finite_value_map,
+    gradient_query_map,
     key_map,
     pieces,
     query_map,
@@ -24,6 +25,11 @@ from mla_cupy.runtime.launching import Dim3
 
 MANY_PIECES, FEW_PIECES = 9, 2
 """Pieces of a row of queries and keys of the attention."""
+OWN_KEYS = 0
+"""In the place of these, where heads have keys of their own."""
+ROW_PIECES = (2, 3, 4, MANY_PIECES)
+"""Those of the log-sum-exps."""
+CODES = "float8_e4m3fn"
 INDEX_PIECES = (2, 1)
 """Those of the indexer."""
 BLOCK_TOKENS, BLOCK_HEADS = 2, 64
@@ -55,19 +61,35 @@ def _rows_of_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
     """Why those whose rows are the tokens of one head cannot take the problem."""
     widest = FEW_PIECES * PIECE_COLUMNS
     too_wide = Reason(f"takes d up to {widest}") if problem.head_dim > widest else None
-    return _all_keys(problem, device) or too_wide
+    return _all_keys(problem, device) or _own_keys(problem) or too_wide
+
+
+def _own_keys(problem: LossProblem) -> Reason | None:
+    """Why kernels of keys that all heads share, in one array, cannot take the problem."""
+    own = problem.kv_heads > 1 or problem.pairs
+    return Reason("takes keys that all heads share, whole") if own else None
+
+
+def _scaled(problem: LossProblem) -> Reason | None:
+    """Why kernels of plain bfloat16 cannot take the index queries and keys."""
+    scaled = problem.codes or problem.scaled
+    return Reason("takes index queries and keys in bfloat16, without scales") if scaled else None
 
 
 def _summed_over_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
     """Why those of sums over heads cannot take the problem."""
-    reason = Reason("takes targets that are summed over heads") if problem.per_head else None
-    return _all_keys(problem, device) or reason
+    if (reason := _all_keys(problem, device)) is not None:
+        return reason
+    if problem.per_head:
+        return Reason("takes targets that are summed over heads")
+    odd = problem.pairs and problem.first_dim % PIECE_COLUMNS
+    return Reason(f"takes pairs whose first columns are a multiple of {PIECE_COLUMNS}") if odd else None
 
 
 def _per_head(problem: LossProblem, device: DeviceInfo) -> Reason | None:
     """Why those of targets per head cannot take the problem."""
     reason = None if problem.per_head else Reason("takes targets per head")
-    return _rows_of_heads(problem, device) or reason
+    return _rows_of_heads(problem, device) or _scaled(problem) or reason
 
 
 def _lists(problem: LossProblem, device: DeviceInfo) -> Reason | None:
@@ -76,6 +98,8 @@ def _lists(problem: LossProblem, device: DeviceInfo) -> Reason | None:
         return reason
     if problem.topk is None:
         return Reason("takes lists of keys")
+    if (reason := _own_keys(problem)) is not None:
+        return reason
     if max(problem.heads, problem.index_heads) > MAX_LIST_HEADS:
         return Reason(f"takes h and h_i up to {MAX_LIST_HEADS}")
     return Reason("takes d in multiples of 8") if problem.head_dim % _CHUNK_ELEMS else None
@@ -95,6 +119,11 @@ def _main_pieces(problem: LossProblem) -> int:
     return FEW_PIECES if pieces(problem.head_dim) <= FEW_PIECES else MANY_PIECES
 
 
+def _pieces_of_rows(problem: LossProblem) -> Variant:
+    """For as many pieces of the attention as there are, or the next more."""
+    return Variant(pieces=min(count for count in ROW_PIECES if count >= pieces(problem.head_dim)))
+
+
 def _by_pieces(problem: LossProblem) -> Variant:
     """For pieces of the attention."""
     return Variant(pieces=_main_pieces(problem))
@@ -105,9 +134,12 @@ def _by_index_pieces(problem: LossProblem) -> Variant:
     return Variant(index_pieces=pieces(problem.index_dim))
 
 
-def _by_both(problem: LossProblem) -> Variant:
-    """For pieces of both."""
-    return Variant(index_pieces=max(1, pieces(problem.index_dim)), pieces=_main_pieces(problem))
+def _of_scores(problem: LossProblem) -> Variant:
+    """For pieces of both, keys of all heads or of each, and the dtype of the indexer."""
+    main = OWN_KEYS if problem.kv_heads > 1 else _main_pieces(problem)
+    if problem.codes:
+        return Variant(index_dtype=CODES, index_pieces=1, pieces=main)
+    return Variant(index_dtype="bfloat16", index_pieces=max(1, pieces(problem.index_dim)), pieces=main)
 
 
 def _of_heads(problem: LossProblem) -> Variant:
@@ -118,8 +150,10 @@ def _of_heads(problem: LossProblem) -> Variant:
 
 _PIECES = variants(pieces=(MANY_PIECES, FEW_PIECES))
 _INDEX_PIECES = variants(index_pieces=INDEX_PIECES)
-_BOTH_PIECES = tuple(
-    Variant(index_pieces=index, pieces=main) for main in (MANY_PIECES, FEW_PIECES) for index in INDEX_PIECES
+_SCORES = tuple(
+    Variant(index_dtype=dtype, index_pieces=index, pieces=main)
+    for main in (MANY_PIECES, FEW_PIECES, OWN_KEYS)
+    for dtype, index in (*(("bfloat16", index) for index in INDEX_PIECES), (CODES, 1))
 )
 
 
@@ -156,40 +190,47 @@ def _token_heads(problem: LossProblem, tokens: int) -> Dim3:
 
 
 # ---- Maps ------------------------------------------------------------------------------------------------------
-def _score_maps(call: Call) -> Maps:
+def _score_maps(call: Call, tokens: int) -> Maps:
     """Queries and keys of the attention, then of the indexer: where there are none, of the attention again."""
     index_q, index_k = ("index_q", "index_k") if call.name("index_q") else ("q", "k")
-    return (*_tiles(call, "q", "k"), *_tiles(call, index_q, index_k))
+    return (*_main_maps(call, tokens), *_tiles(call, index_q, index_k))
 
 
-def _head_maps(call: Call) -> Maps:
+def _main_maps(call: Call, tokens: int) -> Maps:
+    """Queries and keys of the attention, each with its last columns; where these are no array, the same again."""
+    q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
+    (q, own_q), (k, own_k) = zip(_tiles(call, "q", "k"), _tiles(call, q_rope, k_rope), strict=True)
+    return q, own_q, k, own_k
+
+
+def _head_maps(call: Call, tokens: int) -> Maps:
     """Queries and keys of the attention, then of the indexer, and values: where there are none, the keys again."""
     values = finite_value_map(call) if call.name("v") else ("k", key_map(call.view("k")))
     return (*_tiles(call, "q", "k"), *_tiles(call, "index_q", "index_k"), values)
 
 
-def _head_gradient_maps(call: Call) -> Maps:
+def _head_gradient_maps(call: Call, tokens: int) -> Maps:
     """Queries, one head of a tile of tokens at a time, and keys: the indexer's are the copy."""
     index_q = query_map(call.view("index_q"), (TILE_TOKENS, 1))
     return (*_tiles(call, "q", "k"), ("index_q", index_q), finite_key_map(call))
 
 
-def _gradient_maps(call: Call) -> Maps:
+def _gradient_maps(call: Call, tokens: int) -> Maps:
     """Index queries, a token's heads at a time, and the copy of the keys."""
-    return (*_list_gradient_maps(call), finite_key_map(call))
+    return (*_list_gradient_maps(call, tokens), finite_key_map(call))
 
 
-def _list_gradient_maps(call: Call) -> Maps:
+def _list_gradient_maps(call: Call, tokens: int) -> Maps:
     """A token's index queries, some heads at a time."""
-    return (("index_q", query_map(call.view("index_q"), (1, BLOCK_HEADS))),)
+    return (gradient_query_map(call, tokens, (1, BLOCK_HEADS)),)
 
 
-def _list_lse_maps(call: Call) -> Maps:
+def _list_lse_maps(call: Call, tokens: int) -> Maps:
     """All heads of a token."""
     return (("q", query_map(call.view("q"), (1, MAX_LIST_HEADS))),)
 
 
-def _list_score_maps(call: Call) -> Maps:
+def _list_score_maps(call: Call, tokens: int) -> Maps:
     """All heads of a token, of both kinds; where there are no index heads, of the attention again."""
     names = ("q", "index_q" if call.name("index_q") else "q")
     return tuple((name, query_map(call.view(name), (1, MAX_LIST_HEADS))) for name in names)
@@ -208,21 +249,21 @@ def _kernel(name: str, about: str, **others: Any) -> LossKernel:
 LSE = _kernel(
     "indexer_loss_sm90_lse",
     "log-sum-exps of the attention for the indexer's loss with WGMMA and TMA",
-    variants=_PIECES,
+    variants=variants(pieces=ROW_PIECES),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_summed_over_heads,
     grid=_head_tiles,
-    variant=_by_pieces,
-    maps=lambda call: _tiles(call, "q", "k"),
+    variant=_pieces_of_rows,
+    maps=_main_maps,
 )
 SCORES = _kernel(
     "indexer_loss_sm90_scores",
     "targets and scores of the indexer's loss with WGMMA and TMA",
-    variants=_BOTH_PIECES,
+    variants=_SCORES,
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_summed_over_heads,
     grid=_key_tiles,
-    variant=_by_both,
+    variant=_of_scores,
     maps=_score_maps,
 )
 QUERIES = _kernel(
@@ -288,11 +329,11 @@ LIST_LSE = _kernel(
 LIST_SCORES = _kernel(
     "indexer_loss_sm90_list_scores",
     "targets and scores of the indexer's sparse loss with WGMMA, keys gathered",
-    variants=_BOTH_PIECES,
+    variants=tuple(build for build in _SCORES if build.pieces != OWN_KEYS),
     facts={"block_heads": MAX_LIST_HEADS},
     unsupported=_lists,
     grid=_tokens,
-    variant=_by_both,
+    variant=_of_scores,
     maps=_list_score_maps,
 )
 LIST_GRADIENTS = _kernel(

@@ -8,10 +8,14 @@ from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
-PIECE_COLUMNS = 64
+PIECE_BYTES = 128
 """What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
+PIECE_COLUMNS = PIECE_BYTES // 2
+"""Of 16 bits."""
 FINITE_KEYS = "finite_keys"
 """The part of the workspace that the gradients take the index keys from."""
+DECODED_QUERIES = "decoded_queries"
+"""That which they take index queries from, where these are codes: of the tokens of a chunk."""
 FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
 """Those that the attention takes its values from, and which tiles of keys of them are not whole."""
 
@@ -33,29 +37,38 @@ def query_map(q: View, box: tuple[int, int]) -> TensorMapSpec:
         q.ptr,
         dims=(width, tokens, heads),
         strides_bytes=(token if tokens > 1 else row, head if heads > 1 else row),
-        box=(PIECE_COLUMNS, *box),
+        box=(PIECE_BYTES // nbytes, *box),
     )
 
 
 def key_map(k: View) -> TensorMapSpec:
-    """Keys as (1, keys, width), fetched in tiles."""
-    (keys, width), nbytes = k.shape, TABLE[k.dtype].nbytes
-    stride = nbytes * k.strides[0] if keys > 1 else -(-nbytes * width // 16) * 16
-    return TensorMapSpec(
-        k.dtype, k.ptr, dims=(width, keys, 1), strides_bytes=(stride, stride), box=(PIECE_COLUMNS, TILE_KEYS, 1)
-    )
+    """Keys as (heads, keys, width), of one head where there is no such axis, fetched in tiles."""
+    if len(k.shape) == 2:
+        k = k._replace(shape=(k.shape[0], 1, k.shape[1]), strides=(k.strides[0], 0, k.strides[1]))
+    return query_map(k, (TILE_KEYS, 1))
 
 
 def finite_key_map(call: Call) -> tuple[str, TensorMapSpec]:
     """The contiguous copy of the index keys."""
     keys = call.view("index_k")
-    return FINITE_KEYS, key_map(keys._replace(ptr=0, strides=(keys.shape[1], 1)))
+    return FINITE_KEYS, key_map(keys._replace(ptr=0, strides=(keys.shape[1], 1), dtype="bfloat16"))
+
+
+def gradient_query_map(call: Call, tokens: int, box: tuple[int, int]) -> tuple[str, TensorMapSpec]:
+    """Index queries, or the contiguous copy of those of a chunk."""
+    q = call.view("index_q")
+    if q.dtype == "bfloat16":
+        return "index_q", query_map(q, box)
+    _, heads, width = q.shape
+    copy = q._replace(ptr=0, shape=(tokens, heads, width), strides=(heads * width, width, 1), dtype="bfloat16")
+    return DECODED_QUERIES, query_map(copy, box)
 
 
 def finite_value_map(call: Call) -> tuple[str, TensorMapSpec]:
     """The copy of the values, whose rows start at multiples of 16 bytes."""
     values = call.view("v")
-    return FINITE_VALUES, key_map(values._replace(ptr=0, strides=(finite_value_stride(values.shape[1]), 1)))
+    shape = values.shape[0], values.shape[-1]
+    return FINITE_VALUES, key_map(values._replace(ptr=0, shape=shape, strides=(finite_value_stride(shape[1]), 1)))
 
 
 def finite_value_stride(value_dim: int) -> int:
