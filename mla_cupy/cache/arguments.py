@@ -17,13 +17,13 @@ MAX_SLOTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
 
-def check_sizes(sizes: Mapping[str, Any]) -> None:
-    """Check the sizes of a cache."""
-    for argument, value in sizes.items():
-        check_count(argument, value, 1, MAX_SLOTS)
-    if sizes["num_pages"] * sizes["page_size"] > MAX_SLOTS:
-        got = sizes["num_pages"] * sizes["page_size"]
+def check_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a cache, as Python's numbers: NumPy's overflow."""
+    sizes = {argument: check_count(argument, value, 1, MAX_SLOTS) for argument, value in given.items()}
+    got = sizes["num_pages"] * sizes["page_size"]
+    if got > MAX_SLOTS:
         raise ArgumentError(explain("num_pages * page_size", got, f"at most {MAX_SLOTS}", "slots are int32"))
+    return sizes
 
 
 def record_of_pool(pool: str, record: Any) -> CacheFormat:
@@ -55,7 +55,7 @@ def whole_numbers(argument: str, given: Any, expected: str) -> npt.NDArray[np.in
         raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", expected))
     if values.dtype.kind == "u" and values.size and values.max() > _MAX_INT64:
         raise ArgumentError(explain(argument, int(values.max()), f"{expected}, of at most 2**63 - 1"))
-    return values.astype(np.int64)
+    return values.astype(np.int64) if values.size else np.zeros(values.shape, np.int64)
 
 
 def vector(argument: str, given: Any, b: int) -> npt.NDArray[np.int64]:

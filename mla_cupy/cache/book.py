@@ -21,6 +21,8 @@ from mla_cupy.ops.checks import is_integer
 
 Array = npt.NDArray[Any]
 NO_PAGE = -1
+_NO_LISTS = (bytes, bytearray, set, frozenset, dict)
+"""Whose bytes `array` would take for eight of a number's, and what has no order."""
 _NONE = np.zeros(0, np.int64)
 
 
@@ -449,9 +451,9 @@ def _handles(given: Any) -> Array:
         values = whole_numbers("sequences", given, expected)
         if values.ndim == 1:
             return values
-    elif not isinstance(given, (bytes, bytearray)):  # whose bytes `array` would take for eight of a number's
+    elif not isinstance(given, _NO_LISTS):
         try:
             return np.array(array("q", given), np.int64)  # several times as fast as from the list
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, NotImplementedError):  # the last of memory that has axes
             pass
     raise ArgumentError(explain("sequences", repr(given), expected))

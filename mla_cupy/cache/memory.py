@@ -23,7 +23,6 @@ from mla_cupy.ops.checks import is_integer
 from mla_cupy.runtime import device as devices
 
 Array = npt.NDArray[Any]
-_ALIGNMENT = 256
 
 
 class Memory(Protocol):

@@ -16,7 +16,7 @@ from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
 from mla_cupy.cache.reports import CacheStats, CacheStep, next_number, numbered
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
 from mla_cupy.cache_formats import CacheFormat
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.ops.checks import check_count, check_flag
 
 Array = npt.NDArray[Any]
@@ -108,7 +108,8 @@ class PagedKVCache:
         memory: type[HostMemory] = HostMemory,
     ) -> None:
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
-        check_sizes({**sizes, "max_seqs": max_seqs, "max_pages": max_pages})
+        sizes = check_sizes({**sizes, "max_seqs": max_seqs, "max_pages": max_pages})
+        num_pages, page_size, num_layers, max_seqs, max_pages = sizes.values()
         max_tokens = max(8192, max_seqs) if max_tokens is None else check_count("max_tokens", max_tokens, 1, MAX_SLOTS)
         named = pools if isinstance(pools, Mapping) else {"kv": pools}
         self.records = {name: record_of_pool(name, record) for name, record in named.items()}
@@ -255,7 +256,11 @@ class PagedKVCache:
             self._check_newest(step)
             if "cos" in options:
                 options.setdefault("positions", step.positions)
-            ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
+            try:
+                ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
+            except ShapeError:
+                _check_tokens("latent", latent, step)
+                raise
 
     def append_keys(self, step: CacheStep, layer: int, k: Any, *, pool: str = "indexer", **options: Any) -> None:
         """Write the index keys of a step to a layer: `indexer_cache_append` to the slots of the step.
@@ -280,7 +285,11 @@ class PagedKVCache:
             self._check_newest(step)
             if "cos" in options:
                 options.setdefault("positions", step.positions)
-            ops.indexer_cache_append(k, self.layer(layer, pool), step.slots, **options)
+            try:
+                ops.indexer_cache_append(k, self.layer(layer, pool), step.slots, **options)
+            except ShapeError:
+                _check_tokens("k", k, step)
+                raise
 
     def fork(self, sequence: int, count: int = 1) -> list[int]:
         """Sequences with the same tokens so far, which share all pages.
@@ -299,7 +308,7 @@ class PagedKVCache:
         CacheFullError
             If there are not as many places for sequences; nothing has changed.
         """
-        check_count("count", count, 0, MAX_SLOTS)
+        count = check_count("count", count, 0, MAX_SLOTS)
         with self.lock:
             row = self._book.row_of(sequence)
             self._book.check_rows(count)
@@ -378,7 +387,7 @@ class PagedKVCache:
         -----
         A page that has to be copied, because its last, partly filled page is shared, is not included.
         """
-        check_count("tokens", tokens, 0, MAX_SLOTS)
+        tokens = check_count("tokens", tokens, 0, MAX_SLOTS)
         with self.lock:
             row = self._book.row_of(sequence)
             self._book.reserve(row, self._book.plan_reserve(row, tokens))
@@ -471,3 +480,10 @@ class PagedKVCache:
         if total > most:
             raise ArgumentError(explain("counts", f"{total} in all", f"at most max_tokens={most}", remedy))
         return added
+
+
+def _check_tokens(argument: str, x: Any, step: CacheStep) -> None:
+    """Raise ShapeError if an array of a step's tokens has another number of them."""
+    expected, shape = step.slots.shape[0], tuple(x.shape)
+    if len(shape) == 2 and shape[0] != expected:
+        raise ShapeError(explain(f"{argument}.shape[0]", shape[0], f"{expected}, the tokens of the step"))

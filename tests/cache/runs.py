@@ -183,6 +183,83 @@ def check_copy(shape: tuple[int, int, int, int], to: Callable[[Any], Any], back:
     np.testing.assert_array_equal(back(given), expected)
 
 
+@dataclass(frozen=True)
+class SlotsCase:
+    """Chunks of sequences: ragged, and hostile in every argument."""
+
+    b: int = 7
+    max_pages: int = 6
+    page_size: int = 4
+    max_tokens: int = 40
+    num_pages: int | None = 9
+    hostile: bool = True
+    strided: bool = False
+
+    def __str__(self) -> str:
+        """Id of the test: what differs from the defaults."""
+        return "-".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(SlotsCase(), k)) or "default"
+
+
+SLOTS_CASES = (
+    SlotsCase(),
+    SlotsCase(b=1, max_pages=40, page_size=64, max_tokens=2100, num_pages=None, hostile=False),
+    SlotsCase(b=300, max_tokens=1030, strided=True),  # more sequences than a block has threads
+    SlotsCase(max_tokens=7, strided=True),  # too few slots
+    SlotsCase(page_size=1, max_pages=1),
+    SlotsCase(num_pages=None),
+    SlotsCase(num_pages=0),
+    SlotsCase(max_pages=0),
+    SlotsCase(b=0),
+    SlotsCase(max_tokens=0),
+)
+#: Pages that no cache has, and positions that no table has.
+NO_PAGES = (-1, -(2**31), 2**31 - 1, 2**29, 9)
+NO_STARTS, NO_LENGTHS = (-3, -(2**31), 2**31 - 1, 23), (-1, -(2**31), 2**31 - 1)
+
+
+def slots_case(case: SlotsCase, seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    room = max(1, case.max_pages * case.page_size)
+    arrays = {
+        "block_table": rng.integers(0, 9, (case.b, case.max_pages)),
+        "starts": rng.integers(0, room, case.b),
+        "lengths": rng.integers(0, 4 + case.max_tokens // max(1, case.b), case.b),
+    }
+    if case.hostile and case.b:
+        entries = arrays["block_table"].reshape(-1)[1 : 1 + len(NO_PAGES)]
+        entries[:] = NO_PAGES[: len(entries)]
+        arrays["starts"][: len(NO_STARTS)] = NO_STARTS
+        arrays["lengths"][: len(NO_STARTS)] = (20, 3, 3, 3)  # past entries that are no pages, and past the table
+        arrays["lengths"][-len(NO_LENGTHS) :] = NO_LENGTHS
+    elif case.b:
+        arrays["starts"][:], arrays["lengths"][:] = 100, case.max_tokens - 30
+    return {name: x.astype(np.int32) for name, x in arrays.items()}
+
+
+def _every_other(x: Array) -> Array:
+    return np.repeat(x, 2, axis=-1)[..., ::2]
+
+
+def check_slots(case: SlotsCase, to: Callable[[Any], Any], back: Callable[[Any], Array]) -> None:
+    """The call, and one whose arrays have gaps, and which writes to given arrays."""
+    arrays = slots_case(case)
+    sizes = {"page_size": case.page_size, "max_tokens": case.max_tokens, "num_pages": case.num_pages}
+    expected = reference.cache_slots(**arrays, **sizes)
+    if case.strided:
+        given = {name: to(_every_other(x)) for name, x in arrays.items()}
+        given |= {name: to(np.full(2 * len(x), 77, np.int32)) for name, x in zip(OUTPUTS, expected, strict=True)}
+        results = [given[name][::2] for name in OUTPUTS]
+        mla_cupy.cache_slots(**{**given, **dict(zip(OUTPUTS, results, strict=True))}, **sizes)
+        assert all((back(given[name])[1::2] == 77).all() for name in OUTPUTS)
+    else:
+        results = list(mla_cupy.cache_slots(**{name: to(x) for name, x in arrays.items()}, **sizes))
+    for got, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(back(got), wanted)
+
+
+OUTPUTS = ("slots", "cu_seqlens")
+
+
 def update_case(max_rows: int, max_pages: int, page_size: int, seed: int = 0) -> tuple[Array, list[Array]]:
     """An upload with changes in and out of the step, some of them hostile; and the arrays that it changes."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ from mla_cupy.cache_formats import V4, V32, CacheFormat
 from mla_cupy.ops import POOL_OPERATIONS
 from mla_cupy.ops.operation import Operation
 from tests.cache.inputs import Array, empty_cache, tokens
-from tests.cache.runs import copy_case, update_case
+from tests.cache.runs import SlotsCase, copy_case, slots_case, update_case
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
@@ -56,6 +56,11 @@ def good_update() -> Call:
     return {"packed": packed, **dict(zip(names, arrays, strict=True)), "page_size": 3}
 
 
+def good_slots() -> Call:
+    results = {"slots": np.full(40, 7, np.int32), "cu_seqlens": np.full(8, 7, np.int32)}
+    return {**slots_case(SlotsCase(hostile=False)), **results, "page_size": 4, "max_tokens": 40, "num_pages": 9}
+
+
 def good_append_keys() -> Call:
     angles = np.random.default_rng(0).random((7, 32), np.float32)
     return {
@@ -78,6 +83,7 @@ GOOD: dict[str, Callable[[], Call]] = {
     "cache_gather": good_gather,
     "cache_copy_pages": good_copy,
     "cache_update": good_update,
+    "cache_slots": good_slots,
     "indexer_cache_append": good_append_keys,
     "indexer_cache_gather": good_gather_keys,
 }
@@ -149,9 +155,25 @@ GATHER = [
     Bad("kv_scale", option("kv_scale", -1), ArgumentError, ("kv_scale", "-1")),
 ]  # fmt: skip
 UPDATE = [
-    Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "from 1 on")),
+    Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "an integer of 1 to")),
+    Bad(
+        "a large page_size", option("page_size", 2**63), ArgumentError, ("page_size", str(2**63), "an integer of 1 to")
+    ),
     Bad("short", swap("packed", lambda x: x[:20].copy()), ShapeError, ("packed.shape[0]", "20", "at least 34")),
 ]
+SLOTS = [
+    *(
+        Bad(f"{name} {value!r}", option(name, value), ArgumentError, (name, repr(value), "an integer of"))
+        for name, values in {
+            "page_size": (0, -1, 1.0, True, None, 2**31),
+            "max_tokens": (-1, "3", None, 2**31),
+            "num_pages": (-1, 2.0, False, 2**31),
+        }.items()
+        for value in values
+    ),
+    Bad("few slots", option("max_tokens", 41), ShapeError, ("slots.shape", "(40,)", "(41,)")),
+    Bad("results overlap", lambda c: c.update(cu_seqlens=c["slots"][:8]), ShapeError, ("overlaps",)),
+]  # fmt: skip
 APPEND_KEYS = [
     Bad("no positions", lambda c: c.pop("positions"), ArgumentError, ("positions", "None", "or none")),
     Bad("8 pairs", lambda c: c.update(cos=c["cos"][:, :8].copy(), sin=c["sin"][:, :8].copy()), ShapeError,
@@ -180,6 +202,7 @@ TABLES = {
     "cache_append": APPEND,
     "cache_gather": GATHER,
     "cache_update": UPDATE,
+    "cache_slots": SLOTS,
     "indexer_cache_append": APPEND_KEYS,
     "indexer_cache_gather": GATHER_KEYS,
 }

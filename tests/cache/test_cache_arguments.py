@@ -7,10 +7,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from mla_cupy import ArgumentError, DTypeError, MlaError, PagedKVCache, UnsupportedDeviceError
+from mla_cupy import ArgumentError, DTypeError, MlaError, PagedKVCache, ShapeError, UnsupportedDeviceError
 from mla_cupy.runtime import device
 
 SIZES: dict[str, Any] = {"num_pages": 10, "page_size": 4, "max_seqs": 4, "max_pages": 5, "device": "cpu"}
@@ -103,6 +104,11 @@ CALLS: tuple[tuple[str, Call], ...] = (
     ("sequences", lambda c, s: c.extend(np.array([2**64 - 1], np.uint64))),
     ("sequences", lambda c, s: c.extend(np.array([[s]]))),
     ("sequences: got None", lambda c, s: c.free(None)),  # type: ignore[arg-type]
+    (r"sequences: got \{0\}, expected a list", lambda c, s: c.extend({s})),  # type: ignore[arg-type]
+    ("sequences: got {0: 2}, expected a list", lambda c, s: c.truncate({s: 2}, 0)),  # type: ignore[arg-type]
+    ("sequences: got <memory", lambda c, s: c.free(memoryview(np.array([[s]])))),  # type: ignore[arg-type]
+    ("tokens: got 100, expected at most 20", lambda c, s: c.reserve(s, np.int8(100))),  # type: ignore[arg-type]
+    ("tokens: got 100, expected at most 20", lambda c, s: c.reserve(s, np.uint64(100))),  # type: ignore[arg-type]
     ("key: got 'lora', expected bytes; encode text", lambda c, s: c.allocate([1], key="lora")),  # type: ignore[arg-type]
     ("key: got None", lambda c, s: c.allocate([1], key=None)),  # type: ignore[arg-type]
     ("tokens: got 9223372036854775808, .* at most 2", lambda c, s: c.allocate([2**63])),
@@ -146,6 +152,31 @@ def test_sizes(argument: str, value: Any) -> None:
 def test_sizes_without_a_default(argument: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{argument}: got None"):
         cache(**{argument: None})
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint64])
+def test_sizes_of_numpy(kind: Any) -> None:
+    """Numbers of 8 bits overflow where Python's do not."""
+    made = cache(num_pages=kind(100), page_size=kind(4), max_seqs=kind(100), max_pages=kind(100))
+    sequence, _ = made.allocate()
+    assert made.extend([sequence], 300).slots.tolist() == list(range(300))
+    made.reserve(sequence, kind(100))
+    assert made.stats().pages_reserved == 25
+    made.verify(device=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 512), (4, 512), (0, 512)])
+def test_other_tokens_than_those_of_the_step(shape: tuple[int, int]) -> None:
+    """The error is about what the caller has passed, not about the step's slots."""
+    made = cache({"kv": "fp16-nope", "indexer": "indexer"})
+    step = made.extend([made.allocate()[0]], 3)
+    with pytest.raises(ShapeError, match=rf"^latent\.shape\[0\]: got {shape[0]}, expected 3, the tokens of the step"):
+        made.append(step, 0, np.ones(shape, np.float16))
+    with pytest.raises(ShapeError, match=rf"^k\.shape\[0\]: got {shape[0]}, expected 3, the tokens of the step"):
+        made.append_keys(step, 0, np.ones((shape[0], 128), ml_dtypes.bfloat16))
+    with pytest.raises(ShapeError, match=r"^latent\.shape\[-1\]"):
+        made.append(step, 0, np.ones((3, 500), np.float16))
+    assert not made.layer(0).any()
 
 
 @pytest.mark.parametrize("place", ["cuda", -1, 0.0, True, [0]])

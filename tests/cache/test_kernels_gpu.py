@@ -11,7 +11,18 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.cache_formats import FORMATS
 from tests.cache.inputs import tokens
-from tests.cache.runs import CASES, COPIES, CacheCase, check_append_and_gather, check_copy, check_update
+from tests.cache.runs import (
+    CASES,
+    COPIES,
+    SLOTS_CASES,
+    CacheCase,
+    SlotsCase,
+    check_append_and_gather,
+    check_copy,
+    check_slots,
+    check_update,
+    slots_case,
+)
 from tests.support.gpu import fetch, upload
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +45,36 @@ def test_update(sizes: tuple[int, int, int], gpu: object) -> None:
     import cupy
 
     check_update(upload, cupy.asnumpy, sizes)
+
+
+@pytest.mark.parametrize("case", SLOTS_CASES, ids=str)
+def test_slots(case: SlotsCase, gpu: object) -> None:
+    import cupy
+
+    check_slots(case, upload, cupy.asnumpy)
+
+
+def test_captured_slots_follow_the_chunk(gpu: object) -> None:
+    import cupy
+
+    case = SlotsCase()
+    arrays, sizes = slots_case(case), {"page_size": case.page_size, "max_tokens": case.max_tokens}
+    there = {name: upload(x) for name, x in arrays.items()}
+    slots, cu_seqlens = mla_cupy.cache_slots(**there, **sizes)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        mla_cupy.cache_slots(**there, **sizes, slots=slots, cu_seqlens=cu_seqlens)
+        graph = stream.end_capture()
+    for start in (0, 7, 21):
+        arrays["starts"][:] = start
+        there["starts"][:] = start
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        for got, wanted in zip((slots, cu_seqlens), reference.cache_slots(**arrays, **sizes), strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(got), wanted)
 
 
 @pytest.mark.parametrize("name", ["v32", "v4", "bf16"])

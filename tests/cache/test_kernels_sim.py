@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.cache.runs import CASES, COPIES, CacheCase, check_append_and_gather, check_copy, check_update, make
+from tests.cache.runs import (
+    CASES,
+    COPIES,
+    SLOTS_CASES,
+    CacheCase,
+    SlotsCase,
+    check_append_and_gather,
+    check_copy,
+    check_slots,
+    check_update,
+    make,
+)
 from tests.support.sim_driver import simulated
 
 SIZES = ((6, 5, 3), (3, 200, 64))
@@ -39,6 +50,12 @@ def test_copy(shape: tuple[int, int, int, int]) -> None:
 def test_update(sizes: tuple[int, int, int]) -> None:
     with simulated(2):
         check_update(same, np.asarray, sizes)
+
+
+@pytest.mark.parametrize("case", SLOTS_CASES, ids=str)
+def test_slots(case: SlotsCase) -> None:
+    with simulated(2):
+        check_slots(case, same, np.asarray)
 
 
 def test_nothing_to_do_is_no_launch() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.cache.runs import CacheCase, check_append_and_gather, check_copy, check_update
+from tests.cache.runs import CacheCase, SlotsCase, check_append_and_gather, check_copy, check_slots, check_update
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 
@@ -20,7 +20,12 @@ def _update() -> None:
     check_update(lambda x: x, np.asarray, (6, 5, 3))
 
 
+def _slots(**sizes: int) -> Callable[[], None]:
+    return lambda: check_slots(SlotsCase(**sizes), lambda x: x, np.asarray)
+
+
 APPEND, RECORD, CONVERT = "cache/append.cu", "attention/record.cuh", "ptx/convert.cuh"
+SLOTS = "cache/slots.cu"
 PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
     (Mutant("scale of the wrong group", APPEND, "lane / 8 : lane / 4;", "lane / 8 ^ 1 : lane / 4 ^ 1;"),
      _pages(CacheCase("v32"))),
@@ -73,12 +78,21 @@ PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
     (Mutant("a token too early", "cache/update.cu", "(i64)length - end + token,", "(i64)length - end + token - 1,"),
      _update),
     (Mutant("tokens of no page", "cache/update.cu", "position >= 0 && column < p.max_pages", "position >= 0"), _update),
+    (Mutant("positions are not checked", SLOTS, "position < 0 || ", ""), _slots()),
+    (Mutant("the table has no end", SLOTS, " || column >= p.max_pages", ""), _slots()),
+    (Mutant("any page will do", SLOTS, "(u32)page < (u32)p.num_pages", "true"), _slots()),
+    (Mutant("negative lengths", SLOTS, "max(0, length)", "length"), _slots()),
+    (Mutant("more slots than there are", SLOTS, "(i32)min(end, (i64)p.max_tokens)", "(i32)end"), _slots(max_tokens=7)),
+    (Mutant("each batch of sequences begins anew", SLOTS, "before = end;", "before = 0;"), _slots(b=300)),
+    (Mutant("ends are read at once", SLOTS, "__syncthreads();\n    return s", "return s"), _slots()),
+    (Mutant("sums are read at once", SLOTS, "__syncthreads();\n    i64 end", "i64 end"), _slots()),
+    (Mutant("the next sequence", SLOTS, "s.ends[middle] > token", "s.ends[middle] >= token"), _slots()),
     (Mutant("rows are not checked", "cache/update.cu", "if ((u32)row >= (u32)p.max_rows) return;", ""), _update),
 )  # fmt: skip
 
 
 #: Every one is compiled anew: the ordinary run takes a few.
-QUICK = ("scale of the wrong group", "slots are not checked", "columns are not checked")
+QUICK = ("scale of the wrong group", "slots are not checked", "columns are not checked", "the table has no end")
 
 
 @pytest.mark.parametrize(

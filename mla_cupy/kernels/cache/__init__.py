@@ -4,7 +4,7 @@
 from typing import Any
 
 from mla_cupy.kernels.cache import table
-from mla_cupy.kernels.cache.pipeline import APPEND, COPY_PAGES, GATHER, UPDATE
+from mla_cupy.kernels.cache.pipeline import APPEND, COPY_PAGES, GATHER, SLOTS, UPDATE
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "COPY_PAGES",
     "GATHER",
     "KERNELS",
+    "SLOTS",
     "UPDATE",
 ]
 

@@ -12,7 +12,13 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache import table
 from mla_cupy.kernels.param_layout import Params
-from mla_cupy.kernels.params import CacheAppendParams, CacheCopyPagesParams, CacheGatherParams, CacheUpdateParams
+from mla_cupy.kernels.params import (
+    CacheAppendParams,
+    CacheCopyPagesParams,
+    CacheGatherParams,
+    CacheSlotsParams,
+    CacheUpdateParams,
+)
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import PLAIN, KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
@@ -45,6 +51,14 @@ class UpdateOptions(NamedTuple):
     """The options of `cache_update`."""
 
     page_size: int
+
+
+class SlotsOptions(NamedTuple):
+    """The options of `cache_slots`: the caller's, then with as many pages as slots of 32 bits can name."""
+
+    page_size: int
+    max_tokens: int
+    num_pages: int | None
 
 
 @dataclass(frozen=True)
@@ -213,7 +227,39 @@ class UpdatePipeline(CachePipeline):
         return _launch(table.UPDATE, max_rows, params)
 
 
+class SlotsPipeline(CachePipeline):
+    """The kernel of `cache_slots`."""
+
+    name = "slots"
+    kernels = (table.SLOTS,)
+
+    def steps(self, config: CacheConfig, call: Call) -> list[Step]:
+        """One launch; where there is no slot, of a block that writes where the sequences begin."""
+        options: SlotsOptions = call.options
+        b, max_pages = call.view("block_table").shape
+        assert options.num_pages is not None
+        params = CacheSlotsParams(
+            block_table="block_table",
+            starts="starts",
+            lengths="lengths",
+            slots="slots",
+            cu_seqlens="cu_seqlens",
+            block_table_stride_b_page_elems=call.strides("block_table", 2),
+            starts_stride_elems=call.stride("starts"),
+            lengths_stride_elems=call.stride("lengths"),
+            slots_stride_elems=call.stride("slots"),
+            cu_seqlens_stride_elems=call.stride("cu_seqlens"),
+            b=b,
+            max_pages=max_pages,
+            page_size=options.page_size,
+            num_pages=options.num_pages,
+            max_tokens=options.max_tokens,
+        )
+        return _launch(table.SLOTS, max(1, -(-options.max_tokens // table.SLOTS_PER_BLOCK)), params)
+
+
 APPEND = AppendPipeline()
 GATHER = GatherPipeline()
 COPY_PAGES = CopyPagesPipeline()
 UPDATE = UpdatePipeline()
+SLOTS = SlotsPipeline()

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from mla_cupy.cache_formats import HEADER_WORDS
-from mla_cupy.kernels.params import CacheAppendParams, CacheCopyPagesParams, CacheGatherParams, CacheUpdateParams
+from mla_cupy.kernels.params import (
+    CacheAppendParams,
+    CacheCopyPagesParams,
+    CacheGatherParams,
+    CacheSlotsParams,
+    CacheUpdateParams,
+)
 from mla_cupy.kernels.spec import PLAIN, KernelSpec
 
 APPENDED_PER_BLOCK = 8
@@ -50,4 +56,16 @@ UPDATE: KernelSpec[object] = KernelSpec(
 )
 
 
-KERNELS = (APPEND, GATHER, COPY_PAGES, UPDATE)
+SLOTS_PER_BLOCK = 1024
+
+SLOTS: KernelSpec[object] = KernelSpec(
+    "cache_slots",
+    "finds the slots of consecutive tokens of sequences",
+    "cache/slots.cu",
+    CacheSlotsParams,
+    core=PLAIN,
+    facts={"slots_per_block": SLOTS_PER_BLOCK},
+)
+
+
+KERNELS = (APPEND, GATHER, COPY_PAGES, UPDATE, SLOTS)
