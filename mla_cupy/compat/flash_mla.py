@@ -6,7 +6,8 @@ More is taken than FlashMLA takes: any number of heads, any page size, any `topk
 from an FP8 cache, and sparse decode from a 16-bit cache. `strict=True` refuses what FlashMLA refuses on Hopper, for
 engines that probe what a call can do.
 
-The LSE is natural. A query that sees nothing has `out` 0 and the LSE +inf, as in FlashMLA; `mla_cupy` itself has -inf.
+The LSE is natural. A query that sees nothing has `out` 0 and the LSE +inf, as in FlashMLA; `mla_cupy` itself has -inf,
+and so have both libraries in `flash_attn_varlen_func`.
 
 This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev.
 """
@@ -14,16 +15,30 @@ This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from mla_cupy import dtypes
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, Form, form_of, view_of
-from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
+from mla_cupy.compat.flash_mla_varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
-from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.shapes import D_V
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
 
 EMPTY_LSE = math.inf
 _PAGE_SIZE, _HEADS, _TOPK = 64, (64, 128), 128
@@ -130,35 +145,15 @@ def flash_mla_with_kvcache(
     >>> out.shape, round(float(lse[0, 0, 0]), 3), float(lse[1, 0, 0])
     ((2, 1, 16, 512), 28.605, inf)
     """
-    extra = (extra_k_cache, extra_indices_in_kvcache)
-    _check_decode(tile_scheduler_metadata, num_splits, head_dim_v)
-    _check_extra(*extra, extra_topk_length, is_fp8_kvcache and indices is not None)
-    form = form_of(q, k_cache, block_table, causal, indices, is_fp8_kvcache, extra)
-    if strict:
-        _check_strict_decode(form)
-    tile_scheduler_metadata.check(form)
-    if indices is not None:
-        if causal:
-            raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
-        selection = (q, k_cache, indices, topk_length, attn_sink)
-        if form.record:
-            results = _sparse_decode_fp8(form, *selection, *extra, extra_topk_length, softmax_scale)
-        else:
-            results = _sparse_decode(form, *selection, softmax_scale)
-        tile_scheduler_metadata.keep(form, None)
-        return results
-    if not (attn_sink is topk_length is None):
-        name = "topk_length" if attn_sink is None else "attn_sink"
-        raise ArgumentError(explain(name, "an array, without indices", "None"))
-    if block_table is None or cache_seqlens is None:
-        missing = "block_table" if block_table is None else "cache_seqlens"
-        raise ArgumentError(explain(missing, None, "an array, since there are no indices"))
-    plan = tile_scheduler_metadata.plan(form, q, k_cache, cache_seqlens)
-    results = mla_decode(
-        *(q, k_cache, block_table, cache_seqlens), scale=softmax_scale, causal=causal, plan=plan, empty_lse=EMPTY_LSE
-    )
-    tile_scheduler_metadata.keep(form, plan)
-    return results
+    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    arrays = (q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink)
+    schedule = tile_scheduler_metadata
+    try:
+        _check_decode(schedule, num_splits, head_dim_v)
+        causal, fp8 = check_flag("causal", causal), check_flag("is_fp8_kvcache", is_fp8_kvcache)
+        return _decode(schedule, arrays, extra, softmax_scale, causal, fp8, check_flag("strict", strict))
+    except MlaError as error:
+        raise _renamed(error, _OF_DECODE) from error
 
 
 def flash_mla_sparse_fwd(
@@ -226,15 +221,83 @@ def flash_mla_sparse_fwd(
     >>> out.shape, round(float(lse[0, 0]), 3), float(lse[1, 0]), float(max_logits[1, 0])
     ((2, 16, 512), 24.693, inf, -inf)
     """
-    first = check_count("indexer_topk", indexer_topk, 0, view_of(indices, "indices").shape[-1])
-    if strict:
-        _check_strict_sparse(q, kv, indices, first)
-    options = {"d_v": d_v, "scale": sm_scale, "topk_length": topk_length, "empty_lse": EMPTY_LSE}
-    out, lse, max_logits = sparse_mla_forward(q, kv, indices, attn_sink=attn_sink, **options)
+    try:
+        axes = view_of(indices, "indices").shape
+        first = check_count("indexer_topk", indexer_topk, 0, axes[-1] if axes else 0)
+        if check_flag("strict", strict):
+            _check_strict_sparse(q, kv, indices, first)
+        return _sparse_forward((q, kv, indices), first, sm_scale, d_v, attn_sink, topk_length)
+    except MlaError as error:
+        raise _renamed(error, _OF_SPARSE) from error
+
+
+def _sparse_forward(
+    arrays: tuple[Any, Any, Any], first: int, scale: Any, d_v: Any, attn_sink: Any, topk_length: Any
+) -> tuple[Any, ...]:
+    """The call, and another one over the first indices, if there are any of the indexer's."""
+    options = {"d_v": d_v, "scale": scale, "topk_length": topk_length, "empty_lse": EMPTY_LSE}
+    out, lse, max_logits = sparse_mla_forward(*arrays, attn_sink=attn_sink, **options)
     if first == 0:
         return out, max_logits, lse
-    _, lse_indexer, _ = sparse_mla_forward(q, kv, indices[..., :first], **options)
+    _, lse_indexer, _ = sparse_mla_forward(*arrays[:2], arrays[2][..., :first], **options)
     return out, max_logits, lse, lse_indexer
+
+
+def _decode(
+    schedule: FlashMLASchedMeta,
+    arrays: tuple[Any, ...],
+    extra: tuple[Any, Any, Any],
+    scale: float | None,
+    causal: bool,
+    fp8: bool,
+    strict: bool,
+) -> tuple[Any, Any]:
+    q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink = arrays
+    _check_extra(*extra, fp8 and indices is not None)
+    form = form_of(q, k_cache, block_table, causal, indices, fp8, extra[:2])
+    if strict:
+        _check_strict_decode(form)
+    schedule.check(form)
+    if indices is not None:
+        if causal:
+            raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
+        selection = (q, k_cache, indices, topk_length, attn_sink)
+        if form.record:
+            results = _sparse_decode_fp8(form, *selection, *extra, scale)
+        else:
+            results = _sparse_decode(form, *selection, scale)
+        schedule.keep(form, None)
+        return results
+    if not (attn_sink is topk_length is None):
+        name = "topk_length" if attn_sink is None else "attn_sink"
+        raise ArgumentError(explain(name, "an array, without indices", "None"))
+    if block_table is None or cache_seqlens is None:
+        missing = "block_table" if block_table is None else "cache_seqlens"
+        raise ArgumentError(explain(missing, None, "an array, since there are no indices"))
+    plan = schedule.plan(form, q, k_cache, cache_seqlens)
+    results = mla_decode(
+        *(q, k_cache, block_table, cache_seqlens), scale=scale, causal=causal, plan=plan, empty_lse=EMPTY_LSE
+    )
+    schedule.keep(form, plan)
+    return results
+
+
+_OF_DECODE = {
+    "kv_cache": "k_cache",
+    "kv": "k_cache",
+    "seqlens": "cache_seqlens",
+    "scale": "softmax_scale",
+    "extra_kv_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache",
+}
+"""What FlashMLA calls the arguments of `mla_decode`, `sparse_mla_decode` and `sparse_mla_forward`."""
+_OF_SPARSE = {"scale": "sm_scale"}
+
+
+def _renamed(error: MlaError, names: dict[str, str]) -> MlaError:
+    """The same error about FlashMLA's argument."""
+    subject, colon, rest = str(error).partition(": ")
+    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)
 
 
 def _sparse_decode_fp8(
@@ -278,7 +341,11 @@ def _sparse_decode(
         expected = f"{form.page_size * row_stride}, page_size rows"
         remedy = "with indices, pages may have no gaps between them"
         raise ShapeError(explain("k_cache's stride of pages", page_stride, expected, remedy))
+    if k_cache.shape[3] != form.d_qk:
+        raise ShapeError(explain("k_cache.shape[3]", k_cache.shape[3], f"d_qk={form.d_qk}, as in q"))
     lengths = topk_length
+    if lengths is not None and view_of(lengths, "topk_length").shape != (b,):
+        raise ShapeError(explain("topk_length.shape", tuple(lengths.shape), f"({b},), as q has b"))
     if lengths is not None and s_q != 1 and form.topk:
         # A length for each query of a sequence, in whatever library: 0 times anything spreads it.
         lengths = (indices[:, :, 0] * 0 + lengths.reshape(b, 1)).reshape(b * s_q)
@@ -299,9 +366,9 @@ def _check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
         remedy = "pass get_mla_metadata()[0] of this module"
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
     if num_splits is not None:
-        raise ArgumentError(explain("num_splits", "an array", "None", "the schedule holds all"))
-    if head_dim_v != D_V:
-        raise ArgumentError(explain("head_dim_v", head_dim_v, str(D_V)))
+        raise ArgumentError(explain("num_splits", f"a {type(num_splits).__name__}", "None", "the schedule holds all"))
+    if not (is_integer(head_dim_v) and head_dim_v == D_V):
+        raise ArgumentError(explain("head_dim_v", repr(head_dim_v), str(D_V)))
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, possible: bool) -> None:
@@ -331,8 +398,9 @@ def _check_strict_decode(form: Form) -> None:
 
 def _check_strict_sparse(q: Any, kv: Any, indices: Any, indexer_topk: int) -> None:
     for name, x in (("q", q), ("kv", kv), ("indices", indices)):
-        if len(x.shape) != 3:
-            raise ShapeError(explain(f"{name}.shape", tuple(x.shape), "3 axes", "or strict=False"))
+        shape = view_of(x, name).shape
+        if len(shape) != 3:
+            raise ShapeError(explain(f"{name}.shape", shape, "3 axes", "or strict=False"))
     if (dtype := dtypes.name_of(q.dtype)) != "bfloat16":
         raise DTypeError(explain("q.dtype", dtype, "bfloat16", "or strict=False"))
     if q.shape[1] not in _HEADS:

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 from mla_cupy import arrays, dtypes
 from mla_cupy.arrays import Family, View
 from mla_cupy.cache_formats import BYTE_DTYPES, format_of
-from mla_cupy.errors import DTypeError, PlanError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
 from mla_cupy.ops import DecodePlan, plan_decode
+from mla_cupy.ops.checks import WORKSPACE_ALIGNMENT
 from mla_cupy.ops.schema import steps_by_16_bytes
-
-_ALIGNMENT = 256
-"""What `plan_decode` asks of a workspace's address."""
 
 
 class Form(NamedTuple):
@@ -48,8 +46,8 @@ def form_of(
     try:
         b, s_q, h_q, d_qk = q.shape
         _, page_size, h_kv, width = k_cache.shape
-        max_pages = 0 if block_table is None or indices is not None else block_table.shape[1]
-        topk = None if indices is None else indices.shape[2]
+        _, max_pages = (0, 0) if block_table is None or indices is not None else block_table.shape
+        _, _, topk = (0, 0, None) if indices is None else indices.shape
         extra_page_size = extra_topk = None
         if extra[0] is not None:
             (_, extra_page_size, _, _), (_, _, extra_topk) = extra[0].shape, extra[1].shape
@@ -57,7 +55,10 @@ def form_of(
         names = ("q", "k_cache", "block_table", "indices", "extra_k_cache", "extra_indices_in_kvcache")
         _check_axes(dict(zip(names, (q, k_cache, block_table, indices, *extra), strict=True)))
         raise
-    record = _record_of(dtypes.name_of(k_cache.dtype), width) if fp8 else ""
+    dtype = dtypes.name_of(k_cache.dtype)
+    if not fp8 and dtype in BYTE_DTYPES:
+        raise DTypeError(explain("k_cache.dtype", dtype, "q's dtype", "pass is_fp8_kvcache=True with an FP8 cache"))
+    record = _record_of(dtype, width) if fp8 else ""
     return Form(b, s_q, h_q, page_size, h_kv, d_qk, max_pages, bool(causal), topk, record, extra_page_size, extra_topk)
 
 
@@ -80,6 +81,8 @@ _OPTIONAL = ("block_table", "indices", "extra_k_cache", "extra_indices_in_kvcach
 
 def _check_axes(given: dict[str, Any]) -> None:
     for name, x in given.items():
+        if x is not None or name not in _OPTIONAL:
+            arrays.family_of(x, name)
         shape, absent = tuple(getattr(x, "shape", ())), x is None and name in _OPTIONAL
         if not absent and len(shape) != _AXES[name].count(",") + 1:
             raise ShapeError(explain(f"{name}.shape", shape, _AXES[name]))
@@ -129,9 +132,12 @@ class FlashMLASchedMeta:
 
     def check(self, form: Form) -> None:
         """Raise PlanError if earlier calls had another form."""
-        if self._form not in (None, form):
+        if self._form is not None and self._form != form:
+            mine, theirs = self._form._asdict(), form._asdict()
+            differing = [name for name in mine if mine[name] != theirs[name]]
+            got, expected = (", ".join(f"{name}={told[name]!r}" for name in differing) for told in (mine, theirs))
             remedy = "pass a new get_mla_metadata()[0]"
-            raise PlanError(explain("tile_scheduler_metadata", f"one for {self._form}", f"one for {form}", remedy))
+            raise PlanError(explain("tile_scheduler_metadata", f"one for {got}", f"one for {expected}", remedy))
 
     def keep(self, form: Form, plan: DecodePlan | None) -> None:
         """Remember the form and the plan of a call that succeeded, for the calls that follow."""
@@ -142,10 +148,14 @@ class FlashMLASchedMeta:
         if self._plan is not None:
             return self._plan
         view = view_of(q, "q")
-        aligned = steps_by_16_bytes(view) and bool(form.record or steps_by_16_bytes(view_of(k_cache, "k_cache")))
+        views = [view] if form.record else [view, view_of(k_cache, "k_cache")]
+        aligned = all(x.dtype in dtypes.TABLE and steps_by_16_bytes(x) for x in views)
         if not (aligned and form.b and form.max_pages):
             return None
-        plan = _make_plan(form, arrays.family_of(q, "q"), view)
+        try:
+            plan = _make_plan(form, arrays.family_of(q, "q"), view)
+        except (ArgumentError, DTypeError):  # of sizes: the operation says which array has them
+            return None
         plan.update(cache_seqlens)
         return plan
 
@@ -160,8 +170,8 @@ def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
     stream = family.native.current_stream(view.device)
 
     def allocate(nbytes: int) -> Any:
-        memory = family.native.empty((nbytes + _ALIGNMENT,), "uint8", view.device, stream)
-        first = -family.native.address(memory) % _ALIGNMENT
+        memory = family.native.empty((nbytes + WORKSPACE_ALIGNMENT,), "uint8", view.device, stream)
+        first = -family.native.address(memory) % WORKSPACE_ALIGNMENT
         return memory[first : first + nbytes]
 
     return plan_decode(max_b=form.b, **sizes, dtype=view.dtype, device=view.device, workspace=allocate)

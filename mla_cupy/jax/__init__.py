@@ -25,6 +25,7 @@ from mla_cupy.jax.cache import (
     cache_append,
     cache_copy_pages,
     cache_gather,
+    cache_slots,
     indexer_cache_append,
     indexer_cache_gather,
     sparse_mla_decode,
@@ -42,12 +43,13 @@ from mla_cupy.jax.indexer import (
     indexer_warmup_loss,
     indexer_warmup_objective,
 )
-from mla_cupy.jax.prefill import mla_prefill
+from mla_cupy.jax.prefill import mla_prefill, mla_prefill_backward, prefill_mask
 
 __all__ = [
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
+    "cache_slots",
     "disabled_checks",
     "indexer_cache_append",
     "indexer_cache_gather",
@@ -64,6 +66,8 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "mla_prefill",
+    "mla_prefill_backward",
+    "prefill_mask",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",

@@ -138,6 +138,36 @@ def cache_copy_pages(pool: jax.Array, pairs: jax.Array, *, exportable: bool = Fa
     return pool
 
 
+def cache_slots(
+    block_table: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    *,
+    slots: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    exportable: bool = False,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Find the slots of consecutive tokens of each sequence: see `mla_cupy.cache_slots`.
+
+    Parameters
+    ----------
+    block_table, starts, lengths : array
+    slots, cu_seqlens : array, optional
+        Whose memory the results take over.
+    exportable : bool
+        For `jax.export`.
+    **options
+        page_size, max_tokens, num_pages.
+
+    Returns
+    -------
+    slots, cu_seqlens : array
+    """
+    slots, cu_seqlens = run("cache_slots", locals())
+    return slots, cu_seqlens
+
+
 def indexer_cache_append(
     k: jax.Array,
     cache: jax.Array,

@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from mla_cupy.errors import DTypeError, explain
 
 _INSTEAD = (
-    "put it, or what is made of it, in jax.lax.stop_gradient; in mla_cupy.jax sparse_mla_forward, "
+    "put it, or what is made of it, in jax.lax.stop_gradient; in mla_cupy.jax mla_prefill, sparse_mla_forward, "
     "indexer_warmup_objective and indexer_sparse_objective have gradients, in reverse mode"
 )
 

@@ -187,6 +187,10 @@ def indexer_warmup_loss(
     index_k: jax.Array,
     weights: jax.Array,
     *,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
     v: jax.Array | None = None,
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
@@ -202,7 +206,8 @@ def indexer_warmup_loss(
 
     Parameters
     ----------
-    q, k, index_q, index_k, weights, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv : array
+    q, k, index_q, index_k, weights : array
+    q_rope, k_rope, k_scale, q_scale, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv : array, optional
     exportable : bool
         For `jax.export`.
     **options
@@ -226,11 +231,16 @@ def indexer_warmup_objective(
     index_k: jax.Array,
     weights: jax.Array,
     *,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
+    straight_through: tuple[jax.Array, jax.Array] | None = None,
     exportable: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -241,9 +251,13 @@ def indexer_warmup_objective(
 
     Parameters
     ----------
-    q, k, index_q, index_k, weights, lse, head_sums, cu_seqlens_q, cu_seqlens_kv : array
+    q, k, index_q, index_k, weights : array
+    q_rope, k_rope, k_scale, q_scale, lse, head_sums, cu_seqlens_q, cu_seqlens_kv : array, optional
     row_weights : array, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
+    straight_through : (array, array), optional
+        Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the gradients
+        in their place. Without them, only `weights` has a gradient.
     exportable : bool
         For `jax.export`.
     **options
@@ -266,6 +280,8 @@ def indexer_sparse_loss(
     weights: jax.Array,
     indices: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     topk_length: jax.Array | None = None,
@@ -282,7 +298,7 @@ def indexer_sparse_loss(
     Parameters
     ----------
     q, k, index_q, index_k, weights, indices : array
-    lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv : array, optional
+    k_scale, q_scale, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv : array, optional
     exportable : bool
         For `jax.export`.
     **options
@@ -305,12 +321,15 @@ def indexer_sparse_objective(
     weights: jax.Array,
     indices: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
+    straight_through: tuple[jax.Array, jax.Array] | None = None,
     exportable: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -321,9 +340,12 @@ def indexer_sparse_objective(
     Parameters
     ----------
     q, k, index_q, index_k, weights, indices : array
-    lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv : array, optional
+    k_scale, q_scale, lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv : array, optional
     row_weights : array, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
+    straight_through : (array, array), optional
+        Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the gradients
+        in their place. Without them, only `weights` has a gradient.
     exportable : bool
         For `jax.export`.
     **options
@@ -342,6 +364,8 @@ def indexer_head_sums(
     q: jax.Array,
     k: jax.Array,
     *,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
     indices: jax.Array | None = None,
     lse: jax.Array | None = None,
     topk_length: jax.Array | None = None,
@@ -358,7 +382,7 @@ def indexer_head_sums(
     Parameters
     ----------
     q, k : array
-    indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv : array, optional
+    q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv : array, optional
     head_sums : array, optional
         Whose memory the result takes over.
     exportable : bool

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mla_cupy.errors import DTypeError, ShapeError, explain
 from mla_cupy.jax.derivatives import as_array, refuse, values
 from mla_cupy.jax.lowering import call
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.bind import options_of
+from mla_cupy.ops.indexer.loss_inputs import holds_codes
 
-_LEAVES = ("index_q", "index_k", "weights")
+_SCORED = ("index_q", "index_k", "weights")
+_STRAIGHT = ("values of index_q", "values of index_k")
+"""What e4m3 codes stand for: not among the operation's arrays."""
 
 
 class _Static(NamedTuple):
@@ -32,15 +36,34 @@ def objective(name: str, arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.A
     """
     arrays = dict(arguments)
     options, exportable = arrays.pop("options"), arrays.pop("exportable")
+    straight = arrays.pop("straight_through")
+    if straight is not None:
+        for like, x in zip(_SCORED, straight, strict=False):
+            _check_straight(like, x, arrays[like])
+        arrays |= dict(zip(_STRAIGHT, straight, strict=True))
     static = _Static(name, tuple(arrays), options_of(OPERATIONS[name], options), exportable)
     value, kl = _objective(static, *arrays.values())
     return value, kl
 
 
+def _leaves(static: _Static) -> tuple[str, ...]:
+    """The arrays that take the gradients by index queries, keys and weights."""
+    return (*_STRAIGHT, *_SCORED[2:]) if _STRAIGHT[0] in static.names else _SCORED
+
+
+def _check_straight(name: str, x: jax.Array, like: jax.Array) -> None:
+    argument = f"straight_through, of {name},"
+    if x.shape != like.shape:
+        raise ShapeError(explain(argument, x.shape, f"{like.shape}, like {name}"))
+    if str(x.dtype) not in ("bfloat16", "float32"):
+        raise DTypeError(explain(argument, x.dtype, "bfloat16 or float32"))
+
+
 def _run(static: _Static, arrays: Sequence[Any], gradients: bool) -> tuple[Any, Any, tuple[Any, ...]]:
     given = dict(zip(static.names, arrays, strict=True))
     options = {**static.options._asdict(), "gradients": gradients}
-    results = call(OPERATIONS[static.operation], given, options, static.exportable)
+    ours = {name: x for name, x in given.items() if name not in _STRAIGHT}
+    results = call(OPERATIONS[static.operation], ours, options, static.exportable)
     kl, factors = results[0], given["row_weights"]
     value = (kl if factors is None else kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
     return value, kl, results[3:6]
@@ -56,7 +79,10 @@ def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, Any], Any]:
     arrays = values(primals)
     value, kl, gradients = _run(static, arrays, gradients=True)
     given = dict(zip(static.names, arrays, strict=True))
-    own = tuple(made.astype(given[name].dtype) for name, made in zip(_LEAVES, gradients, strict=True))
+    own = tuple(
+        None if holds_codes(str(given[name].dtype)) else made.astype(given[name].dtype)
+        for name, made in zip(_leaves(static), gradients, strict=True)
+    )
     return (value, kl), own
 
 
@@ -65,7 +91,8 @@ def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tupl
     value, kl = cotangents
     refuse("an indexer's objective", {"kl": kl})
     factor = as_array(value)
-    found = {name: gradient * factor.astype(gradient.dtype) for name, gradient in zip(_LEAVES, saved, strict=True)}
+    there = ((name, x) for name, x in zip(_leaves(static), saved, strict=True) if x is not None)
+    found = {name: gradient * factor.astype(gradient.dtype) for name, gradient in there}
     return tuple(found.get(name) for name in static.names)
 
 

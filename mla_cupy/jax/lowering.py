@@ -17,11 +17,12 @@ import numpy as np
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.errors import DTypeError, explain
 from mla_cupy.jax import ffi
-from mla_cupy.jax.buffers import locate
+from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import constant
-from mla_cupy.jax.devices import gpu_ordinals, launcher
+from mla_cupy.jax.devices import gpu_ordinals, launcher, locate
 from mla_cupy.ops import BOUND_OPERATIONS
 from mla_cupy.ops.bind import Launcher, Signature, options_of
+from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.operation import Operation
 
 try:
@@ -64,26 +65,32 @@ def call(
     tuple
         The results in the order of the record; None where there is no such result.
     """
-    arrays = {name: x for name in operation.names if (x := given.get(name)) is not None}
-    shaped = tuple(_shaped(name, arrays.get(name)) for name in operation.names)
-    signature = Signature(operation.name, shaped, options_of(operation, options))
+    exportable = check_flag("exportable", exportable)
+    arrays = {name: as_jax(name, x) for name in operation.names if (x := given.get(name)) is not None}
+    signature = signature_of(operation, arrays, options)
     run = functools.partial(_by_platform, signature, exportable or buffer_callback is None)
     made = iter(constant(operation.name, run, arrays))
     return tuple(None if result is None else next(made) for result in signature.results)
 
 
+def signature_of(operation: Operation, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Signature:
+    """A call, checked, by JAX's arrays."""
+    for array in operation.inputs:
+        if not array.optional and arrays.get(array.name) is None:
+            raise DTypeError(explain(array.name, "a NoneType", "an array of JAX or NumPy"))
+    shaped = tuple(_shaped(name, arrays.get(name)) for name in operation.names)
+    signature = Signature(operation.name, shaped, options_of(operation, options))
+    signature.request  # noqa: B018 (raises what does not fit, before anything is traced)
+    return signature
+
+
 def _shaped(name: str, x: Any) -> tuple[tuple[int, ...], str] | None:
-    if x is None:
-        return None
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise DTypeError(explain(name, f"a {type(x).__name__}", "an array"))
-    return tuple(x.shape), str(x.dtype)
+    return None if x is None else (tuple(x.shape), str(x.dtype))
 
 
 def _by_platform(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
     """Arrays that are there say where; of a traced call XLA lowers the branch of the platform that it compiles for."""
     through = _through_handler if by_handler else _through_callback
-    signature.request  # noqa: B018 (raises what does not fit, before anything is traced)
     ordinals = gpu_ordinals()
     place = _place_of(operands)
     if not ordinals or place == "cpu":

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, refuse, values
-from mla_cupy.jax.lowering import call
+from mla_cupy.jax.lowering import call, signature_of
 from mla_cupy.ops import OPERATIONS
-from mla_cupy.ops.bind import options_of
+from mla_cupy.ops.checks import check_flag
 
 _FORWARD, _BACKWARD = OPERATIONS["sparse_mla_forward"], OPERATIONS["sparse_mla_backward"]
 _INPUTS = tuple(array.name for array in _FORWARD.inputs)
@@ -31,8 +32,10 @@ def differentiable(
     arrays: Sequence[jax.Array | None], options: Mapping[str, Any], deterministic: bool, exportable: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sparse forward, with a gradient through its first two results; `arrays` in the order of the record."""
-    static = _Static(options_of(_FORWARD, options), deterministic, exportable)
-    out, lse, max_logits = _sparse(static, *arrays)
+    given = {name: as_jax(name, x) for name, x in zip(_INPUTS, arrays, strict=True)}
+    resolved = signature_of(_FORWARD, given, options).options
+    static = _Static(resolved, check_flag("deterministic", deterministic), check_flag("exportable", exportable))
+    out, lse, max_logits = _sparse(static, *given.values())
     return out, lse, max_logits
 
 

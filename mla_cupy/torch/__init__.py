@@ -18,6 +18,7 @@ from mla_cupy.torch.cache import (
     cache_append,
     cache_copy_pages,
     cache_gather,
+    cache_slots,
     indexer_cache_append,
     indexer_cache_gather,
     sparse_mla_decode,
@@ -37,13 +38,14 @@ from mla_cupy.torch.losses import (
     indexer_warmup_objective,
 )
 from mla_cupy.torch.plan import TorchDecodePlan
-from mla_cupy.torch.prefill import mla_prefill
+from mla_cupy.torch.prefill import mla_prefill, mla_prefill_backward, prefill_mask
 
 __all__ = [
     "TorchDecodePlan",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
+    "cache_slots",
     "indexer_cache_append",
     "indexer_cache_gather",
     "indexer_head_sums",
@@ -59,7 +61,9 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "mla_prefill",
+    "mla_prefill_backward",
     "plan_decode",
+    "prefill_mask",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",

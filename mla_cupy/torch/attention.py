@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from mla_cupy import ops
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.ops import DecodePlan
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch.derivatives import refuse_tangents, transformed
 from mla_cupy.torch.library import is_plain_call
-from mla_cupy.torch.operators import run, targets, with_dtypes
+from mla_cupy.torch.operators import check_kinds, run, targets, with_dtypes
 from mla_cupy.torch.plan import TorchDecodePlan, make_plan, run_planned
 from mla_cupy.torch.sparse import transformed_forward
 
@@ -111,7 +112,7 @@ def mla_decode(
             block_table,
             seqlens,
             tree_mask=tree_mask,
-            plan=None if plan is None else plan.plan,
+            plan=None if plan is None else _plan_of(plan),
             out=out,
             lse=lse,
             workspace=workspace,
@@ -122,8 +123,18 @@ def mla_decode(
     if plan is not None:
         if workspace is not None:
             raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
-        return run_planned(plan, inputs, with_dtypes("mla_decode", options), given)
+        _plan_of(plan)
+        names = ("q", "kv_cache", "block_table", "seqlens", "tree_mask")
+        inputs = tuple(check_kinds("mla_decode", dict(zip(names, inputs, strict=True))).values())
+        return run_planned(plan, inputs, with_dtypes("mla_decode", check_kinds("mla_decode", options)), given)
     return run("mla_decode", inputs, options, given, workspace)
+
+
+def _plan_of(plan: Any) -> DecodePlan:
+    if not isinstance(plan, TorchDecodePlan):
+        remedy = "make it with mla_cupy.torch.plan_decode"
+        raise PlanError(explain("plan", repr(plan), "a TorchDecodePlan, or None", remedy))
+    return plan.plan
 
 
 def sparse_mla_forward(
@@ -174,7 +185,8 @@ def sparse_mla_forward(
     if transformed() and not given:
         arrays = {"q": q, "kv": kv, "indices": indices}
         refuse_tangents("sparse_mla_forward", {**arrays, **options})
-        return transformed_forward(**arrays, **with_dtypes("sparse_mla_forward", options))
+        taken = check_kinds("sparse_mla_forward", {**arrays, **options})
+        return transformed_forward(**with_dtypes("sparse_mla_forward", taken))
     return run("sparse_mla_forward", (q, kv, indices), options, given, workspace)
 
 

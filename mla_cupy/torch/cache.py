@@ -113,6 +113,35 @@ def cache_copy_pages(pool: torch.Tensor, pairs: torch.Tensor) -> None:
         run("cache_copy_pages", (pool, pairs), {}, {}, None)
 
 
+def cache_slots(
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    slots: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the slots of consecutive tokens of each sequence: see `mla_cupy.cache_slots`.
+
+    Parameters
+    ----------
+    block_table, starts, lengths : tensor
+    slots, cu_seqlens : tensor, optional
+        Where the results go: both or none.
+    **options
+        page_size, max_tokens, num_pages.
+
+    Returns
+    -------
+    slots, cu_seqlens : tensor
+    """
+    given = targets(slots=slots, cu_seqlens=cu_seqlens)
+    if is_plain_call(block_table):
+        return ops.cache_slots(block_table, starts, lengths, **options, **given)
+    return run("cache_slots", (block_table, starts, lengths), options, given, None)
+
+
 def indexer_cache_append(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **options: Any) -> None:
     """Write index keys to a paged cache, in place: see `mla_cupy.indexer_cache_append`.
 

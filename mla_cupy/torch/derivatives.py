@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 from mla_cupy.arrays import runs_as_it_is
 from mla_cupy.errors import DTypeError, explain
 
-DIFFERENTIABLE = ("sparse_mla_forward",)
+DIFFERENTIABLE = ("mla_prefill", "sparse_mla_forward")
 """The operations that have a gradient, in reverse mode."""
 _INSTEAD = (
-    "detach it; in mla_cupy.torch sparse_mla_forward, indexer_warmup_objective and indexer_sparse_objective have "
-    "gradients, in reverse mode"
+    "detach it; in mla_cupy.torch mla_prefill, sparse_mla_forward, indexer_warmup_objective and "
+    "indexer_sparse_objective have gradients, in reverse mode"
 )
 _FUNCTORCH = torch._C._functorch
 _is_compiling = torch.compiler.is_compiling

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_cupy import ops
+from mla_cupy.ops.checks import check_flag
 from mla_cupy.torch.library import is_plain_call
 from mla_cupy.torch.operators import run, single, targets
 
@@ -179,7 +180,7 @@ def indexer_topk(
     -----
     It has no gradient.
     """
-    chosen = {"return_values": return_values, **options}
+    chosen = {"return_values": check_flag("return_values", return_values), **options}
     given = targets(indices=indices, counts=counts, **({"values": values} if return_values else {}))
     if is_plain_call(logits):
         found = ops.indexer_topk(logits, k, ks=ks, ke=ke, block_table=block_table, **chosen, **given)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mla_cupy.arrays import View
+from mla_cupy.errors import DeviceError, explain
 from mla_cupy.ops.bind import options_of, parameters
 from mla_cupy.ops.call import Invocation, examine
 from mla_cupy.ops.call import run as run_call
@@ -60,7 +61,7 @@ class Arguments:
         self._inputs = [self.names.index(name) for name in inputs]
         self._options = [at for at, name in enumerate(self.names) if name not in inputs]
         self._no_outputs = (None,) * len(operation.outputs)
-        self._type = type(options_of(operation, {}))
+        self._type = operation.options
         # A schema has no infinity: such a default is written as None.
         self._unwritten = [at for at, value in enumerate(self.defaults) if value == -math.inf]
         self.schema = ", ".join(self._written(name, taken[name]) for name in self.names)
@@ -78,6 +79,8 @@ class Arguments:
             return f"ScalarType? {name}=None"
         if parameter.default == -math.inf:
             return f"float? {name}=None"
+        if parameter.default is inspect.Parameter.empty:
+            return f"{_TYPES[parameter.annotation]} {name}"
         default = f'"{parameter.default}"' if isinstance(parameter.default, str) else parameter.default
         return f"{_TYPES[parameter.annotation]} {name}={default}"
 
@@ -93,7 +96,9 @@ class Arguments:
     def examine(self, given: Sequence[Any], outputs: Sequence[Any] | None = None) -> Request:
         """The call with tensors that may be fake, checked as the real one is."""
         arrays, options = self.split([_plain(value) for value in given], outputs)
-        views = {name: _view(x) for name, x in zip(self._operation.names, arrays, strict=True)}
+        named = dict(zip(self._operation.names, arrays, strict=True))
+        _check_places(named)
+        views = {name: _view(x) for name, x in named.items()}
         resolved = options_of(self._operation, options._asdict())
         return examine(self._operation, views, resolved)
 
@@ -101,6 +106,14 @@ class Arguments:
 def _plain(value: Any) -> Any:
     """A symbolic number as a number, which specialises the program to it."""
     return float(value) if isinstance(value, torch.SymFloat) else value
+
+
+def _check_places(named: Mapping[str, Any]) -> None:
+    """Check that all tensors are of one kind of device: PyTorch asks for shapes alone if one is on "meta"."""
+    first, *others = ((name, x.device.type) for name, x in named.items() if x is not None)
+    for name, place in others:
+        if place != first[1]:
+            raise DeviceError(explain(name, f"a tensor on {place}", f"one on {first[1]}, like {first[0]}", "move it"))
 
 
 def _view(x: Any) -> View | None:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from mla_cupy import ops
+from mla_cupy.errors import DTypeError, ShapeError, explain
+from mla_cupy.ops.checks import check_flag
+from mla_cupy.ops.indexer.loss_inputs import holds_codes
 from mla_cupy.torch.derivatives import is_recorded, no_gradient, refuse_tangents, refuse_transforms, transformed
 from mla_cupy.torch.library import LIBRARY, NAMESPACE, define
 from mla_cupy.torch.operators import run, single, targets
@@ -52,8 +55,8 @@ def indexer_warmup_loss(
     workspace : tensor, uint8, optional
         With these.
     **options
-        lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal, buffer_bytes,
-        kernel.
+        q_rope, k_rope, k_scale, q_scale, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv, target, scale,
+        target_scale, causal, buffer_bytes, kernel.
 
     Returns
     -------
@@ -64,6 +67,7 @@ def indexer_warmup_loss(
         None without `v`.
     """
     losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
+    gradients = check_flag("gradients", gradients)
     backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
     attention = {} if v is None else {"out": out, "attention_lse": attention_lse}
     inputs = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "v": v, **options}
@@ -79,6 +83,7 @@ def indexer_warmup_objective(
     weights: torch.Tensor,
     *,
     row_weights: torch.Tensor | None = None,
+    straight_through: tuple[torch.Tensor, torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum(row_weights * kl) of the indexer's warm-up loss, differentiable by index_q, index_k and weights.
@@ -91,9 +96,12 @@ def indexer_warmup_objective(
     q, k, index_q, index_k, weights : tensor
     row_weights : tensor, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
+    straight_through : (tensor, tensor), optional
+        Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the gradients
+        in their place. Without them, only `weights` has a gradient.
     **options
-        Of `indexer_warmup_loss`: lse, head_sums, cu_seqlens_q, cu_seqlens_kv, target, scale, target_scale, causal,
-        buffer_bytes, kernel.
+        Of `indexer_warmup_loss`: q_rope, k_rope, k_scale, q_scale, lse, head_sums, cu_seqlens_q, cu_seqlens_kv, target,
+        scale, target_scale, causal, buffer_bytes, kernel.
 
     Returns
     -------
@@ -101,7 +109,7 @@ def indexer_warmup_objective(
     kl : tensor
         Without a gradient.
     """
-    return _objective(indexer_warmup_loss, (q, k), (index_q, index_k, weights), row_weights, options)
+    return _objective(indexer_warmup_loss, (q, k), (index_q, index_k, weights), straight_through, row_weights, options)
 
 
 def indexer_sparse_loss(
@@ -135,8 +143,8 @@ def indexer_sparse_loss(
     workspace : tensor, uint8, optional
         With these.
     **options
-        lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv, scale, causal, deterministic,
-        buffer_bytes, kernel.
+        k_scale, q_scale, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv, scale, causal,
+        deterministic, buffer_bytes, kernel.
 
     Returns
     -------
@@ -145,6 +153,7 @@ def indexer_sparse_loss(
         None without `gradients`.
     """
     losses = {"kl": kl, "mass": mass, "index_lse": index_lse}
+    gradients = check_flag("gradients", gradients)
     backward = {"d_index_q": d_index_q, "d_index_k": d_index_k, "d_weights": d_weights} if gradients else {}
     inputs = {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "weights": weights, "indices": indices, **options}
     chosen = {"gradients": gradients, **_constants("indexer_sparse_loss", inputs)}
@@ -160,6 +169,7 @@ def indexer_sparse_objective(
     indices: torch.Tensor,
     *,
     row_weights: torch.Tensor | None = None,
+    straight_through: tuple[torch.Tensor, torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum(row_weights * kl) of the indexer's loss over selected keys, differentiable by index_q, index_k and weights.
@@ -171,9 +181,12 @@ def indexer_sparse_objective(
     q, k, index_q, index_k, weights, indices : tensor
     row_weights : tensor, (s_q,), float32, optional
         For a mean, 1 / s_q. They count as constants.
+    straight_through : (tensor, tensor), optional
+        Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the gradients
+        in their place. Without them, only `weights` has a gradient.
     **options
-        Of `indexer_sparse_loss`: lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal,
-        deterministic, buffer_bytes, kernel.
+        Of `indexer_sparse_loss`: k_scale, q_scale, lse, head_sums, topk_length, cu_seqlens_q, cu_seqlens_kv, scale,
+        causal, deterministic, buffer_bytes, kernel.
 
     Returns
     -------
@@ -182,7 +195,7 @@ def indexer_sparse_objective(
         Without a gradient.
     """
     loss = partial(indexer_sparse_loss, indices=indices)
-    return _objective(loss, (q, k), (index_q, index_k, weights), row_weights, options)
+    return _objective(loss, (q, k), (index_q, index_k, weights), straight_through, row_weights, options)
 
 
 def indexer_head_sums(
@@ -203,7 +216,7 @@ def indexer_head_sums(
     workspace : tensor, uint8, optional
         With `head_sums`.
     **options
-        indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal, buffer_bytes, kernel.
+        q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, scale, causal, buffer_bytes, kernel.
 
     Returns
     -------
@@ -253,25 +266,59 @@ def _run_loss(
 def _objective(
     loss: Callable[..., tuple[torch.Tensor | None, ...]],
     attention: tuple[torch.Tensor, torch.Tensor],
-    leaves: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    straight_through: tuple[torch.Tensor, torch.Tensor] | None,
     row_weights: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum(row_weights * kl), differentiable by the leaves: index_q, index_k and weights; and kl."""
+    """sum(row_weights * kl), differentiable by index_q, index_k and weights, or what takes their gradients; and kl."""
+    leaves = _leaves(scored, straight_through)
     refuse_tangents("an indexer's objective", dict(zip(_TENSORS, leaves, strict=False)))
     by_transform, wanted = transformed(), any(is_recorded(x) for x in leaves)
     constants = _detached({"row_weights": row_weights, **options})
-    found = loss(*(x.detach() for x in (*attention, *leaves)), gradients=wanted, **constants)
+    found = loss(*(x.detach() for x in (*attention, *scored)), gradients=wanted, **constants)
     kl, gradients, factors = found[0], found[3:6], constants["row_weights"]
     assert kl is not None
     value: torch.Tensor = (kl if factors is None else kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
-    own = [made.to(leaf.dtype) for leaf, made in zip(leaves, gradients, strict=True) if made is not None]
+    own = [
+        made if _holds_codes(leaf) else made.to(leaf.dtype)
+        for leaf, made in zip(leaves, gradients, strict=True)
+        if made is not None
+    ]
     if not own:
         return value, kl
     if by_transform:
         value, kl = _Objective.apply(*leaves, value, *own, kl)
         return value, kl
     return _with_gradients(*leaves, value, *own), kl
+
+
+def _holds_codes(x: torch.Tensor) -> bool:
+    return holds_codes(str(x.dtype).removeprefix("torch."))
+
+
+def _leaves(
+    scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor], straight_through: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What takes the gradients by index_q, index_k and weights.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+    """
+    if straight_through is None:
+        for name, x in zip(_TENSORS, scored[:2], strict=False):
+            if _holds_codes(x) and is_recorded(x):
+                remedy = "detach it, and give what it stands for as straight_through"
+                raise DTypeError(explain(name, "codes that require grad", "a constant", remedy))
+        return scored
+    for name, x, like in zip(_TENSORS, straight_through, scored, strict=False):
+        argument = f"straight_through, of {name},"
+        if x.shape != like.shape:
+            raise ShapeError(explain(argument, tuple(x.shape), f"{tuple(like.shape)}, like {name}"))
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise DTypeError(explain(argument, x.dtype, "bfloat16 or float32"))
+    return (*straight_through, scored[2])
 
 
 # ---- The operator of a scalar whose gradients are there already, and are multiplied by the cotangent ------------

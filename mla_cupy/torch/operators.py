@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from mla_cupy import ops
+from mla_cupy.arrays.torch import check_dense
 from mla_cupy.errors import ArgumentError, DTypeError, explain
 from mla_cupy.ops.bind import parameters
-from mla_cupy.ops.checks import check_dtype
+from mla_cupy.ops.checks import check_count, check_dtype, check_flag, check_float
 from mla_cupy.torch.derivatives import DIFFERENTIABLE, refuse, refuse_tangents
 from mla_cupy.torch.library import bind
 
@@ -56,6 +57,65 @@ def _dtype_name(option: str, dtype: Any) -> str | None:
     return check_dtype(option, dtype)
 
 
+def check_kinds(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator, those that are numbers as Python's: all that a schema takes.
+
+    PyTorch's own errors, of arguments of other kinds, are not those of the package.
+
+    Raises
+    ------
+    DTypeError
+        If there is something else where a tensor belongs.
+    ArgumentError
+        If an option is of another kind.
+    """
+    if _is_compiling():
+        return dict(given)
+    return {key: _of_kind(name, key, value) for key, value in given.items()}
+
+
+def _of_kind(name: str, key: str, value: Any) -> Any:
+    if key not in _KINDS[name]:
+        raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
+    kind, optional = _KINDS[name][key]
+    if value is None and optional:
+        return value
+    if kind == "tensor":
+        if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):  # the second takes a microsecond
+            raise DTypeError(explain(key, f"a {type(value).__name__}", "a tensor"))
+        check_dense(value, key)
+    elif isinstance(value, _SYMBOLS):
+        return value
+    elif kind == "int":
+        return check_count(key, value, -_MAX_INT64 - 1, _MAX_INT64)
+    elif kind == "bool":
+        return check_flag(key, value)
+    elif kind == "float":
+        return check_float(key, value)
+    elif kind == "str" and not isinstance(value, str):
+        raise ArgumentError(explain(key, repr(value), "a name"))
+    return value
+
+
+def _kind(name: str, key: str, annotation: str, default: Any) -> tuple[str, bool]:
+    """What an argument is, and whether it may be None."""
+    if key in _OPERATIONS[name].names:
+        return "tensor", default is None
+    kind, _, optional = annotation.partition(" | ")
+    return kind, optional == "None"
+
+
+_OPERATIONS = ops.BOUND_OPERATIONS
+_MAX_INT64 = 2**63 - 1
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_is_compiling = torch.compiler.is_compiling
+_KINDS = {
+    name: {key: _kind(name, key, taken.annotation, taken.default) for key, taken in parameters(name).items()}
+    for name in OPERATORS
+}
+"""Of each operation the kinds of its arguments, and whether they may be None."""
+
+
 def run(
     name: str,
     inputs: tuple[Any, ...],
@@ -71,6 +131,8 @@ def run(
         If a derivative is wanted that does not exist.
     """
     make, write = OPERATORS[name]
+    inputs = tuple(check_kinds(name, dict(zip(_NAMES[name], inputs, strict=False))).values())
+    options = check_kinds(name, options)
     check = refuse_tangents if name in DIFFERENTIABLE and not given else refuse
     check(name, {**dict(zip(_NAMES[name], inputs, strict=False)), **options})
     options = with_dtypes(name, options)

@@ -52,7 +52,7 @@ class TorchDecodePlan:
         _update(self.workspace, seqlens, self.number)
 
     def __repr__(self) -> str:
-        return repr(self.plan)
+        return f"Torch{self.plan!r}"
 
 
 def make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
@@ -75,6 +75,8 @@ def make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
 
 class _Placed(Plan):
     """A plan, with the memory that the operator was given: PyTorch may have moved the workspace."""
+
+    operation = _DECODE.name
 
     def __init__(self, plan: DecodePlan, workspace: torch.Tensor) -> None:
         self._plan = plan

@@ -14,7 +14,15 @@ from mla_cupy import ops
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.ops.operation import Operation
 from tests.indexer.prepare import prepare_cases
-from tests.support import cases, dense_cases, indexer_cases, loss_cases, sparse_cases, sparse_loss_cases
+from tests.support import (
+    cases,
+    dense_cases,
+    dense_gradients,
+    indexer_cases,
+    loss_cases,
+    sparse_cases,
+    sparse_loss_cases,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -102,6 +110,22 @@ def prefill(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
     return BoundCall(_id("prefill", {**(changes or {}), **options}), "mla_prefill", arrays, options)
 
 
+def prefill_backward(changes: dict[str, Any] | None = None, dlse: bool = False, **options: Any) -> BoundCall:
+    sizes = {"sequences": ((2, 3), (3, 3)), "h_q": 4, "h_kv": 2}
+    case = dense_cases.DenseCase(**{**sizes, **(changes or {})})
+    inputs = dense_gradients.make_gradients(case, dlse=dlse)
+    causal = inputs.options.pop("causal")
+    arrays = _dense(**dict(zip(("q", "k", "v", "out", "dout", "lse"), inputs.arguments, strict=True)), **inputs.options)
+    options = {"causal": causal, **options}
+    return BoundCall(_id("prefill_backward", {**(changes or {}), **options}), "mla_prefill_backward", arrays, options)
+
+
+def mask(**options: Any) -> BoundCall:
+    indices = np.random.default_rng(1).integers(-1, 9, (5, 4)).astype(np.int32)
+    starts = {"cu_seqlens_q": np.array([0, 2, 5], np.int32), "cu_seqlens_kv": np.array([0, 3, 9], np.int32)}
+    return BoundCall(_id("mask", options), "prefill_mask", {"indices": indices, **starts}, options)
+
+
 def merge(**options: Any) -> BoundCall:
     rng = np.random.default_rng(0)
     outs = rng.standard_normal((3, 2, 1, 4, 8), np.float32)
@@ -148,7 +172,7 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
         inputs = loss_cases.loss_inputs(case)
     else:
         inputs = sparse_loss_cases.sparse_loss_inputs(case)
-    names = ("q", "k", "lse", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
+    names = ("q", "k", "q_rope", "k_rope", "lse", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
     arrays = _dense(**{name: inputs.get(name) for name in names})
     return BoundCall(
         _id("head_sums", {"indices": "indices" in arrays, **options}), "indexer_head_sums", arrays, options
@@ -182,6 +206,16 @@ def copy_pages() -> BoundCall:
     pool = np.arange(2 * 4 * 16, dtype=np.uint8).reshape(2, 4, 16)
     pairs = np.array([[0, 3], [-1, -1], [2, 1]], np.int32)
     return BoundCall("copy_pages", "cache_copy_pages", {"pool": pool, "pairs": pairs}, {})
+
+
+def slots(**options: Any) -> BoundCall:
+    """Three sequences, one of them with a page that is none, and more than there are slots for."""
+    arrays = {
+        "block_table": np.array([[4, 1], [-1, 2], [0, 9]], np.int32),
+        "starts": np.array([3, 0, 6], np.int32),
+        "lengths": np.array([4, -1, 8], np.int32),
+    }
+    return BoundCall(_id("slots", options), "cache_slots", arrays, {"page_size": 4, "max_tokens": 11, **options})
 
 
 def append_keys(**options: Any) -> BoundCall:
@@ -225,7 +259,12 @@ CALLS = [
     backward({"sink": True, "head_axis": True, "dlse": True}),
     prefill(),
     prefill({"state": "float32", "q_pair": True, "k_rope": "per_head"}, out_dtype="float32", scale=0.1),
+    prefill({"mask": 0.5}),
+    mask(max_keys=140, relative=True),
     prefill({"d_qk": 256, "d_v": 256, "k_rope": "within", "starts": False, "causal": False, "dtype": "float16"}),
+    prefill_backward(),
+    prefill_backward({"q_pair": True, "k_rope": "per_head"}, dlse=True, scale=0.1, deterministic=True),
+    prefill_backward({"d_qk": 256, "d_v": 256, "k_rope": "within", "starts": False, "dtype": "float16"}),
     merge(),
     merge(out_dtype="bfloat16", lse_base="2", empty_lse=0.0),
     logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32, dtype="bfloat16", scales=False)),
@@ -238,9 +277,11 @@ CALLS = [
     topk(order="value", return_values=False),
     warmup_loss(loss_cases.LossCase(d_v=8)),
     warmup_loss(loss_cases.LossCase(h_i=3, target="per_head"), gradients=False),
+    warmup_loss(loss_cases.LossCase(h=4, d=72, h_kv=2, d_v=8, pairs="qk", codes="uint8", lse=True)),
     sparse_loss(sparse_loss_cases.SparseLossCase(lse=True), deterministic=True),
     sparse_loss(sparse_loss_cases.SparseLossCase(causal=True, lengths=True), gradients=False),
     head_sums(loss_cases.LossCase(lse=True, sequences=((2, 3), (2, 5)))),
+    head_sums(loss_cases.LossCase(d=72, h_kv=3, pairs="qK")),
     head_sums(sparse_loss_cases.SparseLossCase(lengths=True), scale=0.3, causal=True),
     append("v32"),
     append("v4", rotated=True),
@@ -249,6 +290,8 @@ CALLS = [
     gather("v32"),
     gather("fp8", kv_scale=0.1, out_dtype="float32"),
     copy_pages(),
+    slots(),
+    slots(num_pages=3),
     append_keys(),
     append_keys(hadamard=False, scales="plain"),
     gather_keys(),

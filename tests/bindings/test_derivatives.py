@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 FLOATS = ("bfloat16", "float16", "float32")
+DIFFERENTIABLE = ("mla_prefill", "sparse_mla_forward")
 CONSTANTS = ("indexer_warmup_loss", "indexer_sparse_loss", "indexer_head_sums")
 """They detach what they get: autograd takes their results for constants. Transforms would make zeros of that."""
 
@@ -62,7 +63,7 @@ def said(call: BoundCall, name: str) -> str:
 def test_torch(torch: Any, of_torch: Any, call: BoundCall, name: str) -> None:
     """In reverse mode by autograd and by torch.func, in forward mode by both."""
     value, x = of_one(torch, of_torch, call, name)
-    has_gradient = call.operation == "sparse_mla_forward"
+    has_gradient = call.operation in DIFFERENTIABLE
     if not has_gradient:
         with pytest.raises(DTypeError, match=said(call, name)):
             torch.func.grad(value)(x)
@@ -103,9 +104,10 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, name: str) -> None:
         return sum((y.astype(np.float32).sum() for y in floats), x.astype(np.float32).sum())
 
     x = given[name]
-    if call.operation == "sparse_mla_forward":
-        with pytest.raises(DTypeError, match=r"^(lse|max_logits): got a derivative, .*: sparse_mla_forward has no"):
-            jax.grad(value)(x)
+    if call.operation in DIFFERENTIABLE:
+        if call.operation == "sparse_mla_forward":
+            with pytest.raises(DTypeError, match=r"^(lse|max_logits): got a derivative, .*: sparse_mla_forward has no"):
+                jax.grad(value)(x)
         with pytest.raises(TypeError, match="custom_vjp"):
             jax.jvp(value, (x,), (x,))
     else:

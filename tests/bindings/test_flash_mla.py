@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, reference
+from mla_cupy import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, reference
 from mla_cupy.compat import flash_mla
 from mla_cupy.compat.flash_mla import (
     FlashMLASchedMeta,
@@ -291,7 +291,7 @@ def test_lse_of_the_first_indices(library: Any) -> None:
 DENSE_MISTAKES = [
     ({"is_fp8_kvcache": True}, DTypeError, "k_cache.dtype: got bfloat16, expected uint8 or float8_e4m3fn"),
     ({"tile_scheduler_metadata": np.zeros(3)}, PlanError, "tile_scheduler_metadata: got ndarray"),
-    ({"num_splits": np.zeros(4)}, ArgumentError, "num_splits: got an array, expected None"),
+    ({"num_splits": np.zeros(4)}, ArgumentError, "num_splits: got a ndarray, expected None"),
     ({"head_dim_v": 128}, ArgumentError, "head_dim_v: got 128, expected 512"),
     ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; only sparse"),
     ({"extra_topk_length": np.zeros(3)}, ArgumentError, "extra_topk_length"),
@@ -301,8 +301,8 @@ DENSE_MISTAKES = [
     ({"cache_seqlens": None}, ArgumentError, "cache_seqlens: got None"),
     ({"block_table": np.zeros((B, 1, 1), "i4")}, ShapeError, "block_table.shape"),
     ({"q": np.zeros((B, HEADS, 576), ml_dtypes.bfloat16)}, ShapeError, r"q.shape: got \(3, 4, 576\)"),
-    ({"k_cache": None}, ShapeError, r"k_cache.shape: got \(\)"),
-    ({"q": [1.0]}, ShapeError, r"q.shape: got \(\)"),
+    ({"k_cache": None}, DTypeError, "k_cache: got a NoneType, expected an array"),
+    ({"q": [1.0]}, DTypeError, "q: got a list, expected an array"),
     ({"softmax_scale": 0.0}, ArgumentError, "scale: got 0.0"),
 ]
 
@@ -418,3 +418,46 @@ def test_it_needs_no_framework() -> None:
     environment = {"PYTHONPATH": str(REPOSITORY), "MLA_CUPY_JIT": "lazy", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"softmax_scale": "x"}, "softmax_scale: got 'x'"),
+        ({"k_cache": np.zeros((PAGES, PAGE, 1, 576), "V2")}, "k_cache.dtype: got"),
+        ({"k_cache": np.zeros((PAGES, PAGE, 1, 576), np.uint8)}, "k_cache.dtype: got uint8, .* is_fp8_kvcache=True"),
+        ({"cache_seqlens": np.zeros(B, np.int8)}, "cache_seqlens.dtype: got int8"),
+        ({"q": np.zeros((B, S_Q, HEADS, 0), ml_dtypes.bfloat16)}, r"q.shape\[-1\]: got 0"),
+        ({"causal": np.array([1, 2])}, "causal: got array"),
+        ({"head_dim_v": np.array([512, 512])}, "head_dim_v: got array"),
+    ],
+)
+def test_errors_are_about_flash_mlas_arguments(changes: dict[str, Any], match: str) -> None:
+    inputs = decode_inputs()
+    names = ("q", "k_cache", "block_table", "cache_seqlens")
+    call: dict[str, Any] = {**dict(zip(names, inputs.arguments, strict=True)), "head_dim_v": 512, **changes}
+    with pytest.raises(MlaError, match=f"^{match}"):
+        flash_mla_with_kvcache(**call, tile_scheduler_metadata=FlashMLASchedMeta())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"k_cache": np.zeros((PAGES, PAGE, 1, 512), ml_dtypes.bfloat16)}, r"k_cache.shape\[3\]: got 512"),
+        ({"topk_length": np.zeros((B, 2), np.int32)}, r"topk_length.shape: got \(3, 2\)"),
+        ({"indices": np.zeros((B, S_Q, 2, 2), np.int32)}, r"indices.shape: got \(3, 2, 2, 2\)"),
+    ],
+)
+def test_sizes_of_a_selection(changes: dict[str, Any], match: str) -> None:
+    call = {**sparse_decode_inputs(), "block_table": None, "cache_seqlens": None, "head_dim_v": 512, **changes}
+    with pytest.raises(ShapeError, match=f"^{match}"):
+        flash_mla_with_kvcache(**call, tile_scheduler_metadata=FlashMLASchedMeta())
+
+
+def test_a_schedule_of_another_form_says_what_differs() -> None:
+    inputs = decode_inputs()
+    schedule = FlashMLASchedMeta()
+    flash_mla_with_kvcache(*inputs.arguments, 512, schedule)
+    message = "tile_scheduler_metadata: got one for causal=False, expected one for causal=True; pass a new"
+    with pytest.raises(PlanError, match=message):
+        flash_mla_with_kvcache(*inputs.arguments, 512, schedule, causal=True)

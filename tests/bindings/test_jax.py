@@ -350,3 +350,37 @@ def test_public_calls_point_to_the_binding(jax: Any, transform: str) -> None:
     wrapped = getattr(jax, transform)(lambda x: mla_cupy.merge_states(x, lses)[0].sum())
     with pytest.raises(DTypeError, match=r"outs: got a \w*Tracer.*call the function of that name of mla_cupy\.jax"):
         wrapped(outs)
+
+
+def test_arrays_of_numpy(jax: Any, of_jax: Any) -> None:
+    """Taken as JAX would, but that no number is cut to 32 bits."""
+    call = append("v32")
+    wide = {**call.arrays, "slots": call.arrays["slots"].astype(np.int64)}
+    check(of_jax.cache_append(**wide, **call.options), call.eager())
+    wide["slots"][1] = 2**32 + 9
+    with pytest.raises(ArgumentError, match=r"slots\[1\]: got 4294967305, expected an integer of 32 bits"):
+        of_jax.cache_append(**wide, **call.options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"q": None}, "q: got a NoneType"),
+        ({"q": [1.0]}, "q: got a list, expected an array of JAX or NumPy"),
+        ({"kv": np.zeros((3, 576))}, "kv.dtype: got float64, expected one that JAX has"),
+        ({"kv": np.zeros((3, 576), object)}, "kv.dtype: got object"),
+        ({"kv": np.ma.zeros((3, 576), np.float32)}, "kv: got a masked array"),
+        ({"kv": np.zeros(2, [("a", "i4")])}, "kv.dtype: got"),
+        ({"exportable": "yes"}, "exportable: got 'yes'"),
+        ({"deterministic": np.array([1, 2])}, "deterministic: got array"),
+        ({"scale": []}, r"scale: got \[\]"),
+    ],
+)
+def test_arguments_of_other_kinds(jax: Any, of_jax: Any, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(MlaError, match=f"^{match}"):
+        of_jax.sparse_mla_forward(**{**on_cpu(jax, forward()), **changes})
+
+
+def test_unknown_options(jax: Any, of_jax: Any) -> None:
+    with pytest.raises(TypeError, match=r"merge_states\(\) got an unexpected keyword argument 'base'"):
+        of_jax.merge_states(**on_cpu(jax, merge()), base=2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import DTypeError
+from mla_cupy import DTypeError, ShapeError
 from tests.interop.test_torch import array, tensor
 from tests.support.loss_cases import LossCase, loss_inputs
 from tests.support.sparse_loss_cases import SparseLossCase, sparse_loss_inputs
@@ -28,6 +28,55 @@ def expected(case: LossCase, factor: float) -> tuple[Any, ...]:
     total = (kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
     own = [x.astype(inputs[name].dtype) for name, x in zip(LEAVES, gradients, strict=True)]
     return total, [factor * x.astype(np.float32) for x in own]
+
+
+CODES = LossCase(h=4, d=72, h_kv=2, pairs="qk", codes="uint8", lse=True)
+
+
+def of_codes() -> tuple[dict[str, Any], dict[str, Any], Any, list[Any]]:
+    """The arrays of a call in FP8 but for the weights; what takes its gradients; and its objective and gradients."""
+    inputs = loss_inputs(CODES)
+    total, _ = expected(CODES, 1)
+    gradients = mla_cupy.indexer_warmup_loss(**inputs)[3:6]
+    shapes = {name: inputs[name].shape for name in LEAVES[:2]}
+    leaves: dict[str, Any] = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    return inputs, {**leaves, "weights": inputs.pop("weights")}, total, [4 * x.astype(np.float32) for x in gradients]
+
+
+def test_codes_in_jax(jax: Any, of_jax: Any) -> None:
+    """The gradients by codes go to what they stand for; without it, only weights have one."""
+    inputs, leaves, total, gradients = of_codes()
+    inputs = {name: jax.numpy.asarray(x) for name, x in inputs.items()}
+
+    def value(leaves: Any, through: bool = True) -> Any:
+        straight = (leaves["index_q"], leaves["index_k"]) if through else None
+        given = {**inputs, "weights": leaves["weights"]}
+        return 4 * of_jax.indexer_warmup_objective(**given, straight_through=straight)[0]
+
+    assert float(value(leaves)) == pytest.approx(4 * float(total), rel=1e-6)
+    found = jax.grad(value)(leaves)
+    for name, wanted in zip(LEAVES, gradients, strict=True):
+        np.testing.assert_array_equal(np.asarray(found[name]), wanted)
+    alone = jax.grad(lambda x: value(x, through=False))(leaves)
+    np.testing.assert_array_equal(np.asarray(alone["weights"]), gradients[2])
+    with pytest.raises(ShapeError, match="straight_through, of index_q,: got"):
+        value({**leaves, "index_q": leaves["index_q"][1:]})
+
+
+def test_codes_in_torch(torch: Any, of_torch: Any) -> None:
+    inputs, leaves, total, gradients = of_codes()
+    given = {name: tensor(torch, x) for name, x in inputs.items()}
+    own = {name: tensor(torch, x).requires_grad_() for name, x in leaves.items()}
+    for straight in ((own["index_q"], own["index_k"]), None):
+        own["weights"].grad = None
+        loss, _ = of_torch.indexer_warmup_objective(**given, weights=own["weights"], straight_through=straight)
+        assert float(loss.detach()) == pytest.approx(float(total), rel=1e-6)
+        (4 * loss).backward()
+        np.testing.assert_array_equal(array(torch, own["weights"].grad), gradients[2])
+    for name, wanted in zip(LEAVES, gradients, strict=True):
+        np.testing.assert_array_equal(array(torch, own[name].grad), wanted)
+    with pytest.raises(ShapeError, match="straight_through, of index_q,: got"):
+        of_torch.indexer_warmup_objective(**given, weights=own["weights"], straight_through=(own["index_k"],) * 2)
 
 
 @cases

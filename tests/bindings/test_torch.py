@@ -259,3 +259,80 @@ def test_the_public_call_points_to_the_binding(torch: Any) -> None:
     given["q"].requires_grad_()
     with pytest.raises(DTypeError, match=r"^q: got a tensor that requires grad.*of mla_cupy\.torch have gradients"):
         mla_cupy.sparse_mla_forward(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"q": None}, "q: got a NoneType, expected a tensor"),
+        ({"q": np.zeros(3)}, "q: got a ndarray, expected a tensor"),
+        ({"indices": (1,)}, "indices: got a tuple, expected a tensor"),
+        ({"topk_length": "x"}, "topk_length: got a str, expected a tensor"),
+        ({"scale": "x"}, "scale: got 'x', expected a number"),
+        ({"scale": 10**400}, "scale: got 1000.* expected a number"),
+        ({"d_v": 512.0}, "d_v: got 512.0"),
+        ({"d_v": 2**63}, "d_v: got 9223372036854775808"),
+        ({"causal": [True]}, r"causal: got \[True\], expected True or False"),
+        ({"kernel": 3}, "kernel: got 3, expected a name"),
+    ],
+)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_arguments_of_other_kinds(
+    torch: Any, of_torch: Any, changes: dict[str, Any], match: str, recorded: bool
+) -> None:
+    """PyTorch's own errors, for what its schemas do not take, are none of the package's."""
+    given = {**tensors(torch, forward()), **changes}
+    with (
+        torch.set_grad_enabled(recorded),
+        pytest.raises((ArgumentError, DTypeError), match=match if recorded else None),
+    ):
+        of_torch.sparse_mla_forward(**given)
+    if recorded and "q" not in changes:
+        with pytest.raises((ArgumentError, DTypeError), match=match):
+            torch.func.vjp(lambda q: of_torch.sparse_mla_forward(**{**given, "q": q}), given["q"])
+
+
+def test_numbers_of_numpy_as_options(torch: Any, of_torch: Any) -> None:
+    call = forward()
+    given = tensors(torch, call)
+    chosen = {"scale": np.float32(0.5), "d_v": np.int64(512), "causal": np.bool_(True)}
+    wanted = BoundCall("", call.operation, call.arrays, {"scale": 0.5, "causal": True}).eager()
+    check(torch, of_torch.sparse_mla_forward(**given, **chosen), wanted)
+
+
+def test_tensors_that_are_not_dense(torch: Any, of_torch: Any) -> None:
+    given = tensors(torch, forward())
+    with pytest.raises(DTypeError, match=r"q: got a tensor of layout torch\.sparse_coo"):
+        of_torch.sparse_mla_forward(**{**given, "q": given["q"].to_sparse()})
+    nested = torch.nested.nested_tensor([given["q"]], layout=torch.jagged)
+    for context in (torch.no_grad, torch.enable_grad):
+        with context(), pytest.raises(DTypeError, match="q: got a nested tensor"):
+            of_torch.sparse_mla_forward(**{**given, "q": nested})
+
+
+@pytest.mark.parametrize("name", ["kv", "indices"])
+def test_tensors_of_which_one_has_no_memory(torch: Any, of_torch: Any, name: str) -> None:
+    """Of all on "meta" there are shapes; where one is not, what was returned had never been written."""
+    given = tensors(torch, forward())
+    on_meta = {key: x.to("meta") for key, x in given.items()}
+    assert of_torch.sparse_mla_forward(**on_meta)[0].device.type == "meta"
+    with pytest.raises(mla_cupy.DeviceError, match=f"{name}: got a tensor on meta, expected one on cpu, like q"):
+        of_torch.sparse_mla_forward(**{**given, name: on_meta[name]})
+
+
+def test_plans_that_are_not_pytorchs(torch: Any, of_torch: Any) -> None:
+    call = decode()
+    sizes: dict[str, Any] = {"max_b": 3, "s_q": 2, "h_q": 4, "max_pages": 2, "page_size": 64, "dtype": "bfloat16"}
+    plan = mla_cupy.plan_decode(**sizes)
+    for given in (plan, "x"):
+        with pytest.raises(mla_cupy.PlanError, match=r"plan: got .*, expected a TorchDecodePlan, or None"):
+            of_torch.mla_decode(**tensors(torch, call), plan=given)
+    with pytest.raises(
+        mla_cupy.PlanError, match=r"plan: got TorchDecodePlan\(max_b=3.*, expected a plan of mla_decode"
+    ):
+        mla_cupy.mla_decode(**tensors(torch, call), plan=of_torch.plan_decode(**sizes, device="cpu"))
+
+
+def test_unknown_options(torch: Any, of_torch: Any) -> None:
+    with pytest.raises(TypeError, match=r"sparse_mla_forward\(\) got an unexpected keyword argument 'scales'"):
+        of_torch.sparse_mla_forward(**tensors(torch, forward()), scales=1.0)

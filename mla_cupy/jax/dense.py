@@ -1,0 +1,86 @@
+"""Dense attention with keys and values per head, with its gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mla_cupy.jax.arguments import as_jax
+from mla_cupy.jax.derivatives import as_array, is_zero, values
+from mla_cupy.jax.lowering import call, signature_of
+from mla_cupy.jax.varying import Axes, axes_of, spread
+from mla_cupy.ops import OPERATIONS
+from mla_cupy.ops.checks import check_flag
+
+_FORWARD, _BACKWARD = OPERATIONS["mla_prefill"], OPERATIONS["mla_prefill_backward"]
+_INPUTS = tuple(array.name for array in _FORWARD.inputs)
+_STATE = ("state_out", "state_lse")
+_GRADIENTS = ("q", "k", "v", "q_rope", "k_rope")
+_SHARED = ("causal", "scale")
+"""The options that the backward takes as the forward does."""
+
+
+class _Static(NamedTuple):
+    """All that is no array; it can be hashed."""
+
+    options: Any
+    deterministic: bool
+    exportable: bool
+    axes: Axes
+
+
+def differentiable(
+    given: Mapping[str, jax.Array | None], options: Mapping[str, Any], deterministic: bool, exportable: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The forward, with a gradient; `given` are the inputs by name."""
+    named = {name: as_jax(name, given[name]) for name in _INPUTS}
+    resolved = signature_of(_FORWARD, named, options).options
+    arrays = list(named.values())
+    axes = axes_of(arrays)
+    static = _Static(resolved, check_flag("deterministic", deterministic), check_flag("exportable", exportable), axes)
+    out, lse = _prefill(static, *spread(arrays, axes))
+    return out, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _prefill(static: _Static, *arrays: Any) -> tuple[Any, ...]:
+    given = dict(zip(_INPUTS, arrays, strict=True))
+    return spread(call(_FORWARD, given, static.options._asdict(), static.exportable), static.axes)
+
+
+def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], Any]:
+    arrays = values(primals)
+    out, lse = _prefill(static, *arrays)
+    return (out, lse), (arrays, out, lse)
+
+
+def _pull_back(static: _Static, saved: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    arrays, out, lse = saved
+    dout, dlse = as_array(gradients[0]), None if is_zero(gradients[1]) else gradients[1]
+    given = dict(zip(_INPUTS, arrays, strict=True))
+    state_out, state_lse = (given.pop(name) for name in _STATE)
+    found = {} if state_out is None else _of_state(state_out, state_lse, out, lse, dout, dlse)
+    given |= {"out": out, "lse": lse, "dout": dout.astype(given["q"].dtype), "dlse": dlse}
+    options = {name: getattr(static.options, name) for name in _SHARED}
+    options["deterministic"] = static.deterministic
+    made = call(_BACKWARD, given, options, static.exportable)
+    found |= zip(_GRADIENTS, spread(made, static.axes), strict=True)
+    return tuple(found.get(name) for name in _INPUTS)  # None: integers have no gradient
+
+
+def _of_state(state_out: Any, state_lse: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
+    """Of what the result was merged with, whose weight in it is exp(its lse - lse)."""
+    empty = jnp.isinf(state_lse)
+    weight = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, state_lse) - jnp.where(empty, 0, lse)))
+    of_values = jnp.where(empty[..., None], 0, state_out).astype(jnp.float32)
+    wide = dout.astype(jnp.float32)
+    d_lse = (wide * (of_values - out.astype(jnp.float32))).sum(-1)
+    d_lse = weight * (d_lse if dlse is None else d_lse + dlse)
+    return {"state_out": (weight[..., None] * wide).astype(state_out.dtype), "state_lse": d_lse}
+
+
+_prefill.defvjp(_save, _pull_back, symbolic_zeros=True)

@@ -1,0 +1,272 @@
+"""The bindings with nonsense in their arguments: errors of the package, or what the plain functions answer."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.compat import flash_mla
+from tests.bindings.cases import CALLS, BoundCall, as_tuple
+from tests.interop.test_torch import array, tensor
+from tests.support.calls import assert_same
+from tests.support.mistakes import Call
+from tests.support.misuse import Refused, attempt, misused, nonsense, numbers
+
+pytestmark = pytest.mark.usefixtures("_numpy_backend")
+
+ONE_OF_EACH = list({call.operation: call for call in reversed(CALLS)}.values())
+"""A call of each operation."""
+
+
+def spoil(rng: np.random.Generator, given: Call, arrays: Any, options: Any, way: Callable[[Any], Any]) -> Call:
+    """Up to two arguments are replaced."""
+    for _ in range(rng.choice([0, 1, 1, 1, 2])):
+        what = rng.random()
+        name = str(rng.choice(arrays))
+        if what < 0.5 and given.get(name) is not None:
+            given[name] = way(given[name])
+        elif what < 0.75 or not options:
+            given[name] = nonsense(rng)
+        else:
+            given[str(rng.choice(options))] = nonsense(rng)
+    return given
+
+
+# ---- PyTorch ----------------------------------------------------------------------------------------------------
+
+
+def ways_of(torch: Any) -> tuple[Callable[[Any], Any], ...]:
+    """What PyTorch's users may pass in the place of a tensor."""
+
+    class Subclass(torch.Tensor):  # type: ignore[misc, name-defined]
+        pass
+
+    return (
+        lambda x: x.to("meta"),
+        lambda x: x.to_sparse(),
+        lambda x: torch._neg_view(x),
+        lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+        lambda x: x.to(torch.complex64).conj(),
+        lambda x: x.as_subclass(Subclass),
+        lambda x: torch.nn.Parameter(x),
+        lambda x: x.requires_grad_(),
+        lambda x: x.transpose(0, -1),
+        lambda x: x.flip(0),
+        lambda x: x[:0],
+        lambda x: x[..., :0],
+        lambda x: x[None],
+        lambda x: x[0],
+        lambda x: x.reshape(-1),
+        lambda x: x.reshape(-1)[0],
+        lambda x: x[:1].expand(x.shape),
+        lambda x: torch.as_strided(x, x.shape, (0,) * x.dim()),
+        lambda x: x.double(),
+        lambda x: x.long(),
+        lambda x: x.bool(),
+        lambda x: x.half(),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.cat([x, x], -1),
+        lambda x: x.float().numpy(),
+        lambda x: x.tolist(),
+    )
+
+
+def spoiled_tensor(torch: Any, rng: np.random.Generator, x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return nonsense(rng)
+    ways = ways_of(torch)
+    while True:
+        with contextlib.suppress(RuntimeError, IndexError, TypeError, NotImplementedError):
+            return ways[rng.integers(len(ways))](x)
+
+
+def is_plain(torch: Any, x: Any) -> bool:
+    """Whether NumPy can have it: the answer can be compared then."""
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == "cpu" and not x.is_nested
+
+
+def values(torch: Any, x: Any) -> Any:
+    """A copy for NumPy."""
+    return array(torch, x.detach().resolve_conj().resolve_neg()).copy()
+
+
+@pytest.mark.parametrize("count", numbers(25, 300))
+@pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
+def test_torch(torch: Any, of_torch: Any, call: BoundCall, count: int) -> None:
+    function = getattr(of_torch, call.operation)
+    plain = getattr(mla_cupy, call.operation)
+    taken = [*inspect.signature(plain).parameters, *inspect.signature(function).parameters]
+    options = [x for x in inspect.signature(plain).parameters if x not in (*call.record.names, "check", "stream")]
+    options = [x for x in options if x not in ("plan", "workspace")]
+    accepted = 0
+    for seed in range(count):
+        rng = np.random.default_rng([seed, 19])
+        given: Call = {name: tensor(torch, x) for name, x in call.arrays.items()}
+        given = spoil(rng, {**given, **call.options}, list(given), options, lambda x: spoiled_tensor(torch, rng, x))  # noqa: B023
+        before = {name: values(torch, x) if is_plain(torch, x) else x for name, x in given.items()}
+        mode = torch.device("cpu") if rng.random() < 0.3 else contextlib.nullcontext()
+
+        def run(given: Call = given, mode: Any = mode) -> Any:
+            with mode:
+                return as_tuple(function(**given))
+
+        about = f"{call.operation}, seed {seed}"
+        results = attempt(run, taken, (), about)
+        unchanged = {name: x for name, x in given.items() if is_plain(torch, x)}
+        if isinstance(results, Refused):
+            assert all(values(torch, x).tobytes() == before[name].tobytes() for name, x in unchanged.items()), about
+            continue
+        accepted += 1
+        assert_answers(torch, call, given, before, results, about)
+    assert 0 < accepted < count
+
+
+def assert_answers(torch: Any, call: BoundCall, given: Call, before: Call, results: Any, about: str) -> None:
+    """Those of the plain function for NumPy's arrays, which takes them, too."""
+    plain = {name: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for name, x in before.items()}
+    if any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in plain.values()):
+        assert all(x is None or x.device.type == "meta" for x in results), about  # an operator tells shapes
+        return
+    assert not any(isinstance(x, torch.Tensor) for x in plain.values()), f"{about}: {plain}"
+    wanted = as_tuple(getattr(mla_cupy, call.operation)(**plain))
+    assert len(results) == len(wanted), about
+    for got, expected in zip(results, wanted, strict=True):
+        if expected is None:
+            assert got is None or got.numel() == 0
+        else:
+            assert_same(array(torch, got), expected)
+    for name in call.changed:
+        assert_same(array(torch, given[name]), plain[name])
+
+
+# ---- JAX --------------------------------------------------------------------------------------------------------
+
+
+def spoiled_array(jnp: Any, rng: np.random.Generator, x: Any) -> Any:
+    """What JAX's users may pass in the place of an array."""
+    if not hasattr(x, "dtype"):
+        return nonsense(rng)
+    ways: tuple[Callable[[Any], Any], ...] = (
+        lambda x: x.T,
+        lambda x: x[:0],
+        lambda x: x[..., :0],
+        lambda x: x[None],
+        lambda x: x[0],
+        lambda x: x.reshape(-1),
+        lambda x: x.reshape(-1)[0],
+        lambda x: x.astype(rng.choice(["float32", "float16", "int32", "uint8", "bool", "complex64"])),
+        lambda x: jnp.concatenate([x, x]),
+        lambda x: jnp.concatenate([x, x], -1),
+        lambda x: np.asarray(x),
+        lambda x: np.asarray(x).tolist(),
+        lambda x: np.ma.masked_array(np.asarray(x)),
+        lambda x: np.asarray(x).astype(object),
+        lambda x: np.asarray(x).byteswap().view(x.dtype.newbyteorder()),
+        lambda x: np.asarray(x).astype("float64"),
+        lambda x: np.asarray(x)[..., ::-1],
+    )
+    while True:
+        with contextlib.suppress(IndexError, ValueError, TypeError), np.errstate(all="ignore"):
+            return ways[rng.integers(len(ways))](x)
+
+
+@pytest.mark.parametrize("count", numbers(8, 60))
+@pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
+def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
+    function, plain = getattr(of_jax, call.operation), getattr(mla_cupy, call.operation)
+    taken = [*inspect.signature(plain).parameters, *inspect.signature(function).parameters]
+    there = {name: x for name, x in call.arrays.items() if x.dtype != np.int64}  # which JAX does not have
+    options = [x for x in inspect.signature(plain).parameters if x not in call.record.names]
+    options = [x for x in options if x not in ("check", "stream", "plan", "workspace")]
+    for seed in range(count):
+        rng = np.random.default_rng([seed, 20])
+        given: Call = {name: jax.numpy.asarray(x) for name, x in there.items()}
+        given = spoil(rng, {**given, **call.options}, list(given), options, lambda x: spoiled_array(jax.numpy, rng, x))  # noqa: B023
+        before = {name: np.array(x) if isinstance(x, (jax.Array, np.ndarray)) else x for name, x in given.items()}
+        about = f"{call.operation}, seed {seed}"
+        results = attempt(lambda: as_tuple(function(**given)), taken, given.values(), about)  # noqa: B023
+        if isinstance(results, Refused):
+            continue
+        wanted = as_tuple(plain(**before))
+        for got, expected in zip(results, (*wanted, *(before[name] for name in call.changed)), strict=True):
+            assert (got is None) == (expected is None)
+            assert got is None or np.array_equal(_bits(np.asarray(got)), _bits(expected)), about
+
+
+def _bits(x: Any) -> Any:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+# ---- FlashMLA's interface ---------------------------------------------------------------------------------------
+
+
+def dense_call() -> Call:
+    rng = np.random.default_rng(0)
+    return {
+        "q": rng.standard_normal((2, 2, 4, 576)).astype(ml_dtypes.bfloat16),
+        "k_cache": rng.standard_normal((4, 16, 1, 576)).astype(ml_dtypes.bfloat16),
+        "block_table": np.array([[2, 0], [1, 3]], np.int32),
+        "cache_seqlens": np.array([20, 5], np.int32),
+        "head_dim_v": 512,
+    }
+
+
+def selecting_call() -> Call:
+    call = {**dense_call(), "block_table": None, "cache_seqlens": None}
+    return {**call, "indices": np.random.default_rng(1).integers(-1, 64, (2, 2, 6)).astype(np.int32)}
+
+
+def record_call() -> Call:
+    call = {**selecting_call(), "is_fp8_kvcache": True}
+    return {**call, "k_cache": np.random.default_rng(2).integers(0, 60, (4, 16, 1, 656), np.uint8)}
+
+
+def flat_call() -> Call:
+    rng = np.random.default_rng(3)
+    q, kv = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 4, 576), (20, 1, 576)))
+    return {"q": q, "kv": kv, "indices": rng.integers(-1, 20, (3, 1, 6)).astype(np.int32), "sm_scale": 0.05}
+
+
+def clean(call: Call) -> Call:
+    """Arrays with memory of their own."""
+    return {name: np.array(x, order="C") if type(x) is np.ndarray and x.ndim else x for name, x in call.items()}
+
+
+@pytest.mark.parametrize("count", numbers(60, 1000))
+@pytest.mark.parametrize("good", [dense_call, selecting_call, record_call, flat_call], ids=lambda good: good.__name__)
+def test_flash_mla(good: Callable[[], Call], count: int) -> None:
+    """Schedules serve several calls; an answer is that of clean arrays and a schedule of its own."""
+    sparse = good is flat_call
+    function: Any = flash_mla.flash_mla_sparse_fwd if sparse else flash_mla.flash_mla_with_kvcache
+    taken = list(inspect.signature(function).parameters)
+    schedule = flash_mla.FlashMLASchedMeta()
+    accepted = 0
+    for seed in range(count):
+        rng = np.random.default_rng([seed, 21])
+        made = good()
+        options = [name for name in taken if not isinstance(made.get(name), np.ndarray)]
+        call = misused(rng, made, [], [], options)
+        if rng.random() < 0.2:
+            schedule = flash_mla.FlashMLASchedMeta()
+        if not sparse:
+            call.setdefault("tile_scheduler_metadata", schedule)
+        results = attempt(lambda: function(**call), taken, call.values(), f"{good.__name__}, seed {seed}")  # noqa: B023
+        if rng.random() < 0.1 and not sparse:
+            lengths = nonsense(rng)
+            attempt(lambda: schedule.update(lengths), ("seqlens", "cache_seqlens", "tile_scheduler_metadata"))  # noqa: B023
+        if isinstance(results, Refused):
+            continue
+        accepted += 1
+        wanted = function(
+            **{**clean(call), **({} if sparse else {"tile_scheduler_metadata": flash_mla.FlashMLASchedMeta()})}
+        )
+        for got, expected in zip(results, wanted, strict=True):
+            assert np.array_equal(_bits(got), _bits(expected)), f"{good.__name__}, seed {seed}"
+    assert 0 < accepted < count
