@@ -238,3 +238,21 @@ def test_streams_of_stages(recorder: Recorder) -> None:
         recorder.launches.clear()
         function(**call, stream=5)
         assert {launch.stream for launch in recorder.launches} == {5}
+
+
+def test_plans_of_other_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of plan serves one operation, and says which."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    call = cascade()
+    groups = call.pop("groups")
+    shape: dict[str, Any] = {"s_q": 1, "h_q": 2, "max_pages": 2, "page_size": 4, "dtype": "bfloat16"}
+    shared = mla_cupy.plan_cascade(groups, b=4, **shape)
+    dense = mla_cupy.plan_decode(max_b=4, **shape)
+    for plan in (shared, dense):
+        plan.update(call["seqlens"])
+    with pytest.raises(mla_cupy.PlanError, match=r"plan: got CascadePlan\(b=4, .*, expected a plan of mla_decode"):
+        mla_cupy.mla_decode(**call, plan=shared)
+    with pytest.raises(mla_cupy.PlanError, match=r"plan: got DecodePlan\(.*, expected a plan of cascade_decode"):
+        mla_cupy.cascade_decode(**call, groups=groups, plan=dense)
+    mla_cupy.mla_decode(**call, plan=dense)
+    mla_cupy.cascade_decode(**call, groups=groups, plan=shared)

@@ -22,6 +22,8 @@ from tests.indexer.prepare import prepare_cases
 from tests.support.cases import DecodeCase, make
 from tests.support.dense_cases import DenseCase
 from tests.support.dense_cases import make as make_dense
+from tests.support.dense_gradients import check_gradients as check_dense_gradients
+from tests.support.dense_gradients import make_gradients
 from tests.support.gradients import check_gradients
 from tests.support.indexer_cases import LogitsCase, PagedCase, logits_inputs, paged_inputs
 from tests.support.loss_cases import FIELDS, LossCase, check_loss, loss_inputs, shares
@@ -64,9 +66,14 @@ class LaidOut(NamedTuple):
         return (self.view.ctypes.data - self.memory.ctypes.data) // self.view.itemsize
 
 
+def layout_of(array: Input) -> str:
+    """As of an output."""
+    return "wide" if array.wide else "rows" if array.contiguous else "any"
+
+
 def lay_out(rng: np.random.Generator, x: Array, array: Input | Output) -> LaidOut:
     """The same values somewhere else, in some other way that the record allows."""
-    layout = ("rows" if array.contiguous else "any") if isinstance(array, Input) else array.layout
+    layout = array.layout if isinstance(array, Output) else layout_of(array)
     if array.even and x.ndim > 1:  # the first two axes as one
         one = lay_out(rng, x.reshape(-1, *x.shape[2:]), replace(array, even=False))
         return one._replace(view=one.view.reshape(x.shape))
@@ -165,6 +172,46 @@ def test_prefill(seed: int) -> None:
     call["out"], call["lse"] = np.full((5, 4, 128), 7, inputs.q.dtype), np.full((5, 4), 7, np.float32)
     got = run(seed, OPERATIONS["mla_prefill"], call, causal=call.pop("causal"))
     check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+@seeds
+def test_prefill_backward(seed: int) -> None:
+    """With the same operands; the results of a merge."""
+    case = DenseCase(
+        ((3, 5), (2, 2)),
+        h_q=4,
+        h_kv=2,
+        q_pair=seed % 2 == 1,
+        k_rope=("per_head", "within", "shared")[seed % 3],
+        state="float32",
+        seed=seed,
+    )
+    inputs = make_gradients(case, dlse=True, out_dtype=("", "float32")[seed % 2])
+    names = ("q", "k", "v", "out", "dout", "lse")
+    call = {**dict(zip(names, inputs.arguments, strict=True)), **inputs.options}
+    for name in ("q", "k", "v", "q_rope", "k_rope"):
+        if name in call:
+            call[f"d{name}"] = np.full(call[name].shape, 7, inputs.dout.dtype)
+    operation = OPERATIONS["mla_prefill_backward"]
+    got = run(seed, operation, call, causal=call.pop("causal"), deterministic=seed % 4 < 2)
+    check_dense_gradients(got, inputs)
+
+
+@seeds
+def test_prefill_mask(seed: int) -> None:
+    """Indices out of range, twice, and those of another sequence's keys among them."""
+    rng = np.random.default_rng([seed, 17])
+    call = {
+        "indices": rng.integers(-2, 14, (5, 1, 9), np.int32),
+        "cu_seqlens_q": np.array([0, 2, 5], np.int32),
+        "cu_seqlens_kv": np.array([0, 7, 12], np.int32),
+    }
+    options = {"max_keys": 5 + 125 * (seed % 2), "relative": seed % 4 < 2}
+    starts = {name: call[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    (exact,) = reference.prefill_mask(call["indices"].reshape(5, 9), **starts, **options)
+    call["mask"] = np.full(exact.shape, 7, np.uint8)
+    (got,) = run(seed, OPERATIONS["prefill_mask"], call, **options)
+    np.testing.assert_array_equal(got, exact)
 
 
 SPARSE = SparseCase(
@@ -266,8 +313,9 @@ def test_indexer_topk(seed: int) -> None:
 @seeds
 def test_indexer_warmup_loss(seed: int) -> None:
     per_head = seed % 2 == 1
-    sizes = {"h_i": 3, "target": "per_head"} if per_head else {"lse": True, "d_v": 9}
-    case = LossCase(s_q=4, s_kv=7, d=11, sequences=((3, 5), (1, 1)), seed=seed, **sizes)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"h_i": 3, "target": "per_head", "codes": "uint8"} if per_head else {"lse": True, "d_v": 9}
+    sizes |= {"d": 75, "h_kv": 3, "pairs": "qk" if per_head else "qK"}
+    case = LossCase(s_q=4, s_kv=7, sequences=((3, 5), (1, 1)), seed=seed, **sizes)
     inputs = loss_inputs(case)
     exact = reference.indexer_warmup_loss(**inputs, **case.options)
     dtypes = dict.fromkeys(FIELDS, np.dtype(np.float32)) | dict.fromkeys(("out", "d_index_k"), inputs["q"].dtype)

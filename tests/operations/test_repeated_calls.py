@@ -202,6 +202,8 @@ def test_the_memory_of_calls_is_bounded(
             for i in range(4)
             for name in ("plain", "power_of_2")
         ]
+    elif "max_keys" in operation.options._fields:
+        kinds = [{"max_keys": 20 - i} for i in range(10)]  # the mask is no narrower
     elif "keep_first" in operation.options._fields:
         kinds = [{"keep_first": i} for i in range(10)]
     else:

@@ -109,6 +109,13 @@ def test_local_lengths_do_not_say_what_several_queries_see() -> None:
     on_all_ranks(2, decode)
 
 
+@pytest.mark.parametrize("option", ["local_seqlens", "causal"])
+def test_flags_that_are_none(option: str) -> None:
+    context = ContextParallel(HostTransport(LocalGroup(1).member(0)))
+    with pytest.raises(ArgumentError, match=rf"{option}: got array\(\[1, 2\]\), expected True or False"):
+        context.decode(*Batch((5,), s_q=2).shard(1, 0), **{option: np.array([1, 2])})
+
+
 def test_options_reach_the_result() -> None:
     batch = Batch((40, 0), h_q=4)
 
@@ -165,7 +172,7 @@ def test_heads_that_cannot_be_shared() -> None:
 
 @pytest.mark.parametrize(
     ("outs", "lses", "text"),
-    [((2, 1, 8), (2, 8, 1), r"out.shape: got \(2, 1, 8\)"), ((2, 1, 4, 8), (2, 1, 4), r"lse.shape: got \(2, 1, 4\)")],
+    [((2, 1, 8), (2, 8, 1), r"outs.shape: got \(2, 1, 8\)"), ((2, 1, 4, 8), (2, 1, 4), r"lses.shape: got \(2, 1, 4\)")],
 )
 def test_shapes_that_are_none_of_partial_results(outs: tuple[int, ...], lses: tuple[int, ...], text: str) -> None:
     context = ContextParallel(HostTransport(LocalGroup(1).member(0)))

@@ -165,10 +165,10 @@ def test_no_rows(gpu_alone: SimDriver) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"outs": np.zeros((2, 3, 6), np.float32)}, ShapeError, r"out.shape.*\(b, s_q, h_q, d\)"),
-        ({"lses": np.zeros((2, 6, 4), np.float32)}, ShapeError, r"lse.shape.*\(2, 6, 3\)"),
-        ({"lses": np.zeros((2, 6, 3))}, DTypeError, "lse.dtype.*float64"),
-        ({"outs": np.zeros((2, 3, 6, 64))}, DTypeError, "out.dtype.*float64"),
+        ({"outs": np.zeros((2, 3, 6), np.float32)}, ShapeError, r"outs.shape.*\(b, s_q, h_q, d\)"),
+        ({"lses": np.zeros((2, 6, 4), np.float32)}, ShapeError, r"lses.shape.*\(2, 6, 3\)"),
+        ({"lses": np.zeros((2, 6, 3))}, DTypeError, "lses.dtype.*float64"),
+        ({"outs": np.zeros((2, 3, 6, 64))}, DTypeError, "outs.dtype.*float64"),
         ({"outs": np.zeros((2, 3, 6, 66), np.float32)}, ShapeError, "16 bytes"),
         ({"outs": np.zeros((2, 3, 6, 128), np.float32)[..., ::2]}, ShapeError, "16 bytes"),
         (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mla_cupy import ArgumentError, ParallelError
-from mla_cupy.parallel import LocalGroup, Rendezvous, rendezvous
+from mla_cupy.parallel import ContextParallel, HostTransport, LocalGroup, Rendezvous, rendezvous
 
 HOST = "127.0.0.1"
 
@@ -184,3 +184,26 @@ def test_a_thread_that_never_comes() -> None:
         group.member(0).gather(b"")
     with pytest.raises(ParallelError):
         group.member(1).check()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: LocalGroup(2**31), r"world: got 2147483648, expected an integer of 1 to"),
+        (lambda: LocalGroup(2, timeout="x"), "timeout: got 'x', expected seconds"),
+        (lambda: LocalGroup(2, timeout=float("nan")), "timeout: got nan"),
+        (lambda: Rendezvous(1, 0, ("127.0.0.1", 9), timeout=None), "timeout: got None"),
+        (lambda: Rendezvous(2, 0, "localhost", timeout=0.1), "address: got 'localhost', expected a host and a port"),
+        (lambda: Rendezvous(2, 1, ("localhost", 2**31), timeout=0.1), r"address\[1\]: got 2147483648"),
+        (lambda: HostTransport(None), "group: got None, expected a Rendezvous"),
+        (lambda: ContextParallel("nccl"), "transport: got 'nccl', expected a PeerTransport"),
+    ],
+)
+def test_bad_arguments(call: Callable[[], object], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        call()
+
+
+def test_an_address_that_is_taken(address: tuple[str, int]) -> None:
+    with socket.create_server(address), pytest.raises(ParallelError, match=f"no way to listen at .*:{address[1]}"):
+        Rendezvous(2, 0, address, timeout=0.2)

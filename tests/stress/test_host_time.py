@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -21,6 +22,8 @@ import mla_cupy
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.dense_cases import DenseCase
+from tests.support.dense_gradients import make_gradients
 from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
 
@@ -31,6 +34,7 @@ EMPTY = "empty"
 EMPTY_LAUNCH = 4.0
 """Microseconds of CuPy's launch of an empty kernel on the host that the limits are for."""
 LIMITS = {"mla_decode, planned": 13.0, "mla_decode": 30.0, "sparse_mla_forward": 35.0, "sparse_mla_backward": 60.0}
+LIMITS |= {"mla_prefill": 20.0, "mla_prefill_backward": 30.0, "mla_prefill_backward, deterministic": 30.0}
 """Microseconds, outputs given."""
 
 
@@ -106,6 +110,33 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
         lambda: mla_cupy.sparse_mla_backward(*backward, dq=dq, dkv=dkv),
         lambda: mla_cupy.sparse_mla_backward(*backward),
     )
+    yield from _dense_calls(move)
+
+
+def _dense_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
+    """As a layer calls it: keys and values, and their gradients, are views of one array each."""
+    inputs = make_gradients(DenseCase(((40, 60),), h_q=4))
+    q, dout, k_rope, *starts = (
+        move(x) for x in (inputs.forward.q, inputs.dout, *(inputs.options[name] for name in _DENSE_OPTIONS))
+    )
+    kv = move(np.ones((60, 4, 256), inputs.dout.dtype))
+    options = {"k_rope": k_rope, "cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]}
+    arrays = q, kv[..., :128], kv[..., 128:]
+    out, lse = mla_cupy.mla_prefill(*arrays, **options)
+    yield Timed(
+        "mla_prefill",
+        lambda: mla_cupy.mla_prefill(*arrays, **options, out=out, lse=lse),
+        lambda: mla_cupy.mla_prefill(*arrays, **options),
+    )
+    dkv = move(np.zeros((60, 4, 256), inputs.dout.dtype))
+    made = mla_cupy.mla_prefill_backward(*arrays, out, dout, lse, **options)
+    results = {"dq": made[0], "dk": dkv[..., :128], "dv": dkv[..., 128:], "dk_rope": made[4]}
+    for name, exactly in (("", False), (", deterministic", True)):
+        call = partial(mla_cupy.mla_prefill_backward, *arrays, out, dout, lse, **options, deterministic=exactly)
+        yield Timed(f"mla_prefill_backward{name}", partial(call, **results), call)
+
+
+_DENSE_OPTIONS = ("k_rope", "cu_seqlens_q", "cu_seqlens_kv")
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])

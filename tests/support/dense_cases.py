@@ -16,6 +16,8 @@ from mla_cupy.reference.prefill import seen_keys
 Array = np.ndarray[Any, Any]
 #: Elements between two rows of heads that belong to somebody else.
 _GAP = 8
+#: Bytes between two rows of a mask.
+_MASK_GAP = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class DenseCase:
         The dtype of an earlier state, or "".
     scale : float
         Of the scores; 0 for the default, with which maxima hardly rise from tile to tile.
+    mask : float
+        Of the keys, the share that the mask leaves; 0 for no mask.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -47,6 +51,7 @@ class DenseCase:
     around: tuple[int, int] = (0, 0)
     starts: bool = True
     scale: float = 0.0
+    mask: float = 0.0
     seed: int = 0
 
     @property
@@ -54,7 +59,8 @@ class DenseCase:
         lengths = "_".join(f"{queries}x{keys}" for queries, keys in self.sequences)
         flags = ("causal" if self.causal else "full") + ("-pair" if self.q_pair else "") + f"-{self.k_rope}"
         state = (f"-state_{self.state}" if self.state else "") + (f"-scale{self.scale:g}" if self.scale else "")
-        return f"{lengths}-h{self.h_q}_{self.heads_kv}-{self.d_qk}_{self.d_v}-{self.dtype}-{flags}{state}"
+        mask = f"-mask{self.mask:g}" if self.mask else ""
+        return f"{lengths}-h{self.h_q}_{self.heads_kv}-{self.d_qk}_{self.d_v}-{self.dtype}-{flags}{state}{mask}"
 
     @property
     def heads_kv(self) -> int:
@@ -125,10 +131,26 @@ def make(case: DenseCase) -> DenseInputs:
         empty = rng.random(lse.shape) < 0.3
         options["state_lse"] = np.where(empty, np.float32(-np.inf), lse)
         options["state_out"][empty] = np.nan
+    if case.mask:
+        options["mask"] = make_mask(case, rng)
     unseen = np.ones(s_kv, bool)
     for row in seen_keys(s_q, s_kv, options.get("cu_seqlens_q"), options.get("cu_seqlens_kv"), case.causal):
-        unseen[row.begin : row.end] = False
+        unseen[row.keys(options.get("mask"))] = False
     both[unseen] = np.nan
     if not whole:
         options["k_rope"][unseen] = np.nan
     return DenseInputs(case, q, k, v, options)
+
+
+def make_mask(case: DenseCase, rng: np.random.Generator) -> Array:
+    """Some keys are hidden from all queries, some queries see nothing, and what lies beyond a sequence is set."""
+    (s_q, _), longest = case.totals, max(keys for _, keys in case.sequences)
+    nbytes = -(-longest // 128) * 16
+    seen = rng.random((s_q, 8 * nbytes)) < case.mask
+    seen[:, rng.random(8 * nbytes) < 0.2] = False
+    seen[rng.random(s_q) < 0.1] = False
+    seen[:, longest:] = True
+    memory = np.full((s_q, nbytes + _MASK_GAP), 255, np.uint8)
+    mask = memory[:, :nbytes]
+    mask[:] = np.packbits(seen, axis=1, bitorder="little")
+    return mask

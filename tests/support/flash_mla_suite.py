@@ -1,6 +1,6 @@
 """FlashMLA's own tests, run against `mla_cupy.compat.flash_mla`.
 
-    python -m tests.support.flash_mla_suite FLASHMLA/tests dense sparse-decode sparse-prefill --log cases.jsonl
+    python -m tests.support.flash_mla_suite FLASHMLA/tests dense sparse-decode sparse-prefill fmha --log cases.jsonl
 
 Takes the folder `tests` of a checkout of FlashMLA. Its scripts run as they are, but each case goes through here: cases
 of other shards are skipped, nothing is timed, and the log gets a line of JSON per case: what came of it, and the case.
@@ -20,6 +20,8 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import importlib
+import inspect
 import io
 import json
 import os
@@ -41,6 +43,7 @@ SCRIPTS = {
     "dense": ("test_flash_mla_dense_decoding.py", "test_flash_mla"),
     "sparse-decode": ("test_flash_mla_sparse_decoding.py", "test_flash_mla"),
     "sparse-prefill": ("test_flash_mla_sparse_prefill.py", "run_test"),
+    "fmha": ("test_fmha_sm100.py", "test_flash_attention"),
 }
 """The script, and its function that runs one case."""
 OUT_OF_MEMORY = "out of memory"
@@ -61,13 +64,16 @@ class Cases:
         self._claimed = next(claims, 0)
         self.seen = 0
 
-    def through(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The function that the script calls in place of `run`. It never fails, so that every case has its turn."""
+    def through(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that the script calls in place of `run`. It never fails, so that every case has its turn.
+
+        A case is one record, or the arguments of `run`.
+        """
         for name in _MOCKED:  # PyTorch must not take it for the real one
             if isinstance(sys.modules.get(name), MagicMock):
                 del sys.modules[name]
 
-        def run_case(case: Any) -> Any:
+        def run_case(*case: Any) -> Any:
             self.seen += 1
             if self.seen == self._claimed:
                 self._run_one(run, case)
@@ -76,16 +82,17 @@ class Cases:
 
         return run_case
 
-    def _run_one(self, run: Callable[[Any], Any], case: Any) -> None:
+    def _run_one(self, run: Callable[..., Any], case: tuple[Any, ...]) -> None:
+        record = case[0]
         for name in ("test_performance", "num_runs"):
-            if hasattr(case, name):
-                setattr(case, name, 0)
-        if getattr(case, "seed", None) == -1:
-            case.seed = self.seen - 1
+            if hasattr(record, name):
+                setattr(record, name, 0)
+        if getattr(record, "seed", None) == -1:
+            record.seed = self.seen - 1
         begin = time.perf_counter()
         outcome, said = _outcome(run, case)
         row = {"suite": self._suite, "case": self.seen, "outcome": outcome, "said": said}
-        row |= {"seconds": round(time.perf_counter() - begin, 3), "parameters": dataclasses.asdict(case)}
+        row |= {"seconds": round(time.perf_counter() - begin, 3), "parameters": _parameters(run, case)}
         self._report(row)
         torch.cuda.synchronize()  # after an error that the GPU does not recover from, the process ends
 
@@ -99,11 +106,18 @@ class _Passed:
         return 0.0
 
 
-def _outcome(run: Callable[[Any], Any], case: Any) -> tuple[str, str]:
+def _parameters(run: Callable[..., Any], case: tuple[Any, ...]) -> dict[str, Any]:
+    """A case as plain data."""
+    if dataclasses.is_dataclass(case[0]) and not isinstance(case[0], type):
+        return dataclasses.asdict(case[0])
+    return dict(inspect.signature(run).bind(*case).arguments)
+
+
+def _outcome(run: Callable[..., Any], case: tuple[Any, ...]) -> tuple[str, str]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            passed = run(case)
+            passed = run(*case)
     except torch.OutOfMemoryError as error:
         return OUT_OF_MEMORY, str(error).splitlines()[0]
     except Exception as error:
@@ -138,6 +152,21 @@ def pretend_cpu_is_gpu() -> None:
 
 def _nothing() -> Callable[..., None]:
     return lambda *arguments: None
+
+
+def time_nothing() -> None:
+    """Scripts that time a case whether or not they are asked to are told a second."""
+    try:
+        timers: Any = importlib.import_module("triton.testing")
+    except ImportError:
+        timers = sys.modules.setdefault("triton", MagicMock()).testing
+    timers.do_bench = lambda *arguments, **options: 1e3
+
+
+def forget_defaults() -> None:
+    """What a script has set for all of its process."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
 
 
 # ---- Processes ---------------------------------------------------------------------------------------------------
@@ -188,7 +217,9 @@ def run_process(work: Work, gpu: str | None, taken: dict[str, Any], rows: Any) -
     for suite in work.suites:
         script, function = SCRIPTS[suite]
         cases = Cases(suite, claims(work, suite, taken[suite]), rows.put)
+        time_nothing()
         run_script(work.folder / script, function, cases)
+        forget_defaults()
         rows.put({"suite": suite, _COUNT: cases.seen})
 
 

@@ -51,19 +51,31 @@ Plant = Callable[[Mutant], None]
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
     """Plants a bug: for the rest of the test, kernels are built for the simulator from sources with the bug in them."""
+    original = sources.source_root()
 
     def plant_it(mutant: Mutant) -> None:
         root = tmp_path / "cuda_src"
-        shutil.copytree(sources.source_root(), root)
+        shutil.copytree(original, root)
         text = (root / mutant.file).read_text()
         assert mutant.old in text, f"the text of {mutant.name!r} is no longer in {mutant.file}"
         (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
         monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
-        monkeypatch.setattr(loader, "_obtain", functools.cache(to_ptx))
+
+        def obtain(request: BuildRequest) -> Build:
+            spoiled = sources.gather(request.source) != sources.gather(request.source, original)
+            return to_ptx(request) if spoiled else _sound(request)
+
+        monkeypatch.setattr(loader, "_obtain", functools.cache(obtain))
         loader.forget()
 
     yield plant_it
     loader.forget()
+
+
+@functools.cache
+def _sound(request: BuildRequest) -> Build:
+    """Of sources that the bug is not in: the other kernels of a call, the same for all mutants."""
+    return to_ptx(request)
 
 
 def to_ptx(request: BuildRequest) -> Build:

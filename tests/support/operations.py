@@ -6,6 +6,7 @@ An operation that is added to `OPERATIONS` or `COMPOSITE_OPERATIONS` gets these 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,9 +24,11 @@ from tests.support.mistakes import Bad, Call, Foreign, gapped, shifted, swap
 SIZES = {
     "b": 2,
     "b+1": 3,
+    "h": 4,
     "h_q": 4,
     "h_kv": 2,
     "h_rope": 2,
+    "h_v": 2,
     "num_pages": 8,
     "page_size": 16,
     "max_pages": 4,
@@ -33,6 +36,7 @@ SIZES = {
     "page_tokens": 1,
     "topk": 5,
     "keys": 5,
+    "mask_bytes": 16,
 }
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
 #: Values of whole numbers, where any others would say little.
@@ -42,6 +46,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "cascade_decode": {"groups": ((0, 2, 1),)},
     "indexer_select": {"topk": 5},
     "indexer_select_paged": {"topk": 5},
+    "prefill_mask": {"max_keys": 20},
 }
 #: Hardly an array of any operation has them.
 FOREIGN_DTYPES = ("float64", "int64")
@@ -53,14 +58,15 @@ def function_of(operation: Operation) -> Callable[..., Any]:
     """The public function; what it returns is a tuple, also of a single result."""
     found: Callable[..., Any] = getattr(mla_cupy, operation.name)
     if operation.name in CHOSEN:
-        return functools.partial(found, **CHOSEN[operation.name])
+        found = functools.partial(found, **CHOSEN[operation.name])
     if len(operation.outputs) > 1:
         return found
 
-    @functools.wraps(found)
+    @functools.wraps(getattr(mla_cupy, operation.name))
     def function(**call: Any) -> tuple[Any, ...]:
         return (found(**call),)
 
+    function.__signature__ = inspect.signature(found)  # type: ignore[attr-defined]
     return function
 
 
@@ -187,15 +193,15 @@ def _strides(operation: Operation, array: Input | Output) -> Iterator[Bad]:
     if nbytes_of((), _dtype_of(operation, array)) > 1:
         yield Bad(f"{name} between items", swap(name, off_by_a_byte), ShapeError, (f"{name}'s address", "multiple of"))
         yield Bad(f"{name} odd strides", swap(name, stepped_by_bytes), ShapeError, (f"{name}.strides", "multiples of"))
-    needs_rows = array.contiguous if isinstance(array, Input) else array.layout != "any"
+    needs_rows = (array.contiguous or array.wide) if isinstance(array, Input) else array.layout != "any"
     if needs_rows:
         yield Bad(f"{name} gaps", swap(name, gapped), ShapeError, (f"{name}.strides",))
         yield Bad(f"{name} reversed", swap(name, lambda x: x[..., ::-1]), ShapeError, (f"{name}.strides",))
     if isinstance(array, Output):
         yield Bad(f"{name} repeated", swap(name, repeated), ShapeError, (f"{name}.strides",))
-        if array.layout == "wide":
-            yield Bad(f"{name} shifted", swap(name, shifted), ShapeError, (f"{name}.strides", "16 bytes"))
-            yield Bad(f"{name} backwards", swap(name, lambda x: x[::-1]), ShapeError, (f"{name}.strides", "16 bytes"))
+    if array.wide if isinstance(array, Input) else array.layout == "wide":
+        yield Bad(f"{name} shifted", swap(name, shifted), ShapeError, (f"{name}.strides", "16 bytes"))
+        yield Bad(f"{name} backwards", swap(name, lambda x: x[::-1]), ShapeError, (f"{name}.strides", "16 bytes"))
 
 
 def _dtype_of(operation: Operation, array: Input | Output) -> str:

@@ -21,5 +21,7 @@ def calls() -> Iterator[Call]:
         yield Call(f"copy pages {shape}", partial(runs.check_copy, shape, upload, fetch))
     for sizes in UPDATES:
         yield Call(f"update {sizes}", partial(runs.check_update, upload, fetch, sizes))
+    for slots in runs.SLOTS_CASES:
+        yield Call(f"slots {slots}", partial(runs.check_slots, slots, upload, fetch))
     for keys in key_cache_cases.CASES:
         yield Call(f"index keys {keys}", partial(key_cache_cases.check, keys, upload, fetch))

@@ -4,6 +4,7 @@ FAMILIES = (
     "decode",
     "records",
     "plans",
+    "dense",
     "sparse",
     "sparse_records",
     "sparse_decode",

@@ -24,10 +24,13 @@ CASES = (
     LossCase(s_q=40, s_kv=150, h=3, h_i=5, d=128, d_i=32, d_v=128),  # and the attention
     LossCase(s_q=40, s_kv=300, h=3, h_i=3, d=128, d_i=128, d_v=128, target="per_head", sequences=RAGGED),
     LossCase(s_q=130, s_kv=140, h=2, h_i=2, d=64, d_i=32, d_v=20, target="per_head", target_scale=0.3),
+    LossCase(s_q=140, s_kv=150, h=3, h_i=2, d=192, d_i=128, h_kv=3, pairs="qk", codes="uint8", lse=True),
+    LossCase(s_q=40, s_kv=300, h=4, h_i=3, d=136, d_i=64, h_kv=2, sequences=RAGGED),
 )
 SPARSE_CASES = (
     SparseLossCase(s_q=1, s_kv=1, topk=1, h=1, h_i=1, d=1),
     SparseLossCase(s_q=5, s_kv=150, topk=140, h=3, h_i=2, d=128, d_i=64, lse=True, weights="bfloat16"),
+    SparseLossCase(s_q=5, s_kv=150, topk=140, h=3, h_i=2, d=128, d_i=64, lse=True, codes="uint8"),
     SparseLossCase(s_q=40, s_kv=280, topk=33, h=5, h_i=3, d=576, d_i=128, lengths=True, causal=True, sequences=RAGGED),
 )
 
