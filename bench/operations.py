@@ -5,6 +5,7 @@ from __future__ import annotations
 from .core.operation import BenchOperation
 
 # ---- Written by `python -m tests.generate`: benchmarks
+from .ops.absorption.operation import ABSORPTION
 from .ops.cache.operation import CACHE
 from .ops.cascade.operation import CASCADE
 from .ops.decode.operation import DECODE
@@ -14,12 +15,14 @@ from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
 from .ops.prefill.operation import PREFILL
+from .ops.prefill_backward.operation import PREFILL_BACKWARD
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
 from .ops.sparse_forward_fp8.operation import SPARSE_FORWARD_FP8
 
 _KNOWN = (
+    ABSORPTION,
     CACHE,
     CASCADE,
     DECODE,
@@ -29,6 +32,7 @@ _KNOWN = (
     INDEXER_PREPARE,
     INDEXER_TOPK,
     PREFILL,
+    PREFILL_BACKWARD,
     SPARSE_BACKWARD,
     SPARSE_DECODE,
     SPARSE_FORWARD,

@@ -15,7 +15,7 @@ from .recorders import Call, Recorder
 Result = TypeVar("Result")
 
 OWN = "mla_cupy"
-EXTERNAL = ("flashmla", "fa3", "cudnn", "tilelang", "deep_gemm", "torch")
+EXTERNAL = ("flashmla", "fa3", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
 BASELINES = ("generic", "cupy")
 
 

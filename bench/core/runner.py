@@ -146,7 +146,8 @@ def _prepare(entry: Entry, run: _Run) -> None:
         if entry.status == OK:
             entry.replay = prepared.recorder.record([prepared.calls[index] for index in rotation(len(run.sets))])
             for name in run.operation.results:  # so that the check after the timing sees what a replay wrote
-                run.device.poison(getattr(prepared.outputs(0), name))
+                if (written := getattr(prepared.outputs(0), name)) is not None:
+                    run.device.poison(written)
 
 
 def _check(entry: Entry, run: _Run) -> None:

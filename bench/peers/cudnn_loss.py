@@ -31,6 +31,8 @@ class CudnnLoss:
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
         if case.per_head:
             return "sums its target over heads"
+        if case.mha or case.fp8:
+            return "takes keys that all heads share, and an indexer in bfloat16"
         if case.topk % LIST_TILE:
             return f"takes lists of multiples of {LIST_TILE} keys"
         if case.h_i < MIN_INDEX_HEADS:

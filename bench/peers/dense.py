@@ -27,7 +27,7 @@ INCLUDES = "attention alone: keys are concatenated before"
 Attend = Callable[[Any, Any], object]
 
 
-def _whole_keys(torch: Any, case: PrefillCase, kv: Any, k_rope: Any) -> Any:
+def whole_keys(torch: Any, case: PrefillCase, kv: Any, k_rope: Any) -> Any:
     shared = k_rope[:, None].expand(-1, case.heads_kv, -1)
     return torch.cat([kv[..., : case.d_qk - D_ROPE], shared], dim=-1)
 
@@ -41,6 +41,8 @@ class _Peer:
         self._torch = torch
 
     def unsupported(self, case: PrefillCase, dtype: str) -> str | None:
+        if case.topk:
+            return "takes no mask"
         return "merges no earlier state" if case.state else None
 
     def prepare(self, case: PrefillCase, dtype: str, sets: Sequence[PrefillInputs], device: Device) -> Prepared:
@@ -54,7 +56,7 @@ class _Peer:
                 kv, k_rope = torch.from_dlpack(inputs.kv), torch.from_dlpack(inputs.k_rope)
                 values = kv[..., case.d_qk - D_ROPE :]
                 attend = self._attend(case, inputs, latest, index)
-                calls.append(_alone(attend, _whole_keys(torch, case, kv, k_rope), values))
+                calls.append(_alone(attend, whole_keys(torch, case, kv, k_rope), values))
                 concatenating.append(_after_concatenation(torch, case, attend, kv, k_rope, values))
         return Prepared(
             calls=calls,
@@ -79,7 +81,7 @@ def _alone(attend: Attend, keys: Any, values: Any) -> Call:
 
 
 def _after_concatenation(torch: Any, case: PrefillCase, attend: Attend, kv: Any, k_rope: Any, values: Any) -> Call:
-    return lambda: attend(_whole_keys(torch, case, kv, k_rope), values)
+    return lambda: attend(whole_keys(torch, case, kv, k_rope), values)
 
 
 class FlashAttention3Dense(_Peer):

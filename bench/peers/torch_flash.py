@@ -31,6 +31,8 @@ class FlashAttention:
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
         if case.topk:
             return "attends to all keys"
+        if case.mha:
+            return "takes whole keys"
         return None if case.d <= MAX_WIDTH else f"takes heads of {MAX_WIDTH} at most"
 
     def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:

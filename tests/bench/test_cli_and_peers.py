@@ -87,6 +87,7 @@ def test_options():
     assert all({"targets", "quick"} <= set(operation.suites) for operation in OPERATIONS.values())
     methods = {name: parse(operation=name).method for name in OPERATIONS}
     assert methods == {
+        "absorption": "graph",
         "cache": "graph",
         "cascade": "graph",
         "decode": "graph",
@@ -96,6 +97,7 @@ def test_options():
         "sparse-backward": "events",
         "indexer-logits": "graph",
         "prefill": "graph",
+        "prefill-backward": "graph",
         "sparse-decode": "graph",
         "indexer-loss": "events",
         "indexer-topk": "graph",
@@ -177,6 +179,7 @@ def test_adapters_meet_the_protocol():
     from bench.peers.fa3 import FlashAttention3
     from bench.peers.flashmla import FlashMla
     from bench.peers.flashmla_sparse import FlashMlaSparse
+    from bench.peers.triton_mla import TritonMla
 
     own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
     own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
@@ -184,7 +187,7 @@ def test_adapters_meet_the_protocol():
     forward = {"mla_cupy": SparseForward, "generic": SparseForward}
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), SparseBackward)
     adapters = {
-        DECODE: {**decode, "fa3": FlashAttention3},
+        DECODE: {**decode, "fa3": FlashAttention3, "triton": TritonMla},
         SPARSE_FORWARD: {**forward, "flashmla": FlashMlaSparse},
         SPARSE_BACKWARD: {**backward, "cudnn": CudnnSparse},
     }

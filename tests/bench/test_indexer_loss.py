@@ -20,7 +20,8 @@ from bench.ops.indexer_loss.cases import CASES, LossCase
 from mla_cupy import reference
 
 SMALL = "b2-s7-h3x8-i2x32"
-KINDS = [SMALL, f"{SMALL}-k4", "b2-s7-h2x8-i2x32-perhead"]
+PEERED = [SMALL, f"{SMALL}-k4", "b2-s7-h2x8-i2x32-perhead"]
+KINDS = [*PEERED, f"{SMALL}-k4-fp8", "b2-s7-h3x72-i2x32-mha-fp8"]
 
 
 def test_names_round_trip():
@@ -42,6 +43,8 @@ def test_names_round_trip():
         "b1-s1-h1x1-i1x32-k0",
         "b1-s1-h2x1-i1x32-perhead",
         "b1-s1-h1x1-i1x32-perhead-k4",
+        "b1-s1-h1x64-i1x32-mha",
+        "b1-s1-h1x72-i1x32-k4-mha",
     ],
 )
 def test_a_bad_name_is_refused(name):
@@ -53,6 +56,9 @@ def test_cost():
     """The FLOPs that the kernel's page names for the two targets."""
     assert LossCase(1, 2, 3, 5, 7, 32).cost.flops == 2 * 3 * (3 * 5 + 5 * 7 * 32)
     assert [case.cost.flops / 1e12 for case in CASES[:2]] == pytest.approx([0.481, 7.70], rel=2e-3)
+    own, fp8 = LossCase(1, 2, 3, 72, 7, 32, mha=True), LossCase(1, 2, 3, 72, 7, 32, mha=True, fp8=True)
+    assert own.cost.flops == 2 * 3 * (3 * 72 + 5 * 7 * 32)
+    assert own.cost.nbytes - fp8.cost.nbytes == 2 * 8 * 32
     assert LossCase(2, 9, 3, 5, 7, 32, topk=4).pairs == 2 * (1 + 2 + 3 + 4 * 6)
     assert LossCase(1, 2, 3, 5, 3, 32, per_head=True).cost.flops == 2 * 3 * (2 * 3 * 5 + 5 * 3 * 32)
 
@@ -221,7 +227,7 @@ PEERS = ["deterministic", "cudnn", "flash"]
 
 
 @pytest.mark.parametrize(
-    ("name", "aims"), list(zip(KINDS, [[0.65, None, None], [1.0, 1.5], [1.3, 0.95]], strict=True)), ids=KINDS
+    ("name", "aims"), list(zip(PEERED, [[0.65, None, None], [1.0, 1.5], [1.3, 0.95]], strict=True)), ids=PEERED
 )
 def test_ratios(run, cudnn, monkeypatch, name, aims):
     """Of all rows and figures that there are; printed with their aims."""

@@ -111,12 +111,14 @@ def test_host_times_of_every_operation(device, options, numpy_backend, monkeypat
 
     monkeypatch.setattr("bench.core.runner.host_us", scripted)
     small = {
+        "absorption": "sq3-skv70-hq2",
         "cache": "append-v32-n70",
         "cascade": "b2-hq3-prefix64-suffix64",
         "decode": "b1-sq1-hq2-skv20",
         "dense-decode-fp8": "b1-sq1-hq2-skv20",
         "indexer-logits": "sq3-skv8-h2-d32",
         "prefill": "b2-sq3-skv8-hq2",
+        "prefill-backward": "b2-sq3-skv8-hq2",
         "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
     }
     small |= {"indexer-topk": "sq3-skv40-k4", "indexer-prepare": "sq5-h2-d32"}
@@ -316,3 +318,15 @@ def test_the_project_through_its_public_call(device, options, monkeypatch):
     assert set(rows["mla_cupy"]["figures_us"]) == figures
     assert set(rows["mla_cupy"]["host_us"]) == {"call", "repeated_call", "empty_launch", *figures}
     assert rows["generic"]["figures_us"] == {}
+
+
+def test_prefill_of_a_selection(device, options, numpy_backend):
+    """The mask is made within the call; other forms are figures, sparse attention with the same indices among them."""
+    operation = OPERATIONS["prefill"]
+    case = operation.parse("b2-sq3-skv8-hq2-topk4")
+    assert case.name == "b2-sq3-skv8-hq2-topk4"
+    device.watch = WallClock()
+    (row,) = run_case(operation, case, make([], operation.implementations(Choices())), device, options)
+    assert row["status"] == "ok", row["reason"]
+    assert row["figures_us"].keys() == {"mask_given", "without_mask", "sparse_forward"}
+    assert row["shape"]["topk"] == 4

@@ -13,8 +13,8 @@ import mla_cupy
 from bench.core import report
 from bench.core.implementation import NotAvailable
 from bench.core.runner import Options, run_case
+from bench.core.samples import judge
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.ops.sparse import check as sparse_check
 from bench.ops.sparse.inputs import SparseOutputs, choose_indices
 from bench.ops.sparse_backward import check as backward_check
 from bench.ops.sparse_backward.cases import SparseBackwardCase
@@ -191,12 +191,12 @@ def test_tolerance_lets_rounding_pass_and_little_more(device, dtype):
     samples = SPARSE_FORWARD.expect(FORWARD, dtype, inputs, device)
     values = reference.sparse_mla_forward(inputs.q, inputs.kv, inputs.indices, scale=FORWARD.scale)
     out = values[0].astype(inputs.q.dtype)
-    assert sparse_check.judge(samples, SparseOutputs(out, values[1], values[2]), dtype, device).ok
-    verdict = sparse_check.judge(samples, SparseOutputs(out, None, None), dtype, device)
+    assert judge(samples, SparseOutputs(out, values[1], values[2]), dtype, device).ok
+    verdict = judge(samples, SparseOutputs(out, None, None), dtype, device)
     assert verdict.errors.keys() == {"out"}
     assert verdict.samples == {"out": 5}
     out[19, 0, 0] += 3 * verdict.tolerances["out"]
-    assert not sparse_check.judge(samples, SparseOutputs(out, None, None), dtype, device).ok
+    assert not judge(samples, SparseOutputs(out, None, None), dtype, device).ok
 
 
 def test_an_empty_query_is_compared_exactly(device):
@@ -205,6 +205,6 @@ def test_an_empty_query_is_compared_exactly(device):
     samples = SPARSE_FORWARD.expect(case, "bfloat16", inputs, device)
     out, lse, top = reference.sparse_mla_forward(inputs.q, inputs.kv, inputs.indices, scale=case.scale)
     outputs = SparseOutputs(out.astype(inputs.q.dtype), lse, top)
-    assert sparse_check.judge(samples, outputs, "bfloat16", device).ok
+    assert judge(samples, outputs, "bfloat16", device).ok
     lse[0, 0] = 0
-    assert "lse[0]" in sparse_check.judge(samples, outputs, "bfloat16", device).reason
+    assert "lse[0]" in judge(samples, outputs, "bfloat16", device).reason

@@ -19,6 +19,7 @@ from bench.trees.process import Process
 ROOT = Path(__file__).resolve().parents[2]
 CASE = DECODE.parse("b1-sq1-hq2-skv20-page16")
 SMALL = {
+    "absorption": "sq3-skv70-hq2",
     "cache": "append-v32-n70",
     "cascade": "b2-hq3-prefix64-suffix64",
     "decode": CASE.name,
@@ -31,6 +32,7 @@ SMALL = {
     "indexer-loss": "b2-s7-h3x8-i2x32",
     "indexer-topk": "sq3-skv40-k4",
     "prefill": "b1-sq2-skv9-hq2",
+    "prefill-backward": "b1-sq2-skv9-hq2",
     "indexer-prepare": "sq5-h2-d32",
 }
 #: What the processes run in place of the GPU.

@@ -9,6 +9,7 @@ from ...core.operation import BenchOperation
 from ...peers.cupy_unfused import CupyUnfused
 from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla
+from ...peers.triton_mla import TritonMla
 from . import cases, check, inputs
 from .own import GENERIC, INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
 
@@ -32,6 +33,7 @@ def implementations(choices: Choices) -> Known:
         "cupy": CupyUnfused,
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
         "fa3": lambda: FlashAttention3(choices.directory("fa3")),
+        "triton": lambda: TritonMla(choices.directory("triton")),
     }
 
 
@@ -39,8 +41,8 @@ DECODE = BenchOperation(
     name="decode",
     title="dense paged decode",
     examples=EXAMPLES,
-    peers="flashmla, fa3 (they import torch and need --peers-dir), cupy, generic, "
-    "decode_sm90_seesaw, decode_sm90_small, decode_sm90_small_cluster8, batch_invariant, batch_invariant_512, "
+    peers="flashmla, fa3, triton (they import torch and need --peers-dir), cupy, generic, "
+    f"{', '.join(NAMED)}, batch_invariant, batch_invariant_512, "
     "tree_mask; or none. Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-skv<N>-hq<N>[-hkv<N>][-d<N>x<N>][-full][-state]"
+FORM = "b<N>-sq<N>-skv<N>-hq<N>[-hkv<N>][-d<N>x<N>][-full][-state][-topk<N>]"
 D_ROPE = 64
 MLA = 192, 128
 
@@ -27,6 +27,8 @@ class PrefillCase:
         Whether a query is blind to what comes after it.
     state : bool
         Whether an earlier state, in float32, is merged.
+    topk : int
+        If not 0, each query attends to that many of the keys that it sees, by a mask.
     peer_us : float, optional
         Of the best peer on one H200 on one day, for orientation only.
     """
@@ -40,6 +42,7 @@ class PrefillCase:
     d_v: int = MLA[1]
     causal: bool = True
     state: bool = False
+    topk: int = 0
     peer_us: float | None = field(default=None, compare=False)
 
     @property
@@ -70,9 +73,10 @@ class PrefillCase:
         elements = queries * (self.d_qk + self.d_v) + keys * (self.d_qk - D_ROPE + self.d_v)
         elements += self.b * self.s_kv * D_ROPE
         state = SINGLE_BYTES * queries * (self.d_v + 1) if self.state else 0
+        selection = self.b * self.s_q * (SINGLE_BYTES * self.topk + self.s_kv // 8) if self.topk else 0
         return Cost(
             flops=2 * self.pairs * self.h_q * (self.d_qk + self.d_v),
-            nbytes=ELEMENT_BYTES * elements + SINGLE_BYTES * queries + state,
+            nbytes=ELEMENT_BYTES * elements + SINGLE_BYTES * queries + state + selection,
         )
 
     @property
@@ -88,11 +92,12 @@ class PrefillCase:
             name += f"-hkv{self.h_kv}"
         if (self.d_qk, self.d_v) != MLA:
             name += f"-d{self.d_qk}x{self.d_v}"
-        return name + ("" if self.causal else "-full") + ("-state" if self.state else "")
+        name += ("" if self.causal else "-full") + ("-state" if self.state else "")
+        return name + (f"-topk{self.topk}" if self.topk else "")
 
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
-        names = ("b", "s_q", "s_kv", "h_q", "d_qk", "d_v", "causal", "state")
+        names = ("b", "s_q", "s_kv", "h_q", "d_qk", "d_v", "causal", "state", "topk")
         return {**{name: getattr(self, name) for name in names}, "h_kv": self.heads_kv}
 
 
@@ -115,23 +120,46 @@ CASES = (
     PrefillCase(1, 2048, 7680, 16, causal=False),
     PrefillCase(1, 2048, 7680, 16, causal=False, state=True),
 )
+# A prefill of 2,048 selected keys a query: from which lengths on is it faster than sparse attention?
+_LENGTHS = {
+    16: (16384, 4096, 8192, 32768),
+    8: (4096, 8192, 16384, 32768),
+    64: (4096, 8192, 16384),
+    128: (4096, 8192, 16384),
+}
+MASKED = tuple(PrefillCase(1, s, s, h, topk=2048) for h, lengths in _LENGTHS.items() for s in lengths)
 # Quick: long and short sequences, of many heads and of few.
-SUITES: Mapping[str, tuple[PrefillCase, ...]] = {"targets": CASES, "quick": (CASES[1], CASES[3], CASES[4])}
+SUITES: Mapping[str, tuple[PrefillCase, ...]] = {
+    "targets": CASES,
+    "quick": (CASES[1], CASES[3], CASES[4]),
+    "masked": MASKED,
+}
 
-_PATTERN = re.compile(r"b(\d+)-sq(\d+)-skv(\d+)-hq(\d+)(?:-hkv(\d+))?(?:-d(\d+)x(\d+))?(-full)?(-state)?")
+_PATTERN = re.compile(
+    r"b(\d+)-sq(\d+)-skv(\d+)-hq(\d+)(?:-hkv(\d+))?(?:-d(\d+)x(\d+))?(-full)?(-state)?(?:-topk(\d+))?"
+)
+
+
+AnyCase = TypeVar("AnyCase", bound=PrefillCase)
 
 
 def parse(name: str) -> PrefillCase:
     """The case of that name: a built-in one, or any other shape written in the same form."""
+    return parse_as(name, PrefillCase, CASES)
+
+
+def parse_as(name: str, kind: type[AnyCase], built_in: Sequence[AnyCase]) -> AnyCase:
+    """`parse` of any kind of case."""
     match = _PATTERN.fullmatch(name.strip())
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
-    b, s_q, s_kv, h_q, h_kv, d_qk, d_v, full, state = match.groups()
+    b, s_q, s_kv, h_q, h_kv, d_qk, d_v, full, state, topk = match.groups()
     sizes = [int(size) for size in (b, s_q, s_kv, h_q)]
     heads = int(h_kv) if h_kv else 0
     if min(sizes) < 1 or (h_kv and (heads < 1 or sizes[3] % heads)):
         raise BenchError(f"case {name!r}: every size must be at least 1, and hq a multiple of hkv")
     widths = (int(d_qk), int(d_v)) if d_qk else MLA
     b_, s_q_, s_kv_, h_q_ = sizes
-    case = PrefillCase(b_, s_q_, s_kv_, h_q_, heads, *widths, causal=not full, state=bool(state))
-    return next((known for known in CASES if known == case), case)
+    selected = int(topk or 0)
+    case = kind(b_, s_q_, s_kv_, h_q_, heads, *widths, causal=not full, state=bool(state), topk=selected)
+    return next((known for known in built_in if known == case), case)

@@ -63,7 +63,12 @@ def _expected(
     if case.state:
         options["state_out"] = device.to_host(inputs.state_out[at])
         options["state_lse"] = device.to_host(inputs.state_lse[at])
-    arguments = device.to_host(inputs.q[at]), kv[:seen, :, :width], kv[:seen, :, width:]
+    keys = np.arange(seen)
+    if case.topk:
+        selected = device.to_host(inputs.indices[at[0]])[0]
+        keys = selected[selected >= 0]
+        options["k_rope"] = k_rope[keys]
+    arguments = device.to_host(inputs.q[at]), kv[keys][..., :width], kv[keys][..., width:]
     out, lse = reference.mla_prefill(*arguments, **options)
     rounded_out, rounded_lse = reference.mla_prefill(*arguments, **options, rounding=dtype)
     return Expected(query, head, out[0, 0], lse[0, 0], distance(rounded_out, out), distance(rounded_lse, lse))

@@ -7,8 +7,13 @@ from typing import Any
 
 import numpy as np
 
+import mla_cupy
+
 from ...core.device import Device
 from .cases import D_ROPE, PrefillCase
+
+SELECTION_BYTES = 1 << 28
+"""Of random numbers, from which a selection is made at once."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class PrefillInputs:
     starts_kv: Any
     state_out: Any  # (b s_q, h_q, d_v) float32; None without a state
     state_lse: Any  # (b s_q, h_q)
+    indices: Any  # (b s_q, topk) int32, ascending, of the query's sequence; None without a selection
+    mask: Any  # (b s_q, mask_bytes) uint8, for what indices are made into
 
 
 @dataclass(frozen=True)
@@ -48,4 +55,27 @@ def make_inputs(case: PrefillCase, dtype: str, seed: int, device: Device) -> Pre
         starts_kv=device.upload(np.arange(0, keys + 1, case.s_kv, dtype=np.int32)),
         state_out=state_out,
         state_lse=state_lse,
+        indices=choose_indices(case, seed, device) if case.topk else None,
+        mask=device.empty((queries, mask_bytes(case)), "uint8") if case.topk else None,
     )
+
+
+def mask_bytes(case: PrefillCase) -> int:
+    """Of a row of the mask."""
+    return 16 * -(-case.s_kv // 128)
+
+
+def choose_indices(case: PrefillCase, seed: int, device: Device) -> Any:
+    """A random selection of what each query sees, as the indexer makes it: all, if that is fewer than topk."""
+    queries = np.arange(case.s_q, dtype=np.int32)
+    ends = (
+        np.clip(case.s_kv - case.s_q + 1 + queries, 0, case.s_kv) if case.causal else np.full_like(queries, case.s_kv)
+    )
+    indices = device.empty((case.b * case.s_q, case.topk), "int32")
+    rows = max(1, SELECTION_BYTES // (2 * case.s_kv))
+    for begin in range(0, case.b * case.s_q, rows):
+        some = np.arange(begin, min(begin + rows, case.b * case.s_q))
+        logits = device.normal((len(some), case.s_kv), "bfloat16", 7 * seed + begin)
+        ke = device.upload(ends[some % case.s_q].astype(np.int32))
+        mla_cupy.indexer_topk(logits, case.topk, ke=ke, return_values=False, indices=indices[some[0] : some[-1] + 1])
+    return indices

@@ -11,6 +11,7 @@ from .own import GENERIC, Prefill
 EXAMPLES = """examples:
   run prefill --peers-dir peers --peers fa3,cudnn      all cases, FlashAttention-3 and cuDNN beside us
   run prefill --quick --method events                  single calls instead of graphs
+  run prefill --suite masked                           2,048 selected keys a query, by a mask
   run prefill --case b1-sq512-skv4096-hq16             any other shape, named in the same form
 """
 

@@ -14,7 +14,8 @@ from mla_cupy import reference
 
 from ...core.device import Device
 from ...core.errors import BenchError
-from ..sparse.check import Sample, expect_forward, judge, sampled_queries, samples
+from ...core.samples import Sample, judge, samples
+from ..sparse.check import expect_forward, sampled_queries
 from ..sparse.inputs import SparseOutputs
 from .cases import SparseBackwardCase
 from .inputs import GradientInputs

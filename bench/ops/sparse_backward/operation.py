@@ -5,10 +5,10 @@ from __future__ import annotations
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.recorders import EVENTS
+from ...core.samples import judge
 from ...peers.cudnn_sparse import CudnnSparse
 from ...peers.tilelang import tilelang
 from ..sparse.cases import CASE_OPTIONS, FORM
-from ..sparse.check import judge
 from . import cases, check, inputs
 from .own import DETERMINISTIC, GENERIC, SparseBackward
 

@@ -7,8 +7,9 @@ from typing import Any
 from mla_cupy import reference
 
 from ...core.device import Device
+from ...core.samples import Sample, samples
 from ...core.tolerance import spaced
-from ..sparse.check import QUERIES, Sample, samples
+from ..sparse.check import QUERIES
 from .cases import SparseDecodeCase
 from .inputs import SparseDecodeInputs, host_cache, host_pages
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
+from ...core.samples import judge
 from ...peers.flashmla_sparse_decode import FlashMlaSparseDecode
-from ..sparse.check import judge
 from . import cases, check, inputs
 from .own import GENERIC, SparseDecode
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
+from ...core.samples import judge
 from ...peers.flashmla_sparse import FlashMlaSparse
 from ...peers.tilelang import tilelang
 from ..sparse import check, inputs
@@ -39,7 +40,7 @@ SPARSE_FORWARD = BenchOperation(
     parse=cases.parse,
     inputs=inputs.make_inputs,
     expect=check.expect_forward,
-    judge=check.judge,
+    judge=judge,
     results=("out",),
     implementations=implementations,
     default_peers=lambda choices: ["flashmla"] if choices.peers_dir else [],

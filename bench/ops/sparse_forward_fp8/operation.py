@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
+from ...core.samples import judge
 from ...peers.flashmla_sparse import FlashMlaSparse
 from ..sparse import check
 from ..sparse.cases import CASE_OPTIONS, FORM
@@ -42,7 +43,7 @@ SPARSE_FORWARD_FP8 = BenchOperation(
     parse=cases.parse,
     inputs=inputs.make_inputs,
     expect=check.expect_forward,
-    judge=check.judge,
+    judge=judge,
     results=("out",),
     implementations=implementations,
     default_peers=lambda choices: ["rows", *(["flashmla"] if choices.peers_dir else [])],

@@ -1,0 +1,1 @@
+"""Attention to a paged cache in both forms: absorbed, and un-absorbed with keys and values per head."""

@@ -1,0 +1,1 @@
+"""Prefill, un-absorbed, backward."""
