@@ -24,7 +24,7 @@ from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver, launching, loader
 from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import DeviceInfo, smem_per_block
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
@@ -32,8 +32,8 @@ DEVICE = 0
 
 
 def fake_gpu(sm_count: int, cc: tuple[int, int] = (9, 0), l2_bytes: int = 50 << 20) -> DeviceInfo:
-    """A GPU of any size."""
-    return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, 232448, l2_bytes, 1 << 34)
+    """A GPU of any size, with the shared memory of its kind."""
+    return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, smem_per_block(cc), l2_bytes, 1 << 34)
 
 
 _LAUNCH_OPTIONS = ("mode", "seed", "resident", "race_global", "race_lanes", "timeline")

@@ -17,11 +17,11 @@ from mla_cupy.arrays.dlpack import CUDA_DEVICE_TYPE, DLPACK, JAX
 from mla_cupy.arrays.dynamo import breaks_graphs, leave_alone, runs_as_it_is
 from mla_cupy.arrays.numpy import NUMPY, NumpyFamily
 from mla_cupy.arrays.torch import TORCH_CPU, check_tensor, torch_family
-from mla_cupy.arrays.view import ALIGNMENT, HOST, Family, Matcher, Native, Signature, View
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Family, Matcher, Native, Signature, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, explain
 
 __all__ = [
-    "ALIGNMENT",
+    "ARRAY_ALIGNMENT",
     "HOST",
     "NUMPY",
     "CupyFamily",

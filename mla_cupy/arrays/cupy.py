@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mla_cupy.arrays.numpy import DTYPES, name_of
-from mla_cupy.arrays.view import ALIGNMENT, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, Native, NativeFamily, Signature, View, view_of
 from mla_cupy.errors import UnsupportedDeviceError, explain
 
 
@@ -50,7 +50,7 @@ class CupyFamily(NativeFamily):
                 address = data.ptr
                 addresses.append(address)
                 # Strides that follow from the shape need not be fetched, which takes longer than to ask.
-                key += (x.shape, x._c_contiguous or x.strides, x.dtype, data.device_id, address % ALIGNMENT)
+                key += (x.shape, x._c_contiguous or x.strides, x.dtype, data.device_id, address % ARRAY_ALIGNMENT)
             else:
                 return None
         return addresses, tuple(key)
@@ -182,8 +182,19 @@ class CupyFamily(NativeFamily):
         return self._cupy.ndarray(shape, DTYPES[dtype], x.data, strides_bytes)
 
     def from_dlpack(self, x: Any) -> Any:
-        """The same memory as a CuPy array, ordered with CuPy's current stream."""
-        return self._cupy.from_dlpack(x)
+        """The same memory as a CuPy array, ordered with CuPy's current stream.
+
+        Raises
+        ------
+        UnsupportedDeviceError
+            If CuPy cannot use the GPU.
+        """
+        try:
+            return self._cupy.from_dlpack(x)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            number = x.__dlpack_device__()[1]
+            remedy = "`mla-cupy info` says what is missing"
+            raise UnsupportedDeviceError(f"device {number}: CuPy cannot use it: {error}; {remedy}") from error
 
     def event(self, device: int) -> Any:
         """The end of what `device`'s current stream holds now; None while it is captured, when nothing runs."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mla_cupy.arrays.view import ALIGNMENT, HOST, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Native, NativeFamily, Signature, View, view_of
 from mla_cupy.dtypes import TABLE
 
 DTYPES = {name: row.numpy for name, row in TABLE.items()}
@@ -43,7 +43,7 @@ class NumpyFamily(NativeFamily):
             elif type(x) is np.ndarray:
                 address = self.address(x)
                 addresses.append(address)
-                key += (x.shape, x.strides, x.dtype, address % ALIGNMENT, x.flags.writeable)
+                key += (x.shape, x.strides, x.dtype, address % ARRAY_ALIGNMENT, x.flags.writeable)
             else:
                 return None
         return addresses, tuple(key)

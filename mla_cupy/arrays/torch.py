@@ -12,7 +12,7 @@ import numpy as np
 
 from mla_cupy.arrays.dynamo import breaks_graphs, methods_break_graphs
 from mla_cupy.arrays.numpy import NUMPY
-from mla_cupy.arrays.view import ALIGNMENT, Family, Matcher, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, Family, Matcher, Native, NativeFamily, Signature, View, view_of
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DTypeError, explain
 
@@ -60,7 +60,13 @@ class TorchFamily(NativeFamily):
                     address = x.data_ptr()
                     addresses.append(address)
                     # Strides that follow from the shape need not be fetched, which takes longer than to ask.
-                    key += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
+                    key += (
+                        x.shape,
+                        x.is_contiguous() or x.stride(),
+                        x.dtype,
+                        x.get_device(),
+                        address % ARRAY_ALIGNMENT,
+                    )
                 else:
                     return None
         except RuntimeError:  # a tensor without memory
@@ -76,7 +82,7 @@ class TorchFamily(NativeFamily):
             return None
         pick = operator.itemgetter(*present)
         tensors = pick(arrays)
-        if any(x.requires_grad or x.data_ptr() % ALIGNMENT for x in tensors):
+        if any(x.requires_grad or x.data_ptr() % ARRAY_ALIGNMENT for x in tensors):
             return None
         try:
             alike = self._guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -96,7 +102,7 @@ class TorchFamily(NativeFamily):
                 address = 0 if x is None else x.data_ptr()
                 addresses.append(address)
                 bits |= address
-            return None if bits % ALIGNMENT else addresses
+            return None if bits % ARRAY_ALIGNMENT else addresses
 
         return match
 
@@ -184,8 +190,7 @@ def check_tensor(x: Any, argument: str) -> None:
         raise DTypeError(explain(argument, f"a tensor that {derivative}", expected, _DETACH))
     if torch._C._are_functorch_transforms_active():
         raise DTypeError(explain(argument, "a tensor under a transform", "no transform of torch.func", _BINDING))
-    if x.layout != torch.strided:
-        raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))
+    check_dense(x, argument)
     if x.device.type not in ("cpu", "cuda"):
         raise DTypeError(explain(argument, f"a tensor on {x.device.type}", "one on the CPU or a CUDA GPU", "move it"))
     try:
@@ -197,6 +202,15 @@ def check_tensor(x: Any, argument: str) -> None:
     name = str(x.dtype).removeprefix("torch.")
     if name not in TABLE and not hasattr(np, name):
         raise DTypeError(explain(f"{argument}.dtype", name, "one that NumPy or ml_dtypes has", f"convert {argument}"))
+
+
+def check_dense(x: Any, argument: str) -> None:
+    """Check that a tensor is neither sparse nor nested."""
+    if x.is_nested:
+        remedy = "pass its values(), and where sequences begin"
+        raise DTypeError(explain(argument, "a nested tensor", "a dense one", remedy))
+    if str(x.layout) != "torch.strided":
+        raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))
 
 
 _DETACH = (

@@ -11,7 +11,7 @@ from mla_cupy.errors import ShapeError, explain
 
 HOST = -1
 """The `device` of a view in the host's memory."""
-ALIGNMENT = 16
+ARRAY_ALIGNMENT = 16
 """Signatures tell addresses apart modulo this number of bytes, which is what TMA demands of them."""
 
 Signature = tuple[Any, ...]
@@ -75,7 +75,7 @@ class Native(Protocol):
         """The addresses (a leading 0, then one per array, 0 for None) and all else; None for other libraries' arrays.
 
         Arrays of equal signatures pass the same checks: shapes, strides, dtypes, devices and the addresses modulo
-        ALIGNMENT are equal.
+        ARRAY_ALIGNMENT are equal.
         """
 
     def matcher(self, arrays: Sequence[Any]) -> Matcher | None:

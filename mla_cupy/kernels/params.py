@@ -199,6 +199,26 @@ class CacheGatherParams(Params):
     kv_scale: F32
 
 
+class CacheSlotsParams(Params):
+    """Struct of `cache/slots.cu`."""
+
+    block_table: Address
+    starts: Address
+    lengths: Address
+    slots: Address
+    cu_seqlens: Address
+    block_table_stride_b_page_elems: tuple[I64, I64]
+    starts_stride_elems: I64
+    lengths_stride_elems: I64
+    slots_stride_elems: I64
+    cu_seqlens_stride_elems: I64
+    b: I32
+    max_pages: I32
+    page_size: I32
+    num_pages: I32
+    max_tokens: I32
+
+
 class CacheUpdateParams(Params):
     """Struct of `cache/update.cu`."""
 
@@ -233,6 +253,79 @@ class DecodeSchedulePiecesParams(Params):
     cp_rank: I32
 
 
+class PrefillBackwardParams(Params):
+    """Struct of `dense/backward_params.cuh`."""
+
+    q: Address
+    q_rope: Address
+    k: Address
+    k_rope: Address
+    v: Address
+    out: Address
+    dout: Address
+    lse: Address
+    dlse: Address
+    lse2: Address
+    delta: Address
+    dq_sums: Address
+    dk_rope_sums: Address
+    dq: Address
+    dq_rope: Address
+    dk: Address
+    dk_rope: Address
+    dv: Address
+    schedule: Address
+    key_schedule: Address
+    tiles: Address
+    key_tiles: Address
+    q_stride_s_h_elems: tuple[I64, I64]
+    q_rope_stride_s_h_elems: tuple[I64, I64]
+    k_stride_s_h_elems: tuple[I64, I64]
+    k_rope_stride_s_h_elems: tuple[I64, I64]
+    v_stride_s_h_elems: tuple[I64, I64]
+    out_stride_s_h_elems: tuple[I64, I64]
+    dout_stride_s_h_elems: tuple[I64, I64]
+    lse_stride_s_h_elems: tuple[I64, I64]
+    dlse_stride_s_h_elems: tuple[I64, I64]
+    dk_rope_sums_stride_s_h_elems: tuple[I64, I64]
+    dq_stride_s_h_elems: tuple[I64, I64]
+    dq_rope_stride_s_h_elems: tuple[I64, I64]
+    dk_stride_s_h_elems: tuple[I64, I64]
+    dk_rope_stride_s_h_elems: tuple[I64, I64]
+    dv_stride_s_h_elems: tuple[I64, I64]
+    s_q: I32
+    s_kv: I32
+    h_q: I32
+    h_kv: I32
+    num_rows: I32
+    q_rope_column: I32
+    k_rope_column: I32
+    k_rope_heads: I32
+    heads_at_once: I32
+    kv_heads_at_once: I32
+    out_is_fp32: I32
+    scale: F32
+    scale_log2: F32
+
+
+class MaskParams(Params):
+    """Struct of `dense/mask.cu`."""
+
+    indices: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    mask: Address
+    indices_stride_s_k_elems: tuple[I64, I64]
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    mask_stride_bytes: I64
+    topk: I32
+    b: I32
+    mask_bytes: I32
+    relative: I32
+    aligned: I32
+
+
 class PrefillParams(Params):
     """Struct of `dense/params.cuh`."""
 
@@ -241,22 +334,19 @@ class PrefillParams(Params):
     k: Address
     k_rope: Address
     v: Address
-    cu_seqlens_q: Address
-    cu_seqlens_kv: Address
     state_out: Address
     state_lse: Address
     out: Address
     lse: Address
     schedule: Address
-    sequences: Address
     tiles: Address
+    mask: Address
+    mask_stride_bytes: I64
     q_stride_s_h_elems: tuple[I64, I64]
     q_rope_stride_s_h_elems: tuple[I64, I64]
     k_stride_s_h_elems: tuple[I64, I64]
     k_rope_stride_s_h_elems: tuple[I64, I64]
     v_stride_s_h_elems: tuple[I64, I64]
-    cu_seqlens_q_stride_elems: I64
-    cu_seqlens_kv_stride_elems: I64
     state_out_stride_s_h_elems: tuple[I64, I64]
     state_lse_stride_s_h_elems: tuple[I64, I64]
     out_stride_s_h_elems: tuple[I64, I64]
@@ -265,15 +355,32 @@ class PrefillParams(Params):
     s_kv: I32
     h_q: I32
     h_kv: I32
-    b: I32
     q_rope_column: I32
     k_rope_column: I32
     k_rope_heads: I32
     heads_at_once: I32
-    causal: I32
     state_is_fp32: I32
     out_is_fp32: I32
+    mask_bytes: I32
     scale_log2: F32
+
+
+class DenseScheduleParams(Params):
+    """Struct of `dense/schedule.cu`."""
+
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    schedule: Address
+    key_schedule: Address
+    sequences: Address
+    tiles: Address
+    key_tiles: Address
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    s_q: I32
+    s_kv: I32
+    b: I32
+    causal: I32
 
 
 class BinsParams(Params):
@@ -371,11 +478,15 @@ class LossParams(Params):
     """Struct of `indexer/loss/params.cuh`."""
 
     q: Address
+    q_rope: Address
     k: Address
+    k_rope: Address
     v: Address
     index_q: Address
     index_k: Address
     weights: Address
+    k_scale: Address
+    q_scale: Address
     lse: Address
     row_weights: Address
     cu_seqlens_q: Address
@@ -385,6 +496,7 @@ class LossParams(Params):
     scores: Address
     gradient: Address
     finite_keys: Address
+    decoded_queries: Address
     finite_values: Address
     nonfinite_tiles: Address
     key_sums: Address
@@ -402,11 +514,15 @@ class LossParams(Params):
     largest: Address
     head_sums: Address
     q_stride_token_head_elems: tuple[I64, I64]
-    k_stride_elems: I64
-    v_stride_elems: I64
+    q_rope_stride_token_head_elems: tuple[I64, I64]
+    k_stride_token_head_elems: tuple[I64, I64]
+    k_rope_stride_token_head_elems: tuple[I64, I64]
+    v_stride_token_head_elems: tuple[I64, I64]
     index_q_stride_token_head_elems: tuple[I64, I64]
     index_k_stride_elems: I64
     weights_stride_token_head_elems: tuple[I64, I64]
+    k_scale_stride_elems: I64
+    q_scale_stride_token_head_elems: tuple[I64, I64]
     lse_stride_token_head_elems: tuple[I64, I64]
     row_weights_stride_elems: I64
     cu_seqlens_q_stride_elems: I64
@@ -429,17 +545,23 @@ class LossParams(Params):
     num_keys: I32
     heads: I32
     index_heads: I32
+    kv_head_heads: I32
     head_dim: I32
     value_dim: I32
     index_dim: I32
+    first_dim: I32
+    q_rope_column: I32
+    k_rope_column: I32
     causal: I32
     per_head: I32
     first_token: I32
     num_tokens: I32
     first_target: I32
+    first_fetched: I32
     first_chunk: I32
     last_chunk: I32
     weights_bf16: I32
+    codes: I32
     d_index_q_fp32: I32
     d_index_k_fp32: I32
     key_splits: I32

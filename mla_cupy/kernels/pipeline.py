@@ -24,7 +24,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3
 from mla_cupy.runtime.tensormap import MAP_BYTES, TensorMapSpec
 
-ALIGNMENT = 256
+WORKSPACE_ALIGNMENT = 256
 """Alignment of the workspace and of each of its parts, in bytes."""
 _MAPS_KEPT = 4096
 
@@ -37,13 +37,13 @@ class Layout:
     Attributes
     ----------
     offsets : dict
-        Part -> offset in bytes, a multiple of ALIGNMENT.
+        Part -> offset in bytes, a multiple of WORKSPACE_ALIGNMENT.
     nbytes : int
         Size of the whole.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
+        padded = [-(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT for size in sizes.values()]
         ends = list(accumulate(padded, initial=0))
         self.offsets = dict(zip(sizes, ends, strict=False))
         self.nbytes = ends[-1]

@@ -113,6 +113,9 @@ class KernelSpec(Generic[ProblemT]):
         `preferred(problem, device)`: whether it is chosen for a problem that it takes where no kernel is named.
     on_request : bool
         Runs only where `kernel=` names it: not measured yet, or kept for comparison.
+    spill_bytes : int
+        What a build may spill, in bytes stored: of kernels that need all registers, where a few spilled words were
+        measured to cost nothing. 0 for all others.
     fallback : bool
         Slow: a datacentre GPU that falls to it is told so once.
     """
@@ -129,6 +132,7 @@ class KernelSpec(Generic[ProblemT]):
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
     preferred: Callable[[ProblemT, DeviceInfo], bool] = always
     on_request: bool = False
+    spill_bytes: int = 0
     fallback: bool = False
 
     @property
@@ -147,7 +151,7 @@ class KernelSpec(Generic[ProblemT]):
 
     def request(self, variant: Variant, arch: str) -> BuildRequest:
         """What to compile for `variant` on `arch`."""
-        return BuildRequest(self.entry, self.source, arch, variant.defines(), str(variant))
+        return BuildRequest(self.entry, self.source, arch, variant.defines(), str(variant), self.spill_bytes)
 
 
 def needs_cc(device: DeviceInfo, *ccs: str) -> Reason:

@@ -10,14 +10,16 @@ from mla_cupy.ops import (
     cache_pages,
     cascade,
     decode,
+    masks,
     merge,
     prefill,
+    prefill_backward,
     sparse_backward,
     sparse_decode,
     sparse_forward,
 )
 from mla_cupy.ops.cache import cache_append, cache_gather
-from mla_cupy.ops.cache_pages import cache_copy_pages, cache_update
+from mla_cupy.ops.cache_pages import cache_copy_pages, cache_slots, cache_update
 from mla_cupy.ops.call import workspace_bytes
 from mla_cupy.ops.cascade import cascade_decode
 from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
@@ -46,9 +48,11 @@ from mla_cupy.ops.indexer.select_paged import indexer_select_paged
 from mla_cupy.ops.indexer.sparse_loss import indexer_sparse_loss
 from mla_cupy.ops.indexer.topk import indexer_topk
 from mla_cupy.ops.indexer.warmup_loss import indexer_warmup_loss
+from mla_cupy.ops.masks import prefill_mask
 from mla_cupy.ops.merge import merge_states
 from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prefill import mla_prefill
+from mla_cupy.ops.prefill_backward import mla_prefill_backward
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
@@ -65,6 +69,7 @@ __all__ = [
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
+    "cache_slots",
     "cache_update",
     "cascade_decode",
     "indexer_cache_append",
@@ -82,8 +87,10 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "mla_prefill",
+    "mla_prefill_backward",
     "plan_cascade",
     "plan_decode",
+    "prefill_mask",
     "shared_prefixes",
     "sparse_mla_backward",
     "sparse_mla_decode",
@@ -96,10 +103,13 @@ _DESCRIBED: tuple[Operation, ...] = (
     cache.GATHER_OPERATION,
     cache_pages.COPY_PAGES_OPERATION,
     cache_pages.UPDATE_OPERATION,
+    cache_pages.SLOTS_OPERATION,
     cascade.OPERATION,
     decode.OPERATION,
+    masks.OPERATION,
     merge.OPERATION,
     prefill.OPERATION,
+    prefill_backward.OPERATION,
     sparse_backward.OPERATION,
     sparse_decode.OPERATION,
     sparse_forward.OPERATION,

@@ -67,7 +67,7 @@ def rounded(results: Iterable[Any], names: Iterable[str]) -> list[Any]:
 
 
 def _rounded(x: Any, dtype: np.dtype[Any], name: str) -> Any:
-    if name == "uint8":  # bytes are e4m3 codes, of which there is one NaN on a GPU
+    if name == "uint8" and x.dtype.kind == "f":  # the bytes are e4m3 codes, of which there is one NaN on a GPU
         codes = dtypes.round_to(x, "float8_e4m3fn").astype(dtypes.numpy_dtype("float8_e4m3fn")).view(np.uint8)
         return np.where(np.isnan(x), np.uint8(0x7F), codes)
     return x.astype(dtype) if dtype.kind in "iu" else dtypes.round_to(x, name).astype(dtype)

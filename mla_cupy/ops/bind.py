@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from mla_cupy import ops
-from mla_cupy.arrays import ALIGNMENT as ARRAY_ALIGNMENT
-from mla_cupy.arrays import HOST
+from mla_cupy.arrays import ARRAY_ALIGNMENT, HOST
 from mla_cupy.errors import DeviceError, ShapeError, explain
-from mla_cupy.kernels.pipeline import ALIGNMENT, Launch, Prepared
+from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Launch, Prepared
 from mla_cupy.ops.call import examine
 from mla_cupy.ops.checks import check_dtype
 from mla_cupy.ops.entry import Request
@@ -55,11 +54,19 @@ def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:
     Raises
     ------
     TypeError
-        If there is no such option.
+        If there is no such option, or one is missing that has no default.
     """
     dtypes = {output.dtype_option for output in operation.outputs} - {""}
-    chosen = {name: parameters(operation.name)[name].default for name in operation.options._fields}
+    for name in given:
+        if name not in operation.options._fields:
+            raise TypeError(f"{operation.name}() got an unexpected keyword argument {name!r}")
+    taken = parameters(operation.name)
+    defaults = {name: taken[name].default for name in operation.options._fields}
+    chosen = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
     chosen |= {name: check_dtype(name, value) if name in dtypes else value for name, value in given.items()}
+    for name in operation.options._fields:
+        if name not in chosen:
+            raise TypeError(f"{operation.name}() missing the keyword argument {name!r}")
     return operation.options(**chosen)
 
 
@@ -218,9 +225,9 @@ class Launcher:
             expected = f"one of {sorted(self._idle)}, which the kernels are loaded on"
             raise DeviceError(explain("device", ordinal, expected))
         arrays, workspace = addresses[: self._count], sum(addresses[self._count : self._count + 1])
-        if functools.reduce(int.__or__, arrays, 0) % ARRAY_ALIGNMENT or workspace % ALIGNMENT:
+        if functools.reduce(int.__or__, arrays, 0) % ARRAY_ALIGNMENT or workspace % WORKSPACE_ALIGNMENT:
             got = f"arrays at {[hex(address) for address in arrays]}, a workspace at {workspace:#x}"
-            expected = f"multiples of {ARRAY_ALIGNMENT}, and of {ALIGNMENT} for the workspace"
+            expected = f"multiples of {ARRAY_ALIGNMENT}, and of {WORKSPACE_ALIGNMENT} for the workspace"
             raise ShapeError(explain("addresses", got, expected))
         try:
             prepared = idle.pop()

@@ -18,7 +18,7 @@ from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, pr
 
 _CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
 _INDEX_DTYPES = ("int32", "int64")
-_ALIGNMENT = 16
+_RECORD_ALIGNMENT = 16
 
 
 def cache_append(
@@ -154,10 +154,14 @@ def check_layout(record: CacheFormat, cache: View, argument: str = "cache") -> N
         expected = f"{record.token_bytes} bytes per token: the pages of {record.name} are planes"
         remedy = "only pages may be further apart"
         raise ShapeError(explain(f"{argument}.strides[1]", cache.strides[1], expected, remedy))
-    if cache.ptr % _ALIGNMENT or (cache.shape[0] > 1 and page % _ALIGNMENT) or (page_size > 1 and token % _ALIGNMENT):
+    if (
+        cache.ptr % _RECORD_ALIGNMENT
+        or (cache.shape[0] > 1 and page % _RECORD_ALIGNMENT)
+        or (page_size > 1 and token % _RECORD_ALIGNMENT)
+    ):
         got = f"{cache.strides} at {cache.ptr:#x}"
-        remedy = f"allocate pages of a multiple of {_ALIGNMENT} bytes, such as {record.page_bytes(page_size)}"
-        expected = f"a start and steps that are multiples of {_ALIGNMENT} bytes"
+        remedy = f"allocate pages of a multiple of {_RECORD_ALIGNMENT} bytes, such as {record.page_bytes(page_size)}"
+        expected = f"a start and steps that are multiples of {_RECORD_ALIGNMENT} bytes"
         raise ShapeError(explain(f"{argument}.strides", got, expected, remedy))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cupy.cache_formats import words_before_changes
-from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.cache import COPY_PAGES, UPDATE
-from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, UpdateOptions
+from mla_cupy.errors import ShapeError, explain
+from mla_cupy.kernels.cache import COPY_PAGES, SLOTS, UPDATE
+from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, SlotsOptions, UpdateOptions
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import is_integer
-from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Views, present
+from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Output, Views, only_int32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
+from mla_cupy.shapes import MAX_INT32
 
 
 def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
@@ -42,6 +43,76 @@ def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
     [0, 3]
     """
     run(Invocation(COPY_PAGES_OPERATION, (pool, pairs), stream=stream))
+
+
+def cache_slots(
+    block_table: Any,
+    starts: Any,
+    lengths: Any,
+    *,
+    page_size: int,
+    max_tokens: int,
+    num_pages: int | None = None,
+    slots: Any = None,
+    cu_seqlens: Any = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Find the slots of consecutive tokens of each sequence: a chunk to read, or new tokens to write.
+
+    Everything is read on the device, so a captured call follows `starts` and `lengths`, chunk after chunk.
+
+    Parameters
+    ----------
+    block_table : array, (b, max_pages), int32
+        Pages of the sequences, in the order of their tokens.
+    starts : array, (b,), int32
+        The first position of each sequence that is wanted.
+    lengths : array, (b,), int32
+        How many positions are wanted from there on; below 0 is none.
+    page_size : int
+        Tokens in a page.
+    max_tokens : int
+        How many slots there are. Where `lengths` want more, those at the end are left out.
+    num_pages : int, optional
+        Of the cache: entries of `block_table` outside of [0, num_pages) are no pages. Default: as many as slots of 32
+        bits can name.
+    slots : array, (max_tokens,), int32, optional
+        Where the slots go.
+    cu_seqlens : array, (b + 1,), int32, optional
+        Where the starts of the sequences in `slots` go.
+    stream : int or stream object, optional
+        Where to run. Default: the caller's library's current stream.
+
+    Returns
+    -------
+    slots : array, (max_tokens,), int32
+        For `cache_gather` and `cache_append`: page * page_size + place of the tokens of sequence 0, then of sequence
+        1, and so on. A position that has no page, in the table or in the cache, has -1, and so has what follows the
+        last token.
+    cu_seqlens : array, (b + 1,), int32
+        For `mla_prefill`: sequence n has the slots from cu_seqlens[n] to cu_seqlens[n + 1]. At most `max_tokens`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched.
+
+    Notes
+    -----
+    Exact, and the same from run to run. Guide: "Chunked prefill over the paged cache".
+
+    Examples
+    --------
+    >>> import numpy as np, mla_cupy
+    >>> table = np.array([[7, 2], [4, 0]], np.int32)
+    >>> starts, lengths = np.array([3, 0], np.int32), np.array([2, 3], np.int32)
+    >>> slots, cu_seqlens = mla_cupy.cache_slots(table, starts, lengths, page_size=4, max_tokens=6)
+    >>> slots.tolist(), cu_seqlens.tolist()
+    ([31, 8, 16, 17, 18, -1], [0, 2, 5])
+    """
+    arrays = (block_table, starts, lengths, slots, cu_seqlens)
+    slots, cu_seqlens = run(Invocation(SLOTS_OPERATION, arrays, (page_size, max_tokens, num_pages), stream=stream))
+    return slots, cu_seqlens
 
 
 def cache_update(
@@ -94,12 +165,20 @@ def _examine_copy(views: Views, given: NoOptions) -> Examined:
 
 def _examine_update(views: Views, given: UpdateOptions) -> Examined:
     packed, table = present(views, "packed"), present(views, "table")
-    if not (is_integer(given.page_size) and given.page_size > 0):
-        raise ArgumentError(explain("page_size", repr(given.page_size), "a whole number from 1 on"))
+    page_size = check_count("page_size", given.page_size, 1, MAX_INT32)
     least = words_before_changes(table.shape[0])
     if packed.shape[0] < least:
         raise ShapeError(explain("packed.shape[0]", packed.shape[0], f"at least {least}, before the changes"))
-    return Examined(None, given._replace(page_size=int(given.page_size)))
+    return Examined(None, given._replace(page_size=page_size))
+
+
+def _examine_slots(views: Views, given: SlotsOptions) -> Examined:
+    b = present(views, "block_table").shape[0]
+    page_size = check_count("page_size", given.page_size, 1, MAX_INT32)
+    max_tokens = check_count("max_tokens", given.max_tokens, 0, MAX_INT32)
+    num_pages = MAX_INT32 if given.num_pages is None else check_count("num_pages", given.num_pages, 0, MAX_INT32)
+    options = SlotsOptions(page_size, max_tokens, min(num_pages, MAX_INT32 // page_size))
+    return Examined(None, options, {"max_tokens": max_tokens, "b+1": b + 1})
 
 
 COPY_PAGES_OPERATION = Operation(
@@ -133,4 +212,18 @@ UPDATE_OPERATION = Operation(
     pipeline=UPDATE,
     on_pages=True,
     internal=True,
+)
+
+SLOTS_OPERATION = Operation(
+    "cache_slots",
+    inputs=(
+        Input("block_table", "b max_pages", ("int32",)),
+        Input("starts", "b", ("int32",)),
+        Input("lengths", "b", ("int32",)),
+    ),
+    outputs=(Output("slots", "max_tokens", only_int32), Output("cu_seqlens", "b+1", only_int32)),
+    options=SlotsOptions,
+    examine=_examine_slots,
+    pipeline=SLOTS,
+    on_pages=True,
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
 from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
-from mla_cupy.kernels.pipeline import ALIGNMENT, Prepared
+from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
 from mla_cupy.ops.entry import Entry, Plan, Request
@@ -175,9 +175,9 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     if call.check is not False or entry.prepared.driver is not driver.active:
         return None
     if addresses != entry.apart:
-        if workspace is not None and (call.plan is not None or addresses[-1] % ALIGNMENT):
+        if workspace is not None and (call.plan is not None or addresses[-1] % WORKSPACE_ALIGNMENT):
             return None
-        if not overlap.clearly_apart(addresses, entry.reach, entry.written, entry.alike):
+        if not overlap.clearly_apart(addresses, entry.reach, entry.written, entry.beside):
             return None
         entry.apart = addresses.copy()
     return entry, addresses
@@ -217,7 +217,7 @@ def _check_arguments(call: Invocation) -> Family:
     families.check_stream(family, call.stream)
     if not isinstance(call.check, bool):
         raise ArgumentError(explain("check", repr(call.check), "True or False"))
-    if call.plan is not None and not isinstance(call.plan, Plan):
+    if call.plan is not None and not (isinstance(call.plan, Plan) and call.plan.operation == operation.name):
         expected = f"a plan of {operation.name}, or None"
         raise PlanError(explain("plan", repr(call.plan), expected, "make it with plan_decode or plan_cascade"))
     if call.workspace is not None and not family.on_gpu:
@@ -328,6 +328,11 @@ def _entry(
         nbytes = native.view(call.workspace).shape[0]
         written.append(len(reach))
         reach.append((0, nbytes) if nbytes else None)
+    in_place = {
+        (1 + names.index(result), 1 + names.index(array), 0)
+        for result, array in call.operation.in_place.items()
+        if overlap.are_alike(request.views[result], request.views[array])
+    }
     return Entry(
         options=call.options,
         kinds=[*map(type, call.options)],
@@ -340,11 +345,7 @@ def _entry(
         given=slice(len(call.operation.inputs), None),
         reach=tuple(reach),
         written=tuple(at for at in written if reach[at] is not None),
-        alike=tuple(
-            (1 + names.index(result), 1 + names.index(array))
-            for result, array in call.operation.in_place.items()
-            if overlap.are_alike(request.views[result], request.views[array])
-        ),
+        beside=frozenset(in_place | overlap.found_beside(addresses, reach, written)),
         apart=addresses.copy(),
     )
 

@@ -169,6 +169,8 @@ class CascadePlan(Plan):
         CUDA ordinal; -1 for a plan of the NumPy backend.
     """
 
+    operation = "cascade_decode"
+
     def __init__(self, groups: tuple[PrefixGroup, ...], b: int, page_size: int, planned: list[Section]) -> None:
         self.groups = groups
         self._b, self._page_size, self._sections = b, page_size, planned
@@ -179,6 +181,10 @@ class CascadePlan(Plan):
         self.device = next((section.plan.device for section in planned if section.plan), HOST)
         self.address, self._nbytes = 0, 0
         self.state = (self._identity, None)
+
+    def __repr__(self) -> str:
+        place = "numpy" if self.device == HOST else f"device {self.device}"
+        return f"CascadePlan(b={self._b}, page_size={self._page_size}, {self.groups}, {place})"
 
     def update(self, seqlens: Any) -> None:
         """Enqueue the schedules for the lengths of this step, on the caller's library's current stream.
@@ -308,8 +314,8 @@ def plan_cascade(
     >>> plan.update(seqlens)
     >>> out, lse = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, plan=plan)
     """
-    for argument, value in (("b", b), ("s_q", s_q), ("max_pages", max_pages)):
-        check_count(argument, value, 1, MAX_INT32)
+    given = (("b", b), ("s_q", s_q), ("max_pages", max_pages), ("page_size", page_size))
+    b, s_q, max_pages, page_size = (check_count(argument, value, 1, MAX_INT32) for argument, value in given)
     groups = check_groups(groups, b, max_pages)
     shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "record": record, "page_size": page_size, "dtype": dtype}
     shape["device"] = device

@@ -10,8 +10,8 @@ import numpy as np
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
-from mla_cupy.kernels.pipeline import ALIGNMENT
-from mla_cupy.ops.operation import Arrays, Input, Views
+from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
+from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -54,8 +54,8 @@ def resolve_scale(scale: Any, d_qk: int) -> float:
 
 def check_factor(argument: str, value: Any) -> float:
     """Check a number that float32 can hold, above 0."""
-    if not (_is_number(value) and _MIN_SCALE <= value <= _MAX_SCALE):
-        remedy = "" if _is_number(value) else "pass a Python number"
+    if not (is_number(value) and _MIN_SCALE <= value <= _MAX_SCALE):
+        remedy = "" if is_number(value) else "pass a Python number"
         raise ArgumentError(explain(argument, repr(value), "a finite number above 0, in float32", remedy))
     return float(value)
 
@@ -69,9 +69,9 @@ def check_lse_base(lse_base: Any) -> str:
 
 def check_empty_lse(empty_lse: Any) -> float:
     """Check the number; infinities and NaN are good."""
-    if _is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
+    if is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
         return float(empty_lse)
-    remedy = "" if _is_number(empty_lse) else "pass a Python number"
+    remedy = "" if is_number(empty_lse) else "pass a Python number"
     raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32", remedy))
 
 
@@ -111,6 +111,16 @@ def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:
     return int(value)
 
 
+def check_float(argument: str, value: Any) -> float:
+    """Check that it is a number, whichever."""
+    try:
+        if is_number(value):
+            return float(value)
+    except OverflowError:  # of an integer
+        pass
+    raise ArgumentError(explain(argument, repr(value), "a number", "" if is_number(value) else "pass a Python number"))
+
+
 def check_dtype(argument: str, dtype: Any) -> str | None:
     """The name of a dtype in any form: a name, or a dtype or scalar type of NumPy, `ml_dtypes` or PyTorch.
 
@@ -131,6 +141,40 @@ def check_all_or_none(views: Views, *names: str, expected: str = "an array") -> 
         all_of_them = "both" if len(names) == 2 else f"all of {', '.join(names)}"
         raise ArgumentError(explain(missing[0], None, expected, f"give {all_of_them}, or none"))
     return not missing
+
+
+def pair_width(views: Views) -> int:
+    """The width of queries and keys, whose last columns may be arrays of their own: `q_rope` and `k_rope`.
+
+    Raises
+    ------
+    ShapeError
+        If queries and keys differ.
+    """
+    widths = {}
+    for name in ("q", "k"):
+        rope = views[f"{name}_rope"]
+        widths[name] = present(views, name).shape[2] + (0 if rope is None else rope.shape[2])
+    if widths["q"] != widths["k"]:
+        remedy = f"the last {D_ROPE} columns are in q_rope and k_rope, or in q and k"
+        raise ShapeError(explain("the width of k", widths["k"], f"{widths['q']}, like q", remedy))
+    return widths["q"]
+
+
+def check_kv_heads(views: Views, heads: int, kv_heads: int) -> None:
+    """Check that each KV head serves as many heads, and that `k_rope` is that of all heads or of each KV head.
+
+    Raises
+    ------
+    ShapeError
+    """
+    if heads % kv_heads:
+        remedy = "each KV head serves as many heads"
+        raise ShapeError(explain("q.shape[1]", heads, f"a multiple of h_kv={kv_heads}", remedy))
+    k_rope = views["k_rope"]
+    if k_rope is not None and k_rope.shape[1] not in (1, kv_heads):
+        expected = f"1 or h_kv={kv_heads}" if kv_heads > 1 else "1, as k has no more heads"
+        raise ShapeError(explain("k_rope.shape[1]", k_rope.shape[1], expected, "one for all heads, or each"))
 
 
 def check_starts(views: Views) -> None:
@@ -170,7 +214,8 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number of Python's or NumPy's, and no truth value."""
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, np.bool_))
 
 
@@ -188,5 +233,5 @@ def check_memory(view: View, nbytes: int, device: int) -> None:
     if view.shape[0] < nbytes:
         remedy = "`mla_cupy.workspace_bytes` tells how many"
         raise ShapeError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes", remedy))
-    if view.ptr % ALIGNMENT:
-        raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {ALIGNMENT}"))
+    if view.ptr % WORKSPACE_ALIGNMENT:
+        raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {WORKSPACE_ALIGNMENT}"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
-from mla_cupy.arrays.view import ALIGNMENT, View
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Prepared, Step
@@ -228,7 +228,9 @@ def configure(division: Division, device: int, kernels: Kernels) -> CompositeCon
 
 def _kind(stage: Stage) -> Any:
     """Equal for stages that differ in nothing but addresses, as far as they are aligned alike."""
-    parts = ((name, part and part.view._replace(ptr=part.view.ptr % ALIGNMENT)) for name, part in stage.arrays.items())
+    parts = (
+        (name, part and part.view._replace(ptr=part.view.ptr % ARRAY_ALIGNMENT)) for name, part in stage.arrays.items()
+    )
     return stage.name, stage.options, id(stage.plan), tuple(parts)
 
 

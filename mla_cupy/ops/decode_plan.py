@@ -68,6 +68,8 @@ class DecodePlan(Plan):
         CUDA ordinal; -1 for a plan of the NumPy backend, which needs no buffers.
     """
 
+    operation = "mla_decode"
+
     def __init__(
         self, problem: DecodeProblem, limits: _Limits, device: int, config: DecodeConfig | None, memory: tuple[Any, int]
     ) -> None:
@@ -233,6 +235,8 @@ class DecodePlan(Plan):
 
 class UnmergedPlan(Plan):
     """A plan whose calls leave the pieces of split requests in its workspace, for the caller to merge."""
+
+    operation = "mla_decode"
 
     def __init__(self, plan: DecodePlan) -> None:
         self._plan = plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from mla_cupy.arrays import HOST, Matcher, Native, Signature
 from mla_cupy.kernels.pipeline import Call, Prepared
-from mla_cupy.ops.overlap import Span
+from mla_cupy.ops.overlap import Beside, Span
 
 
 class Plan:
@@ -22,8 +22,11 @@ class Plan:
         Where it is, or HOST.
     state : hashable
         Changes whenever calls that the plan served may no longer be served.
+    operation : str
+        Whose calls it serves.
     """
 
+    operation: str
     address: int
     device: int
     state: Hashable
@@ -89,8 +92,9 @@ class Entry:
         The bytes that each array reaches from its address, after a leading None; None for those to allocate.
     written : tuple of int
         Indices of the addresses that are written to.
-    alike : tuple
-        (written, read) indices of the addresses that may be equal: the result is laid out as the array in its place.
+    beside : frozenset
+        Pairs of addresses that may be near each other at a certain distance: 0 for a result that is laid out as the
+        array in its place, others for rows that lie between the other's rows.
     apart : list of int or None
         Addresses at which the arrays have been found not to overlap.
     """
@@ -106,7 +110,7 @@ class Entry:
     missing: tuple[tuple[int, tuple[int, ...], str], ...]
     reach: tuple[Span | None, ...]
     written: tuple[int, ...]
-    alike: tuple[tuple[int, int], ...]
+    beside: frozenset[Beside]
     apart: list[int]
     signature: Signature | None = None
     match: Matcher | None = None

@@ -53,6 +53,8 @@ class Input:
         Whether it is memory to work in, which is neither read nor a result.
     even : bool
         Whether the first two axes step evenly, so that they can be taken as one.
+    wide : bool
+        Whether it starts at, and steps by, multiples of 16 bytes, with a contiguous last axis.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Input:
     written: bool = False
     scratch: bool = False
     even: bool = False
+    wide: bool = False
 
 
 def like_first_or_float32(first: str) -> tuple[str, ...]:
@@ -70,9 +73,19 @@ def like_first_or_float32(first: str) -> tuple[str, ...]:
     return (first, "float32") if first != "float32" else (first,)
 
 
+def only_like_first(first: str) -> tuple[str, ...]:
+    """The dtype of results that are never anything but that of the first input."""
+    return (first,)
+
+
 def only_float32(first: str) -> tuple[str, ...]:
     """The dtype of logarithms and of other numbers that are not stored at length."""
     return ("float32",)
+
+
+def only_int32(first: str) -> tuple[str, ...]:
+    """The dtype of places and counts."""
+    return ("int32",)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ _MAX_WORK = 10_000
 """Work limit of NumPy's exact solver; arrays that it cannot tell apart within it count as overlapping."""
 
 Span = tuple[int, int]
+Beside = tuple[int, int, int]
+"""The indices of a written array and another one, and how far the latter may begin after the former, in bytes."""
 
 
 def check_apart(
@@ -51,11 +53,11 @@ def spans(views: Sequence[View | None]) -> tuple[Span | None, ...]:
 
 
 def clearly_apart(
-    addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int], alike: Collection[tuple[int, int]]
+    addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int], beside: Collection[Beside]
 ) -> bool:
     """Whether no array of `written` (indices) comes near another one; quick, and never wrong when it says so.
 
-    Of the pairs that are `alike`, a written array and one in whose place it may be, both may begin at one address.
+    Pairs of `beside` may.
     """
     for index in written:
         span = reach[index]
@@ -65,11 +67,22 @@ def clearly_apart(
         for other, theirs in enumerate(reach):
             if theirs is None or other == index:
                 continue
-            if (index, other) in alike and addresses[index] == addresses[other]:
+            if addresses[other] + theirs[0] >= end or begin >= addresses[other] + theirs[1]:
                 continue
-            if addresses[other] + theirs[0] < end and begin < addresses[other] + theirs[1]:
+            if (index, other, addresses[other] - addresses[index]) not in beside:
                 return False
     return True
+
+
+def found_beside(addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int]) -> set[Beside]:
+    """The pairs that come near each other, of arrays that have passed `check_apart`."""
+    found = set()
+    for index in written:
+        for other, theirs in enumerate(reach):
+            two = [span if at in (index, other) else None for at, span in enumerate(reach)]
+            if theirs is not None and other != index and not clearly_apart(addresses, two, [index], ()):
+                found.add((index, other, addresses[other] - addresses[index]))
+    return found
 
 
 def are_alike(view: View | None, other: View | None) -> bool:

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
-from mla_cupy.kernels.dense.problem import D_ROPE, GEOMETRIES, DenseProblem, PrefillOptions
+from mla_cupy.kernels.dense.problem import MASK_ROW_BYTES, DenseProblem, PrefillOptions
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import (
-    STARTS,
-    check_all_or_none,
-    check_flag,
-    check_start_values,
-    check_starts,
-    resolve_scale,
-)
-from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32, present
-from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import MAX_TOKENS
-
-_READ_IN_ROWS = ("q", "q_rope", "k", "k_rope", "v", "state_out")
-_WIDTHS_QK = tuple(dict.fromkeys(width for d_qk, _ in GEOMETRIES for width in (d_qk - D_ROPE, d_qk)))
-_WIDTHS_V = tuple(dict.fromkeys(d_v for _, d_v in GEOMETRIES))
+from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, resolve_scale
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
+from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, aligned, check_prefill_values, check_sizes
 
 
 def mla_prefill(
@@ -37,6 +24,7 @@ def mla_prefill(
     cu_seqlens_kv: Any = None,
     state_out: Any = None,
     state_lse: Any = None,
+    mask: Any = None,
     causal: bool = True,
     scale: float | None = None,
     out: Any = None,
@@ -76,6 +64,11 @@ def mla_prefill(
     state_lse : array, (s_q, h_q), float32, optional
         Its log-sum-exps. Both infinities mean that the query saw no key; its `state_out` is then not read. It may be
         `lse` itself.
+    mask : array, (s_q, mask_bytes), uint8, optional
+        Which keys of its sequence each query sees, for all heads, beside what `causal` says: bit j % 8 (the lowest is
+        0) of byte j // 8 is 1 for key j, counted from the sequence's first key. `prefill_mask` makes one of indices, or
+        `numpy.packbits(seen, axis=1, bitorder="little")` with a multiple of 128 keys. Rows start at, step by, and have
+        multiples of 16 bytes. Keys beyond mask_bytes are hidden; without `cu_seqlens_kv` it has all of them.
     causal : bool
         Whether a query is blind to the keys after its own position, the queries being the last of their sequence: query
         i of n sees the first s - n + i + 1 of its s keys.
@@ -116,9 +109,9 @@ def mla_prefill(
     NumPy arrays (and PyTorch tensors on the CPU) are computed on the GPU if there is one, else by the NumPy oracle.
 
     Nothing is copied or concatenated. What a query does not see never reaches its result, whatever it contains: NaN or
-    Inf in later keys and values, or in another sequence's. The result does not change from run to run. Workspace: 32
-    bytes for each 128 queries and each sequence, and 20 for each sequence. It takes 2 * h_q * (d_qk + d_v) FLOPs for
-    each query and key that it sees.
+    Inf in later or masked keys and values, or in another sequence's. The result does not change from run to run.
+    Workspace: 32 bytes for each 128 queries and each sequence, and 28 for each sequence. It takes
+    2 * h_q * (d_qk + d_v) FLOPs for each query and key that it sees; keys that only a mask hides count as well.
 
     Examples
     --------
@@ -131,82 +124,51 @@ def mla_prefill(
     ((3, 4, 128), 1.0, [13.856, 14.55, 14.955])
     """
     options = (causal, scale, out_dtype, kernel)
-    inputs = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse)
+    inputs = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask)
     out, lse = run(Invocation(OPERATION, (*inputs, out, lse), options, workspace, stream, None, check))
     return out, lse
 
 
 def _examine(views: Views, given: PrefillOptions) -> Examined:
-    q, v = present(views, "q"), present(views, "v")
-    (s_q, h_q, _), (s_kv, h_kv, d_v) = q.shape, v.shape
-    for argument, size in (("q.shape[0]", s_q), ("k.shape[0]", s_kv)):
-        if size > MAX_TOKENS:
-            raise ShapeError(explain(argument, size, f"at most {MAX_TOKENS}", "the kernels count in int32"))
-    d_qk = _check_geometry(views, d_v)
-    _check_heads(views, h_q, h_kv)
-    check_starts(views)
+    sizes = check_sizes(views)
     check_all_or_none(views, "state_out", "state_lse", expected="an array, as its counterpart")
-    starts = views["cu_seqlens_q"]
-    aligned = all(steps_by_16_bytes(view) for name in _READ_IN_ROWS if (view := views[name]) is not None)
-    sequences = 1 if starts is None else starts.shape[0] - 1
-    problem = DenseProblem(s_q, s_kv, h_q, h_kv, d_qk, d_v, q.dtype, sequences, aligned)
-    options = given._replace(causal=check_flag("causal", given.causal), scale=resolve_scale(given.scale, d_qk))
+    _check_mask(views)
+    problem = DenseProblem(*sizes, aligned=aligned(views, "state_out"), masked=views["mask"] is not None)
+    options = given._replace(causal=check_flag("causal", given.causal), scale=resolve_scale(given.scale, sizes.d_qk))
     return Examined(problem, options)
 
 
-def _check_geometry(views: Views, d_v: int) -> int:
-    """The width of queries and keys."""
-    widths = {}
-    for whole in ("q", "k"):
-        rope = views[f"{whole}_rope"]
-        widths[whole] = present(views, whole).shape[2] + (0 if rope is None else rope.shape[2])
-    if widths["q"] != widths["k"]:
-        remedy = "the last 64 columns are in q_rope and k_rope, or in q and k"
-        raise ShapeError(explain("the width of k", widths["k"], f"{widths['q']}, like q", remedy))
-    if (widths["q"], d_v) not in GEOMETRIES:
-        built = " or ".join(map(str, GEOMETRIES))
-        raise ShapeError(explain("(d_qk, d_v)", (widths["q"], d_v), built, "these are built"))
-    return widths["q"]
-
-
-def _check_heads(views: Views, h_q: int, h_kv: int) -> None:
-    if h_q % h_kv:
-        raise ShapeError(explain("q.shape[1]", h_q, f"a multiple of h_kv={h_kv}", "each KV head serves as many heads"))
-    k_rope = views["k_rope"]
-    if k_rope is not None and k_rope.shape[1] not in (1, h_kv):
-        raise ShapeError(explain("k_rope.shape[1]", k_rope.shape[1], f"1 or h_kv={h_kv}", "one for all heads, or each"))
-
-
-def _check_values(arrays: Arrays, options: Any) -> None:
-    """Check where the sequences begin.
-
-    Raises
-    ------
-    ArgumentError
-    """
-    check_start_values(arrays, len(present(arrays, "q")), len(present(arrays, "k")))
+def _check_mask(views: Views) -> None:
+    mask = views["mask"]
+    if mask is None:
+        return
+    s_kv = present(views, "k").shape[0]
+    if mask.shape[1] % MASK_ROW_BYTES:
+        rule = f"a multiple of {MASK_ROW_BYTES} bytes"
+        raise ShapeError(explain("mask.shape[1]", mask.shape[1], rule, "pad its rows to a multiple of 128 keys"))
+    if views["cu_seqlens_kv"] is None and 8 * mask.shape[1] < s_kv:
+        expected = f"at least {-(-s_kv // 8)} bytes"
+        raise ShapeError(explain("mask.shape[1]", mask.shape[1], expected, f"give each of {s_kv} keys a bit"))
 
 
 OPERATION = Operation(
     "mla_prefill",
     inputs=(
-        Input("q", "s_q h_q d_q", HALF, contiguous=True),
-        Input("k", "s_kv h_kv d_k", ("=q",), contiguous=True),
-        Input("v", "s_kv h_kv d_v", ("=q",), contiguous=True),
-        Input("q_rope", "s_q h_q d_rope", ("=q",), optional=True, contiguous=True),
-        Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
+        *QKV,
+        *ROPES,
         *STARTS,
         Input("state_out", "s_q h_q d_v", ("=q", "float32"), optional=True, contiguous=True),
         Input("state_lse", "s_q h_q", ("float32",), optional=True),
+        Input("mask", "s_q mask_bytes", ("uint8",), optional=True, wide=True),
     ),
     outputs=(
         Output("out", "s_q h_q d_v", like_first_or_float32, "out_dtype", "wide", may_be="state_out"),
         Output("lse", "s_q h_q", may_be="state_lse"),
     ),
-    sizes={"d_q": _WIDTHS_QK, "d_k": _WIDTHS_QK, "d_v": _WIDTHS_V, "d_rope": (D_ROPE,)},
-    min_sizes={"h_q": 1, "h_kv": 1, "b+1": 1},
+    sizes=SIZES,
+    min_sizes={**MIN_SIZES, "mask_bytes": 1},
     options=PrefillOptions,
     examine=_examine,
-    check_values=_check_values,
+    check_values=check_prefill_values,
     pipeline=DENSE,
 )

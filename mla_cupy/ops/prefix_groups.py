@@ -89,8 +89,8 @@ def shared_prefixes(
     if table.ndim != 2 or lengths.shape != table.shape[:1]:
         got = f"{table.shape} and {lengths.shape}"
         raise ShapeError(explain("block_table.shape and seqlens.shape", got, "(b, max_pages) and (b,)"))
-    for argument, value in (("page_size", page_size), ("h_q", h_q), ("s_q", s_q)):
-        check_count(argument, value, 1, MAX_INT32)
+    sizes = (("page_size", page_size), ("h_q", h_q), ("s_q", s_q))
+    page_size, h_q, s_q = (check_count(argument, value, 1, MAX_INT32) for argument, value in sizes)
     always = check_flag("always", always)
     if device is not None and not (is_integer(device) and device >= 0):
         raise ArgumentError(explain("device", repr(device), "a CUDA ordinal, or None"))

@@ -48,6 +48,8 @@ def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | N
             raise ShapeError(explain(f"{array.name}.strides[-1]", view.strides[-1], "1 element", remedy))
         if array.even and len(view.shape) > 1:
             check_even(array.name, view)
+        if array.wide:
+            _check_wide(array.name, view)
     for array, view in present:
         if view.device != first.device:
             like = operation.inputs[0].name
@@ -289,14 +291,19 @@ def _check_output(operation: Operation, output: Output, view: View, shape: tuple
     if view.device != first.device:
         like = operation.inputs[0].name
         raise DeviceError(explain(f"{output.name}'s device", view.device, f"{first.device}, like {like}", "move it"))
-    if output.layout == "wide" and not (contiguous_along_last(view) and steps_by_16_bytes(view)):
-        expected = "a contiguous last axis, and a start and further strides that are multiples of 16 bytes"
-        raise ShapeError(explain(f"{output.name}.strides", view.strides, expected, "pass a contiguous array"))
+    if output.layout == "wide":
+        _check_wide(output.name, view)
     if output.even:
         check_even(output.name, view)
     if output.layout == "rows" and not contiguous_along_last(view):
         remedy = f"make {output.name} contiguous along it"
         raise ShapeError(explain(f"{output.name}.strides[-1]", view.strides[-1], "1 element", remedy))
+
+
+def _check_wide(argument: str, view: View) -> None:
+    if not (contiguous_along_last(view) and steps_by_16_bytes(view)):
+        expected = "a contiguous last axis, and a start and further strides that are multiples of 16 bytes"
+        raise ShapeError(explain(f"{argument}.strides", view.strides, expected, "pass a contiguous array"))
 
 
 def contiguous_view(shape: tuple[int, ...], dtype: str, device: int) -> View:

@@ -8,6 +8,7 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, name_of
 from mla_cupy.errors import ArgumentError, DTypeError, explain
+from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.decode import decode_unmerged, mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan
 from mla_cupy.parallel.transport import MergesSplits, Result, Transport, heads_per_rank
@@ -49,6 +50,9 @@ class ContextParallel:
     """
 
     def __init__(self, transport: Transport, *, partial_dtype: Any = "float32") -> None:
+        if not isinstance(transport, Transport):
+            expected = "a PeerTransport, a NcclTransport or a HostTransport"
+            raise ArgumentError(explain("transport", repr(transport), expected))
         self.transport = transport
         self.world, self.rank = transport.world, transport.rank
         self._merger = transport if isinstance(transport, MergesSplits) else None
@@ -127,6 +131,7 @@ class ContextParallel:
         self.transport.check()
         family = arrays.family_of(q, "q")
         shape = tuple(q.shape)
+        local_seqlens, causal = check_flag("local_seqlens", local_seqlens), check_flag("causal", causal)
         if len(shape) == 4:  # else mla_decode says what is wrong
             heads_per_rank(shape, (shape[0], shape[2], shape[1]), self.world)
             if local_seqlens and causal and shape[1] > 1:

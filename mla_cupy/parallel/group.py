@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mla_cupy.errors import ArgumentError, ParallelError, explain
-from mla_cupy.ops.checks import is_integer
+from mla_cupy.ops.checks import MAX_CP_WORLD, check_count, is_integer, is_number
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a member waits for the others."""
+MAX_TIMEOUT = 1e9
+"""Decades: more than Python's locks can wait for on every system is refused."""
 
 
+@runtime_checkable
 class Group(Protocol):
     """One member's view of its group."""
 
@@ -57,12 +60,19 @@ def weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def check_world(world: int, rank: int) -> None:
-    """Raise ArgumentError unless `rank` is one of `world` ranks."""
-    if not is_integer(world) or world < 1:
-        raise ArgumentError(explain("world", repr(world), "an integer of at least 1"))
+def check_world(world: Any, rank: Any) -> tuple[int, int]:
+    """Both as Python's numbers; raises ArgumentError unless `rank` is one of `world` ranks."""
+    world = check_count("world", world, 1, MAX_CP_WORLD)
     if not is_integer(rank) or not 0 <= rank < world:
         raise ArgumentError(explain("rank", repr(rank), f"an integer of 0 to world - 1 = {world - 1}"))
+    return world, int(rank)
+
+
+def check_timeout(timeout: Any) -> float:
+    """Seconds as Python's number; raises ArgumentError unless they are some."""
+    if not is_number(timeout) or not 0 < timeout < MAX_TIMEOUT:
+        raise ArgumentError(explain("timeout", repr(timeout), "seconds, above 0"))
+    return float(timeout)
 
 
 class LocalGroup:
@@ -82,16 +92,14 @@ class LocalGroup:
     """
 
     def __init__(self, world: int, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        check_world(world, 0)
-        self.world = world
-        self._barrier = threading.Barrier(world, timeout=timeout)
+        self.world = world = check_world(world, 0)[0]
+        self._barrier = threading.Barrier(world, timeout=check_timeout(timeout))
         self._payloads = [b""] * world
         self._lock, self._callbacks = threading.Lock(), list[Callable[[], None]]()
 
     def member(self, rank: int) -> Group:
         """The view of one thread."""
-        check_world(self.world, rank)
-        return _Thread(self, rank)
+        return _Thread(self, check_world(self.world, rank)[1])
 
     def exchange(self, rank: int, payload: bytes) -> list[bytes]:
         """See `Group.gather`."""

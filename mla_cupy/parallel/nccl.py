@@ -71,9 +71,9 @@ class NcclTransport(OfGroup):
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
         """See `Transport.merge`."""
         self.check()
-        family = arrays.common_family({"out": outs, "lse": lses})
+        family = arrays.common_family({"outs": outs, "lses": lses})
         if not family.on_gpu:
-            raise DeviceError(explain("out", f"an array of {family.name} on the CPU", "one on the GPU"))
+            raise DeviceError(explain("outs", f"an array of {family.name} on the CPU", "one on the GPU"))
         native = family.native
         outs, lses = family.adopt(outs), family.adopt(lses)
         view = native.view(outs)

@@ -21,7 +21,7 @@ from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Launch, Layout, Prepared
 from mla_cupy.ops import overlap
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base, is_integer
-from mla_cupy.parallel.group import Group, LocalGroup, weakly
+from mla_cupy.parallel.group import Group, LocalGroup, check_timeout, weakly
 from mla_cupy.parallel.transport import OfGroup, Result, heads_per_rank
 from mla_cupy.runtime import device as devices
 
@@ -88,12 +88,10 @@ class PeerTransport(OfGroup):
         for name, size in {"max_rows": max_rows, "max_d": max_d}.items():
             if not is_integer(size) or size < 1:
                 raise ArgumentError(explain(name, repr(size), "an integer of at least 1"))
-        if not 0 < timeout < 1e9:
-            raise ArgumentError(explain("timeout", repr(timeout), "seconds, above 0"))
+        self._timeout_ns = int(check_timeout(timeout) * 1e9)
+        super().__init__(group)
         if group.world > MAX_WORLD:
             raise ArgumentError(explain("world", group.world, f"at most {MAX_WORLD}"))
-        super().__init__(group)
-        self._timeout_ns = int(timeout * 1e9)
         self._cupy = arrays.cupy_family()
         self._device = self._cupy.current_device() if device is None else device
         self._slab = exchange.slab_bytes(max_rows, -(-max_d // 4) * 4)
@@ -134,12 +132,12 @@ class PeerTransport(OfGroup):
         """See `MergesSplits.merge_splits`."""
         self.check()
         family = arrays.common_family(
-            {"out": outs, "lse": lses, "out=": result.out, "lse=": result.lse}, ("out=", "lse=")
+            {"outs": outs, "lses": lses, "out": result.out, "lse": result.lse}, ("out", "lse")
         )
         if not family.on_gpu:
-            raise DeviceError(explain("out", f"an array of {family.name} on the CPU", "one on the GPU"))
+            raise DeviceError(explain("outs", f"an array of {family.name} on the CPU", "one on the GPU"))
         native, lent = family.native, [family.adopt(outs), family.adopt(lses)]
-        views = [native.view(lent[0], "out"), native.view(lent[1], "lse")]
+        views = [native.view(lent[0], "outs"), native.view(lent[1], "lses")]
         handle = native.current_stream(self._device) if result.stream is None else arrays.stream_handle(result.stream)
         call = self._call(views[0], views[1], result)
         made = self._results(family, call, views[0].dtype, result, handle)
@@ -217,20 +215,20 @@ class PeerTransport(OfGroup):
         heads = heads_per_rank(outs.shape, lses.shape, self.world)
         b, s_q, _, d = outs.shape
         if lses.dtype != "float32":
-            raise DTypeError(explain("lse.dtype", lses.dtype, "float32"))
+            raise DTypeError(explain("lses.dtype", lses.dtype, "float32"))
         if outs.dtype not in ("float32", "bfloat16", "float16"):
-            raise DTypeError(explain("out.dtype", outs.dtype, "float32, bfloat16 or float16"))
+            raise DTypeError(explain("outs.dtype", outs.dtype, "float32, bfloat16 or float16"))
         if {outs.device, lses.device} != {self._device}:
-            raise DeviceError(explain("out's device", outs.device, f"{self._device}, the transport's"))
+            raise DeviceError(explain("outs' device", outs.device, f"{self._device}, the transport's"))
         if 0 not in outs.shape and not _in_chunks(outs):
-            raise ShapeError(explain("out.strides", outs.strides, f"a start, rows and steps of {_CHUNK} bytes"))
+            raise ShapeError(explain("outs.strides", outs.strides, f"a start, rows and steps of {_CHUNK} bytes"))
         check_lse_base(result.lse_base)
         check_empty_lse(result.empty_lse)
         call = Exchange(self.world, b, s_q, heads, d, outs.dtype, result.lse_base, self._max_blocks)
         if call.slab_bytes > self._slab:
             got = f"b * s_q * h_q / world = {call.rows} rows of {d} {outs.dtype}"
             expected = f"at most {self._slab} bytes with {_CHUNK} for each slice of a row"
-            raise ShapeError(explain("out", got, expected, "make the transport with more max_rows"))
+            raise ShapeError(explain("outs", got, expected, "make the transport with more max_rows"))
         return call
 
     def _results(self, family: Family, call: Exchange, dtype: str, result: Result, stream: int) -> list[Any]:

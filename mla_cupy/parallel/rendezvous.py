@@ -13,10 +13,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from mla_cupy._version import __version__
 from mla_cupy.errors import ArgumentError, ParallelError, explain
-from mla_cupy.parallel.group import DEFAULT_TIMEOUT, check_world
+from mla_cupy.ops.checks import check_count
+from mla_cupy.parallel.group import DEFAULT_TIMEOUT, check_timeout, check_world
 
 BEAT_SECONDS = 1.0
 """How often a process that has nothing to say says so."""
@@ -27,6 +29,15 @@ _HEADER = struct.Struct("<4sBIQ")  # magic, kind, rank, bytes that follow
 _MAGIC = b"MLAr"
 _HELLO, _GATHER, _BEAT, _LOST, _LEAVE = range(5)
 _MAX_BYTES = 1 << 32
+_MAX_PORT = 65535
+
+
+def _check_address(address: Any) -> None:
+    """Raise ArgumentError unless it is a host and a port."""
+    if isinstance(address, (tuple, list)) and len(address) == 2 and isinstance(address[0], str):
+        check_count("address[1]", address[1], 0, _MAX_PORT)
+        return
+    raise ArgumentError(explain("address", repr(address), "a host and a port, such as ('127.0.0.1', 29500)"))
 
 
 class Rendezvous:
@@ -43,14 +54,16 @@ class Rendezvous:
     Raises
     ------
     ArgumentError
-        If `rank` is not one of `world`.
+        If `rank` is not one of `world`, or the address or the timeout is none.
     ParallelError
-        If the others do not come within the time, or differ in `world` or in the version of the package.
+        If rank 0 cannot listen at the address, or the others do not come within the time, or differ in `world` or in
+        the version of the package.
     """
 
     def __init__(self, world: int, rank: int, address: tuple[str, int], *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        check_world(world, rank)
-        self.world, self.rank, self._timeout = world, rank, timeout
+        self.world, self.rank = world, rank = check_world(world, rank)
+        self._timeout = timeout = check_timeout(timeout)
+        _check_address(address)
         self._lost = ""
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -133,7 +146,7 @@ class Rendezvous:
 
     def _accept(self, address: tuple[str, int], deadline: float) -> dict[int, _Link]:
         links: dict[int, _Link] = {}
-        with socket.create_server(address, backlog=self.world) as server:
+        with self._listening(address) as server:
             while len(links) < self.world - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
@@ -154,6 +167,12 @@ class Rendezvous:
                     raise self._absent(problem, links)
                 links[other] = link
         return links
+
+    def _listening(self, address: tuple[str, int]) -> socket.socket:
+        try:
+            return socket.create_server(address, backlog=self.world)
+        except OSError as error:
+            raise self._absent(f"no way to listen at {address[0]}:{address[1]} ({error})", {}) from None
 
     def _misfit(self, kind: int, other: int, theirs: bytes, links: dict[int, _Link]) -> str:
         if kind != _HELLO or theirs != self._hello:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from mla_cupy.errors import ParallelError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, ParallelError, ShapeError, explain
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.parallel.group import Group
 
@@ -21,6 +21,7 @@ class Result(NamedTuple):
     stream: Any = None
 
 
+@runtime_checkable
 class Transport(Protocol):
     """The way between the ranks of a group."""
 
@@ -55,6 +56,8 @@ class OfGroup:
     """What every transport between the ranks of a group has."""
 
     def __init__(self, group: Group) -> None:
+        if not isinstance(group, Group):
+            raise ArgumentError(explain("group", repr(group), "a Rendezvous, or a member of a LocalGroup"))
         self._group = group
 
     @property
@@ -98,10 +101,10 @@ def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> 
         If the shapes are not those of partial results, or the heads cannot be shared evenly.
     """
     if len(outs) != 4:
-        raise ShapeError(explain("out.shape", outs, "(b, s_q, h_q, d)"))
+        raise ShapeError(explain("outs.shape", outs, "(b, s_q, h_q, d)"))
     b, s_q, h_q, _ = outs
     if lses != (b, h_q, s_q):
-        raise ShapeError(explain("lse.shape", lses, f"(b, h_q, s_q) = {(b, h_q, s_q)}"))
+        raise ShapeError(explain("lses.shape", lses, f"(b, h_q, s_q) = {(b, h_q, s_q)}"))
     if h_q % world:
         raise ShapeError(explain("h_q", h_q, f"a multiple of world={world}", "every rank gets as many heads"))
     return h_q // world

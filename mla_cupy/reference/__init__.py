@@ -5,7 +5,7 @@ there is no GPU. `layer` holds the textbook MLA layer around the attention.
 """
 
 # ---- Written by `python -m tests.generate`: the oracle's functions
-from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_update
+from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_slots, cache_update
 from mla_cupy.reference.dense_decode import cascade_decode, mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
 from mla_cupy.reference.indexer_loss import (
@@ -25,7 +25,8 @@ from mla_cupy.reference.indexer_select import indexer_select, indexer_select_pag
 from mla_cupy.reference.indexer_topk import indexer_topk
 from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_weights
 from mla_cupy.reference.merge import merge_states
-from mla_cupy.reference.prefill import mla_prefill
+from mla_cupy.reference.prefill import mla_prefill, prefill_mask
+from mla_cupy.reference.prefill_backward import mla_prefill_backward
 from mla_cupy.reference.sparse import sparse_mla_backward, sparse_mla_forward
 from mla_cupy.reference.sparse_decode import sparse_mla_decode
 
@@ -37,6 +38,7 @@ __all__ = [
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
+    "cache_slots",
     "cache_update",
     "cascade_decode",
     "indexer_cache_append",
@@ -55,6 +57,8 @@ __all__ = [
     "mla_decode",
     "mla_layer",
     "mla_prefill",
+    "mla_prefill_backward",
+    "prefill_mask",
     "random_weights",
     "sparse_mla_backward",
     "sparse_mla_decode",

@@ -279,6 +279,50 @@ def cache_copy_pages(pool: Array, pairs: npt.ArrayLike) -> tuple[()]:
     return ()
 
 
+def cache_slots(
+    block_table: npt.ArrayLike,
+    starts: npt.ArrayLike,
+    lengths: npt.ArrayLike,
+    *,
+    page_size: int,
+    max_tokens: int,
+    num_pages: int | None = None,
+) -> tuple[Array, Array]:
+    """Find the slots of consecutive tokens of each sequence, packed.
+
+    Parameters
+    ----------
+    block_table : array, (b, max_pages), integers
+    starts, lengths : array, (b,), integers
+        Of the positions that are wanted; lengths below 0 are 0.
+    page_size, max_tokens : int
+    num_pages : int, optional
+        Default: as many as slots of 32 bits can name.
+
+    Returns
+    -------
+    slots : array, (max_tokens,), int32
+        -1 for positions without a page, and behind the last token.
+    cu_seqlens : array, (b + 1,), int32
+        Where the sequences begin in `slots`, at most max_tokens.
+    """
+    table, counts = np.asarray(block_table).astype(np.int64), np.maximum(np.asarray(lengths).astype(np.int64), 0)
+    b, max_pages = table.shape
+    cu_seqlens = np.minimum(np.concatenate([[0], np.cumsum(counts)]), max_tokens)
+    most = (2**31 - 1) // page_size
+    pages = most if num_pages is None else min(num_pages, most)
+    slots = np.full(max_tokens, -1, np.int32)
+    for n in range(b):
+        begin, end = cu_seqlens[n : n + 2]
+        position = int(np.asarray(starts)[n]) + np.arange(end - begin)
+        column = position // page_size
+        in_table = (position >= 0) & (column < max_pages)
+        page = np.where(in_table, table[n, np.where(in_table, column, 0)] if max_pages else -1, -1)
+        slot = page * page_size + position % page_size
+        slots[begin:end] = np.where((page >= 0) & (page < pages), slot, -1)
+    return slots, cu_seqlens.astype(np.int32)
+
+
 def cache_update(
     packed: npt.ArrayLike,
     table: Array,

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.reference.sparse import selected_rows
 
 __all__ = ["IndexerLoss", "WarmupLoss"]
 
 Array = npt.NDArray[Any]
+_E4M3 = numpy_dtype("float8_e4m3fn")
 
 
 class IndexerLoss(NamedTuple):
@@ -68,6 +70,10 @@ def indexer_warmup_loss(
     index_k: npt.ArrayLike,
     weights: npt.ArrayLike,
     *,
+    q_rope: npt.ArrayLike | None = None,
+    k_rope: npt.ArrayLike | None = None,
+    k_scale: npt.ArrayLike | None = None,
+    q_scale: npt.ArrayLike | None = None,
     v: npt.ArrayLike | None = None,
     lse: npt.ArrayLike | None = None,
     head_sums: npt.ArrayLike | None = None,
@@ -91,11 +97,24 @@ def indexer_warmup_loss(
     Parameters
     ----------
     q : array, (s_q, h, d)
-    k : array, (s_kv, d)
+        Without their last columns, if these are in `q_rope`.
+    k : array, (s_kv, d), or per KV head (s_kv, h_kv, d)
+        Of all heads, or each of h / h_kv of them; without their last columns, if these are in `k_rope`.
     index_q : array, (s_q, h_i, d_i)
+        e4m3 codes (as such or as uint8), or other numbers.
     index_k : array, (s_kv, d_i)
+        Of the same kind.
     weights : array, (s_q, h_i)
-    v : array, (s_kv, d_v), optional
+        Of codes, with the scales of the queries and all other factors.
+    q_rope : array, (s_q, h, d_rope), optional
+        The queries' last columns.
+    k_rope : array, (s_kv, d_rope), (s_kv, 1, d_rope) or (s_kv, h_kv, d_rope), optional
+        The keys' last columns.
+    k_scale : array, (s_kv,), optional
+        Scales of the keys' codes. Default: 1.
+    q_scale : array, (s_q, h_i), optional
+        Of codes: those that are in `weights`, for the gradient by what the codes stand for. Default: 1, by the codes.
+    v : array, (s_kv, d_v), or per KV head (s_kv, h_kv, d_v), optional
         Values, for the attention's output and log-sum-exps.
     lse : array, (s_q, h), optional
         The attention's log-sum-exps, natural, for "head_sum". They may count keys that are not among k: the target is
@@ -123,15 +142,20 @@ def indexer_warmup_loss(
     With G = row_weights * (softmax(I) - p) and m = [index_q . index_k > 0]: d_index_q[t, j] = W sum_s G m index_k[s],
     d_index_k[s] = sum_tj G W m index_q[t, j], and dW[t, j] = sum_s G m index_q[t, j] . index_k[s]. Nothing flows to q
     and k.
+
+    Of codes, I[t, s] = k_scale[s] * sum_j weights[t, j] * max(index_q[t, j] . index_k[s], 0), as `indexer_logits` has
+    it, "per_head" likewise. The gradients are those by the numbers that the codes stand for, as if they had not been
+    rounded: by q_scale * index_q, by k_scale * index_k, and by `weights` as they are.
     """
     s_q, s_kv = len(np.asarray(q)), len(np.asarray(k))
     every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv))
     seen = list(selected_rows(every, s_kv, None, causal, cu_seqlens_q, cu_seqlens_kv))
-    arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
+    main = _main(q, k, q_rope, k_rope)
+    index = _index(index_q, index_k, weights, k_scale, q_scale, target == "head_sum")
     sums = None if head_sums is None else [row[rows] for row, rows in zip(_double(head_sums), seen, strict=True)]
-    loss = _loss(target, iter(seen), arrays, lse, row_weights, scale, target_scale, sums)
+    loss = _loss(target, iter(seen), main, index, lse, row_weights, scale, target_scale, sums)
     made = (loss.d_index_q, loss.d_index_k, loss.d_weights) if gradients else (None, None, None)
-    attention = (None, None) if v is None else _attention(arrays[0], arrays[1], _double(v), seen, scale)
+    attention = (None, None) if v is None else _attention(main, _double(v), seen, scale)
     return WarmupLoss(loss.kl, loss.mass, loss.lse, *made, *attention)
 
 
@@ -143,6 +167,8 @@ def indexer_sparse_loss(
     weights: npt.ArrayLike,
     indices: npt.ArrayLike,
     *,
+    k_scale: npt.ArrayLike | None = None,
+    q_scale: npt.ArrayLike | None = None,
     lse: npt.ArrayLike | None = None,
     head_sums: npt.ArrayLike | None = None,
     topk_length: npt.ArrayLike | None = None,
@@ -159,8 +185,8 @@ def indexer_sparse_loss(
     ----------
     indices, topk_length, causal, cu_seqlens_q, cu_seqlens_kv
         As for `sparse_mla_forward`: which slots count. A key that is selected twice counts twice.
-    q, k, index_q, index_k, weights, lse, row_weights, scale
-        As for `indexer_warmup_loss`; by default, `lse` is over the selected keys.
+    q, k, index_q, index_k, weights, k_scale, q_scale, lse, row_weights, scale
+        As for `indexer_warmup_loss`, with keys that all heads share; by default, `lse` is over the selected keys.
     head_sums : array, (s_q, topk), optional
         sum_h A_h, as of `indexer_head_sums`: a row's n-th number is that of the n-th of the indices that count.
     gradients : bool
@@ -172,9 +198,9 @@ def indexer_sparse_loss(
     """
     s_kv = len(np.asarray(k))
     selected = list(selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv))
-    arrays = tuple(map(_double, (q, k, index_q, index_k, weights)))
+    main, index = _main(q, k), _index(index_q, index_k, weights, k_scale, q_scale)
     sums = None if head_sums is None else [x[: len(rows)] for x, rows in zip(_double(head_sums), selected, strict=True)]
-    loss = _loss("head_sum", iter(selected), arrays, lse, row_weights, scale, 1.0, sums)
+    loss = _loss("head_sum", iter(selected), main, index, lse, row_weights, scale, 1.0, sums)
     return loss if gradients else loss._replace(d_index_q=None, d_index_k=None, d_weights=None)
 
 
@@ -183,6 +209,8 @@ def indexer_head_sums(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     *,
+    q_rope: npt.ArrayLike | None = None,
+    k_rope: npt.ArrayLike | None = None,
     indices: npt.ArrayLike | None = None,
     lse: npt.ArrayLike | None = None,
     topk_length: npt.ArrayLike | None = None,
@@ -195,7 +223,7 @@ def indexer_head_sums(
 
     Parameters
     ----------
-    q, k, lse, scale, cu_seqlens_q, cu_seqlens_kv
+    q, k, q_rope, k_rope, lse, scale, cu_seqlens_q, cu_seqlens_kv
         As for `indexer_warmup_loss`.
     indices, topk_length
         As for `indexer_sparse_loss`.
@@ -207,69 +235,140 @@ def indexer_head_sums(
     array, (s_q, s_kv), or (s_q, topk) with indices
         0 where a row does not see a key; with indices, its numbers are in the order of those that count.
     """
-    q, k = _double(q), _double(k)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    every = np.broadcast_to(np.arange(len(k)), (len(q), len(k))) if indices is None else np.asarray(indices)
-    every = every.reshape(len(q), every.shape[-1])
+    main = _main(q, k, q_rope, k_rope)
+    s_q, s_kv, scale = len(main.q), len(main.k), main.scale(scale)
+    every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv)) if indices is None else np.asarray(indices)
+    every = every.reshape(s_q, every.shape[-1])
     causal = indices is None if causal is None else causal
     sums = np.zeros(every.shape)
-    for t, rows in enumerate(selected_rows(every, len(k), topk_length, causal, cu_seqlens_q, cu_seqlens_kv)):
+    for t, rows in enumerate(selected_rows(every, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)):
         given = None if lse is None else _double(lse)[t]
         to = rows if indices is None else np.arange(len(rows))
-        sums[t, to] = _head_sum(scale * (q[t] @ k[rows].T), given)[0]
+        sums[t, to] = _head_sum(scale * main.products(t, rows), given)[0]
     return sums
+
+
+class _Main(NamedTuple):
+    """The main attention's queries, and its keys as (s_kv, h_kv, d)."""
+
+    q: Array
+    k: Array
+
+    def scale(self, given: float | None) -> float:
+        """The factor of the scores."""
+        return float(self.q.shape[2] ** -0.5) if given is None else given
+
+    def products(self, t: int, rows: Array) -> Array:
+        """Of the heads of a token with keys, (h, rows)."""
+        (h, d), h_kv = self.q[t].shape, self.k.shape[1]
+        found: Array = self.q[t].reshape(h_kv, h // h_kv, d) @ self.k[rows].transpose(1, 2, 0)
+        return found.reshape(h, len(rows))
+
+
+class _Index(NamedTuple):
+    """The indexer's arrays, and what multiplies weights, keys and queries: 1 of numbers that are no codes, but for the
+    weights.
+    """
+
+    q: Array
+    k: Array
+    weights: Array
+    unit: float
+    k_scale: Array
+    q_scale: Array
+
+
+def _main(
+    q: npt.ArrayLike, k: npt.ArrayLike, q_rope: npt.ArrayLike | None = None, k_rope: npt.ArrayLike | None = None
+) -> _Main:
+    queries, keys = _double(q), _per_head(k)
+    if q_rope is not None:
+        queries = np.concatenate([queries, _double(q_rope)], axis=2)
+    if k_rope is not None:
+        rope = _per_head(k_rope)
+        keys = np.concatenate([keys, np.broadcast_to(rope, (*keys.shape[:2], rope.shape[2]))], axis=2)
+    return _Main(queries, keys)
+
+
+def _per_head(x: npt.ArrayLike) -> Array:
+    """(keys, heads, width), of one head where there is no such axis."""
+    x = _double(x)
+    return x[:, None] if x.ndim == 2 else x
+
+
+def _index(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    weights: npt.ArrayLike,
+    k_scale: npt.ArrayLike | None,
+    q_scale: npt.ArrayLike | None,
+    summed: bool = True,
+) -> _Index:
+    coded = np.asarray(q).dtype in (np.uint8, _E4M3)
+    queries, keys, folded = _numbers(q), _numbers(k), _double(weights)
+    unit = (queries.shape[1] * queries.shape[2]) ** -0.5 if summed and not coded else 1.0
+    of_keys = np.ones(len(keys)) if k_scale is None else _double(k_scale)
+    of_queries = np.ones(folded.shape) if q_scale is None else _double(q_scale)
+    return _Index(queries, keys, folded, unit, of_keys, of_queries)
+
+
+def _numbers(x: npt.ArrayLike) -> Array:
+    """What e4m3 codes, as bytes, or other numbers are."""
+    x = np.asarray(x)
+    return _double(x.view(_E4M3) if x.dtype == np.uint8 else x)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
 def _loss(
     target: str,
     rows_of: Iterator[Array],
-    arrays: tuple[Array, ...],
+    main: _Main,
+    index: _Index,
     lse: npt.ArrayLike | None,
     row_weights: npt.ArrayLike | None,
     scale: float | None,
     target_scale: float,
     head_sums: list[Array] | None,
 ) -> IndexerLoss:
-    q, k, index_q, index_k, weights = arrays
-    (s_q, h, d), (_, h_i, d_i) = q.shape, index_q.shape
+    s_q, h, _ = main.q.shape
     summed = target == "head_sum"
-    unit = (h_i * d_i) ** -0.5 if summed else 1.0
     factors = np.ones(s_q) if row_weights is None else _double(row_weights)
-    scale = d**-0.5 if scale is None else scale
+    scale = main.scale(scale)
     kl, mass, own = (np.zeros((s_q, 1 if summed else h)) for _ in range(3))
-    d_index_q, d_index_k, d_weights = (np.zeros_like(x) for x in (index_q, index_k, weights))
+    d_index_q, d_index_k, d_weights = (np.zeros_like(x) for x in (index.q, index.k, index.weights))
     for t, rows in enumerate(rows_of):
-        products = index_q[t] @ index_k[rows].T
-        scores = unit * weights[t][:, None] * np.maximum(products, 0)
+        products, scales = index.q[t] @ index.k[rows].T, index.k_scale[rows]
+        weights = index.unit * index.weights[t][:, None]
+        scores = weights * np.maximum(products, 0) * scales
         given = None if lse is None else _double(lse)[t]
         if summed:
             scores = scores.sum(axis=0)[None]
-            target_rows = _head_sum(scale * (q[t] @ k[rows].T), given) if head_sums is None else head_sums[t][None]
+            target_rows = _head_sum(scale * main.products(t, rows), given) if head_sums is None else head_sums[t][None]
             mass[t] = target_rows.sum()
         else:
-            mass[t], target_rows = _softmax(target_scale * (q[t] @ k[rows].T))
+            mass[t], target_rows = _softmax(target_scale * main.products(t, rows))
         kl[t], own[t], d_scores = _divergence(target_rows, scores)
         d_scores = factors[t] * d_scores * (products > 0)  # (h_i, rows); one row of d_scores serves all heads
-        d_products = unit * weights[t][:, None] * d_scores
-        d_index_q[t] = d_products @ index_k[rows]
-        np.add.at(d_index_k, rows, d_products.T @ index_q[t])
-        d_weights[t] = unit * (d_scores * products).sum(axis=1)
+        d_products = weights * d_scores
+        d_index_q[t] = d_products @ (scales[:, None] * index.k[rows]) / index.q_scale[t][:, None]
+        np.add.at(d_index_k, rows, d_products.T @ index.q[t])
+        d_weights[t] = index.unit * (d_scores * products * scales).sum(axis=1)
     if summed:
         kl, mass, own = kl[:, 0], mass[:, 0], own[:, 0]
     return IndexerLoss(kl, mass, own, d_index_q, d_index_k, d_weights)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
-def _attention(q: Array, k: Array, v: Array, seen: list[Array], scale: float | None) -> tuple[Array, Array]:
+def _attention(main: _Main, v: Array, seen: list[Array], scale: float | None) -> tuple[Array, Array]:
     """The output and the log-sum-exps."""
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    lse = np.full(q.shape[:2], -np.inf)
-    out = np.zeros((*q.shape[:2], v.shape[1]))
+    (s_q, h, _), v, scale = main.q.shape, _per_head(v), main.scale(scale)
+    lse = np.full((s_q, h), -np.inf)
+    out = np.zeros((s_q, h, v.shape[2]))
     for t, rows in enumerate(seen):
-        lse[t], softmax = _softmax(scale * (q[t] @ k[rows].T))
+        lse[t], softmax = _softmax(scale * main.products(t, rows))
         if len(rows):
-            out[t] = softmax @ v[rows]
+            of_heads = softmax.reshape(v.shape[1], -1, len(rows)) @ v[rows].transpose(1, 0, 2)
+            out[t] = of_heads.reshape(h, v.shape[2])
     return out, lse
 
 

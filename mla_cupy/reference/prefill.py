@@ -26,6 +26,7 @@ def mla_prefill(
     cu_seqlens_kv: npt.ArrayLike | None = None,
     state_out: npt.ArrayLike | None = None,
     state_lse: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
     causal: bool = True,
     scale: float | None = None,
     out_dtype: str | None = None,
@@ -53,6 +54,8 @@ def mla_prefill(
     state_out, state_lse : arrays, (s_q, h_q, d_v) and (s_q, h_q), optional
         The attention of the same queries to other keys. The result is that to all of them. A `state_lse` of either
         infinity says that there were none.
+    mask : array, (s_q, mask_bytes), uint8, optional
+        Bit j % 8 of byte j // 8 says whether a query sees key j of its sequence; keys beyond are hidden.
     causal : bool
         Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
     scale : float, optional
@@ -74,7 +77,7 @@ def mla_prefill(
     Not a number or infinity in a key or value that a query does not see has no effect on it.
     """
     exact = np.float64 if rounding is None else np.float32
-    queries, keys = _joined(q, q_rope).astype(exact), _joined(k, k_rope).astype(exact)
+    queries, keys = joined(q, q_rope).astype(exact), joined(k, k_rope).astype(exact)
     values = np.asarray(v).astype(exact)
     s_q, h_q, d_qk = queries.shape
     group = h_q // keys.shape[1]
@@ -82,13 +85,52 @@ def mla_prefill(
 
     out, lse = np.zeros((s_q, h_q, values.shape[2])), np.full((s_q, h_q), -np.inf)
     for row in seen_keys(s_q, len(keys), cu_seqlens_q, cu_seqlens_kv, causal):
+        among = row.keys(mask)
         for h in range(h_q):
-            seen = slice(row.begin, row.end), h // group
+            seen = among, h // group
             attended = attend_values(queries[row.query, None, h], keys[seen], values[seen], scale, rounding)
             out[row.query, h], lse[row.query, h] = attended.out[0], attended.lse[0]
     if state_lse is not None:
         out, lse = _merged(out, lse, np.asarray(state_out), np.asarray(state_lse))
     return (out if rounding is None else round_to(out, out_dtype or dtype_name(np.asarray(q).dtype))), lse
+
+
+def prefill_mask(
+    indices: npt.ArrayLike,
+    max_keys: int,
+    *,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_kv: npt.ArrayLike | None = None,
+    relative: bool = False,
+) -> tuple[Array]:
+    """Which keys of its sequence each query selects, one bit each.
+
+    Parameters
+    ----------
+    indices : array, (s_q, topk), integers
+        What is no key of the query's sequence, or has no bit, is skipped.
+    max_keys : int
+        The most keys of a sequence.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
+        As for `mla_prefill`.
+    relative : bool
+        Whether indices count from the first key of the query's sequence, or of all keys.
+
+    Returns
+    -------
+    mask : array, (s_q, mask_bytes), uint8
+        Bit j % 8 of byte j // 8 is key j; mask_bytes is 16 for every 128 keys.
+    """
+    indices = np.asarray(indices).astype(np.int64)
+    indices = indices.reshape(len(indices), -1) if indices.size else np.zeros((len(indices), 0), np.int64)
+    bits = np.zeros((len(indices), -(-max_keys // 128) * 128), bool)
+    one_sequence = cu_seqlens_kv is None
+    s_kv = bits.shape[1] if one_sequence else np.iinfo(np.int32).max
+    for row in seen_keys(len(indices), s_kv, cu_seqlens_q, cu_seqlens_kv, causal=False):
+        keys = indices[row.query] - (0 if relative else row.begin)
+        selected = (indices[row.query] >= 0) & (keys >= 0) & (keys < min(row.end - row.begin, bits.shape[1]))
+        bits[row.query, keys[selected]] = True
+    return (np.packbits(bits, axis=1, bitorder="little"),)
 
 
 class SeenKeys(NamedTuple):
@@ -97,6 +139,13 @@ class SeenKeys(NamedTuple):
     query: int
     begin: int
     end: int
+
+    def keys(self, mask: npt.ArrayLike | None) -> slice | Array:
+        """Those that its row of a mask leaves."""
+        if mask is None:
+            return slice(self.begin, self.end)
+        bits = np.unpackbits(np.asarray(mask)[self.query], count=self.end - self.begin, bitorder="little")
+        return self.begin + np.flatnonzero(bits)
 
 
 def seen_keys(
@@ -118,7 +167,7 @@ def _starts(cu_seqlens: npt.ArrayLike | None, total: int) -> Array:
     return np.maximum.accumulate(np.clip(np.asarray(cu_seqlens).astype(np.int64), 0, total))
 
 
-def _joined(x: npt.ArrayLike, rope: npt.ArrayLike | None) -> Array:
+def joined(x: npt.ArrayLike, rope: npt.ArrayLike | None) -> Array:
     """Whole rows per head."""
     x = np.asarray(x)
     if rope is None:

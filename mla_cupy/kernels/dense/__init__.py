@@ -3,13 +3,22 @@
 
 from typing import Any
 
-from mla_cupy.kernels.dense import table
+from mla_cupy.kernels.dense import backward_sm90, backward_table, mask, table
+from mla_cupy.kernels.dense.backward import DENSE_BACKWARD
+from mla_cupy.kernels.dense.mask import MASK
 from mla_cupy.kernels.dense.pipeline import DENSE
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
     "DENSE",
+    "DENSE_BACKWARD",
     "KERNELS",
+    "MASK",
 ]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (*table.KERNELS,)
+KERNELS: tuple[KernelSpec[Any], ...] = (
+    *backward_sm90.KERNELS,
+    *backward_table.KERNELS,
+    mask.KERNEL,
+    *table.KERNELS,
+)

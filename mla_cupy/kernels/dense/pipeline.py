@@ -1,9 +1,9 @@
-"""Dense attention: the schedule, then the attention kernel."""
+"""Dense attention, forward: the schedule, then the attention kernel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.dense.problem import (
@@ -16,7 +16,8 @@ from mla_cupy.kernels.dense.problem import (
 )
 from mla_cupy.kernels.dense.table import GENERIC, SCHEDULE, SM90, DenseKernel
 from mla_cupy.kernels.numbers import LOG2_E
-from mla_cupy.kernels.params import PrefillParams
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import DenseScheduleParams, PrefillParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
@@ -49,25 +50,44 @@ class DensePipeline(Pipeline[DenseConfig]):
 
     def workspace(self, config: DenseConfig) -> Layout:
         """What the schedule writes."""
-        problem = config.problem
-        return Layout(
-            {
-                "schedule": SCHEDULE_BYTES,
-                "sequences": SEQUENCE_BYTES * (problem.sequences + 2),
-                "tiles": TILE_BYTES * problem.most_tiles,
-            }
-        )
+        return Layout(schedule_sizes(config.problem))
 
     def steps(self, config: DenseConfig, call: Call) -> list[Step]:
         """Nothing without a query."""
         problem, kernel = config.problem, config.kernel
         if problem.s_q == 0:
             return []
-        params = _params(config, call)
-        return [
-            Launch(SCHEDULE, Variant(), (1, 1, 1), LaunchArgs(params)),
-            Launch(kernel, kernel.variant(problem), config.grid, LaunchArgs(params, kernel.maps(problem, call))),
-        ]
+        args = LaunchArgs(_params(config, call), kernel.maps(problem, call))
+        return [launch_schedule(problem, call), Launch(kernel, kernel.variant(problem), config.grid, args)]
+
+
+def schedule_sizes(problem: DenseProblem) -> dict[str, int]:
+    """The parts of a workspace that the schedule of the forward writes, and their bytes."""
+    return {
+        "schedule": SCHEDULE_BYTES,
+        "sequences": SEQUENCE_BYTES * (problem.sequences + 2),
+        "tiles": TILE_BYTES * problem.most_tiles,
+    }
+
+
+def launch_schedule(problem: DenseProblem, call: Call, *, of_keys: bool = False) -> Launch:
+    """List the tiles of queries, and those of keys if they are wanted."""
+    params = DenseScheduleParams(
+        cu_seqlens_q=call.name("cu_seqlens_q"),
+        cu_seqlens_kv=call.name("cu_seqlens_kv"),
+        schedule="schedule",
+        key_schedule="key_schedule" if of_keys else NULL,
+        sequences="sequences",
+        tiles="tiles",
+        key_tiles="key_tiles" if of_keys else NULL,
+        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
+        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
+        s_q=problem.s_q,
+        s_kv=problem.s_kv,
+        b=problem.sequences,
+        causal=call.options.causal,
+    )
+    return Launch(SCHEDULE, Variant(), (1, 1, 1), LaunchArgs(params))
 
 
 def heads_at_once(problem: DenseProblem, device: DeviceInfo) -> int:
@@ -77,34 +97,58 @@ def heads_at_once(problem: DenseProblem, device: DeviceInfo) -> int:
     return problem.h_q // problem.h_kv * max(1, min(kv_heads, problem.h_kv))
 
 
+class LastColumns(NamedTuple):
+    """Where the last columns of queries or keys, or of their gradients, are.
+
+    Attributes
+    ----------
+    name : str
+        Of the array, which may be that of the first columns.
+    column : int
+        Where they begin in it.
+    heads : int
+        1 if all heads share them; then the stride of heads is 0.
+    strides : tuple
+        Of tokens and heads, in elements.
+    """
+
+    name: str
+    column: int
+    heads: int
+    strides: tuple[int, int]
+
+
+def last_columns(call: Call, whole: str, problem: DenseProblem) -> LastColumns:
+    """The last columns of an array, by its name."""
+    name = call.name(f"{whole}_rope") or whole
+    shape, (token, head) = call.view(name).shape, call.strides(name, 2)
+    heads = shape[1] if len(shape) == 3 else 1
+    return LastColumns(name, problem.d_qk - D_ROPE if name == whole else 0, heads, (token, head if heads > 1 else 0))
+
+
 def _params(config: DenseConfig, call: Call) -> PrefillParams:
     problem, options = config.problem, cast(PrefillOptions, call.options)
-    q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
-    state_out, within = call.views.get("state_out"), problem.d_qk - D_ROPE
-    k_rope_heads = call.view(k_rope).shape[1]
-    token, head = call.strides(k_rope, 2)
+    q_rope, k_rope = last_columns(call, "q", problem), last_columns(call, "k", problem)
+    state_out, mask = call.views.get("state_out"), call.views.get("mask")
     return PrefillParams(
         q="q",
-        q_rope=q_rope,
+        q_rope=q_rope.name,
         k="k",
-        k_rope=k_rope,
+        k_rope=k_rope.name,
         v="v",
-        cu_seqlens_q=call.name("cu_seqlens_q"),
-        cu_seqlens_kv=call.name("cu_seqlens_kv"),
         state_out=call.name("state_out"),
         state_lse=call.name("state_lse"),
         out="out",
         lse="lse",
         schedule="schedule",
-        sequences="sequences",
         tiles="tiles",
+        mask=call.name("mask"),
+        mask_stride_bytes=call.stride("mask"),
         q_stride_s_h_elems=call.strides("q", 2),
-        q_rope_stride_s_h_elems=call.strides(q_rope, 2),
+        q_rope_stride_s_h_elems=q_rope.strides,
         k_stride_s_h_elems=call.strides("k", 2),
-        k_rope_stride_s_h_elems=(token, head if k_rope_heads > 1 else 0),
+        k_rope_stride_s_h_elems=k_rope.strides,
         v_stride_s_h_elems=call.strides("v", 2),
-        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
-        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
         state_out_stride_s_h_elems=call.strides("state_out", 2),
         state_lse_stride_s_h_elems=call.strides("state_lse", 2),
         out_stride_s_h_elems=call.strides("out", 2),
@@ -113,14 +157,13 @@ def _params(config: DenseConfig, call: Call) -> PrefillParams:
         s_kv=problem.s_kv,
         h_q=problem.h_q,
         h_kv=problem.h_kv,
-        b=problem.sequences,
-        q_rope_column=within if q_rope == "q" else 0,
-        k_rope_column=within if k_rope == "k" else 0,
-        k_rope_heads=k_rope_heads,
+        q_rope_column=q_rope.column,
+        k_rope_column=k_rope.column,
+        k_rope_heads=k_rope.heads,
         heads_at_once=config.heads_at_once,
-        causal=options.causal,
         state_is_fp32=state_out is not None and state_out.dtype == "float32",
         out_is_fp32=call.view("out").dtype == "float32",
+        mask_bytes=0 if mask is None else mask.shape[1],
         scale_log2=options.scale * LOG2_E,
     )
 

@@ -12,12 +12,21 @@ GEOMETRIES = ((192, 128), (256, 256), (128, 128))
 """Widths of keys and values that are built."""
 D_ROPE = 64
 """Width of what may be an array of its own, of queries and of keys: their last columns."""
-TILE_QUERIES = 128
-SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 20, 32
-"""Of the parts of the workspace that the schedule writes: its head, a sequence, a tile of queries."""
-
+TILE_QUERIES = TILE_KEYS = 128
+"""Of the lists that the schedule makes. What a kernel computes at once may be less."""
+ROW_GROUP = 16
+"""Where sequences begin in what the workspace has for each query: at multiples of it."""
+SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 28, 32
+"""Of the parts of the workspace that the schedule writes: the head of a list, a sequence, a tile."""
+MASK_ROW_BYTES = 16
+"""Rows of masks start at, step by, and have multiples of these: 128 keys."""
 
 VARIANTS = tuple(Variant(dtype=dtype, head_dim_qk=d_qk, head_dim_v=d_v) for dtype in HALF for d_qk, d_v in GEOMETRIES)
+
+
+def _most_tiles(tokens: int, tile: int, sequences: int) -> int:
+    """Those of the caller's sequences, and of what comes before and after them."""
+    return min(tokens, tokens // tile + sequences + 2)
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class DenseProblem:
     """What decides which kernels run and how: no pointers, no device.
 
     `sequences` is 1 where no starts are given. `aligned` says that all rows that are read start at, and step by,
-    multiples of 16 bytes.
+    multiples of 16 bytes. `masked` says that there is a mask.
     """
 
     s_q: int
@@ -37,6 +46,7 @@ class DenseProblem:
     dtype: str
     sequences: int = 1
     aligned: bool = True
+    masked: bool = False
 
     @property
     def variant(self) -> Variant:
@@ -46,7 +56,7 @@ class DenseProblem:
     @property
     def most_tiles(self) -> int:
         """The most tiles of queries that there can be, whatever the starts are."""
-        return min(self.s_q, self.s_q // TILE_QUERIES + self.sequences + 2)
+        return _most_tiles(self.s_q, TILE_QUERIES, self.sequences)
 
 
 class PrefillOptions(NamedTuple):
@@ -55,4 +65,35 @@ class PrefillOptions(NamedTuple):
     causal: bool
     scale: float
     out_dtype: str | None
+    kernel: str | None
+
+
+@dataclass(frozen=True)
+class DenseBackwardProblem(DenseProblem):
+    """The same for the backward, whose results are among the rows that are `aligned`.
+
+    `shared_rope` says that several KV heads share the keys' last columns.
+    """
+
+    deterministic: bool = False
+    shared_rope: bool = False
+
+    @property
+    def most_key_tiles(self) -> int:
+        """The most tiles of keys that there can be."""
+        return _most_tiles(self.s_kv, TILE_KEYS, self.sequences)
+
+    @property
+    def num_rows(self) -> int:
+        """What the workspace has for each query: sequences begin at multiples, and the last tile is read whole."""
+        begun = self.s_q + (ROW_GROUP - 1) * min(self.s_q, self.sequences + 2)
+        return -(-begun // ROW_GROUP) * ROW_GROUP + TILE_QUERIES - ROW_GROUP
+
+
+class PrefillBackwardOptions(NamedTuple):
+    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+
+    causal: bool
+    scale: float
+    deterministic: bool
     kernel: str | None

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.dense.problem import (
+    ROW_GROUP,
     SCHEDULE_BYTES,
     SEQUENCE_BYTES,
     TILE_BYTES,
+    TILE_KEYS,
     TILE_QUERIES,
     VARIANTS,
     DenseProblem,
 )
-from mla_cupy.kernels.params import PrefillParams
+from mla_cupy.kernels.params import DenseScheduleParams, PrefillParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, KernelSpec, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
@@ -24,6 +26,8 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Maps = tuple[tuple[str, TensorMapSpec], ...]
 
+QUERIES_AT_ONCE = 64
+"""Of a tile, a warpgroup's: they are fetched on their own."""
 PANEL_COLUMNS = 64
 """What one TMA copy fetches of a row: the span of the swizzle."""
 
@@ -60,6 +64,17 @@ def with_tile(variant: Variant) -> Variant:
     return variant.extended(tile_keys=tile_keys(variant.head_dim_v))
 
 
+def with_mask(variant: Variant) -> Variant:
+    """The build that reads a mask, too."""
+    return variant.extended(has_mask=1)
+
+
+def hopper_variant(problem: DenseProblem) -> Variant:
+    """The build for Hopper."""
+    variant = with_tile(problem.variant)
+    return with_mask(variant) if problem.masked else variant
+
+
 def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
     """Why the kernel for Hopper cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
@@ -77,11 +92,11 @@ def row_maps(problem: DenseProblem, call: Call) -> Maps:
     keys, values = ("k", "v") if problem.s_kv else ("q", "q")
     q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") if problem.s_kv else ""
     names = ("q", q_rope, keys, k_rope or keys, values)
-    rows = (TILE_QUERIES, TILE_QUERIES, *[tile_keys(problem.d_v)] * 3)
-    return tuple((name, _row_map(call.view(name), count)) for name, count in zip(names, rows, strict=True))
+    rows = (QUERIES_AT_ONCE, QUERIES_AT_ONCE, *[tile_keys(problem.d_v)] * 3)
+    return tuple((name, row_map(call.view(name), count)) for name, count in zip(names, rows, strict=True))
 
 
-def _row_map(array: View, rows: int) -> TensorMapSpec:
+def row_map(array: View, rows: int) -> TensorMapSpec:
     """An array of (tokens, heads, width), fetched by `rows` tokens of a head."""
     (tokens, heads, width), nbytes = array.shape, TABLE[array.dtype].nbytes
     token, head = (nbytes * stride for stride in array.strides[:2])
@@ -105,11 +120,13 @@ def plain_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
 
 SCHEDULE: KernelSpec[DenseProblem] = KernelSpec(
     "dense_schedule",
-    "lists the tiles of queries of dense attention, those with most keys first",
+    "lists the tiles of queries, and of keys, of dense attention, those with most work first",
     "dense/schedule.cu",
-    PrefillParams,
+    DenseScheduleParams,
     facts={
         "tile_queries": TILE_QUERIES,
+        "tile_keys": TILE_KEYS,
+        "row_group": ROW_GROUP,
         "schedule_bytes": SCHEDULE_BYTES,
         "sequence_bytes": SEQUENCE_BYTES,
         "tile_bytes": TILE_BYTES,
@@ -121,11 +138,11 @@ SM90 = DenseKernel(
     "dense/sm90.cu",
     PrefillParams,
     HOPPER,
-    variants=tuple(map(with_tile, VARIANTS)),
+    variants=(*map(with_tile, VARIANTS), *(with_mask(with_tile(variant)) for variant in VARIANTS)),
     unsupported=needs_hopper,
     grid=persistent_grid,
     maps=row_maps,
-    variant=lambda problem: with_tile(problem.variant),
+    variant=hopper_variant,
 )
 GENERIC = DenseKernel(
     "dense_generic",

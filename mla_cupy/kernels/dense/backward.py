@@ -1,0 +1,201 @@
+"""Dense attention, backward: the schedule, statistics, gradients of keys and queries, sums in 16 bits.
+
+A call that need not be deterministic makes all gradients in one kernel, by tiles of keys: those of the queries are
+added up in float32. Else a second kernel makes these, by tiles of queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.dense.backward_sm90 import SM90_KEYS
+from mla_cupy.kernels.dense.backward_table import (
+    DELTA,
+    DK_ROPE,
+    DK_ROPE_KEYS,
+    DQ,
+    GENERIC_KEYS,
+    KeysKernel,
+    QueriesKernel,
+)
+from mla_cupy.kernels.dense.pipeline import L2_SHARE, heads_at_once, last_columns, launch_schedule, schedule_sizes
+from mla_cupy.kernels.dense.problem import (
+    D_ROPE,
+    SCHEDULE_BYTES,
+    TILE_BYTES,
+    DenseBackwardProblem,
+    PrefillBackwardOptions,
+)
+from mla_cupy.kernels.numbers import LOG2_E
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import PrefillBackwardParams
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
+from mla_cupy.kernels.spec import Variant
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.launching import Dim3
+
+_FLOAT, _BYTES_16_BITS = 4, 2
+
+
+@dataclass(frozen=True)
+class DenseBackwardConfig:
+    """Everything about a call that does not depend on pointers or strides."""
+
+    problem: DenseBackwardProblem
+    kernel: KeysKernel
+    sums_dq: bool
+    grid: Dim3
+    queries_grid: Dim3
+    heads_at_once: int
+    kv_heads_at_once: int
+
+
+class DenseBackwardPipeline(Pipeline[DenseBackwardConfig]):
+    """The kernels of the backward of dense attention."""
+
+    kernels = (SM90_KEYS, GENERIC_KEYS)
+
+    def configure(
+        self, problem: DenseBackwardProblem, device: DeviceInfo, kernel: str | None = None
+    ) -> DenseBackwardConfig:
+        """See `Pipeline.configure`."""
+        chosen = choice.choose("the backward of dense attention", self.kernels, problem, device, kernel)
+        sums_dq = chosen.sums_dq(problem)
+        return DenseBackwardConfig(
+            problem,
+            chosen,
+            sums_dq,
+            chosen.grid(problem, device),
+            chosen.queries.grid(problem, device),
+            heads_at_once(problem, device),
+            kv_heads_at_once(problem, device, sums_dq),
+        )
+
+    def workspace(self, config: DenseBackwardConfig) -> Layout:
+        """What the schedule writes, the statistics, and sums."""
+        problem = config.problem
+        of_each_row = _FLOAT * problem.h_q * problem.num_rows if problem.s_q else 0
+        rope_heads = 0 if not problem.shared_rope else 1 if config.sums_dq else problem.h_kv
+        return Layout(
+            {
+                **schedule_sizes(problem),
+                "key_schedule": SCHEDULE_BYTES,
+                "key_tiles": TILE_BYTES * problem.most_key_tiles,
+                "lse2": of_each_row,
+                "delta": of_each_row,
+                "dk_rope_sums": _FLOAT * problem.s_kv * rope_heads * D_ROPE,
+                "dq_sums": of_each_row * problem.d_qk if config.sums_dq else 0,
+            }
+        )
+
+    def steps(self, config: DenseBackwardConfig, call: Call) -> list[Step]:
+        """Without queries, the gradients of keys become zeros all the same, and the other way round."""
+        problem, kernel = config.problem, config.kernel
+        if problem.s_q == problem.s_kv == 0:
+            return []
+        params = _params(config, call)
+        steps: list[Step] = [launch_schedule(problem, call, of_keys=True)]
+        if problem.s_q:
+            steps.append(Launch(DELTA, problem.variant, (_tiles_of_heads(problem), 1, 1), LaunchArgs(params)))
+        elif config.sums_dq:
+            steps.insert(0, ZeroFill("dk_rope_sums"))
+        if problem.s_kv:
+            steps.append(_launch(kernel, problem, call, params, config.grid))
+        return steps + _finish(config, call, params)
+
+
+def _finish(config: DenseBackwardConfig, call: Call, params: PrefillBackwardParams) -> list[Step]:
+    """What makes sums the gradients in 16 bits, or the gradient of the queries without sums."""
+    problem, args = config.problem, LaunchArgs(params)
+    key_blocks = -(-problem.s_kv // DK_ROPE_KEYS) if problem.shared_rope else 0
+    if problem.s_q and config.sums_dq:
+        variant = Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
+        return [Launch(DQ, variant, (key_blocks + _tiles_of_heads(problem), 1, 1), args)]
+    steps: list[Step] = []
+    if key_blocks:
+        steps.append(Launch(DK_ROPE, Variant(dtype=problem.dtype), (key_blocks, 1, 1), args))
+    if problem.s_q:
+        steps.append(_launch(config.kernel.queries, problem, call, params, config.queries_grid))
+    return steps
+
+
+def _launch(
+    kernel: QueriesKernel, problem: DenseBackwardProblem, call: Call, params: PrefillBackwardParams, grid: Dim3
+) -> Launch:
+    return Launch(kernel, kernel.variant(problem), grid, LaunchArgs(params, kernel.maps(problem, call)))
+
+
+def _tiles_of_heads(problem: DenseBackwardProblem) -> int:
+    """A block per tile of queries and head; the schedule may find fewer tiles."""
+    return problem.most_tiles * problem.h_q
+
+
+def kv_heads_at_once(problem: DenseBackwardProblem, device: DeviceInfo, sums_dq: bool) -> int:
+    """KV heads whose queries are walked together: as many as the L2 holds of queries, dout and sums."""
+    query_bytes = _BYTES_16_BITS * (problem.d_qk + problem.d_v) + (_FLOAT * problem.d_qk if sums_dq else 0)
+    kv_head_bytes = query_bytes * problem.s_q * (problem.h_q // problem.h_kv)
+    return max(1, min(int(L2_SHARE * device.l2_bytes) // max(1, kv_head_bytes), problem.h_kv))
+
+
+def _params(config: DenseBackwardConfig, call: Call) -> PrefillBackwardParams:
+    problem, options = config.problem, cast(PrefillBackwardOptions, call.options)
+    q_rope, k_rope = last_columns(call, "q", problem), last_columns(call, "k", problem)
+    dq_rope, dk_rope = last_columns(call, "dq", problem), last_columns(call, "dk", problem)
+    per_key = D_ROPE if config.sums_dq else D_ROPE * problem.h_kv
+    return PrefillBackwardParams(
+        q="q",
+        q_rope=q_rope.name,
+        k="k",
+        k_rope=k_rope.name,
+        v="v",
+        out="out",
+        dout="dout",
+        lse="lse",
+        dlse=call.name("dlse"),
+        lse2="lse2",
+        delta="delta",
+        dq_sums="dq_sums" if config.sums_dq else NULL,
+        dk_rope_sums="dk_rope_sums" if problem.shared_rope else NULL,
+        dq="dq",
+        dq_rope=dq_rope.name,
+        dk="dk",
+        dk_rope=dk_rope.name,
+        dv="dv",
+        schedule="schedule",
+        key_schedule="key_schedule",
+        tiles="tiles",
+        key_tiles="key_tiles",
+        q_stride_s_h_elems=call.strides("q", 2),
+        q_rope_stride_s_h_elems=q_rope.strides,
+        k_stride_s_h_elems=call.strides("k", 2),
+        k_rope_stride_s_h_elems=k_rope.strides,
+        v_stride_s_h_elems=call.strides("v", 2),
+        out_stride_s_h_elems=call.strides("out", 2),
+        dout_stride_s_h_elems=call.strides("dout", 2),
+        lse_stride_s_h_elems=call.strides("lse", 2),
+        dlse_stride_s_h_elems=call.strides("dlse", 2),
+        dk_rope_sums_stride_s_h_elems=(per_key, 0 if config.sums_dq else D_ROPE),
+        dq_stride_s_h_elems=call.strides("dq", 2),
+        dq_rope_stride_s_h_elems=dq_rope.strides,
+        dk_stride_s_h_elems=call.strides("dk", 2),
+        dk_rope_stride_s_h_elems=dk_rope.strides,
+        dv_stride_s_h_elems=call.strides("dv", 2),
+        s_q=problem.s_q,
+        s_kv=problem.s_kv,
+        h_q=problem.h_q,
+        h_kv=problem.h_kv,
+        num_rows=problem.num_rows,
+        q_rope_column=q_rope.column,
+        k_rope_column=k_rope.column,
+        k_rope_heads=k_rope.heads,
+        heads_at_once=config.heads_at_once,
+        kv_heads_at_once=config.kv_heads_at_once,
+        out_is_fp32=call.view("out").dtype == "float32",
+        scale=options.scale,
+        scale_log2=options.scale * LOG2_E,
+    )
+
+
+DENSE_BACKWARD = DenseBackwardPipeline()
