@@ -305,3 +305,16 @@ def test_on_a_gpu(hopper: object, h_q: int, s_q: int, record: str) -> None:
     rounding = "float16" if record else case.dtype
     exact, rounded = (reference.mla_decode(*arguments, rounding=kind) for kind in (None, rounding))
     check(got, exact, rounded, case.dtype)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64])
+def test_sizes_of_numpy(kind: Any) -> None:
+    """Products of them would overflow, and lengths minus them be no integers."""
+    table, lengths = table_of("abx", "aby"), np.array([40, 41])
+    wanted = mla_cupy.shared_prefixes(table, lengths, page_size=16, h_q=100, s_q=4, always=True)
+    assert wanted == (PrefixGroup(0, 2, 2),)
+    sizes = {"page_size": kind(16), "h_q": kind(100), "s_q": kind(4)}
+    assert mla_cupy.shared_prefixes(table, lengths, **sizes, always=True) == wanted
+    shape: dict[str, Any] = {"b": kind(2), "h_q": kind(100), "max_pages": kind(3), "page_size": kind(100)}
+    plan = mla_cupy.plan_cascade(wanted, **shape, dtype="bfloat16")
+    plan.update(np.array([240, 241], np.int32))

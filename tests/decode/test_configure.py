@@ -17,7 +17,7 @@ from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90 import kv_map
 from mla_cupy.kernels.param_layout import layout_of
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import DeviceInfo, smem_per_block
 from mla_cupy.shapes import D_V
 from tests.support.kernels import DECODE_KERNELS, SCHEDULED_KERNELS, on_hopper
 from tests.support.recorder import H200
@@ -25,10 +25,11 @@ from tests.support.workspace import assert_laid_out
 
 HOPPER = on_hopper(SCHEDULED_KERNELS)
 SMALL, SEESAW, GENERIC = "decode_sm90_small", "decode_sm90_seesaw", "attention_generic"
+MMA, MMA_163KB = "attention_mma", "attention_mma_163kb"
 
 
 def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:
-    return dataclasses.replace(H200, name=f"a fake {cc}", cc=cc, sm_count=sm_count)
+    return dataclasses.replace(H200, name=f"a fake {cc}", cc=cc, sm_count=sm_count, smem_optin=smem_per_block(cc))
 
 
 def problem(
@@ -88,10 +89,12 @@ def test_merge_only_where_something_is_split() -> None:
         (gpu(), True, SEESAW),
         (gpu(), False, GENERIC),
         (gpu((7, 5)), True, GENERIC),
-        (gpu((8, 0)), True, GENERIC),
-        (gpu((8, 9)), True, GENERIC),
-        (gpu((10, 0)), True, GENERIC),  # has no WGMMA
-        (gpu((12, 0)), True, GENERIC),
+        (gpu((8, 0)), True, MMA_163KB),
+        (gpu((8, 0)), False, GENERIC),
+        (gpu((8, 6)), True, MMA),
+        (gpu((8, 9)), True, MMA),
+        (gpu((10, 0)), True, MMA_163KB),  # has no WGMMA
+        (gpu((12, 0)), True, MMA),
     ],
     ids=str,
 )
@@ -195,13 +198,14 @@ def test_slow_kernel_on_a_datacentre_gpu_is_said_once(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "mla_cupy"):
         DECODE.configure(problem(), gpu((7, 5)))  # nothing faster is to be had for it
         DECODE.configure(problem(), gpu((8, 0)), GENERIC)  # asked for
+        DECODE.configure(problem(), gpu((8, 0)))
         assert caplog.records == []
         for _ in range(3):
-            DECODE.configure(problem(), gpu((8, 0)))
+            DECODE.configure(problem(aligned=False), gpu((8, 0)))
     _say_slow.cache_clear()
     assert len(caplog.records) == 1
     assert GENERIC in caplog.text
-    assert "compute capability 9.0" in caplog.text
+    assert "multiples of 16 bytes" in caplog.text
 
 
 def test_configuration_is_pure() -> None:

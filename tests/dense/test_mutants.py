@@ -11,14 +11,18 @@ from tests.dense.runs import HOPPER, run
 from tests.support import mutants
 from tests.support.dense_cases import DenseCase, make
 
-SOURCE, SCHEDULE = "dense/sm90.cu", "dense/schedule.cu"
+SOURCE, ROWS, SCHEDULE = "dense/sm90.cu", "dense/sm90_rows.cuh", "dense/schedule.cu"
+FINDER = "tile/nonfinite.cuh"
 ENDS = DenseCase(((3, 5), (4, 4)))
-LONG = DenseCase(((70, 300),))
+LONG = DenseCase(((70, 259),))  # a warpgroup sees a tile less
 PIECES = DenseCase(((5, 9),), h_q=4, h_kv=2, k_rope="per_head")
 RISING = DenseCase(((8, 300),), scale=1.0)
-ITEMS = DenseCase(((70, 300), (9, 200)), h_q=3)
+ITEMS = DenseCase(((70, 300), (9, 200)), h_q=3)  # a warpgroup has no row
+HEADS = DenseCase(((3, 5), (4, 4)), h_q=7)  # more than the last group has
 STATE = DenseCase(((4, 6),), h_q=2, state="float32")
 LATE = ("late", 0)
+STEP = "    take_turn<Turn0>(math.warpgroup);\n    start_scores(s, math);\n    math.v"
+SKIP = "    math.k.advance();\n    uint4 seen[kFragmentRows];\n    if (kHasMask) read_mask(s, math, seen);\n}\n"
 
 
 @dataclass(frozen=True)
@@ -32,30 +36,53 @@ class Mutant(mutants.Mutant):
 
 MUTANTS = [
     Mutant(
-        "values are not cleaned", SOURCE, "if (!zero_nonfinite<Element>(clean)) continue;", "continue;", infinite=True
+        "values are not cleaned", ROWS, "if (!zero_nonfinite<Element>(clean)) continue;", "continue;", infinite=True
     ),
-    Mutant("a value too few is cleaned", SOURCE, "max(0, seen_by_all - i", "1 + max(0, seen_by_all - i", infinite=True),
+    Mutant("a value too few is cleaned", SOURCE, "max(0, trusted - i", "1 + max(0, trusted - i", infinite=True),
     Mutant("what was cleaned is lost", SOURCE, "if (slot.nonfinite) add_", "if (0) add_", infinite=True),
     Mutant("a key too many", SOURCE, "(math.thread, i) >= seen", "(math.thread, i) > seen"),
-    Mutant(
-        "a mask too few", SOURCE, "tile.seen_by_all() / kTileKeys)", "(tile.seen_by_all() + 127) / kTileKeys)", LONG
-    ),
+    Mutant("a mask too few", ROWS, "tile.seen_by_all() / kTileKeys)", "(tile.seen_by_all() + 127) / kTileKeys)", LONG),
     Mutant("the output keeps its scale", SOURCE, "    attention::rescale(math.out, scale);\n", "", RISING),
-    Mutant("the first head's last columns", SOURCE, "min(kv_head, p.k_rope_heads - 1) : kv", "0 : kv", PIECES),
-    Mutant("the query's first columns again", SOURCE, "last ? p.q_rope_column :", "last ? 0 :", PIECES),
+    Mutant("the first head's last columns", SOURCE, "min(kv_head, p.k_rope_heads - 1)", "0", PIECES),
+    Mutant("the first columns again", ROWS, "last ? from.last_column :", "last ? 0 :", PIECES),
     Mutant("keys of another head", SOURCE, "i32 kv_head = head / (p.h_q / p.h_kv);", "i32 kv_head = 0;", PIECES),
     Mutant("rows of the next sequence", SOURCE, "math.row(kRow) < tile.queries", "true"),
     Mutant("an empty state is read", SOURCE, "stored && result.earlier != 0.f", "stored && p.state_lse", STATE),
-    Mutant("keys are not waited for", SOURCE, "    math.k.wait_full(s.k_full);\n    math.v", "    math.v", LONG, LATE),
-    Mutant("values are not waited for", SOURCE, "            math.v.wait_full(s.v_full);\n", "", ENDS, LATE),
+    Mutant("keys are not waited for", SOURCE, f"    math.k.wait_full(s.k_full);\n{STEP}", STEP, LONG, LATE),
+    Mutant(
+        "values are not waited for",
+        SOURCE,
+        "    math.v.wait_full(s.v_full);\n    start_values(s, math);\n    finish",
+        "    start_values(s, math);\n    finish",
+        ENDS,
+        LATE,
+    ),
     Mutant("values are released before", SOURCE, "    wgmma_wait_group<0>();\n    pin(math.out);", "", LONG, LATE),
     Mutant("queries are released with each tile", SOURCE, "if (last) release(s.q_empty", "release(s.q_empty", ITEMS),
-    Mutant("nobody passes the turn", SOURCE, "    if (warpgroup == 1) pass_turn(math);\n", ""),
-    Mutant("the diagonal at the top left", SCHEDULE, "sequence.keys - sequence.queries + first", "first", LONG),
+    Mutant(
+        "a tile that is left out is kept",
+        SOURCE,
+        f"    release(s.k_empty[math.k.stage], math.thread);\n{SKIP}",
+        SKIP,
+        LONG,
+    ),
+    Mutant("idle warpgroups take no part", SOURCE, "skip_keys(s, math), skip_values(s, math);", ";", ITEMS),
+    Mutant(
+        "even columns are not looked into",
+        FINDER,
+        "0x80008000u) != 0x80008000u",
+        "0x80000000u) != 0x80000000u",
+        infinite=True,
+    ),
+    Mutant(
+        "odd columns are not looked into", FINDER, "0x80008000u) != 0x80008000u", "0x8000u) != 0x8000u", infinite=True
+    ),
+    Mutant("nobody passes the turn", SOURCE, "    if (warpgroup == 1) pass_turn<Turn0>(math.warpgroup);\n", ""),
+    Mutant("the diagonal at the top left", SCHEDULE, "keys - all.queries + first : keys", "first : keys", LONG),
     Mutant(
         "starts as they are", SCHEDULE, "return max(0, min(starts[n * stride], total));", "return starts[n * stride];"
     ),
-    Mutant("each head of the first group", "dense/params.cuh", "first_head + within % heads", "within % heads", ITEMS),
+    Mutant("each head of the first group", "dense/tiles.cuh", "first_head + within %", "within %", HEADS),
 ]
 
 
@@ -81,7 +108,7 @@ def attempt(mutant: Mutant) -> None:
     """The case, with ends that nobody may follow."""
     inputs = make(mutant.case)
     if mutant.infinite:
-        inputs.v[3, 0, 5] = inputs.v[4, 0, 3] = float("inf")  # of keys that the first query does not see
+        inputs.v[3, 0, 5] = inputs.v[4, 0, 4] = float("inf")  # of keys that the first query does not see
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         inputs.options[name][-1] += 99
     run(inputs, HOPPER, 1, mutant.mode)

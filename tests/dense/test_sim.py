@@ -27,7 +27,7 @@ CASES = [
     DenseCase(((63, 40), (1, 130), (2, 0), (0, 9), (5, 128)), h_q=5, around=(3, 2)),
     DenseCase(((40, 140), (3, 0), (7, 20)), h_q=2, state="float32", k_rope="per_head"),
     DenseCase(((33, 260),), causal=False, state="bfloat16"),
-    DenseCase(((66, 400),), scale=1.0),  # maxima that rise
+    DenseCase(((66, 386),), scale=1.0),  # maxima that rise; a warpgroup sees a tile less
     DenseCase(((30, 200),), d_qk=256, d_v=256, scale=1.0, dtype="float16"),
     DenseCase(((70, 3),), h_q=2, state="float16", dtype="float16"),  # most queries see nothing
     DenseCase(((20, 170), (90, 81)), d_qk=256, d_v=256),

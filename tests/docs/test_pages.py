@@ -94,13 +94,14 @@ def test_the_drawn_regions_of_tensor_memory_are_disjoint() -> None:
 
 
 def test_the_choice_of_kernels() -> None:
-    hopper, blackwell, ampere = kernel_choice.GPUS
+    hopper, blackwell, ampere, ada = kernel_choice.GPUS
     table = {label: (pipeline, problem) for label, pipeline, problem in kernel_choice.SITUATIONS}
     assert "sm90" in kernel_choice.chosen(*table["`mla_decode`, 128 heads"], hopper)
     assert "sm100" in kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], blackwell)
     turing = replace(ampere, cc=(7, 5), smem_optin=65536)
+    assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ampere) == "`attention_mma_163kb`"
+    assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ada) == "`attention_mma`"
     for call in table.values():
-        assert kernel_choice.chosen(*call, ampere) == kernel_choice.chosen(*call, turing)
         plain = kernel_choice.chosen(*call, turing)
         assert "generic" in plain or plain == "`indexer_topk_select`"
 

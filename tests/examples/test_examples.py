@@ -193,6 +193,26 @@ def test_decode_loop_on_gpu(gpu: object, library: str, monkeypatch: pytest.Monke
     check_decode_loop(library, "cuda")
 
 
+def check_chunked_prefill(backend: str, *arguments: str) -> None:
+    needs("torch")
+    text = run("torch_chunked_prefill.py", *arguments, backend=backend)
+    assert text.endswith("equal to one call\n")
+    (error,) = re.findall(r"one call: out (\S+), lse", text)
+    assert float(error) > 0, "the chunks are merged"
+
+
+@pytest.mark.parametrize("record", ["bf16", "v32"])
+def test_chunked_prefill(record: str) -> None:
+    sizes = ("--tokens", "5", "--context", "30", "--chunk", "16", "--heads", "2")
+    check_chunked_prefill("numpy", "--device", "cpu", "--record", record, *sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("record", ["bf16", "v32"])
+def test_chunked_prefill_on_gpu(gpu: object, record: str) -> None:
+    check_chunked_prefill("cuda", "--record", record)
+
+
 def check_training(backend: str, *arguments: str) -> None:
     needs("torch")
     text = run("torch_training.py", *arguments, backend=backend)

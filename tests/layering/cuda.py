@@ -52,13 +52,13 @@ def includes(text: str) -> list[str]:
 
 
 def namespaces(name: str) -> list[str]:
-    """The namespaces that a file may open: that of its folder and, in a family, one within it for its architecture."""
+    """The namespaces that a file may open: that of its folder and, in a family, one within it for its instructions."""
     *folders, stem = name.removesuffix(".cuh").removesuffix(".cu").split("/")
     if folders[0] in ("common", "ptx", "tile"):
         return ["mla"]
     space = "::".join(["mla", *folders])
     arch = stem.partition("_")[0]
-    return [space, f"{space}::{arch}"] if re.fullmatch(r"sm\d+", arch) else [space]
+    return [space, f"{space}::{arch}"] if re.fullmatch(r"sm\d+|mma", arch) else [space]
 
 
 def _of_any(name: str, text: str, files: set[str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from mla_cupy.kernels.choice import _say_slow
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import DeviceInfo, smem_per_block
 from mla_cupy.shapes import D_V
 from tests.support.kernels import FORWARD_KERNELS
 from tests.support.recorder import H200, Recorder
@@ -26,7 +26,7 @@ SMALL, LARGE, GENERIC = "sparse_forward_sm90_small", "sparse_forward_sm90", "att
 
 
 def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:
-    return dataclasses.replace(H200, name=f"a fake {cc}", cc=cc, sm_count=sm_count)
+    return dataclasses.replace(H200, name=f"a fake {cc}", cc=cc, sm_count=sm_count, smem_optin=smem_per_block(cc))
 
 
 def problem(
@@ -44,8 +44,12 @@ def problem(
         (65, True, gpu(), LARGE),
         (128, True, gpu(), LARGE),
         (16, False, gpu(), GENERIC),
-        (128, True, gpu((8, 0)), GENERIC),
-        (128, True, gpu((10, 0)), GENERIC),  # has no WGMMA
+        (128, False, gpu((8, 0)), GENERIC),
+        (128, True, gpu((8, 0)), "attention_mma_163kb"),
+        (32, True, gpu((8, 0)), "attention_mma_small_163kb"),
+        (33, True, gpu((8, 9)), "attention_mma"),
+        (16, True, gpu((12, 0)), "attention_mma_small"),
+        (128, True, gpu((10, 0)), "attention_mma_163kb"),  # has no WGMMA
     ],
     ids=str,
 )
