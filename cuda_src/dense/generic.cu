@@ -4,6 +4,8 @@
 //
 // Grid: x = tiles of queries (at most; the schedule knows how many), y = heads. A warp takes a query at a time, 32 keys
 // a step: a lane has the score of one key, then columns of the values.
+#include "dense/generic_rows.cuh"
+#include "dense/mask.cuh"
 #include "dense/result.cuh"
 #include "ptx/control.cuh"
 #include "tile/warp.cuh"
@@ -17,36 +19,11 @@ constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK, kHeadDimV = MLA_HEAD_DIM_V;
 constexpr i32 kWarps = 8;
 constexpr i32 kThreads = kWarps * kWarpThreads;
 constexpr i32 kColumnsPerLane = kHeadDimV / kWarpThreads;
-constexpr i32 kFirstColumns = kHeadDimQk - kRopeColumns;
 
 MLA_PREFILL_FACTS();
 MLA_FACT(threads, kThreads);
 
 // ---- One query -------------------------------------------------------------------------------------------------
-// A query or key: its first columns, and its last.
-struct Row {
-    const u16 *first, *last;
-};
-
-MLA_DEVICE Row query_row(const PrefillParams& p, i64 query, i32 head) {
-    return Row{p.q + query * p.q_stride_s_elems + head * p.q_stride_h_elems,
-               p.q_rope + query * p.q_rope_stride_s_elems + head * p.q_rope_stride_h_elems + p.q_rope_column};
-}
-
-MLA_DEVICE Row key_row(const PrefillParams& p, i64 key, i32 kv_head) {
-    return Row{p.k + key * p.k_stride_s_elems + kv_head * p.k_stride_h_elems,
-               p.k_rope + key * p.k_rope_stride_s_elems + kv_head * p.k_rope_stride_h_elems + p.k_rope_column};
-}
-
-MLA_DEVICE float dot(const float* query, const Row& key) {
-    float sum = 0.f;
-#pragma unroll 8
-    for (i32 i = 0; i < kFirstColumns; ++i) sum = fmaf(query[i], Element::to_float(key.first[i]), sum);
-#pragma unroll 8
-    for (i32 i = 0; i < kRopeColumns; ++i) sum = fmaf(query[kFirstColumns + i], Element::to_float(key.last[i]), sum);
-    return sum;
-}
-
 // Relative to the largest score so far. The maximum starts at a finite value: no difference of infinities.
 struct Sums {
     float max = -3.0e38f, sum = 0.f;
@@ -70,16 +47,22 @@ struct Sums {
     }
 };
 
-MLA_DEVICE Sums attend(const PrefillParams& p, const QueryTile& tile, i32 seen, const float* query, i32 kv_head,
-                       i32 lane) {
+// Of query number `row`, which sees none but the first `seen` keys.
+MLA_DEVICE Sums attend(const PrefillParams& p, const QueryTile& tile, i64 row, i32 seen, const float* query,
+                       i32 kv_head, i32 lane) {
     Sums sums;
 #pragma unroll 1
     for (i32 first = 0; first < seen; first += kWarpThreads) {
+        const bool visible = first + lane < seen && (p.mask == nullptr || mask_bit(p, row, first + lane));
         float score = negative_infinity();
-        if (first + lane < seen) score = dot(query, key_row(p, tile.first_key + first + lane, kv_head)) * p.scale_log2;
+        if (visible) {
+            score = key_row<Element, kHeadDimQk>(p, tile.first_key + first + lane, kv_head).dot(query) * p.scale_log2;
+        }
         const float weight = sums.add(score);
+        const u32 all_visible = __ballot_sync(kFullWarp, visible);
 #pragma unroll 1
         for (i32 i = 0; i < min(kWarpThreads, seen - first); ++i) {
+            if (!(all_visible >> i & 1)) continue;
             const u16* value =
                 p.v + (i64)(tile.first_key + first + i) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
             sums.add_value(__shfl_sync(kFullWarp, weight, i), value, lane);
@@ -113,7 +96,7 @@ MLA_DEVICE void store(const PrefillParams& p, i64 query, i32 head, const Sums& s
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) mla_dense_generic(const __grid_constant__ PrefillParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) mla_dense_generic(const __grid_constant__ PrefillParams p) {
     __shared__ float queries[kWarps][kHeadDimQk];
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -123,13 +106,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_dense_generic(const _
     const i32 head = blockIdx.y, kv_head = head / (p.h_q / p.h_kv);
     for (i32 row = warp; row < tile.queries; row += kWarps) {
         const i64 query = tile.first_query + row;
-        const Row from = query_row(p, query, head);
-#pragma unroll 1
-        for (i32 i = lane; i < kHeadDimQk; i += kWarpThreads) {
-            queries[warp][i] = Element::to_float(i < kFirstColumns ? from.first[i] : from.last[i - kFirstColumns]);
-        }
+        query_row<Element, kHeadDimQk>(p, query, head).copy(queries[warp], lane);
         __syncwarp();
-        store(p, query, head, attend(p, tile, max(0, tile.seen(row)), queries[warp], kv_head, lane), lane);
+        store(p, query, head, attend(p, tile, query, max(0, tile.seen(row)), queries[warp], kv_head, lane), lane);
         __syncwarp();
     }
 }

@@ -1,11 +1,13 @@
-// The list of tiles of queries of dense attention, those with most keys first.
+// The list of tiles of queries of dense attention, those with most keys first; and for the backward that of tiles of
+// keys, those with most queries first.
 //
 // A sequence of n queries is ceil(n / 128) tiles. Queries of no sequence, before the first one and after the last, are
 // tiles without keys. Tiles are sorted by their number of keys, in bins; their order within a bin is arbitrary, and
-// means nothing to the results.
+// means nothing to the results. The same goes for keys.
 //
 // Grid: one block. Numbers of the caller are hostile: starts are clamped, and never go down.
-#include "dense/params.cuh"
+#include "common/facts.cuh"
+#include "dense/tiles.cuh"
 #include "ptx/control.cuh"
 #include "tile/warp.cuh"
 
@@ -15,19 +17,38 @@ constexpr i32 kThreads = 512;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kBins = kThreads;
 
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct DenseScheduleParams {
+    const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
+    const i32* cu_seqlens_kv;  // (b + 1,), or null
+    Schedule* schedule;
+    Schedule* key_schedule;  // null: nobody needs tiles of keys
+    Sequence* sequences;     // b + 2
+    QueryTile* tiles;
+    KeyTile* key_tiles;
+    i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
+    i32 s_q, s_kv, b;
+    i32 causal;
+};
+
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Storage {
-    i32 num_tiles, most_keys;
-    i32 count[kBins];  // tiles of a bin; then, where its next tile goes
+    i32 num_tiles, num_key_tiles;
+    i32 most_queries, most_keys;  // of a sequence
+    i32 count[kBins];             // tiles of a bin; then, where its next tile goes
     i32 warp_sums[kWarps];
 };
 
-MLA_PREFILL_FACTS();
+MLA_FACT_LIST(params_layout, MLA_OFFSET(DenseScheduleParams, cu_seqlens_q_stride_elems),
+              MLA_OFFSET(DenseScheduleParams, s_q), (int)sizeof(DenseScheduleParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(tile_queries, kTileQueries);
+MLA_FACT(tile_keys, kKeyTileKeys);
+MLA_FACT(row_group, kRowGroup);
 MLA_FACT(schedule_bytes, sizeof(Schedule));
 MLA_FACT(sequence_bytes, sizeof(Sequence));
 MLA_FACT(tile_bytes, sizeof(QueryTile));
+static_assert(sizeof(KeyTile) == sizeof(QueryTile), "one size for both lists");
 
 // The largest over the lanes up to this one.
 MLA_DEVICE i32 inclusive_max(i32 x, i32 lane) {
@@ -47,51 +68,111 @@ MLA_DEVICE i32 stated_end(const i32* starts, i64 stride, i32 n, i32 b, i32 total
     return max(0, min(starts[n * stride], total));
 }
 
+// Of b + 2 sequences, those before and after the caller's have no queries for their keys, and no keys for theirs.
+MLA_DEVICE bool is_callers(const DenseScheduleParams& p, i32 n) { return n > 0 && n <= p.b; }
+
 // By one warp.
-MLA_DEVICE void find_sequences(const PrefillParams& p, Storage& s, i32 lane) {
-    i32 query = 0, key = 0, tile = 0, most = 0;  // where the next 32 begin
+MLA_DEVICE void find_sequences(const DenseScheduleParams& p, Storage& s, i32 lane) {
+    Sequence next = {};  // where the next 32 begin
+    i32 most_queries = 0, most_keys = 0;
     for (i32 first = 0; first < p.b + 2; first += kWarpThreads) {
         const i32 n = first + lane;
-        const i32 end =
-            max(query, inclusive_max(stated_end(p.cu_seqlens_q, p.cu_seqlens_q_stride_elems, n, p.b, p.s_q), lane));
-        const i32 key_end =
-            max(key, inclusive_max(stated_end(p.cu_seqlens_kv, p.cu_seqlens_kv_stride_elems, n, p.b, p.s_kv), lane));
+        const i32 stated = stated_end(p.cu_seqlens_q, p.cu_seqlens_q_stride_elems, n, p.b, p.s_q);
+        const i32 key_stated = stated_end(p.cu_seqlens_kv, p.cu_seqlens_kv_stride_elems, n, p.b, p.s_kv);
+        const i32 end = max(next.first_query, inclusive_max(stated, lane));
+        const i32 key_end = max(next.first_key, inclusive_max(key_stated, lane));
         const i32 before = __shfl_up_sync(kFullWarp, end, 1), key_before = __shfl_up_sync(kFullWarp, key_end, 1);
-        const i32 begin = lane == 0 ? query : before, key_begin = lane == 0 ? key : key_before;
-        const i32 keys = n == 0 || n > p.b ? 0 : key_end - key_begin;
-        const i32 tiles = ceil_div(end - begin, kTileQueries), tiles_end = tile + warp_inclusive_sum(tiles);
-        if (n < p.b + 2) p.sequences[n] = Sequence{begin, end - begin, key_begin, keys, tiles_end - tiles};
-        most = max(most, inclusive_max(keys, lane));
-        query = __shfl_sync(kFullWarp, end, kWarpThreads - 1);
-        key = __shfl_sync(kFullWarp, key_end, kWarpThreads - 1);
-        tile = __shfl_sync(kFullWarp, tiles_end, kWarpThreads - 1);
+        const i32 begin = lane == 0 ? next.first_query : before, key_begin = lane == 0 ? next.first_key : key_before;
+        const i32 queries = end - begin, keys = key_end - key_begin;
+        const i32 tiles = ceil_div(queries, kTileQueries), key_tiles = ceil_div(keys, kKeyTileKeys);
+        const i32 rows = ceil_div(queries, kRowGroup) * kRowGroup;
+        const i32 tiles_end = next.first_tile + warp_inclusive_sum(tiles);
+        const i32 key_tiles_end = next.first_key_tile + warp_inclusive_sum(key_tiles);
+        const i32 rows_end = next.first_row + warp_inclusive_sum(rows);
+        if (n < p.b + 2) {
+            p.sequences[n] = Sequence{
+                begin, queries, key_begin, keys, tiles_end - tiles, key_tiles_end - key_tiles, rows_end - rows};
+        }
+        most_queries = max(most_queries, inclusive_max(queries, lane));
+        most_keys = max(most_keys, inclusive_max(keys, lane));
+        next.first_query = __shfl_sync(kFullWarp, end, kWarpThreads - 1);
+        next.first_key = __shfl_sync(kFullWarp, key_end, kWarpThreads - 1);
+        next.first_tile = __shfl_sync(kFullWarp, tiles_end, kWarpThreads - 1);
+        next.first_key_tile = __shfl_sync(kFullWarp, key_tiles_end, kWarpThreads - 1);
+        next.first_row = __shfl_sync(kFullWarp, rows_end, kWarpThreads - 1);
     }
     if (lane == kWarpThreads - 1) {
-        s.num_tiles = tile;
-        s.most_keys = most;
-        *p.schedule = Schedule{tile, 0};
+        s.num_tiles = next.first_tile;
+        s.num_key_tiles = next.first_key_tile;
+        s.most_queries = most_queries;
+        s.most_keys = most_keys;
+        *p.schedule = Schedule{next.first_tile, 0};
+        if (p.key_schedule != nullptr) *p.key_schedule = Schedule{next.first_key_tile, 0};
     }
 }
 
 // ---- Tiles -----------------------------------------------------------------------------------------------------
-// The last sequence that begins at or before a tile, with those that have none left out: they share their successor's.
-MLA_DEVICE QueryTile tile_at(const PrefillParams& p, i32 tile) {
+// The last sequence whose `first` is at or before a tile, with those that have none left out: they share their
+// successor's.
+MLA_DEVICE i32 sequence_of(const DenseScheduleParams& p, i32 Sequence::* first, i32 tile) {
     i32 low = 0, high = p.b + 2;
     while (high - low > 1) {
         const i32 middle = (low + high) / 2;
-        (p.sequences[middle].first_tile <= tile ? low : high) = middle;
+        (p.sequences[middle].*first <= tile ? low : high) = middle;
     }
-    const Sequence sequence = p.sequences[low];
-    const i32 first = (tile - sequence.first_tile) * kTileQueries;
-    const i32 queries = min(kTileQueries, sequence.queries - first);
-    const i32 diagonal = p.causal ? sequence.keys - sequence.queries + first : sequence.keys;
-    return QueryTile{sequence.first_query + first, queries, sequence.first_key, sequence.keys, diagonal, {}};
+    return low;
 }
 
-// The first bin has the tiles with most keys.
-MLA_DEVICE i32 bin_of(const QueryTile& tile, i32 most_keys) {
-    const i64 share = (i64)tile.seen_by_any() * (kBins - 1);
-    return kBins - 1 - (i32)(share / max(1, most_keys));
+struct Queries {
+    using Tile = QueryTile;
+
+    MLA_DEVICE static Tile* tiles(const DenseScheduleParams& p) { return p.tiles; }
+    MLA_DEVICE static i32 count(const Storage& s) { return s.num_tiles; }
+    MLA_DEVICE static i32 most_work(const Storage& s) { return s.most_keys; }
+    MLA_DEVICE static i32 work(const Tile& tile) { return tile.seen_by_any(); }
+
+    MLA_DEVICE static Tile tile(const DenseScheduleParams& p, i32 index) {
+        const i32 n = sequence_of(p, &Sequence::first_tile, index);
+        const Sequence all = p.sequences[n];
+        const i32 first = (index - all.first_tile) * kTileQueries, keys = is_callers(p, n) ? all.keys : 0;
+        const i32 diagonal = p.causal ? keys - all.queries + first : keys;
+        return Tile{all.first_query + first,
+                    min(kTileQueries, all.queries - first),
+                    all.first_key,
+                    keys,
+                    diagonal,
+                    all.first_row + first,
+                    {}};
+    }
+};
+
+struct Keys {
+    using Tile = KeyTile;
+
+    MLA_DEVICE static Tile* tiles(const DenseScheduleParams& p) { return p.key_tiles; }
+    MLA_DEVICE static i32 count(const Storage& s) { return s.num_key_tiles; }
+    MLA_DEVICE static i32 most_work(const Storage& s) { return s.most_queries; }
+    MLA_DEVICE static i32 work(const Tile& tile) { return tile.seers(); }
+
+    MLA_DEVICE static Tile tile(const DenseScheduleParams& p, i32 index) {
+        const i32 n = sequence_of(p, &Sequence::first_key_tile, index);
+        const Sequence all = p.sequences[n];
+        const i32 first = (index - all.first_key_tile) * kKeyTileKeys, queries = is_callers(p, n) ? all.queries : 0;
+        const i32 diagonal = p.causal ? first - (all.keys - queries) : -kKeyTileKeys;
+        return Tile{all.first_key + first,
+                    min(kKeyTileKeys, all.keys - first),
+                    all.first_query,
+                    queries,
+                    diagonal,
+                    all.first_row,
+                    {}};
+    }
+};
+
+// The first bin has the tiles with most work.
+MLA_DEVICE i32 bin_of(i32 work, i32 most_work) {
+    const i64 share = (i64)work * (kBins - 1);
+    return kBins - 1 - (i32)(share / max(1, most_work));
 }
 
 // Each bin's count becomes the number of tiles in the bins before it.
@@ -106,21 +187,33 @@ MLA_DEVICE void scan_bins(Storage& s, i32 thread) {
     __syncthreads();
 }
 
+template <class Kind>
+MLA_DEVICE void list_tiles(const DenseScheduleParams& p, Storage& s, i32 thread) {
+    const i32 count = Kind::count(s), most_work = Kind::most_work(s);
+    s.count[thread] = 0;
+    __syncthreads();
+    for (i32 i = thread; i < count; i += kThreads) {
+        atomicAdd(&s.count[bin_of(Kind::work(Kind::tile(p, i)), most_work)], 1);
+    }
+    __syncthreads();
+    scan_bins(s, thread);
+    for (i32 i = thread; i < count; i += kThreads) {
+        const auto tile = Kind::tile(p, i);
+        Kind::tiles(p)[atomicAdd(&s.count[bin_of(Kind::work(tile), most_work)], 1)] = tile;
+    }
+    __syncthreads();
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) mla_dense_schedule(const __grid_constant__ PrefillParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_dense_schedule(const __grid_constant__ DenseScheduleParams p) {
     __shared__ Storage s;
     const i32 thread = threadIdx.x;
-    s.count[thread] = 0;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (thread < kWarpThreads) find_sequences(p, s, thread);
     __syncthreads();
-    for (i32 i = thread; i < s.num_tiles; i += kThreads) atomicAdd(&s.count[bin_of(tile_at(p, i), s.most_keys)], 1);
-    __syncthreads();
-    scan_bins(s, thread);
-    for (i32 i = thread; i < s.num_tiles; i += kThreads) {
-        const QueryTile tile = tile_at(p, i);
-        p.tiles[atomicAdd(&s.count[bin_of(tile, s.most_keys)], 1)] = tile;
-    }
+    list_tiles<Queries>(p, s, thread);
+    if (p.key_schedule != nullptr) list_tiles<Keys>(p, s, thread);
 }
 }  // namespace mla::dense

@@ -5,13 +5,13 @@
 //   l = sum of P,  O = P V       P stays in registers
 //   out = O / l,   lse = ln 2 (m + log2 l),   merged with an earlier state
 //
-// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/params.cuh.
+// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh.
 // Each math warpgroup has 64 of the queries and all keys, from the last tile to the first, so that the tiles that need
 // a mask come first. The scores of a tile are computed beside the product of the tile before with its values:
 //
 //   math_0  | Q K2 | softmax 2 | Q K1, P2 V2 | softmax 1 | Q K0, P1 V1 | softmax 0 | P0 V0 | store, next Q ...
 //   math_1         | Q K2 | softmax 2  | Q K1, P2 V2 | softmax 1   | Q K0, P1 V1 | softmax 0 | P0 V0 | ...
-//   load    Q K2     K1 V2               K0 V1                V0      next item: Q K V ...
+//   load    K2 V2 Q  K1                  K0 V1                V0      next item: K V Q ...
 //   clean   V2: what not every query sees becomes finite
 //
 // The warpgroups take turns with issuing their products, so that one has its exponentials while the other has the
@@ -21,35 +21,41 @@
 // Source: FlashAttention-3's schedule (2024). Here: operands in pieces, tiles that end with their sequence, the merge.
 #include "attention/online_softmax.cuh"
 #include "common/limits.cuh"
+#include "dense/mask.cuh"
 #include "dense/result.cuh"
-#include "ptx/copy.cuh"
+#include "dense/sm90_rows.cuh"
 #include "ptx/load.cuh"
 #include "tile/fragment.cuh"
-#include "tile/nonfinite.cuh"
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
 
+// A mask says which keys a query sees, if a variant says so.
+#ifndef MLA_HAS_MASK
+#define MLA_HAS_MASK 0
+#endif
+
 namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK, kHeadDimV = MLA_HEAD_DIM_V;
 constexpr i32 kTileKeys = MLA_TILE_KEYS;  // as many as fit twice
+constexpr bool kHasMask = MLA_HAS_MASK;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps    regs   does
-// math_0   0..3     232    queries 0 .. 63 of the tile
-// math_1   4..7     232    queries 64 .. 127
-// load     8        40     takes work items; all copies
-// clean    9..11    40     values that not every query sees become finite
+// math_0   0..3     224    queries 0 .. 63 of the tile
+// math_1   4..7     224    queries 64 .. 127
+// load     8        56     takes work items; all copies
+// clean    9..11    56     values that not every query sees become finite
 constexpr i32 kMathWarpgroups = 2;
-constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps, kMathThreads = kMathWarps * kWarpThreads;
+constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kCleanWarps = kWarpgroupWarps - 1, kCleanThreads = kCleanWarps * kWarpThreads;
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kLoadWarp = kMathWarps;
-constexpr i32 kRegsMath = 232, kRegsLoad = 40;
+constexpr i32 kRegsMath = 224, kRegsLoad = 56;
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kThreads), "what the block has at entry");
 
 constexpr i32 kStages = 2;
@@ -58,26 +64,38 @@ constexpr i32 kPanelsQk = kHeadDimQk / kSw128Columns, kPanelsV = kHeadDimV / kSw
 constexpr u32 kQueryPanelBytes = kTileQueries * kSw128RowBytes, kKeyPanelBytes = kTileKeys * kSw128RowBytes;
 constexpr i32 kScores = kTileKeys / 2, kOut = kHeadDimV / 2;  // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;
-static_assert(kRopeColumns == kSw128Columns, "the last columns are a panel");
 static_assert(kTileQueries == kMathWarpgroups * kSw128Rows, "64 queries per warpgroup");
+static_assert(kTileKeys >= kSw128Rows, "a warpgroup leaves out one tile at most");
 static_assert(kKeyPanelBytes % kSwizzleAtomBytes == 0 && kTileKeys % kMmaK == 0, "whole swizzle atoms and steps");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier         arrives (count)            carries   waits         first phase
 // work_full[s]    load (1)                   -         math, clean   blocked
 // work_empty[s]   math, clean warps (11)     -         load          free
-// q_full          load (1)                   Q         math          blocked
-// q_empty         math warps (8)             -         load          free
+// q_full[w]       load (1)                   Q         math_w        blocked
+// q_empty[w]      math_w warps (4)           -         load          free
 // k_full[s]       load (1)                   K         math          blocked
 // k_empty[s]      math warps (8)             -         load          free
 // v_raw[s]        load (1)                   V         clean         blocked
 // v_full[s]       load (1)                   V         math          blocked
 //          or clean (1), after v_raw         -
 // v_empty[s]      math warps (8)             -         load          free
+// exponentiated   math warps (8)             -         nobody        -
+// mask_full       clean warps (3)            -         math          blocked
+// mask_empty      math warps (8)             -         clean         free
 struct WorkSlot {
     QueryTile tile;
     i32 head;  // negative: no more work
     i32 nonfinite;
+};
+
+// Of builds with a mask, for each slot: ...
+struct Repeats {
+    alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... whether a warp wants its item again, ...
+    bool again[kWorkSlots];                          // ... and whether it comes again
+
+    // By all warps.
+    MLA_DEVICE u64& wanted_by_any(i32 slot) { return *reinterpret_cast<u64*>(wanted[slot]); }
 };
 
 struct Storage {
@@ -86,9 +104,13 @@ struct Storage {
     u8 v[kStages][kPanelsV][kKeyPanelBytes];
     WorkSlot work[kWorkSlots];
     MBarrier work_full[kWorkSlots], work_empty[kWorkSlots];
-    MBarrier q_full[1], q_empty[1];
+    MBarrier q_full[kMathWarpgroups], q_empty[kMathWarpgroups];
     MBarrier k_full[kStages], k_empty[kStages];
     MBarrier v_full[kStages], v_empty[kStages], v_raw[kStages];
+    MBarrier exponentiated;
+    MBarrier mask_full[1], mask_empty[1];
+    Repeats repeats;
+    uint4 mask[kHasMask ? kTileQueries : 1];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
@@ -101,25 +123,23 @@ MLA_FACT(tile_keys, kTileKeys);
 
 MLA_DEVICE void init_storage(Storage& s) {
     init_ring(s.work_full, s.work_empty, 1, kMathWarps + kCleanWarps);
-    init_ring(s.q_full, s.q_empty, 1, kMathWarps);
+    init_ring(s.q_full, s.q_empty, 1, kWarpgroupWarps);
     init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     init_ring(s.v_full, s.v_empty, 1, kMathWarps);
     for (MBarrier& raw : s.v_raw) mbarrier_init(raw, 1);
+    mbarrier_init(s.exponentiated, kMathWarps);
+    if (kHasMask) init_ring(s.mask_full, s.mask_empty, kCleanWarps, kMathWarps);
+    for (i32 slot = 0; kHasMask && slot < kWorkSlots; ++slot) s.repeats.wanted_by_any(slot) = 0;
     fence_mbarrier_init();
 }
 
-// The tiles of keys of a work item, from the last to the first.
-struct KeyTiles {
-    i32 count;
-    i32 whole;  // of these, the first ones: all queries see all of their keys
-
-    MLA_DEVICE explicit KeyTiles(const QueryTile& tile)
-        : count(ceil_div(tile.seen_by_any(), kTileKeys)), whole(min(count, tile.seen_by_all() / kTileKeys)) {}
-};
+// With a mask any value may be hidden from a query, but few values are not finite. They are taken as they are; where
+// the sums have become NaN or infinite, the slot's item comes again, all values cleaned.
+MLA_DEVICE bool comes_again(const Storage& s, i32 slot) { return kHasMask && s.repeats.again[slot]; }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
 struct Maps {
-    const TensorMap &q, &q_rope, &k, &k_rope, &v;
+    RowSource q, k, v;
 };
 
 struct Loader {
@@ -127,51 +147,61 @@ struct Loader {
     Storage& s;
     const Maps& maps;
     RingPosition<kWorkSlots> work;
-    RingPosition<1> q;
+    RingPosition<kMathWarpgroups> q;
     RingPosition<kStages> k, v;
 
+    MLA_DEVICE bool wants_repeat(i32 slot) { return s.repeats.wanted_by_any(slot) != 0 && !s.repeats.again[slot]; }
+
+    // Whether the next slot has an item that must come again; or, with no other work left, the slot before it, whose
+    // item then moves.
+    MLA_DEVICE bool repeats(bool no_work) {
+        const i32 slot = work.stage, other = work.before();
+        static_assert(kWorkSlots == 2, "there is one other slot");
+        work.wait_empty(s.work_empty);
+        if (wants_repeat(slot)) return true;
+        if (!no_work) return false;
+        mbarrier_wait(s.work_empty[other], work.ring.empty_parity(other));
+        if (!wants_repeat(other)) return false;
+        s.work[slot] = s.work[other];
+        s.repeats.wanted_by_any(slot) = s.repeats.wanted_by_any(other);
+        s.repeats.wanted_by_any(other) = 0;
+        return true;
+    }
+
     // The next work item goes to the math and clean roles; its head, or -1.
-    MLA_DEVICE i32 announce(i32 index, i32 num_tiles, QueryTile& tile) {
+    MLA_DEVICE i32 announce(i32 index, i32 num_tiles, QueryTile& tile, bool again) {
         work.wait_empty(s.work_empty);
         WorkSlot& slot = s.work[work.stage];
-        i32 head = -1;
-        if (index < num_tiles * p.h_q) {
-            const WorkItem item = work_item(p, index, num_tiles);
-            tile = p.tiles[item.tile];
-            head = item.head;
-            slot.tile = tile;
-        }
+        if (again) tile = slot.tile;
+        const i32 head = again ? slot.head : find_item(p, index, num_tiles, tile, slot.tile);
         slot.head = head;
         slot.nonfinite = 0;
+        if (kHasMask) {
+            s.repeats.again[work.stage] = again;
+            if (!again) s.repeats.wanted_by_any(work.stage) = 0;
+        }
         mbarrier_arrive(s.work_full[work.stage]);
         work.advance();
         return head;
     }
 
+    // Each warpgroup's on their own: those of the first come while the second is busy with the item before.
     MLA_DEVICE void load_queries(const QueryTile& tile, i32 head) {
-        q.wait_empty(s.q_empty);
-        mbarrier_arrive_expect_tx(s.q_full[0], sizeof(s.q));
 #pragma unroll
-        for (i32 panel = 0; panel < kPanelsQk; ++panel) {
-            const bool last = panel + 1 == kPanelsQk;
-            cp_async_bulk_tensor_3d(smem_addr(s.q[panel]), last ? maps.q_rope : maps.q, s.q_full[0],
-                                    last ? p.q_rope_column : panel * kSw128Columns, tile.first_query, head,
-                                    kEvictFirst);
+        for (i32 half = 0; half < kMathWarpgroups; ++half) {
+            q.wait_empty(s.q_empty);
+            mbarrier_arrive_expect_tx(s.q_full[half], sizeof(s.q) / kMathWarpgroups);
+            load_rows(s.q, s.q_full[half], maps.q, tile.first_query + half * kSw128Rows, head, head, kEvictFirst,
+                      half * kSw128Bytes);
+            q.advance();
         }
-        q.advance();
     }
 
     MLA_DEVICE void load_keys(i32 first_key, i32 kv_head) {
         MBarrier& full = s.k_full[k.stage];
         k.wait_empty(s.k_empty);
         mbarrier_arrive_expect_tx(full, sizeof(s.k[0]));
-#pragma unroll
-        for (i32 panel = 0; panel < kPanelsQk; ++panel) {
-            const bool last = panel + 1 == kPanelsQk;
-            cp_async_bulk_tensor_3d(smem_addr(s.k[k.stage][panel]), last ? maps.k_rope : maps.k, full,
-                                    last ? p.k_rope_column : panel * kSw128Columns, first_key,
-                                    last ? min(kv_head, p.k_rope_heads - 1) : kv_head, kEvictLast);
-        }
+        load_rows(s.k[k.stage], full, maps.k, first_key, kv_head, min(kv_head, p.k_rope_heads - 1), kEvictLast);
         k.advance();
     }
 
@@ -179,24 +209,23 @@ struct Loader {
         MBarrier& full = whole ? s.v_full[v.stage] : s.v_raw[v.stage];
         v.wait_empty(s.v_empty);
         mbarrier_arrive_expect_tx(full, sizeof(s.v[0]));
-#pragma unroll
-        for (i32 panel = 0; panel < kPanelsV; ++panel) {
-            cp_async_bulk_tensor_3d(smem_addr(s.v[v.stage][panel]), maps.v, full, panel * kSw128Columns, first_key,
-                                    kv_head, kEvictLast);
-        }
+        load_rows(s.v[v.stage], full, maps.v, first_key, kv_head, kv_head, kEvictLast);
         v.advance();
     }
 
     MLA_DEVICE void load(const QueryTile& tile, i32 head) {
-        const KeyTiles keys(tile);
+        const KeyTiles<kTileKeys> keys(tile, comes_again(s, work.before()));
         const i32 kv_head = head / (p.h_q / p.h_kv);
         if (keys.count == 0) return;
-        load_queries(tile, head);
-        load_keys(tile.first_key + (keys.count - 1) * kTileKeys, kv_head);
+        const i32 last = keys.count - 1;
+        // Keys a tile ahead of values, but for the last tile's, so that there is time to look into its values.
 #pragma unroll 1
-        for (i32 i = keys.count - 1; i >= 0; --i) {
-            if (i > 0) load_keys(tile.first_key + (i - 1) * kTileKeys, kv_head);
-            load_values(tile.first_key + i * kTileKeys, kv_head, i < keys.whole);
+        for (i32 k = last, v = last; v >= 0; --k) {
+            if (k >= 0) load_keys(tile.first_key + k * kTileKeys, kv_head);
+            if (k == last - 1) continue;
+            load_values(tile.first_key + v * kTileKeys, kv_head, v < keys.whole);
+            if (v == last) load_queries(tile, head);
+            --v;
         }
     }
 };
@@ -209,35 +238,41 @@ MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& ma
 #pragma unroll 1
     while (true) {
         QueryTile tile;
-        const i32 head = loader.announce(index, num_tiles, tile);
+        const bool again = kHasMask && loader.repeats(index >= num_tiles * p.h_q);
+        const i32 head = loader.announce(index, num_tiles, tile, again);
         if (head < 0) break;
-        loader.load(tile, head);
+        loader.load(kHasMask ? s.work[loader.work.before()].tile : tile, head);
+        if (again) continue;
         index = gridDim.x + atomicAdd(&p.schedule->next_item, 1);
     }
 }
 
 // ---- Clean role ------------------------------------------------------------------------------------------------
-// 0 * NaN is not 0: of keys that not every query sees, those past the end of the sequence among them, finite elements
-// stay, the others become 0, and the math role adds them to the queries that do see them. True if there was one.
-MLA_DEVICE bool clean_values(u8 (&values)[kPanelsV][kKeyPanelBytes], i32 first, i32 thread) {
-    bool found = false;
-#pragma unroll 1
-    for (i32 i = thread; i < (kTileKeys - first) * kSw128Chunks; i += kCleanThreads) {
-        const u32 at = sw128_offset(first + i / kSw128Chunks, i % kSw128Chunks);
-#pragma unroll 2
-        for (i32 panel = 0; panel < kPanelsV; ++panel) {
-            uint4& chunk = *reinterpret_cast<uint4*>(values[panel] + at);
-            uint4 clean = chunk;
-            if (!zero_nonfinite<Element>(clean)) continue;
-            chunk = clean;
-            found = true;
-        }
+// A tile of the mask, read while the math role still has the one before.
+MLA_DEVICE void store_mask(const PrefillParams& p, Storage& s, RingPosition<1>& mask, const QueryTile& tile, i32 keys,
+                           i32 thread) {
+    constexpr i32 kRows = ceil_div(kTileQueries, kCleanThreads);
+    uint4 words[kRows];
+#pragma unroll
+    for (i32 i = 0; i < kRows; ++i) {
+        const i32 row = thread + i * kCleanThreads;
+        words[i] = mask_words<kTileKeys>(p, tile.first_query + row, keys, row < tile.queries);
     }
-    return found;
+    mask.wait_empty(s.mask_empty);
+#pragma unroll
+    for (i32 i = 0; i < kRows; ++i) {
+        const i32 row = thread + i * kCleanThreads;
+        if (row < kTileQueries) s.mask[row] = words[i];
+    }
+    release(s.mask_full[0], thread);
+    mask.advance();
 }
 
-MLA_DEVICE void run_clean_role(Storage& s, i32 thread) {
+// 0 * NaN is not 0: of keys that not every query sees, those past the end of the sequence among them, finite elements
+// stay, the others become 0, and the math role adds them to the queries that do see them.
+MLA_DEVICE void run_clean_role(const PrefillParams& p, Storage& s, i32 thread) {
     RingPosition<kWorkSlots> work;
+    RingPosition<1> mask;
     Ring<kStages> raw;
     i32 stage = 0;
 #pragma unroll 1
@@ -245,18 +280,25 @@ MLA_DEVICE void run_clean_role(Storage& s, i32 thread) {
         work.wait_full(s.work_full);
         WorkSlot& slot = s.work[work.stage];
         if (slot.head < 0) break;
-        const KeyTiles keys(slot.tile);
-        const i32 seen_by_all = slot.tile.seen_by_all();
+        const bool again = comes_again(s, work.stage);
+        const KeyTiles<kTileKeys> keys(slot.tile, again);
+        const i32 trusted = again ? 0 : slot.tile.seen_by_all();
 #pragma unroll 1
         for (i32 i = keys.count - 1; i >= keys.whole; --i) {
+            if (kHasMask) store_mask(p, s, mask, slot.tile, i, thread);
             mbarrier_wait(s.v_raw[stage], raw.full_parity(stage));
             raw.advance(stage);
-            if (clean_values(s.v[stage], max(0, seen_by_all - i * kTileKeys), thread)) slot.nonfinite = 1;
+            bool found = false;
+            clean_rows<Element, kCleanThreads>(s.v[stage], max(0, trusted - i * kTileKeys), thread,
+                                               [&](i32 row) { found = true; });
+            if (found) slot.nonfinite = 1;
             fence_proxy_async();
             bar_sync(Cleaned, kCleanThreads);
             if (thread == 0) mbarrier_arrive(s.v_full[stage]);
             stage = (stage + 1) % kStages;
         }
+#pragma unroll 1
+        for (i32 i = keys.whole - 1; kHasMask && i >= 0; --i) store_mask(p, s, mask, slot.tile, i, thread);
         stage = (stage + keys.whole) % kStages;
         release(s.work_empty[work.stage], thread);
         work.advance();
@@ -270,17 +312,14 @@ struct Math {
     u32 weights[kKeySteps][4];  // P
     attention::RowState rows;
     RingPosition<kWorkSlots> work;
-    RingPosition<1> q;
+    Ring<1> q;
+    RingPosition<1> mask;
     RingPosition<kStages> k, v;
     i32 warpgroup, thread;
 
     // The first of the thread's two rows of the tile; the other is eight further on.
     MLA_DEVICE i32 row(i32 r) const { return warpgroup * kSw128Rows + fragment_row(thread) + 8 * r; }
 };
-
-// The warpgroups issue their products in turn, the first one first.
-MLA_DEVICE void take_turn(const Math& math) { bar_sync(math.warpgroup == 0 ? Turn0 : Turn1, kMathThreads); }
-MLA_DEVICE void pass_turn(const Math& math) { bar_arrive(math.warpgroup == 0 ? Turn1 : Turn0, kMathThreads); }
 
 // Starts S = Q K^T.
 MLA_DEVICE void start_scores(Storage& s, Math& math) {
@@ -303,16 +342,17 @@ MLA_DEVICE void start_values(Storage& s, Math& math) {
     wgmma_commit_group();
 }
 
-MLA_DEVICE void finish_scores(Storage& s, Math& math) {
+MLA_DEVICE void finish_scores(Storage& s, Math& math, bool last) {
     pin(math.scores);
     release(s.k_empty[math.k.stage], math.thread);
+    if (last) release(s.q_empty[math.warpgroup], math.thread);
     math.k.advance();
 }
 
-// After the exponentials: the branch keeps them before the wait for the product with values, which the compiler would
-// begin first otherwise.
-MLA_DEVICE void release_queries(Storage& s, Math& math, bool last) {
-    if (last) release(s.q_empty[0], math.thread);
+// The exponentials come before the wait for the product with values: the compiler would move that wait up, past all of
+// them, but not past a branch to an arrival, which nobody waits for.
+MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
+    if (last) release(s.exponentiated, math.thread);
 }
 
 MLA_DEVICE void finish_values(Storage& s, Math& math) {
@@ -332,19 +372,46 @@ MLA_DEVICE void mask_scores(Math& math, const QueryTile& tile, i32 first_key) {
     }
 }
 
+MLA_DEVICE void read_mask(Storage& s, Math& math, uint4 (&bits)[kFragmentRows]) {
+    math.mask.wait_full(s.mask_full);
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) bits[r] = s.mask[math.row(r)];
+    release(s.mask_empty[0], math.thread);
+    math.mask.advance();
+}
+
+// A row's maximum and sum are taken in several chains, since one would take longer than the exponentials.
+constexpr i32 kChains = 4;
+MLA_DEVICE constexpr i32 chain_of(i32 i) { return i / 4 % 2 * 2 + i % 2; }
+
+// The scores' maxima, in base 2 after `scale_log2`; equal in the four lanes of a quad.
+MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kScores], float scale_log2) {
+    float chains[kFragmentRows][kChains];
+#pragma unroll
+    for (i32 i = 0; i < kScores; ++i) {
+        float& chain = chains[fragment_half(i)][chain_of(i)];
+        chain = i < kFragmentRows * kChains ? scores[i] : fmaxf(chain, scores[i]);
+    }
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        to[r] = quad_max(fmaxf(fmaxf(chains[r][0], chains[r][1]), fmaxf(chains[r][2], chains[r][3]))) * scale_log2;
+    }
+}
+
 // The scores become weights relative to the running maximum, and count in the rows' sums.
 MLA_DEVICE attention::RowScale exponentiate(Math& math, float scale_log2) {
-    const float scales[kFragmentRows] = {scale_log2, scale_log2};
-    float tile_maxima[kFragmentRows], maxima[kFragmentRows];
-    attention::tile_max(tile_maxima, math.scores, scales);
+    float tile_maxima[kFragmentRows], maxima[kFragmentRows], sums[kFragmentRows][kChains] = {};
+    tile_max(tile_maxima, math.scores, scale_log2);
     attention::lazy_max(maxima, math.rows, tile_maxima);
     const attention::RowScale scale = math.rows.move_max(maxima);
 #pragma unroll
     for (i32 i = 0; i < kScores; ++i) {
         const i32 r = fragment_half(i);
         math.scores[i] = ex2_approx(fmaf(math.scores[i], scale_log2, -math.rows.max[r]));
-        math.rows.sum[r] += math.scores[i];
+        sums[r][chain_of(i)] += math.scores[i];
     }
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) math.rows.sum[r] += (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
     return scale;
 }
 
@@ -358,50 +425,116 @@ MLA_DEVICE void pack_weights(Math& math) {
 // The last tile of keys.
 MLA_DEVICE void first_step(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys) {
     math.k.wait_full(s.k_full);
-    take_turn(math);
+    take_turn<Turn0>(math.warpgroup);
     start_scores(s, math);
-    pass_turn(math);
+    pass_turn<Turn0>(math.warpgroup);
+    uint4 seen[kFragmentRows];
+    if (kHasMask) read_mask(s, math, seen);
     wgmma_wait_group<0>();
-    finish_scores(s, math);
+    finish_scores(s, math, keys == 0);
     mask_scores(math, tile, keys * kTileKeys);
+    for (i32 r = 0; kHasMask && r < kFragmentRows; ++r) hide_scores(math.scores, r, seen[r], math.thread);
     exponentiate(math, p.scale_log2);
-    release_queries(s, math, keys == 0);
+    hold_wait(s, math, keys == 0);
     pack_weights(math);
 }
 
 // The scores of a tile of keys, beside the values of the tile before it.
-template <bool kMasked>
+template <bool kEnds>
 MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys) {
     math.k.wait_full(s.k_full);
-    math.v.wait_full(s.v_full);
-    take_turn(math);
+    take_turn<Turn0>(math.warpgroup);
     start_scores(s, math);
+    math.v.wait_full(s.v_full);
     start_values(s, math);
-    pass_turn(math);
+    pass_turn<Turn0>(math.warpgroup);
+    uint4 seen[kFragmentRows];
+    if (kHasMask) read_mask(s, math, seen);
     wgmma_wait_group<1>();
-    finish_scores(s, math);
-    if (kMasked) mask_scores(math, tile, keys * kTileKeys);
+    finish_scores(s, math, keys == 0);
+    if (kEnds) mask_scores(math, tile, keys * kTileKeys);
+    for (i32 r = 0; kHasMask && r < kFragmentRows; ++r) hide_scores(math.scores, r, seen[r], math.thread);
     const attention::RowScale scale = exponentiate(math, p.scale_log2);
-    release_queries(s, math, keys == 0);
+    hold_wait(s, math, keys == 0);
     finish_values(s, math);
     pack_weights(math);
     attention::rescale(math.out, scale);
 }
 
+// Of a tile that only the other warpgroup sees.
+MLA_DEVICE void skip_keys(Storage& s, Math& math) {
+    math.k.wait_full(s.k_full);
+    take_turn<Turn0>(math.warpgroup);
+    pass_turn<Turn0>(math.warpgroup);
+    release(s.k_empty[math.k.stage], math.thread);
+    math.k.advance();
+    uint4 seen[kFragmentRows];
+    if (kHasMask) read_mask(s, math, seen);
+}
+MLA_DEVICE void skip_values(Storage& s, Math& math) {
+    math.v.wait_full(s.v_full);
+    release(s.v_empty[math.v.stage], math.thread);
+    math.v.advance();
+}
+
+// Without a row, or rows that see a key.
+MLA_DEVICE void stand_by(Storage& s, Math& math, i32 tiles) {
+    release(s.q_empty[math.warpgroup], math.thread);
+#pragma unroll 1
+    for (i32 i = 0; i < tiles; ++i) skip_keys(s, math), skip_values(s, math);
+}
+
+MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile,
+                       const KeyTiles<kTileKeys>& keys) {
+    mbarrier_wait(s.q_full[math.warpgroup], math.q.full_parity(0));
+    math.q.advance(0);
+    const i32 seen = seen_by_rows(tile, math.warpgroup * kSw128Rows, kSw128Rows);
+    if (seen == 0) return stand_by(s, math, keys.count);
+    const bool skips = seen <= (keys.count - 1) * kTileKeys;  // one, as there are no more rows than keys in a tile
+    i32 i = keys.count - 1 - skips;
+    if (skips) skip_keys(s, math);
+    first_step(p, s, math, tile, i--);
+    if (skips) skip_values(s, math);
+#pragma unroll 1
+    for (; i >= keys.whole; --i) step<true>(p, s, math, tile, i);
+#pragma unroll 1
+    for (; i >= 0; --i) step<false>(p, s, math, tile, i);
+    math.v.wait_full(s.v_full);
+    start_values(s, math);
+    finish_values(s, math);
+}
+
 // ---- Results ---------------------------------------------------------------------------------------------------
 // Cold: what the clean role has taken away, for the rows that see it. Any multiple of an infinity is infinite.
-MLA_DEVICE void add_nonfinite(const PrefillParams& p, Math& math, const QueryTile& tile, i32 kv_head) {
+MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 kv_head) {
+    const i32 trusted = comes_again(s, math.work.stage) ? 0 : tile.seen_by_all();
 #pragma unroll 1
-    for (i32 key = tile.seen_by_all() / kTileKeys * kTileKeys; key < tile.seen_by_any(); ++key) {
-        if (key < tile.seen_by_all()) continue;
+    for (i32 key = trusted / kTileKeys * kTileKeys; key < tile.seen_by_any(); ++key) {
+        if (key < trusted) continue;
         const u16* values = p.v + (i64)(tile.first_key + key) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
 #pragma unroll
         for (i32 i = 0; i < kOut; ++i) {
             if (key >= tile.seen(math.row(fragment_half(i)))) continue;
+            if (kHasMask && !mask_bit(p, min(tile.first_query + math.row(fragment_half(i)), p.s_q - 1), key)) continue;
             const float x = Element::to_float(values[fragment_column(math.thread, i)]);
             if (!(fabsf(x) <= kMaxFloat)) math.out[i] += x;
         }
     }
+}
+
+// Of builds with a mask: whether the warp stores no result now. The first time that is where a sum is not finite: then
+// it wants the item again, and stores the second time.
+MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& tile) {
+    u8& wanted = s.repeats.wanted[math.work.stage][math.warpgroup * kWarpgroupWarps + math.thread / kWarpThreads];
+    if (__any_sync(kFullWarp, s.repeats.again[math.work.stage])) return !__any_sync(kFullWarp, wanted);
+    bool finite = true;
+#pragma unroll
+    for (i32 i = 0; i < kOut; ++i) {
+        finite &= math.row(fragment_half(i)) >= tile.queries || fabsf(math.out[i]) <= kMaxFloat;
+    }
+    if (__all_sync(kFullWarp, finite)) return false;
+    wanted = 1;
+    return true;
 }
 
 // Row r of the thread, by all lanes of its quad.
@@ -440,38 +573,29 @@ MLA_DEVICE void store_result(const PrefillParams& p, Math& math, const QueryTile
 MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup, i32 thread) {
     Math math;
     math.warpgroup = warpgroup, math.thread = thread;
-    if (warpgroup == 1) pass_turn(math);
+    if (warpgroup == 1) pass_turn<Turn0>(math.warpgroup);
 #pragma unroll 1
     while (true) {
         math.work.wait_full(s.work_full);
         const WorkSlot& slot = s.work[math.work.stage];
         if (slot.head < 0) break;
-        const QueryTile tile = slot.tile;
-        const KeyTiles keys(tile);
+        const QueryTile copy = slot.tile;
+        const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask takes the registers of a copy
+        const KeyTiles<kTileKeys> keys(tile, comes_again(s, math.work.stage));
         math.rows.reset();
 #pragma unroll
         for (i32 i = 0; i < kOut; ++i) math.out[i] = 0.f;
-        if (keys.count > 0) {
-            math.q.wait_full(s.q_full);
-            math.q.advance();
-            i32 i = keys.count - 1;
-            first_step(p, s, math, tile, i--);
-#pragma unroll 1
-            for (; i >= keys.whole; --i) step<true>(p, s, math, tile, i);
-#pragma unroll 1
-            for (; i >= 0; --i) step<false>(p, s, math, tile, i);
-            math.v.wait_full(s.v_full);
-            start_values(s, math);
-            finish_values(s, math);
-        }
+        if (keys.count > 0) attend(p, s, math, tile, keys);
         const i32 head = slot.head;
-        if (slot.nonfinite) add_nonfinite(p, math, tile, head / (p.h_q / p.h_kv));
-        store_result<0>(p, math, tile, head);
-        store_result<1>(p, math, tile, head);
+        if (!kHasMask || !stores_nothing(s, math, tile)) {
+            if (slot.nonfinite) add_nonfinite(p, s, math, tile, head / (p.h_q / p.h_kv));
+            store_result<0>(p, math, tile, head);
+            store_result<1>(p, math, tile, head);
+        }
         release(s.work_empty[math.work.stage], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn(math);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
@@ -489,9 +613,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp > kLoadWarp) {
-            run_clean_role(s, thread - kWarpThreads);
+            run_clean_role(p, s, thread - kWarpThreads);
         } else if (elect_one()) {
-            run_load_role(p, s, Maps{q_map, q_rope_map, k_map, k_rope_map, v_map});
+            const Maps maps{{q_map, q_rope_map, p.q_rope_column},
+                            {k_map, k_rope_map, p.k_rope_column},
+                            {v_map, v_map, kHeadDimV - kSw128Columns}};
+            run_load_role(p, s, maps);
         }
     }
     griddepcontrol_launch_dependents();

@@ -17,4 +17,18 @@ MLA_DEVICE bool zero_nonfinite(uint4& chunk) {
     }
     return found;
 }
+
+// Looks whether there is an element whose exponent is all ones, in three instructions a word.
+template <class Element>
+struct NonfiniteFinder {
+    u32 finite = 0xffffffffu;  // the highest bit of each half: all of its elements so far
+
+    MLA_DEVICE void look(uint4 chunk) {
+        constexpr u32 kMask = Element::kExponentMask * 0x10001u;
+        const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) finite &= (~words[i] & kMask) + 0x7fff7fffu;  // a carry unless there are only ones
+    }
+    MLA_DEVICE bool found() const { return (finite & 0x80008000u) != 0x80008000u; }
+};
 }  // namespace mla

@@ -49,6 +49,20 @@ struct RingPosition {
     }
 };
 
+// The same in one register, for a number of stages that is a power of two.
+template <i32 kStages>
+struct RingCount {
+    static_assert((kStages & (kStages - 1)) == 0, "a power of two");
+    u32 count = 0;  // of the steps so far
+
+    MLA_DEVICE void advance() { ++count; }
+    MLA_DEVICE i32 stage() const { return (i32)(count % kStages); }
+    MLA_DEVICE u32 full_parity() const { return count / kStages & 1u; }
+
+    MLA_DEVICE void wait_full(MBarrier (&full)[kStages]) const { mbarrier_wait(full[stage()], full_parity()); }
+    MLA_DEVICE void wait_empty(MBarrier (&empty)[kStages]) const { mbarrier_wait(empty[stage()], full_parity() ^ 1u); }
+};
+
 // Each warp releases a stage once all its lanes are done with it.
 MLA_DEVICE void release(MBarrier& empty, i32 thread) {
     __syncwarp();
