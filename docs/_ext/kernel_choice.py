@@ -7,8 +7,8 @@ from typing import Any
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
-from mla_cupy.kernels.dense import DENSE
-from mla_cupy.kernels.dense.problem import DenseProblem
+from mla_cupy.kernels.dense import DENSE, DENSE_BACKWARD
+from mla_cupy.kernels.dense.problem import DenseBackwardProblem, DenseProblem
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS, LOSS, SPARSE_LOSS
@@ -32,6 +32,7 @@ GPUS = (
     _gpu("H100, H200", (9, 0), 132, 232448, 50),
     _gpu("B200, B300", (10, 0), 148, 232448, 126),
     _gpu("A100", (8, 0), 108, 166912, 40),
+    _gpu("RTX 4090", (8, 9), 128, 101376, 72),
 )
 
 
@@ -46,6 +47,10 @@ def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
 
 def _backward(h_q: int, **changes: Any) -> SparseBackwardProblem:
     return SparseBackwardProblem(s_q=4096, s_kv=8192, h_q=h_q, topk=2048, d_qk=576, dtype="bfloat16", **changes)
+
+
+def _dense_backward(d_qk: int, d_v: int) -> DenseBackwardProblem:
+    return DenseBackwardProblem(8192, 8192, 128, 128, d_qk, d_v, "bfloat16", shared_rope=True)
 
 
 def _logits(dtype: str, heads: int, **changes: Any) -> LogitsProblem:
@@ -80,6 +85,8 @@ SITUATIONS = (
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),
     ("`sparse_mla_backward`, strides not of 16 bytes", SPARSE_BACKWARD, _backward(128, aligned=False)),
     ("`mla_prefill`, 128 heads, keys of 192", DENSE, DenseProblem(8192, 8192, 128, 128, 192, 128, "bfloat16")),
+    ("`mla_prefill_backward`, keys of 192", DENSE_BACKWARD, _dense_backward(192, 128)),
+    ("`mla_prefill_backward`, keys of 256", DENSE_BACKWARD, _dense_backward(256, 256)),
     ("`indexer_logits`, e4m3, 64 heads of 128", LOGITS, _logits("float8_e4m3fn", 64)),
     ('the same, accumulate="float16"', LOGITS, _logits("float8_e4m3fn", 64, accumulate="float16")),
     ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),
