@@ -19,7 +19,7 @@
 //
 // Queries stay in registers as A fragments, a quarter of d in each warp: 64 rows of them would not fit into 99 KB. The
 // rows of a fragment are permuted, so that a warp's first fragment row is its own 8 rows: it sends the others only.
-#include "attention/mma/key_ring.cuh"
+#include "attention/mma/step_loader.cuh"
 #include "attention/online_softmax.cuh"
 #include "ptx/control.cuh"
 #include "ptx/matrix.cuh"
@@ -48,17 +48,18 @@ static_assert(kWarpColumns * (i32)sizeof(u16) == kSegmentBytes, "a warp's values
 static_assert(kQuarters * kMmaDepth * (i32)sizeof(u16) == kSegmentBytes, "a segment has a product for each quarter");
 static_assert(kStepTokens == kMmaDepth && kStepTiles == 2, "a step is one product along tokens");
 
-constexpr i32 kOtherBytes = 3 * kWarps * kWarpThreads * 16 + 2 * kRows * kStepTokens * 2 + 2048;
+constexpr i32 kOtherBytes = 3 * kWarps * kWarpThreads * 16 + 2 * kRows * kStepTokens * 2 + sizeof(TokenRows) + 2048;
 constexpr i32 kOctetBytes = kHeadDimQk * (i32)sizeof(u16) * kOctetTokens;
 using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes / 2 * 2, kStepTokens>;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Storage {
     KeySlots<Ring> keys;
-    float4 partial[kWarps][kQuarters - 1][kWarpThreads];  // scores for a warp from each other one, as fragments
-    uint4 p[2][kRowTiles][kWarpThreads];                  // as A fragments; steps take turns
-    float scale[2][kRows];                                // by which a step's new maximum rescales what came before
-    alignas(8) u8 rescales[2][kWarps];                    // whether a warp's rows have such a factor
+    TokenRows rows;
+    float2 partial[kWarps][kQuarters - 1][kStepTiles][kWarpThreads];  // scores for a warp from each other one
+    uint4 p[2][kRowTiles][kWarpThreads];                              // as A fragments; steps take turns
+    float scale[2][kRows];              // by which a step's new maximum rescales what came before
+    alignas(8) u8 rescales[2][kWarps];  // whether a warp's rows have such a factor
     // barrier   arrives (count)   waits       first phase
     // sent      all warps (8)     all warps   blocked
     // written   all warps (8)     all warps   blocked
@@ -81,8 +82,9 @@ struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
     float own[kStepTiles][2];  // scores of its row, of the warp's 8, for four tokens: see token()
     float max, sum;            // of that row: running maximum; the thread's share of the sum
+    i32 first_masked;          // of the item's steps, the first one that not every row sees all of
     RingCursor<Ring> keys;     // of the step that is scored next
-    KeyLoader<Ring> loader;
+    StepLoader<Ring> loader;
     u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
 
@@ -136,31 +138,41 @@ MLA_DEVICE void send(Storage& s, const Math& math, const float (&scores)[kScoreT
     for (i32 c = 1; c < kQuarters; ++c) {
         const float (&of)[kStepTiles][4] = scores[c / 2];
         const i32 r = 2 * (c % 2), to = math.half() * kQuarters + (c ^ math.quarter());
-        s.partial[to][c - 1][math.lane] = make_float4(of[0][r], of[0][r + 1], of[1][r], of[1][r + 1]);
+#pragma unroll
+        for (i32 n = 0; n < kStepTiles; ++n) s.partial[to][c - 1][n][math.lane] = make_float2(of[n][r], of[n][r + 1]);
     }
     release(s.sent, math.lane);
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------
-MLA_DEVICE void receive(const Storage& s, Math& math) {
+using Partial = float2[kQuarters - 1][kStepTiles];
+
+MLA_DEVICE void load_partial(const Storage& s, const Math& math, Partial& x) {
 #pragma unroll
     for (i32 from = 0; from < kQuarters - 1; ++from) {
-        const float4 x = s.partial[math.warp][from][math.lane];
-        math.own[0][0] += x.x, math.own[0][1] += x.y, math.own[1][0] += x.z, math.own[1][1] += x.w;
+#pragma unroll
+        for (i32 n = 0; n < kStepTiles; ++n) x[from][n] = s.partial[math.warp][from][n][math.lane];
     }
 }
 
-// -inf where the row does not see the token. `token` is the step's first.
-MLA_DEVICE void mask(const Rows& block, const Storage& s, Math& math, i32 token) {
+MLA_DEVICE void add_partial(Math& math, const Partial& x) {
+#pragma unroll
+    for (i32 from = 0; from < kQuarters - 1; ++from) {
+#pragma unroll
+        for (i32 n = 0; n < kStepTiles; ++n) math.own[n][0] += x[from][n].x, math.own[n][1] += x[from][n].y;
+    }
+}
+
+// -inf where the row does not see the token. `token` is the step's first; `present` has a bit for each.
+MLA_DEVICE void mask(const Rows& block, Math& math, i32 token, u32 present) {
     i32 row = block.row0 + math.row();
     opaque(row);  // what follows from it is not worth registers across the loop
     const SeenTokens seen = seen_tokens(block.p, block.item(), row);
 #pragma unroll
     for (i32 n = 0; n < kStepTiles; ++n) {
-        const u32 present = present_bits<Ring>(s.keys, math.keys.first, math.token(n));
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
-            const bool counts = (present >> i & 1) && seen.contain(token + math.token(n) + i);
+            const bool counts = (present >> (math.token(n) + i) & 1) && seen.contain(token + math.token(n) + i);
             if (!counts) math.own[n][i] = negative_infinity();
         }
     }
@@ -209,33 +221,40 @@ MLA_DEVICE void load_p(PFragments& p, const Storage& s, i32 buffer, i32 lane) {
     }
 }
 
-// O += P V of 8 kBegin to 8 kEnd of the warp's columns.
-template <i32 kBegin, i32 kEnd>
-MLA_DEVICE void add_values(const Storage& s, const Math& math, i32 first, const PFragments& p,
-                           Output<Element, kRowTiles>& out) {
-    const i32 lane = math.lane, octet = Ring::position(first, lane / 8 % 2), row = lane % 8;
-    const SmemAddr values = smem_addr(s.keys.octets[octet]) + (u32)(row * Ring::kRowBytes + math.warp * kSegmentBytes);
+// Where this lane reads V^T for ldmatrix: the first 16 columns of the warp. The others are 32 bytes apart, swizzled.
+MLA_DEVICE SmemAddr value_addr(const Storage& s, const Math& math, i32 first) {
+    const i32 lane = math.lane, row = lane % 8;
+    return smem_addr(s.keys.octets[first]) + (u32)(lane / 8 % 2 * sizeof(s.keys.octets[0]) + row * Ring::kRowBytes +
+                                                   math.warp * kSegmentBytes + (lane / 16 ^ row) * kChunkBytes);
+}
+
+// V^T of the warp's columns 8 n to 8 n + 15.
+MLA_DEVICE void load_values(u32 (&v)[4], SmemAddr values, i32 n) {
+    ldmatrix_x4_trans(v, SmemAddr{values.value ^ (u32)(n * kChunkBytes)});
+}
+
+// O += P V of these columns.
+MLA_DEVICE void add_values(const PFragments& p, const u32 (&v)[4], i32 n, Output<Element, kRowTiles>& out) {
 #pragma unroll
-    for (i32 n = kBegin; n < kEnd; n += 2) {
-        u32 v[4];
-        ldmatrix_x4_trans(v, values + (u32)((n + lane / 16) ^ row) * kChunkBytes);
-#pragma unroll
-        for (i32 tile = 0; tile < kRowTiles; ++tile) {
-            mma_m16n8k16(Element{}, out.x[tile][n], p[tile], v[0], v[1]);
-            mma_m16n8k16(Element{}, out.x[tile][n + 1], p[tile], v[2], v[3]);
-        }
+    for (i32 tile = 0; tile < kRowTiles; ++tile) {
+        mma_m16n8k16(Element{}, out.x[tile][n], p[tile], v[0], v[1]);
+        mma_m16n8k16(Element{}, out.x[tile][n + 1], p[tile], v[2], v[3]);
     }
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// What hides tokens of the step that begins with token `token`, once all its partial scores are received. Cold: most
-// steps hide nothing.
-MLA_DEVICE void hide(const Rows& block, Storage& s, Math& math, i32 token) {
-    const i32 seen_by_all = block.item().seen_by_all, request = block.item().request;
-    const bool masked = token + kStepTokens > seen_by_all;
-    if (masked || !all_present<Ring>(s.keys, math.keys.first)) mask(block, s, math, token);
-    if (masked && clean_values<Element, Ring>(s.keys, math.keys.first, token, seen_by_all)) {
-        s.nonfinite_request = request;
+// Whether some rows do not see all of step `step`.
+MLA_DEVICE bool hides(const Storage& s, const Math& math, i32 step) {
+    return (step >= math.first_masked) | (present_bits(s.rows, step) != kAllPresent);
+}
+
+// What hides tokens of step `step`, once all its partial scores are received. Cold.
+MLA_DEVICE void hide(const Rows& block, Storage& s, Math& math, i32 step) {
+    const i32 token = block.begin() + step * kStepTokens;
+    mask(block, math, token, present_bits(s.rows, step));
+    if (step < math.first_masked) return;
+    if (clean_values<Element, Ring>(s.keys, math.keys.first, token, block.item().seen_by_all)) {
+        s.nonfinite_request = block.item().request;
     }
 }
 
@@ -256,23 +275,30 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     PFragments p;
     load_p(p, s, step & 1, math.lane);
     if (rescales) out.rescale(s.scale[step & 1], math.lane);
-    const i32 valued = math.keys.previous();
-    add_values<0, kValueTiles / 2>(s, math, valued, p, out);
+    const SmemAddr values = value_addr(s, math, math.keys.previous());
+    u32 v[4];
+#pragma unroll
+    for (i32 n = 0; n < kValueTiles / 2; n += 2) {
+        load_values(v, values, n);
+        add_values(p, v, n, out);
+    }
+    load_values(v, values, kValueTiles / 2);
+    const bool hides_some = hides(s, math, step + 1);
     math.phase ^= 1;
     mbarrier_wait(s.sent, math.phase);  // also, the values of the last step have been read
-    receive(s, math);
-    hide(block, s, math, block.begin() + (step + 1) * kStepTokens);
+    Partial partial;
+    load_partial(s, math, partial);
+    add_values(p, v, kValueTiles / 2, out);
+    load_values(v, values, kValueTiles / 2 + 2);
+    add_partial(math, partial);
+    if (hides_some) hide(block, s, math, step + 1);
     // From here on no branch: the softmax mixes with the products.
-    add_values<kValueTiles / 2, kValueTiles * 3 / 4>(s, math, valued, p, out);
     const float largest = largest_score(block, math), factor = move_max(math, largest);
-    add_values<kValueTiles * 3 / 4, kValueTiles>(s, math, valued, p, out);
+    add_values(p, v, kValueTiles / 2 + 2, out);
     write_p(block, s, math, ~step & 1, factor);
     keep_row_max(block, s, math, largest);
     math.keys.advance();
-    if (math.loader.may_ask(steps, step)) {
-        math.loader.ask_step(block, s.keys);
-        math.loader.look_up(block);
-    }
+    math.loader.advance(block, s.keys, s.rows, step, steps, math.warp);
 }
 
 MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
@@ -280,8 +306,10 @@ MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
     score(s, math, scores);
     send(s, math, scores);
     mbarrier_wait(s.sent, math.phase);
-    receive(s, math);
-    hide(block, s, math, block.begin());
+    Partial partial;
+    load_partial(s, math, partial);
+    add_partial(math, partial);
+    if (hides(s, math, 0)) hide(block, s, math, 0);
     const float largest = largest_score(block, math), factor = move_max(math, largest);
     write_p(block, s, math, 0, factor);
     keep_row_max(block, s, math, largest);
@@ -294,7 +322,13 @@ MLA_DEVICE void last_values(Storage& s, Math& math, Output<Element, kRowTiles>& 
     PFragments p;
     load_p(p, s, step & 1, math.lane);
     if (*reinterpret_cast<const u64*>(s.rescales[step & 1]) != 0) out.rescale(s.scale[step & 1], math.lane);
-    add_values<0, kValueTiles>(s, math, math.keys.previous(), p, out);
+    const SmemAddr values = value_addr(s, math, math.keys.previous());
+#pragma unroll
+    for (i32 n = 0; n < kValueTiles; n += 2) {
+        u32 v[4];
+        load_values(v, values, n);
+        add_values(p, v, n, out);
+    }
 }
 
 MLA_DEVICE void store_item(const Rows& block, Storage& s, const Math& math, Output<Element, kRowTiles>& out) {
@@ -309,10 +343,10 @@ MLA_DEVICE void store_item(const Rows& block, Storage& s, const Math& math, Outp
 
 MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     const i32 steps = max(0, ceil_div(block.end() - block.begin(), kStepTokens));
-    math.loader.begin(block);
-    math.loader.fill(block, s.keys, steps);
+    math.loader.begin(block, s.keys, s.rows, steps);
     if (math.lane % 4 == 0) s.row_max[math.row()] = negative_infinity();
     math.max = kLowestMax, math.sum = 0.f;
+    math.first_masked = max(0, block.item().seen_by_all - block.begin()) / kStepTokens;
     Output<Element, kRowTiles> out;
     out.clear();
     if (steps > 0) {

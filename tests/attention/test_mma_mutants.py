@@ -15,10 +15,11 @@ from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 RING, BLOCK, SOFTMAX = "attention/mma/key_ring.cuh", "attention/mma/block.cuh", "attention/mma/softmax.cuh"
-SMALL, WIDE = "attention/mma_small.cu", "attention/mma.cu"
+SMALL, WIDE, LOADER = "attention/mma_small.cu", "attention/mma.cu", "attention/mma/step_loader.cuh"
 MODES = (("late", 0), ("random", 1))
-#: One block works at both requests, each of more tokens than a ring holds. The last step ends behind the block table.
-CASE = DecodeCase(b=2, seqlens=(81, 138), s_q=2, h_q=7, page_size=4, missing_pages=1)
+#: One block works at both requests, each of more tokens than a ring holds. What hides tokens of
+#: their last steps: of the first one, queries alone; of the other, the end of the block table, too.
+CASE = DecodeCase(b=2, seqlens=(96, 138), s_q=2, h_q=7, page_size=4, missing_pages=1)
 
 OF_SMALL = [
     # What both kernels share
@@ -53,22 +54,30 @@ OF_WIDE = [
     Mutant(
         "scores to another warp",
         WIDE,
-        "(c ^ math.quarter());\n        s.partial",
-        "((c + 1) ^ math.quarter()) % 4;\n        s.partial",
+        "to = math.half() * kQuarters + (c ^ math.quarter());",
+        "to = math.half() * kQuarters + ((c + 1) ^ math.quarter()) % 4;",
     ),
     Mutant(
         "values of the next step",
         WIDE,
-        "const i32 valued = math.keys.previous();",
-        "const i32 valued = math.keys.first;",
+        "value_addr(s, math, math.keys.previous());\n    u32 v",
+        "value_addr(s, math, math.keys.first);\n    u32 v",
     ),
-    Mutant("no mask of 64 rows", WIDE, "mask(block, s, math, token);", ";"),
+    Mutant("no mask of 64 rows", WIDE, "mask(block, math, token, present_bits(s.rows, step));", ";"),
     Mutant(
         "values of 64 rows not cleaned",
         WIDE,
-        "clean_values<Element, Ring>(s.keys, math.keys.first, token, seen_by_all)",
+        "clean_values<Element, Ring>(s.keys, math.keys.first, token, block.item().seen_by_all)",
         "false",
     ),
+    Mutant("a step that hides some counts whole", WIDE, "(step >= math.first_masked) | ", "false | "),
+    Mutant("absent pages of 64 rows count", WIDE, "(present_bits(s.rows, step) != kAllPresent)", "false"),
+    Mutant(
+        "rows of a span too late", LOADER, "const i32 span = (step + 2) / kSpanSteps;", "const i32 span = step / 2;"
+    ),
+    Mutant("rows of a span not awaited", LOADER, "        __syncthreads();\n", ""),
+    Mutant("place of a step taken too early", LOADER, "done + kSteps - 1;", "done + kSteps;"),
+    Mutant("every warp looks up", LOADER, "if (span % kWarps != warp) return;", "if (span % kWarps == warp) return;"),
 ]
 PLANTED = [(mma.SMALL.name, mutant) for mutant in OF_SMALL] + [(mma.WIDE.name, mutant) for mutant in OF_WIDE]
 

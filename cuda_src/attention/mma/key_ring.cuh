@@ -169,14 +169,6 @@ MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
     return s.present[octet][token / Ring::kWarpTokens % Ring::kOctetWarps] >> token % Ring::kWarpTokens;
 }
 
-// Whether all tokens of the step at `first` can be read: a step of two octets, four warps' bytes each.
-template <class Ring>
-MLA_DEVICE bool all_present(const KeySlots<Ring>& s, i32 first) {
-    static_assert(Ring::kWholeSteps && Ring::kStepOctets * Ring::kOctetWarps == sizeof(u64), "a word of a step");
-    constexpr u64 kAll = ((1u << Ring::kWarpTokens) - 1) * 0x0101010101010101ull;
-    return *reinterpret_cast<const u64*>(s.present[first]) == kAll;
-}
-
 // By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, values that are not finite become
 // 0. True if this thread found one. `token` is the step's first.
 template <class Element, class Ring>

@@ -14,7 +14,7 @@ from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 SMALL_ROWS = (16, 32)
 WIDE_ROWS = 64
-WIDE_SPILL_BYTES = 96
+WIDE_SPILL_BYTES = 64
 """Of 255 registers 200 hold output and queries; what is spilled is read once a step."""
 LEAST_KB, MORE_KB = 99, 163
 """Shared memory of a block, in KB: what all of these GPUs have; what data centre GPUs from the A100 on have."""
