@@ -23,7 +23,7 @@ HOUSE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(HOUSE), str(HOUSE / "tests")]
 
 import ptxsim  # noqa: E402
-from ptxsim.parse import parse  # noqa: E402
+from ptxsim.parsing.parse import parse  # noqa: E402
 from simtest import nvrtc  # noqa: E402
 from simtest.mutants.run import DEFINES, arch_of  # noqa: E402
 from simtest.runners import RUNNERS  # noqa: E402

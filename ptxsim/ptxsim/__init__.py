@@ -15,15 +15,15 @@ from .errors import (
     SyncError,
     UnknownInstruction,
 )
-from .findings import Finding, Place
-from .memory import Memory
+from .memory.spaces import Memory
+from .memory.tensormap import TensorMap, TensorMapError, encode_im2col, encode_tiled
 from .module import Module
-from .mutate import Mutation, Outcome, mutate, mutations
-from .report import Report
 from .rules import RULES
-from .tensormap import TensorMap, TensorMapError, encode_im2col, encode_tiled
-from .timeline import Timeline
-from .watch import Watch
+from .state.findings import Finding, Place
+from .state.report import Report
+from .state.watch import Watch
+from .tool.mutate import Mutation, Outcome, mutate, mutations
+from .tool.timeline import Timeline
 
 __all__ = [
     "RULES",

@@ -14,19 +14,19 @@ from pathlib import Path
 import numpy as np
 
 from ._version import __version__
-from .arguments import HELP, build_arguments
-from .cuda_file import compile_cuda
 from .errors import SimError
 from .host.command import add_commands, replay_launches, run_host
 from .module import Module
-from .mutate import mutate, tally
-from .options import at_least, check_writable, dims, rules_help, written
-from .progress import ProgressLine
-from .report import Report
 from .rules import RULES
-from .survey import survey
-from .timeline import Timeline, drawing
-from .watch import Watch
+from .state.report import Report
+from .state.watch import Watch
+from .tool.arguments import HELP, build_arguments
+from .tool.cuda_file import compile_cuda
+from .tool.mutate import mutate, tally
+from .tool.options import at_least, check_writable, dims, rules_help, written
+from .tool.progress import ProgressLine
+from .tool.survey import survey
+from .tool.timeline import Timeline, drawing
 
 _OUTPUTS = ("json", "trace", "html", "png", "save")
 """Options that name a file to write."""

@@ -10,36 +10,34 @@ from functools import lru_cache
 
 import numpy as np
 
-from . import (  # noqa: F401 (emitters register themselves)
-    ops_alu,
-    ops_async,
-    ops_atom,
-    ops_bits,
-    ops_clc,
-    ops_ctl,
-    ops_cvt,
-    ops_float,
-    ops_matrix,
-    ops_mbar,
-    ops_mem,
-    ops_print,
-    ops_sync,
-    ops_tcgen05,
-    ops_tensormap,
-    ops_warp,
-    ops_wgmma,
-)
 from .errors import SimError, StepLimitError
-from .ir import TYPE_BITS, ModuleIR
-from .jobs import run as run_in_processes
-from .machine import Launch
-from .memory import GENERIC_BASE, Buffer, Memory
-from .parse import parse
-from .program import Program, constant_image, place
-from .report import BankCounter, Report
+from .instructions import (  # noqa: F401 (emitters register themselves)
+    alu,
+    async_forms,
+    atomics,
+    barriers,
+    bits,
+    cluster_launch,
+    control,
+    convert,
+    floats,
+    load_store,
+    mbarrier,
+    printing,
+    tensormap_edits,
+    warp_wide,
+)
+from .memory.spaces import GENERIC_BASE, Buffer, Memory
+from .memory.tensormap import TensorMap
+from .parsing.ir import TYPE_BITS, ModuleIR
+from .parsing.parse import parse
 from .rules import allowed
-from .tensormap import TensorMap
-from .watch import Watch
+from .state.jobs import run as run_in_processes
+from .state.machine import Launch
+from .state.report import BankCounter, Report
+from .state.watch import Watch
+from .tensor_cores import mma_sync, tcgen05_forms, wgmma_forms  # noqa: F401
+from .translation.program import Program, constant_image, place
 
 Dims = int | Sequence[int]
 MAX_SHARED = 227 * 1024
@@ -175,7 +173,7 @@ class Module:
             Dimensions in blocks, threads and blocks; a cluster defaults to what the kernel declares, else one block.
         args : sequence
             One per parameter: a NumPy array (its address is passed), an int or float, ``bytes`` or a NumPy record (a
-            struct by value), or a :class:`~.tensormap.TensorMap`.
+            struct by value), or a :class:`~.memory.tensormap.TensorMap`.
         smem : int, optional
             Dynamic shared memory in bytes.
         mode : {'early', 'late', 'random'}, optional

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from .cuda_file import compile_cuda
 from .errors import SimError
 from .module import Module
-from .report import Report
+from .state.report import Report
+from .tool.cuda_file import compile_cuda
 
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 """Modes and seeds of the fixture."""

@@ -29,7 +29,7 @@ CASES = [
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often a product of M x N was issued: the report has the sum of them only."""
-    from ptxsim import umma
+    from ptxsim.tensor_cores import umma
 
     decode, seen = umma.decode_instruction_descriptor, Counter()
 

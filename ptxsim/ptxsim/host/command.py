@@ -24,10 +24,10 @@ import numpy as np
 
 from ..errors import SimError, StrictWarning
 from ..module import Module
-from ..mutate import mutate, tally
-from ..options import at_least
-from ..report import Report
 from ..rules import RULES
+from ..state.report import Report
+from ..tool.mutate import mutate, tally
+from ..tool.options import at_least
 from .builder import stub_directory
 from .record import Recording, Replay
 from .session import Session, Settings

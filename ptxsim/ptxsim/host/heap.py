@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from ..errors import SimError
-from ..memory import Memory
+from ..memory.spaces import Memory
 
 BASE = 0x200000000000
 """Where the heap lies in every process."""

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from ..errors import SimError
-from ..memory import Memory
+from ..memory.spaces import Memory
 from ..module import Module
-from ..program import Program
+from ..translation.program import Program
 from .device import DEFAULT_SHARED, OPT_IN_SHARED, REGISTERS
 
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 
 from ..errors import SimError
-from ..tensormap import TensorMapError, encode_im2col, encode_tiled, with_address
+from ..memory.tensormap import TensorMapError, encode_im2col, encode_tiled, with_address
 from .images import HostError
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import SimError
-from ..memory import Memory
+from ..memory.spaces import Memory
 from ..module import Module
-from ..report import Report
+from ..state.report import Report
 from .heap import Heap, shared_heap
 
 LIMIT = 4 << 30

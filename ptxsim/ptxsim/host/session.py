@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from ..errors import MemoryFault, SimError, StrictWarning
 from ..module import Module
-from ..program import Program
-from ..report import Report
+from ..state.report import Report
+from ..translation.program import Program
 from . import maps
 from .builder import Op
 from .device import ERRORS, Device

@@ -133,7 +133,7 @@ def test_an_error_ends_the_launch() -> None:
 
 
 def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptxsim.jobs._run_part", lambda launch, clusters: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr("ptxsim.state.jobs._run_part", lambda launch, clusters: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ptxsim.SimError, match="a process of the launch has ended with status -9"):
         counted(2)
 

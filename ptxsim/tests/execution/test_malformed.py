@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ptxsim
-from ptxsim.survey import survey
+from ptxsim.tool.survey import survey
 from simtest import nvrtc
 from simtest.mutants.run import DEFINES
 

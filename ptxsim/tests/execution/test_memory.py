@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ptxsim
-from ptxsim import machine
+from ptxsim.state import machine
 from simtest import nvrtc
 
 SOURCE = r"""

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from ptxsim import numeric
+from ptxsim.arithmetic import numeric
 from simtest import exact
 from simtest.exact import NAN, ONE, ZERO, Num
 from simtest.golden.known import compare, sources

@@ -62,7 +62,7 @@ def test_the_table_is_legal_ptx(major: int, arch: int) -> None:
 
 def test_the_table_covers_the_opcodes() -> None:
     """Every opcode that the simulator knows is in the table, or made by the simulator itself."""
-    from ptxsim.registry import OPS
+    from ptxsim.translation.registry import OPS
 
     named = {code.rstrip(";").split()[0].split(".")[0] for form in FORMS for code in form.codes}
     internal = {"builtin_call", "carry_add", "carry_sub", "carry_mad", "call", "brx"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxsim.parse import parse
+from ptxsim.parsing.parse import parse
 from simtest.forms import Form, forms, kernel
 from simtest.golden.case import FILE
 from simtest.golden.cases import cases

@@ -8,8 +8,13 @@ import itertools
 import pytest
 
 import ptxsim
-from ptxsim.operand import SmemLayout
-from ptxsim.tcgen05 import check_layout, decode_instruction_descriptor, decode_smem_descriptor, zero_columns
+from ptxsim.tensor_cores.operand import SmemLayout
+from ptxsim.tensor_cores.tcgen05 import (
+    check_layout,
+    decode_instruction_descriptor,
+    decode_smem_descriptor,
+    zero_columns,
+)
 
 
 # Values of sm100 kernels' descriptors, made by hand from ISA table 42.

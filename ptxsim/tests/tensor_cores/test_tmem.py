@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import ptxsim
-from ptxsim.tcgen05 import data_path
-from ptxsim.tmem import fragment
+from ptxsim.tensor_cores.tcgen05 import data_path
+from ptxsim.tensor_cores.tmem import fragment
 from simtest.single import HEADER
 
 

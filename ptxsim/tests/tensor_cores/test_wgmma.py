@@ -251,7 +251,7 @@ def test_forms_that_do_not_exist_or_are_not_modelled(form: str) -> None:
 
 @pytest.mark.parametrize("bit", [14, 31, 46, 52, 61])
 def test_reserved_descriptor_bits(bit: int) -> None:
-    from ptxsim.wgmma import decode_descriptor
+    from ptxsim.tensor_cores.wgmma import decode_descriptor
 
     assert decode_descriptor(1 << 62 | 64 << 32 | 5).start == 80
     with pytest.raises(ptxsim.DescriptorError, match="reserved"):

@@ -11,7 +11,7 @@ import pytest
 
 import ptxsim
 from ptxsim.__main__ import main
-from ptxsim.findings import short_name
+from ptxsim.state.findings import short_name
 from simtest.single import HEADER
 
 RACE = """.file 1 "race.cu"

@@ -14,7 +14,7 @@ import pytest
 
 import ptxsim
 from ptxsim.__main__ import main
-from ptxsim.arguments import HELP
+from ptxsim.tool.arguments import HELP
 from simtest.single import HEADER
 
 HOUSE = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ import pytest
 
 import ptxsim
 from ptxsim.__main__ import main
-from ptxsim.progress import ProgressLine
-from ptxsim.report import tensor_cycles
+from ptxsim.state.report import tensor_cycles
+from ptxsim.tool.progress import ProgressLine
 from simtest import nvrtc
 from simtest.runners import bf16
 from simtest.single import HEADER
@@ -71,7 +71,7 @@ def test_progress_of_a_long_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == sorted(seen)
     assert {total for _, total, _ in seen} == {3}
     stream, clock = io.StringIO(), itertools.count()
-    monkeypatch.setattr("ptxsim.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("ptxsim.tool.progress.time.monotonic", lambda: next(clock))
     line = ProgressLine(stream)
     for finished in range(3):
         line(finished, 3, 100)

@@ -1,0 +1,1 @@
+"""Numbers as the instructions make them: rounding modes, narrow formats, fused products."""

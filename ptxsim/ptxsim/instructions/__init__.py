@@ -1,0 +1,1 @@
+"""What instructions do: one file for each class, which registers its emitters."""

@@ -1,0 +1,1 @@
+"""The state spaces, and boxes of tensors in them: tensor maps, im2col, swizzles."""

@@ -1,0 +1,1 @@
+"""Text of a PTX module to typed instructions."""

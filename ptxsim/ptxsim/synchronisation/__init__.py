@@ -1,0 +1,1 @@
+"""Barriers, clocks, and the detector of races."""

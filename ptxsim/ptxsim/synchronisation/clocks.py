@@ -1,0 +1,241 @@
+"""Vector clocks: what every agent has seen of every other, and through which proxy fences.
+
+An *agent* is anything that orders its own accesses: a warp, the matrix operations of a warpgroup, an mbarrier (for the
+bytes that bulk copies write), a thread's bulk groups, a warp's tensor-core pipe. ``V[a, b]`` is how far agent ``a`` has
+seen agent ``b``. ``P[a, b]`` is the same through a proxy fence: what generic accesses of ``b`` the asynchronous proxy
+sees in shared memory when ``a`` issues an operation; ``G[a, b]`` is that of global memory; ``T[a, b]`` is what
+tensor-memory operations of ``a`` may rely on. Where rules of order are allowed to be broken (rules.CLOCKED), ``loose``
+holds a second V, P and G in which the broken ones order, too, and
+``loose_T`` a second T.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..rules import CLOCKED
+from .shadow import PENDING
+
+
+class View:
+    """What an access may rely on, a clock per agent; ``loose`` is the same where broken rules order (or None)."""
+
+    __slots__ = ("clocks", "loose")
+
+    def __init__(self, clocks: np.ndarray, loose: np.ndarray | None = None) -> None:
+        self.clocks, self.loose = clocks, loose
+
+    def meet(self, other: View) -> View:
+        """Return what both may rely on."""
+        both = self.loose is not None and other.loose is not None
+        return View(meet(self.clocks, other.clocks), meet(self.loose, other.loose) if both else None)
+
+
+class Clocks:
+    """The vector clocks of one cluster, or of a launch."""
+
+    def __init__(self, allow: frozenset[str] = frozenset()) -> None:
+        self.allow = allow
+        self.names: list[str] = []
+        self.homes: list[object] = []
+        self.warps: list[object] = []
+        self.fenced: set[int] = set()
+        self.generic = np.zeros(64, bool)
+        self.soft = np.zeros(64, bool)
+        self.V, self.P, self.G, self.T = (np.zeros((64, 64), np.uint32) for _ in range(4))
+        self.loose = [np.zeros((64, 64), np.uint32) for _ in range(3)] if allow & CLOCKED else []
+        self.loose_T = self.T.copy()
+        self.new_agent("initial state", False)
+
+    def new_agent(self, name: str, generic: bool, home: object = None, warp: object = None, soft: bool = False) -> int:
+        """Add an agent and return its number.
+
+        Parameters
+        ----------
+        name : str
+            For messages.
+        generic : bool
+            Whether the asynchronous proxy needs a fence to see what it accesses.
+        home : Cta, optional
+            Its block, where scopes matter.
+        warp : Warp, optional
+            The warp itself.
+        soft : bool, optional
+            Whether production kernels leave that fence out (the rule copy-proxy).
+        """
+        index = len(self.names)
+        if index >= len(self.V):
+            for name in ("V", "P", "G", "T", "loose_T"):
+                setattr(self, name, _grown(getattr(self, name)))
+            self.loose = [_grown(each) for each in self.loose]
+            self.generic, self.soft = (np.concatenate([each, each & False]) for each in (self.generic, self.soft))
+        self.names.append(name)
+        self.homes.append(home)
+        self.warps.append(warp)
+        self.generic[index], self.soft[index] = generic, soft and "copy-proxy" in self.allow
+        for matrix in (self.V, *self.loose[:1]):
+            matrix[index, index] = 1
+        return index
+
+    # ---- ordering ----------------------------------------------------------------------------------------------
+    def tick(self, agent: int) -> None:
+        """Start a new epoch of an agent."""
+        for matrix in (self.V, *self.loose[:1]):
+            matrix[agent, agent] += 1
+
+    def learn(self, agent: int, other: int, clock: int) -> None:
+        """Let an agent know that another one has reached a clock."""
+        for matrix in (self.V, *self.loose[:1]):
+            matrix[agent, other] = max(int(matrix[agent, other]), clock)
+
+    def finished(self, agent: int, own: int, clock: int) -> None:
+        """Note that tensor-memory loads or stores of a warp are done: others know only after before_thread_sync."""
+        self.fenced.add(own)
+        self.tensor_learn(agent, own, clock)
+        if "tcgen05-fence" in self.allow:
+            self.learn_loosely(agent, own, clock)
+
+    def learn_loosely(self, agent: int, other: int, clock: int) -> None:
+        """Let an agent know so where broken rules order."""
+        for matrix in self.loose[:1]:
+            matrix[agent, other] = max(int(matrix[agent, other]), clock)
+
+    def knows(self, agent: int, other: int) -> int:
+        """Return how far an agent has seen another."""
+        return int((self.loose or [self.V])[0][agent, other])
+
+    def snapshot(self, agent: int) -> list:
+        """Return an agent's knowledge as it publishes it, and start a new epoch of the agent."""
+        known = [matrix[agent].copy() for matrix in (self.V, self.P, self.G, *self.loose)]
+        self.tick(agent)
+        return known
+
+    def loose_snapshot(self, agent: int) -> list:
+        """Return what a broken rule publishes: knowledge for the loose clocks only ([] where there are none)."""
+        if not self.loose:
+            return []
+        known = self.snapshot(agent)
+        return [*(each * 0 for each in known[:3]), *known[3:]]
+
+    def merge(self, store: list, known: list) -> None:
+        """Join published knowledge into a store (a list of vectors, empty at first)."""
+        store[:] = [join(a, b) for a, b in zip(store or [None] * len(known), known, strict=True)]
+
+    def publish(self, agent: int, store: list) -> None:
+        """Release: join an agent's knowledge into a store."""
+        self.merge(store, self.snapshot(agent))
+
+    def acquire(self, agent: int, store: list) -> None:
+        """Acquire: join what was published into an agent's knowledge."""
+        for matrix, vector in zip((self.V, self.P, self.G, *self.loose), store, strict=False):
+            n = len(vector)
+            np.maximum(matrix[agent, :n], vector, out=matrix[agent, :n])
+
+    def acquire_loosely(self, agent: int, store: list) -> None:
+        """Join what was published into an agent's knowledge where broken rules order."""
+        for matrix, vector in zip(self.loose, store[3:], strict=False):
+            n = len(vector)
+            np.maximum(matrix[agent, :n], vector, out=matrix[agent, :n])
+
+    def clock_of(self, agent: int, clock: int) -> list:
+        """Return a store that says only that an agent reached a clock."""
+        own = np.zeros(agent + 1, np.uint32)
+        own[agent] = clock
+        return [own, own * 0, own * 0] * (2 if self.loose else 1)
+
+    def knowledge(self, agent: int) -> list:
+        """Return what an agent has acquired from others, without its own latest accesses."""
+        known = [matrix[agent].copy() for matrix in (self.V, self.P, self.G, *self.loose)]
+        for each in known[::3]:
+            each[agent] -= 1
+        return known
+
+    def proxy_fence(self, agent: int, shared: bool = True, everywhere: bool = False) -> None:
+        """Make what the agent has seen visible to the asynchronous proxy in shared memory, global memory or both."""
+        sets = [(self.V, self.P, self.G), *([tuple(self.loose)] if self.loose else [])]
+        for seen, in_shared, in_global in sets:
+            for matrix, wanted in ((in_shared, shared), (in_global, everywhere)):
+                if wanted:
+                    np.maximum(matrix[agent], seen[agent], out=matrix[agent])
+        self.tick(agent)
+
+    def tensor_after(self, agent: int) -> None:
+        """tcgen05.fence::after_thread_sync: what the warp has seen orders its tensor-memory operations too."""
+        np.maximum(self.T[agent], self.V[agent], out=self.T[agent])
+        if self.loose:
+            np.maximum(self.loose_T[agent], self.loose[0][agent], out=self.loose_T[agent])
+
+    # ---- views -------------------------------------------------------------------------------------------------
+    def generic_view(self, agent: int) -> View:
+        """Return what an access of a warp may rely on."""
+        return View(self.V[agent], self.loose[0][agent] if self.loose else None)
+
+    def async_view(self, agent: int) -> View:
+        """Return what an asynchronous operation issued by an agent may rely on in shared memory."""
+        return self._through(agent, self.P, 1)
+
+    def global_view(self, agent: int) -> View:
+        """Return what an asynchronous operation issued by an agent may rely on in global memory."""
+        return self._through(agent, self.G, 2)
+
+    def _through(self, agent: int, fenced: np.ndarray, which: int) -> View:
+        clocks = np.where(self.generic, fenced[agent], self.V[agent])
+        if not self.loose:
+            return View(clocks)
+        return View(clocks, np.where(self.generic & ~self.soft, self.loose[which][agent], self.loose[0][agent]))
+
+    def tensor_view(self, agent: int, *own: int) -> View:
+        """Return what a warp's tensor-memory operations may rely on; its own in-order agents are always seen."""
+        views = [self.T[agent].copy()]
+        if self.loose:
+            views.append(np.maximum(self.T[agent], self._loose_tensor(agent)))
+        for each in views:
+            each[0] = 0
+            each[list(own)] = PENDING
+        return View(*views)
+
+    def freeing_view(self, agent: int, *own: int) -> View:
+        """Return what a warp that frees tensor memory may rely on: also what no tcgen05 fence makes visible."""
+        view = self.tensor_view(agent, *own)
+        view.clocks = np.maximum(view.clocks, self.V[agent])
+        return view
+
+    def tensor_knows(self, agent: int, other: int) -> int:
+        """Return how far a warp's tensor-memory operations have seen an agent."""
+        loosely = self._loose_tensor(agent)[other] if self.loose else 0
+        return int(max(self.T[agent, other], loosely))
+
+    def _loose_tensor(self, agent: int) -> np.ndarray:
+        """Return what a warp's tensor-memory operations may rely on where broken rules order."""
+        return (self.loose[0] if "tcgen05-fence" in self.allow else self.loose_T)[agent]
+
+    def tensor_learn(self, agent: int, other: int, clock: int) -> None:
+        """Let a warp's tensor-memory operations rely on another agent's up to a clock."""
+        for matrix in (self.T, self.loose_T):
+            matrix[agent, other] = max(int(matrix[agent, other]), clock)
+
+
+def _grown(matrix: np.ndarray) -> np.ndarray:
+    """Return a matrix of twice the size."""
+    grown = np.zeros((2 * len(matrix), 2 * len(matrix)), matrix.dtype)
+    grown[: len(matrix), : len(matrix)] = matrix
+    return grown
+
+
+def join(store: np.ndarray | None, vector: np.ndarray) -> np.ndarray:
+    """Return the element-wise maximum of two clock vectors (None is zero; lengths may differ)."""
+    if store is None:
+        return vector.copy()
+    if len(store) < len(vector):
+        store, vector = vector, store
+    result = store.copy()
+    np.maximum(result[: len(vector)], vector, out=result[: len(vector)])
+    return result
+
+
+def meet(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the element-wise minimum of two clock vectors; of agents that the shorter one does not know, nothing."""
+    result = np.zeros(max(len(a), len(b)), a.dtype)
+    both = min(len(a), len(b))
+    np.minimum(a[:both], b[:both], out=result[:both])
+    return result

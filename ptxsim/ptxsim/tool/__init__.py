@@ -1,0 +1,1 @@
+"""The command line's parts: arguments, mutants, timelines, surveys, compiling."""

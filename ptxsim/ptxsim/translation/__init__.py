@@ -1,0 +1,1 @@
+"""Typed instructions to Python functions: calls inlined, blocks and live registers found, code generated."""

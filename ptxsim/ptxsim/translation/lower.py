@@ -1,0 +1,225 @@
+"""Lowers a parsed function for execution: calls are inlined, guards of complex instructions become branches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from ..errors import UnknownInstruction
+from ..parsing.ir import (
+    SINK,
+    TYPE_BITS,
+    Addr,
+    Function,
+    Instr,
+    ModuleIR,
+    Neg,
+    Not,
+    Pair,
+    Param,
+    Reg,
+    Sym,
+    Variable,
+    Vec,
+)
+from .registry import kind_of
+
+BUILTIN_CALLS = ("vprintf", "__assertfail")
+_MAX_DEPTH = 16
+
+
+class Lowered:
+    """A kernel as one flat instruction list without calls."""
+
+    def __init__(self, function: Function) -> None:
+        self.name = function.name
+        self.function = function
+        self.instrs: list[Instr] = []
+        self.labels: dict[str, list[int]] = {}
+        self.regs: list[Reg] = list(function.regs)
+        self.variables: dict[str, Variable] = dict(function.variables)
+        self.unique = 0
+        self._carry: Reg | None = None
+
+    @property
+    def carry(self) -> Reg:
+        """The carry flag of extended-precision arithmetic, as a predicate register."""
+        if self._carry is None:
+            self._carry = Reg("%cc", "pred", len(self.regs))
+            self.regs.append(self._carry)
+        return self._carry
+
+    def label_here(self, name: str) -> None:
+        """Bind a label to the next instruction."""
+        self.labels[name] = len(self.instrs)
+
+    def fresh(self, stem: str) -> str:
+        """Return an unused label name."""
+        self.unique += 1
+        return f"{stem}~{self.unique}"
+
+
+def rewrite(operand: object, regs: dict[Reg, Reg], names: dict[str, str]) -> object:
+    """Return an operand with registers and symbol names replaced."""
+    if isinstance(operand, Reg):
+        return regs.get(operand, operand)
+    if isinstance(operand, Sym):
+        return Sym(names.get(operand.name, operand.name), operand.offset)
+    if isinstance(operand, Vec):
+        return Vec(tuple(rewrite(item, regs, names) for item in operand.items))
+    if isinstance(operand, Addr):
+        parts = tuple(rewrite(part, regs, names) for part in operand.parts)
+        return Addr(rewrite(operand.base, regs, names), operand.offset, parts)
+    if isinstance(operand, Pair):
+        return Pair(rewrite(operand.first, regs, names), rewrite(operand.second, regs, names))
+    if isinstance(operand, Not):
+        return Not(rewrite(operand.reg, regs, names))
+    if isinstance(operand, Neg):
+        return Neg(rewrite(operand.reg, regs, names))
+    return operand
+
+
+def lower(module: ModuleIR, function: Function) -> Lowered:
+    """Inline every call of a kernel and turn guarded non-ALU instructions into branches.
+
+    Parameters
+    ----------
+    module : ModuleIR
+        Where called functions are found.
+    function : Function
+        The kernel.
+
+    Returns
+    -------
+    Lowered
+        One instruction list; labels map to positions in it.
+    """
+    out = Lowered(function)
+    _emit_body(module, function, out, {}, {}, None, 0)
+    out.instrs.append(Instr("exit", [], [], function.line, "exit"))
+    return out
+
+
+def _emit_body(
+    module: ModuleIR,
+    function: Function,
+    out: Lowered,
+    regs: dict[Reg, Reg],
+    names: dict[str, str],
+    return_label: str | None,
+    depth: int,
+) -> None:
+    """Append a function's instructions, renamed for this inlining."""
+    at: dict[int, list[str]] = {}
+    for label, position in function.labels.items():
+        at.setdefault(position, []).append(label)
+    for position, ins in enumerate(function.instrs):
+        for label in at.get(position, ()):
+            out.label_here(names.get(label, label))
+        # A kernel's own names stay (only calls rename what they inline); its instructions are copied all the same.
+        args = [rewrite(arg, regs, names) for arg in ins.args] if depth else [*ins.args]
+        guard = regs.get(ins.guard, ins.guard) if ins.guard else None
+        new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=ins.loc)
+        if new.op in ("addc", "subc", "madc") or (new.op in ("add", "sub", "mad") and "cc" in new.mods):
+            new = _lower_carry(new, out)
+        if new.op == "ret":
+            new = _lower_return(new, return_label)
+        skip = None
+        if new.guard is not None and (new.op in ("call", "brx") or kind_of(new.op) in ("call", "sync", "direct")):
+            skip = out.fresh("skip")
+            text = f"@{'' if new.guard_neg else '!'}{new.guard} bra (around: {new.text})"
+            out.instrs.append(Instr("bra", [], [Sym(skip)], new.line, text, new.guard, not new.guard_neg))
+            new = replace(new, guard=None, guard_neg=False)
+        if new.op == "call":
+            _inline_call(module, new, out, depth)
+        else:
+            out.instrs.append(new)
+        if skip is not None:
+            out.label_here(skip)
+    for label in at.get(len(function.instrs), ()):
+        out.label_here(names.get(label, label))
+
+
+def _lower_carry(ins: Instr, out: Lowered) -> Instr:
+    """Make the carry flag an operand: ``carry_op d, carry out, sources..., carry in``."""
+    writes, reads = "cc" in ins.mods, ins.op.endswith("c")
+    mods = [m for m in ins.mods if m != "cc"]
+    carry_in = [out.carry] if reads else []
+    args = [ins.args[0], out.carry if writes else SINK, *ins.args[1:], *carry_in]
+    return replace(ins, op=f"carry_{ins.op.removesuffix('c') if reads else ins.op}", mods=mods, args=args)
+
+
+def _lower_return(ins: Instr, return_label: str | None) -> Instr:
+    if return_label is None:
+        return replace(ins, op="exit", mods=[], args=[])
+    return replace(ins, op="bra", mods=[], args=[Sym(return_label)])
+
+
+def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None:
+    """Replace one ``call`` by the callee's body; formal parameters become the caller's variables or registers."""
+    where = f"kernel {out.name}, line {ins.line}"
+    if depth > _MAX_DEPTH:
+        raise UnknownInstruction(f"{where}: recursive calls are not modelled: {ins.text}")
+    args = list(ins.args)
+    actual_returns = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
+    callee = args.pop(0)
+    actual = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
+    if not isinstance(callee, Sym):
+        raise UnknownInstruction(f"{where}: indirect calls are not modelled: {ins.text}")
+    if callee.name in BUILTIN_CALLS:
+        places = [Addr(given) for given in (*actual, *actual_returns)]
+        out.instrs.append(Instr("builtin_call", [callee.name], places, ins.line, ins.text))
+        return
+    target = module.functions.get(callee.name)
+    if target is None or not target.instrs:
+        raise UnknownInstruction(f"{where}: function {callee.name!r} has no body here: {ins.text}")
+    if len(actual) != len(target.params) or len(actual_returns) != len(target.returns):
+        raise UnknownInstruction(f"{where}: argument count differs from the callee: {ins.text}")
+    names = {label: out.fresh(label) for label in target.labels}
+    regs = {}
+    for reg in target.regs:
+        regs[reg] = Reg(reg.name, reg.type, len(out.regs))
+        out.regs.append(regs[reg])
+    copies_back = []
+    for formal, given, returned in [
+        *((f, g, False) for f, g in zip(target.params, actual, strict=True)),
+        *((f, g, True) for f, g in zip(target.returns, actual_returns, strict=True)),
+    ]:
+        before, after = _bind(formal, given, out, regs, names, ins)
+        copies_back += after if returned else []
+        out.instrs += [] if returned else before
+    for name, var in target.variables.items():
+        if var.space == "shared":
+            out.variables[name] = var
+            continue
+        clone = copy.copy(var)
+        clone.name = names[name] = out.fresh(name)
+        out.variables[clone.name] = clone
+    end = out.fresh("return")
+    _emit_body(module, target, out, regs, names, end, depth + 1)
+    out.label_here(end)
+    out.instrs += copies_back
+
+
+def _bind(
+    formal: Param, given: object, out: Lowered, regs: dict[Reg, Reg], names: dict[str, str], ins: Instr
+) -> tuple[list[Instr], list[Instr]]:
+    """Connect a formal parameter with what the call gives; return copies before and after the body."""
+    if formal.reg is None and isinstance(given, Sym):
+        names[formal.name] = given.name
+        return [], []
+    bits = f"b{TYPE_BITS[formal.type]}" if formal.type != "pred" else "pred"
+    inner: object = regs.get(formal.reg) if formal.reg else None
+    if inner is None:  # a register or a literal for a parameter in memory
+        variable = Variable(out.fresh(formal.name), "param", formal.align, formal.size, formal.type)
+        out.variables[variable.name] = variable
+        names[formal.name] = variable.name
+        place = Addr(Sym(variable.name))
+        store = Instr("st", ["param", bits], [place, given], ins.line, ins.text)
+        return [store], [Instr("ld", ["param", bits], [given, place], ins.line, ins.text)]
+    if isinstance(given, Sym):
+        place = Addr(given)
+        load = Instr("ld", ["param", bits], [inner, place], ins.line, ins.text)
+        return [load], [Instr("st", ["param", bits], [place, inner], ins.line, ins.text)]
+    move = Instr("mov", [bits], [inner, given], ins.line, ins.text)
+    return [move], [Instr("mov", [bits], [given, inner], ins.line, ins.text)]

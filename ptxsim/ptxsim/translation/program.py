@@ -1,0 +1,321 @@
+"""A kernel ready to run: its blocks compiled to Python functions on demand, and its static memory layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType, FunctionType
+
+import numpy as np
+
+from ..arithmetic import numeric
+from ..arithmetic.numeric import count_nonzero
+from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Reg, Sym, Variable, Vec, operand_regs
+from .cfg import Cfg, uses_defs
+from .codegen import Codegen, Park
+from .lower import lower
+from .registry import OPS
+
+
+def _put(old: np.ndarray, lanes: np.ndarray, value: np.ndarray) -> np.ndarray:
+    new = old.copy()
+    new[lanes] = value
+    return new
+
+
+def _put_mask(old: np.ndarray | None, lanes: np.ndarray, mask: np.ndarray | None) -> np.ndarray | None:
+    if old is None and mask is None:
+        return None
+    new = np.zeros(32, bool) if old is None else old.copy()
+    new[lanes] = False if mask is None else mask
+    return new if count_nonzero(new) else None
+
+
+def _or_masks(*masks: np.ndarray | None) -> np.ndarray:
+    result = None
+    for mask in masks:
+        if mask is not None:
+            result = mask if result is None or result is mask else result | mask
+    return result
+
+
+def _select_mask(pred: np.ndarray, new: np.ndarray | None, old: np.ndarray | None) -> np.ndarray | None:
+    if new is None and old is None:
+        return None
+    mask = np.where(pred, False if new is None else new, False if old is None else old)
+    return mask if count_nonzero(mask) else None
+
+
+def _any_mask(mask: np.ndarray) -> np.ndarray | None:
+    return mask if count_nonzero(mask) else None
+
+
+def _environment() -> dict:
+    """Return the globals of generated code."""
+    return {
+        "np": np,
+        "Park": Park,
+        "where": np.where,
+        "cnt": count_nonzero,
+        "full": np.full,
+        "put": _put,
+        "putq": _put_mask,
+        "orq": _or_masks,
+        "selq": _select_mask,
+        "anyq": _any_mask,
+        **{name: getattr(numeric, name) for name in ("fma32", "flush", "saturate", "mul_hi", "int_div", "int_rem")},
+        "shift_left": numeric.shift_left,
+        "shift_right": numeric.shift_right,
+    }
+
+
+_ENVIRONMENT = _environment()
+
+
+@lru_cache(maxsize=1 << 14)
+def _compiled(source: str) -> CodeType:
+    """Compile the source of a block function."""
+    return next(each for each in compile(source, "<ptxsim block>", "exec").co_consts if isinstance(each, CodeType))
+
+
+class Program:
+    """One kernel: control-flow graph, compiled blocks and variable offsets."""
+
+    def __init__(self, module: ModuleIR, function: Function) -> None:
+        self.name = function.name
+        self.function = function
+        self.cfg = Cfg(lower(module, function))
+        self.blocks = self.cfg.blocks
+        self.full: dict[int, tuple[Callable, tuple[int, ...]]] = {}
+        self.poisoned: dict[int, Callable] = {}
+        self.partial: list[Callable | None] = [None] * len(self.blocks)
+        self._early: dict[int, Instr | None] = {}
+        self._moved: dict[bool, list[int]] = {}
+        self._layout(module)
+        self.instructions = [ins for block in self.blocks for ins in block.instrs]
+        self.files = module.files
+        self._writers: dict[int, list] | None = None
+        for number, ins in enumerate(self.instructions):
+            ins.number = number
+        zeros = {code: np.zeros(32, "bool" if code == "b1" else code) for code in set(self.cfg.storage) - {"q"}}
+        zeros["q"] = np.zeros((32, 2), "u8")
+        self._initial = [zeros[code] for code in self.cfg.storage]
+        self._check()
+
+    def _check(self) -> None:
+        """Raise for an unknown instruction when the kernel is loaded, not when it is reached."""
+        known = set()
+        for ins in self.instructions:
+            key = shape(ins)
+            if key not in known:
+                Codegen(self.cfg, True).check(ins)
+                known.add(key)
+
+    def _layout(self, module: ModuleIR) -> None:
+        """Place shared, local and parameter variables."""
+        used = {name for ins in self.cfg.code.instrs for name in _symbols(ins.args)}
+        shared = [v for v in self.cfg.code.variables.values() if v.space == "shared"]
+        shared += [v for v in module.variables.values() if v.space == "shared" and v.name in used]
+        self.offsets: dict[str, tuple[str, int]] = {}
+        position = 0
+        for var in [v for v in shared if not v.extern]:
+            position = -(-position // var.align) * var.align
+            self.offsets[var.name] = ("shared", position)
+            position += var.size
+        dynamic = [v for v in shared if v.extern]
+        align = max([16, *(v.align for v in dynamic)])
+        self.static_shared = position
+        self.dynamic_offset = -(-position // align) * align
+        for var in dynamic:
+            self.offsets[var.name] = ("shared", self.dynamic_offset)
+        local = 0
+        for var in self.cfg.code.variables.values():
+            if var.space in ("local", "param"):
+                local = -(-local // var.align) * var.align
+                self.offsets[var.name] = ("local", local)
+                local += var.size
+        self.local_size = local
+        for param in self.function.params:
+            self.offsets[param.name] = ("param", param.offset)
+        last = self.function.params[-1:]
+        self.param_size = last[0].offset + last[0].size if last else 0
+
+    @property
+    def writers(self) -> dict[int, list]:
+        """The instructions that write each register, in the text's order."""
+        if self._writers is None:
+            self._writers = {}
+            for ins in self.instructions:
+                for reg in uses_defs(ins)[1]:
+                    self._writers.setdefault(reg.index, []).append(ins)
+        return self._writers
+
+    def source_line(self, ins: Instr) -> str:
+        """Return file and line of an instruction's source ('' where no ``.loc`` tells)."""
+        if ins.loc is None:
+            return ""
+        file, line = ins.loc
+        return f"{self.files.get(file, f'file {file}')}:{line}"
+
+    def initial_registers(self) -> list[np.ndarray]:
+        """Return a register file of zeros (all of it poison)."""
+        return list(self._initial)
+
+    def inflight_registers(self) -> list[int]:
+        """Return the registers that may hold accumulators in flight: D of wgmma and copies of it."""
+        return self._copies(False)
+
+    def loaded_registers(self) -> list[int]:
+        """Return the registers that may hold tensor-memory loads in flight: of tcgen05.ld, and what packs them."""
+        return self._copies(True)
+
+    def early_use(self, load: Instr) -> Instr | None:
+        """Return the first instruction that uses registers of a tcgen05.ld and may run before a tcgen05.wait::ld.
+
+        Instructions that only move or pack them are none; what they write counts as the load's.
+        """
+        if id(load) not in self._early:
+            self._early[id(load)] = self._search_use(load)
+        return self._early[id(load)]
+
+    def _search_use(self, load: Instr) -> Instr | None:
+        registers = frozenset(r.index for r in operand_regs(load.args[0]))
+        start = next(b.index for b in self.blocks if any(ins is load for ins in b.instrs))
+        after = self.blocks[start].instrs
+        place = next(i for i, ins in enumerate(after) if ins is load)
+        work, seen = [(start, place + 1, registers)], set()
+        while work:
+            index, first, registers = work.pop()
+            block = self.blocks[index]
+            for ins in block.instrs[first:]:
+                if ins.op == "tcgen05" and "wait::ld" in ins.mods:
+                    break
+                uses, defs = uses_defs(ins)
+                used, defined = {r.index for r in uses}, {r.index for r in defs}
+                if registers & used and ins.op != "mov":
+                    return ins
+                registers = registers | defined if registers & used else registers - defined
+            else:
+                new = [(each, 0, registers) for each in block.succ if (each, registers) not in seen]
+                seen.update((each, registers) for each, _, registers in new)
+                work += new if registers else []
+        return None
+
+    def _copies(self, loads: bool) -> list[int]:
+        if loads not in self._moved:
+            found: set[int] = set()
+            moves: dict[int, list[int]] = {}
+            for ins in self.cfg.code.instrs:
+                source = "ld" in ins.mods[:1] if loads else "mma_async" in ins.mods
+                if ins.op == ("tcgen05" if loads else "wgmma") and source:
+                    found.update(r.index for r in operand_regs(ins.args[0]))
+                elif ins.op == "mov" and (loads or all(hasattr(a, "index") for a in ins.args)):
+                    for each in operand_regs(ins.args[1]):
+                        moves.setdefault(each.index, []).extend(r.index for r in operand_regs(ins.args[0]))
+            work = list(found)
+            while work:
+                for target in moves.get(work.pop(), ()):
+                    if target not in found:
+                        found.add(target)
+                        work.append(target)
+            self._moved[loads] = sorted(found)
+        return self._moved[loads]
+
+    def superblock(self, start: int) -> tuple[Callable, tuple[int, ...]]:
+        """Return the full-warp function that starts at a block, and the blocks it runs."""
+        entry = self.full.get(start)
+        if entry is None:
+            run = [start]
+            if not self.blocks[start].solo:
+                while self._falls_into(run[-1]):
+                    run.append(run[-1] + 1)
+            entry = self.full[start] = (self._compile([self.blocks[i] for i in run], "clean"), tuple(run))
+        return entry
+
+    def tainted(self, start: int) -> Callable:
+        """Return the function of the superblock that starts at a block for registers with poison."""
+        function = self.poisoned.get(start)
+        if function is None:
+            run = self.superblock(start)[1]
+            function = self.poisoned[start] = self._compile([self.blocks[i] for i in run], "full")
+        return function
+
+    def _falls_into(self, index: int) -> bool:
+        """Tell whether a block always continues with the next, and that one may join its superblock."""
+        last = self.blocks[index].instrs[-1]
+        if OPS[last.op].kind == "term" or index + 1 >= len(self.blocks):
+            return False
+        return not self.blocks[index + 1].solo
+
+    def block(self, index: int) -> Callable:
+        """Return the function of one block for a part of a warp."""
+        function = self.partial[index]
+        if function is None:
+            function = self.partial[index] = self._compile([self.blocks[index]], "part")
+        return function
+
+    def _compile(self, blocks: list, variant: str) -> Callable:
+        source, values = Codegen(self.cfg, variant != "part", variant == "clean").function(blocks)
+        name = f"b{blocks[0].index}_{variant}"
+        return FunctionType(_compiled(source), _ENVIRONMENT, name, values)
+
+
+def shape(ins: Instr) -> tuple:
+    """Return what decides whether an instruction is known: all but which registers and addresses it names."""
+    return ins.op, tuple(ins.mods), ins.guard is None, *(_form(arg) for arg in ins.args)
+
+
+def _form(operand: object) -> object:
+    if isinstance(operand, Reg):
+        return operand.type
+    if isinstance(operand, Vec):
+        return ("{}", *(_form(item) for item in operand.items))
+    if isinstance(operand, Addr) and not operand.parts:
+        return "[]", _form(operand.base)
+    if isinstance(operand, Imm) and operand.kind != "int":
+        return operand.kind
+    return operand  # itself: other operands are few, or their values matter
+
+
+def _symbols(args: list) -> set[str]:
+    names: set[str] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, (Reg, Imm)):
+            return
+        if isinstance(node, Sym):
+            names.add(node.name)
+        for key in ("items", "parts"):
+            for child in getattr(node, key, ()):
+                visit(child)
+        for key in ("base", "first", "second", "reg"):
+            if hasattr(node, key):
+                visit(getattr(node, key))
+
+    for arg in args:
+        visit(arg)
+    return names
+
+
+def constant_image(module: ModuleIR) -> tuple[np.ndarray, dict[str, int]]:
+    """Lay out the module's .const variables and return the image and their offsets."""
+    offsets: dict[str, int] = {}
+    position = 0
+    variables = [v for v in module.variables.values() if v.space == "const"]
+    for var in variables:
+        position = -(-position // var.align) * var.align
+        offsets[var.name] = position
+        position += var.size
+    image = np.zeros(position, np.uint8)
+    for var in variables:
+        place(image[offsets[var.name] :], var)
+    return image, offsets
+
+
+def place(target: np.ndarray, var: Variable) -> None:
+    """Write a variable's initial bytes."""
+    if var.data:
+        target[: len(var.data)] = np.frombuffer(var.data, np.uint8)
+
+
+__all__ = ["Program", "constant_image", "operand_regs", "place"]
