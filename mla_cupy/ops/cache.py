@@ -51,7 +51,8 @@ def cache_append(
         Token i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
         the usual mark, is skipped. Which of several tokens with one slot wins is not defined.
     cos, sin : array, (max_position, 32), float32, optional
-        Apply RoPE to `rope` first. The last axis is contiguous.
+        Apply RoPE to `rope` first: a pair (x, y) becomes (x * cos - y * sin, x * sin + y * cos). The last axis is
+        contiguous.
     positions : array, (n,), int32 or int64, optional
         Rows of cos and sin; clamped to them. Given with these, or not at all.
     record : str, optional
@@ -61,7 +62,7 @@ def cache_append(
     kv_scale : float
         Of the record "fp8": what the stored numbers are multiplied by when they are read.
     interleaved : bool
-        Whether RoPE turns elements (2i, 2i + 1), as in DeepSeek's models, or (i, i + 32).
+        Pairs that RoPE turns: elements (2i, 2i + 1), as in DeepSeek's models, or, if False, (i, i + 32).
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -72,10 +73,10 @@ def cache_append(
 
     Notes
     -----
-    Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`. A NaN or an infinity
-    makes its whole group of 128 (64 for "v4") read as NaN. NumPy arrays are changed by a GPU if there is one, which
-    copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be written:
-    `mla_cupy.jax.cache_append` returns the changed cache.
+    Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`. A NaN or
+    an infinity makes its whole group of 128 (64 for "v4") read as NaN. The padding byte of "v4" is set to 0. NumPy
+    arrays are changed by a GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX,
+    whose arrays cannot be written: `mla_cupy.jax.cache_append` returns the changed cache.
 
     Examples
     --------

@@ -70,7 +70,8 @@ def mla_decode(
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
         (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
         is 512 and whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all;
-        or with a head axis of size 1.
+        or with a head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with
+        an odd number of tokens need a gap of 8 bytes between them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -80,7 +81,8 @@ def mla_decode(
     tree_mask : array, (b, s_q), uint64 or int64, optional
         Where the last s_q tokens of a sequence are drafts that form a tree, to be verified in one call: query i sees
         draft j iff bit j of tree_mask[b, i] is set, and every token before the drafts. This takes the place of
-        `causal`. Up to 64 drafts.
+        `causal`. Up to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n
+        drafts: token t is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -97,9 +99,10 @@ def mla_decode(
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Where the result goes. Not for JAX, whose arrays cannot be written.
+        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
+        JAX, whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
-        Where the log-sum-exp goes.
+        Memory for the log-sum-exp; any strides.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_decode, ...)` bytes. Not with a plan,
         which has its own.

@@ -40,9 +40,9 @@ def merge_states(
     empty_lse : float
         `lse` of a row that is empty in all states; its `out` is 0.
     out : array, (b, s_q, h_q, d), optional
-        Where the result goes.
+        Memory for the result; the last axis is contiguous.
     lse : array, (b, h_q, s_q), float32, optional
-        Where its log-sum-exp goes.
+        Memory for its log-sum-exp; any strides.
     workspace : array, (n,), uint8, optional
         As for the other operations; `workspace_bytes(merge_states, ...)` is 0.
     out_dtype : str or dtype, optional

@@ -123,8 +123,10 @@ def sparse_mla_backward(
     bits are guaranteed only if `lse` is the forward's.
 
     What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse, with P in 16 bits. It is lost where a sink
-    takes so much of the weight that P underflows (float16: below 6e-8, bfloat16: below 1e-38); an infinite sink leaves
-    no gradient.
+    takes so much of the weight that P underflows (float16: below 6e-8, bfloat16: below 1e-38).
+
+    A head whose sink is +inf contributes nothing to `dq` and `dkv`, with or without `dlse`, and its `d_sink` is 0,
+    given the forward's `out`, which is 0. A sink of -inf is no sink; its `d_sink` is 0.
 
     Workspace: 4 * s_kv * d_qk bytes for the sums, six times that if deterministic, 4 * s_q * topk for the lists of
     rows, 8 * s_q * h_q for the statistics. A call takes 2 * h_q * (3 * d_qk + 2 * 512) FLOPs per selected row.

@@ -48,7 +48,8 @@ def sparse_mla_decode(
         step evenly.
     kv_cache : array, (num_pages, page_size, 656 or 584) or with a head axis of size 1, uint8
         Pages of "v32" or "v4": see `cache_append`. The values are the first 512 elements of the keys; with "v4" these
-        include its RoPE part.
+        include its RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of
+        tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
@@ -66,9 +67,10 @@ def sparse_mla_decode(
     empty_lse : float
         `lse` of a query without a token; its `out` is 0.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Where the result goes; the first two axes step evenly.
+        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes, and
+        first two axes that step evenly.
     lse : array, (b, s_q, h_q), float32, optional
-        Where it goes; the first two axes step evenly.
+        Memory for the log-sum-exp; the first two axes step evenly.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(sparse_mla_decode, ...)` bytes.
     out_dtype : str or dtype, optional

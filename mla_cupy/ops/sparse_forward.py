@@ -63,7 +63,8 @@ def sparse_mla_forward(
         Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
         `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
         include the RoPE part. Its rows are slots, page * page_size + token; tokens of 656 bytes need no pages, (s_kv,
-        656).
+        656). Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens
+        need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, counted from the start of its sequence, in any order. Any topk, any strides. A slot
         counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the sequence's
@@ -81,15 +82,18 @@ def sparse_mla_forward(
         as rows, query i sees rows 0 to i.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
         Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the rows from cu_seqlens_kv[n] to
-        cu_seqlens_kv[n + 1]. A query of no sequence has no row. Both or none; default: one sequence.
+        cu_seqlens_kv[n + 1]. A query of no sequence has no row; a query of several belongs to the first. Values of
+        cu_seqlens_kv are clamped to [0, s_kv], and a sequence that ends before it starts is empty. Both or none;
+        default: one sequence.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
         `lse` of a query without a row; its `out` is 0, its `max_logits` -inf.
     out : array, (s_q, h_q, 512), dtype of q or float32, optional
-        Where the result goes. Not for JAX, whose arrays cannot be written.
+        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
+        JAX, whose arrays cannot be written.
     lse, max_logits : array, (s_q, h_q), float32, optional
-        Where they go.
+        Memory for these results; any strides.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(sparse_mla_forward, ...)` bytes.
     out_dtype : str or dtype, optional
@@ -97,8 +101,9 @@ def sparse_mla_forward(
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     check : bool
-        Look at the values of `indices`, `topk_length` and `cu_seqlens` first, which synchronises: the first that is
-        neither a row within the limit nor -1 is an error.
+        Look at the values of `indices`, `topk_length` and `cu_seqlens` first, which synchronises. Errors are: an index
+        that is neither a row within the limit nor -1, among the first topk_length[i] of a query; a topk_length outside
+        [0, topk]; starts that do not ascend or are outside [0, s_q] or [0, s_kv].
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -125,7 +130,9 @@ def sparse_mla_forward(
     least 16 times the tokens with up to 32 heads, 4 times with more) convert all of `kv` first, to rows of q's dtype in
     the workspace, 2 * d_qk bytes a token; the kernels over rows read these. Other calls, those with `kernel` the name
     of a kernel from records, and other GPUs convert nothing in memory. `sparse_forward_sm90_records` rounds latents of
-    "v32" to float16, see `sparse_mla_decode`.
+    "v32" to float16, see `sparse_mla_decode`. With scales that are powers of two both are exact within the range of the
+    format. With "plain" scales and bfloat16 queries, converted latents are rounded to bfloat16, eight times as coarsely
+    as to float16; which of the two a call gets depends on its sizes, unless `kernel` names one.
 
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
     there (but to convert records is to read all of `kv`). The result does not change from run to run; it depends on how

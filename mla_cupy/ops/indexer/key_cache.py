@@ -118,7 +118,8 @@ def indexer_cache_gather(
 
     Notes
     -----
-    Exact. The NumPy backend returns 0x7f for a NaN of either sign.
+    Exact. The NumPy backend returns 0x7f for a code that is a NaN of either sign, and may return a signalling NaN of a
+    scale as a quiet one.
 
     Examples
     --------

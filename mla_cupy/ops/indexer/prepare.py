@@ -53,15 +53,17 @@ def indexer_prepare_q(
         Before RoPE. d is 32, 64 or 128; the last axis is contiguous.
     weights : array, (s_q, h), float32
     cos, sin : array, (max_position, rope_pairs), float32
-        RoPE turns the first 2 * rope_pairs elements; rope_pairs is a multiple of d / 8. The last axis is contiguous.
+        RoPE turns the first 2 * rope_pairs elements; rope_pairs is a multiple of d / 8. A pair (x, y) becomes
+        (x * cos - y * sin, x * sin + y * cos). The last axis is contiguous.
     positions : array, (s_q,), int32
         Rows of cos and sin; clamped to them.
     interleaved : bool
-        Whether elements (2i, 2i + 1) turn together, or (i, i + rope_pairs), as in DeepSeek-V3.2.
+        Pairs that RoPE turns: elements (2i, 2i + 1), or, if False, (i, i + rope_pairs), as in DeepSeek-V3.2.
     hadamard : bool
         Whether to apply the Hadamard transform, which spreads outliers and leaves exact scores alone.
     scales : str
-        "power_of_2": s = 2**ceil(log2(amax / 448)), "plain": amax / 448; amax is at least 1e-4.
+        "plain": s = amax * r, where r is 1 / 448 rounded to float32 and so is the product, which may differ from
+        amax / 448 in the last bit; "power_of_2": 2**ceil(log2(amax * r)). amax is at least 1e-4.
     reference_rounding : bool
         Round to bfloat16 after RoPE and after the transform, as the models' own code does.
     accumulate : str
@@ -89,7 +91,8 @@ def indexer_prepare_q(
 
     Notes
     -----
-    Equal to the oracle byte by byte. NaN becomes the code 0x7f and does not count for the scale; infinities saturate.
+    Equal to the oracle byte by byte. NaN becomes the code 0x7f and does not count for the scale. An infinity counts as
+    the largest float32 in amax, and saturates: its code is the largest, and finite elements beside it become 0.
 
     Codes of at most 1 keep their three bits of mantissa from 1/64 on, and smaller ones are multiples of 1/512: what is
     less than 1/64 of a vector's largest element loses bits, by an error of 1/1024 of that element at most. The keys'

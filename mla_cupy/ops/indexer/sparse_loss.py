@@ -137,10 +137,12 @@ def indexer_sparse_loss(
 
     Notes
     -----
-    Nothing flows to q and k. `mla_cupy.torch.indexer_sparse_objective` and that of `mla_cupy.jax` make a scalar of it
-    whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the NumPy
-    oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of 8, and arrays that start at and step by
-    multiples of 16 bytes, everything runs on tensor cores; what is multiplied for the gradients is rounded to bfloat16.
+    Nothing flows to q and k. The derivative of max(x, 0) at x = 0 is 0: a product index_q . index_k of
+    exactly 0 passes no gradient. `mla_cupy.torch.indexer_sparse_objective` and that of `mla_cupy.jax` make a scalar of
+    it whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the
+    NumPy oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of 8, and arrays that start at and step
+    by multiples of 16 bytes, everything runs on tensor cores; what is multiplied for the gradients is rounded to
+    bfloat16.
 
     Without `lse` the scores of the attention are computed twice: `sparse_mla_forward` over the same `indices` returns
     it.

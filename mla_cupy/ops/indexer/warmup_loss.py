@@ -164,7 +164,8 @@ def indexer_warmup_loss(
     -----
     Loss and gradients come from one call because a separate backward would repeat its larger part, the scores of the
     main attention. `mla_cupy.torch.indexer_warmup_objective` and `mla_cupy.jax.indexer_warmup_objective` make a scalar
-    of it whose derivative multiplies these gradients. Nothing flows to q, k or v.
+    of it whose derivative multiplies these gradients. Nothing flows to q, k or v. The derivative of max(x, 0) at
+    x = 0 is 0: a product index_q . index_k of exactly 0 passes no gradient.
 
     Keys per head make the same loss at less cost where the heads' keys are at hand, as after a prefill: of DeepSeek's
     128 heads, 2 * 192 FLOPs for a pair and head instead of 2 * 576. `scale` is that of the model, 192**-0.5, in both
