@@ -41,6 +41,14 @@ MLA_DEVICE u32 cvt_e4m3_x2(float lo, float hi) {
 #endif
 }
 
+// Products of two pairs of f16 numbers.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-mul
+MLA_DEVICE u32 mul_f16_x2(u32 x, u32 y) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    return product;
+}
+
 // Two e4m3 numbers, in the low half of `codes`, to two f16 numbers, which hold them exactly (sm_89 and later).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 MLA_DEVICE u32 cvt_f16_x2_e4m3(u32 codes) {
@@ -56,6 +64,23 @@ MLA_DEVICE u32 cvt_f16_x2_e4m3_high(u32 codes) {
         : "=r"(halves)
         : "r"(codes));
     return halves;
+}
+
+// Four e4m3 numbers to f16 numbers, which hold them exactly, on any GPU since Ampere.
+MLA_DEVICE void f16_x4_of_e4m3(u32 codes, u32& low, u32& high) {
+#if __CUDA_ARCH__ >= 890
+    low = cvt_f16_x2_e4m3(codes), high = cvt_f16_x2_e4m3_high(codes);
+#else
+    // The fields of e4m3 are those of f16 where the exponent is smaller by 8. NaN, all ones, gets the one bit of the
+    // exponent that it lacks.
+    constexpr u32 kSigns = 0x80808080, kTo256 = 0x5c005c00;
+    const u32 nan = ((codes & ~kSigns) + 0x01010101) & kSigns;
+    const auto halves = [&](u32 bytes) {  // the selected two bytes, in the upper bytes of 16 bits
+        const u32 x = __byte_perm(codes, 0, bytes), n = __byte_perm(nan, 0, bytes);
+        return mul_f16_x2((x & 0x80008000) | (x >> 1 & 0x3f803f80) | n >> 1, kTo256);
+    };
+    low = halves(0x1404), high = halves(0x3424);
+#endif
 }
 
 // Two e4m3 numbers, in the low half of `codes`, to two floats.

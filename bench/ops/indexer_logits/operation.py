@@ -6,7 +6,7 @@ from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.deep_gemm import DeepGemm
 from . import cases, check, inputs
-from .own import GENERIC, IndexerLogits
+from .own import GENERIC, MMA, IndexerLogits
 
 EXAMPLES = """examples:
   run indexer-logits --peers-dir peers           all cases with DeepGEMM beside us
@@ -20,6 +20,7 @@ def implementations(choices: Choices) -> Known:
     return {
         OWN: lambda: IndexerLogits(choices.kernel),
         "generic": lambda: IndexerLogits(GENERIC, "generic"),
+        MMA: lambda: IndexerLogits(MMA, MMA),
         "deep_gemm": lambda: DeepGemm(choices.directory("deep_gemm")),
     }
 
@@ -28,7 +29,7 @@ INDEXER_LOGITS = BenchOperation(
     name="indexer-logits",
     title="indexer logits: each query's score for the keys that it sees, in prefill and in paged decode",
     examples=EXAMPLES,
-    peers="deep_gemm (imports torch, compiles with nvcc and needs --peers-dir), generic; or none. "
+    peers="deep_gemm (imports torch, compiles with nvcc and needs --peers-dir), indexer_logits_mma, generic; or none. "
     "Default: deep_gemm where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

@@ -15,6 +15,7 @@ from .cases import LogitsCase
 from .inputs import LogitsInputs, outputs_of
 
 GENERIC = "indexer_logits_generic"  # without tensor cores
+MMA = "indexer_logits_mma"  # with those of every GPU since Ampere
 
 
 class IndexerLogits:

@@ -12,7 +12,8 @@ from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits/sm90.cu", "indexer/logits/sm90_paged.cu"
-SHARED, RANGES = "indexer/logits/sm90.cuh", "indexer/key_ranges.cuh"
+SHARED, LINE = "indexer/logits/sm90.cuh", "indexer/logits/line.cuh"
+RANGES = "indexer/key_ranges.cuh"
 SUMS = "indexer/logits/sm90_head_sums.cuh"
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 #: Two blocks of tokens; more tiles than the ring has stages.
@@ -71,7 +72,7 @@ MUTANTS = [
     (Mutant("sums are read before all are there", PREFILL, READY, ""), CASE),
     (Mutant("the last heads are left out", PREFILL, "ceil_div(p.heads, kTileHeads)", "max(1, p.heads / 8)"), NINE),
     (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
-    (Mutant("a share ends a tile early", SHARED, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
+    (Mutant("a share ends a tile early", LINE, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
     (Mutant("the line ends too early", PAGED, "TileCut{ranges.num_blocks, 0}", "TileCut{39, 0}"), SEQUENCES),
     (Mutant("a sequence's place is that in another group", PAGED, "if (of != group)", "if (false)"), GROUPS),
     (Mutant("pages are those of the first sequence", PAGED, "if (!looked_up)", "if (false)"), SEQUENCES),

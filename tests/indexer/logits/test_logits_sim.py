@@ -32,6 +32,7 @@ from tests.support.sim_modes import MODES
 
 GENERIC, HALF = "indexer_logits_generic", "indexer_logits_sm90_half"
 HOPPER, PAGED_HOPPER = "indexer_logits_sm90", "indexer_logits_sm90_paged"
+MMA, AMPERE_ON = "indexer_logits_mma", ((8, 0), (8, 9), (12, 0))
 SM_COUNTS = (1, 3, 2)
 
 CASES = [
@@ -47,11 +48,25 @@ CASES = [
     LogitsCase(s_q=9, s_kv=150, h=40, d=64, dtype="bfloat16"),
     LogitsCase(s_q=17, s_kv=900, h=4, ranges="none"),  # every stage of keys, several times
 ]
+#: Of the kernel for all GPUs since Ampere, whose tiles have 256 keys and whose warps are padded to 16 heads.
+MMA_CASES = [
+    LogitsCase(s_q=2, s_kv=128, h=33, ranges="none"),
+    LogitsCase(s_q=1, s_kv=1, h=1, ranges="none", scales=False),
+    LogitsCase(s_q=11, s_kv=300, h=9, dtype="uint8"),  # two blocks of tokens, two tiles
+    LogitsCase(s_q=19, s_kv=590, h=2, d=64, ranges="causal"),
+    LogitsCase(s_q=7, s_kv=127, h=3, d=32),
+    LogitsCase(s_q=5, s_kv=60, h=72),  # two passes
+    LogitsCase(s_q=5, s_kv=57, h=5, dtype="bfloat16", scales=False),
+    LogitsCase(s_q=9, s_kv=270, h=17, d=64, dtype="bfloat16"),
+    LogitsCase(s_q=3, s_kv=70, h=128, d=32, dtype="bfloat16"),
+]
 
 
-def run(case: LogitsCase, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+def run(
+    case: LogitsCase, kernel: str, sm_count: int, mode: tuple[str, int], cc: tuple[int, int] = (9, 0), **options: Any
+) -> Any:
     inputs = logits_inputs(case)
-    with simulated(sm_count, (9, 0), *mode) as target:
+    with simulated(sm_count, cc, *mode) as target:
         got = mla_cupy.indexer_logits(**inputs, kernel=kernel, **options)
     assert target.launched[-1] == f"mla_{kernel}"
     check_logits(got, inputs, reference.indexer_logits(**inputs))
@@ -73,6 +88,37 @@ def test_hopper(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hopper_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count: int) -> None:
     run(case, HOPPER, sm_count, mode)
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "sm_count", "cc"),
+    [(case, MODES[i % len(MODES)], SM_COUNTS[i % 2], AMPERE_ON[i % 3]) for i, case in enumerate(MMA_CASES)],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_mma(case: LogitsCase, mode: tuple[str, int], sm_count: int, cc: tuple[int, int]) -> None:
+    run(case, MMA, sm_count, mode, cc)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("cc", AMPERE_ON)
+@pytest.mark.parametrize("case", [*CASES, *MMA_CASES], ids=lambda case: case.id)
+def test_mma_in_every_mode(case: LogitsCase, mode: tuple[str, int], cc: tuple[int, int]) -> None:
+    run(case, MMA, 2, mode, cc)
+
+
+@pytest.mark.parametrize("cc", AMPERE_ON)
+def test_all_codes(cc: tuple[int, int]) -> None:
+    """Each one with each other one: exact, and NaN counts as 0."""
+    q, k = np.zeros((4, 64, 32), np.uint8), np.zeros((256, 32), np.uint8)
+    q.reshape(256, 32)[:, 5] = k[:, 5] = np.arange(256)
+    weights = np.ones((4, 64), np.float32)
+    for head in range(0, 64, 16):  # one at a time, so that sums are exact
+        weights[:] = 0
+        weights[:, head] = 1
+        with simulated(1, cc):
+            got = mla_cupy.indexer_logits(q, k, weights, kernel=MMA)
+        np.testing.assert_array_equal(got, reference.indexer_logits(q, k, weights).astype(np.float32))
 
 
 # ---- Products in float16 -----------------------------------------------------------------------------------------
@@ -180,7 +226,7 @@ def test_generic(case: LogitsCase) -> None:
         check_logits(mla_cupy.indexer_logits(**inputs), inputs, reference.indexer_logits(**inputs))
 
 
-@pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
+@pytest.mark.parametrize("kernel", [GENERIC, HOPPER, MMA])
 def test_bfloat16_results(kernel: str) -> None:
     """They are the float32 ones, rounded."""
     case = LogitsCase(s_q=3, s_kv=70, h=3, d=32)
@@ -191,34 +237,37 @@ def test_bfloat16_results(kernel: str) -> None:
 @pytest.mark.parametrize("s_kv", [260, 263])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clean", [True, False])
-def test_nothing_is_written_outside(clean: bool, dtype: str, s_kv: int) -> None:
+@pytest.mark.parametrize("kernel", [HOPPER, MMA])
+def test_nothing_is_written_outside(kernel: str, clean: bool, dtype: str, s_kv: int) -> None:
     """Neither between the rows of the result nor, unless it is to be clean, outside the ranges."""
     case = LogitsCase(s_q=9, s_kv=s_kv, h=2, d=32)
     inputs = logits_inputs(case)
     exact = reference.indexer_logits(**inputs)
     memory = np.full((case.s_q, s_kv + 5), 7, dtypes.numpy_dtype(dtype))
     with simulated(2, (9, 0), "random", 3):
-        got = mla_cupy.indexer_logits(**inputs, clean=clean, logits=memory[:, :s_kv])
+        got = mla_cupy.indexer_logits(**inputs, clean=clean, logits=memory[:, :s_kv], kernel=kernel)
     assert (memory[:, s_kv:].astype(np.float32) == 7).all()
     check_logits(np.where(np.isfinite(exact), got.astype(np.float32), -np.inf).astype(got.dtype), inputs, exact)
     outside = got[~np.isfinite(exact)].astype(np.float32)
     assert (outside == (-np.inf if clean else 7)).all()
 
 
-def test_every_range_is_empty() -> None:
+@pytest.mark.parametrize("kernel", [HOPPER, MMA])
+def test_every_range_is_empty(kernel: str) -> None:
     inputs = logits_inputs(LogitsCase(s_q=10, s_kv=200, h=2, d=32))
     inputs["ks"][:], inputs["ke"][:] = 150, 150
     with simulated(3):
-        assert (mla_cupy.indexer_logits(**inputs) == -np.inf).all()
+        assert (mla_cupy.indexer_logits(**inputs, kernel=kernel) == -np.inf).all()
 
 
-def test_ranges_without_a_common_tile() -> None:
+@pytest.mark.parametrize("kernel", [HOPPER, MMA])
+def test_ranges_without_a_common_tile(kernel: str) -> None:
     """Of neighbours in one block, in any order."""
     inputs = logits_inputs(LogitsCase(s_q=8, s_kv=640, h=2, d=32, ranges="none"))
     inputs["ks"] = np.array([600, 0, 300, 130, 639, 0, 256, 5], np.int32)
     inputs["ke"] = np.array([640, 1, 310, 128, 640, 0, 257, 4], np.int32)
     with simulated(2, (9, 0), "random", 1):
-        got = mla_cupy.indexer_logits(**inputs)
+        got = mla_cupy.indexer_logits(**inputs, kernel=kernel)
     check_logits(got, inputs, reference.indexer_logits(**inputs))
 
 
@@ -228,7 +277,7 @@ def test_nan_and_infinity() -> None:
     inputs["q"][1, 1, 3] = inputs["k"][130, 7] = np.nan
     inputs["weights"][2, 2], inputs["k_scale"][5] = np.nan, np.inf
     exact = reference.indexer_logits(**inputs)
-    for kernel in (HOPPER, GENERIC):
+    for kernel in (HOPPER, MMA, GENERIC):
         with simulated(1):
             got = mla_cupy.indexer_logits(**inputs, kernel=kernel)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(exact))
@@ -236,20 +285,22 @@ def test_nan_and_infinity() -> None:
         assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
 
 
-@pytest.mark.parametrize("accumulate", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("kernel", "accumulate"), [(HOPPER, "float32"), (HALF, "float16"), (MMA, "float32")], ids=[HOPPER, HALF, MMA]
+)
 @pytest.mark.parametrize("sm_count", [1, 5])
-def test_bits_do_not_depend_on_the_place(sm_count: int, accumulate: str) -> None:
+def test_bits_do_not_depend_on_the_place(sm_count: int, kernel: str, accumulate: str) -> None:
     """The same queries and keys elsewhere, with other neighbours, more heads of weight 0, or cut otherwise."""
     half = accumulate == "float16"
     inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8", float16=half))
     with simulated(2):
-        here = mla_cupy.indexer_logits(**inputs, accumulate=accumulate)
+        here = mla_cupy.indexer_logits(**inputs, accumulate=accumulate, kernel=kernel)
     other = {name: np.concatenate([x[-5:], x, x[:3]]) for name, x in inputs.items()}
     for name in ("q", "weights"):
         other[name] = np.concatenate([other[name], other[name][:, ::-1]], axis=1)
     other["weights"][:, 11:] = 0
     with simulated(sm_count):
-        there = mla_cupy.indexer_logits(**other, accumulate=accumulate)
+        there = mla_cupy.indexer_logits(**other, accumulate=accumulate, kernel=kernel)
     np.testing.assert_array_equal(there[5:14, 5:155].view(np.uint32), here.view(np.uint32))
 
 
@@ -385,8 +436,8 @@ def test_hostile_lengths() -> None:
 
 
 def test_no_kernel_is_forgotten() -> None:
-    assert set(by_name(LOGITS)) == {GENERIC, HOPPER, HALF}
-    assert set(PAGED_KERNELS) == {GENERIC, PAGED_HOPPER}
+    assert set(by_name(LOGITS)) == {GENERIC, MMA, HOPPER, HALF}
+    assert set(PAGED_KERNELS) == {GENERIC, MMA, PAGED_HOPPER}
 
 
 def test_paged_and_prefill_have_the_same_bits() -> None:

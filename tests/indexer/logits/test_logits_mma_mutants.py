@@ -1,0 +1,79 @@
+"""Bugs planted in the logits kernel with mma.sync: each must show, the kernel as it is must not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import reference
+from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.sim_driver import simulated
+
+KERNEL = "indexer_logits_mma"
+SOURCE, FP8 = "indexer/logits/mma.cu", "ptx/fp8.cuh"
+MODES = (("late", 0), ("random", 1))
+#: Two blocks of tokens, three tiles, of which the last one is not full.
+CASE = LogitsCase(s_q=9, s_kv=530, h=5, d=64)
+#: Two tokens at once.
+PASSES = LogitsCase(s_q=3, s_kv=40, h=120, seed=3)
+PAGES = PagedCase(b=2, s_q=2, h=3, seqlens=(90, 70), missing_page=True)
+CASES = (CASE, PASSES, PAGES)
+
+MUTANTS = [
+    (Mutant("queries too early", SOURCE, "__syncthreads();  // what was there before has been read", ""), PASSES),
+    (Mutant("queries not awaited", SOURCE, "__syncthreads();\n            run_tiles", "run_tiles"), PASSES),
+    (Mutant("queries of too many tokens", SOURCE, "return min(kMaxTokens, kQuery", "return 1 + min(7, kQuery"), PASSES),
+    (Mutant("ranges of other tokens", SOURCE, "walk.range.begin, first + token)", "walk.range.begin, token)"), PASSES),
+    (Mutant("rows swizzled otherwise", SOURCE, "odd = even ^ kSliceBytes", "odd = even + kSliceBytes"), CASE),
+    (Mutant("weights of other heads", SOURCE, "row + n * kMmaColumns + lane % 4 * 2", "row + lane % 4 * 2"), PASSES),
+    (Mutant("weights past the last head", SOURCE, "head < p.heads ? weights[elem] : 0.f", "weights[elem]"), CASE),
+    (Mutant("one token's heads", SOURCE, "add_heads(s, keys, token * heads + head,", "add_heads(s, keys, head,"), CASE),
+    (Mutant("the same keys again", SOURCE, "walk.block, key + kTileKeys, lane)", "walk.block, key, lane)"), CASE),
+    (
+        Mutant(
+            "scales of the next tile", SOURCE, "const float scale = next.scale;", "const float& scale = next.scale;"
+        ),
+        CASE,
+    ),
+    (Mutant("keys past the last one", SOURCE, "if (key >= p.num_keys) return {nullptr, nullptr};", ""), CASE),
+    (Mutant("stored at another key", SOURCE, "stored_key = 8 * (lane % 4) + lane / 4;", "stored_key = lane;"), CASE),
+    (Mutant("half a quad's sum", SOURCE, "__shfl_xor_sync(kFullWarp, odd ? even_pair : odd_pair, 1)", "0.f"), CASE),
+    (Mutant("two products swapped", SOURCE, "[0][i % 2 + 2] = pairs.y", "[0][i % 2 + 2] = pairs.z"), CASE),
+    (Mutant("negative products count", SOURCE, "fmaxf(products[1], 0.f)", "products[1]"), CASE),
+    (Mutant("NaN is a number", FP8, " | n >> 1, kTo256", ", kTo256"), CASE),
+    (
+        Mutant(
+            "pages that are not there", SOURCE, "if ((u32)page >= (u32)p.num_pages) return", "if (page == -1) return"
+        ),
+        PAGES,
+    ),
+    (
+        Mutant("scales of another page", SOURCE, "(i64)p.page_size * kHeadDim", "(i64)(p.page_size - 1) * kHeadDim"),
+        PAGES,
+    ),
+]
+
+
+@as_verdict
+def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
+    """What a run shows; empty if nothing."""
+    paged = isinstance(case, PagedCase)
+    name, inputs = "indexer_logits" + "_paged" * paged, paged_inputs(case) if paged else logits_inputs(case)
+    if case is CASE:
+        inputs["k"][40, 3] = np.nan
+    with simulated(2, (8, 0), *mode):
+        got = getattr(mla_cupy, name)(**inputs, kernel=KERNEL)
+    check_logits(got, inputs, getattr(reference, name)(**inputs))
+
+
+@pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda x: x.id)
+def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_kernel_as_it_is(case: LogitsCase | PagedCase) -> None:
+    assert [verdict(case, mode) for mode in MODES] == ["", ""]
