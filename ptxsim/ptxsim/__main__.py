@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     main.add_argument("--version", action="version", version=f"ptxsim {__version__}")
     commands = main.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="list kernels, and instructions that are not modelled")
-    texts = {"epilog": f"{HELP}\n{rules_help()}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+    plain = argparse.RawDescriptionHelpFormatter
+    texts: dict[str, Any] = {"epilog": f"{HELP}\n{rules_help()}", "formatter_class": plain}
     run = commands.add_parser("run", help="run a kernel", **texts)
     mutant = commands.add_parser("mutate", help="plant bugs in a kernel and say which survive", **texts)
     for each in (check, run, mutant):
@@ -93,7 +95,6 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
     allow_help = "warn where this rule of those below is broken; repeatable"
     command.add_argument("--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help=allow_help)
-    return main
 
 
 def first_kernel(module: Module) -> str:
@@ -159,7 +160,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.allclose(got, want, rtol=1e-3, atol=1e-3, equal_nan=True))
 
 
-def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: object) -> Report:
+def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: Any) -> Report:
     """Launch a kernel as the command line tells."""
     shape = (options.grid, options.block, args, options.smem, options.cluster)
     common = ("seed", "resident", "race_global", "race_lanes", "elect", "allow", "jobs")
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None, name: str = "ptxsim") -> int:
         return 1
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Any) -> str:
     """What went wrong, beginning with the file."""
     if isinstance(error, MemoryError):
         return f"the memory of this machine does not suffice: {error}" if str(error) else "out of memory"

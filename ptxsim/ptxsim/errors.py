@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class SimError(RuntimeError):
@@ -16,7 +17,7 @@ class SimError(RuntimeError):
         Everything that the launch found before it stopped, this last.
     """
 
-    finding = None
+    finding: Any = None
     findings: Sequence = ()
 
 

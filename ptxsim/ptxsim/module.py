@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,7 @@ class Module:
         name: str,
         grid: Dims,
         block: Dims,
-        args: Sequence[object],
+        args: Sequence[Any],
         smem: int = 0,
         cluster: Dims | None = None,
         mode: str = "early",
@@ -154,7 +155,7 @@ class Module:
         keep_going: bool = False,
         watch: Watch | None = None,
         banks: bool = False,
-        timeline: object = None,
+        timeline: Any = None,
         race_global: bool = False,
         race_lanes: bool = False,
         tmem_base: int = 0,
@@ -274,7 +275,7 @@ class Module:
                 self.memory.unmap(launch.workspace)
         return Report(launch)
 
-    def _pack(self, program: Program, args: Sequence[object]) -> Buffer:
+    def _pack(self, program: Program, args: Sequence[Any]) -> Buffer:
         """Lay the arguments out as the kernel's parameter buffer."""
         params = program.function.params
         if len(args) != len(params):
@@ -288,7 +289,7 @@ class Module:
         data.flags.writeable = False
         return Buffer(data, 0, "kernel parameters")
 
-    def _argument(self, param: object, arg: object) -> bytes:
+    def _argument(self, param: Any, arg: Any) -> bytes:
         """Return the bytes of one argument."""
         if isinstance(arg, TensorMap):
             return bytes(arg)
@@ -341,4 +342,5 @@ def check_shape(program: Program, grid: tuple, block: tuple, cluster: Dims | Non
 def _dims(value: Dims) -> tuple[int, int, int]:
     """Return three dimensions."""
     values = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
-    return tuple(int(v) for v in (*values, 1, 1)[:3])
+    x, y, z = (int(v) for v in (*values, 1, 1)[:3])
+    return x, y, z

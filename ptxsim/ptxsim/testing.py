@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,9 @@ class Simulation:
         *,
         grid: int | Sequence[int] = 1,
         block: int | Sequence[int] = 32,
-        args: Sequence[object] = (),
+        args: Sequence[Any] = (),
         arch: str = "sm_90a",
-        **options: object,
+        **options: Any,
     ) -> Report:
         """Run a kernel to its end.
 

@@ -90,5 +90,5 @@ class NoLaunch:
 @contextlib.contextmanager
 def no_launch() -> Iterator[None]:
     """Fail on every launch."""
-    with driver.use(NoLaunch()):  # type: ignore[arg-type]
+    with driver.use(NoLaunch()):
         yield

@@ -183,7 +183,9 @@ def make(case: DecodeCase) -> DecodeInputs:
 def values(rng: np.random.Generator, shape: tuple[int, ...], loud: tuple[float, ...]) -> Array:
     """Normal values; each row of the last axis is scaled by one of `loud`, so that the softmax is not flat."""
     gains = rng.choice(np.asarray(loud, np.float32), shape[:-1])
-    return rng.standard_normal(shape, dtype=np.float32) * gains[..., None]
+    plain: Array = rng.standard_normal(shape, dtype=np.float32)
+    scaled: Array = plain * gains[..., None]
+    return scaled
 
 
 def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Array:
@@ -193,16 +195,18 @@ def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any], strides: str) -> Arra
     *outer, row = shape
     # An axis of one element has no gap: its stride says nothing, and doubling a large pool would cost.
     whole = np.full([n + (n > 1) for n in outer] + [row + _GAP_OF_ROW[strides]], np.nan, dtype)
-    return whole[tuple(slice(n) for n in shape)]
+    view: Array = whole[tuple(slice(n) for n in shape)]
+    return view
 
 
 def _records(case: DecodeCase, num_pages: int) -> Array:
     """A cache of poison: all that is not written is NaN; pages further apart than they must."""
     record = FORMATS[case.record]
     stride = -(-record.page_bytes(case.page_size) // 16) * 16 + 16
-    memory = np.full(num_pages * stride + 64, _NAN_BYTE, np.uint8)
+    memory: Array = np.full(num_pages * stride + 64, _NAN_BYTE, np.uint8)
     shape, token = (num_pages, case.page_size, 1, record.width), record.token_bytes
-    return np.ndarray(shape, np.uint8, memory, -memory.ctypes.data % 64, (stride, token, token, 1))
+    records: Array = np.ndarray(shape, np.uint8, memory, -memory.ctypes.data % 64, (stride, token, token, 1))
+    return records
 
 
 def _append(case: DecodeCase, cache: Array, slots: Array, tokens: Array) -> None:

@@ -54,13 +54,13 @@ def make_gradients(case: DenseCase, *, dlse: bool = False, out_dtype: str = "") 
     A state makes `out` and `lse` those of a merge; with it, too, these are the gradients of the case's keys alone.
     """
     inputs = make(case)
-    out, lse = inputs.exact
+    exact_out, exact_lse = inputs.exact
     rng = np.random.default_rng(case.seed + 1)
     kind = dtypes.numpy_dtype(case.dtype)
-    out = out.astype(dtypes.numpy_dtype(out_dtype or case.dtype))
+    out = np.asarray(exact_out).astype(dtypes.numpy_dtype(out_dtype or case.dtype))
     dout = rng.standard_normal(out.shape, np.float32).astype(kind)
     options = {name: x for name, x in inputs.options.items() if not name.startswith("state")}
-    lse = lse.astype(np.float32)
+    lse = np.asarray(exact_lse).astype(np.float32)
     if dlse:
         options["dlse"] = rng.standard_normal(lse.shape, np.float32)
     blind = np.ones(len(out), bool)
@@ -84,7 +84,7 @@ def check_gradients(got: Sequence[Any], inputs: GradientInputs, names: Sequence[
     for name, mine, exact, rounded in zip(NAMES, got, inputs.exact, inputs.rounded, strict=True):
         if name not in names:
             continue
-        if exact is None:
+        if exact is None or rounded is None:
             assert mine is None, name
             continue
         least = CANCELLED * sizes[name].reshape(*exact.shape[:-1], 1)

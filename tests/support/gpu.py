@@ -35,10 +35,11 @@ def fetch(x: Any) -> Array:
     import cupy
 
     if x.flags.c_contiguous or x.size == 0:
-        return cupy.asnumpy(x)
+        return np.asarray(cupy.asnumpy(x))
     reach = sum(step * (size - 1) for step, size in zip(x.strides, x.shape, strict=True)) + x.itemsize
     raw = cupy.ndarray((reach,), cupy.uint8, x.data)
-    return np.ndarray(x.shape, x.dtype, cupy.asnumpy(raw), 0, x.strides)
+    view: Array = np.ndarray(x.shape, x.dtype, cupy.asnumpy(raw), 0, x.strides)
+    return view
 
 
 def uploaded(inputs: DecodeInputs) -> tuple[Any, ...]:
@@ -53,5 +54,6 @@ def run_and_check(case: DecodeCase, **options: Any) -> None:
     import mla_cupy
 
     inputs = make(case)
-    out, lse = mla_cupy.mla_decode(*uploaded(inputs), **case.options, **options)
+    q, kv_cache, block_table, seqlens = uploaded(inputs)
+    out, lse = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, **case.options, **options)
     check((cupy.asnumpy(out), cupy.asnumpy(lse)), inputs.exact, inputs.rounded, case.dtype)

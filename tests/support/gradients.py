@@ -112,8 +112,8 @@ def terms(inputs: SparseInputs) -> tuple[Array, Array]:
             d_keys[:, :512] += weights.T @ np.abs(dout)
             np.add.at(of_dkv, rows, d_keys)
     # Nothing can be said about a row that is not finite.
-    of_dkv = of_dkv.reshape(inputs.kv.shape)
-    return tuple(np.nan_to_num(x, nan=0, posinf=0).max(axis=-1, keepdims=True) for x in (of_dq, of_dkv))
+    both = (of_dq, of_dkv.reshape(inputs.kv.shape))
+    return tuple(np.nan_to_num(x, nan=0, posinf=0).max(axis=-1, keepdims=True) for x in both)
 
 
 def problem_of(case: SparseCase, **changes: Any) -> SparseBackwardProblem:

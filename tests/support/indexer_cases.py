@@ -170,7 +170,7 @@ def check_logits(got: Array, inputs: dict[str, Array], exact: Array, relative: f
 
 def sums_of_magnitudes(inputs: dict[str, Array]) -> Array:
     """The logits of the inputs' absolute values."""
-    absolute = {**inputs, "weights": np.abs(inputs["weights"])}
+    absolute: dict[str, Any] = {**inputs, "weights": np.abs(inputs["weights"])}
     for name in {"q", "k"} & inputs.keys():
         absolute[name] = _absolute(inputs[name])
     if "cache" not in inputs:

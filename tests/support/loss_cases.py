@@ -133,7 +133,7 @@ def index_codes(inputs: dict[str, Array], dtype: str, rng: np.random.Generator) 
     """e4m3 codes in place of index queries and keys, weights with the scales of queries, and the scales."""
     k_scale = np.exp2(rng.integers(-7, -4, len(inputs["index_k"]))).astype(np.float32)
     k_scale[::2] *= np.float32(1.3)
-    q_scale = rng.uniform(0.01, 0.02, inputs["weights"].shape).astype(np.float32)
+    q_scale = np.asarray(rng.uniform(0.01, 0.02, inputs["weights"].shape), np.float32)
     codes = {"index_q": inputs["index_q"] / q_scale[..., None], "index_k": inputs["index_k"] / k_scale[:, None]}
     h_i, d_i = inputs["index_q"].shape[1:]
     folded = inputs["weights"].astype(np.float32) * np.float32((h_i * d_i) ** -0.5) * q_scale
@@ -192,7 +192,7 @@ def shares(inputs: dict[str, Array], ranks: int) -> list[dict[str, Array]]:
     for mine in np.array_split(np.arange(units), ranks):
         heads = np.arange(h).reshape(units, -1)[mine].reshape(-1)
         of_heads = {name: inputs[name][:, heads] for name in ("q", "q_rope", "lse") if name in inputs}
-        made.append({**common, **of_heads, **{name: inputs[name][:, mine] for name in of_keys}})
+        made.append(common | of_heads | {name: inputs[name][:, mine] for name in of_keys})
     return made
 
 

@@ -107,7 +107,7 @@ def elements(x: Any, axes: int) -> list[int]:
     return [stride // x.itemsize for stride in x.strides[:axes]]
 
 
-class Elsewhere(np.ndarray):  # type: ignore[type-arg]
+class Elsewhere(np.ndarray):
     """An array on the second fake GPU."""
 
 

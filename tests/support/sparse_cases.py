@@ -202,8 +202,8 @@ def make(case: SparseCase) -> SparseInputs:
     indices = _indices(rng, case, cu_seqlens_q, cu_seqlens_kv, topk_length)
 
     kv = poisoned((case.s_kv, case.d_qk), dtype, case.strides)
-    chosen = selected_rows(indices, case.s_kv, topk_length, case.causal, cu_seqlens_q, cu_seqlens_kv)
-    chosen = np.unique(np.concatenate([np.zeros(0, np.int64), *chosen]))
+    rows = selected_rows(indices, case.s_kv, topk_length, case.causal, cu_seqlens_q, cu_seqlens_kv)
+    chosen = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
     kv[chosen] = values(rng, (len(chosen), case.d_qk), loud=(1.0,) * 31 + (3.0,)).astype(dtype)
     if case.head_axis:
         kv, indices = kv[:, None], indices[:, None]
@@ -219,7 +219,7 @@ def lower_scores(inputs: SparseInputs) -> None:
 def _of_lse(rng: np.random.Generator, case: SparseCase) -> Array:
     """Its heads step by more than its queries, and backwards."""
     whole = np.full((2 * case.h_q, case.s_q + 3), np.nan, np.float32)
-    dlse = whole[::-2, : case.s_q].T
+    dlse: Array = whole[::-2, : case.s_q].T
     dlse[...] = values(rng, dlse.shape, loud=(0.0, 1.0, 8.0))
     return dlse
 

@@ -64,6 +64,6 @@ def without_heaviest(inputs: SparseInputs) -> npt.NDArray[np.int32]:
     keys = inputs.kv[inputs.rows[0]].astype(np.float32)
     scores = inputs.q[0].astype(np.float32) @ keys.T
     heaviest = inputs.rows[0][np.argmax(scores.max(axis=0))]
-    indices = inputs.indices.copy()
+    indices: npt.NDArray[np.int32] = inputs.indices.copy()
     indices[0, inputs.indices[0] == heaviest] = -1
     return indices

@@ -63,7 +63,7 @@ def sparse_loss_inputs(case: SparseLossCase) -> dict[str, Array]:
     }
     if case.codes:
         inputs |= index_codes(inputs, case.codes, rng)
-    holes = rng.random(inputs["indices"].shape) < 0.2
+    holes = np.asarray(rng.random(inputs["indices"].shape) < 0.2)
     inputs["indices"][holes] = rng.choice(np.array(HOSTILE, np.int32), holes.sum())
     if case.s_q > 2:
         inputs["indices"][2] = -1  # a token that selects nothing

@@ -137,7 +137,8 @@ def _cosine_distance(got: Array, exact: Array) -> Array:
 def _ulp(x: Array, dtype: str) -> Array:
     """The distance from |x| to the next value of the format."""
     magnitude = np.where(np.isfinite(x), np.abs(x), 0.0).astype(dtypes.numpy_dtype(dtype))
-    return np.spacing(magnitude).astype(np.float64)
+    spacing: Array = np.spacing(magnitude)
+    return spacing.astype(np.float64)
 
 
 def _largest(errors: Array) -> float:

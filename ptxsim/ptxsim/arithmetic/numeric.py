@@ -7,7 +7,12 @@ import numpy as np
 try:  # NumPy's own function without its dispatch in Python, which costs more than the counting
     from numpy._core.multiarray import count_nonzero
 except ImportError:  # NumPy 1.x
-    from numpy.core.multiarray import count_nonzero
+    from numpy.core.multiarray import count_nonzero  # type: ignore[no-redef]
+
+LaneSet = np.ndarray | None
+"""Numbers of the lanes that execute; None: the whole warp."""
+Poison = np.ndarray | None
+"""For each lane whether its value is undefined; None: none is."""
 
 
 def constant(value: int, view: str) -> np.ndarray:

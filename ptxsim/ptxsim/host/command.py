@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def _converse(connection: socket.socket, listener: socket.socket, settings: Sett
     return session.failed
 
 
-def _next(stream: BinaryIO, connection: socket.socket, listener: socket.socket, session: Session) -> bytes:
+def _next(stream: Any, connection: socket.socket, listener: socket.socket, session: Session) -> bytes:
     """Return the head of the next request, empty at the end; turn other processes away meanwhile."""
     while connection not in select.select([connection, listener], [], [])[0]:
         other, _ = listener.accept()
@@ -215,7 +215,7 @@ def _modes(replay: Replay, options: argparse.Namespace) -> int:
     return status
 
 
-def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str, seed: int, **more: object) -> Report:
+def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str, seed: int, **more: Any) -> Report:
     """Run once and return the report. Raises AssertionError for a result that is not as recorded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StrictWarning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 NAMES = {90: "ptxsim sm_90a", 100: "ptxsim sm_100a"}
 """Device names by architecture."""
@@ -133,7 +134,7 @@ class Device:
                 out += struct.pack(code, *items)
         return bytes(out + bytes(-len(out) % 8))
 
-    def _numbers(self) -> dict[str, object]:
+    def _numbers(self) -> dict[str, Any]:
         at = self.attributes()
         grids, blocks = (at[5], at[6], at[7]), (at[2], at[3], at[4])
         names = {

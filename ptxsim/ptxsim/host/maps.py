@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import SimError
 from ..memory.tensormap import TensorMapError, encode_im2col, encode_tiled, with_address
 from .images import HostError
 
 
-def _encoded(encode: Callable, *args: object) -> bytes:
+def _encoded(encode: Callable, *args: Any) -> bytes:
     try:
         return bytes(encode(*args))
     except TensorMapError as error:

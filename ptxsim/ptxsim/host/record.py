@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class Recording:
         source.write_text(text)
         changed = {at: data for at, data in before.items() if not np.array_equal(data, heap.array(at, data.size))}
         after = {f"after_{at:x}": heap.array(at, data.size) for at, data in changed.items()}
-        np.savez_compressed(path / "memory.npz", **{f"before_{at:x}": data for at, data in before.items()}, **after)
+        images: dict[str, Any] = {f"before_{at:x}": data for at, data in before.items()} | after
+        np.savez_compressed(path / "memory.npz", **images)
         variables = {"": module.constants.bytes, **module.globals}
         places = {name: array.ctypes.data for name, array in variables.items() if array.size}
         record = {
@@ -113,6 +115,8 @@ class Replay:
         Name of the kernel.
     module : Module
         Its module.
+    steps : int
+        Basic blocks that the last run executed.
     """
 
     def __init__(self, path: Path, strict: bool = True, allow: tuple[str, ...] = ()) -> None:
@@ -122,6 +126,7 @@ class Replay:
             self._args = [bytes.fromhex(each) for each in record["args"]]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise SimError(f"{path} is no recorded launch: {type(error).__name__}: {error}") from error
+        self.steps = 0
         self._shape = {key: record[key] for key in ("grid", "block", "smem", "cluster", "cooperative") if key in record}
         with np.load(path / "memory.npz") as stored:
             data = {name: stored[name] for name in stored.files}
@@ -130,7 +135,7 @@ class Replay:
         memory = _ReplayMemory({at: each.size for at, each in self._before.items()}, record["variables"])
         self.module = Module((path.parent / record["ptx"]).read_text(), strict=strict, allow=allow, memory=memory)
 
-    def run(self, module: Module | None = None, **options: object) -> Report:
+    def run(self, module: Module | None = None, **options: Any) -> Report:
         """Restore the memory and launch the kernel; ``module`` is the recorded one or one with a bug planted."""
         for address, data in self._before.items():
             shared_heap().array(address, data.size)[:] = data

@@ -72,11 +72,15 @@ class Session:
         self.kernels: dict[int, Kernel] = {}
         self.variables: dict[int, tuple[Image, str]] = {}
         self.failed, self.broken = False, 0
-        self.launches, self.instructions, self.findings = 0, 0, Counter()
+        self.launches, self.instructions = 0, 0
+        self.findings: Counter[str] = Counter()
         self._device: Device | None = None
+        tensor_maps: dict[int, Callable[[bytes], bytes]]
         tensor_maps = {Op.TENSOR_TILED: maps.tiled, Op.TENSOR_IM2COL: maps.im2col, Op.TENSOR_ADDRESS: maps.moved}
-        own = {op: getattr(self, f"_{op.name.lower()}") for op in Op if op not in tensor_maps}
-        self.handlers: dict[int, Callable[[bytes], bytes]] = {**own, **tensor_maps}
+        own: dict[int, Callable[[bytes], bytes]] = {
+            op: getattr(self, f"_{op.name.lower()}") for op in Op if op not in tensor_maps
+        }
+        self.handlers = own | tensor_maps
 
     def answer(self, op: int, data: bytes) -> tuple[int, bytes]:
         """Carry out one request; return its status and result."""

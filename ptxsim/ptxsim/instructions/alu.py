@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from ..arithmetic import numeric
@@ -22,7 +25,7 @@ def lanes16(x: np.ndarray, view: str) -> np.ndarray:
     return np.ascontiguousarray(x).view(view)
 
 
-def packed(function: object, view: str) -> object:
+def packed(function: Any, view: str) -> Any:
     """Return a function on packed 32-bit arrays that applies ``function`` to their 16-bit halves."""
 
     def apply(*args: np.ndarray) -> np.ndarray:
@@ -38,7 +41,7 @@ def binary(cg: Codegen, ins: Instr, mods: Mods, type_name: str, template: str) -
     cg.out(dst, type_name, template.format(a=x, b=y))
 
 
-def _packed_int(cg: Codegen, mods: Mods, function: object) -> bool:
+def _packed_int(cg: Codegen, mods: Mods, function: Any) -> bool:
     if not any(m in _PACKED_INT for m in mods.left):
         return False
     type_name = mods.type(*_PACKED_INT)
@@ -100,7 +103,7 @@ def _mad(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return cg.out(dst, wide, f"{x}.astype({VIEWS[wide]!r}) * {y} + {cg.src(c, wide)}")
 
 
-def _add_to(cg: Codegen, mods: Mods, dst: object, type_name: str, product: str, addend: str) -> None:
+def _add_to(cg: Codegen, mods: Mods, dst: Any, type_name: str, product: str, addend: str) -> None:
     """Emit the sum of a multiply-add, clamped when ``.sat`` asks for it."""
     if mods.flag("sat"):
         if type_name != "s32":
@@ -190,7 +193,7 @@ def _div(cg: Codegen, ins: Instr, mods: Mods) -> None:
 def _minmax(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if any(m in _FLOAT for m in mods.left):
         return float_minmax(cg, ins, mods)
-    function = np.minimum if ins.op == "min" else np.maximum
+    function: Callable = np.minimum if ins.op == "min" else np.maximum
     if mods.flag("relu"):
         if not {"s16x2", "s32"} & set(mods.left):
             mods.fail(".relu needs .s16x2 or .s32")
@@ -288,7 +291,7 @@ def _mov(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return cg.out(dst, type_name, cg.src(a, type_name))
 
 
-def _known_view(cg: Codegen, operand: object) -> str:
+def _known_view(cg: Codegen, operand: Any) -> str:
     """Return the array type in which a register is at hand."""
     index = getattr(operand, "index", None)
     if not isinstance(index, int):
@@ -296,7 +299,7 @@ def _known_view(cg: Codegen, operand: object) -> str:
     return next(iter(cg.views[index])) if index in cg.views else cg.cfg.storage[index]
 
 
-def _pack(cg: Codegen, ins: Instr, dst: object, parts: Vec, type_name: str) -> None:
+def _pack(cg: Codegen, ins: Instr, dst: Any, parts: Vec, type_name: str) -> None:
     bits = TYPE_BITS[type_name] // len(parts.items)
     if type_name == "b128":
         pieces = [cg.src(item, "b64") for item in parts.items]
@@ -306,7 +309,7 @@ def _pack(cg: Codegen, ins: Instr, dst: object, parts: Vec, type_name: str) -> N
     return cg.out(dst, type_name, f"{array}.view({VIEWS[type_name]!r})[:, 0]")
 
 
-def _unpack(cg: Codegen, ins: Instr, dst: Vec, source: object, type_name: str) -> None:
+def _unpack(cg: Codegen, ins: Instr, dst: Vec, source: Any, type_name: str) -> None:
     count = len(dst.items)
     bits = TYPE_BITS[type_name] // count
     if TYPE_BITS[type_name] % count or f"b{bits}" not in TYPE_BITS:
@@ -323,7 +326,7 @@ def _unpack(cg: Codegen, ins: Instr, dst: Vec, source: object, type_name: str) -
             cg.out(item, f"b{bits}", f"{name}[:, {index}].copy()", poison)
 
 
-def choose(cg: Codegen, dst: object, type_name: str, test: str, a: object, b: object) -> None:
+def choose(cg: Codegen, dst: Any, type_name: str, test: str, a: Any, b: Any) -> None:
     """Emit a selection by an expression just read: a lane's poison is that of the test and of the value it takes."""
     tested = cg.sources
     name, values, masks = cg.name("m"), [], []
@@ -423,7 +426,7 @@ def _setp(cg: Codegen, ins: Instr, mods: Mods) -> None:
 _COMBINE = {"and": "&", "or": "|", "xor": "^"}
 
 
-def _comparable(cg: Codegen, operand: object, type_name: str, ftz: bool) -> list[str]:
+def _comparable(cg: Codegen, operand: Any, type_name: str, ftz: bool) -> list[str]:
     """Return expressions for an operand's numbers: one, or the low and high half of a packed type."""
     x = cg.src(operand, type_name)
     if type_name in _PACKED_HALF:
@@ -438,7 +441,7 @@ def _comparable(cg: Codegen, operand: object, type_name: str, ftz: bool) -> list
     return [f"flush({x})" if ftz and type_name == "f32" else x]
 
 
-def _set_result(cg: Codegen, mods: Mods, dst: object, result: str, tests: list[str]) -> None:
+def _set_result(cg: Codegen, mods: Mods, dst: Any, result: str, tests: list[str]) -> None:
     """Write what ``set`` makes of its comparisons: 1.0, or all ones in an integer."""
     if (result in _PACKED_HALF) != (len(tests) == 2):
         mods.fail("a packed comparison has a packed result")

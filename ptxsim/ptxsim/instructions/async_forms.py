@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault
 from ..memory.spaces import RANK_SHIFT, SHARED_RESERVED
 from ..parsing.ir import TYPE_BITS, Addr, Imm, Instr, Vec
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 from .bulk_copies import (
@@ -22,7 +25,6 @@ from .bulk_copies import (
 from .cp_async import cp_async_arrive, cp_async_commit, cp_async_copy, cp_async_wait
 from .mbarrier import shared_target
 
-Ctx = "the executing warp (see warp.Warp)"
 _IM2COL, _WIDE = ("im2col", "im2col_no_offs"), ("im2col::w", "im2col::w::128")
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
@@ -79,8 +81,8 @@ def _cp_async(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if size.value not in (4, 8, 16):
         mods.fail("the copy size must be 4, 8 or 16")
 
-    def run(W: Ctx, L: object, d: np.ndarray, qd: object, s: np.ndarray, qs: object, n: object = None,
-            qn: object = None) -> None:  # fmt: skip
+    def run(W: Warp, L: LaneSet, d: np.ndarray, qd: Poison, s: np.ndarray, qs: Poison, n: Any = None,
+            qn: Poison = None) -> None:  # fmt: skip
         for q in (qd, qs, qn):
             if q is not None:
                 W.poisoned(q, ins, "an address", L)
@@ -136,7 +138,15 @@ def _tensor_store(cg: Codegen, ins: Instr, mods: Mods, mode: str, coords: int, r
     target, source, *_ = mods.args(3 if hint else 2)
     _check_coords(mods, target, coords)
 
-    def store(W: Ctx, L: object, m: np.ndarray, qm: object, s: np.ndarray, qs: object, *c: object) -> None:
+    def store(
+        W: Warp,
+        L: LaneSet,
+        m: np.ndarray,
+        qm: Poison,
+        s: np.ndarray,
+        qs: Poison,
+        *c: Any,
+    ) -> None:
         _clean(W, L, ins, (qm, qs, *c[1::2]))
         for lane in range(len(m)):
             place = tuple(int(x[lane]) for x in c[::2])
@@ -156,8 +166,8 @@ def _tensor_load(cg: Codegen, ins: Instr, mods: Mods, mode: str, coords: int) ->
     if len(shifts) != offsets:
         mods.fail(f"expected {offsets} im2col offsets")
 
-    def load(W: Ctx, L: object, d: np.ndarray, qd: object, m: np.ndarray, qm: object, b: np.ndarray, qb: object,
-             *c: object) -> None:  # fmt: skip
+    def load(W: Warp, L: LaneSet, d: np.ndarray, qd: Poison, m: np.ndarray, qm: Poison, b: np.ndarray, qb: Poison,
+             *c: Any) -> None:  # fmt: skip
         values, masks = list(c[::2]), c[1::2]
         _clean(W, L, ins, (qd, qm, qb, *masks))
         mask = values.pop() if multicast else None
@@ -173,18 +183,18 @@ def _tensor_load(cg: Codegen, ins: Instr, mods: Mods, mode: str, coords: int) ->
     return cg.call(load, sources, [])
 
 
-def _check_coords(mods: Mods, operand: object, count: int) -> None:
+def _check_coords(mods: Mods, operand: Any, count: int) -> None:
     if not isinstance(operand, Addr) or len(operand.parts) != 1 or not isinstance(operand.parts[0], Vec):
         mods.fail("expected [tensorMap, {coordinates}]")
     if len(operand.parts[0].items) != count:
         mods.fail(f"expected {count} coordinates")
 
 
-def _lane(L: object, index: int) -> int:
+def _lane(L: LaneSet, index: int) -> int:
     return index if L is None else int(L[index])
 
 
-def _clean(W: Ctx, L: object, ins: Instr, masks: tuple) -> None:
+def _clean(W: Warp, L: LaneSet, ins: Instr, masks: tuple) -> None:
     for q in masks:
         if q is not None:
             W.poisoned(q, ins, "an asynchronous copy's operands", L)
@@ -203,8 +213,8 @@ def _bulk(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
         hint, masked = mods.flag("L2::cache_hint"), mods.flag("cp_mask") and not reduce
         dst, src, size, *rest = mods.args(3 + hint + masked)
 
-        def store(W: Ctx, L: object, d: np.ndarray, qd: object, s: np.ndarray, qs: object, n: np.ndarray, qn: object,
-                  m: np.ndarray | None = None, qm: object = None) -> None:  # fmt: skip
+        def store(W: Warp, L: LaneSet, d: np.ndarray, qd: Poison, s: np.ndarray, qs: Poison, n: np.ndarray, qn: Poison,
+                  m: np.ndarray | None = None, qm: Poison = None) -> None:  # fmt: skip
             _clean(W, L, ins, (qd, qs, qn, qm))
             for lane in range(len(d)):
                 copy = BulkStore(W, ins, _lane(L, lane))
@@ -222,8 +232,8 @@ def _bulk(cg: Codegen, ins: Instr, mods: Mods, reduce: bool) -> None:
     multicast, hint, group = _cluster_mods(mods)
     dst, src, size, barrier, *rest = mods.args(4 + multicast + hint)
 
-    def load(W: Ctx, L: object, d: np.ndarray, qd: object, s: np.ndarray, qs: object, n: np.ndarray, qn: object,
-             b: np.ndarray, qb: object, mask: object = None, qmask: object = None) -> None:  # fmt: skip
+    def load(W: Warp, L: LaneSet, d: np.ndarray, qd: Poison, s: np.ndarray, qs: Poison, n: np.ndarray, qn: Poison,
+             b: np.ndarray, qb: Poison, mask: Poison = None, qmask: Poison = None) -> None:  # fmt: skip
         _clean(W, L, ins, (qd, qs, qn, qb, qmask))
         for lane in range(len(d)):
             into = TensorTarget(int(d[lane]), int(b[lane]), None if mask is None else int(mask[lane]), group)
@@ -261,7 +271,15 @@ def _remote(cg: Codegen, ins: Instr, mods: Mods, reduction: str | None) -> None:
     if len(items) != count:
         mods.fail("vector length differs from the operand")
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray, qb: object, *values: object) -> None:
+    def run(
+        W: Warp,
+        L: LaneSet,
+        a: np.ndarray,
+        qa: Poison,
+        b: np.ndarray,
+        qb: Poison,
+        *values: Any,
+    ) -> None:
         _clean(W, L, ins, (qa, qb))
         data = np.stack(values[::2], 1).view("u1")
         poison = np.zeros(len(a), bool)
@@ -283,7 +301,7 @@ def st_bulk(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if not isinstance(value, Imm) or value.value:
         mods.fail("st.bulk stores zeros only")
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, n: np.ndarray, qn: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, n: np.ndarray, qn: Poison) -> None:
         for lane in range(len(a)):
             cta, offset = shared_target(W, ins, int(a[lane]), False)
             count = int(n[lane])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..arithmetic.formats import to_bf16, to_f16
-from ..arithmetic.numeric import count_nonzero, flush
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, flush
 from ..memory.spaces import INIT_ONES
 from ..parsing.ir import SINK, TYPE_BITS, Instr, Vec
+from ..state.warp import Warp
 from ..synchronisation.strong import Order
 from ..translation.cfg import VIEWS
 from ..translation.codegen import Codegen
@@ -18,7 +20,6 @@ from ..translation.registry import Mods, op
 from .async_forms import red_async
 from .load_store import _locate, _several_buffers, by_buffer, by_space, make_load, make_store, memory_mods, vector_count
 
-Ctx = "the executing warp (see warp.Warp)"
 _OPS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
 
 
@@ -61,8 +62,8 @@ def _wide_atomic(
     space: str,
     order: Order,
     kind: str,
-    dst: object,
-    address: object,
+    dst: Any,
+    address: Any,
     values: list,
 ) -> None:
     """Emit ``atom.{exch,cas}.b128``, one lane after the other."""
@@ -70,7 +71,7 @@ def _wide_atomic(
         mods.fail("128-bit atomics exchange or compare and swap")
     load, store = (make(space, "u8", 2, ins, order) for make in (make_load, make_store))
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, *given: np.ndarray | None) -> tuple:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *given: np.ndarray | None) -> tuple:
         new, poison = given[-2:]
         old = np.zeros((len(a), 2), "u8")
         undefined = np.zeros(len(a), bool)
@@ -121,7 +122,7 @@ def _half_combiner(kind: str, type_name: str) -> Callable | None:
     brain = type_name.startswith("bf16")
     width = 4 if type_name.endswith("x2") else 2
 
-    def run(old: np.generic, x: np.generic, y: object) -> np.generic:
+    def run(old: np.generic, x: np.generic, y: Any) -> np.generic:
         pair = [np.array([v]).view(ml_dtypes.bfloat16 if brain else "f2").astype("f8") for v in (old, x)]
         total = function(*pair)
         return (to_bf16(total) if brain else to_f16(total).view("u2")).view(f"u{width}")[0]
@@ -135,7 +136,7 @@ def _array_code(type_name: str) -> str:
 
 
 def apply(
-    view: np.ndarray, index: np.ndarray, values: list, combine: Callable, code: str, want: bool, order: object
+    view: np.ndarray, index: np.ndarray, values: list, combine: Callable, code: str, want: bool, order: Any
 ) -> np.ndarray | None:
     """Perform one element's atomic for all lanes; return old values when they are wanted."""
     operand = values[0].view(code) if values[0].dtype != np.dtype(code) else values[0]
@@ -151,7 +152,7 @@ def apply(
     return old
 
 
-def apply_flushed(view: np.ndarray, index: np.ndarray, values: list, *rest: object) -> np.ndarray | None:
+def apply_flushed(view: np.ndarray, index: np.ndarray, values: list, *rest: Any) -> np.ndarray | None:
     """Add float32 as global memory does: subnormal inputs and results become zero."""
     view[index] = flush(view[index])
     old = apply(view, index, [flush(values[0].view("f4"))], *rest)
@@ -159,7 +160,7 @@ def apply_flushed(view: np.ndarray, index: np.ndarray, values: list, *rest: obje
     return old
 
 
-def _order(W: Ctx, count: int) -> object:
+def _order(W: Warp, count: int) -> Any:
     """Return the order in which lanes perform an atomic: any is legal, random mode shuffles."""
     return W.launch.rng.permutation(count) if W.launch.random else range(count)
 
@@ -176,7 +177,7 @@ def make_atomic(
         return _global(*args)
     table = {"shared": _shared(*args), "global": _global(*args)}
 
-    def generic(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> object:
+    def generic(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         return by_space(W, L, a, qa, values, table, ins, 2 * count if want else 0)
 
     return generic
@@ -194,7 +195,7 @@ def _global(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
     shift = np.uint64(width.bit_length() - 1)
     perform = apply_flushed if combine is np.add and code == "f4" else apply
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> object:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         for poison in values[1::2]:
@@ -226,7 +227,7 @@ def _shared(code: str, count: int, kind: str, combine: Callable, ins: Instr, wan
     width = int(code[1:])
     shift = np.uint32(width.bit_length() - 1)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> object:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         cta = W.cta

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..parsing.ir import Imm, Instr
+from ..state.warp import Warp
 from ..synchronisation.strong import SCOPES
 from ..translation.codegen import Codegen, Park
 from ..translation.registry import Mods, op
 from .mbarrier import fence_mbarriers
 from .tensormap_edits import acquire_maps
-
-Ctx = "the executing warp (see warp.Warp)"
 
 
 def _bar_dsts(ins: Instr) -> int:
@@ -43,7 +44,14 @@ def _bar(cg: Codegen, ins: Instr, mods: Mods) -> None:
         return _bar_red(cg, ins, mods)
     args = mods.args(2) if kind == "arrive" else mods.args(1, 2)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray | None = None, qb: object = None) -> object:
+    def run(
+        W: Warp,
+        L: LaneSet,
+        a: np.ndarray,
+        qa: Poison,
+        b: np.ndarray | None = None,
+        qb: Poison = None,
+    ) -> Any:
         index, threads = _uniform(W, ins, L, a, qa, b, qb)
         barrier = W.cta.barrier(index)
         generation = barrier.arrive(W, threads, L, lambda why: W.sync_error(ins, why))
@@ -55,7 +63,7 @@ def _bar(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return cg.call(run, [(each, "u32") for each in args], [])
 
 
-def wait_named(W: Ctx, barrier: object, generation: int) -> Park | None:
+def wait_named(W: Warp, barrier: Any, generation: int) -> Park | None:
     """Wait for a generation of a named barrier."""
 
     def ready() -> bool:
@@ -67,7 +75,7 @@ def wait_named(W: Ctx, barrier: object, generation: int) -> Park | None:
     return None if ready() else Park(ready, f"waits for barrier {barrier.index}")
 
 
-def _uniform(W: Ctx, ins: Instr, L: object, a: np.ndarray, qa: object, b: object, qb: object) -> tuple:
+def _uniform(W: Warp, ins: Instr, L: LaneSet, a: np.ndarray, qa: Poison, b: Any, qb: Poison) -> tuple:
     """Return barrier number and thread count, which must be the same in all lanes."""
     for q in (qa, qb):
         if q is not None:
@@ -84,8 +92,8 @@ def _bar_red(cg: Codegen, ins: Instr, mods: Mods) -> None:
     dst, a, *rest = mods.args(3, 4)
     *count, p = rest
 
-    def run(W: Ctx, L: object, va: np.ndarray, qa: object, pred: np.ndarray, qp: object, b: object = None,
-            qb: object = None) -> object:  # fmt: skip
+    def run(W: Warp, L: LaneSet, va: np.ndarray, qa: Poison, pred: np.ndarray, qp: Poison, b: Any = None,
+            qb: Poison = None) -> Any:  # fmt: skip
         index, threads = _uniform(W, ins, L, va, qa, b, qb)
         if qp is not None:
             W.poisoned(qp, ins, "a barrier reduction", L)
@@ -118,7 +126,7 @@ def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.flag("aligned")
     mods.args(0)
 
-    def arrive(W: Ctx, L: object) -> None:
+    def arrive(W: Warp, L: LaneSet) -> None:
         if "cluster" in W.state:
             W.sync_error(ins, "barrier.cluster.arrive twice without a wait")
         if sem == "release":
@@ -126,7 +134,7 @@ def _cluster(cg: Codegen, ins: Instr, mods: Mods) -> None:
         barrier = W.cta.cluster.barrier
         W.state["cluster"] = barrier.arrive(W, sem == "release", lambda why: W.sync_error(ins, why))
 
-    def wait(W: Ctx, L: object) -> Park | None:
+    def wait(W: Warp, L: LaneSet) -> Park | None:
         if "cluster" not in W.state:
             W.sync_error(ins, "barrier.cluster.wait without an arrive")
         barrier = W.cta.cluster.barrier
@@ -161,7 +169,7 @@ def _membar(cg: Codegen, ins: Instr, mods: Mods) -> None:
 def _fence_call(cg: Codegen, acquire: bool, release: bool, scope: str) -> None:
     """Emit a fence of the generic proxy."""
 
-    def run(W: Ctx, L: object) -> None:
+    def run(W: Warp, L: LaneSet) -> None:
         detector = W.cta.cluster.detector
         if detector:
             detector.flags.fence(W.agent, W.home, acquire, release, scope)
@@ -203,7 +211,7 @@ def _proxy(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.choose("async")
     space = mods.choose("global", "shared::cta", "shared::cluster", default="all")
 
-    def run(W: Ctx, L: object) -> None:
+    def run(W: Warp, L: LaneSet) -> None:
         if space != "global":
             fence_mbarriers(W)
         detector = W.cta.cluster.detector

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, count_nonzero
 from ..errors import DescriptorError, MemoryFault, PoisonError
 from ..memory.spaces import BUFFER_SHIFT, GENERIC_BASE, RANK_SHIFT, space_of
 from ..memory.tensormap import Decoded, decode
@@ -26,10 +26,10 @@ from ..memory.tma import (
 from ..parsing.ir import Instr
 from ..state.accesses import Where
 from ..state.machine import AsyncOp
+from ..state.warp import Warp
 from .mbarrier import find, shared_target
 from .tensormap_edits import check_fenced
 
-Ctx = "the executing warp (see warp.Warp)"
 _CLUSTER, _GPU = 2, 3  # how strong reductions are (see Order.strength)
 
 
@@ -43,7 +43,7 @@ class TensorTarget:
     group: int
 
 
-def read_bytes(W: Ctx, ins: Instr, address: int, size: int) -> np.ndarray:
+def read_bytes(W: Warp, ins: Instr, address: int, size: int) -> np.ndarray:
     """Return bytes at a generic address in global, constant or parameter memory."""
     space = space_of(address)
     if space == "global":
@@ -58,7 +58,7 @@ def read_bytes(W: Ctx, ins: Instr, address: int, size: int) -> np.ndarray:
     return buffer.bytes[offset : offset + size]
 
 
-def tensor_map(W: Ctx, ins: Instr, address: int) -> Decoded:
+def tensor_map(W: Warp, ins: Instr, address: int) -> Decoded:
     """Decode the tensor map at an address (a parameter's address may be in its own space)."""
     if address < 1 << BUFFER_SHIFT:
         address += GENERIC_BASE["param"]
@@ -72,7 +72,7 @@ def tensor_map(W: Ctx, ins: Instr, address: int) -> Decoded:
         W.fail(DescriptorError, ins, str(error))
 
 
-def tile_rows(W: Ctx, ins: Instr, tmap: Decoded, coords: tuple[int, ...], mode: str) -> list[tuple[int, ...]]:
+def tile_rows(W: Warp, ins: Instr, tmap: Decoded, coords: tuple[int, ...], mode: str) -> list[tuple[int, ...]]:
     """Return the coordinates of each box of a tensor copy, checking that map and instruction fit."""
     if tmap.im2col != mode.startswith("im2col"):
         kind = "an im2col" if tmap.im2col else "a tiled"
@@ -87,7 +87,7 @@ def tile_rows(W: Ctx, ins: Instr, tmap: Decoded, coords: tuple[int, ...], mode: 
 
 
 def touched_words(
-    W: Ctx, ins: Instr, tmap: Decoded, rows: list[tuple[int, ...]], offsets: tuple[int, ...] = ()
+    W: Warp, ins: Instr, tmap: Decoded, rows: list[tuple[int, ...]], offsets: tuple[int, ...] = ()
 ) -> tuple | None:
     """Return the shadow and words of global memory that tiles cover, when races there are looked for."""
     if W.shadows is None:
@@ -95,7 +95,7 @@ def touched_words(
     try:
         return W.shadows.tile_words(tmap, rows, offsets)
     except (DescriptorError, MemoryFault) as error:
-        return W.fail(type(error), ins, str(error))
+        W.fail(type(error), ins, str(error))
 
 
 def words_of(chunks: np.ndarray) -> np.ndarray:
@@ -106,7 +106,7 @@ def words_of(chunks: np.ndarray) -> np.ndarray:
 class BulkLoad:
     """Copies into shared memory that complete on mbarriers."""
 
-    def __init__(self, W: Ctx, ins: Instr) -> None:
+    def __init__(self, W: Warp, ins: Instr) -> None:
         self.W, self.ins = W, ins
 
     def tensor(
@@ -229,7 +229,7 @@ class BulkLoad:
 class BulkStore:
     """Copies out of shared memory, tracked by bulk groups of the issuing thread."""
 
-    def __init__(self, W: Ctx, ins: Instr, lane: int) -> None:
+    def __init__(self, W: Warp, ins: Instr, lane: int) -> None:
         self.W, self.ins, self.lane = W, ins, lane
 
     def tensor(self, map_address: int, coords: tuple[int, ...], source: int, reduction: str | None, mode: str) -> None:
@@ -336,15 +336,16 @@ class BulkStore:
 class BulkGroups:
     """Bulk-group bookkeeping of one thread: counts of operations issued, read and written, and group ends."""
 
-    def __init__(self, W: Ctx, lane: int) -> None:
+    def __init__(self, W: Warp, lane: int) -> None:
         self.issued = self.read = self.written = self.waited = 0
         self.ends: list[int] = []
         detector = W.cta.cluster.detector
         name = f"bulk group of {W.name} lane {lane}"
-        self.agent, self.writer = (detector.new_agent(name, False, W.home) for _ in range(2)) if detector else (0, 0)
+        self.agent = detector.new_agent(name, False, W.home) if detector else 0
+        self.writer = detector.new_agent(name, False, W.home) if detector else 0
 
 
-def bulk_state(W: Ctx, lane: int) -> BulkGroups:
+def bulk_state(W: Warp, lane: int) -> BulkGroups:
     """Return a thread's bulk groups."""
     key = ("bulk", lane)
     if key not in W.state:
@@ -352,7 +353,7 @@ def bulk_state(W: Ctx, lane: int) -> BulkGroups:
     return W.state[key]
 
 
-def commit_bulk(W: Ctx, L: object) -> None:
+def commit_bulk(W: Warp, L: LaneSet) -> None:
     """cp.async.bulk.commit_group of every active lane that has bulk operations."""
     for lane in range(32) if L is None else L:
         if ("bulk", int(lane)) in W.state or L is not None:
@@ -360,7 +361,7 @@ def commit_bulk(W: Ctx, L: object) -> None:
             group.ends.append(group.issued)
 
 
-def wait_bulk(W: Ctx, L: object, keep: int, read: bool) -> None:
+def wait_bulk(W: Warp, L: LaneSet, keep: int, read: bool) -> None:
     """cp.async.bulk.wait_group: all but the newest ``keep`` groups are done (or only read)."""
     for lane in range(32) if L is None else L:
         group = W.state.get(("bulk", int(lane)))
@@ -378,7 +379,7 @@ def wait_bulk(W: Ctx, L: object, keep: int, read: bool) -> None:
 
 
 def copy_shared_to_shared(
-    W: Ctx, ins: Instr, into: TensorTarget, source: int, size: int, reduction: str | None, kind: str
+    W: Warp, ins: Instr, into: TensorTarget, source: int, size: int, reduction: str | None, kind: str
 ) -> None:
     """Copy (or reduce) a run of this block's shared memory into a block of the cluster."""
     if size % 16 or source % 16 or into.address % 16:
@@ -420,7 +421,7 @@ def copy_shared_to_shared(
 
 
 def st_async_together(
-    W: Ctx, ins: Instr, addresses: np.ndarray, barrier_address: int, data: np.ndarray, poison: np.ndarray,
+    W: Warp, ins: Instr, addresses: np.ndarray, barrier_address: int, data: np.ndarray, poison: np.ndarray,
     reduction: str | None, kind: str,
 ) -> None:  # fmt: skip
     """Perform st.async or red.async of lanes whose addresses differ, in one block and for one of its mbarriers.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
+from ..arithmetic.numeric import LaneSet, Poison
 from ..parsing.ir import Instr, Vec
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 from .bulk_copies import BulkLoad, TensorTarget
-
-Ctx = "the executing warp (see warp.Warp)"
 
 
 def _dsts(ins: Instr) -> int:
@@ -28,7 +30,7 @@ def _clusterlaunchcontrol(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.type("b128")
     address, barrier = mods.args(2)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray, qb: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, b: np.ndarray, qb: Poison) -> None:
         for q in (qa, qb):
             if q is not None:
                 W.poisoned(q, ins, "an address", L)
@@ -36,13 +38,13 @@ def _clusterlaunchcontrol(cg: Codegen, ins: Instr, mods: Mods) -> None:
         for lane in range(len(a)):
             answer = _cancel_one(W)
             into = TensorTarget(int(a[lane]) & 0xFFFFFFFF, int(b[lane]) & 0xFFFFFFFF, mask, 1)
-            BulkLoad(W, ins)._submit(into, 16, 16, lambda answer=answer: answer)
+            BulkLoad(W, ins)._submit(into, 16, 16, functools.partial(np.asarray, answer))
 
     bits = "addr32" if shared else "addr64"
     return cg.call(run, [(address, bits), (barrier, bits)], [])
 
 
-def _cancel_one(W: Ctx) -> np.ndarray:
+def _cancel_one(W: Warp) -> np.ndarray:
     """Take the next waiting cluster; return the opaque answer (x, y, z of its first block, and a success word)."""
     words = np.zeros(4, "u4")
     if W.launch.waiting:
@@ -66,7 +68,7 @@ def _query(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if (len(items) == 4) != vector:
         mods.fail("destination form")
 
-    def words(W: Ctx, L: object, h: np.ndarray, q: object) -> tuple:
+    def words(W: Warp, L: LaneSet, h: np.ndarray, q: Poison) -> tuple:
         flat = np.ascontiguousarray(h).view("u4")
         if not vector:
             return flat[:, "xyz".index(part[-1])].copy(), q

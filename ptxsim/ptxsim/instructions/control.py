@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import KernelTrap, MemoryFault
 from ..memory.spaces import GENERIC_BASE, RANK_SHIFT, SHARED_RESERVED
 from ..parsing.ir import Imm, Instr
+from ..state.warp import Warp
 from ..translation.codegen import EXIT, Codegen, Park
 from ..translation.registry import Mods, op
-
-Ctx = "the executing warp (see warp.Warp)"
 
 
 @op("bra", "term", dsts=0)
@@ -28,7 +27,7 @@ def _brx(cg: Codegen, ins: Instr, mods: Mods) -> str:
     mods.flag("uni")
     targets = np.array([cg.cfg.target_block(ins, i) for i in range(1, len(ins.args))])
 
-    def pick(W: Ctx, L: object, index: np.ndarray, q: object) -> np.ndarray | int:
+    def pick(W: Warp, L: LaneSet, index: np.ndarray, q: Poison) -> np.ndarray | int:
         if q is not None:
             W.poisoned(q, ins, "a branch index", L)
         if int(index.max()) >= len(targets):
@@ -60,7 +59,7 @@ def _call(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 @op("trap", "call", dsts=0)
 def _trap(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    def run(W: Ctx, L: object) -> None:
+    def run(W: Warp, L: LaneSet) -> None:
         W.fail(KernelTrap, ins, "the kernel executed trap", L)
 
     cg.call(run, [], [])
@@ -90,7 +89,7 @@ def _discard(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if not isinstance(size, Imm) or size.value != 128:
         mods.fail("the size must be 128")
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> None:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         for each in {int(v) for v in a}:
@@ -129,7 +128,7 @@ def _setmaxnreg(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if not 24 <= count.value <= 256 or count.value % 8:
         mods.fail("the register count must be a multiple of 8 in 24..256")
 
-    def run(W: Ctx, L: object) -> Park | None:
+    def run(W: Warp, L: LaneSet) -> Park | None:
         held = W.cta.registers
         pool = 32 * W.launch.registers * len(W.cta.warps)
 
@@ -149,7 +148,7 @@ def _setmaxnreg(cg: Codegen, ins: Instr, mods: Mods) -> None:
 def _activemask(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.type("b32")
 
-    def run(W: Ctx, L: object) -> tuple:
+    def run(W: Warp, L: LaneSet) -> tuple:
         mask = 0xFFFFFFFF if L is None else sum(1 << int(i) for i in L)
         return np.full(W.width(L), mask, "u4"), None
 
@@ -162,7 +161,14 @@ def _mapa(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("u32", "u64")
     dst, a, b = mods.args(3)
 
-    def run(W: Ctx, L: object, address: np.ndarray, qa: object, rank: np.ndarray, qr: object) -> tuple:
+    def run(
+        W: Warp,
+        L: LaneSet,
+        address: np.ndarray,
+        qa: Poison,
+        rank: np.ndarray,
+        qr: Poison,
+    ) -> tuple:
         for mask in (qa, qr):
             if mask is not None:
                 W.poisoned(mask, ins, "an address", L)
@@ -183,7 +189,7 @@ def _getctarank(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("u32", "u64")
     dst, a = mods.args(2)
 
-    def run(W: Ctx, L: object, address: np.ndarray, qa: object) -> tuple:
+    def run(W: Warp, L: LaneSet, address: np.ndarray, qa: Poison) -> tuple:
         base = np.uint64(SHARED_RESERVED + (0 if shared else GENERIC_BASE["shared"]))
         return ((address.astype("u8") - base) >> np.uint64(RANK_SHIFT)).astype("u4"), qa
 

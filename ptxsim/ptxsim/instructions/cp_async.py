@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, count_nonzero
 from ..errors import MemoryFault
 from ..parsing.ir import Instr
 from ..state.accesses import Where
 from ..state.machine import AsyncOp
+from ..state.warp import Warp
 from .bulk_copies import read_bytes
 from .mbarrier import find, groups
 
-Ctx = "the executing warp (see warp.Warp)"
 _ALL, _EVERY = np.arange(32), np.ones(32, bool)
 
 
@@ -22,7 +23,7 @@ class Copy:
     """One executed cp.async: what each of its lanes copies, and which lanes have finished."""
 
     def __init__(
-        self, W: Ctx, number: int, lanes: np.ndarray, offset: np.ndarray, source: np.ndarray, size: int
+        self, W: Warp, number: int, lanes: np.ndarray, offset: np.ndarray, source: np.ndarray, size: int
     ) -> None:
         self.cta, self.number, self.size = W.cta, number, size
         self.lanes, self.source = lanes, source
@@ -34,7 +35,7 @@ class Copy:
         self.index = offset[:, None] // width + np.arange(size // width)
         self.words = offset[:, None] // 4 + np.arange(size // 4)
 
-    def finish(self, W: Ctx, ins: Instr, take: np.ndarray, wanted: np.ndarray) -> None:
+    def finish(self, W: Warp, ins: Instr, take: np.ndarray, wanted: np.ndarray) -> None:
         """Perform the copies of the wanted lanes that are still open; bytes past ``take`` are zeros."""
         pick = wanted[self.lanes] & self.left[self.lanes]
         if not pick.any():
@@ -55,7 +56,7 @@ class Copy:
             state = cp_state(W)
             W.cta.cluster.detector.finish_write(self.cta.shadow, self.words[pick].reshape(-1), state.agent, self.number)
 
-    def _gathered(self, W: Ctx, pick: np.ndarray, take: np.ndarray) -> np.ndarray | None:
+    def _gathered(self, W: Warp, pick: np.ndarray, take: np.ndarray) -> np.ndarray | None:
         """Return the bytes of lanes that all copy their full size from inside one array (None: they do not)."""
         source = self.source[pick]
         buffer = W.memory.find(int(source[0])) if count_nonzero(take[pick] == self.size) == len(source) else None
@@ -74,7 +75,7 @@ class CpAsync:
     it is one list; a commit by some of them makes it a list per lane.
     """
 
-    def __init__(self, W: Ctx) -> None:
+    def __init__(self, W: Warp) -> None:
         self.issued = 0
         self.open: dict[int, Copy] = {}
         self.newest = np.zeros(32, np.int64)
@@ -84,7 +85,7 @@ class CpAsync:
         # By the letter of the model cp.async writes through the generic proxy; production kernels rely on less.
         self.agent = detector.new_agent(f"cp.async of {W.name}", True, soft=True) if detector else 0
 
-    def complete(self, W: Ctx, need: np.ndarray) -> None:
+    def complete(self, W: Warp, need: np.ndarray) -> None:
         """Finish every lane's copies up to its number."""
         last = int(need.max())
         for number, copy in list(self.open.items()):
@@ -96,7 +97,7 @@ class CpAsync:
             else:
                 W.cta.cluster.progress(("cp", id(W), number))
 
-    def commit(self, L: np.ndarray | None) -> None:
+    def commit(self, L: LaneSet) -> None:
         """Close a group of some lanes."""
         if L is None and self.apart is None:
             self.groups.append(self.newest.copy())
@@ -106,7 +107,7 @@ class CpAsync:
         for lane in _ALL if L is None else L:
             self.apart[lane].append(int(self.newest[lane]))
 
-    def needed(self, L: np.ndarray | None, keep: int | None) -> np.ndarray:
+    def needed(self, L: LaneSet, keep: int | None) -> np.ndarray:
         """Return, per lane, the number up to which its copies must have finished (0: none)."""
         need = np.zeros(32, np.int64)
         lanes = _ALL if L is None else L
@@ -122,7 +123,7 @@ class CpAsync:
         return need
 
 
-def cp_state(W: Ctx) -> CpAsync:
+def cp_state(W: Warp) -> CpAsync:
     """Return a warp's cp.async state."""
     if "cp" not in W.state:
         W.state["cp"] = CpAsync(W)
@@ -130,7 +131,13 @@ def cp_state(W: Ctx) -> CpAsync:
 
 
 def cp_async_copy(
-    W: Ctx, L: object, ins: Instr, dst: np.ndarray, src: np.ndarray, size: int, source_size: np.ndarray | None
+    W: Warp,
+    L: LaneSet,
+    ins: Instr,
+    dst: np.ndarray,
+    src: np.ndarray,
+    size: int,
+    source_size: np.ndarray | None,
 ) -> None:
     """Issue cp.async of ``size`` bytes per lane; bytes past ``source_size`` are zeros."""
     cta, state = W.cta, cp_state(W)
@@ -166,7 +173,7 @@ def cp_async_copy(
     W.traffic[5] += int(take.sum())
 
 
-def _tell(W: Ctx, ins: Instr, copy: Copy, take: np.ndarray) -> None:
+def _tell(W: Warp, ins: Instr, copy: Copy, take: np.ndarray) -> None:
     """Tell the race detector what a copy reads and writes."""
     detector, state = W.cta.cluster.detector, cp_state(W)
     if not detector:
@@ -185,12 +192,12 @@ def _tell(W: Ctx, ins: Instr, copy: Copy, take: np.ndarray) -> None:
                 detector.async_read(W.agent, view, *touched, state.agent, copy.number, where)
 
 
-def cp_async_commit(W: Ctx, L: object) -> None:
+def cp_async_commit(W: Warp, L: LaneSet) -> None:
     """cp.async.commit_group: each lane's copies so far."""
     cp_state(W).commit(L)
 
 
-def cp_async_wait(W: Ctx, L: object, keep: int | None) -> None:
+def cp_async_wait(W: Warp, L: LaneSet, keep: int | None) -> None:
     """cp.async.wait_group (or wait_all when ``keep`` is None) of each lane."""
     state = cp_state(W)
     need = state.needed(L, keep)
@@ -200,7 +207,7 @@ def cp_async_wait(W: Ctx, L: object, keep: int | None) -> None:
         detector.learn(W.agent, state.agent, int(need.max()))
 
 
-def cp_async_arrive(W: Ctx, L: object, ins: Instr, a: np.ndarray, noinc: bool) -> None:
+def cp_async_arrive(W: Warp, L: LaneSet, ins: Instr, a: np.ndarray, noinc: bool) -> None:
     """cp.async.mbarrier.arrive: arrive when all prior cp.async of each lane have finished."""
     state = cp_state(W)
     lanes = _ALL if L is None else L
@@ -211,7 +218,7 @@ def cp_async_arrive(W: Ctx, L: object, ins: Instr, a: np.ndarray, noinc: bool) -
         need = np.zeros(32, np.int64)
         need[lanes[positions]] = state.newest[lanes[positions]]
 
-        def finish(barrier: object = barrier, count: int = len(positions), need: np.ndarray = need) -> None:
+        def finish(barrier: Any = barrier, count: int = len(positions), need: np.ndarray = need) -> None:
             state.complete(W, need)
             barrier.gather_clock(state.agent, int(need.max()))
             barrier.arrive(count)

@@ -329,7 +329,7 @@ def _log2(x: np.ndarray) -> np.ndarray:
     return np.where(x < 0, np.nan, np.log2(np.abs(x)))
 
 
-UNARY = {
+UNARY: dict[str, Callable] = {
     "ex2": np.exp2,
     "lg2": _log2,
     "rcp": lambda x: 1.0 / x,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import constant, count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, constant, count_nonzero
 from ..memory.spaces import FIRST_WINDOW, GENERIC_BASE, INIT_ONES, space_of
 from ..parsing.ir import SINK, TYPE_BITS, Addr, Instr, Reg, Sym, Vec
+from ..state.warp import Warp
 from ..synchronisation.strong import SCOPES, Order
 from ..translation.cfg import VIEWS
 from ..translation.codegen import Codegen
@@ -21,7 +23,6 @@ _LEVELS = (
     "L2::evict_normal", "L2::evict_first", "L2::evict_last", "L2::64B", "L2::128B", "L2::256B",
 )  # fmt: skip
 SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry")
-Ctx = "the executing warp (see machine.Warp)"
 
 
 def memory_mods(mods: Mods, atomic: bool = False) -> tuple[str, Order | None]:
@@ -74,7 +75,7 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if type_name == "b128":
         load = make_load(space, "u8", 2 * count, ins, order)
 
-        def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+        def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
             parts = load(W, L, a, qa)
             out = []
             for k in range(0, len(parts), 4):
@@ -108,7 +109,7 @@ def _st(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if type_name == "b128":
         inner = make_store(space, "u8", 2 * count, ins, order)
 
-        def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+        def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> None:
             halves = []
             for value, poison in zip(values[::2], values[1::2], strict=False):
                 halves += [value[:, 0].copy(), poison, value[:, 1].copy(), poison]
@@ -132,14 +133,21 @@ def make_load(space: str, code: str, count: int, ins: Instr, order: Order | None
     loaders = {s: make_load(s, code, count, ins, order) for s in ("global", "local", "const", "param")}
     loaders["shared"] = make_load("shared::cluster", code, count, ins, order)
 
-    def generic(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def generic(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         return by_space(W, L, a, qa, (), loaders, ins, 2 * count)
 
     return generic
 
 
 def by_space(
-    W: Ctx, L: object, a: np.ndarray, qa: object, extra: tuple, table: dict, ins: Instr, outputs: int
+    W: Warp,
+    L: LaneSet,
+    a: np.ndarray,
+    qa: Poison,
+    extra: tuple,
+    table: dict,
+    ins: Instr,
+    outputs: int,
 ) -> tuple | None:
     """Dispatch a generic access by state space; lanes may be in different ones."""
     if qa is not None:
@@ -175,7 +183,7 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order |
     ones = INIT_ONES[width]
     nonzero = count_nonzero
 
-    def load(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def load(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         cta = W.cta
@@ -217,14 +225,14 @@ def make_store(space: str, code: str, count: int, ins: Instr, order: Order | Non
         return _store_local(code, count, ins)
     if space in ("param", "const"):
 
-        def refuse(W: Ctx, L: object, *args: object) -> None:
+        def refuse(W: Warp, L: LaneSet, *args: Any) -> None:
             W.fault(ins, f"store to .{space} memory", L)
 
         return refuse
     table = {s: make_store(s, code, count, ins, order) for s in ("global", "local", "const", "param")}
     table["shared"] = make_store("shared::cluster", code, count, ins, order)
 
-    def generic(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+    def generic(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> None:
         by_space(W, L, a, qa, values, table, ins, 0)
 
     return generic
@@ -237,7 +245,7 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
     ones = INIT_ONES[width]
     nonzero = count_nonzero
 
-    def store(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+    def store(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         cta = W.cta
@@ -273,7 +281,7 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
     return store
 
 
-def _locate(W: Ctx, ins: Instr, a: np.ndarray, L: object, size: int) -> tuple:
+def _locate(W: Warp, ins: Instr, a: np.ndarray, L: LaneSet, size: int) -> tuple:
     """Return the buffer of lane 0 and the byte offsets of all lanes in it; misalignment is an error."""
     buffer = W.memory.find(int(a[0]))
     if buffer is None:
@@ -284,13 +292,13 @@ def _locate(W: Ctx, ins: Instr, a: np.ndarray, L: object, size: int) -> tuple:
     return buffer, offset
 
 
-def _several_buffers(W: Ctx, a: np.ndarray, buffer: object) -> bool:
+def _several_buffers(W: Warp, a: np.ndarray, buffer: Any) -> bool:
     """Tell whether lanes outside one buffer are in another."""
     outside = (a < np.uint64(buffer.base)) | (a >= np.uint64(buffer.base + buffer.size))
     return any(W.memory.find(int(x)) not in (None, buffer) for x in a[outside])
 
 
-def by_buffer(W: Ctx, L: object, a: np.ndarray, function: Callable, extra: tuple, outputs: int) -> tuple | None:
+def by_buffer(W: Warp, L: LaneSet, a: np.ndarray, function: Callable, extra: tuple, outputs: int) -> tuple | None:
     """Run an access once per buffer and merge the results."""
     lanes = np.arange(32) if L is None else L
     owners = [id(W.memory.find(int(x))) for x in a]
@@ -310,7 +318,7 @@ def _load_global(code: str, count: int, ins: Instr, order: Order | None) -> Call
     width = int(code[1:])
     shift = constant(width.bit_length() - 1, "u8")
 
-    def load(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def load(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         buffer, offset = _locate(W, ins, a, L, width * count)
@@ -335,7 +343,7 @@ def _store_global(code: str, count: int, ins: Instr, order: Order | None) -> Cal
     width = int(code[1:])
     shift = constant(width.bit_length() - 1, "u8")
 
-    def store(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+    def store(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         for poison in values[1::2]:
@@ -363,7 +371,7 @@ def _store_global(code: str, count: int, ins: Instr, order: Order | None) -> Cal
     return store
 
 
-def _local_index(W: Ctx, ins: Instr, a: np.ndarray, L: object, width: int, count: int) -> np.ndarray:
+def _local_index(W: Warp, ins: Instr, a: np.ndarray, L: LaneSet, width: int, count: int) -> np.ndarray:
     local = W.local
     if int(a.max()) + width * count > local.size:
         W.fault(ins, f"local address {int(a.max()):#x} is outside the thread's {local.size} bytes", L)
@@ -377,7 +385,7 @@ def _load_local(code: str, count: int, ins: Instr) -> Callable:
     width = int(code[1:])
     ones = INIT_ONES[width]
 
-    def load(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def load(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         index = _local_index(W, ins, a, L, width, count)
@@ -396,7 +404,7 @@ def _store_local(code: str, count: int, ins: Instr) -> Callable:
     width = int(code[1:])
     ones = INIT_ONES[width]
 
-    def store(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+    def store(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         index = _local_index(W, ins, a, L, width, count)
@@ -413,7 +421,7 @@ def _store_local(code: str, count: int, ins: Instr) -> Callable:
 def _load_image(space: str, code: str, count: int, ins: Instr) -> Callable:
     width = int(code[1:])
 
-    def load(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def load(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
         buffer = W.params if space == "param" else W.constants

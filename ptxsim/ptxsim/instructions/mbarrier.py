@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault, RaceError, SyncError
 from ..memory.spaces import GENERIC_BASE, RANK_SHIFT, SHARED_RESERVED
 from ..parsing.ir import SINK, Addr, Instr
+from ..state.warp import Warp
 from ..synchronisation.barriers import MBarrier
 from ..translation.codegen import Codegen, Park
 from ..translation.registry import Mods, op
-
-Ctx = "the executing warp (see warp.Warp)"
 
 
 def _dsts(ins: Instr) -> int:
@@ -22,13 +23,13 @@ def _dsts(ins: Instr) -> int:
     return int(arrive and bool(ins.args) and not isinstance(ins.args[0], Addr))
 
 
-def fence_mbarriers(W: Ctx) -> None:
+def fence_mbarriers(W: Warp) -> None:
     """Mark the mbarriers that this warp initialised as visible to asynchronous and remote agents."""
     for barrier in W.state.pop("unfenced", ()):
         barrier.fenced = True
 
 
-def shared_target(W: Ctx, ins: Instr, address: int, remote: bool) -> tuple:
+def shared_target(W: Warp, ins: Instr, address: int, remote: bool) -> tuple:
     """Return the block and the byte offset in its window for a shared address."""
     if address >> 40 == GENERIC_BASE["shared"] >> 40:
         address -= GENERIC_BASE["shared"]
@@ -46,7 +47,7 @@ def shared_target(W: Ctx, ins: Instr, address: int, remote: bool) -> tuple:
     return target, offset
 
 
-def find(W: Ctx, ins: Instr, address: int, remote: bool = True, asynchronous: bool = False) -> MBarrier:
+def find(W: Warp, ins: Instr, address: int, remote: bool = True, asynchronous: bool = False) -> MBarrier:
     """Return the mbarrier at an address; a missing one, or one not yet visible, is an error."""
     target, offset = shared_target(W, ins, address, remote)
     barrier = target.mbarriers.get(offset)
@@ -63,7 +64,7 @@ def find(W: Ctx, ins: Instr, address: int, remote: bool = True, asynchronous: bo
     return barrier
 
 
-def check_visible(W: Ctx, ins: Instr, barrier: MBarrier) -> None:
+def check_visible(W: Warp, ins: Instr, barrier: MBarrier) -> None:
     """Raise unless the barrier's initialisation happened before this warp's use of it."""
     if W.agent in barrier.seen:
         return
@@ -114,7 +115,7 @@ def _init(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     space = _space(mods)
     address, count = mods.args(2)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, n: np.ndarray, qn: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, n: np.ndarray, qn: Poison) -> None:
         for q in (qa, qn):
             if q is not None:
                 W.poisoned(q, ins, "a barrier", L)
@@ -149,7 +150,7 @@ def _init(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     cg.call(run, [(address, _address_bits(address, space)), (count, "u32")], [])
 
 
-def forget(W: Ctx, barrier: MBarrier) -> None:
+def forget(W: Warp, barrier: MBarrier) -> None:
     """Make an mbarrier's bytes ordinary memory, written by this warp."""
     del barrier.cta.mbarriers[barrier.offset]
     shadow = barrier.cta.shadow
@@ -163,7 +164,7 @@ def _inval(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     space = _space(mods)
     (address,) = mods.args(1)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> None:
         for value, _ in groups(a):
             forget(W, find(W, ins, value, False))
 
@@ -186,7 +187,14 @@ def _arrive(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     if remote and state is not SINK:
         mods.fail("a remote arrive returns no state")
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, n: np.ndarray | None = None, qn: object = None) -> object:
+    def run(
+        W: Warp,
+        L: LaneSet,
+        a: np.ndarray,
+        qa: Poison,
+        n: np.ndarray | None = None,
+        qn: Poison = None,
+    ) -> Any:
         for q in (qa, qn):
             if q is not None:
                 W.poisoned(q, ins, "a barrier", L)
@@ -223,7 +231,7 @@ def _tx(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     space = _space(mods)
     address, size = mods.args(2)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, n: np.ndarray, qn: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, n: np.ndarray, qn: Poison) -> None:
         for q in (qa, qn):
             if q is not None:
                 W.poisoned(q, ins, "a barrier", L)
@@ -245,7 +253,15 @@ def _wait(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     dst, address, token, *hint = mods.args(3, 4)
     type_name = "u32" if parity else "b64"
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, t: np.ndarray, qt: object, *_: object) -> object:
+    def run(
+        W: Warp,
+        L: LaneSet,
+        a: np.ndarray,
+        qa: Poison,
+        t: np.ndarray,
+        qt: Poison,
+        *_: Any,
+    ) -> Any:
         for q in (qa, qt):
             if q is not None:
                 W.poisoned(q, ins, "a barrier", L)

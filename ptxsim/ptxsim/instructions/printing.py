@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import Any
 
 import numpy as np
 
+from ..arithmetic.numeric import LaneSet, Poison
 from ..errors import KernelTrap, MemoryFault
 from ..memory.spaces import GENERIC_BASE, space_of
 from ..parsing.ir import Instr
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 from .load_store import make_load, make_store
 
-Ctx = "the executing warp (see warp.Warp)"
 _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diouxXeEfFgGaAcsp%])")
 _LONG = ("ll", "l", "z", "j", "t")
 
 
-def bytes_at(W: Ctx, lane: int, address: int, size: int) -> bytes:
+def bytes_at(W: Warp, lane: int, address: int, size: int) -> bytes:
     """Return bytes at a generic address of one lane (global, constant, parameter or its local memory)."""
     space = space_of(address)
     offset = address - GENERIC_BASE[space]
@@ -34,7 +36,7 @@ def bytes_at(W: Ctx, lane: int, address: int, size: int) -> bytes:
     return bytes(buffer.bytes[offset : offset + size])
 
 
-def text_at(W: Ctx, lane: int, address: int) -> str:
+def text_at(W: Warp, lane: int, address: int) -> str:
     """Return a zero-terminated string."""
     raw = b""
     while not raw.endswith(b"\0"):
@@ -42,7 +44,7 @@ def text_at(W: Ctx, lane: int, address: int) -> str:
     return raw[:-1].decode(errors="replace")
 
 
-def format_text(W: Ctx, lane: int, form: str, arguments: int) -> str:
+def format_text(W: Warp, lane: int, form: str, arguments: int) -> str:
     """Format as printf does; the arguments lie one after the other, each aligned to its size."""
     at = arguments
 
@@ -88,7 +90,15 @@ def _builtin(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.flag("vprintf")
     load, store = make_load("local", "u8", 1, ins), make_store("local", "u4", 1, ins)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, b: np.ndarray, qb: object, *result: object) -> None:
+    def run(
+        W: Warp,
+        L: LaneSet,
+        a: np.ndarray,
+        qa: Poison,
+        b: np.ndarray,
+        qb: Poison,
+        *result: Any,
+    ) -> None:
         forms, arguments = (load(W, L, place, None)[0] for place in (a, b))
         lanes = range(32) if L is None else L
         try:
@@ -106,7 +116,7 @@ def _assert_fail(cg: Codegen, ins: Instr) -> None:
     """Emit the end of a failed ``assert``: message, file, line and function are its first four arguments."""
     load, number = make_load("local", "u8", 1, ins), make_load("local", "u4", 1, ins)
 
-    def fail(W: Ctx, L: object, *places: object) -> None:
+    def fail(W: Warp, L: LaneSet, *places: Any) -> None:
         lane = 0 if L is None else int(L[0])
         texts = []
         for place in (places[0], places[2], places[6]):

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import DescriptorError, MemoryFault, SyncError
 from ..memory.spaces import GENERIC_BASE, space_of
 from ..memory.tensormap import _FORMAT as FORMAT
 from ..memory.tensormap import MAGIC
 from ..parsing.ir import Imm, Instr
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 
-Ctx = "the executing warp (see warp.Warp)"
 _SIZE = 128
 _MODE, _RANK, _FILL, _ADDRESS = 3, 2, 4, 6
 _ARRAYS = {"global_dim": (7, 5), "global_stride": (12, 4), "box_dim": (16, 5), "element_stride": (21, 5)}
@@ -84,7 +84,7 @@ def _swizzle(mode: int, field: str, value: int) -> int:
     return span + value
 
 
-def map_bytes(W: Ctx, ins: Instr, address: int) -> np.ndarray:
+def map_bytes(W: Warp, ins: Instr, address: int) -> np.ndarray:
     """Return the 128 bytes of a map at a generic address in this block's shared memory or in global memory."""
     if address % 64:
         W.fail(DescriptorError, ins, f"tensor map address {address:#x} is not a multiple of 64")
@@ -99,13 +99,13 @@ def map_bytes(W: Ctx, ins: Instr, address: int) -> np.ndarray:
         W.fail(MemoryFault, ins, str(error))
 
 
-def edited(W: Ctx, address: int) -> None:
+def edited(W: Warp, address: int) -> None:
     """Remember that a map in global memory has changed: its users need an acquiring proxy fence."""
     maps = W.launch.maps
     maps[address] = maps.get(address, 0) + 1
 
 
-def check_fenced(W: Ctx, ins: Instr, address: int) -> None:
+def check_fenced(W: Warp, ins: Instr, address: int) -> None:
     """Refuse the use of a map in global memory that was edited since this warp's last acquiring fence on it."""
     version = W.launch.maps.get(address, 0)
     if W.state.get("maps", {}).get(address, 0) < version:
@@ -117,7 +117,7 @@ def check_fenced(W: Ctx, ins: Instr, address: int) -> None:
         )
 
 
-def acquire_maps(W: Ctx, address: np.ndarray) -> None:
+def acquire_maps(W: Warp, address: np.ndarray) -> None:
     """fence.proxy.tensormap::generic.acquire of some maps."""
     seen = W.state.setdefault("maps", {})
     for each in {int(a) for a in address}:
@@ -140,7 +140,7 @@ def _tensormap(cg: Codegen, ins: Instr, mods: Mods) -> None:
     index = rest[0].value if field in _ARRAYS else 0
     base = GENERIC_BASE["shared"] if space == "shared::cta" else 0
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, v: np.ndarray, qv: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, v: np.ndarray, qv: Poison) -> None:
         for q in (qa, qv):
             if q is not None:
                 W.poisoned(q, ins, "a tensor map", L)
@@ -160,7 +160,7 @@ def _tensormap(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return cg.call(run, sources, [])
 
 
-def _touch(W: Ctx, ins: Instr, place: int, tell: Callable) -> None:
+def _touch(W: Warp, ins: Instr, place: int, tell: Callable) -> None:
     """Tell the race detector about a map in shared memory, which stays defined."""
     offset = place - GENERIC_BASE["shared"] - int(W.cta.shared_base)
     W.cta.shared.init[offset : offset + _SIZE] = 1
@@ -179,7 +179,7 @@ def _copy(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if not isinstance(size, Imm) or size.value != _SIZE:
         mods.fail("copies 128 bytes")
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, s: np.ndarray, qs: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, s: np.ndarray, qs: Poison) -> None:
         for q in (qa, qs):
             if q is not None:
                 W.poisoned(q, ins, "an address", L)

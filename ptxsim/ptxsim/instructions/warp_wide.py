@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..parsing.ir import SINK, Instr, Pair
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 
-Ctx = "the executing warp (see warp.Warp)"
 _LANES = np.arange(32)
 
 
@@ -51,7 +52,7 @@ def _shfl(cg: Codegen, ins: Instr, mods: Mods) -> None:
     dst, a, b, c, mask = mods.args(5)
     cache: dict[bytes, tuple] = {}
 
-    def plan(L: object, vb: np.ndarray, vc: np.ndarray) -> tuple:
+    def plan(L: LaneSet, vb: np.ndarray, vc: np.ndarray) -> tuple:
         lane = _LANES if L is None else L
         key = vb.tobytes() + vc.tobytes() + (b"" if L is None else L.tobytes())
         found = cache.get(key)
@@ -66,8 +67,8 @@ def _shfl(cg: Codegen, ins: Instr, mods: Mods) -> None:
                 cache[key] = found
         return found
 
-    def run(W: Ctx, L: object, v: np.ndarray, qv: object, vb: np.ndarray, qb: object, vc: np.ndarray, qc: object,
-            m: np.ndarray, qm: object) -> tuple:  # fmt: skip
+    def run(W: Warp, L: LaneSet, v: np.ndarray, qv: Poison, vb: np.ndarray, qb: Poison, vc: np.ndarray, qc: Poison,
+            m: np.ndarray, qm: Poison) -> tuple:  # fmt: skip
         check_members(W, ins, L, m, (qb, qc, qm))
         where, valid, missing = plan(L, vb, vc)
         poison = missing
@@ -80,7 +81,7 @@ def _shfl(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.call(run, [(a, "b32"), (b, "b32"), (c, "b32"), (mask, "b32")], [(first, "b32"), (second, "pred")])
 
 
-def check_members(W: Ctx, ins: Instr, L: object, m: np.ndarray, poisons: tuple = ()) -> None:
+def check_members(W: Warp, ins: Instr, L: LaneSet, m: np.ndarray, poisons: tuple = ()) -> None:
     """Raise unless every executing lane is in the member mask."""
     for q in poisons:
         if q is not None:
@@ -99,11 +100,12 @@ def by_mask(ins: Instr, run: Callable[..., tuple]) -> Callable[..., tuple]:
     The mask and its poison are the last two of what `run` takes.
     """
 
-    def grouped(W: Ctx, L: object, *given: np.ndarray | None) -> tuple:
+    def grouped(W: Warp, L: LaneSet, *given: np.ndarray | None) -> tuple:
         m = given[-2]
         if not count_nonzero(m != m[0]):
             return run(W, L, *given)
-        lanes, made = _LANES if L is None else L, None
+        lanes = _LANES if L is None else L
+        made: list[Any] = []
         for mask in np.unique(m):
             mine = m == mask
             named = (mask >> lanes.astype("u4") & 1) != 0
@@ -127,7 +129,7 @@ def _vote(cg: Codegen, ins: Instr, mods: Mods) -> None:
     result = mods.type("pred", "b32")
     dst, a, mask = mods.args(3)
 
-    def run(W: Ctx, L: object, p: np.ndarray, qp: object, m: np.ndarray, qm: object) -> tuple:
+    def run(W: Warp, L: LaneSet, p: np.ndarray, qp: Poison, m: np.ndarray, qm: Poison) -> tuple:
         check_members(W, ins, L, m, (qm,))
         count, size = count_nonzero(p), len(p)
         poison = None
@@ -150,7 +152,7 @@ def _match(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("b32", "b64")
     dst, a, mask = mods.args(3)
 
-    def run(W: Ctx, L: object, v: np.ndarray, qv: object, m: np.ndarray, qm: object) -> tuple:
+    def run(W: Warp, L: LaneSet, v: np.ndarray, qv: Poison, m: np.ndarray, qm: Poison) -> tuple:
         check_members(W, ins, L, m, (qv, qm))
         lanes = (_LANES if L is None else L).astype("u8")
         equal = v[:, None] == v[None, :]
@@ -188,7 +190,7 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
         pick = {("min", False): np.fmin, ("max", False): np.fmax}.get((kind, nan), _REDUX[kind])
         reduce = pick.reduce
 
-    def run(W: Ctx, L: object, v: np.ndarray, qv: object, m: np.ndarray, qm: object) -> tuple:
+    def run(W: Warp, L: LaneSet, v: np.ndarray, qv: Poison, m: np.ndarray, qm: Poison) -> tuple:
         check_members(W, ins, L, m, (qm,))
         poison = np.ones(len(v), bool) if qv is not None and count_nonzero(qv) else None
         value = reduce(np.abs(v) if absolute else v)
@@ -197,7 +199,7 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.call(by_mask(ins, run), [(a, type_name), (mask, "b32")], [(dst, type_name)])
 
 
-def elected(W: Ctx, lanes: np.ndarray) -> int:
+def elected(W: Warp, lanes: np.ndarray) -> int:
     """Return the leader of some lanes: any is legal, but always the same; ``elect="random"`` draws one."""
     if W.launch.elect == "lowest":
         return int(lanes[0])
@@ -212,7 +214,7 @@ def _elect(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.choose("sync")
     dst, mask = mods.args(2)
 
-    def run(W: Ctx, L: object, m: np.ndarray, qm: object) -> tuple:
+    def run(W: Warp, L: LaneSet, m: np.ndarray, qm: Poison) -> tuple:
         check_members(W, ins, L, m, (qm,))
         lanes = _LANES if L is None else L
         leader = elected(W, lanes)

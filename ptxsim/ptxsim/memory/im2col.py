@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import MemoryFault
@@ -45,7 +47,7 @@ class Column:
             raise MemoryFault(f"im2col offsets {offsets} must be in 0..{limit - 1}")
         pixels = column(tmap, coords)
         pixels[:, : len(offsets)] += np.array(offsets, np.int64)
-        inside = ((pixels >= 0) & (pixels < np.array(tmap.dims[1:]))).all(1)
+        inside = np.all((pixels >= 0) & (pixels < np.array(tmap.dims[1:])), axis=1)
         channels = coords[0] + np.arange(tmap.box[0])
         self.inside = inside[:, None] & ((channels >= 0) & (channels < tmap.dims[0]))
         self.at = (pixels @ np.array(tmap.strides, np.int64))[:, None] + channels * tmap.itemsize
@@ -70,7 +72,7 @@ def load_column(
     return tile, where.inside
 
 
-def store_column(memory: Memory, tmap: Decoded, coords: tuple[int, ...], tile: np.ndarray, combine: object) -> None:
+def store_column(memory: Memory, tmap: Decoded, coords: tuple[int, ...], tile: np.ndarray, combine: Any) -> None:
     """Write elements [pixels, channels, itemsize bytes] into global memory; ``combine(old, new)`` reduces."""
     where = Column(tmap, coords, ())
     data, at = where.window(memory, tmap, True)

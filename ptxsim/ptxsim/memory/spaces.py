@@ -9,7 +9,7 @@ import numpy as np
 try:
     from numpy.lib.array_utils import byte_bounds
 except ImportError:  # NumPy 1.x
-    from numpy import byte_bounds
+    from numpy import byte_bounds  # type: ignore[attr-defined, no-redef]
 
 from ..errors import MemoryFault
 
@@ -246,7 +246,7 @@ class Memory:
         """Return the buffer that an address belongs to (it may still be out of its bounds)."""
         if address >= DEVICE_BASE:
             window = self._windows.get((address - DEVICE_BASE) >> BUFFER_SHIFT)
-            return window and window.find(address)
+            return window.find(address) if window else None
         place = bisect.bisect_right(self._host, address, key=lambda entry: entry[0]) - 1
         if place < 0:
             return None

@@ -303,10 +303,10 @@ def decode(raw: bytes) -> Decoded:
     dims, strides, box, steps, corners = rest[:5], rest[5:9], rest[9:14], rest[14:19], rest[19:]
     size = _SIZES[code]
     unit, _, shared = UNITS.get(code, (1, 0, size))
-    dims = ((dims[0] + 1) // unit, *(d + 1 for d in dims[1:rank]))
+    extents = ((dims[0] + 1) // unit, *(d + 1 for d in dims[1:rank]))
     spatial = rank - 2 if im2col else 0
     return Decoded(
-        code, unit, size, shared, mode, bool(oob), address, dims, tuple(strides[: rank - 1]),
+        code, unit, size, shared, mode, bool(oob), address, extents, tuple(strides[: rank - 1]),
         (box[0] // unit, *box[1 : 2 if im2col else rank]), (1, *steps[1:rank]), bool(im2col),
         tuple(corners[:spatial]), tuple(corners[3 : 3 + spatial]),
     )  # fmt: skip

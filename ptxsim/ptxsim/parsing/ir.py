@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 TYPE_BITS = {
     "pred": 1,
@@ -63,7 +64,7 @@ class Sym:
 class Addr:
     """``[base + offset]`` with optional further parts (``[map, {coords}]``)."""
 
-    base: object
+    base: Any
     offset: int = 0
     parts: tuple = ()
 
@@ -79,22 +80,22 @@ class Vec:
 class Pair:
     """``d|p``: two destinations."""
 
-    first: object
-    second: object
+    first: Any
+    second: Any
 
 
 @dataclass(frozen=True)
 class Not:
     """``!p``."""
 
-    reg: object
+    reg: Any
 
 
 @dataclass(frozen=True)
 class Neg:
     """``-r`` in a source operand."""
 
-    reg: object
+    reg: Any
 
 
 class Sink:
@@ -188,7 +189,7 @@ class ModuleIR:
     files: dict[int, str] = field(default_factory=dict)
 
 
-def operand_regs(operand: object) -> list[Reg]:
+def operand_regs(operand: Any) -> list[Reg]:
     """Return every register inside an operand, in order."""
     if isinstance(operand, Reg):
         return [operand]

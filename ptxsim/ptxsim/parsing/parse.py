@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 import struct
+from typing import Any
 
 from ..errors import PtxSyntaxError
 from .ir import TYPE_BITS, Function, Imm, Instr, ModuleIR, Not, Param, Reg, Sym, Variable
@@ -27,10 +28,10 @@ class _Scope:
 
     def __init__(self, parent: _Scope | None) -> None:
         self.parent = parent
-        self.names: dict[str, object] = {}
-        self.operands: dict[str, object] = {}
+        self.names: dict[str, Any] = {}
+        self.operands: dict[str, Any] = {}
 
-    def find(self, name: str) -> object | None:
+    def find(self, name: str) -> Any | None:
         """Look a name up through the chain of scopes."""
         scope: _Scope | None = self
         while scope is not None:
@@ -342,13 +343,13 @@ class _BodyParser:
             args = [args[0], *self._targets(args[-1], text)]
         return Instr(op, mods, args, line, " ".join(text.split()), guard, guard_neg)
 
-    def _operand(self, part: str, scope: _Scope, text: str) -> object:
+    def _operand(self, part: str, scope: _Scope, text: str) -> Any:
         """Return an operand; the same text means the same in a scope, once all of it is read."""
         known = scope.operands.get(part)
         if known is not None:
             return known
 
-        def resolve(name: str) -> object:
+        def resolve(name: str) -> Any:
             found = scope.find(name)
             if found is None and name.startswith("%"):
                 raise PtxSyntaxError(f"unknown register {name!r} in {text[:60]!r}")
@@ -357,7 +358,7 @@ class _BodyParser:
         operand = scope.operands[part] = parse_operand(part, resolve)
         return operand
 
-    def _targets(self, table: object, text: str) -> list[Sym]:
+    def _targets(self, table: Any, text: str) -> list[Sym]:
         """Return the labels of a .branchtargets list."""
         if not isinstance(table, Sym) or table.name not in self.tables:
             raise PtxSyntaxError(f"no .branchtargets list for {text[:60]!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ..errors import PtxSyntaxError
 from .ir import SINK, Addr, Imm, Neg, Not, Pair, SReg, Sym, Vec
@@ -177,7 +178,7 @@ def parse_number(text: str) -> Imm | None:
     return None
 
 
-def parse_operand(text: str, resolve: Callable[[str], object]) -> object:
+def parse_operand(text: str, resolve: Callable[[str], Any]) -> Any:
     """Parse one operand; ``resolve`` maps identifiers to registers, symbols or labels."""
     text = text.strip()
     if not text:
@@ -215,7 +216,7 @@ def parse_operand(text: str, resolve: Callable[[str], object]) -> object:
     raise PtxSyntaxError(f"cannot read operand {text!r}")
 
 
-def _parse_address(text: str, resolve: Callable[[str], object]) -> Addr:
+def _parse_address(text: str, resolve: Callable[[str], Any]) -> Addr:
     """Parse ``[base+offset, more...]``."""
     if not text.endswith("]"):
         raise PtxSyntaxError(f"bad address operand {text!r}")

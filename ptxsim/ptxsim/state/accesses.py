@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,13 @@ _TWO = constant(2, "u4")
 class Accesses:
     """The part of a :class:`~.warp.Warp` that the race detector hears of."""
 
+    cta: Any
+    home: Any
+    agent: Any
+    shadows: Any
+
     def shared_read(
-        self, shadow: object, offset: np.ndarray, width: int, count: int, ins: Instr, order: Order | None = None
+        self, shadow: Any, offset: np.ndarray, width: int, count: int, ins: Instr, order: Order | None = None
     ) -> None:
         """Tell the detector about a generic read of this block's shared memory."""
         size = width * count
@@ -29,7 +35,7 @@ class Accesses:
 
     def shared_write(
         self,
-        shadow: object,
+        shadow: Any,
         offset: np.ndarray,
         width: int,
         count: int,
@@ -44,7 +50,7 @@ class Accesses:
         """
         self._write(shadow, self.cta.rank, offset, width * count, ins, order, update, stored)
 
-    def global_read(self, buffer: object, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
+    def global_read(self, buffer: Any, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
         """Tell the detector about a generic read of global memory."""
         if self.shadows is not None:
             self._read(self.shadows.of(buffer), buffer.base, offset.astype("u4"), size, ins, order)
@@ -53,7 +59,7 @@ class Accesses:
 
     def global_write(
         self,
-        buffer: object,
+        buffer: Any,
         offset: np.ndarray,
         size: int,
         ins: Instr,
@@ -67,7 +73,7 @@ class Accesses:
         elif order is not None:
             self.flags_write(buffer.base, offset, order, update)
 
-    def _read(self, shadow: object, space: int, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
+    def _read(self, shadow: Any, space: int, offset: np.ndarray, size: int, ins: Instr, order: Order | None) -> None:
         detector, place = self.cta.cluster.detector, Where(self, ins)
         for words, mask in word_runs(offset, size):
             detector.read(self.agent, shadow, words, place, mask, order.strength if order else 0)
@@ -76,7 +82,7 @@ class Accesses:
 
     def _write(
         self,
-        shadow: object,
+        shadow: Any,
         space: int,
         offset: np.ndarray,
         size: int,
@@ -115,7 +121,7 @@ class Where:
 
     __slots__ = ("ins", "warp")
 
-    def __init__(self, warp: object, ins: Instr) -> None:
+    def __init__(self, warp: Any, ins: Instr) -> None:
         self.warp, self.ins = warp, ins
 
     def __str__(self) -> str:
@@ -124,7 +130,7 @@ class Where:
     def changed(self, bad: np.ndarray, stored: tuple) -> np.ndarray:
         """Drop conflicts of a store with another warp's that stored the same value, and note them."""
         view, index, values = stored
-        same = np.ones(len(index), bool)
+        same: np.ndarray = np.ones(len(index), bool)
         for k, (value, poison) in enumerate(zip(values[::2], values[1::2], strict=True)):
             same &= (view[index + k] == value) & (True if poison is None else ~poison)
         same = np.repeat(same, bad.size // same.size).reshape(bad.shape)
@@ -139,7 +145,7 @@ def _steps(size: int) -> np.ndarray:
     return np.arange(size // 4)
 
 
-def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, object]]:
+def word_runs(offset: np.ndarray, size: int) -> list[tuple[np.ndarray, Any]]:
     """Return (word indices, byte mask) for an access of ``size`` bytes per lane."""
     words = (offset >> _TWO).astype(np.intp)
     if size < 4:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault, PoisonError, RaceError, SimError, SyncError
 from ..parsing.ir import Instr
 from ..translation.cfg import uses_defs
@@ -14,14 +17,23 @@ from .findings import Finding, Place, origins, place_of, short_name
 class Faults:
     """The part of a :class:`~.warp.Warp` that reports."""
 
-    def where(self, ins: Instr, lanes: object = None) -> str:
+    program: Any
+    launch: Any
+    cta: Any
+    index: int
+    name: Any
+    Q: list[Poison]
+    synchronisations: Any
+
+    def where(self, ins: Instr, lanes: LaneSet = None) -> str:
         """Return the place of an error: kernel, line, block, warp, lanes, instruction."""
         which = "" if lanes is None else f" lanes {list(map(int, lanes))}"
         return f"kernel {short_name(self.program.name)}, line {ins.line}, {self.name}{which}: {ins.text}\n  "
 
-    def fail(self, kind: type[SimError], ins: Instr, why: str, lanes: object = None) -> None:
+    def fail(self, kind: type[SimError], ins: Instr, why: str, lanes: LaneSet = None) -> NoReturn:
         """Raise an error of a kind at an instruction."""
-        self.launch.stop(self.finding(kind, ins, why, "", lanes), kind)
+        stop: Callable[..., NoReturn] = self.launch.stop
+        stop(self.finding(kind, ins, why, "", lanes), kind)
 
     def bend(self, rule: str, kind: type[SimError], ins: Instr, why: str) -> None:
         """Raise, or warn if the launch allows the rule to be broken."""
@@ -46,7 +58,7 @@ class Faults:
         else:
             self.launch.stop(finding, RaceError)
 
-    def finding(self, kind: type[SimError], ins: Instr, why: str, rule: str = "", lanes: object = None) -> Finding:
+    def finding(self, kind: type[SimError], ins: Instr, why: str, rule: str = "", lanes: LaneSet = None) -> Finding:
         """Return what is wrong at an instruction as an object."""
         severity = "warning" if rule in self.launch.allow else "error"
         where = [] if lanes is None else [int(lane) for lane in lanes]
@@ -57,10 +69,10 @@ class Faults:
         """Return where this warp has synchronised last."""
         return [place_of(self.program, self.program.blocks[index].instrs[0]) for index in self.synchronisations]
 
-    def _lanes(self, L: np.ndarray | None, pick: np.ndarray) -> np.ndarray:
+    def _lanes(self, L: LaneSet, pick: np.ndarray) -> np.ndarray:
         return np.flatnonzero(pick) if L is None else L[pick]
 
-    def poisoned(self, mask: np.ndarray, ins: Instr, what: str, L: np.ndarray | None) -> None:
+    def poisoned(self, mask: np.ndarray, ins: Instr, what: str, L: LaneSet) -> None:
         """Raise if any active lane's value is poison."""
         if count_nonzero(mask):
             why = f"an undefined or still pending value reaches {what}"
@@ -71,21 +83,21 @@ class Faults:
                 self.launch.stop(finding, PoisonError)
             self.launch.warn(finding)
 
-    def fault(self, ins: Instr, why: str, L: np.ndarray | None) -> None:
+    def fault(self, ins: Instr, why: str, L: LaneSet) -> None:
         """Raise a memory fault."""
         self.fail(MemoryFault, ins, why, L)
 
-    def misaligned(self, ins: Instr, a: np.ndarray, size: int, L: np.ndarray | None) -> None:
+    def misaligned(self, ins: Instr, a: np.ndarray, size: int, L: LaneSet) -> None:
         """Raise for an address that is not a multiple of the access size."""
         bad = (a & a.dtype.type(size - 1)) != 0
         first = int(a[bad][0]) if bad.any() else int(a[0])
         self.fail(MemoryFault, ins, f"address {first:#x} is misaligned for {size} bytes", self._lanes(L, bad))
 
-    def unmapped(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
+    def unmapped(self, ins: Instr, a: np.ndarray, L: LaneSet) -> None:
         """Raise for a global address in no array."""
         self.fail(MemoryFault, ins, f"global address {int(a[0]):#x} is in no array", L)
 
-    def out_of_bounds(self, ins: Instr, buffer: object, offset: np.ndarray, size: int, L: np.ndarray | None) -> None:
+    def out_of_bounds(self, ins: Instr, buffer: Any, offset: np.ndarray, size: int, L: LaneSet) -> None:
         """Raise for an access beyond an array."""
         bad = offset + offset.dtype.type(size) > buffer.size
         first = int(offset[bad][0]) if bad.any() else int(offset[0])
@@ -98,7 +110,7 @@ class Faults:
             self._lanes(L, bad),
         )
 
-    def out_of_shared(self, ins: Instr, a: np.ndarray, L: np.ndarray | None) -> None:
+    def out_of_shared(self, ins: Instr, a: np.ndarray, L: LaneSet) -> None:
         """Raise for an address outside the block's shared memory."""
         offset = a.astype("i8") - int(self.cta.shared.base)
         bad = (offset < 0) | (offset >= self.cta.shared.limit)
@@ -111,9 +123,7 @@ class Faults:
             self._lanes(L, bad),
         )
 
-    def lane_conflict(
-        self, ins: Instr, a: np.ndarray, L: np.ndarray | None, kept: np.ndarray, given: np.ndarray
-    ) -> None:
+    def lane_conflict(self, ins: Instr, a: np.ndarray, L: LaneSet, kept: np.ndarray, given: np.ndarray) -> None:
         """Report a store that left other bits in memory than some lane gave: lanes share an address."""
         code = f"u{kept.dtype.itemsize}"
         given = np.ascontiguousarray(given, kept.dtype)
@@ -124,6 +134,6 @@ class Faults:
             why = f"lanes {lanes} of one store write different values to {address:#x}"
             self.bend("lane-store", RaceError, ins, why)
 
-    def sync_error(self, ins: Instr, why: str, L: np.ndarray | None = None) -> None:
+    def sync_error(self, ins: Instr, why: str, L: LaneSet = None) -> None:
         """Raise a misuse of a synchronisation object."""
         self.fail(SyncError, ins, why, L)

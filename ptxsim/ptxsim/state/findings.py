@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ..parsing.ir import Instr, Reg, operand_regs
 from ..translation.registry import OPS
@@ -112,7 +113,7 @@ def short_name(name: str) -> str:
     return name if len(name) <= _NAME_LIMIT else name[: _NAME_LIMIT - 3] + "..."
 
 
-def place_of(program: object, ins: Instr) -> Place:
+def place_of(program: Any, ins: Instr) -> Place:
     """Return the place of an instruction."""
     return Place(ins.line, ins.text, program.source_line(ins))
 
@@ -124,7 +125,7 @@ _CLEAN = frozenset(("param", "param::entry", "const", "global"))
 _MAX_ORIGINS, _MAX_STEPS = 3, 200
 
 
-def origins(program: object, ins: Instr, registers: list[Reg], poisoned: object) -> list[Place]:
+def origins(program: Any, ins: Instr, registers: list[Reg], poisoned: Any) -> list[Place]:
     """Return where the undefined values of registers may come from, walking the text backwards.
 
     Parameters
@@ -145,7 +146,8 @@ def origins(program: object, ins: Instr, registers: list[Reg], poisoned: object)
     """
     writers = program.writers
     found: dict[int, Place] = {}
-    work, seen = [(reg.index, ins) for reg in registers], set()
+    work = [(reg.index, ins) for reg in registers]
+    seen: set[tuple[int, int]] = set()
     while work and len(found) < _MAX_ORIGINS and len(seen) < _MAX_STEPS:
         index, user = work.pop(0)
         if (index, user.number) in seen:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Part:
     banks: dict[str, list[int]] = field(default_factory=dict)
 
 
-def run(launch: object, jobs: int) -> None:
+def run(launch: Any, jobs: int) -> None:
     """Run a launch's clusters in ``jobs`` processes, and gather in ``launch`` what they have counted and found.
 
     Atomics on global memory exclude each other across the processes. The first error that a process reports is raised,
@@ -66,20 +67,20 @@ def run(launch: object, jobs: int) -> None:
     _report(launch, far, len(clusters))
 
 
-def _forking() -> multiprocessing.context.BaseContext:
+def _forking() -> multiprocessing.context.ForkContext:
     try:
         return multiprocessing.get_context("fork")
     except ValueError:
         raise SimError("jobs= needs a system whose processes can fork") from None
 
 
-def _report(launch: object, far: np.ndarray, total: int) -> None:
+def _report(launch: Any, far: np.ndarray, total: int) -> None:
     if launch.progress is not None:
         finished, steps = far.sum(0).tolist()
         launch.progress(finished, total, steps)
 
 
-def _run_part(launch: object, clusters: list) -> Part:
+def _run_part(launch: Any, clusters: list) -> Part:
     """Run clusters in this process."""
     error = None
     with warnings.catch_warnings():
@@ -100,10 +101,10 @@ def _run_part(launch: object, clusters: list) -> Part:
 
 
 def _parts(
-    context: multiprocessing.context.BaseContext, work: Callable, jobs: int, look: Callable[[], None]
+    context: multiprocessing.context.ForkContext, work: Callable, jobs: int, look: Callable[[], None]
 ) -> Iterator[Part]:
     """Start the processes, and yield what each has done once it has ended; all have ended when this does."""
-    running: dict[Connection, multiprocessing.Process] = {}
+    running: dict[Connection, multiprocessing.context.ForkProcess] = {}
     try:
         for index in range(jobs):
             mine, its = context.Pipe(duplex=False)
@@ -117,6 +118,7 @@ def _parts(
             running[mine] = process
         while running:
             for pipe in wait(list(running), _POLL):
+                assert isinstance(pipe, Connection)
                 process = running[pipe]
                 try:
                     part = pipe.recv()
@@ -133,7 +135,7 @@ def _parts(
             process.join()
 
 
-def _add(launch: object, part: Part) -> None:
+def _add(launch: Any, part: Part) -> None:
     """Add what a process has done to the launch."""
     launch.steps += part.steps
     for total, values in ((launch.counts, part.counts), (launch.traffic, part.traffic)):

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Cta:
         self.shadow = Shadow(self.shared.size // 4, block=ctaid) if self.launch.check else None
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
-        self.tmem: object = None
+        self.tmem: Any = None
         self.warps: list[Warp] = []
         threads = int(np.prod(self.launch.block))
         self.lanes = Lanes(self.shared.size) if self.launch.race_lanes else None
@@ -109,10 +110,10 @@ class Cta:
                         f" {key[1]} may still read its shared memory (no wait_group)"
                     )
                     self.launch.bend("bulk-exit", SyncError, warp, text)
-        for barrier in self.named.values():
-            if barrier.arrived:
+        for named in self.named.values():
+            if named.arrived:
                 # Legal (the hardware drops it), but worth knowing.
-                self.launch.notes.append(f"block {self.ctaid} exits with leftovers: {barrier.state()}")
+                self.launch.notes.append(f"block {self.ctaid} exits with leftovers: {named.state()}")
         for barrier in self.mbarriers.values():
             if barrier.tx:
                 raise SyncError(f"kernel {self.program.name}: block {self.ctaid} exits with {barrier.state()}")
@@ -121,7 +122,7 @@ class Cta:
 class Cluster:
     """The blocks of a cluster, which run together and share a race detector."""
 
-    def __init__(self, launch: object, index: int, ctaids: list[tuple[int, int, int]]) -> None:
+    def __init__(self, launch: Any, index: int, ctaids: list[tuple[int, int, int]]) -> None:
         self.launch, self.index = launch, index
         self.detector = launch.detector or (Detector(launch.allow) if launch.check else None)
         if self.detector:
@@ -136,7 +137,7 @@ class Cluster:
         self.warps = [w for cta in self.ctas for w in cta.warps]
         self.serial = itertools.count()
 
-    def member(self, warp: Warp, ins: object, rank: int) -> Cta:
+    def member(self, warp: Warp, ins: Any, rank: int) -> Cta:
         """Return the block of a rank; a missing or exited one is an error."""
         if rank >= len(self.ctas):
             warp.sync_error(ins, f"block rank {rank} does not exist in a cluster of {len(self.ctas)}")
@@ -169,7 +170,7 @@ class Cluster:
         self.launch.note_async(op)
         return True
 
-    def drain(self, key: object, until: Callable[[], bool]) -> None:
+    def drain(self, key: Any, until: Callable[[], bool]) -> None:
         """Finish work of one queue, in order, until a condition holds (or it is stuck)."""
         while not until() and self.progress(key):
             pass
@@ -202,7 +203,7 @@ class Cluster:
 class Launch:
     """One kernel launch: grid, memory, scheduling mode, statistics."""
 
-    def __init__(self, module: object, program: object, memory: object, params: Buffer, **options: object) -> None:
+    def __init__(self, module: Any, program: Any, memory: Any, params: Buffer, **options: Any) -> None:
         self.module, self.program, self.memory, self.params = module, program, memory, params
         self.constants: Buffer = module.constants
         self.grid, self.block, self.cluster = options["grid"], options["block"], options["cluster"]
@@ -266,7 +267,7 @@ class Launch:
         if self.keep(finding):
             warnings.warn(str(finding), StrictWarning, stacklevel=2)
 
-    def stop(self, finding: Finding, kind: type[SimError]) -> None:
+    def stop(self, finding: Finding, kind: type[SimError]) -> NoReturn:
         """Raise a finding."""
         error = kind(str(finding))
         error.finding, error.findings = finding, [*self.found.values(), finding]
@@ -278,12 +279,12 @@ class Launch:
         warp.bend(rule, kind, last, text)
 
     # ---- hooks of the statistics and the timeline ----------------------------------------------------------------
-    def note_park(self, park: object) -> None:
+    def note_park(self, park: Any) -> None:
         """A fragment starts to wait."""
         park.since = self.steps
         self.parked.append(park)
 
-    def note_wake(self, warp: Warp, park: object) -> None:
+    def note_wake(self, warp: Warp, park: Any) -> None:
         """A fragment resumes."""
         entry = self.waits.setdefault(park.name, [0, 0])
         entry[0] += 1

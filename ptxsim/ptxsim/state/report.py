@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ class BankCounter:
     def __init__(self) -> None:
         self.sites: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
 
-    def access(self, ins: object, offset: np.ndarray, size: int) -> None:
+    def access(self, ins: Any, offset: np.ndarray, size: int) -> None:
         """Record one access of ``size`` bytes per lane at byte offsets."""
         lanes = len(offset)
         per_phase = max(1, 128 // max(size, 4))
@@ -86,7 +87,7 @@ class Report:
         Per site: accesses, wavefronts, and wavefronts without conflicts.
     """
 
-    def __init__(self, launch: object) -> None:
+    def __init__(self, launch: Any) -> None:
         program = launch.program
         self.kernel = program.name
         self.steps = launch.steps

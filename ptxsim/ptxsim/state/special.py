@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import SimError
 from ..memory.spaces import SHARED_RESERVED
 
 
-def special_register(cta: object, warp: object, name: str) -> tuple[np.ndarray, bool]:
+def special_register(cta: Any, warp: Any, name: str) -> tuple[np.ndarray, bool]:
     """Return a special register's 32 values, and whether they never change."""
     launch = cta.launch
     lanes = np.arange(32, dtype="u4")
@@ -19,8 +21,8 @@ def special_register(cta: object, warp: object, name: str) -> tuple[np.ndarray, 
         values = (thread % bx, thread // bx % by, thread // (bx * by))
         return values[axis].astype("u4"), True
     if name.startswith(("%clock", "%globaltimer")):
-        wide = "u8" if name in ("%clock64", "%globaltimer") else "u4"
-        return np.full(32, launch.steps & (0xFFFFFFFFFFFFFFFF if wide == "u8" else 0xFFFFFFFF), wide), False
+        kind = "u8" if name in ("%clock64", "%globaltimer") else "u4"
+        return np.full(32, launch.steps & (0xFFFFFFFFFFFFFFFF if kind == "u8" else 0xFFFFFFFF), kind), False
     if name.startswith("%lanemask_"):
         one = np.uint64(1)
         wide = lanes.astype("u8")
@@ -37,7 +39,7 @@ def special_register(cta: object, warp: object, name: str) -> tuple[np.ndarray, 
     return np.full(32, _uniform(cta, warp, name, axis), "u8" if name == "%gridid" else "u4"), True
 
 
-def _uniform(cta: object, warp: object, name: str, axis: int) -> int:
+def _uniform(cta: Any, warp: Any, name: str, axis: int) -> int:
     """Return a special register that is the same in all lanes."""
     launch, cluster = cta.launch, cta.launch.cluster
     grid = launch.grid

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import numpy as np
 
+from ..arithmetic.numeric import LaneSet
 from ..errors import MemoryFault, SimError
 from ..memory.spaces import RANK_SHIFT, SHARED_RESERVED, Local
 from ..parsing.ir import Imm, Instr
@@ -25,7 +27,7 @@ class Fragment:
 
     __slots__ = ("block", "deferred", "lanes", "last_wait", "park", "spins", "waiting")
 
-    def __init__(self, block: int, lanes: np.ndarray | None) -> None:
+    def __init__(self, block: int, lanes: LaneSet) -> None:
         self.block, self.lanes = block, lanes
         self.park: Park | None = None
         self.waiting = False
@@ -41,7 +43,7 @@ class Fragment:
 class Warp(Faults, Accesses):
     """32 lanes in execution. Generated code reaches everything through this object."""
 
-    def __init__(self, cta: object, index: int, lanes: int) -> None:
+    def __init__(self, cta: Any, index: int, lanes: int) -> None:
         self.cta, self.index = cta, index
         self.home = cta
         self.program = cta.program
@@ -61,7 +63,7 @@ class Warp(Faults, Accesses):
         detector = cta.cluster.detector
         self.agent = detector.new_agent(self.name, True, cta, self) if detector else 0
         self._special: dict[str, np.ndarray] = {}
-        self.wgmma_state: object = None
+        self.wgmma_state: Any = None
         self.state: dict = {}
         self.synchronisations: list[int] = []
         self.epoch = next(cta.launch.epochs)
@@ -272,7 +274,7 @@ class Warp(Faults, Accesses):
         """Return the address of a variable as the kernel's instructions see it."""
         return self.cta.symbol(name) + offset
 
-    def lane_bits(self, L: np.ndarray | None) -> int:
+    def lane_bits(self, L: LaneSet) -> int:
         """Return the active lanes as a bit mask."""
         return 0xFFFFFFFF if L is None else sum(1 << int(lane) for lane in L)
 
@@ -280,12 +282,12 @@ class Warp(Faults, Accesses):
         """Return the lanes that have not exited, as a bit mask."""
         return functools.reduce(operator.or_, (self.lane_bits(f.lanes) for f in self.fragments), 0)
 
-    def width(self, L: np.ndarray | None) -> int:
+    def width(self, L: LaneSet) -> int:
         """Return the number of active lanes."""
         return 32 if L is None else len(L)
 
     def remote_shared(
-        self, ins: Instr, a: np.ndarray, L: np.ndarray | None, function: object, extra: tuple, outputs: int
+        self, ins: Instr, a: np.ndarray, L: LaneSet, function: Any, extra: tuple, outputs: int
     ) -> tuple | None:
         """Run a shared access whose lanes address other blocks of the cluster."""
         ranks = (a - np.uint32(SHARED_RESERVED)) >> np.uint32(RANK_SHIFT)

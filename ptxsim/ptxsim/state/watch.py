@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Watch:
     block: tuple[int, ...] | None = None
     accesses: list[Access] = field(default_factory=list)
 
-    def attach(self, launch: object) -> None:
+    def attach(self, launch: Any) -> None:
         """Let the detectors of a launch tell this watchpoint of accesses."""
         self.accesses.clear()
         wanted = None
@@ -60,7 +61,7 @@ class Watch:
             raise ValueError("watching shared memory needs check=True")
         low, high = self.offset // 4, -(-(self.offset + self.size) // 4)
 
-        def tell(shadow: Shadow, words: np.ndarray, where: object, verb: str) -> None:
+        def tell(shadow: Shadow, words: np.ndarray, where: Any, verb: str) -> None:
             warp = where.warp
             if shadow is not wanted if wanted is not None else shadow.name or shadow.columns:
                 return

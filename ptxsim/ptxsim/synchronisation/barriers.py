@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from ..arithmetic.numeric import LaneSet
 from ..errors import SyncError
 
 _MAX_COUNT = (1 << 20) - 1
@@ -17,7 +19,7 @@ class MBarrier:
     ``phase`` counts completed phases; ``pending`` arrivals and ``tx`` bytes are outstanding in the current one.
     """
 
-    def __init__(self, cta: object, offset: int, count: int) -> None:
+    def __init__(self, cta: Any, offset: int, count: int) -> None:
         if not 1 <= count <= _MAX_COUNT:
             raise SyncError(f"mbarrier count {count} is outside 1..2^20-1")
         self.cta, self.offset = cta, offset
@@ -126,7 +128,7 @@ class NamedBarrier:
     have come counts 32 threads.
     """
 
-    def __init__(self, cta: object, index: int) -> None:
+    def __init__(self, cta: Any, index: int) -> None:
         self.cta, self.index = cta, index
         self.generation = 0
         self.expected: int | None = None
@@ -146,12 +148,12 @@ class NamedBarrier:
         """Return how many threads have arrived."""
         return sum(32 if self.whole(self.cta.warps[w]) else n.bit_count() for w, n in self.arrived.items())
 
-    def whole(self, warp: object) -> bool:
+    def whole(self, warp: Any) -> bool:
         """Tell whether all live lanes of a warp have arrived."""
         bits = self.arrived.get(warp.index, 0)
         return bits == 0xFFFFFFFF or (bits != 0 and warp.live_bits() & ~bits == 0)
 
-    def arrive(self, warp: object, threads: int | None, lanes: object, fail: Callable) -> int:
+    def arrive(self, warp: Any, threads: int | None, lanes: LaneSet, fail: Callable) -> int:
         """Count the arrival of lanes of a warp and return its generation.
 
         Parameters
@@ -203,7 +205,7 @@ class NamedBarrier:
         """Tell whether a generation is over."""
         return self.generation > generation
 
-    def acquire(self, warp: object, generation: int) -> None:
+    def acquire(self, warp: Any, generation: int) -> None:
         """Give a waiter what the arrivals published."""
         detector = self.cta.cluster.detector
         if detector and generation in self.snapshots:
@@ -213,7 +215,7 @@ class NamedBarrier:
 class ClusterBarrier:
     """``barrier.cluster``: every live thread of the cluster arrives, then waits."""
 
-    def __init__(self, cluster: object) -> None:
+    def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
         self.generation = 0
         self.arrived: set[tuple[int, int]] = set()
@@ -226,7 +228,7 @@ class ClusterBarrier:
         names = ", ".join(f"block rank {rank} warp {index}" for rank, index in missing[:8])
         return f"cluster barrier: {len(self.arrived)} warps arrived, {len(missing)} missing ({names})"
 
-    def arrive(self, warp: object, release: bool, fail: Callable) -> int:
+    def arrive(self, warp: Any, release: bool, fail: Callable) -> int:
         """Count a warp's arrival and return its generation."""
         key = (warp.cta.rank, warp.index)
         if key in self.arrived:

@@ -11,6 +11,8 @@ holds a second V, P and G in which the broken ones order, too, and
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..rules import CLOCKED
@@ -37,8 +39,8 @@ class Clocks:
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         self.allow = allow
         self.names: list[str] = []
-        self.homes: list[object] = []
-        self.warps: list[object] = []
+        self.homes: list[Any] = []
+        self.warps: list[Any] = []
         self.fenced: set[int] = set()
         self.generic = np.zeros(64, bool)
         self.soft = np.zeros(64, bool)
@@ -47,7 +49,7 @@ class Clocks:
         self.loose_T = self.T.copy()
         self.new_agent("initial state", False)
 
-    def new_agent(self, name: str, generic: bool, home: object = None, warp: object = None, soft: bool = False) -> int:
+    def new_agent(self, name: str, generic: bool, home: Any = None, warp: Any = None, soft: bool = False) -> int:
         """Add an agent and return its number.
 
         Parameters

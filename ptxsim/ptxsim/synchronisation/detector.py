@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Detector(Clocks):
 
     # ---- generic accesses --------------------------------------------------------------------------------------
     def read(
-        self, agent: int, shadow: Shadow, words: np.ndarray, where: object, mask: object = 15, strength: int = 0
+        self, agent: int, shadow: Shadow, words: np.ndarray, where: Any, mask: np.ndarray | int = 15, strength: int = 0
     ) -> None:
         """Check and record a read by a warp; a strong one does not conflict with strong writes."""
         row = self.V[agent]
@@ -61,8 +62,8 @@ class Detector(Clocks):
         agent: int,
         shadow: Shadow,
         words: np.ndarray,
-        where: object,
-        mask: object = 15,
+        where: Any,
+        mask: np.ndarray | int = 15,
         strength: int = 0,
         stored: tuple | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class Detector(Clocks):
             view = self.generic_view(agent)
             self._against_writes(agent, shadow, words, view, where, "writes", mask, strength, stored)
         self._against_reads(agent, shadow, words, where, mask, strength, row)
-        if mask.__class__ is int:
+        if isinstance(mask, int):
             if shadow.partial:
                 shadow.mask[words] = mask
         else:
@@ -83,7 +84,7 @@ class Detector(Clocks):
             shadow.update(agent, words, row[agent])
 
     def _wrote(
-        self, agent: int, shadow: Shadow, words: np.ndarray, clock: int, where: object, strength: int, verb: str
+        self, agent: int, shadow: Shadow, words: np.ndarray, clock: int, where: Any, strength: int, verb: str
     ) -> None:
         shadow.writer[words] = agent
         shadow.clock[words] = clock
@@ -103,7 +104,7 @@ class Detector(Clocks):
         words: np.ndarray,
         reader: int,
         clock: int,
-        where: object,
+        where: Any,
     ) -> None:
         """Check a read by the asynchronous proxy against a view, and record it for later writers.
 
@@ -139,7 +140,7 @@ class Detector(Clocks):
         shadow: Shadow,
         words: np.ndarray,
         writer: int,
-        where: object,
+        where: Any,
         strength: int = 0,
     ) -> None:
         """Check a write by the asynchronous proxy and mark the words as being written by agent ``writer``.
@@ -159,13 +160,13 @@ class Detector(Clocks):
             shadow.update(writer, words, PENDING)
 
     def tensor_read(
-        self, agent: int, view: View, shadow: Shadow, words: np.ndarray, reader: int, clock: int, where: object
+        self, agent: int, view: View, shadow: Shadow, words: np.ndarray, reader: int, clock: int, where: Any
     ) -> None:
         """Check and record a tensor-memory read by one of a warp's asynchronous agents."""
         self.async_read(agent, view, shadow, words, reader, clock, where)
 
     def tensor_write(
-        self, agent: int, view: View, shadow: Shadow, words: np.ndarray, writer: int, clock: int, where: object
+        self, agent: int, view: View, shadow: Shadow, words: np.ndarray, writer: int, clock: int, where: Any
     ) -> None:
         """Check and record a tensor-memory write that its agent finishes at ``clock``."""
         verb = "(asynchronously) writes"
@@ -175,7 +176,7 @@ class Detector(Clocks):
         self._wrote(writer, shadow, words, clock, where, 0, verb)
 
     def tensor_write_box(
-        self, agent: int, view: View, shadow: Shadow, box: Box, writer: int, clock: int, where: object
+        self, agent: int, view: View, shadow: Shadow, box: Box, writer: int, clock: int, where: Any
     ) -> None:
         """Do as tensor_write for a block of lanes and columns: faster, as long as nothing conflicts."""
         late = shadow.row_tops > view.clocks[shadow.row_agents]
@@ -214,9 +215,9 @@ class Detector(Clocks):
         shadow: Shadow,
         words: np.ndarray,
         view: View,
-        where: object,
+        where: Any,
         verb: str,
-        mask: object = 15,
+        mask: np.ndarray | int = 15,
         strength: int = 0,
         stored: tuple | None = None,
     ) -> None:
@@ -274,8 +275,8 @@ class Detector(Clocks):
         agent: int,
         shadow: Shadow,
         words: np.ndarray,
-        where: object,
-        mask: object,
+        where: Any,
+        mask: np.ndarray | int,
         strength: int,
         row: np.ndarray,
         view: View | None = None,
@@ -285,26 +286,26 @@ class Detector(Clocks):
         late = shadow.row_tops > row[shadow.row_agents]
         if not count_nonzero(late):
             return
-        late = np.flatnonzero(late)
-        clocks, agents = np.stack([shadow.reads[i][0][words] for i in late]), shadow.row_agents[late]
+        rows = np.flatnonzero(late)
+        clocks, agents = np.stack([shadow.reads[i][0][words] for i in rows]), shadow.row_agents[rows]
         if not count_nonzero(clocks > row[agents][:, None]):
             return
 
         def find(known: np.ndarray, loosely: bool) -> Conflict | None:
             bad = clocks > known[agents][:, None]
             if strength:
-                bad &= ~shadow.strong_rows[late, None]
+                bad &= ~shadow.strong_rows[rows, None]
             if not isinstance(mask, int):
-                bad &= (shadow.row_masks[late, None] & mask) != 0
+                bad &= (shadow.row_masks[rows, None] & mask) != 0
             if not bad.any():
                 return None
             hit, at = np.argwhere(bad)[0]
             word = int(np.asarray(words).reshape(-1)[at])
-            return Conflict(word, int(agents[hit]), int(shadow.reads[late[hit]][1][word]), "a read")
+            return Conflict(word, int(agents[hit]), int(shadow.reads[rows[hit]][1][word]), "a read")
 
         self._judge(find, agent, shadow, view or self.generic_view(agent), where, verb)
 
-    def _judge(self, find: Callable, agent: int, shadow: Shadow, view: View, where: object, verb: str) -> None:
+    def _judge(self, find: Callable, agent: int, shadow: Shadow, view: View, where: Any, verb: str) -> None:
         """Report a conflict: an error, or what only a broken rule orders."""
         conflict = find(view.clocks, False)
         if conflict is None:

@@ -6,6 +6,8 @@ asynchronously, are told apart. It costs four bytes per word and reading warp.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..memory.im2col import Column
@@ -16,11 +18,11 @@ from .shadow import Shadow
 class GlobalShadows:
     """Shadow memory of the arrays that one launch touches."""
 
-    def __init__(self, memory: object) -> None:
+    def __init__(self, memory: Any) -> None:
         self.memory = memory
-        self.shadows: dict[int, tuple[object, Shadow]] = {}
+        self.shadows: dict[int, tuple[Any, Shadow]] = {}
 
-    def of(self, buffer: object) -> Shadow:
+    def of(self, buffer: Any) -> Shadow:
         """Return an array's shadow."""
         found = self.shadows.get(id(buffer))
         if found is None:

@@ -7,8 +7,11 @@ may read or write. It knows loads and stores, byte by byte; any step of the warp
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ..arithmetic.numeric import LaneSet
 from ..parsing.ir import Instr
 
 _NOBODY = -1
@@ -22,7 +25,7 @@ class Lanes:
         self.writer, self.site = np.full(size, _NOBODY, np.int8), np.full(size, -1, np.int32)
         self.readers = np.zeros(size, np.uint32)
 
-    def read(self, W: object, ins: Instr, offset: np.ndarray, size: int, L: np.ndarray | None) -> None:
+    def read(self, W: Any, ins: Instr, offset: np.ndarray, size: int, L: LaneSet) -> None:
         """Check and record a load of ``size`` bytes a lane."""
         at, lane = _bytes(offset, size), _lanes(L)
         bad = (self.written[at] == W.epoch) & (self.writer[at] != lane)
@@ -32,7 +35,7 @@ class Lanes:
         self.read_in[at] = W.epoch
         np.bitwise_or.at(self.readers, at, _bit(lane))
 
-    def write(self, W: object, ins: Instr, offset: np.ndarray, size: int, L: np.ndarray | None) -> None:
+    def write(self, W: Any, ins: Instr, offset: np.ndarray, size: int, L: LaneSet) -> None:
         """Check and record a store of ``size`` bytes a lane."""
         at, lane = _bytes(offset, size), _lanes(L)
         bad = (self.written[at] == W.epoch) & (self.writer[at] != lane)
@@ -44,7 +47,7 @@ class Lanes:
         self.written[at], self.writer[at], self.site[at] = W.epoch, lane, ins.number
 
     def _report(
-        self, W: object, ins: Instr, at: np.ndarray, lane: np.ndarray, bad: np.ndarray, verb: str, did: str
+        self, W: Any, ins: Instr, at: np.ndarray, lane: np.ndarray, bad: np.ndarray, verb: str, did: str
     ) -> None:
         row, column = np.argwhere(bad)[0]
         byte, mine = int(at[row, column]), int(lane[row, 0])
@@ -60,7 +63,7 @@ def _bytes(offset: np.ndarray, size: int) -> np.ndarray:
     return offset[:, None].astype(np.intp) + np.arange(size)
 
 
-def _lanes(L: np.ndarray | None) -> np.ndarray:
+def _lanes(L: LaneSet) -> np.ndarray:
     return np.arange(32)[:, None] if L is None else np.asarray(L)[:, None]
 
 

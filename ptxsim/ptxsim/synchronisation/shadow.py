@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -115,7 +116,7 @@ class Shadow:
             self.row_tops = np.append(self.row_tops, np.uint32(0))
         return index
 
-    def update(self, agent: int, words: np.ndarray, clock: object) -> None:
+    def update(self, agent: int, words: np.ndarray, clock: Any) -> None:
         """Remember a strong write."""
         self.count += 1
         clocks, counts = self.updates.setdefault(agent, np.zeros((2, len(self.clock)), np.uint32))
@@ -123,7 +124,7 @@ class Shadow:
         self._hide(agent, clock)
         counts[words] = PENDING if clock == PENDING else self.count
 
-    def observe(self, agent: int, words: np.ndarray, clock: object) -> None:
+    def observe(self, agent: int, words: np.ndarray, clock: Any) -> None:
         """Remember that an agent has seen the strong writes to words so far."""
         counts, clocks = self.observed.setdefault(agent, np.zeros((2, len(self.clock)), np.uint32))
         counts[words], clocks[words] = self.count, clock

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
 
@@ -34,13 +35,13 @@ class Published:
     """What a warp of a block has published at an address within a scope (``loosely``: by breaking a rule)."""
 
     scope: str
-    cta: object
+    cta: Any
     store: list
     agent: int
     loosely: bool = False
 
 
-def includes(scope: str, mine: object, other: object) -> bool:
+def includes(scope: str, mine: Any, other: Any) -> bool:
     """Tell whether a scope around block ``mine`` includes block ``other``."""
     if scope == "cta":
         return mine is other
@@ -50,11 +51,11 @@ def includes(scope: str, mine: object, other: object) -> bool:
 class Flags:
     """The published clocks of one detector, and the fences of its warps."""
 
-    def __init__(self, detector: object) -> None:
+    def __init__(self, detector: Any) -> None:
         self.detector = detector
         self.places: dict[tuple, list[Published]] = {}
         self.fences: dict[int, tuple[str, list]] = {}
-        self.pending: dict[int, list[tuple[object, list]]] = {}
+        self.pending: dict[int, list[tuple[Any, list]]] = {}
 
     def matter(self, agent: int, order: Order, reduction: bool) -> bool:
         """Tell whether a write or atomic of a warp can order anything, or end what does."""
@@ -62,7 +63,7 @@ class Flags:
             return True
         return not reduction and bool(self.places)
 
-    def fence(self, agent: int, cta: object, acquire: bool, release: bool, scope: str) -> None:
+    def fence(self, agent: int, cta: Any, acquire: bool, release: bool, scope: str) -> None:
         """Execute a fence of a warp."""
         if acquire and agent in self.pending:
             later = []
@@ -81,7 +82,7 @@ class Flags:
         known = self.fences.get(agent)
         return known[1] if known and SCOPES.index(known[0]) >= SCOPES.index(scope) else []
 
-    def found(self, agent: int, writer: object, store: list) -> None:
+    def found(self, agent: int, writer: Any, store: list) -> None:
         """Keep what a relaxed read found, published by a block, for the warp's next fence."""
         for known, kept in self.pending.setdefault(agent, []):
             if known is writer:
@@ -89,7 +90,7 @@ class Flags:
                 return
         self.pending[agent].append((writer, [each.copy() for each in store]))
 
-    def read(self, agent: int, cta: object, keys: Iterable[tuple], order: Order) -> None:
+    def read(self, agent: int, cta: Any, keys: Iterable[tuple], order: Order) -> None:
         """Join what was published at addresses, at once or from the next fence on."""
         for key in set(keys):
             for each in self.places.get(key, ()):
@@ -103,7 +104,7 @@ class Flags:
                 if "relaxed-order" in self.detector.allow:
                     self.detector.acquire_loosely(agent, each.store)
 
-    def write(self, agent: int, cta: object, keys: Iterable[tuple], order: Order, update: bool) -> None:
+    def write(self, agent: int, cta: Any, keys: Iterable[tuple], order: Order, update: bool) -> None:
         """Publish at addresses; ``update`` tells a read-modify-write."""
         scope, store, new = order.scope, [], []
         if order.release:

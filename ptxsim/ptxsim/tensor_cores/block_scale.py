@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -79,7 +80,9 @@ _FRACTIONS = (np.arange(256, dtype="u1") & np.uint8(127)).view(ml_dtypes.float8_
 class ScaledMma(Mma):
     """A block-scaled MMA."""
 
-    def _descriptor(self) -> InstructionDescriptor:
+    desc: ScaledDescriptor
+
+    def _descriptor(self) -> ScaledDescriptor:
         return decode_scaled_descriptor(self.operands.idesc, self.form.kind, self.form.group, self.form.vectors)
 
     def _more_regions(self) -> list[Region]:
@@ -116,9 +119,7 @@ class ScaledMma(Mma):
             defined.append(~((a_bad[rows] | left_bad)[:, None] | (b_bad | right_bad)[None, :]))
         return np.concatenate(results), np.concatenate(defined)
 
-    def _scales(
-        self, tmem: TensorMemory, lanes: np.ndarray, columns: object, first: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _scales(self, tmem: TensorMemory, lanes: np.ndarray, columns: Any, first: int) -> tuple[np.ndarray, np.ndarray]:
         """Return scale factors [rows, blocks along K], and which rows' are undefined."""
         cells = np.ascontiguousarray(tmem.cells[lanes, columns]).view("u1").reshape(-1, 4)
         codes = cells[:, first : first + self.form.vectors]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..arithmetic.formats import to_f16
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault
 from ..memory.spaces import GENERIC_BASE
 from ..parsing.ir import Instr, Vec
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 from .operand import widen
 
-Ctx = "the executing warp (see warp.Warp)"
 
-
-def _row_chunks(W: Ctx, ins: Instr, L: object, a: np.ndarray, qa: object, rows: int) -> np.ndarray:
+def _row_chunks(W: Warp, ins: Instr, L: LaneSet, a: np.ndarray, qa: Poison, rows: int) -> np.ndarray:
     """Return the 16-byte chunk index of every row address."""
     if L is not None:
         W.sync_error(ins, "an .aligned matrix instruction needs all 32 lanes of the warp", L)
@@ -75,7 +75,7 @@ def _ldmatrix(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if small:
         return cg.call(_byte_loader(ins, count), [(address, _address(mods, ins))], [(item, "b32") for item in items])
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         a = window(a)
         chunks = _row_chunks(W, ins, L, a, qa, 8 * count)
         cta = W.cta
@@ -115,13 +115,13 @@ def _byte_loader(ins: Instr, count: int) -> Callable:
         parts = data.reshape(count, 4, 4, 2, 8).transpose(0, 3, 4, 1, 2)  # matrix, half, g, c, byte
         return np.ascontiguousarray(parts).reshape(count, 2, 32, 4)
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object) -> tuple:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> tuple:
         chunks = _row_chunks(W, ins, L, window(a), qa, 16 * count)
         shared, shadow = W.cta.shared, W.cta.shadow
         if shadow is not None:
             W.shared_read(shadow, (chunks << 4).astype("u4"), 4, 4, ins)
         values = split(shared.chunks[chunks].view("u1")).view("u4")[..., 0]
-        bad = split(shared.chunk_init[chunks].view("u1") != 1).any(-1)
+        bad = np.any(split(shared.chunk_init[chunks].view("u1") != 1), axis=-1)
         W.traffic[0] += 256 * count
         parts = [(values[m, h], bad[m, h] if bad[m, h].any() else None) for m in range(count) for h in range(2)]
         return tuple(x for part in parts for x in part)
@@ -139,13 +139,13 @@ def _stmatrix(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
     arrange = _bytes_to_rows if small else transpose8
 
-    def run(W: Ctx, L: object, a: np.ndarray, qa: object, *values: object) -> None:
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> None:
         a = window(a)
         chunks = _row_chunks(W, ins, L, a, qa, 8 * count)
         cta = W.cta
         data = np.stack(values[::2]).reshape(count, 8, 4)
         data = arrange(data) if transposed else data
-        defined = np.full((count * 8, 4), 0x01010101, "u4")
+        defined: np.ndarray = np.full((count * 8, 4), 0x01010101, "u4")
         if any(poison is not None for poison in values[1::2]):
             words = [np.where(np.zeros(32, bool) if q is None else q, 0, 0x01010101) for q in values[1::2]]
             defined = np.stack(words).astype("u4").reshape(count, 8, 4)
@@ -181,7 +181,7 @@ def _movmatrix(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.type("b16")
     dst, a = mods.args(2)
 
-    def run(W: Ctx, L: object, v: np.ndarray, q: object) -> tuple:
+    def run(W: Warp, L: LaneSet, v: np.ndarray, q: Poison) -> tuple:
         poison = None if q is None else np.full(32, bool(q.any()))
         return transpose8(v.reshape(1, 8, 4)).reshape(32), poison
 
@@ -228,11 +228,11 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if counts != [form.outputs, form.a_count, form.b_count, form.outputs]:
         mods.fail(f"takes {form.outputs}, {form.a_count}, {form.b_count} and {form.outputs} registers, has {counts}")
 
-    def run(W: Ctx, L: object, *values: object) -> tuple:
+    def run(W: Warp, L: LaneSet, *values: Any) -> tuple:
         if L is not None:
             W.sync_error(ins, "mma needs all 32 lanes of the warp", L)
         W.launch.counters[f"flops mma {kind_a}"] += 2 * rows * 8 * depth
-        return form.multiply(values[::2], values[1::2])
+        return form.multiply(list(values[::2]), list(values[1::2]))
 
     wide = "b64" if kind_a == "f64" else "b32"
     sources = [(v, wide) for v in (*a.items, *b.items, *c.items)]
@@ -302,6 +302,6 @@ class _MmaForm:
         a, b = (np.stack(known[k], 1)[..., None] for k in (slice(na), slice(na, na + nb)))
         c = np.stack(known[na + nb :], 1)
         c = c.repeat(2, axis=1) if self.out == "f16" else c
-        bad = self._a(a).any(1)[:, None] | self._b(b).any(0)[None, :] | self._c(c)
+        bad = np.any(self._a(a), axis=1)[:, None] | np.any(self._b(b), axis=0)[None, :] | self._c(c)
         lanes = bad.reshape(self.rows // 8, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, -1)
         return lanes.reshape(32, -1, 2).any(2) if self.out == "f16" else lanes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -98,7 +99,7 @@ def placed(layout: SmemLayout, mn_major: bool, mn: int, depth: int, bits: int) -
     return plan[0] + base, plan[1] + 4 * base
 
 
-def fetch(memory: object, chunks: np.ndarray, mn_major: bool, kind: str) -> tuple[np.ndarray, np.ndarray | None]:
+def fetch(memory: Any, chunks: np.ndarray, mn_major: bool, kind: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the operand as a float matrix [mn, k], and per row whether any of it is poison (None: clean)."""
     raw = memory.chunks[chunks]
     defined = memory.chunk_init[chunks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Flight:
 
     clock: int
     name: str
-    key: object
+    key: Any
     regions: list[Region]
 
 
@@ -68,7 +69,7 @@ class Pipe:
             names = ("tcgen05 pipe", "tcgen05.ld", "tcgen05.st")
             self.agents = tuple(detector.new_agent(f"{name} of {W.name}", False) for name in names)
 
-    def launch(self, W: Warp, ins: Instr, name: str, key: object, regions: list[Region]) -> None:
+    def launch(self, W: Warp, ins: Instr, name: str, key: Any, regions: list[Region]) -> None:
         """Check a new operation (number ``issued``) against those in flight that nothing orders before it."""
         detector = W.cta.cluster.detector
         if not detector:

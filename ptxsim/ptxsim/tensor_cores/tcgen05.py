@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def decode_instruction_descriptor(bits: int, kind: str, group: int, ws: bool) ->
             raise DescriptorError(f"instruction descriptor {bits:#010x}: {why}")
 
     refuse(bits & 0b111 != 0, "sparsity bits 0-2 are set in a dense MMA")
-    refuse(bits >> 3 & 1 and kind != "i8", "bit 3 (saturate) is for .kind::i8 only")
+    refuse(bits >> 3 & 1 == 1 and kind != "i8", "bit 3 (saturate) is for .kind::i8 only")
     for position in (6, 23, 29):
         refuse(bits >> position & 1 == 1, f"reserved bit {position} is set")
     refuse(bits >> 30 != 0 and not ws, "bits 30-31 (maximum shift) are for .ws only")
@@ -109,7 +110,7 @@ def decode_instruction_descriptor(bits: int, kind: str, group: int, ws: bool) ->
     )
 
 
-def _check_shape(m: int, n: int, kind: str, group: int, ws: bool, refuse: object) -> None:
+def _check_shape(m: int, n: int, kind: str, group: int, ws: bool, refuse: Any) -> None:
     """Check M and N against ISA table 39."""
     if ws:
         refuse(group != 1, ".ws needs .cta_group::1")

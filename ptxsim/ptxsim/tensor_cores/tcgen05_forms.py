@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import SyncError
 from ..parsing.ir import Addr, Imm, Instr, Reg, Vec
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 from . import block_scale, tmem_access, tmem_alloc, tmem_copy, umma
@@ -14,7 +17,6 @@ from .tcgen05 import DENSE
 from .tmem import SHAPES
 from .wgmma_forms import direct
 
-Ctx = "the executing warp (see warp.Warp)"
 _COLLECTIVE = ("alloc", "dealloc", "relinquish_alloc_permit", "ld", "st", "wait::ld", "wait::st")
 
 
@@ -57,7 +59,7 @@ def _tcgen05(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return table[kind](cg, ins, mods, kind)
 
 
-def values(cg: Codegen, function: object, sources: list[tuple]) -> None:
+def values(cg: Codegen, function: Any, sources: list[tuple]) -> None:
     """Emit ``function(W, L, value, poison, ...)`` which may park."""
     names = []
     for operand, type_name in sources:
@@ -72,7 +74,7 @@ def values(cg: Codegen, function: object, sources: list[tuple]) -> None:
     cg.line(f"if {result}.__class__ is Park: return {result}")
 
 
-def uniform(W: Ctx, ins: Instr, L: object, pairs: tuple, what: str) -> list:
+def uniform(W: Warp, ins: Instr, L: LaneSet, pairs: tuple, what: str) -> list:
     """Return lane 0's values; poison is an error."""
     for q in pairs[1::2]:
         if q is not None:
@@ -80,7 +82,7 @@ def uniform(W: Ctx, ins: Instr, L: object, pairs: tuple, what: str) -> list:
     return [v[0] for v in pairs[::2]]
 
 
-def same(W: Ctx, ins: Instr, L: object, pairs: tuple, what: str) -> list:
+def same(W: Warp, ins: Instr, L: LaneSet, pairs: tuple, what: str) -> list:
     """Return the value that all lanes give."""
     for v in pairs[::2]:
         if count_nonzero(v != v[0]):
@@ -96,7 +98,7 @@ def _alloc(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     mods.type("b32")
     address, columns = mods.args(2)
 
-    def run(W: Ctx, L: object, *pairs: object) -> object:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> Any:
         at, count = same(W, ins, L, pairs, "the operand of tcgen05.alloc")
         return tmem_alloc.alloc(W, ins, L, group, int(at), int(count))
 
@@ -110,7 +112,7 @@ def _dealloc(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     mods.type("b32")
     address, columns = mods.args(2)
 
-    def run(W: Ctx, L: object, *pairs: object) -> object:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> Any:
         at, count = same(W, ins, L, pairs, "the operand of tcgen05.dealloc")
         return tmem_alloc.dealloc(W, ins, L, group, int(at), int(count))
 
@@ -148,7 +150,7 @@ def _ld_st(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
         mods.fail(f"shape .{shape}.x{count} takes {per_rep * count} registers")
     function = tmem_access.load if kind == "ld" else tmem_access.store
 
-    def run(W: Ctx, L: object, taddr: np.ndarray, q: object) -> None:
+    def run(W: Warp, L: LaneSet, taddr: np.ndarray, q: Poison) -> None:
         if q is not None:
             W.poisoned(q, ins, "a tensor-memory address", L)
         function(W, ins, L, taddr, items, shape, count, split, packed)
@@ -156,7 +158,7 @@ def _ld_st(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     values(cg, run, [(address, "addr32")])
 
 
-def single(W: Ctx, ins: Instr, L: object, what: str) -> None:
+def single(W: Warp, ins: Instr, L: LaneSet, what: str) -> None:
     """Raise (or warn) unless one thread issues."""
     count = W.width(L)
     if count != 1:
@@ -194,7 +196,7 @@ def _dense_mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.fail(".ashift needs A in tensor memory, and not .ws")
     form = umma.Form(mma_kind, group, ws, in_tmem, ashift, scale)
 
-    def run(W: Ctx, L: object, *pairs: object) -> None:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.mma")
         single(W, ins, L, "tcgen05.mma")
         for lane in range(len(pairs[0])):
@@ -221,7 +223,7 @@ def _scaled_mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     in_tmem = isinstance(a, Addr)
     form = umma.Form(mma_kind, group, False, in_tmem, vectors=block_scale.VECTORS[mma_kind, vector])
 
-    def run(W: Ctx, L: object, *pairs: object) -> None:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.mma")
         single(W, ins, L, "tcgen05.mma")
         for lane in range(len(pairs[0])):
@@ -255,7 +257,7 @@ def _commit(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     mods.type("b64")
     address, *mask = mods.args(2 if multicast else 1)
 
-    def run(W: Ctx, L: object, *pairs: object) -> None:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.commit")
         single(W, ins, L, "tcgen05.commit")
         for lane in range(len(pairs[0])):
@@ -274,7 +276,7 @@ def _cp(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     source = mods.choose(*tmem_copy.FORMATS) if mods.flag("b8x16") else ""
     address, desc = mods.args(2)
 
-    def run(W: Ctx, L: object, *pairs: object) -> None:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.cp")
         single(W, ins, L, "tcgen05.cp")
         for lane in range(len(pairs[0])):
@@ -289,7 +291,7 @@ def _shift(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
     mods.choose("down")
     (address,) = mods.args(1)
 
-    def run(W: Ctx, L: object, *pairs: object) -> None:
+    def run(W: Warp, L: LaneSet, *pairs: Any) -> None:
         uniform(W, ins, L, pairs, "an operand of tcgen05.shift")
         single(W, ins, L, "tcgen05.shift")
         for at in pairs[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ SHAPES = {"32x32b": (1, 128), "16x64b": (1, 128), "16x128b": (2, 64), "16x256b":
 class TensorMemory:
     """Cells, definedness and allocations."""
 
-    def __init__(self, cta: object, first: int = 0) -> None:
+    def __init__(self, cta: Any, first: int = 0) -> None:
         self.cta = cta
         self.cells = np.full((LANES, COLUMNS), 0xFFFFFFFF, "u4")
         self.defined = np.zeros((LANES, COLUMNS), bool)
@@ -116,7 +117,7 @@ def fragment(shape: str, count: int, split: int, packed: bool) -> tuple[np.ndarr
     return lane, column
 
 
-def tmem_of(cta: object) -> TensorMemory:
+def tmem_of(cta: Any) -> TensorMemory:
     """Return a block's tensor memory, made on first use."""
     if cta.tmem is None:
         cta.tmem = TensorMemory(cta, cta.launch.tmem_base)

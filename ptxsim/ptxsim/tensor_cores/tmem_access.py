@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, count_nonzero
 from ..errors import MemoryFault, PoisonError, SyncError
 from ..parsing.ir import Instr, Reg
 from ..state.accesses import Where
@@ -23,7 +23,7 @@ def _columns(shape: str, count: int, split: int, packed: bool) -> np.ndarray:
 
 
 def cells_of(
-    W: Warp, ins: Instr, L: object, taddr: np.ndarray, shape: str, count: int, split: int, packed: bool
+    W: Warp, ins: Instr, L: LaneSet, taddr: np.ndarray, shape: str, count: int, split: int, packed: bool
 ) -> tuple[TensorMemory, np.ndarray]:
     """Return tensor memory and the flat cell index [registers, 32, cells] of a warp's access, checked."""
     if L is not None:
@@ -52,7 +52,15 @@ def cells_of(
 
 
 def load(
-    W: Warp, ins: Instr, L: object, taddr: np.ndarray, regs: list[Reg], shape: str, count: int, split: int, packed: bool
+    W: Warp,
+    ins: Instr,
+    L: LaneSet,
+    taddr: np.ndarray,
+    regs: list[Reg],
+    shape: str,
+    count: int,
+    split: int,
+    packed: bool,
 ) -> None:
     """tcgen05.ld: registers are poison until tcgen05.wait::ld."""
     tmem, index = cells_of(W, ins, L, taddr, shape, count, split, packed)
@@ -103,7 +111,15 @@ def load(
 
 
 def store(
-    W: Warp, ins: Instr, L: object, taddr: np.ndarray, regs: list[Reg], shape: str, count: int, split: int, packed: bool
+    W: Warp,
+    ins: Instr,
+    L: LaneSet,
+    taddr: np.ndarray,
+    regs: list[Reg],
+    shape: str,
+    count: int,
+    split: int,
+    packed: bool,
 ) -> None:
     """tcgen05.st."""
     tmem, index = cells_of(W, ins, L, taddr, shape, count, split, packed)

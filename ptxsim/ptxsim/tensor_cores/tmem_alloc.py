@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ..arithmetic.numeric import LaneSet
 from ..errors import MemoryFault, SyncError
 from ..instructions.mbarrier import shared_target
 from ..parsing.ir import Instr
@@ -50,17 +53,17 @@ def _meet(W: Warp, ins: Instr, request: tuple) -> Call:
     return call
 
 
-def _wait(W: Warp, call: Call, ready: object, what: str) -> Park:
+def _wait(W: Warp, call: Call, ready: Any, what: str) -> Park:
     W.state["tcgen05 call"] = call
     return Park(ready, what, redo=True)
 
 
-def _whole_warp(W: Warp, ins: Instr, L: object, name: str) -> None:
+def _whole_warp(W: Warp, ins: Instr, L: LaneSet, name: str) -> None:
     if L is not None:
         W.bend("tcgen05-collective", SyncError, ins, f"tcgen05.{name} needs all 32 lanes of the warp")
 
 
-def alloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: int) -> Park | None:
+def alloc(W: Warp, ins: Instr, L: LaneSet, group: int, address: int, columns: int) -> Park | None:
     """tcgen05.alloc: write the address of free columns to shared memory, waiting until there are some."""
     check_group(W, ins, group)
     _whole_warp(W, ins, L, "alloc")
@@ -141,7 +144,7 @@ def _words(start: int, columns: int) -> np.ndarray:
     return (np.arange(LANES)[:, None] * COLUMNS + np.arange(start, start + columns)).reshape(-1)
 
 
-def dealloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: int) -> Park | None:
+def dealloc(W: Warp, ins: Instr, L: LaneSet, group: int, address: int, columns: int) -> Park | None:
     """tcgen05.dealloc; that of a pair waits for the peer block's (the ISA lets it)."""
     check_group(W, ins, group)
     _whole_warp(W, ins, L, "dealloc")
@@ -167,7 +170,7 @@ def dealloc(W: Warp, ins: Instr, L: object, group: int, address: int, columns: i
     return None
 
 
-def relinquish(W: Warp, ins: Instr, L: object, group: int) -> Park | None:
+def relinquish(W: Warp, ins: Instr, L: LaneSet, group: int) -> Park | None:
     """tcgen05.relinquish_alloc_permit."""
     check_group(W, ins, group)
     _whole_warp(W, ins, L, "relinquish_alloc_permit")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import DescriptorError, MemoryFault
@@ -84,7 +86,7 @@ def copy(W: Warp, ins: Instr, group: int, form: tuple[str, str], source: str, ta
                 cells = (each[:, None] * COLUMNS + columns).reshape(-1)
                 detector.tensor_write(W.agent, view, tmem.shadow, cells, agent, clock, where)
 
-        def finish(cta: object = cta, tmem: TensorMemory = tmem, chunks: np.ndarray = chunks) -> None:
+        def finish(cta: Any = cta, tmem: TensorMemory = tmem, chunks: np.ndarray = chunks) -> None:
             data = cta.shared.chunks[chunks]
             data = (decompress(data, source) if source else data).reshape(rows, -1)
             defined = _defined(cta.shared.chunk_init[chunks], source).reshape(rows, -1)
@@ -119,7 +121,7 @@ def shift(W: Warp, ins: Instr, group: int, taddr: int) -> None:
         W.cta.cluster.submit(("tcgen05", id(W)), AsyncOp("tcgen05.shift", finish))
 
 
-def record_shift(W: Warp, ins: Instr, cta: object, lanes: np.ndarray, columns: np.ndarray) -> None:
+def record_shift(W: Warp, ins: Instr, cta: Any, lanes: np.ndarray, columns: np.ndarray) -> None:
     """Check bounds, and tell the detector that rows are read and all but the last of each 32 written."""
     tmem, pipe, detector = tmem_of(cta), pipe_of(W), W.cta.cluster.detector
     why = tmem.outside(columns)

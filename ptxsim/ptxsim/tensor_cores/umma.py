@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,7 @@ class Mma:
         bits = 256 // depth
         b_places = [self._shared(cta, b_layout, desc.b_mn, desc.n // form.group, depth, bits) for cta in self.ctas]
         regions = [region(self.lanes, self.columns, True), *self._more_regions()]
+        a_places: Any
         if a_layout is None:
             a_places = self._tensor_a(letter)
             regions.append(region(_LANES if form.ashift else self.lanes, self.a_columns, form.ashift))
@@ -146,7 +148,7 @@ class Mma:
             if why:
                 self.W.fail(MemoryFault, self.ins, why)
 
-    def _shared(self, cta: object, layout: object, mn_major: bool, mn: int, depth: int, bits: int) -> np.ndarray:
+    def _shared(self, cta: Any, layout: Any, mn_major: bool, mn: int, depth: int, bits: int) -> np.ndarray:
         """Return a shared-memory operand's chunks in one block."""
         chunks, words = placed(layout, mn_major, mn, depth, bits)
         if int(chunks.min()) < 0 or int(chunks.max()) * 16 + 16 > cta.shared.limit:
@@ -191,7 +193,7 @@ class Mma:
                     cells = (lanes * COLUMNS + columns).reshape(-1)
                     self.detector.tensor_write(*told, cells, agent, self.clock, where)
 
-    def _compute(self, a_places: object, b_places: list) -> None:
+    def _compute(self, a_places: Any, b_places: list) -> None:
         desc = self.desc
         parts = [fetch(c.shared, p, desc.b_mn, desc.b_kind) for c, p in zip(self.ctas, b_places, strict=False)]
         b = np.concatenate([p[0] for p in parts])
@@ -203,8 +205,8 @@ class Mma:
             if self.form.a_in_tmem:
                 a, a_bad = self._read_tensor_a(tmem, a_places)
             else:
-                a, bad = fetch(cta.shared, a_places[index], desc.a_mn, desc.a_kind)
-                a, a_bad = [a], [np.zeros(len(a), bool) if bad is None else bad]
+                rows, bad = fetch(cta.shared, a_places[index], desc.a_mn, desc.a_kind)
+                a, a_bad = [rows], [np.zeros(len(rows), bool) if bad is None else bad]
             self._write_d(tmem, a, a_bad, b, b_bad, index)
             if self.form.ashift:
                 for first in range(0, 128, 32):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ..arithmetic.numeric import LaneSet
 from ..errors import DescriptorError, MemoryFault, SyncError
 from ..parsing.ir import Instr, Reg
 from ..state.accesses import Where
@@ -70,7 +73,7 @@ class Operation:
 class Warpgroup:
     """State of four consecutive warps: operations by sequence number."""
 
-    def __init__(self, cta: object, index: int) -> None:
+    def __init__(self, cta: Any, index: int) -> None:
         self.cta, self.index = cta, index
         self.issued = [0] * 4
         self.ends: list[list[int]] = [[] for _ in range(4)]
@@ -89,7 +92,7 @@ class Warpgroup:
         return ("wgmma", id(self.cta), self.index)
 
 
-def group_of(W: Warp, ins: Instr, L: object) -> tuple[Warpgroup, int]:
+def group_of(W: Warp, ins: Instr, L: LaneSet) -> tuple[Warpgroup, int]:
     """Return the warpgroup and the warp's place in it."""
     if L is not None:
         W.fail(SyncError, ins, "wgmma needs all 32 lanes of the warp", L)
@@ -102,19 +105,19 @@ def group_of(W: Warp, ins: Instr, L: object) -> tuple[Warpgroup, int]:
     return table[("wgmma", index)], W.index % 4
 
 
-def fence(W: Warp, ins: Instr, L: object) -> None:
+def fence(W: Warp, ins: Instr, L: LaneSet) -> None:
     """wgmma.fence."""
     group, w = group_of(W, ins, L)
     group.fenced[w] = True
 
 
-def commit(W: Warp, ins: Instr, L: object) -> None:
+def commit(W: Warp, ins: Instr, L: LaneSet) -> None:
     """wgmma.commit_group."""
     group, w = group_of(W, ins, L)
     group.ends[w].append(group.issued[w])
 
 
-def issue(W: Warp, form: Form, L: object, desc_a: int | None, desc_b: int, scale_d: bool) -> None:
+def issue(W: Warp, form: Form, L: LaneSet, desc_a: int | None, desc_b: int, scale_d: bool) -> None:
     """Add one warp's part of a wgmma; the last of four warps queues the work."""
     ins = form.ins
     group, w = group_of(W, ins, L)
@@ -312,7 +315,7 @@ def _accumulate(
                 acc.bad[:, mask] = True
 
 
-def wait(W: Warp, ins: Instr, L: object, keep: int) -> object:
+def wait(W: Warp, ins: Instr, L: LaneSet, keep: int) -> Any:
     """wgmma.wait_group: deliver the results of all but the newest ``keep`` groups of this warp."""
     group, w = group_of(W, ins, L)
     ends = group.ends[w]

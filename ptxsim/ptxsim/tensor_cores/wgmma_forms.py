@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import LaneSet, count_nonzero
 from ..parsing.ir import Imm, Instr, Vec
+from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 from . import wgmma
 
-Ctx = "the executing warp (see warp.Warp)"
 _KINDS = ("bf16", "f16", "tf32", "e4m3", "e5m2", "s8", "u8")
 _DEPTH = {"bf16": 16, "f16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
 _FAMILIES = {
@@ -39,7 +40,7 @@ def _wgmma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     return _mma(cg, ins, mods)
 
 
-def direct(cg: Codegen, function: object) -> None:
+def direct(cg: Codegen, function: Any) -> None:
     """Emit a call ``function(W, L)`` that works on the register file and may park."""
     name = cg.bind(function)
     result = cg.name("z")
@@ -67,7 +68,7 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if depth != _DEPTH[kinds[0]] or n % step or not 8 <= n <= 256:
         mods.fail(f"shape {shape} does not fit .{kinds[0]}")
     d, a, b, scale_d, *imms = ins.args
-    form = wgmma.Form(ins, n, depth, tuple(kinds), out, list(d.items))
+    form = wgmma.Form(ins, n, depth, (kinds[0], kinds[1]), out, list(d.items))
     form.saturate = saturate
     if len(form.d) != (n // 4 if out == "f16" else n // 2):
         mods.fail("wrong number of D registers")
@@ -86,7 +87,7 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.sources = []
     names += [cg.src(scale_d, "pred"), cg.sources[0] if cg.sources else "None"]
 
-    def run(W: Ctx, L: object, *values: object) -> None:
+    def run(W: Warp, L: LaneSet, *values: Any) -> None:
         for q in values[1::2]:
             if q is not None:
                 W.poisoned(q, ins, "a matrix descriptor or scale-d", L)

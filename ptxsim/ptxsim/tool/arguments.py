@@ -112,11 +112,12 @@ def _add(module: Module, text: str, args: list, arrays: list[np.ndarray], rng: n
     elif kind == "struct":
         args.append(struct_bytes(module, rest[0], arrays))
     elif kind == "map":
-        args.append(_map(module, *rest, arrays))
+        index, box, swizzle = rest
+        args.append(_map(module, index, box, swizzle, arrays))
     elif kind == "data":
-        arrays.append(make_array(*rest, rng))
+        arrays.append(make_array(rest[0], rest[1], rest[2], rng))
     else:
-        arrays.append(make_array(kind, *rest, rng))
+        arrays.append(make_array(kind, rest[0], rest[1], rng))
         args.append(arrays[-1])
 
 
@@ -152,7 +153,7 @@ def struct_bytes(module: Module, text: str, arrays: Sequence[np.ndarray]) -> byt
             raise SimError(f"got the member {member!r}, expected TYPE=VALUE")
         dtype = _dtype(code)
         if value.startswith("@"):
-            number = module.memory.map(_numbered(value[1:], arrays))
+            number: float = module.memory.map(_numbered(value[1:], arrays))
         else:
             number = _number(value, whole=dtype.kind in "biu")
         data += bytes(-len(data) % dtype.itemsize) + np.array([number]).astype(dtype).tobytes()

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..errors import SimError
 from ..rules import RULES
@@ -54,7 +55,7 @@ def check_writable(option: str, path: Path | None) -> None:
         raise SimError(f"{option}: {str(path)!r} cannot be written: permission denied")
 
 
-def written(option: str, path: Path, write: Callable[[], object]) -> None:
+def written(option: str, path: Path, write: Callable[[], Any]) -> None:
     """Write a file; raise SimError that names it where that fails."""
     try:
         write()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import SimError
 from .page import page
@@ -27,7 +28,7 @@ class Timeline:
         self.spans: list[Span] = []
         self._last: dict[tuple, Span] = {}
 
-    def turn(self, warp: object, start: int, end: int) -> None:
+    def turn(self, warp: Any, start: int, end: int) -> None:
         """A warp ran."""
         key = (warp.home.ctaid, warp.index)
         last = self._last.get(key)
@@ -38,16 +39,16 @@ class Timeline:
         self._last[key] = span
         self.spans.append(span)
 
-    def wait(self, warp: object, park: object, step: int) -> None:
+    def wait(self, warp: Any, park: Any, step: int) -> None:
         """A warp's wait is over."""
         if step > park.since:
             self.spans.append(Span(warp.home.ctaid, f"warp {warp.index}", park.what, "wait", park.since, step))
 
-    def asynchronous(self, op: object, step: int) -> None:
+    def asynchronous(self, op: Any, step: int) -> None:
         """A piece of asynchronous work finished."""
         self.spans.append(Span((), op.name, op.name, "async", op.start, max(step, op.start + 1)))
 
-    def phase(self, barrier: object, step: int) -> None:
+    def phase(self, barrier: Any, step: int) -> None:
         """An mbarrier completed a phase."""
         label = f"phase {barrier.phase} complete"
         self.spans.append(Span(barrier.cta.ctaid, f"mbarrier {barrier.offset}", label, "phase", step, step + 1))
@@ -108,7 +109,7 @@ class Timeline:
         figure.savefig(path, dpi=120)
 
 
-def drawing() -> tuple[object, type]:
+def drawing() -> tuple[Any, type]:
     """Return what draws a timeline: matplotlib's patches and its figure.
 
     Raises

@@ -101,7 +101,7 @@ class Cfg:
 
     def _split(self) -> list[Block]:
         instrs = self.code.instrs
-        leaders = {0, *self.code.labels.values()}
+        leaders: set[int] = {0, *self.code.labels.values()}
         gather = {}
         for position, ins in enumerate(instrs):
             spec = OPS[ins.op]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Park:
 
     __slots__ = ("name", "ready", "redo", "since", "what")
 
-    def __init__(self, ready: object, what: str, redo: bool = False, name: str | None = None) -> None:
+    def __init__(self, ready: Any, what: str, redo: bool = False, name: str | None = None) -> None:
         self.ready, self.what, self.redo = ready, what, redo
         self.name = name or what.removeprefix("waits for ")
         self.since = 0
@@ -64,7 +65,7 @@ class Codegen:
         self.cfg, self.full, self.clean = cfg, full, clean
         self.expected: list[str] = []
         self.names: list[str] = []
-        self.values: list[object] = []
+        self.values: list[Any] = []
         self.numbers: dict[int, str] = {}
         self.kernel = cfg.code.name
         self.prologue: list[str] = []
@@ -87,7 +88,7 @@ class Codegen:
         """Append a statement."""
         self.body.append(text)
 
-    def bind(self, value: object, stem: str = "H") -> str:
+    def bind(self, value: Any, stem: str = "H") -> str:
         """Make a Python object a default value of the function and return its name."""
         name = f"{stem}{len(self.names)}"
         self.names.append(name)
@@ -140,7 +141,7 @@ class Codegen:
             self.line(f"{known[view]} = {base}.view({view!r})")
         return known[view]
 
-    def src(self, operand: object, type_name: str) -> str:
+    def src(self, operand: Any, type_name: str) -> str:
         """Return an expression for a source operand as an array of a PTX type; its poison is remembered."""
         view = VIEWS[type_name]
         if isinstance(operand, Reg):
@@ -244,7 +245,7 @@ class Codegen:
         chain = " is ".join([*names, "None"])
         return f"None if {chain} else orq({', '.join(names)})"
 
-    def out(self, dst: object, type_name: str, expr: str, poison: str | bool | None = True) -> None:
+    def out(self, dst: Any, type_name: str, expr: str, poison: str | bool | None = True) -> None:
         """Assign a result to a destination register, honouring the guard and the register's width.
 
         ``poison`` True derives the mask from the sources; a string is an expression; None means clean.
@@ -260,7 +261,7 @@ class Codegen:
             wide = f"{'i' if type_name[0] == 's' else 'u'}{dst.bits // 8}"
             raw = f"({expr}).view('u{bits // 8}')" if view[0] == "f" else f"({expr})"
             expr, view = f"{raw}.astype({wide!r})", wide
-        mask = self.poison() if poison is True else poison
+        mask = self.poison() if poison is True else poison or None
         if self.ins.guard is not None and OPS[self.ins.op].kind == "alu":
             expr, mask = self._guarded(dst, view, expr, mask)
         self.views[dst.index] = {view: self._named(expr, "r")}
@@ -304,7 +305,7 @@ class Codegen:
         return self.bind(self.ins, "I")
 
     # ---- run-time calls ----------------------------------------------------------------------------------------
-    def call(self, function: object, sources: list[tuple], results: list[tuple]) -> None:
+    def call(self, function: Any, sources: list[tuple], results: list[tuple]) -> None:
         """Emit a call ``function(W, L, s0, q0, s1, q1, ...) -> (d0, p0, d1, p1, ...)``.
 
         Parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 from ..errors import UnknownInstruction
 from ..parsing.ir import (
@@ -35,7 +36,7 @@ class Lowered:
         self.name = function.name
         self.function = function
         self.instrs: list[Instr] = []
-        self.labels: dict[str, list[int]] = {}
+        self.labels: dict[str, int] = {}
         self.regs: list[Reg] = list(function.regs)
         self.variables: dict[str, Variable] = dict(function.variables)
         self.unique = 0
@@ -59,7 +60,7 @@ class Lowered:
         return f"{stem}~{self.unique}"
 
 
-def rewrite(operand: object, regs: dict[Reg, Reg], names: dict[str, str]) -> object:
+def rewrite(operand: Any, regs: dict[Reg, Reg], names: dict[str, str]) -> Any:
     """Return an operand with registers and symbol names replaced."""
     if isinstance(operand, Reg):
         return regs.get(operand, operand)
@@ -202,14 +203,14 @@ def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None
 
 
 def _bind(
-    formal: Param, given: object, out: Lowered, regs: dict[Reg, Reg], names: dict[str, str], ins: Instr
+    formal: Param, given: Any, out: Lowered, regs: dict[Reg, Reg], names: dict[str, str], ins: Instr
 ) -> tuple[list[Instr], list[Instr]]:
     """Connect a formal parameter with what the call gives; return copies before and after the body."""
     if formal.reg is None and isinstance(given, Sym):
         names[formal.name] = given.name
         return [], []
     bits = f"b{TYPE_BITS[formal.type]}" if formal.type != "pred" else "pred"
-    inner: object = regs.get(formal.reg) if formal.reg else None
+    inner: Any = regs.get(formal.reg) if formal.reg else None
     if inner is None:  # a register or a literal for a parameter in memory
         variable = Variable(out.fresh(formal.name), "param", formal.align, formal.size, formal.type)
         out.variables[variable.name] = variable

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FunctionType
+from typing import Any
 
 import numpy as np
 
 from ..arithmetic import numeric
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import Poison, count_nonzero
 from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Reg, Sym, Variable, Vec, operand_regs
 from .cfg import Cfg, uses_defs
 from .codegen import Codegen, Park
@@ -23,7 +24,7 @@ def _put(old: np.ndarray, lanes: np.ndarray, value: np.ndarray) -> np.ndarray:
     return new
 
 
-def _put_mask(old: np.ndarray | None, lanes: np.ndarray, mask: np.ndarray | None) -> np.ndarray | None:
+def _put_mask(old: np.ndarray | None, lanes: np.ndarray, mask: Poison) -> np.ndarray | None:
     if old is None and mask is None:
         return None
     new = np.zeros(32, bool) if old is None else old.copy()
@@ -183,7 +184,8 @@ class Program:
         start = next(b.index for b in self.blocks if any(ins is load for ins in b.instrs))
         after = self.blocks[start].instrs
         place = next(i for i, ins in enumerate(after) if ins is load)
-        work, seen = [(start, place + 1, registers)], set()
+        work = [(start, place + 1, registers)]
+        seen: set[tuple] = set()
         while work:
             index, first, registers = work.pop()
             block = self.blocks[index]
@@ -265,7 +267,7 @@ def shape(ins: Instr) -> tuple:
     return ins.op, tuple(ins.mods), ins.guard is None, *(_form(arg) for arg in ins.args)
 
 
-def _form(operand: object) -> object:
+def _form(operand: Any) -> Any:
     if isinstance(operand, Reg):
         return operand.type
     if isinstance(operand, Vec):
@@ -280,7 +282,7 @@ def _form(operand: object) -> object:
 def _symbols(args: list) -> set[str]:
     names: set[str] = set()
 
-    def visit(node: object) -> None:
+    def visit(node: Any) -> None:
         if isinstance(node, (Reg, Imm)):
             return
         if isinstance(node, Sym):

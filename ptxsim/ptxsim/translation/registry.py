@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UnknownInstruction
 from ..parsing.ir import TYPE_BITS, Instr
@@ -56,7 +57,7 @@ def reason(name: str) -> str:
     return next((why for names, why in UNMODELLED.items() if name in names.split()), "no such opcode in the simulator")
 
 
-def op(name: str, kind: str = "alu", **options: object) -> Callable[[Callable], Callable]:
+def op(name: str, kind: str = "alu", **options: Any) -> Callable[[Callable], Callable]:
     """Register the decorated emitter for an opcode."""
 
     def register(emit: Callable) -> Callable:
