@@ -1,4 +1,4 @@
-"""What callers pass as arrays, checked: JAX's, or NumPy's, as functions of JAX take them."""
+"""Checks of the arrays that callers pass: JAX's, or NumPy's, as functions of JAX take them."""
 
 from __future__ import annotations
 

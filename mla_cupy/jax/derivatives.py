@@ -54,5 +54,5 @@ def no_gradient(operation: str, argument: str) -> DTypeError:
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether nothing is differentiated by it."""
+    """Tell whether nothing is differentiated by it."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0

@@ -3,46 +3,66 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from mla_cupy.errors import DTypeError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
+from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, refuse, values
 from mla_cupy.jax.lowering import call
-from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.bind import options_of
+from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.indexer.loss_inputs import holds_codes
+from mla_cupy.ops.operation import Operation
 
 _SCORED = ("index_q", "index_k", "weights")
 _STRAIGHT = ("values of index_q", "values of index_k")
-"""What e4m3 codes stand for: not among the operation's arrays."""
+"""Names for what e4m3 codes stand for, which is not among the operation's arrays."""
 
 
 class _Static(NamedTuple):
-    """All that is no array; it can be hashed."""
+    """Arguments that are no arrays; they can be hashed."""
 
-    operation: str
+    operation: Operation
     names: tuple[str, ...]
     options: Any
     exportable: bool
 
 
-def objective(name: str, arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """sum(row_weights * kl) of the operation `name`, and kl; differentiable by the index queries, keys and weights.
+def objective(
+    operation: Operation,
+    arrays: tuple[jax.Array | None, ...],
+    options: tuple[Any, ...],
+    straight_through: tuple[jax.Array, jax.Array] | None,
+    exportable: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Run a loss for sum(row_weights * kl) and kl.
 
-    The arguments are the `locals()` of a function that has `options`, `exportable` and arrays.
+    The sum is differentiable by index_q, index_k and weights, or by what takes their gradients.
+
+    Parameters
+    ----------
+    operation : Operation
+        The loss.
+    arrays, options : tuple
+        Its inputs and options, in its order; `gradients` is decided here.
+    straight_through : (array, array), optional
+        What e4m3 codes stand for.
+    exportable : bool
+
+    Returns
+    -------
+    objective, kl : array
     """
-    arrays = dict(arguments)
-    options, exportable = arrays.pop("options"), arrays.pop("exportable")
-    straight = arrays.pop("straight_through")
-    if straight is not None:
-        for like, x in zip(_SCORED, straight, strict=False):
-            _check_straight(like, x, arrays[like])
-        arrays |= dict(zip(_STRAIGHT, straight, strict=True))
-    static = _Static(name, tuple(arrays), options_of(OPERATIONS[name], options), exportable)
-    value, kl = _objective(static, *arrays.values())
+    inputs = (array.name for array in operation.inputs)
+    given = {name: as_jax(name, x) for name, x in zip(inputs, arrays, strict=True)}
+    if straight_through is not None:
+        given |= dict(zip(_STRAIGHT, _checked(straight_through, given), strict=True))
+    resolved = options_of(operation, operation.options(*options)._asdict())
+    static = _Static(operation, tuple(given), resolved, check_flag("exportable", exportable))
+    value, kl = _objective(static, *given.values())
     return value, kl
 
 
@@ -51,19 +71,26 @@ def _leaves(static: _Static) -> tuple[str, ...]:
     return (*_STRAIGHT, *_SCORED[2:]) if _STRAIGHT[0] in static.names else _SCORED
 
 
-def _check_straight(name: str, x: jax.Array, like: jax.Array) -> None:
-    argument = f"straight_through, of {name},"
-    if x.shape != like.shape:
-        raise ShapeError(explain(argument, x.shape, f"{like.shape}, like {name}"))
-    if str(x.dtype) not in ("bfloat16", "float32"):
-        raise DTypeError(explain(argument, x.dtype, "bfloat16 or float32"))
+def _checked(straight_through: Any, given: Mapping[str, Any]) -> Iterator[jax.Array]:
+    if not isinstance(straight_through, (tuple, list)) or len(straight_through) != 2:
+        raise ArgumentError(explain("straight_through", repr(straight_through), "two arrays, of index_q and index_k"))
+    for name, x in zip(_SCORED, straight_through, strict=False):
+        argument = f"straight_through, of {name},"
+        if x is None or given[name] is None:
+            raise DTypeError(explain(argument if x is None else name, "a NoneType", "an array of JAX or NumPy"))
+        array, like = as_jax(argument, x), given[name]
+        if array.shape != like.shape:
+            raise ShapeError(explain(argument, array.shape, f"{like.shape}, like {name}"))
+        if str(array.dtype) not in ("bfloat16", "float32"):
+            raise DTypeError(explain(argument, array.dtype, "bfloat16 or float32"))
+        yield array
 
 
 def _run(static: _Static, arrays: Sequence[Any], gradients: bool) -> tuple[Any, Any, tuple[Any, ...]]:
     given = dict(zip(static.names, arrays, strict=True))
     options = {**static.options._asdict(), "gradients": gradients}
     ours = {name: x for name, x in given.items() if name not in _STRAIGHT}
-    results = call(OPERATIONS[static.operation], ours, options, static.exportable)
+    results = call(static.operation, ours, options, static.exportable)
     kl, factors = results[0], given["row_weights"]
     value = (kl if factors is None else kl * factors.reshape(-1, *[1] * (kl.ndim - 1))).sum()
     return value, kl, results[3:6]
@@ -87,7 +114,7 @@ def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, Any], Any]:
 
 
 def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    """None: what counts as a constant has no gradient."""
+    """Multiply the gradients by the cotangent; None for what counts as a constant."""
     value, kl = cotangents
     refuse("an indexer's objective", {"kl": kl})
     factor = as_array(value)

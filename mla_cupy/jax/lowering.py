@@ -20,7 +20,6 @@ from mla_cupy.jax import ffi
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import constant
 from mla_cupy.jax.devices import gpu_ordinals, launcher, locate
-from mla_cupy.ops import BOUND_OPERATIONS
 from mla_cupy.ops.bind import Launcher, Signature, options_of
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.operation import Operation
@@ -33,16 +32,12 @@ except ImportError:  # JAX before 0.6.1
 _Branch = Callable[..., Sequence[jax.Array]]
 
 
-def run(name: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The results of an operation, by the `locals()` of a function with its name.
-
-    Of the function's arguments, and of what its `options` hold, those that the operation has as arrays are arrays.
-    """
-    operation, others = BOUND_OPERATIONS[name], {**arguments, **arguments.get("options", {})}
-    others.pop("options", None)
-    exportable = others.pop("exportable")
-    given = {array: others.pop(array) for array in operation.names if array in others}
-    return call(operation, given, others, exportable)
+def run(
+    operation: Operation, arrays: tuple[Any, ...], options: tuple[Any, ...], exportable: bool = False
+) -> tuple[Any, ...]:
+    """Run, or trace, an operation by its arrays and options in the order of the record: see `call`."""
+    named = zip(operation.names, arrays, strict=True)
+    return call(operation, dict(named), dict(zip(operation.options._fields, options, strict=True)), exportable)
 
 
 def call(
@@ -148,7 +143,7 @@ def _on_gpu(ready: Launcher, context: Any, results: Sequence[Any], *operands: An
 
 
 def _through_handler(signature: Signature, ready: Launcher | None) -> _Branch:
-    """The same with a call that describes itself: another process can run it."""
+    """Make a call that describes itself, so that another process can run it."""
     ffi.register()
     nbytes = ready.nbytes if ready else 0
     count = len(_result_types(signature, 0))

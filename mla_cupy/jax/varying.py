@@ -1,4 +1,4 @@
-"""What varies over a mesh inside `jax.shard_map`: JAX checks it, and sums the gradients of what does not."""
+"""Axes of a mesh that arrays vary over inside `jax.shard_map`: JAX sums the gradients of those that do not vary."""
 
 from __future__ import annotations
 

@@ -172,6 +172,9 @@ class Operation:
         Whether it works on a paged cache of records.
     internal : bool
         Whether it is for the package alone: neither public nor part of the bindings.
+    derivative : str
+        What the bindings do where derivatives of its results are wanted: they raise ("none"), make gradients in reverse
+        mode ("reverse"), or take the results for constants ("constant").
     check_values : callable
         `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
     """
@@ -186,6 +189,7 @@ class Operation:
     min_sizes: Mapping[str, int] = field(default_factory=dict)
     on_pages: bool = False
     internal: bool = False
+    derivative: Literal["none", "reverse", "constant"] = "none"
     check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
 
     def __post_init__(self) -> None:

@@ -169,6 +169,7 @@ OPERATION = Operation(
     min_sizes={**MIN_SIZES, "mask_bytes": 1},
     options=PrefillOptions,
     examine=_examine,
+    derivative="reverse",
     check_values=check_prefill_values,
     pipeline=DENSE,
 )

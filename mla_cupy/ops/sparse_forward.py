@@ -182,6 +182,7 @@ OPERATION = Operation(
     min_sizes=MIN_SIZES,
     options=SparseForwardOptions,
     examine=_examine,
+    derivative="reverse",
     check_values=check_sparse_values,
     pipeline=SPARSE_FORWARD,
 )

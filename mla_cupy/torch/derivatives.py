@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from mla_cupy.arrays import runs_as_it_is
 from mla_cupy.errors import DTypeError, explain
 
-DIFFERENTIABLE = ("mla_prefill", "sparse_mla_forward")
-"""The operations that have a gradient, in reverse mode."""
+_NOT_BESIDE = {"mla_prefill": "mask"}
+"""The input beside which an operation with a gradient has none."""
 _INSTEAD = (
     "detach it; in mla_cupy.torch mla_prefill, sparse_mla_forward, indexer_warmup_objective and "
     "indexer_sparse_objective have gradients, in reverse mode"
@@ -24,7 +24,7 @@ _has_transforms = torch._C._are_functorch_transforms_active
 
 @runs_as_it_is
 def transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
+    """Tell whether a transform of torch.func is at work."""
     _look_outside()
     return not _is_compiling() and _has_transforms()
 
@@ -47,6 +47,13 @@ def refuse_tangents(operation: str, given: Mapping[str, Any]) -> None:
             raise no_gradient(operation, argument)
 
 
+def refuse_beside(operation: str, given: Mapping[str, Any]) -> None:
+    """Raise DTypeError where derivatives are wanted beside an input that has no place in the gradient."""
+    other = _NOT_BESIDE.get(operation)
+    if other is not None and given[other] is not None:
+        refuse(f"{operation} with a {other}", given)
+
+
 def refuse_transforms(operation: str, given: Mapping[str, Any]) -> None:
     """`refuse` under transforms of torch.func; what autograd records counts as a constant."""
     (refuse if transformed() else refuse_tangents)(operation, given)
@@ -54,7 +61,7 @@ def refuse_transforms(operation: str, given: Mapping[str, Any]) -> None:
 
 @runs_as_it_is
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether reverse mode records what happens to a tensor, beneath vmap, too."""
+    """Tell whether reverse mode records what happens to a tensor, beneath vmap, too."""
     _look_outside()
     return torch.is_grad_enabled() and any(layer.requires_grad for layer in _layers(x))
 
@@ -65,7 +72,7 @@ def no_gradient(operation: str, argument: str) -> DTypeError:
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    """Whether forward mode follows a tensor."""
+    """Tell whether forward mode follows a tensor."""
     if _is_compiling() or forward_ad._current_level < 0:
         return False
     unbatched = (layer for layer in _layers(x) if not _FUNCTORCH.is_batchedtensor(layer))
@@ -93,7 +100,7 @@ def _look_outside() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _differentiating() -> bool:
-    """Whether torch.func differentiates, or forward mode does. Compiled programs are guarded by both."""
+    """Tell whether torch.func differentiates, or forward mode does. Compiled programs are guarded by both."""
     stack = _FUNCTORCH.get_interpreter_stack() or ()
     return forward_ad._current_level >= 0 or any(one.key() != _FUNCTORCH.TransformType.Vmap for one in stack)
 

@@ -1,144 +1,816 @@
-"""The operators of all operations, and how a public function calls the one that it needs."""
+"""Operators of all operations.
+
+Written by `python -m tests.generate` from the operations' records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from typing import Any
 
-import torch
-
-from mla_cupy import ops
-from mla_cupy.arrays.torch import check_dense
-from mla_cupy.errors import ArgumentError, DTypeError, explain
-from mla_cupy.ops.bind import parameters
-from mla_cupy.ops.checks import check_count, check_dtype, check_flag, check_float
-from mla_cupy.torch.derivatives import DIFFERENTIABLE, refuse, refuse_tangents
-from mla_cupy.torch.library import bind
-
-OPERATORS = {name: bind(operation) for name, operation in ops.BOUND_OPERATIONS.items()}
-"""For each operation the operator that returns new tensors, and the one that writes to given ones."""
-_NAMES = {name: tuple(parameters(name)) for name in OPERATORS}
-_DTYPES = {
-    name: {output.dtype_option for output in operation.outputs} for name, operation in ops.BOUND_OPERATIONS.items()
-}
+from mla_cupy.ops import BOUND_OPERATIONS
+from mla_cupy.ops.call import Invocation
+from mla_cupy.torch.library import Operators
 
 
-def single(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """An operator of one result returns it bare where it makes it, and as a tuple where it is given."""
-    return results[0] if isinstance(results, tuple) else results
+def _cache_append(
+    latent: Any,
+    rope: Any,
+    cache: Any,
+    slots: Any,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    record: Any = None,
+    scales: Any = None,
+    kv_scale: Any = 1.0,
+    interleaved: Any = True,
+) -> Invocation:
+    arrays = (latent, rope, cache, slots, cos, sin, positions)
+    options = (record, scales, kv_scale, interleaved)
+    return Invocation(BOUND_OPERATIONS["cache_append"], arrays, options)
 
 
-def targets(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tensors for results: all of them, or none."""
-    there = {name: x for name, x in given.items() if x is not None}
-    if 0 < len(there) < len(given):
-        missing = next(name for name in given if name not in there)
-        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
-    return there
+CACHE_APPEND = Operators(
+    BOUND_OPERATIONS["cache_append"],
+    _cache_append,
+    arguments=(
+        "Tensor latent, Tensor? rope, Tensor(m!) cache, Tensor slots, Tensor? cos=None, Tensor? sin=None, "
+        "Tensor? positions=None, str? record=None, str? scales=None, float kv_scale=1.0, "
+        "bool interleaved=True"
+    ),
+)
 
 
-def with_dtypes(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call, with dtypes in any form as PyTorch's, which is all that a schema takes."""
-    return {key: _dtype(key, value) if key in _DTYPES[name] else value for key, value in options.items()}
+def _cache_gather(
+    cache: Any,
+    slots: Any,
+    record: Any = None,
+    kv_scale: Any = 1.0,
+    out_dtype: Any = None,
+    *,
+    out: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (cache, slots, out)
+    options = (record, kv_scale, out_dtype)
+    return Invocation(BOUND_OPERATIONS["cache_gather"], arrays, options, workspace)
 
 
-def _dtype(option: str, dtype: Any) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    named = _dtype_name(option, dtype)
-    if not hasattr(torch, named):
-        raise DTypeError(explain(option, repr(dtype), "a dtype that PyTorch has"))
-    found: torch.dtype = getattr(torch, named)
-    return found
+CACHE_GATHER = Operators(
+    BOUND_OPERATIONS["cache_gather"],
+    _cache_gather,
+    arguments="Tensor cache, Tensor slots, str? record=None, float kv_scale=1.0, ScalarType? out_dtype=None",
+    results="Tensor(a!) out",
+    returns="(Tensor)",
+)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _dtype_name(option: str, dtype: Any) -> str | None:
-    return check_dtype(option, dtype)
+def _cache_copy_pages(pool: Any, pairs: Any) -> Invocation:
+    arrays = (pool, pairs)
+    options = ()
+    return Invocation(BOUND_OPERATIONS["cache_copy_pages"], arrays, options)
 
 
-def check_kinds(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator, those that are numbers as Python's: all that a schema takes.
-
-    PyTorch's own errors, of arguments of other kinds, are not those of the package.
-
-    Raises
-    ------
-    DTypeError
-        If there is something else where a tensor belongs.
-    ArgumentError
-        If an option is of another kind.
-    """
-    if _is_compiling():
-        return dict(given)
-    return {key: _of_kind(name, key, value) for key, value in given.items()}
+CACHE_COPY_PAGES = Operators(
+    BOUND_OPERATIONS["cache_copy_pages"], _cache_copy_pages, arguments="Tensor(k!) pool, Tensor pairs"
+)
 
 
-def _of_kind(name: str, key: str, value: Any) -> Any:
-    if key not in _KINDS[name]:
-        raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
-    kind, optional = _KINDS[name][key]
-    if value is None and optional:
-        return value
-    if kind == "tensor":
-        if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):  # the second takes a microsecond
-            raise DTypeError(explain(key, f"a {type(value).__name__}", "a tensor"))
-        check_dense(value, key)
-    elif isinstance(value, _SYMBOLS):
-        return value
-    elif kind == "int":
-        return check_count(key, value, -_MAX_INT64 - 1, _MAX_INT64)
-    elif kind == "bool":
-        return check_flag(key, value)
-    elif kind == "float":
-        return check_float(key, value)
-    elif kind == "str" and not isinstance(value, str):
-        raise ArgumentError(explain(key, repr(value), "a name"))
-    return value
+def _cache_slots(
+    block_table: Any,
+    starts: Any,
+    lengths: Any,
+    page_size: Any,
+    max_tokens: Any,
+    num_pages: Any = None,
+    *,
+    slots: Any = None,
+    cu_seqlens: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (block_table, starts, lengths, slots, cu_seqlens)
+    options = (page_size, max_tokens, num_pages)
+    return Invocation(BOUND_OPERATIONS["cache_slots"], arrays, options, workspace)
 
 
-def _kind(name: str, key: str, annotation: str, default: Any) -> tuple[str, bool]:
-    """What an argument is, and whether it may be None."""
-    if key in _OPERATIONS[name].names:
-        return "tensor", default is None
-    kind, _, optional = annotation.partition(" | ")
-    return kind, optional == "None"
+CACHE_SLOTS = Operators(
+    BOUND_OPERATIONS["cache_slots"],
+    _cache_slots,
+    arguments=("Tensor block_table, Tensor starts, Tensor lengths, int page_size, int max_tokens, int? num_pages=None"),
+    results="Tensor(a!) slots, Tensor(b!) cu_seqlens",
+    returns="(Tensor, Tensor)",
+)
 
 
-_OPERATIONS = ops.BOUND_OPERATIONS
-_MAX_INT64 = 2**63 - 1
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_is_compiling = torch.compiler.is_compiling
-_KINDS = {
-    name: {key: _kind(name, key, taken.annotation, taken.default) for key, taken in parameters(name).items()}
-    for name in OPERATORS
-}
-"""Of each operation the kinds of its arguments, and whether they may be None."""
+def _mla_decode(
+    q: Any,
+    kv_cache: Any,
+    block_table: Any,
+    seqlens: Any,
+    tree_mask: Any = None,
+    d_v: Any = 512,
+    scale: Any = None,
+    causal: Any = True,
+    cp_world: Any = 1,
+    cp_rank: Any = 0,
+    kv_scale: Any = 1.0,
+    out_dtype: Any = None,
+    lse_base: Any = "e",
+    empty_lse: Any = None,
+    kernel: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    empty_lse = -math.inf if empty_lse is None else empty_lse
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel)
+    return Invocation(BOUND_OPERATIONS["mla_decode"], arrays, options, workspace)
 
 
-def run(
-    name: str,
-    inputs: tuple[Any, ...],
-    options: dict[str, Any],
-    given: dict[str, torch.Tensor],
-    workspace: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """Call an operator: the one that returns results, or the one that writes to `given`.
+MLA_DECODE = Operators(
+    BOUND_OPERATIONS["mla_decode"],
+    _mla_decode,
+    arguments=(
+        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, int d_v=512, "
+        "float? scale=None, bool causal=True, int cp_world=1, int cp_rank=0, float kv_scale=1.0, "
+        'ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, str? kernel=None'
+    ),
+    results="Tensor(a!) out, Tensor(b!) lse",
+    returns="(Tensor, Tensor)",
+    unwritten=("empty_lse",),
+)
 
-    Raises
-    ------
-    DTypeError
-        If a derivative is wanted that does not exist.
-    """
-    make, write = OPERATORS[name]
-    inputs = tuple(check_kinds(name, dict(zip(_NAMES[name], inputs, strict=False))).values())
-    options = check_kinds(name, options)
-    check = refuse_tangents if name in DIFFERENTIABLE and not given else refuse
-    check(name, {**dict(zip(_NAMES[name], inputs, strict=False)), **options})
-    options = with_dtypes(name, options)
-    if given:
-        write(*inputs, **options, **given, workspace=workspace)
-        return tuple(given.values())
-    if workspace is not None:
-        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
-    return make(*inputs, **options)  # type: ignore[no-any-return]
+
+def _prefill_mask(
+    indices: Any,
+    max_keys: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    relative: Any = False,
+    *,
+    mask: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
+    options = (max_keys, relative)
+    return Invocation(BOUND_OPERATIONS["prefill_mask"], arrays, options, workspace)
+
+
+PREFILL_MASK = Operators(
+    BOUND_OPERATIONS["prefill_mask"],
+    _prefill_mask,
+    arguments=(
+        "Tensor indices, int max_keys, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, bool relative=False"
+    ),
+    results="Tensor(a!) mask",
+    returns="(Tensor)",
+)
+
+
+def _merge_states(
+    outs: Any,
+    lses: Any,
+    lse_base: Any = "e",
+    empty_lse: Any = None,
+    out_dtype: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    empty_lse = -math.inf if empty_lse is None else empty_lse
+    arrays = (outs, lses, out, lse)
+    options = (lse_base, empty_lse, out_dtype)
+    return Invocation(BOUND_OPERATIONS["merge_states"], arrays, options, workspace)
+
+
+MERGE_STATES = Operators(
+    BOUND_OPERATIONS["merge_states"],
+    _merge_states,
+    arguments='Tensor outs, Tensor lses, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None',
+    results="Tensor(a!) out, Tensor(b!) lse",
+    returns="(Tensor, Tensor)",
+    unwritten=("empty_lse",),
+)
+
+
+def _mla_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_rope: Any = None,
+    k_rope: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    state_out: Any = None,
+    state_lse: Any = None,
+    mask: Any = None,
+    causal: Any = True,
+    scale: Any = None,
+    out_dtype: Any = None,
+    kernel: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask, out, lse)
+    options = (causal, scale, out_dtype, kernel)
+    return Invocation(BOUND_OPERATIONS["mla_prefill"], arrays, options, workspace)
+
+
+MLA_PREFILL = Operators(
+    BOUND_OPERATIONS["mla_prefill"],
+    _mla_prefill,
+    arguments=(
+        "Tensor q, Tensor k, Tensor v, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? cu_seqlens_q=None, "
+        "Tensor? cu_seqlens_kv=None, Tensor? state_out=None, Tensor? state_lse=None, Tensor? mask=None, "
+        "bool causal=True, float? scale=None, ScalarType? out_dtype=None, str? kernel=None"
+    ),
+    results="Tensor(a!) out, Tensor(b!) lse",
+    returns="(Tensor, Tensor)",
+)
+
+
+def _mla_prefill_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    dout: Any,
+    lse: Any,
+    q_rope: Any = None,
+    k_rope: Any = None,
+    dlse: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    causal: Any = True,
+    scale: Any = None,
+    deterministic: Any = False,
+    kernel: Any = None,
+    *,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dq_rope: Any = None,
+    dk_rope: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
+    options = (causal, scale, deterministic, kernel)
+    return Invocation(BOUND_OPERATIONS["mla_prefill_backward"], arrays, options, workspace)
+
+
+MLA_PREFILL_BACKWARD = Operators(
+    BOUND_OPERATIONS["mla_prefill_backward"],
+    _mla_prefill_backward,
+    arguments=(
+        "Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? q_rope=None, "
+        "Tensor? k_rope=None, Tensor? dlse=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
+        "bool causal=True, float? scale=None, bool deterministic=False, str? kernel=None"
+    ),
+    results="Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dq_rope=None, Tensor(e!)? dk_rope=None",
+    returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _sparse_mla_backward(
+    q: Any,
+    kv: Any,
+    out: Any,
+    dout: Any,
+    lse: Any,
+    indices: Any,
+    dlse: Any = None,
+    d_v: Any = 512,
+    scale: Any = None,
+    topk_length: Any = None,
+    attn_sink: Any = None,
+    causal: Any = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    lse_base: Any = "e",
+    deterministic: Any = False,
+    dkv_dtype: Any = None,
+    kernel: Any = None,
+    *,
+    dq: Any = None,
+    dkv: Any = None,
+    d_sink: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (
+        q,
+        kv,
+        out,
+        dout,
+        lse,
+        indices,
+        topk_length,
+        attn_sink,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        dlse,
+        dq,
+        dkv,
+        d_sink,
+    )
+    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
+    return Invocation(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, workspace)
+
+
+SPARSE_MLA_BACKWARD = Operators(
+    BOUND_OPERATIONS["sparse_mla_backward"],
+    _sparse_mla_backward,
+    arguments=(
+        "Tensor q, Tensor kv, Tensor out, Tensor dout, Tensor lse, Tensor indices, Tensor? dlse=None, "
+        "int d_v=512, float? scale=None, Tensor? topk_length=None, Tensor? attn_sink=None, bool causal=False, "
+        'Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, str lse_base="e", bool deterministic=False, '
+        "ScalarType? dkv_dtype=None, str? kernel=None"
+    ),
+    results="Tensor(a!) dq, Tensor(b!) dkv, Tensor(c!)? d_sink=None",
+    returns="(Tensor, Tensor, Tensor)",
+)
+
+
+def _sparse_mla_decode(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    topk_length: Any = None,
+    attn_sink: Any = None,
+    extra_kv_cache: Any = None,
+    extra_indices: Any = None,
+    extra_topk_length: Any = None,
+    scale: Any = None,
+    lse_base: Any = "e",
+    empty_lse: Any = None,
+    out_dtype: Any = None,
+    kernel: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    empty_lse = -math.inf if empty_lse is None else empty_lse
+    arrays = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length, out, lse)
+    options = (scale, lse_base, empty_lse, out_dtype, kernel)
+    return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
+
+
+SPARSE_MLA_DECODE = Operators(
+    BOUND_OPERATIONS["sparse_mla_decode"],
+    _sparse_mla_decode,
+    arguments=(
+        "Tensor q, Tensor kv_cache, Tensor indices, Tensor? topk_length=None, Tensor? attn_sink=None, "
+        "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
+        'float? scale=None, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
+        "str? kernel=None"
+    ),
+    results="Tensor(a!) out, Tensor(b!) lse",
+    returns="(Tensor, Tensor)",
+    unwritten=("empty_lse",),
+)
+
+
+def _sparse_mla_forward(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    d_v: Any = 512,
+    scale: Any = None,
+    topk_length: Any = None,
+    attn_sink: Any = None,
+    causal: Any = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    lse_base: Any = "e",
+    empty_lse: Any = None,
+    out_dtype: Any = None,
+    kernel: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    max_logits: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    empty_lse = -math.inf if empty_lse is None else empty_lse
+    arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
+    options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
+    return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)
+
+
+SPARSE_MLA_FORWARD = Operators(
+    BOUND_OPERATIONS["sparse_mla_forward"],
+    _sparse_mla_forward,
+    arguments=(
+        "Tensor q, Tensor kv, Tensor indices, int d_v=512, float? scale=None, Tensor? topk_length=None, "
+        "Tensor? attn_sink=None, bool causal=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
+        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
+    ),
+    results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
+    returns="(Tensor, Tensor, Tensor)",
+    unwritten=("empty_lse",),
+)
+
+
+def _indexer_head_sums(
+    q: Any,
+    k: Any,
+    q_rope: Any = None,
+    k_rope: Any = None,
+    indices: Any = None,
+    lse: Any = None,
+    topk_length: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    scale: Any = None,
+    causal: Any = None,
+    buffer_bytes: Any = 536870912,
+    kernel: Any = None,
+    *,
+    head_sums: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
+    options = (scale, causal, buffer_bytes, kernel)
+    return Invocation(BOUND_OPERATIONS["indexer_head_sums"], arrays, options, workspace)
+
+
+INDEXER_HEAD_SUMS = Operators(
+    BOUND_OPERATIONS["indexer_head_sums"],
+    _indexer_head_sums,
+    arguments=(
+        "Tensor q, Tensor k, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? indices=None, Tensor? lse=None, "
+        "Tensor? topk_length=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, float? scale=None, "
+        "bool? causal=None, int buffer_bytes=536870912, str? kernel=None"
+    ),
+    results="Tensor(a!) head_sums",
+    returns="(Tensor)",
+)
+
+
+def _indexer_cache_append(
+    k: Any,
+    cache: Any,
+    slots: Any,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    interleaved: Any = False,
+    hadamard: Any = True,
+    scales: Any = "power_of_2",
+    reference_rounding: Any = True,
+) -> Invocation:
+    arrays = (k, cache, slots, cos, sin, positions)
+    options = (interleaved, hadamard, scales, reference_rounding)
+    return Invocation(BOUND_OPERATIONS["indexer_cache_append"], arrays, options)
+
+
+INDEXER_CACHE_APPEND = Operators(
+    BOUND_OPERATIONS["indexer_cache_append"],
+    _indexer_cache_append,
+    arguments=(
+        "Tensor k, Tensor(l!) cache, Tensor slots, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
+        'bool interleaved=False, bool hadamard=True, str scales="power_of_2", bool reference_rounding=True'
+    ),
+)
+
+
+def _indexer_cache_gather(
+    cache: Any, slots: Any, *, codes: Any = None, k_scale: Any = None, workspace: Any = None
+) -> Invocation:
+    arrays = (cache, slots, codes, k_scale)
+    options = ()
+    return Invocation(BOUND_OPERATIONS["indexer_cache_gather"], arrays, options, workspace)
+
+
+INDEXER_CACHE_GATHER = Operators(
+    BOUND_OPERATIONS["indexer_cache_gather"],
+    _indexer_cache_gather,
+    arguments="Tensor cache, Tensor slots",
+    results="Tensor(a!) codes, Tensor(b!) k_scale",
+    returns="(Tensor, Tensor)",
+)
+
+
+def _indexer_logits(
+    q: Any,
+    k: Any,
+    weights: Any,
+    ks: Any = None,
+    ke: Any = None,
+    k_scale: Any = None,
+    accumulate: Any = "float32",
+    clean: Any = True,
+    out_dtype: Any = None,
+    kernel: Any = None,
+    *,
+    logits: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, k, weights, ks, ke, k_scale, logits)
+    options = (accumulate, clean, out_dtype, kernel)
+    return Invocation(BOUND_OPERATIONS["indexer_logits"], arrays, options, workspace)
+
+
+INDEXER_LOGITS = Operators(
+    BOUND_OPERATIONS["indexer_logits"],
+    _indexer_logits,
+    arguments=(
+        "Tensor q, Tensor k, Tensor weights, Tensor? ks=None, Tensor? ke=None, Tensor? k_scale=None, "
+        'str accumulate="float32", bool clean=True, ScalarType? out_dtype=None, str? kernel=None'
+    ),
+    results="Tensor(a!) logits",
+    returns="(Tensor)",
+)
+
+
+def _indexer_logits_paged(
+    q: Any,
+    cache: Any,
+    weights: Any,
+    seqlens: Any,
+    block_table: Any,
+    clean: Any = True,
+    out_dtype: Any = None,
+    kernel: Any = None,
+    *,
+    logits: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, cache, weights, seqlens, block_table, logits)
+    options = (clean, out_dtype, kernel)
+    return Invocation(BOUND_OPERATIONS["indexer_logits_paged"], arrays, options, workspace)
+
+
+INDEXER_LOGITS_PAGED = Operators(
+    BOUND_OPERATIONS["indexer_logits_paged"],
+    _indexer_logits_paged,
+    arguments=(
+        "Tensor q, Tensor cache, Tensor weights, Tensor seqlens, Tensor block_table, bool clean=True, "
+        "ScalarType? out_dtype=None, str? kernel=None"
+    ),
+    results="Tensor(a!) logits",
+    returns="(Tensor)",
+)
+
+
+def _indexer_prepare_q(
+    q: Any,
+    weights: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    interleaved: Any = False,
+    hadamard: Any = True,
+    scales: Any = "power_of_2",
+    reference_rounding: Any = True,
+    accumulate: Any = "float32",
+    *,
+    codes: Any = None,
+    folded: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, weights, cos, sin, positions, codes, folded)
+    options = (interleaved, hadamard, scales, reference_rounding, accumulate)
+    return Invocation(BOUND_OPERATIONS["indexer_prepare_q"], arrays, options, workspace)
+
+
+INDEXER_PREPARE_Q = Operators(
+    BOUND_OPERATIONS["indexer_prepare_q"],
+    _indexer_prepare_q,
+    arguments=(
+        "Tensor q, Tensor weights, Tensor cos, Tensor sin, Tensor positions, bool interleaved=False, "
+        'bool hadamard=True, str scales="power_of_2", bool reference_rounding=True, str accumulate="float32"'
+    ),
+    results="Tensor(a!) codes, Tensor(b!) folded",
+    returns="(Tensor, Tensor)",
+)
+
+
+def _indexer_prepare_k(
+    k: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    interleaved: Any = False,
+    hadamard: Any = True,
+    scales: Any = "power_of_2",
+    reference_rounding: Any = True,
+    *,
+    codes: Any = None,
+    k_scale: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (k, cos, sin, positions, codes, k_scale)
+    options = (interleaved, hadamard, scales, reference_rounding)
+    return Invocation(BOUND_OPERATIONS["indexer_prepare_k"], arrays, options, workspace)
+
+
+INDEXER_PREPARE_K = Operators(
+    BOUND_OPERATIONS["indexer_prepare_k"],
+    _indexer_prepare_k,
+    arguments=(
+        "Tensor k, Tensor cos, Tensor sin, Tensor positions, bool interleaved=False, bool hadamard=True, "
+        'str scales="power_of_2", bool reference_rounding=True'
+    ),
+    results="Tensor(a!) codes, Tensor(b!) k_scale",
+    returns="(Tensor, Tensor)",
+)
+
+
+def _indexer_sparse_loss(
+    q: Any,
+    k: Any,
+    index_q: Any,
+    index_k: Any,
+    weights: Any,
+    indices: Any,
+    k_scale: Any = None,
+    q_scale: Any = None,
+    lse: Any = None,
+    head_sums: Any = None,
+    topk_length: Any = None,
+    row_weights: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    scale: Any = None,
+    causal: Any = False,
+    gradients: Any = True,
+    deterministic: Any = False,
+    buffer_bytes: Any = 536870912,
+    kernel: Any = None,
+    *,
+    kl: Any = None,
+    mass: Any = None,
+    index_lse: Any = None,
+    d_index_q: Any = None,
+    d_index_k: Any = None,
+    d_weights: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (
+        q,
+        k,
+        index_q,
+        index_k,
+        weights,
+        indices,
+        k_scale,
+        q_scale,
+        lse,
+        head_sums,
+        topk_length,
+        row_weights,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        kl,
+        mass,
+        index_lse,
+        d_index_q,
+        d_index_k,
+        d_weights,
+    )
+    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    return Invocation(BOUND_OPERATIONS["indexer_sparse_loss"], arrays, options, workspace)
+
+
+INDEXER_SPARSE_LOSS = Operators(
+    BOUND_OPERATIONS["indexer_sparse_loss"],
+    _indexer_sparse_loss,
+    arguments=(
+        "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, Tensor indices, "
+        "Tensor? k_scale=None, Tensor? q_scale=None, Tensor? lse=None, Tensor? head_sums=None, "
+        "Tensor? topk_length=None, Tensor? row_weights=None, Tensor? cu_seqlens_q=None, "
+        "Tensor? cu_seqlens_kv=None, float? scale=None, bool causal=False, bool gradients=True, "
+        "bool deterministic=False, int buffer_bytes=536870912, str? kernel=None"
+    ),
+    results=(
+        "Tensor(a!) kl, Tensor(b!) mass, Tensor(c!) index_lse, Tensor(d!)? d_index_q=None, "
+        "Tensor(e!)? d_index_k=None, Tensor(f!)? d_weights=None"
+    ),
+    returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _indexer_topk(
+    logits: Any,
+    k: Any = 2048,
+    ks: Any = None,
+    ke: Any = None,
+    block_table: Any = None,
+    order: Any = "index",
+    relative: Any = False,
+    page_size: Any = 64,
+    keep_first: Any = 0,
+    keep_last: Any = 0,
+    return_values: Any = True,
+    kernel: Any = None,
+    *,
+    indices: Any = None,
+    counts: Any = None,
+    values: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (logits, ks, ke, block_table, indices, counts, values)
+    options = (k, order, relative, page_size, keep_first, keep_last, return_values, kernel)
+    return Invocation(BOUND_OPERATIONS["indexer_topk"], arrays, options, workspace)
+
+
+INDEXER_TOPK = Operators(
+    BOUND_OPERATIONS["indexer_topk"],
+    _indexer_topk,
+    arguments=(
+        "Tensor logits, int k=2048, Tensor? ks=None, Tensor? ke=None, Tensor? block_table=None, "
+        'str order="index", bool relative=False, int page_size=64, int keep_first=0, int keep_last=0, '
+        "bool return_values=True, str? kernel=None"
+    ),
+    results="Tensor(a!) indices, Tensor(b!) counts, Tensor(c!)? values=None",
+    returns="(Tensor, Tensor, Tensor)",
+)
+
+
+def _indexer_warmup_loss(
+    q: Any,
+    k: Any,
+    index_q: Any,
+    index_k: Any,
+    weights: Any,
+    q_rope: Any = None,
+    k_rope: Any = None,
+    k_scale: Any = None,
+    q_scale: Any = None,
+    v: Any = None,
+    lse: Any = None,
+    head_sums: Any = None,
+    row_weights: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    target: Any = "head_sum",
+    scale: Any = None,
+    target_scale: Any = 1.0,
+    causal: Any = True,
+    gradients: Any = True,
+    buffer_bytes: Any = 536870912,
+    kernel: Any = None,
+    *,
+    kl: Any = None,
+    mass: Any = None,
+    index_lse: Any = None,
+    d_index_q: Any = None,
+    d_index_k: Any = None,
+    d_weights: Any = None,
+    out: Any = None,
+    attention_lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (
+        q,
+        k,
+        index_q,
+        index_k,
+        weights,
+        q_rope,
+        k_rope,
+        k_scale,
+        q_scale,
+        v,
+        lse,
+        head_sums,
+        row_weights,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        kl,
+        mass,
+        index_lse,
+        d_index_q,
+        d_index_k,
+        d_weights,
+        out,
+        attention_lse,
+    )
+    options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
+    return Invocation(BOUND_OPERATIONS["indexer_warmup_loss"], arrays, options, workspace)
+
+
+INDEXER_WARMUP_LOSS = Operators(
+    BOUND_OPERATIONS["indexer_warmup_loss"],
+    _indexer_warmup_loss,
+    arguments=(
+        "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, Tensor? q_rope=None, "
+        "Tensor? k_rope=None, Tensor? k_scale=None, Tensor? q_scale=None, Tensor? v=None, Tensor? lse=None, "
+        "Tensor? head_sums=None, Tensor? row_weights=None, Tensor? cu_seqlens_q=None, "
+        'Tensor? cu_seqlens_kv=None, str target="head_sum", float? scale=None, float target_scale=1.0, '
+        "bool causal=True, bool gradients=True, int buffer_bytes=536870912, str? kernel=None"
+    ),
+    results=(
+        "Tensor(a!) kl, Tensor(b!) mass, Tensor(c!) index_lse, Tensor(d!)? d_index_q=None, "
+        "Tensor(e!)? d_index_k=None, Tensor(f!)? d_weights=None, Tensor(g!)? out=None, "
+        "Tensor(h!)? attention_lse=None"
+    ),
+    returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)

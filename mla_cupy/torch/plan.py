@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 
-from mla_cupy.errors import PlanError, explain
-from mla_cupy.ops import OPERATIONS, DecodePlan, plan_decode
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy import ops
+from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.ops import DecodePlan
+from mla_cupy.ops.call import Invocation
 from mla_cupy.ops.entry import Plan, Request
+from mla_cupy.shapes import D_QK
+from mla_cupy.torch import library
+from mla_cupy.torch.call import arguments_of, targets, with_dtypes
 from mla_cupy.torch.derivatives import refuse
-from mla_cupy.torch.library import Arguments, define, new_results
+from mla_cupy.torch.library import define
+from mla_cupy.torch.operators import MLA_DECODE
 
-__all__ = ["TorchDecodePlan"]
+__all__ = ["TorchDecodePlan", "plan_decode"]
 
-_DECODE = OPERATIONS["mla_decode"]
-_ARGUMENTS = Arguments(_DECODE)
 _numbers = itertools.count(1)
 _plans: weakref.WeakValueDictionary[int, TorchDecodePlan] = weakref.WeakValueDictionary()
 
@@ -55,13 +59,55 @@ class TorchDecodePlan:
         return f"Torch{self.plan!r}"
 
 
-def make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
+def plan_decode(
+    *,
+    max_b: int,
+    s_q: int,
+    h_q: int,
+    h_kv: int = 1,
+    d_qk: int = D_QK,
+    record: str | None = None,
+    max_pages: int,
+    page_size: int,
+    dtype: Any,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    tree_mask: bool = False,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
+    device: torch.device | str | None = None,
+    kernel: str | None = None,
+) -> TorchDecodePlan:
+    """Prepare decode steps of one shape: see `mla_cupy.plan_decode`.
+
+    Parameters
+    ----------
+    max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank, tree_mask, batch_invariant
+        As there.
+    split_tokens, kernel
+        As there.
+    device : torch.device or str, optional
+        PyTorch's. Default: the current GPU, if there is one, else the CPU.
+
+    Returns
+    -------
+    TorchDecodePlan
+        Its workspace is in PyTorch's memory.
+    """
+    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "d_qk": d_qk, "max_pages": max_pages}
+    shard = {"cp_world": cp_world, "cp_rank": cp_rank}
+    cuts = {"tree_mask": tree_mask, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
+    kind = {"record": record, "page_size": page_size, "dtype": dtype}
+    return _make_plan(device, **sizes, **kind, **shard, **cuts, kernel=kernel)
+
+
+def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
     """A plan with its workspace in PyTorch's memory; `device` is PyTorch's, the current GPU or else the CPU if None."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     if place.type == "cpu":
-        return TorchDecodePlan(plan_decode(**sizes), torch.empty(0, dtype=torch.uint8))
+        return TorchDecodePlan(ops.plan_decode(**sizes), torch.empty(0, dtype=torch.uint8))
     ordinal = torch.cuda.current_device() if place.index is None else place.index
     made: list[torch.Tensor] = []
 
@@ -69,14 +115,14 @@ def make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
         made.append(torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", ordinal)))
         return made[0]
 
-    plan = plan_decode(**sizes, device=ordinal, workspace=allocate)
+    plan = ops.plan_decode(**sizes, device=ordinal, workspace=allocate)
     return TorchDecodePlan(plan, made[0])
 
 
 class _Placed(Plan):
     """A plan, with the memory that the operator was given: PyTorch may have moved the workspace."""
 
-    operation = _DECODE.name
+    operation = MLA_DECODE.operation.name
 
     def __init__(self, plan: DecodePlan, workspace: torch.Tensor) -> None:
         self._plan = plan
@@ -104,46 +150,63 @@ def _run_update(workspace: torch.Tensor, seqlens: torch.Tensor, plan: int) -> No
     found.schedule(seqlens, _address(found, workspace))
 
 
-def _run(workspace: torch.Tensor, plan: int, *given: Any) -> tuple[Any, ...]:
-    arrays, options = _ARGUMENTS.split(given)
-    return run(Invocation(_DECODE, arrays, options, plan=_Placed(_plan(plan), workspace)))
+def _describe(workspace: torch.Tensor, plan: int, *given: Any, **results: Any) -> Invocation:
+    described = MLA_DECODE.describe(*given, **results)
+    described.plan = _Placed(_plan(plan), workspace)
+    return described
 
 
-def _fake(workspace: torch.Tensor, plan: int, *given: Any) -> tuple[torch.Tensor, ...]:
-    return new_results(_DECODE, _ARGUMENTS.examine(given), given[0])
+def _describe_fake(workspace: torch.Tensor, plan: int, *given: Any, **results: Any) -> Invocation:
+    """Leave out the plan: it has an address, which a fake workspace has not."""
+    return MLA_DECODE.describe(*given, **results)
 
 
-def _run_out(workspace: torch.Tensor, plan: int, *given: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
-    arrays, options = _ARGUMENTS.split(given, (out, lse))
-    run(Invocation(_DECODE, arrays, options, plan=_Placed(_plan(plan), workspace)))
-
-
-def _fake_out(workspace: torch.Tensor, plan: int, *given: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
-    _ARGUMENTS.examine(given, (out, lse))
-
-
-_HEAD = f"(Tensor(z!) workspace, int plan, {_ARGUMENTS.schema}"
+_HEAD = f"(Tensor(z!) workspace, int plan, {MLA_DECODE.arguments}"
 _update = define(
     "decode_plan_update",
     "(Tensor(z!) workspace, Tensor seqlens, int plan) -> ()",
     _run_update,
     lambda workspace, seqlens, plan: None,
 )
-_planned = define("mla_decode_planned", f"{_HEAD}) -> (Tensor, Tensor)", _run, _fake)
+_planned = define(
+    "mla_decode_planned",
+    f"{_HEAD}) -> (Tensor, Tensor)",
+    partial(library.make, _describe),
+    partial(library.fake, _describe_fake),
+)
 _planned_out = define(
-    "mla_decode_planned_out", f"{_HEAD}, *, Tensor(a!) out, Tensor(b!) lse) -> ()", _run_out, _fake_out
+    "mla_decode_planned_out",
+    f"{_HEAD}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    partial(library.write, _describe),
+    partial(library.fake_write, _describe_fake),
 )
 
 
-def run_planned(
+def plan_of(plan: Any) -> DecodePlan | None:
+    """Return the plan that the public function takes."""
+    if plan is None:
+        return None
+    if not isinstance(plan, TorchDecodePlan):
+        remedy = "make it with mla_cupy.torch.plan_decode"
+        raise PlanError(explain("plan", repr(plan), "a TorchDecodePlan, or None", remedy))
+    return plan.plan
+
+
+def call_planned(
     plan: TorchDecodePlan,
-    inputs: tuple[torch.Tensor, ...],
-    options: dict[str, Any],
-    given: dict[str, torch.Tensor],
+    arrays: tuple[torch.Tensor | None, ...],
+    options: tuple[Any, ...],
+    workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call an operator: the one that returns results, or the one that writes to `given`."""
-    refuse("mla_decode", dict(zip(_DECODE.names, inputs, strict=False)))
+    """Call an operator with a plan: the one that returns results, or the one that writes to given tensors."""
+    if workspace is not None:
+        raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
+    plan_of(plan)
+    arguments, results = arguments_of(MLA_DECODE, arrays, options)
+    given = targets(results)
+    refuse("mla_decode", arguments)
+    arguments = with_dtypes(MLA_DECODE, arguments)
     if not given:
-        return _planned(plan.workspace, plan.number, *inputs, **options)  # type: ignore[no-any-return]
-    _planned_out(plan.workspace, plan.number, *inputs, **options, **given)
+        return _planned(plan.workspace, plan.number, **arguments)  # type: ignore[no-any-return]
+    _planned_out(plan.workspace, plan.number, **arguments, **given)
     return given["out"], given["lse"]

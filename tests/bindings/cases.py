@@ -308,3 +308,5 @@ def test_every_operation_has_a_call() -> None:
 CALLS_OF_JAX = [call for call in CALLS if all(x.dtype.itemsize < 8 for x in call.arrays.values())]
 every_call_of_jax = pytest.mark.parametrize("call", CALLS_OF_JAX, ids=[call.id for call in CALLS_OF_JAX])
 every_call = pytest.mark.parametrize("call", CALLS, ids=[call.id for call in CALLS])
+ONE_OF_EACH = list({call.operation: call for call in reversed(CALLS)}.values())
+"""A call of each operation."""

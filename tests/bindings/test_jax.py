@@ -12,6 +12,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError
 from tests.bindings.cases import (
+    ONE_OF_EACH,
     Array,
     BoundCall,
     append,
@@ -157,7 +158,7 @@ def test_gradients(jax: Any, of_jax: Any, changes: dict[str, Any], exportable: b
 
 def test_a_gradient_can_be_deterministic(jax: Any, of_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    sparse = importlib.import_module("mla_cupy.jax.sparse")
+    sparse = importlib.import_module("mla_cupy.jax.gradients.sparse_forward")
 
     def call(operation: Any, given: Any, options: Any, exportable: bool) -> Any:
         seen.append((operation.name, dict(options), set(given)))
@@ -379,6 +380,15 @@ def test_arrays_of_numpy(jax: Any, of_jax: Any) -> None:
 def test_arguments_of_other_kinds(jax: Any, of_jax: Any, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(MlaError, match=f"^{match}"):
         of_jax.sparse_mla_forward(**{**on_cpu(jax, forward()), **changes})
+
+
+@pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
+def test_structured_dtypes(jax: Any, of_jax: Any, call: BoundCall) -> None:
+    """Those that NumPy has and JAX has not: an error that names the argument, whichever it is."""
+    given = {name: x for name, x in on_cpu(jax, call).items() if call.arrays[name].dtype != np.int64}
+    for name in call.record.names:
+        with pytest.raises(DTypeError, match=f"^{name}.dtype: got"):
+            getattr(of_jax, call.operation)(**{**given, **call.options, name: np.zeros(2, [("a", "i4")])})
 
 
 def test_unknown_options(jax: Any, of_jax: Any) -> None:

@@ -13,16 +13,13 @@ import pytest
 
 import mla_cupy
 from mla_cupy.compat import flash_mla
-from tests.bindings.cases import CALLS, BoundCall, as_tuple
+from tests.bindings.cases import ONE_OF_EACH, BoundCall, as_tuple
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
 from tests.support.mistakes import Call
 from tests.support.misuse import Refused, attempt, misused, nonsense, numbers
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
-
-ONE_OF_EACH = list({call.operation: call for call in reversed(CALLS)}.values())
-"""A call of each operation."""
 
 
 def spoil(rng: np.random.Generator, given: Call, arrays: Any, options: Any, way: Callable[[Any], Any]) -> Call:

@@ -103,7 +103,7 @@ def test_torch_determinism_and_what_is_not_used(torch: Any, of_torch: Any, monke
         finally:
             torch.use_deterministic_algorithms(False)
         assert seen[-1].operation.name == "mla_prefill_backward"
-        assert seen[-1].options.deterministic is exactly
+        assert seen[-1].operation.options(*seen[-1].options).deterministic is exactly
         assert seen[-1].named["dlse"] is None
 
 

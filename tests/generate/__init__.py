@@ -1,9 +1,9 @@
 """Files that repeat what other files say: written by `python -m tests.generate`, compared by a test."""
 
-from tests.generate import lists, params
+from tests.generate import bindings, lists, params
 
 #: What is written, by file: functions from a checkout's root to the texts that its files should have.
-MAKERS = (
+LISTS = (
     params.make,
     params.constants,
     lists.kernel_lists,
@@ -11,3 +11,5 @@ MAKERS = (
     lists.bench_lists,
     lists.setup_lists,
 )
+#: The same, of what runs the package: when the lists are right.
+MADE_OF_RECORDS = (bindings.make,)

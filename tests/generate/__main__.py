@@ -1,7 +1,8 @@
-"""Write the lists that repeat names: `__init__` files, registries, setup.cfg's packages.
+"""Write what repeats other files: `__init__` files, registries, setup.cfg's packages; the functions of the bindings.
 
-Run it after a file was added, renamed or removed, or a name in its `__all__`. With `--check` nothing is written, and
-the command fails where a file is out of date.
+Run it after a file was added, renamed or removed, or a name in its `__all__`, and after an operation's record, its
+signature or its docstring was changed. With `--check` nothing is written, and the command fails where a file is out of
+date.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.generate import MAKERS
-from tests.generate.files import outdated
+from tests.generate import LISTS, MADE_OF_RECORDS
+from tests.generate.files import outdated, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,12 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say which files are out of date")
     check = parser.parse_args(argv).check
-    found = outdated(ROOT, MAKERS)
-    for path, text in found.items():
-        print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
+    clean = True
+    for makers in (LISTS, MADE_OF_RECORDS):
+        found = outdated(ROOT, makers)
+        clean = clean and not found
+        for path in found:
+            print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
         if not check:
-            path.write_text(text)
-    return 1 if check and found else 0
+            write(found)
+    return 0 if clean or not check else 1
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ Texts = dict[Path, str]
 """Path -> what the file should hold."""
 
 BEGIN = "# ---- Written by `python -m tests.generate`: "
+FIRST_PARTY = ("--config", 'lint.isort.known-first-party = ["mla_cupy"]')
+"""Ruff sees by the folders which imports are the package's own: those are not all in a copy of a few files."""
 END = "# ---- End of what is written\n"
 
 
@@ -32,27 +36,36 @@ def with_block(text: str, name: str, block: str, indent: str = "") -> str:
 
 
 def formatted(texts: Texts, root: Path) -> Texts:
-    """Python texts as ruff leaves them."""
-    return {path: _ruff(text, path, root) if path.suffix == ".py" else text for path, text in texts.items()}
-
-
-def _ruff(text: str, path: Path, root: Path) -> str:
-    """Imports sorted, then formatted, by the rules of the repository."""
-    name = ["--stdin-filename", str(path)]
-    for command in (
-        ["check", "--select", "I,RUF022", "--fix", "--quiet", *name, "-"],
-        ["format", "--quiet", *name, "-"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command], cwd=root, input=text, capture_output=True, text=True, check=True
-        )
-        text = done.stdout
-    return text
+    """Python texts as ruff leaves them: imports sorted, then formatted, by the rules of the repository."""
+    python = {path: text for path, text in texts.items() if path.suffix == ".py" and text}
+    with tempfile.TemporaryDirectory() as folder:
+        copies = {path: Path(folder) / path.relative_to(root) for path in python}
+        shutil.copy(root / "ruff.toml", folder)
+        for path, copy in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(python[path])
+        for command in (["check", "--select", "I,RUF022", "--fix", *FIRST_PARTY], ["format"]):
+            done = [sys.executable, "-m", "ruff", *command, "--quiet", "--no-cache", "."]
+            subprocess.run(done, cwd=folder, capture_output=True, text=True, check=True)
+        return texts | {path: copy.read_text() for path, copy in copies.items()}
 
 
 def outdated(root: Path, makers: Iterable[Callable[[Path], Texts]]) -> Texts:
-    """The files under `root` that differ from what they should hold."""
+    """The files under `root` that differ from what they should hold; an empty text for one that should not be."""
     wanted: Texts = {}
     for make in makers:
         wanted |= make(root)
-    return {path: text for path, text in formatted(wanted, root).items() if path.read_text() != text}
+    return {
+        path: text
+        for path, text in formatted(wanted, root).items()
+        if (path.read_text() if path.exists() else "") != text
+    }
+
+
+def write(texts: Texts) -> None:
+    """Write files, and remove those whose text is empty."""
+    for path, text in texts.items():
+        if text:
+            path.write_text(text)
+        else:
+            path.unlink()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.generate.binding_texts import OBJECTIVES
 from tests.generate.files import Texts, with_block
 
 PACKAGE = "mla_cupy"
@@ -134,11 +135,22 @@ def _family_lists(folder: Path, package: str) -> Iterator[tuple[Path, str]]:
 
 @dataclass(frozen=True)
 class Described:
-    """An operation as a module describes it: the constant, the public name, and whether it is for the package alone."""
+    """An operation as a module describes it.
+
+    Attributes
+    ----------
+    constant, name : str
+        The record's name there, and the public one.
+    internal : bool
+        Whether it is for the package alone.
+    bound : bool
+        Whether the bindings have it.
+    """
 
     constant: str
     name: str
     internal: bool
+    bound: bool
 
 
 def described(module: Module) -> list[Described]:
@@ -147,7 +159,8 @@ def described(module: Module) -> list[Described]:
     for constant, value in module.assigned().items():
         if isinstance(value, ast.Call) and any(_is_call(value, kind) for kind in ("Operation", "Composite")):
             internal = any(word.arg == "internal" and ast.literal_eval(word.value) for word in value.keywords)
-            found.append(Described(constant, ast.literal_eval(value.args[0]), internal))
+            bound = not internal and _is_call(value, "Operation")
+            found.append(Described(constant, ast.literal_eval(value.args[0]), internal, bound))
     return found
 
 
@@ -168,9 +181,9 @@ def operation_lists(root: Path) -> Texts:
     internal = {one.name for one in operations if one.internal}
     return {
         folder / "__init__.py": _ops_init(folder / "__init__.py", of_ops, names, every),
-        **_functions_init(root, "reference", "the oracle's functions", {one.name for one in operations}),
-        **_functions_init(root, "torch", "names of the modules", {one.name for one in operations}),
-        **_functions_init(root, "jax", "names of the modules", {one.name for one in operations}),
+        **_oracle_init(root, {one.name for one in operations}),
+        **_binding_init(root, "torch", of_ops),
+        **_binding_init(root, "jax", of_ops),
         **_package_init(root, [name for name in every if name not in internal]),
     }
 
@@ -189,14 +202,28 @@ def _ops_init(init: Path, of_ops: list[Module], names: list[tuple[str, list[str]
     return with_block(init.read_text(), "operations and public names", block)
 
 
-def _functions_init(root: Path, part: str, block: str, operations: set[str]) -> Texts:
-    """A package whose functions have the names of operations; what else is public is in a module's `__all__`."""
-    folder = root / PACKAGE / part
+def _oracle_init(root: Path, operations: set[str]) -> Texts:
+    """The oracle's functions have the names of operations."""
+    folder = root / PACKAGE / "reference"
     names = [
         (module.name, sorted({*module.declared(), *(operations & set(module.defined()))}))
-        for module in modules(folder, f"{PACKAGE}.{part}")
+        for module in modules(folder, f"{PACKAGE}.reference")
     ]
-    init = folder / "__init__.py"
+    return _names_of_modules(folder / "__init__.py", "the oracle's functions", names)
+
+
+def _binding_init(root: Path, library: str, of_ops: list[Module]) -> Texts:
+    """The operations' functions, in modules that are written from their records; and what modules have in `__all__`."""
+    folder = root / PACKAGE / library
+    names = [(module.name, sorted(module.declared())) for module in modules(folder, f"{PACKAGE}.{library}")]
+    for module in of_ops:
+        bound = [one.name for one in described(module) if one.bound]
+        objectives = [OBJECTIVES[name][0] for name in bound if name in OBJECTIVES]
+        names.append((f"{PACKAGE}.{library}.functions.{module.stem}", sorted([*bound, *objectives])))
+    return _names_of_modules(folder / "__init__.py", "names of the modules", names)
+
+
+def _names_of_modules(init: Path, block: str, names: list[tuple[str, list[str]]]) -> Texts:
     text = imports(names) + "\n" + all_of(sorted(name for _, found in names for name in found))
     return {init: with_block(init.read_text(), block, text)}
 

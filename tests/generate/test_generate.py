@@ -1,4 +1,4 @@
-"""What is written by a command is what the command would write now; and a new file comes in by itself."""
+"""Files written by the command are what it would write now; and a new file comes in by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.generate import MAKERS
+from tests.generate import LISTS, MADE_OF_RECORDS
 from tests.generate.__main__ import ROOT
 from tests.generate.files import outdated, with_block
 
@@ -15,7 +15,7 @@ READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "setup.cfg", "ruff.tom
 
 
 def test_nothing_is_out_of_date() -> None:
-    found = [path.relative_to(ROOT).as_posix() for path in outdated(ROOT, MAKERS)]
+    found = [path.relative_to(ROOT).as_posix() for path in outdated(ROOT, (*LISTS, *MADE_OF_RECORDS))]
     assert found == [], "run `python -m tests.generate`"
 
 
@@ -42,7 +42,7 @@ def toy_scale() -> None: ...
 
 
 def test_new_files_are_listed(tree: Path) -> None:
-    """A family with a kernel and a pipeline, an operation, its oracle: seven files list them."""
+    """A family with a kernel and a pipeline, an operation, its oracle: eight files list them."""
     family = tree / "mla_cupy" / "kernels" / "toy"
     family.mkdir()
     (family / "__init__.py").write_text('"""A toy."""\n')
@@ -50,13 +50,15 @@ def test_new_files_are_listed(tree: Path) -> None:
     (family / "pipeline.py").write_text('"""A pipeline."""\n\nTOY = ToyPipeline()\n')
     (tree / "mla_cupy" / "ops" / "toy.py").write_text(OPERATION)
     (tree / "mla_cupy" / "reference" / "toy.py").write_text('"""An oracle."""\n\n\ndef toy_scale() -> None: ...\n')
-    found = {path.relative_to(tree).as_posix(): text for path, text in outdated(tree, MAKERS).items()}
+    found = {path.relative_to(tree).as_posix(): text for path, text in outdated(tree, LISTS).items()}
     assert set(found) == {
         "mla_cupy/__init__.py",
+        "mla_cupy/jax/__init__.py",
         "mla_cupy/kernels/__init__.py",
         "mla_cupy/kernels/toy/__init__.py",
         "mla_cupy/ops/__init__.py",
         "mla_cupy/reference/__init__.py",
+        "mla_cupy/torch/__init__.py",
         "setup.cfg",
     }
     assert '"toy_scale": "ops",' in found["mla_cupy/__init__.py"]
@@ -64,7 +66,38 @@ def test_new_files_are_listed(tree: Path) -> None:
     assert '    "KERNELS",\n    "TOY",\n' in found["mla_cupy/kernels/toy/__init__.py"]
     assert "    toy.OPERATION,\n" in found["mla_cupy/ops/__init__.py"]
     assert "from mla_cupy.reference.toy import toy_scale\n" in found["mla_cupy/reference/__init__.py"]
+    assert "from mla_cupy.torch.functions.toy import toy_scale\n" in found["mla_cupy/torch/__init__.py"]
     assert "    mla_cupy.kernels.toy\n" in found["setup.cfg"]
+
+
+def test_the_bindings_follow_the_records(tree: Path) -> None:
+    """A docstring, a default, an option and a file too many: each is found."""
+    shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    source = tree / "mla_cupy" / "ops" / "merge.py"
+    text = source.read_text()
+    for before, after in (
+        ("Partial outputs, each", "Outputs, each"),
+        ('lse_base: str = "e"', 'lse_base: str = "2"'),
+        ("    lse_base: str", "    turned: bool = False,\n    lse_base: str"),
+    ):
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    options = tree / "mla_cupy" / "kernels" / "merge" / "pipeline.py"
+    fields = options.read_text()
+    assert fields.count("    lse_base: str\n") == 1
+    options.write_text(fields.replace("    lse_base: str\n", "    turned: bool\n    lse_base: str\n"))
+    source.write_text(text)
+    gone = tree / "mla_cupy" / "jax" / "functions" / "gone.py"
+    gone.write_text('"""Of an operation that is no more."""\n')
+    found = {path.relative_to(tree).as_posix(): text for path, text in outdated(tree, MADE_OF_RECORDS).items()}
+    both = {f"mla_cupy/{library}/functions/merge.py" for library in ("torch", "jax")}
+    assert set(found) == {"mla_cupy/torch/operators.py", *both, "mla_cupy/jax/functions/gone.py"}
+    assert found["mla_cupy/jax/functions/gone.py"] == ""
+    for name in both:
+        assert "        Outputs, each normalised" in found[name]
+        assert '    turned: bool = False,\n    lse_base: str = "2",\n' in found[name]
+        assert "options = (turned, lse_base, empty_lse, out_dtype)" in found[name]
+    assert 'bool turned=False, str lse_base="2", float? empty_lse=None' in found["mla_cupy/torch/operators.py"]
 
 
 def test_a_block_that_is_not_there(tree: Path) -> None:

@@ -168,5 +168,6 @@ OPERATION = Operation(
     min_sizes={"h": 1, "h_kv": 1, "d": 1, "d_k": 1, "b+1": 1},
     options=HeadSumsOptions,
     examine=_examine,
+    derivative="constant",
     pipeline=HEAD_SUMS,
 )

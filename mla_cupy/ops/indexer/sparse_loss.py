@@ -228,5 +228,6 @@ OPERATION = Operation(
     min_sizes={"h": 1, "h_i": 1, "d": 1, "b+1": 1},
     options=SparseLossOptions,
     examine=_examine,
+    derivative="constant",
     pipeline=SPARSE_LOSS,
 )

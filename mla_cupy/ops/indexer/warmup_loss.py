@@ -301,5 +301,6 @@ OPERATION = Operation(
     min_sizes={"h": 1, "h_kv": 1, "h_i": 1, "d": 1, "d_k": 1, "d_v": 1, "b+1": 1},
     options=WarmupLossOptions,
     examine=_examine,
+    derivative="constant",
     pipeline=LOSS,
 )

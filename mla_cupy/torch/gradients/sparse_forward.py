@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from mla_cupy.torch.derivatives import no_gradient
-from mla_cupy.torch.gradients import Made, register, without_gradient
+from mla_cupy.torch.gradients.register import Made, register, without_gradient
+from mla_cupy.torch.operators import SPARSE_MLA_BACKWARD, SPARSE_MLA_FORWARD
 
-_FORWARD = "sparse_mla_forward"
 _SHARED = ("d_v", "scale", "causal", "lse_base")
 """The options that the backward takes as the forward does."""
 _OPTIONAL = ("topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")
-_run_backward = without_gradient("sparse_mla_backward")
+_run_backward = without_gradient(SPARSE_MLA_BACKWARD)
 
 
 def _save(ctx: Any, given: Mapping[str, Any], output: Made) -> None:
@@ -27,7 +27,7 @@ def _pull_back(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, of_logits: torch.Tensor | None
 ) -> dict[str, Any]:
     if of_logits is not None:
-        raise no_gradient(_FORWARD, "max_logits")
+        raise no_gradient("sparse_mla_forward", "max_logits")
     out, lse, q, kv, indices, *optional = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     arrays = {"q": q, "kv": kv, "out": out, "lse": lse, "indices": indices, "dlse": dlse}
@@ -38,4 +38,4 @@ def _pull_back(
     return {"q": dq, "kv": dkv, "attn_sink": None if arrays["attn_sink"] is None else d_sink}
 
 
-transformed_forward = register(_FORWARD, _save, _pull_back, constants=(2,))
+transformed = register(SPARSE_MLA_FORWARD, _save, _pull_back, constants=(2,))

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from mla_cupy.torch.derivatives import no_gradient
-from mla_cupy.torch.gradients import Made, register, without_gradient
+from mla_cupy.torch.gradients.register import Made, register, without_gradient
+from mla_cupy.torch.operators import MLA_PREFILL, MLA_PREFILL_BACKWARD
 
-_FORWARD = "mla_prefill"
 _SHARED = ("causal", "scale")
 """The options that the backward takes as the forward does."""
 _ARRAYS = ("q", "k", "v", "q_rope", "k_rope", "cu_seqlens_q", "cu_seqlens_kv")
-_run_backward = without_gradient("mla_prefill_backward")
+_run_backward = without_gradient(MLA_PREFILL_BACKWARD)
 
 
 def _save(ctx: Any, given: Mapping[str, Any], output: Made) -> None:
@@ -46,7 +46,7 @@ def _of_state(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Of what the result was merged with, whose weight in it is exp(its lse - lse)."""
+    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse)."""
     empty = state_lse.isinf()
     weight = torch.where(empty, 0, torch.exp(torch.where(empty, 0, state_lse) - torch.where(empty, 0, lse)))
     values = torch.where(empty[..., None], 0, state_out).float()
@@ -55,4 +55,4 @@ def _of_state(
     return {"state_out": (weight[..., None] * dout.float()).to(state_out.dtype), "state_lse": d_lse}
 
 
-transformed_prefill = register(_FORWARD, _save, _pull_back)
+transformed = register(MLA_PREFILL, _save, _pull_back)

@@ -1,16 +1,15 @@
-"""The sparse forward with its gradient."""
+"""The gradient of the sparse forward."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, refuse, values
-from mla_cupy.jax.lowering import call, signature_of
+from mla_cupy.jax.lowering import call, run, signature_of
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.checks import check_flag
 
@@ -21,7 +20,7 @@ _SHARED = ("d_v", "scale", "causal", "lse_base")
 
 
 class _Static(NamedTuple):
-    """All that is no array; it can be hashed."""
+    """Arguments that are no arrays; they can be hashed."""
 
     options: Any
     deterministic: bool
@@ -29,14 +28,16 @@ class _Static(NamedTuple):
 
 
 def differentiable(
-    arrays: Sequence[jax.Array | None], options: Mapping[str, Any], deterministic: bool, exportable: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sparse forward, with a gradient through its first two results; `arrays` in the order of the record."""
-    given = {name: as_jax(name, x) for name, x in zip(_INPUTS, arrays, strict=True)}
-    resolved = signature_of(_FORWARD, given, options).options
-    static = _Static(resolved, check_flag("deterministic", deterministic), check_flag("exportable", exportable))
-    out, lse, max_logits = _sparse(static, *given.values())
-    return out, lse, max_logits
+    arrays: tuple[jax.Array | None, ...], options: tuple[Any, ...], deterministic: bool, exportable: bool
+) -> tuple[Any, ...]:
+    """Run the sparse forward, with a gradient through its first two results unless arrays are given for results."""
+    deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
+    if any(x is not None for x in arrays[len(_INPUTS) :]):
+        return run(_FORWARD, arrays, options, exportable)
+    given = {name: as_jax(name, x) for name, x in zip(_INPUTS, arrays, strict=False)}
+    resolved = signature_of(_FORWARD, given, _FORWARD.options(*options)._asdict()).options
+    found: tuple[Any, ...] = _sparse(_Static(resolved, deterministic, exportable), *given.values())
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,9 +1,9 @@
-"""Dense attention with keys and values per head, with its gradient."""
+"""The gradient of dense attention with keys and values per head."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +11,15 @@ import jax.numpy as jnp
 
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, values
-from mla_cupy.jax.lowering import call, signature_of
+from mla_cupy.jax.lowering import call, run, signature_of
 from mla_cupy.jax.varying import Axes, axes_of, spread
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.checks import check_flag
 
 _FORWARD, _BACKWARD = OPERATIONS["mla_prefill"], OPERATIONS["mla_prefill_backward"]
 _INPUTS = tuple(array.name for array in _FORWARD.inputs)
+_WITHOUT = ("mask", "out", "lse")
+"""The arrays with which there is no gradient."""
 _STATE = ("state_out", "state_lse")
 _GRADIENTS = ("q", "k", "v", "q_rope", "k_rope")
 _SHARED = ("causal", "scale")
@@ -25,7 +27,7 @@ _SHARED = ("causal", "scale")
 
 
 class _Static(NamedTuple):
-    """All that is no array; it can be hashed."""
+    """Arguments that are no arrays; they can be hashed."""
 
     options: Any
     deterministic: bool
@@ -34,16 +36,19 @@ class _Static(NamedTuple):
 
 
 def differentiable(
-    given: Mapping[str, jax.Array | None], options: Mapping[str, Any], deterministic: bool, exportable: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The forward, with a gradient; `given` are the inputs by name."""
+    arrays: tuple[jax.Array | None, ...], options: tuple[Any, ...], deterministic: bool, exportable: bool
+) -> tuple[Any, ...]:
+    """Run the forward, with a gradient unless there is a mask, or arrays are given for results."""
+    deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
+    given = dict(zip(_FORWARD.names, arrays, strict=True))
+    if any(given[name] is not None for name in _WITHOUT):
+        return run(_FORWARD, arrays, options, exportable)
     named = {name: as_jax(name, given[name]) for name in _INPUTS}
-    resolved = signature_of(_FORWARD, named, options).options
-    arrays = list(named.values())
-    axes = axes_of(arrays)
-    static = _Static(resolved, check_flag("deterministic", deterministic), check_flag("exportable", exportable), axes)
-    out, lse = _prefill(static, *spread(arrays, axes))
-    return out, lse
+    resolved = signature_of(_FORWARD, named, _FORWARD.options(*options)._asdict()).options
+    inputs = list(named.values())
+    axes = axes_of(inputs)
+    found: tuple[Any, ...] = _prefill(_Static(resolved, deterministic, exportable, axes), *spread(inputs, axes))
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,7 +78,7 @@ def _pull_back(static: _Static, saved: Any, gradients: Sequence[Any]) -> tuple[A
 
 
 def _of_state(state_out: Any, state_lse: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
-    """Of what the result was merged with, whose weight in it is exp(its lse - lse)."""
+    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse)."""
     empty = jnp.isinf(state_lse)
     weight = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, state_lse) - jnp.where(empty, 0, lse)))
     of_values = jnp.where(empty[..., None], 0, state_out).astype(jnp.float32)

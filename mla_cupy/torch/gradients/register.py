@@ -1,4 +1,4 @@
-"""How an operator gets its gradient: by registration for autograd and compilers, by a function for torch.func."""
+"""Gradients of operators: by registration for autograd and compilers, by a function for torch.func."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from mla_cupy.ops.bind import parameters
 from mla_cupy.torch.derivatives import no_gradient
-from mla_cupy.torch.library import LIBRARY, NAMESPACE
-from mla_cupy.torch.operators import OPERATORS
+from mla_cupy.torch.library import LIBRARY, NAMESPACE, Operators
 
 Made = tuple[torch.Tensor, ...]
 Save = Callable[[Any, Mapping[str, Any], Made], None]
@@ -23,18 +22,19 @@ def _defaults(name: str) -> dict[str, Any]:
     return {key: value.default for key, value in parameters(name).items()}
 
 
-def _ordered(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All parameters of an operation, in order."""
-    return tuple({**_defaults(name), **given}.values())
+def _ordered(operators: Operators, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arrange the arguments of an operator in its order, with defaults."""
+    return tuple({**_defaults(operators.operation.name), **given}.values())
 
 
-def register(name: str, save: Save, pull_back: PullBack, constants: Sequence[int] = ()) -> Callable[..., Made]:
+def register(
+    operators: Operators, save: Save, pull_back: PullBack, constants: Sequence[int] = ()
+) -> Callable[..., Made]:
     """Give an operator a gradient.
 
     Parameters
     ----------
-    name : str
-        Of the operation.
+    operators : Operators
     save : callable
         `save(ctx, given, results)` keeps what the backward needs; `given` are the parameters by name.
     pull_back : callable
@@ -49,7 +49,7 @@ def register(name: str, save: Save, pull_back: PullBack, constants: Sequence[int
     callable
         The operation under transforms of torch.func, which do not use the operator's own gradient.
     """
-    names = tuple(parameters(name))
+    name, names = operators.operation.name, tuple(operators.kinds)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -68,7 +68,7 @@ def register(name: str, save: Save, pull_back: PullBack, constants: Sequence[int
 
         @staticmethod
         def forward(*given: Any) -> Any:
-            return OPERATORS[name][0](*given)
+            return operators.make(*given)
 
         setup_context = staticmethod(setup)
         backward = staticmethod(in_order)
@@ -80,21 +80,22 @@ def register(name: str, save: Save, pull_back: PullBack, constants: Sequence[int
     torch.library.register_autograd(f"{NAMESPACE}::{name}", in_order, setup_context=setup_and_mark, lib=LIBRARY)
 
     def transformed(**given: Any) -> Made:
-        found: Made = Forward.apply(*_ordered(name, given))
+        found: Made = Forward.apply(*_ordered(operators, given))
         return found
 
     return transformed
 
 
-def without_gradient(name: str) -> Callable[[Mapping[str, Any]], Made]:
+def without_gradient(operators: Operators) -> Callable[[Mapping[str, Any]], Made]:
     """An operation that runs in a backward, by its parameters' names. It has no gradient itself, and says so."""
+    name = operators.operation.name
 
     class Backward(torch.autograd.Function):  # type: ignore[misc]
         generate_vmap_rule = True
 
         @staticmethod
         def forward(*given: Any) -> Any:
-            return OPERATORS[name][0](*given)
+            return operators.make(*given)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -110,9 +111,9 @@ def without_gradient(name: str) -> Callable[[Mapping[str, Any]], Made]:
 
     def run(given: Mapping[str, Any]) -> Made:
         if torch.is_grad_enabled():  # it is recorded, whether or not somebody differentiates it again
-            found: Made = Backward.apply(*_ordered(name, given))
+            found: Made = Backward.apply(*_ordered(operators, given))
         else:
-            found = OPERATORS[name][0](**given)
+            found = operators.make(**given)
         return found
 
     return run

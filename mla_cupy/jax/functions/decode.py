@@ -1,0 +1,126 @@
+"""Functions of `mla_cupy.ops.decode` for JAX's arrays.
+
+Written by `python -m tests.generate` from the records there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from mla_cupy.jax.lowering import run
+from mla_cupy.ops.decode import OPERATION
+
+
+def mla_decode(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_table: jax.Array,
+    seqlens: jax.Array,
+    *,
+    tree_mask: jax.Array | None = None,
+    d_v: int = 512,
+    scale: float | None = None,
+    causal: bool = True,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    kv_scale: float = 1,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    out_dtype: Any = None,
+    lse_base: str = "e",
+    empty_lse: float = -math.inf,
+    kernel: str | None = None,
+    exportable: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend from the newest tokens of each sequence to its paged latent cache (absorbed MLA).
+
+    out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :512], where j runs over the tokens that query i sees.
+
+    For arrays of JAX: the notes of `mla_cupy.mla_decode` hold here, too.
+
+    Parameters
+    ----------
+    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
+        are free (multiples of 16 bytes are fastest).
+    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
+        The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
+        h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
+        page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk is 512 and
+        whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a
+        head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd
+        number of tokens need a gap of 8 bytes between them.
+    block_table : array, (b, max_pages), int32
+        The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
+        missing: its tokens are invisible.
+    seqlens : array, (b,), int32
+        Tokens of each sequence in the cache, the query tokens included; clamped to [0, max_pages * page_size * cp_world
+        + cp_rank].
+    tree_mask : array, (b, s_q), uint64 or int64, optional
+        Where the last s_q tokens of a sequence are drafts that form a tree, to be verified in one call: query i sees
+        draft j iff bit j of tree_mask[b, i] is set, and every token before the drafts. This takes the place of
+        `causal`. Up to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n
+        drafts: token t is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect. It
+        has 64 bits, which JAX has with `jax_enable_x64` only.
+    d_v : int
+        Width of the values: 512.
+    scale : float, optional
+        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    causal : bool
+        Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens. Leave it out with a `tree_mask`.
+    cp_world, cp_rank : int
+        Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
+        `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The results
+        of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has `empty_lse`.
+    kv_scale : float
+        Of the record "fp8": what its numbers are multiplied by.
+    out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
+        Whose memory the result takes over.
+    lse : array, (b, h_q, s_q), float32, optional
+        Whose memory the result takes over.
+    out_dtype : str or dtype, optional
+        "float32" for results to be merged; default: the dtype of `out`, or of q.
+    lse_base : str
+        "e" or "2": base of the logarithm in `lse`.
+    empty_lse : float
+        `lse` of a row that sees no token; its `out` is 0.
+    kernel : str, optional
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which b and the tokens that
+        a line of `block_table` has room for count, too.
+    exportable : bool
+        Whether `jax.export` can serialise the call: see `disabled_checks`.
+
+    Returns
+    -------
+    out : array, (b, s_q, h_q, 512)
+    lse : array, (b, h_q, s_q), float32
+        log(sum_j exp(scale * q . k[j])), in base `lse_base`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError, PlanError
+        If an argument does not fit; nothing has been launched, and `out` and `lse` are untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    It has no gradient: decode serves inference.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import mla_cupy.jax as mla
+    >>> q, cache = jnp.ones((1, 1, 16, 576), jnp.bfloat16), jnp.ones((4, 64, 576), jnp.bfloat16)
+    >>> table, seqlens = jnp.array([[2, 0]], jnp.int32), jnp.array([100], jnp.int32)
+    >>> out, lse = jax.jit(mla.mla_decode)(q, cache, table, seqlens)
+    >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
+    ((1, 1, 16, 512), 1.0, 28.605)
+    """
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel)
+    out, lse = run(OPERATION, arrays, options, exportable)
+    return out, lse

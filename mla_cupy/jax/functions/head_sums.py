@@ -1,0 +1,92 @@
+"""Functions of `mla_cupy.ops.indexer.head_sums` for JAX's arrays.
+
+Written by `python -m tests.generate` from the records there.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from mla_cupy.jax.lowering import run
+from mla_cupy.ops.indexer.head_sums import OPERATION
+
+
+def indexer_head_sums(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    scale: float | None = None,
+    causal: bool | None = None,
+    buffer_bytes: int = 536870912,
+    head_sums: jax.Array | None = None,
+    kernel: str | None = None,
+    exportable: bool = False,
+) -> jax.Array:
+    """Sum the main attention's probabilities over the heads of one rank, for the indexer's losses.
+
+    head_sums[t, s] = sum_h exp(scale * q[t, h] . k[s] - lse[t, h])
+
+    With tensor parallelism a rank has a share of the heads, but the target of `indexer_warmup_loss` and
+    `indexer_sparse_loss` is normalised over all of them: each rank calls this for its heads, the results are added up
+    over the ranks (an all-reduce), and the loss takes the sum as its `head_sums`.
+
+    For arrays of JAX: the notes of `mla_cupy.indexer_head_sums` hold here, too. In `jax.shard_map` over the heads,
+    `jax.lax.psum` of it is what the losses take as `head_sums`.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), bfloat16
+        Queries of the rank's heads; d is at most 576. The last axes of queries and keys are contiguous.
+    k : array, (s_kv, d), or per KV head (s_kv, h_kv, d), bfloat16
+        Keys, as for `indexer_warmup_loss`: of all heads, or of the rank's KV heads.
+    q_rope, k_rope : array, optional
+        The last 64 columns of queries and keys, as for `indexer_warmup_loss`.
+    indices : array, (s_q, topk) or (s_q, 1, topk), int32, optional
+        For the sparse stage: as for `indexer_sparse_loss`, and the same on all ranks. Default: all keys.
+    lse : array, (s_q, h), float32, optional
+        As for the losses, of these heads. Default: computed, over the keys that are seen.
+    topk_length : array, (s_q,), int32, optional
+        With indices: as for `indexer_sparse_loss`.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+        As for the losses.
+    scale : float, optional
+        Factor of the scores; default: d**-0.5.
+    causal : bool, optional
+        As for the losses, whose defaults are those here: True for all keys, False with indices.
+    buffer_bytes : int
+        The tokens are taken in chunks whose sums fit; a chunk has one token at least.
+    head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
+        Whose memory the result takes over.
+    kernel : str, optional
+        Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    exportable : bool
+        Whether `jax.export` can serialise the call: see `disabled_checks`.
+
+    Returns
+    -------
+    array, (s_q, s_kv), float32
+        0 for keys that a query does not see. With indices (s_q, topk): the n-th number of a row belongs to the n-th of
+        its indices that count; 0 after the last.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and the result is untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    It has no gradient: nothing flows to the main attention.
+    """
+    arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
+    options = (scale, causal, buffer_bytes, kernel)
+    (head_sums,) = run(OPERATION, arrays, options, exportable)
+    return head_sums

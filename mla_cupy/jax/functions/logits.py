@@ -1,0 +1,84 @@
+"""Functions of `mla_cupy.ops.indexer.logits` for JAX's arrays.
+
+Written by `python -m tests.generate` from the records there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from mla_cupy.jax.lowering import run
+from mla_cupy.ops.indexer.logits import OPERATION
+
+
+def indexer_logits(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    ks: jax.Array | None = None,
+    ke: jax.Array | None = None,
+    *,
+    k_scale: jax.Array | None = None,
+    accumulate: str = "float32",
+    clean: bool = True,
+    logits: jax.Array | None = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    exportable: bool = False,
+) -> jax.Array:
+    """Score each key in a query's range (the lightning indexer of DeepSeek sparse attention).
+
+    logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0) for ks[t] <= s < ke[t]
+
+    For arrays of JAX: the notes of `mla_cupy.indexer_logits` hold here, too.
+
+    Parameters
+    ----------
+    q : array, (s_q, h, d), float8_e4m3fn, uint8 or bfloat16
+        Indexer queries of 1 to 128 heads, d 32, 64 or 128. uint8 holds e4m3 codes, for libraries without that dtype.
+        The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
+    k : array, (s_kv, d), dtype of q
+        Index keys. Strides as for q.
+    weights : array, (s_q, h), float32
+        Weights of the heads, of any sign. The scales of q's codes and any other factors belong in here.
+    ks, ke : array, (s_q,), int32, optional
+        Query t sees the keys from ks[t] up to ke[t], both clamped to [0, s_kv]. Default: from the first, to the last.
+    k_scale : array, (s_kv,), float32, optional
+        Scales of the keys' codes. Default: 1.
+    accumulate : str
+        What products of codes are added up in: "float32" or, faster, "float16", for queries of `indexer_prepare_q(...,
+        accumulate="float16")`. Of others the caller must know that no product exceeds 65,504, nor does a part of one:
+        with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
+    clean : bool
+        Write -inf where a query does not see a key. Otherwise these logits keep what the memory held. If False, give
+        `logits`: the rest of it stays.
+    logits : array, (s_q, s_kv), float32 or bfloat16, optional
+        Whose memory the result takes over.
+    out_dtype : str or dtype, optional
+        "float32" or "bfloat16". Default: the dtype of `logits`, or float32.
+    kernel : str, optional
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    exportable : bool
+        Whether `jax.export` can serialise the call: see `disabled_checks`.
+
+    Returns
+    -------
+    array, (s_q, s_kv)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and `logits` is untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    It has no gradient.
+    """
+    arrays = (q, k, weights, ks, ke, k_scale, logits)
+    options = (accumulate, clean, out_dtype, kernel)
+    (logits,) = run(OPERATION, arrays, options, exportable)
+    return logits

@@ -1,0 +1,127 @@
+"""Functions of `mla_cupy.ops.sparse_forward` for JAX's arrays.
+
+Written by `python -m tests.generate` from the records there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from mla_cupy.jax.gradients.sparse_forward import differentiable
+
+
+def sparse_mla_forward(
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    *,
+    d_v: int = 512,
+    scale: float | None = None,
+    topk_length: jax.Array | None = None,
+    attn_sink: jax.Array | None = None,
+    causal: bool = False,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    lse_base: str = "e",
+    empty_lse: float = -math.inf,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    max_logits: jax.Array | None = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    deterministic: bool = False,
+    exportable: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attend from each query to the rows of a latent cache that its indices select (absorbed MLA).
+
+    out[i, h] = w[i, h] * sum_j softmax_j(scale * q[i, h] . kv[j]) * kv[j, :512], where j runs over the rows that
+    query i selects, and w[i, h] = 1 / (1 + exp(attn_sink[h] - lse[i, h])); without a sink, w is 1.
+
+    For arrays of JAX: the notes of `mla_cupy.sparse_mla_forward` hold here, too.
+
+    Parameters
+    ----------
+    q : array, (s_q, h_q, d_qk), bfloat16 or float16
+        Absorbed queries, d_qk 576 or 512. The last axis is contiguous; other strides are free (multiples of 16 bytes
+        are fastest).
+    kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
+        Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
+        `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
+        include the RoPE part. Its rows are slots, page * page_size + token; tokens of 656 bytes need no pages, (s_kv,
+        656). Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens
+        need a gap of 8 bytes between them.
+    indices : array, (s_q, topk) or (s_q, 1, topk), int32
+        The rows of each query, counted from the start of its sequence, in any order. Any topk, any strides. A slot
+        counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the sequence's
+        length in kv. Duplicates are counted as often as they occur.
+    d_v : int
+        Width of the values: 512.
+    scale : float, optional
+        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    topk_length : array, (s_q,), int32, optional
+        Only the first topk_length[i] slots of query i are read; clamped to [0, topk].
+    attn_sink : array, (h_q,), float32, optional
+        Logits of a key without a value: see w above. -inf has no effect, +inf makes `out` 0.
+    causal : bool
+        Lower the limit of each query by the number of queries of its sequence that come after it: of as many queries as
+        rows, query i sees rows 0 to i.
+    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+        Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the rows from cu_seqlens_kv[n] to
+        cu_seqlens_kv[n + 1]. A query of no sequence has no row; a query of several belongs to the first. Values of
+        cu_seqlens_kv are clamped to [0, s_kv], and a sequence that ends before it starts is empty. Both or none;
+        default: one sequence.
+    lse_base : str
+        "e" or "2": base of the logarithm in `lse`.
+    empty_lse : float
+        `lse` of a query without a row; its `out` is 0, its `max_logits` -inf.
+    out : array, (s_q, h_q, 512), dtype of q or float32, optional
+        Whose memory the result takes over.
+    lse, max_logits : array, (s_q, h_q), float32, optional
+        Whose memory the results take over.
+    out_dtype : str or dtype, optional
+        "float32" for results to be merged; default: the dtype of `out`, or of q.
+    kernel : str, optional
+        Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    deterministic : bool
+        Whether the gradients are the same in every run: see `mla_cupy.sparse_mla_backward`.
+    exportable : bool
+        Whether `jax.export` can serialise the call: see `disabled_checks`.
+
+    Returns
+    -------
+    out : array, (s_q, h_q, 512)
+    lse : array, (s_q, h_q), float32
+        log(sum_j exp(scale * q . kv[j])), in base `lse_base`, without the sink. The backward takes it.
+    max_logits : array, (s_q, h_q), float32
+        max_j scale * q . kv[j].
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        If an argument does not fit; nothing has been launched, and `out`, `lse` and `max_logits` are untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    `out` and `lse` are differentiable with respect to `q`, `kv` and `attn_sink`, unless arrays for them are given;
+    `max_logits` has no gradient.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import mla_cupy.jax as mla
+    >>> q, kv = jnp.ones((2, 16, 576), jnp.bfloat16), jnp.ones((100, 576), jnp.bfloat16)
+    >>> indices = jnp.array([[3, 70, -1], [5, -1, -1]], jnp.int32)
+    >>> loss = lambda kv: mla.sparse_mla_forward(q, kv, indices)[0].astype(jnp.float32).sum()
+    >>> gradient = jax.jit(jax.grad(loss))(kv)
+    >>> float(gradient[3, 0]), float(gradient[5, 0]), float(gradient[4, 0])
+    (8.0, 16.0, 0.0)
+    """
+    arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
+    options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
+    out, lse, max_logits = differentiable(arrays, options, deterministic, exportable)
+    return out, lse, max_logits

@@ -1,0 +1,1 @@
+"""Gradients, by hand: a module for each of `mla_cupy.ops` whose operation has one."""

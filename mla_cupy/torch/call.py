@@ -1,0 +1,173 @@
+"""Calls of operators, from the functions of this package: checks, derivatives, and which operator it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mla_cupy.arrays.torch import check_dense
+from mla_cupy.errors import ArgumentError, DTypeError, explain
+from mla_cupy.ops.checks import check_count, check_dtype, check_flag, check_float
+from mla_cupy.torch.derivatives import refuse, refuse_beside, refuse_tangents, refuse_transforms, transformed
+from mla_cupy.torch.library import Operators
+
+_MAX_INT64 = 2**63 - 1
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_is_compiling = torch.compiler.is_compiling
+
+
+def call(
+    operators: Operators,
+    arrays: tuple[torch.Tensor | None, ...],
+    options: tuple[Any, ...],
+    workspace: torch.Tensor | None = None,
+    gradient: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+) -> tuple[Any, ...]:
+    """Call an operator: the one that returns results, or the one that writes to given tensors.
+
+    Parameters
+    ----------
+    operators : Operators
+    arrays, options : tuple
+        Those of the operation, in its order.
+    workspace : tensor, optional
+    gradient : callable, optional
+        The operation under transforms of torch.func, if it has a gradient.
+
+    Returns
+    -------
+    tuple
+        All results of the operation, in order; None for those that there are not.
+
+    Raises
+    ------
+    DTypeError, ArgumentError
+        If an argument is of another kind, or if a derivative is wanted that does not exist.
+    """
+    arguments, named = arguments_of(operators, arrays, options)
+    wanted = _wanted(operators, arguments)
+    given = targets({name: named[name] for name in wanted})
+    if not given and workspace is not None:
+        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
+    arguments, by_transform = _differentiable(operators, arguments, bool(given), gradient)
+    arguments = with_dtypes(operators, arguments)
+    if given:
+        operators.write(**arguments, **given, workspace=check_kind("Tensor?", "workspace", workspace))
+        return tuple(given.get(name) for name, _, _ in operators.outputs)
+    made = (operators.make if by_transform is None else by_transform)(**arguments)
+    found = made if isinstance(made, tuple) else (made,)
+    return tuple(x if name in wanted else None for (name, _, _), x in zip(operators.outputs, found, strict=False))
+
+
+def arguments_of(
+    operators: Operators, arrays: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of an operation's operators by name, checked, and the tensors for results."""
+    named = dict(
+        zip((*operators.inputs, *operators.options), (*arrays[: len(operators.inputs)], *options), strict=True)
+    )
+    results = zip(operators.outputs, arrays[len(operators.inputs) :], strict=True)
+    return _checked(operators, named), {name: check_kind("Tensor?", name, x) for (name, _, _), x in results}
+
+
+def targets(given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The tensors for results: all of them, or none."""
+    there = {name: x for name, x in given.items() if x is not None}
+    if 0 < len(there) < len(given):
+        missing = next(name for name in given if name not in there)
+        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
+    return there
+
+
+def _wanted(operators: Operators, arguments: Mapping[str, Any]) -> list[str]:
+    """The results that there are."""
+    return [
+        name
+        for name, needs, when in operators.outputs
+        if not (needs and arguments[needs] is None) and (not when or check_flag(when, arguments[when]))
+    ]
+
+
+def _differentiable(
+    operators: Operators, arguments: dict[str, Any], given: bool, gradient: Callable[..., Any] | None
+) -> tuple[dict[str, Any], Callable[..., Any] | None]:
+    """The arguments, and what to call under transforms of torch.func instead of the operator."""
+    name = operators.operation.name
+    if operators.operation.derivative == "constant":
+        refuse_transforms(name, arguments)
+        return detached(arguments), None
+    if gradient is None or given:
+        refuse(name, arguments)
+        return arguments, None
+    refuse_beside(name, arguments)
+    refuse_tangents(name, arguments)
+    return arguments, gradient if transformed() else None
+
+
+def detached(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation whose results are constants to autograd."""
+    return {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+# ---- Kinds of arguments ---------------------------------------------------------------------------------------------
+
+
+def with_dtypes(operators: Operators, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with dtypes in any form as PyTorch's, which is all that a schema takes."""
+    return {key: _dtype(key, value) if key in operators.dtypes else value for key, value in arguments.items()}
+
+
+def _dtype(option: str, dtype: Any) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    named = _dtype_name(option, dtype)
+    if not hasattr(torch, named):
+        raise DTypeError(explain(option, repr(dtype), "a dtype that PyTorch has"))
+    found: torch.dtype = getattr(torch, named)
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _dtype_name(option: str, dtype: Any) -> str | None:
+    return check_dtype(option, dtype)
+
+
+def _checked(operators: Operators, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator, those that are numbers as Python's: all that a schema takes.
+
+    PyTorch's own errors, of arguments of other kinds, are not those of the package.
+
+    Raises
+    ------
+    DTypeError
+        If there is something else where a tensor belongs.
+    ArgumentError
+        If an option is of another kind.
+    """
+    if _is_compiling():
+        return given
+    return {key: check_kind(operators.kinds[key], key, value) for key, value in given.items()}
+
+
+def check_kind(kind: str, key: str, value: Any) -> Any:
+    """An argument as a schema takes it, where it is of this type or can be."""
+    if _is_compiling() or (value is None and kind.endswith("?")):
+        return value
+    kind = kind.rstrip("?")
+    if kind == "Tensor":
+        if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):  # the second takes a microsecond
+            raise DTypeError(explain(key, f"a {type(value).__name__}", "a tensor"))
+        check_dense(value, key)
+    elif isinstance(value, _SYMBOLS):
+        return value
+    elif kind == "int":
+        return check_count(key, value, -_MAX_INT64 - 1, _MAX_INT64)
+    elif kind == "bool":
+        return check_flag(key, value)
+    elif kind == "float":
+        return check_float(key, value)
+    elif kind == "str" and not isinstance(value, str):
+        raise ArgumentError(explain(key, repr(value), "a name"))
+    return value

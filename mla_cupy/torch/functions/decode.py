@@ -1,0 +1,139 @@
+"""Functions of `mla_cupy.ops.decode` for PyTorch's tensors.
+
+Written by `python -m tests.generate` from the records there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.decode import OPERATION
+from mla_cupy.torch.call import call
+from mla_cupy.torch.library import is_plain_call
+from mla_cupy.torch.operators import MLA_DECODE
+from mla_cupy.torch.plan import TorchDecodePlan, call_planned, plan_of
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    tree_mask: torch.Tensor | None = None,
+    d_v: int = 512,
+    scale: float | None = None,
+    causal: bool = True,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    kv_scale: float = 1,
+    plan: TorchDecodePlan | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    lse_base: str = "e",
+    empty_lse: float = -math.inf,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from the newest tokens of each sequence to its paged latent cache (absorbed MLA).
+
+    out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :512], where j runs over the tokens that query i sees.
+
+    For tensors of PyTorch: the notes of `mla_cupy.mla_decode` hold here, too.
+
+    Parameters
+    ----------
+    q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
+        are free (multiples of 16 bytes are fastest).
+    kv_cache : tensor, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
+        The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
+        h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
+        page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk is 512 and
+        whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a
+        head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd
+        number of tokens need a gap of 8 bytes between them.
+    block_table : tensor, (b, max_pages), int32
+        The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
+        missing: its tokens are invisible.
+    seqlens : tensor, (b,), int32
+        Tokens of each sequence in the cache, the query tokens included; clamped to [0, max_pages * page_size * cp_world
+        + cp_rank].
+    tree_mask : tensor, (b, s_q), uint64 or int64, optional
+        Where the last s_q tokens of a sequence are drafts that form a tree, to be verified in one call: query i sees
+        draft j iff bit j of tree_mask[b, i] is set, and every token before the drafts. This takes the place of
+        `causal`. Up to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n
+        drafts: token t is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
+    d_v : int
+        Width of the values: 512.
+    scale : float, optional
+        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    causal : bool
+        Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens. Leave it out with a `tree_mask`.
+    cp_world, cp_rank : int
+        Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
+        `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The results
+        of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has `empty_lse`.
+    kv_scale : float
+        Of the record "fp8": what its numbers are multiplied by.
+    plan : TorchDecodePlan, optional
+        From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
+    out : tensor, (b, s_q, h_q, 512), dtype of q or float32, optional
+        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes.
+    lse : tensor, (b, h_q, s_q), float32, optional
+        Memory for the log-sum-exp; any strides.
+    workspace : tensor, (n,), uint8, optional
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_decode, ...)` bytes. Not with a plan,
+        which has its own.
+    out_dtype : str or dtype, optional
+        "float32" for results to be merged; default: the dtype of `out`, or of q.
+    lse_base : str
+        "e" or "2": base of the logarithm in `lse`.
+    empty_lse : float
+        `lse` of a row that sees no token; its `out` is 0.
+    kernel : str, optional
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which b and the tokens that
+        a line of `block_table` has room for count, too.
+
+    Returns
+    -------
+    out : tensor, (b, s_q, h_q, 512)
+    lse : tensor, (b, h_q, s_q), float32
+        log(sum_j exp(scale * q . k[j])), in base `lse_base`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError, PlanError
+        If an argument does not fit; nothing has been launched, and `out` and `lse` are untouched.
+    UnsupportedDeviceError
+        If no kernel fits the GPU.
+
+    Notes
+    -----
+    It has no gradient: decode serves inference. Tensors for the results are given all or none. A `workspace` is for
+    calls with tensors for the results.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mla_cupy.torch as mla
+    >>> q, cache = torch.ones(1, 1, 16, 576).bfloat16(), torch.ones(4, 64, 576).bfloat16()
+    >>> table, seqlens = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
+    >>> out, lse = mla.mla_decode(q, cache, table, seqlens)
+    >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
+    ((1, 1, 16, 512), 1.0, 28.605)
+    """
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel)
+    if is_plain_call(q) and (out is None) is (lse is None):
+        out, lse = run(Invocation(OPERATION, arrays, options, workspace, plan=plan_of(plan)))
+    elif plan is not None:
+        out, lse = call_planned(plan, arrays, options, workspace)
+    else:
+        out, lse = call(MLA_DECODE, arrays, options, workspace)
+    return out, lse

@@ -1,0 +1,194 @@
+"""Operations of the bindings, as their records describe them, and pieces of source that both libraries need."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.generate import docstrings
+from tests.generate.binding_texts import Text
+from tests.generate.docstrings import Docstring, Field, Words
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An operation of the bindings.
+
+    Attributes
+    ----------
+    operation : mla_cupy.ops.operation.Operation
+    function : function
+        The public one.
+    constant : str
+        The record's name in the function's module.
+    """
+
+    operation: Any
+    function: Callable[..., Any]
+    constant: str
+
+    @property
+    def name(self) -> str:
+        return str(self.operation.name)
+
+    @property
+    def module(self) -> str:
+        """Module of the public function."""
+        return self.function.__module__
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Parameters of the public function."""
+        return dict(inspect.signature(self.function).parameters)
+
+    @property
+    def inputs(self) -> list[str]:
+        return [array.name for array in self.operation.inputs]
+
+    @property
+    def outputs(self) -> list[str]:
+        return [output.name for output in self.operation.outputs]
+
+    @property
+    def options(self) -> list[str]:
+        return list(self.operation.options._fields)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Inputs and options in the order of the public function."""
+        mine = {*self.inputs, *self.options}
+        return [name for name in self.parameters if name in mine]
+
+    @property
+    def reverse(self) -> bool:
+        """Tell whether the bindings have its gradient."""
+        return bool(self.operation.derivative == "reverse")
+
+
+def bound() -> Iterator[Bound]:
+    """The operations of the bindings, by modules."""
+    from mla_cupy import ops
+
+    for name, operation in ops.BOUND_OPERATIONS.items():
+        function = inspect.unwrap(getattr(ops, name))
+        (constant,) = (key for key, value in vars(sys.modules[function.__module__]).items() if value is operation)
+        yield Bound(operation, function, constant)
+
+
+# ---- Pieces of Python ------------------------------------------------------------------------------------------------
+
+
+def value_of(value: Any) -> str:
+    """A default, as source."""
+    return "-math.inf" if value == -math.inf else repr(value).replace("'", '"')
+
+
+def tuple_of(items: Iterable[str]) -> str:
+    found = list(items)
+    return f"({', '.join(found)},)" if len(found) == 1 else f"({', '.join(found)})"
+
+
+def names_of(items: Sequence[str]) -> str:
+    """Targets of an assignment of results."""
+    return ", ".join(items) if len(items) > 1 else tuple_of(items)
+
+
+def default_of(parameter: inspect.Parameter) -> str:
+    return "" if parameter.default is inspect.Parameter.empty else f" = {value_of(parameter.default)}"
+
+
+def signature_of(one: Bound, left_out: Sequence[str], array: str, more: Sequence[str] = ()) -> str:
+    """The parameters of a binding's function, as source."""
+    arrays = {*one.inputs, *one.outputs, "workspace"}
+    optional = {array.name for array in one.operation.inputs if array.optional} | {*one.outputs, "workspace"}
+    found: list[str] = []
+    for name, parameter in one.parameters.items():
+        if name in left_out:
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in found:
+            found.append("*")
+        kind = str(parameter.annotation)
+        if name in arrays:
+            kind = f"{array} | None" if name in optional else array
+        elif name == "plan":
+            kind = "TorchDecodePlan | None"
+        found.append(f"{name}: {kind}{default_of(_for_compilers(parameter))}")
+    if more and "*" not in found:
+        found.append("*")
+    return ", ".join([*found, *more])
+
+
+def _for_compilers(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A default of 1.0 as 1: `torch.compile` takes a float there for an input of the graph."""
+    value = parameter.default
+    return parameter.replace(default=int(value)) if isinstance(value, float) and value.is_integer() else parameter
+
+
+def returned_by(one: Bound, array: str) -> str:
+    """The type of what a function returns."""
+    kinds = [f"{array} | None" if x.needs or x.when else array for x in one.operation.outputs]
+    return f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0] if kinds else "None"
+
+
+def function_of(head: str, docstring: Docstring, body: str) -> str:
+    text = textwrap.indent(docstring.text(), "    ", lambda line: bool(line.strip())).lstrip()
+    return f'{head}\n    """{text}\n    """\n{textwrap.indent(body, "    ")}\n'
+
+
+def _imports(body: str, known: dict[str, str]) -> str:
+    """The imports, by the name that needs each, that a module's text needs."""
+    return "\n".join(line for name, line in known.items() if name in body) + "\n"
+
+
+def docstring_of(one: Bound, words: Words, text: Text, library: str) -> Docstring:
+    """The public function's docstring for a binding."""
+    found = docstrings.adapted(docstrings.read(one.function), words, one.outputs)
+    first, _, rest = found.about.partition("\n")
+    about = "\n".join((text.summary or first, rest)) if rest else text.summary or first
+    about += f"\n\n{docstrings.filled(f'{library}: the notes of `mla_cupy.{one.name}` hold here, too. {text.more}')}"
+    parameters = tuple(
+        replace(x, text=f"{x.text} {text.parameters.get(x.names[0], '')}".rstrip()) for x in found.parameters
+    )
+    return replace(found, about=about, parameters=parameters, notes=_notes(one, text), examples=text.examples)
+
+
+def _notes(one: Bound, text: Text) -> str:
+    none = "It has no gradient."
+    return text.notes or (none if one.operation.derivative == "none" else "")
+
+
+def module_of(module: str, arrays: str, body: str, known: dict[str, str]) -> str:
+    return (
+        f'"""Functions of `{module}` for {arrays}.\n\n'
+        'Written by `python -m tests.generate` from the records there.\n"""\n\n'
+        f"from __future__ import annotations\n\n{_imports(body, known)}\n\n{body}"
+    )
+
+
+def docstring_of_objective(docstring: Docstring, text: Text, left_out: Sequence[str], array: str) -> Docstring:
+    """The docstring of a loss for its differentiable form."""
+    parameters = [
+        replace(x, names=names)
+        for x in docstring.parameters
+        if (names := tuple(name for name in x.names if name not in left_out))
+    ]
+    straight = (
+        "Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the "
+        "gradients in their place. Without them, only `weights` has a gradient."
+    )
+    parameters.append(Field(("straight_through",), f"({array}, {array}), optional", straight))
+    returns = (
+        Field(("objective",), f"{array}, (), float32", "sum(row_weights * kl)."),
+        Field(("kl",), f"{array}, (s_q,) or per head (s_q, h), float32", "Without a gradient."),
+    )
+    return replace(
+        docstring,
+        about=f"{text.summary}\n\n{docstrings.filled(text.more)}",
+        parameters=tuple(parameters),
+        returns=returns,
+    )

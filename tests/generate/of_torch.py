@@ -1,0 +1,192 @@
+"""Functions and operators for PyTorch, as source."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from tests.generate import docstrings
+from tests.generate.binding_texts import OBJECTIVES, TORCH, Text
+from tests.generate.bound import (
+    Bound,
+    default_of,
+    docstring_of,
+    docstring_of_objective,
+    function_of,
+    module_of,
+    names_of,
+    returned_by,
+    signature_of,
+    tuple_of,
+    value_of,
+)
+from tests.generate.docstrings import Docstring, Words
+
+WORDS = Words("tensor", ("stream", "check"), {r"\bDecodePlan\b": "TorchDecodePlan"})
+
+
+SCHEMA_WIDTH = 100
+_CHANGED = "klmnopqrstuvw"
+"""Names of inputs that are changed in place, in a schema."""
+
+
+def _kind(one: Bound, name: str) -> str:
+    """An argument of an operator, as a schema writes it."""
+    parameter = one.parameters[name]
+    arrays = {array.name: array for array in one.operation.inputs}
+    if name in arrays:
+        changed = f"({_CHANGED[one.inputs.index(name)]}!)" if arrays[name].written else ""
+        default = "" if parameter.default is inspect.Parameter.empty else "=None"
+        return f"Tensor{changed}{'?' * arrays[name].optional} {name}{default}"
+    if name in {output.dtype_option for output in one.operation.outputs}:
+        return f"ScalarType? {name}=None"
+    if parameter.default == -math.inf:
+        return f"float? {name}=None"
+    kind = str(parameter.annotation).replace(" | None", "?")
+    if kind.rstrip("?") not in ("int", "bool", "str", "float"):
+        raise ValueError(f"{one.name}: no schema can have {name}: {parameter.annotation}")
+    default = "" if parameter.default is inspect.Parameter.empty else f"={value_of(parameter.default)}"
+    return f"{kind} {name}{default}"
+
+
+def _schema(parts: Iterable[str]) -> str:
+    """A part of a schema, as a string of one or more lines."""
+    lines = [""]
+    for part in parts:
+        joined = f"{lines[-1]}, {part}" if lines[-1] else part
+        if len(joined) <= SCHEMA_WIDTH:
+            lines[-1] = joined
+        else:
+            lines[-1] += ", "
+            lines.append(part)
+    quoted = [repr(line) for line in lines]
+    return quoted[0] if len(quoted) == 1 else "(" + "\n".join(quoted) + ")"
+
+
+def operators(every: Sequence[Bound]) -> str:
+    """Module of all operators: what their arguments are to the operation, and their schemas."""
+    return (
+        '"""Operators of all operations.\n\n'
+        'Written by `python -m tests.generate` from the operations\' records.\n"""\n\n'
+        "from __future__ import annotations\n\nimport math\nfrom typing import Any\n\n"
+        "from mla_cupy.ops import BOUND_OPERATIONS\nfrom mla_cupy.ops.call import Invocation\n"
+        "from mla_cupy.torch.library import Operators\n\n" + "\n".join(_operator(one) for one in every)
+    )
+
+
+def _operator(one: Bound) -> str:
+    unwritten = [name for name in one.options if one.parameters[name].default == -math.inf]
+    taken = [name + ("=None" if name in unwritten else default_of(one.parameters[name])) for name in one.arguments]
+    results = "".join(f", {name}: Any = None" for name in [*one.outputs, "workspace"]) if one.outputs else ""
+    arrays, options = tuple_of([*one.inputs, *one.outputs]), tuple_of(one.options)
+    lines = [f"{name} = -math.inf if {name} is None else {name}" for name in unwritten]
+    rest = f", options{', workspace' if one.outputs else ''}"
+    lines += [f"arrays = {arrays}", f"options = {options}"]
+    lines.append(f'return Invocation(BOUND_OPERATIONS["{one.name}"], arrays{rest})')
+    typed = ", ".join(f"{x.partition('=')[0].strip()}: Any{'=' * ('=' in x)}{x.partition('=')[2]}" for x in taken)
+    head = f"def _{one.name}({typed}{', *' * bool(results)}{results}) -> Invocation:"
+    words = {"arguments": _schema(_kind(one, name) for name in one.arguments)}
+    if one.outputs:
+        named = zip("abcdefgh", one.operation.outputs, strict=False)
+        words["results"] = _schema(
+            f"Tensor({letter}!)? {x.name}=None" if x.needs or x.when else f"Tensor({letter}!) {x.name}"
+            for letter, x in named
+        )
+        words["returns"] = repr("(" + ", ".join("Tensor" for _ in one.outputs) + ")")
+    if unwritten:
+        words["unwritten"] = tuple_of(map(repr, unwritten))
+    said = ", ".join(f"{key}={value}" for key, value in words.items())
+    return (
+        f"{head}\n{textwrap.indent(chr(10).join(lines), '    ')}\n\n\n"
+        f'{one.name.upper()} = Operators(BOUND_OPERATIONS["{one.name}"], _{one.name}, {said})\n\n'
+    )
+
+
+def functions(module: str, every: Sequence[Bound]) -> str:
+    names = [one.name.upper() for one in every]
+    functions = [_function(one) for one in every]
+    functions += [_objective(one) for one in every if one.name in OBJECTIVES]
+    body = "\n\n".join(functions)
+    stem = module.rpartition(".")[2]
+    constants = ", ".join(one.constant for one in every)
+    plans = ["TorchDecodePlan", "call_planned", "plan_of"]
+    known = {
+        "-math.inf": "import math",
+        ": Any": "from typing import Any",
+        "torch.": "import torch",
+        "Invocation(": f"from {module} import {constants}\nfrom mla_cupy.ops.call import Invocation, run",
+        " call(": "from mla_cupy.torch.call import call",
+        "transformed)": f"from mla_cupy.torch.gradients.{stem} import transformed",
+        "is_plain_call(": "from mla_cupy.torch.library import is_plain_call",
+        " objective(": "from mla_cupy.torch.losses import objective",
+        "call_planned(": f"from mla_cupy.torch.plan import {', '.join(plans)}",
+        "": f"from mla_cupy.torch.operators import {', '.join(names)}",
+    }
+    return module_of(module, "PyTorch's tensors", body, known)
+
+
+def _function(one: Bound) -> str:
+    docstring = docstring_of(one, WORDS, TORCH.get(one.name, Text()), "For tensors of PyTorch")
+    said = replace(docstring, notes=_notes(one, docstring))
+    signature = signature_of(one, WORDS.left_out, "torch.Tensor")
+    return function_of(f"def {one.name}({signature}) -> {returned_by(one, 'torch.Tensor')}:", said, _body(one))
+
+
+def _notes(one: Bound, docstring: Docstring) -> str:
+    """Notes on gradients, and on results that are given together."""
+    rules = [docstring.notes]
+    if len(one.outputs) > 1:
+        rules.append("Tensors for the results are given all or none.")
+    if "workspace" in one.parameters:
+        rules.append("A `workspace` is for calls with tensors for the results.")
+    return docstrings.filled(" ".join(filter(None, rules)))
+
+
+def _body(one: Bound) -> str:
+    takes = one.parameters
+    first = one.inputs[0]
+    lines = [f"arrays = {tuple_of([*one.inputs, *one.outputs])}", f"options = {tuple_of(one.options)}"]
+    plain = [f"is_plain_call({first})", *_agreement(one)]
+    if one.operation.derivative != "none":
+        plain.insert(1, "not torch.is_grad_enabled()")
+    others = ["workspace"] if "workspace" in takes else []
+    at_once = [one.constant, "arrays", "options", *others, *(["plan=plan_of(plan)"] if "plan" in takes else [])]
+    by_operator = [one.name.upper(), "arrays", "options", *others]
+    if one.reverse:
+        by_operator.append("gradient=transformed")
+    made = f"{names_of(one.outputs)} = " if one.outputs else ""
+    lines += [f"if {' and '.join(plain)}:", f"    {made}run(Invocation({', '.join(at_once)}))"]
+    if "plan" in takes:
+        lines += ["elif plan is not None:", f"    {made}call_planned(plan, arrays, options, workspace)"]
+    lines += ["else:", f"    {made}call({', '.join(by_operator)})"]
+    if one.outputs:
+        lines.append(f"return {', '.join(one.outputs)}")
+    return "\n".join(lines)
+
+
+def _agreement(one: Bound) -> Iterator[str]:
+    """Conditions that all results are given, or none."""
+    always = [x.name for x in one.operation.outputs if not (x.needs or x.when)]
+    if len(always) > 1:
+        yield " is ".join(f"({name} is None)" for name in always)
+    for group in dict.fromkeys((x.needs, x.when) for x in one.operation.outputs if x.needs or x.when):
+        needs, when = group
+        names = [x.name for x in one.operation.outputs if (x.needs, x.when) == group]
+        agree = " is ".join(f"({name} is None)" for name in (always[0], *names))
+        yield f"({f'{needs} is None' if needs else f'{when} is False'} or {agree})"
+
+
+def _objective(one: Bound) -> str:
+    name, without = OBJECTIVES[one.name]
+    docstring = docstring_of(one, WORDS, TORCH[name], "")
+    left_out = (*WORDS.left_out, "workspace", "gradients", *one.outputs, *without)
+    more = ["straight_through: tuple[torch.Tensor, torch.Tensor] | None = None"]
+    head = f"def {name}({signature_of(one, left_out, 'torch.Tensor', more)}) -> tuple[torch.Tensor, torch.Tensor]:"
+    arrays = tuple_of("None" if x in without else x for x in one.inputs)
+    options = tuple_of("True" if x == "gradients" else x for x in one.options)
+    lines = (f"arrays = {arrays}", f"options = {options}")
+    body = "\n".join((*lines, f"return objective({one.name.upper()}, arrays, options, straight_through)"))
+    return function_of(head, docstring_of_objective(docstring, TORCH[name], left_out, "tensor"), body)
