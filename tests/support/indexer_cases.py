@@ -154,8 +154,13 @@ ON_TENSOR_CORES = 2.0**-11
 """The same of 8-bit products, of which the hardware cuts off bits."""
 
 
-def check_logits(got: Array, inputs: dict[str, Array], exact: Array, relative: float = IN_FLOAT32) -> None:
-    """-inf where it must be; elsewhere off by little of what is summed up, which may cancel, and by the rounding."""
+def check_logits(got: Array, inputs: dict[str, Array], exact: Array, relative: float | None = None) -> None:
+    """-inf where it must be; elsewhere off by little of what is summed up, which may cancel, and by the rounding.
+
+    By default by what sums of products of the queries' dtype lose.
+    """
+    if relative is None:
+        relative = ON_TENSOR_CORES if inputs["q"].dtype.itemsize == 1 else IN_FLOAT32
     unseen = np.isneginf(exact)
     np.testing.assert_array_equal(np.isneginf(got.astype(np.float32)), unseen)
     roundoff = dtypes.TABLE[dtypes.dtype_name(got.dtype)].unit_roundoff

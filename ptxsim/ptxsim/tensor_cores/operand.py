@@ -189,3 +189,51 @@ def multiply(a: np.ndarray, b: np.ndarray, exact: bool = False) -> np.ndarray:
     if exact:
         return a.astype("f8") @ b.astype("f8").T
     return a @ b.T
+
+
+#: Fraction bits that Hopper's tensor cores keep of products of 8-bit floating-point numbers, and of their sums.
+FP8_FRACTION_BITS = 13
+#: Exponents of subnormal numbers.
+_LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}
+_NOTHING = -200
+_COLUMNS = 64  # at a time: what the caches hold
+_LEAST_UNIT = -126  # so that units, and their inverses, are normal numbers
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def add_fp8_products(a: np.ndarray, b: np.ndarray, before: np.ndarray | None, kinds: tuple[str, str]) -> np.ndarray:
+    """Return ``before + a @ b.T`` in float32 as one wgmma of Hopper sums products of 8-bit floating-point numbers.
+
+    The products of a dot product, and what was there before, are aligned to the largest exponent among them and cut
+    off, towards zero, 13 bits below it. Their sum, which is exact, is cut off after 13 fraction bits. The exponent of
+    a product is the sum of its factors' exponents: a product of 1.5 and 1.5 counts as one below 2.
+    """
+    parts = range(0, len(b), _COLUMNS)
+    if len(parts) > 1:
+        earlier = [None if before is None else before[:, i : i + _COLUMNS] for i in parts]
+        pairs = zip(parts, earlier, strict=True)
+        return np.concatenate([add_fp8_products(a, b[i : i + _COLUMNS], x, kinds) for i, x in pairs], 1)
+    e_a, e_b = _exponents(a, kinds[0]).T, _exponents(b, kinds[1]).T
+    exponent = (e_a[:, :, None] + e_b[:, None, :]).max(0).astype("i4")
+    if before is not None:
+        exponent = np.maximum(exponent, np.where(before == 0, _NOTHING, np.frexp(before)[1] - 1))
+    unit = _unit(exponent)
+    terms = np.ascontiguousarray(a.T)[:, :, None] * np.ascontiguousarray(b.T)[:, None, :]  # exact
+    terms *= 1 / unit
+    total = np.trunc(terms, out=terms).sum(0)  # of 32 integers below 2**15, and one more: exact
+    if before is not None:
+        total += np.trunc(before / unit)
+    total *= unit
+    unit = _unit(np.frexp(total)[1] - 1)
+    return np.trunc(total / unit) * unit
+
+
+def _exponents(values: np.ndarray, kind: str) -> np.ndarray:
+    """Return the exponents of 8-bit floating-point numbers; that of zero is below all others."""
+    exponent = np.maximum(np.frexp(values)[1] - 1, _LEAST_EXPONENT[kind])
+    return np.where(values == 0, _NOTHING, exponent).astype("i2")
+
+
+def _unit(exponent: np.ndarray) -> np.ndarray:
+    """Return the last bit that is kept beside a number with an exponent."""
+    return np.ldexp(np.float32(1), np.maximum(exponent - FP8_FRACTION_BITS, _LEAST_UNIT))

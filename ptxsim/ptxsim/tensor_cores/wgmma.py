@@ -14,7 +14,7 @@ from ..state.machine import AsyncOp
 from ..state.warp import Warp
 from ..synchronisation.clocks import View
 from ..translation.codegen import Park
-from .operand import SmemLayout, fetch, multiply, placed, widen
+from .operand import SmemLayout, add_fp8_products, fetch, multiply, placed, widen
 
 _SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
 _RESERVED = (0b11 << 14) | (0b11 << 30) | (0b111 << 46) | (((1 << 10) - 1) << 52)
@@ -39,6 +39,7 @@ class Form:
         self.a_regs: list[Reg] | None = None
         self.scale_a = self.scale_b = 1
         self.a_mn = self.b_mn = self.saturate = False
+        self.fp8_sums = out == "f32" and kinds[0] in ("e4m3", "e5m2")
 
 
 class Accumulator:
@@ -213,9 +214,7 @@ def _submit(W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None,
             a, a_bad = fetch(cta.shared, a_chunks, form.a_mn, form.kinds[0])
         else:
             a, a_bad = _register_a(operation, form)
-        product = multiply(a, b, form.out == "s32")
-        sign = form.scale_a * form.scale_b
-        _accumulate(operation.acc, product if sign > 0 else -product, a_bad, b_bad, scale_d, form.saturate)
+        _accumulate(operation.acc, form, a if form.scale_a == form.scale_b else -a, b, a_bad, b_bad, scale_d)
         group.done = operation.seq
 
     cta.cluster.submit(group.key, AsyncOp("wgmma", finish))
@@ -284,25 +283,20 @@ def _pack(acc: Accumulator, rows: np.ndarray) -> np.ndarray:
 
 
 def _accumulate(
-    acc: Accumulator, product: np.ndarray, a_bad: np.ndarray | None, b_bad: np.ndarray | None, scale_d: bool,
-    saturate: bool,
+    acc: Accumulator, form: Form, a: np.ndarray, b: np.ndarray, a_bad: np.ndarray | None, b_bad: np.ndarray | None,
+    scale_d: bool,
 ) -> None:  # fmt: skip
     if acc.fresh:
-        rows, bad = [], None
-        for w in range(4):
-            values, mask = acc.fresh[w]
-            rows.append(_unpack(acc, values))
-            if mask is not None:
-                bad = np.zeros((64, acc.n), bool) if bad is None else bad
-                full = mask.repeat(2, axis=0) if acc.out == "f16" else mask
-                bad[16 * w : 16 * w + 16] = to_matrix(full, acc.n)
-        acc.value, acc.bad = np.concatenate(rows), bad
-        acc.fresh = {}
-    if scale_d and acc.value is not None:
-        total = acc.value + product
+        _take_registers(acc)
+    before = acc.value if scale_d else None
+    if before is None:
+        acc.bad = None
+    if form.fp8_sums:
+        total = add_fp8_products(a, b, before, form.kinds)
     else:
-        total, acc.bad = product, None
-    if saturate:
+        total = multiply(a, b, form.out == "s32")
+        total = total if before is None else before + total
+    if form.saturate:
         total = np.clip(total, -(2**31), 2**31 - 1)
     acc.value = {"f32": lambda t: t.astype("f4"), "s32": lambda t: t.astype("i8").astype("i4"),
                  "f16": lambda t: t.astype("f2").astype("f4")}[acc.out](total)  # fmt: skip
@@ -313,6 +307,20 @@ def _accumulate(
                 acc.bad[mask] = True
             else:
                 acc.bad[:, mask] = True
+
+
+def _take_registers(acc: Accumulator) -> None:
+    """Take the accumulator's value, and its poison, from what the registers held when the products were issued."""
+    rows, bad = [], None
+    for w in range(4):
+        values, mask = acc.fresh[w]
+        rows.append(_unpack(acc, values))
+        if mask is not None:
+            bad = np.zeros((64, acc.n), bool) if bad is None else bad
+            full = mask.repeat(2, axis=0) if acc.out == "f16" else mask
+            bad[16 * w : 16 * w + 16] = to_matrix(full, acc.n)
+    acc.value, acc.bad = np.concatenate(rows), bad
+    acc.fresh = {}
 
 
 def wait(W: Warp, ins: Instr, L: LaneSet, keep: int) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ptxsim
+from ptxsim.tensor_cores.operand import add_fp8_products
 from simtest.single import HEADER
 
 TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
@@ -279,3 +280,62 @@ def test_groups_on_one_accumulator_finish_one_after_the_other() -> None:
         args = [raw_a, raw_b, descriptor(lbo_a, sbo_a, 128), descriptor(lbo_b, sbo_b, 128), out, np.zeros(4, "u4")]
         ptxsim.Module(ptx).launch("k", 1, 128, args, mode="random", seed=seed)
         assert (out == 32).all()
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1024, 0.9861), (8192, 0.8544)])
+def test_long_sums_of_8_bit_products_lose_size_as_on_a_gpu(tokens: int, size: float) -> None:
+    """The same attention, with values of mean 1 and deviation 0.5 summed by wgmma alone, was read on an H200."""
+    rng = np.random.default_rng(0)
+    keys = (rng.standard_normal((tokens, 576)) * 0.5 + 1).astype(TYPES["e4m3"]).astype("f4")
+    q = rng.standard_normal((8, 576)).astype(TYPES["e4m3"]).astype("f4")
+    scores = q @ keys.T * np.float32(576**-0.5 * 1.4426950408889634)
+    reference, total, sums = np.full((8, 1), -1e30), np.zeros((8, 1)), np.zeros((16, 8), "f4")
+    for i in range(0, tokens, 64):  # the reference of a row moves when a score is above it by more than 4
+        top = scores[:, i : i + 64].max(1, keepdims=True)
+        moved = np.where(top > reference + 4, top, reference)
+        decay, reference = np.exp2(reference - moved), moved
+        weights = np.exp2(4 + scores[:, i : i + 64] - reference)
+        total = total * decay + weights.sum(1, keepdims=True)
+        sums *= decay[:, 0].astype("f4")
+        rounded = weights.astype(TYPES["e4m3"]).astype("f4")
+        for k in (0, 32):
+            columns = keys[i + k : i + k + 32, :16].T
+            sums = add_fp8_products(columns, rounded[:, k : k + 32], sums, ("e4m3", "e4m3"))
+    weights = np.exp2(scores.astype("f8"))
+    exact = weights @ keys[:, :16] / weights.sum(1, keepdims=True)
+    assert abs(((sums.T / total) * exact).sum() / (exact * exact).sum() - size) < 1e-3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("factors", "total"),
+    [
+        ([(1, 1), (2**-6, 2**-7)], 1 + 2**-13),
+        ([(1, 1), (2**-7, 2**-7), (2**-7, 2**-7)], 1),  # each is cut off
+        ([(1.5, 1.5), (2**-6, 2**-7), (2**-6, 2**-7)], 2.25 + 2**-12),  # exponents are those of the factors
+        ([(2, 1), (2**-6, 2**-7), (2**-6, 2**-7)], 2),
+        ([(1.5, 1.5), (2**-6, 2**-7)], 2.25),  # the sum is cut off, too
+        ([(2**-9, 2**-9)], 2**-18),
+    ],
+)
+def test_8_bit_products_are_cut_off(factors: list[tuple[float, float]], total: float, sign: int) -> None:
+    """Towards zero, 13 bits below the largest exponent."""
+    a, b = np.zeros((2, 1, 32), "f4")
+    a[0, : len(factors)], b[0, : len(factors)] = np.transpose(factors)
+    assert add_fp8_products(sign * a, b, None, ("e4m3", "e4m3")) == sign * total
+    a[0, 0], beside = 0, sign * np.full((1, 1), factors[0][0] * factors[0][1], "f4")  # one of the terms, too
+    if beside == sign or len(factors) == 1:
+        assert add_fp8_products(sign * a, b, beside, ("e4m3", "e4m3")) == sign * total
+
+
+def test_zeros_cut_nothing_off() -> None:
+    a, b = np.zeros((2, 1, 32), "f4")
+    b[...] = 448
+    before = np.full((1, 1), 1.5 * 2.0**-60, "f4")
+    assert add_fp8_products(a, b, before, ("e4m3", "e4m3")) == before
+
+
+def test_8_bit_products_pass_nan_and_infinity_on() -> None:
+    a, b = np.ones((2, 2, 32), "f4")
+    a[0, 3], b[1, 5] = np.nan, np.inf
+    np.testing.assert_array_equal(add_fp8_products(a, b, None, ("e5m2", "e5m2")), [[np.nan, np.nan], [32, np.inf]])

@@ -178,7 +178,7 @@ def wgmma_case(name: str, rng: np.random.Generator, kinds: str, n: int, depth: i
     args = [("array", 0), ("array", 1)]
     text = entry(".param .u64 image, .param .u64 out", code)
     case = Case(f"wgmma {name}", text, "k", 1, 128, args, [image, result], 65536, outputs=[1])
-    if random:  # eight-bit products are summed with fewer bits than float32 has
+    if random and first != "e4m3":  # which is modelled bit for bit
         case.ulp, case.floor = 2.0**13, 4.0
     return case
 
