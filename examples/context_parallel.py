@@ -79,7 +79,7 @@ def place(group: Rendezvous, arrays: list[np.ndarray], rows: int) -> tuple[Conte
 
 
 def gpus() -> int:
-    """How many there are for CuPy."""
+    """Number of GPUs that CuPy sees."""
     try:
         import cupy
 

@@ -65,7 +65,7 @@ class Loop:
     course: Course = field(default_factory=Course)
 
     def numbers(self, *shape: int, dtype: Any = np.float16) -> Any:
-        """What a model would have computed."""
+        """Numbers that stand for what a model would have computed."""
         made = np.random.default_rng(self.step).standard_normal(shape, np.float32).astype(dtype)
         return self.arrays.asarray(made)
 
@@ -135,7 +135,7 @@ class Loop:
         return step
 
     def table(self) -> Table:
-        """What happens, for the terminal."""
+        """Table of what happens, for the terminal."""
         stats = self.cache.stats()
         made = Table("what", "now", title=f"step {self.step}")
         for what, value in (

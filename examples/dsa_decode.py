@@ -51,7 +51,7 @@ class Step:
             self.scratch["attend"] = arrays.empty(self._attend_bytes(), np.uint8)
 
     def fill(self, rng: np.random.Generator) -> None:
-        """What a model would have computed for the new tokens."""
+        """Fill in what a model would have computed for the new tokens."""
         for x in (self.latent, self.rope, self.q, self.index_k, self.index_q, self.weights):
             numbers = rng.standard_normal(x.shape, np.float32).astype(x.dtype)
             if self.arrays is np:
@@ -109,7 +109,7 @@ class Step:
         return max(1, mla_cupy.workspace_bytes(mla_cupy.sparse_mla_decode, self.q, pages, self.indices, **given))
 
     def check(self) -> tuple[bool, float]:
-        """Whether the selection is exact, and the largest error of the attention."""
+        """Check that the selection is exact, and return the largest error of the attention."""
         to = (lambda x: x) if self.arrays is np else self.arrays.asnumpy
         logits = mla_cupy.indexer_logits_paged(*self._index_inputs())
         rows = to(logits)[:, 0]

@@ -20,7 +20,7 @@ from mla_cupy import reference
 
 PAGE_SIZE, D_QK = 64, 576
 TOLERANCE = 2e-2
-"""Of bfloat16, relative to the largest value."""
+"""Error allowed in bfloat16, relative to the largest value."""
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))

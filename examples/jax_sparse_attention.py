@@ -29,7 +29,7 @@ def sparse_attention(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink:
 
 
 def plain_attention(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink: jax.Array) -> jax.Array:
-    """The same in operations that JAX can differentiate: it stores the selected rows of every query."""
+    """Attention in operations that JAX can differentiate: it stores the selected rows of every query."""
     keys = kv[jnp.maximum(indices, 0)]  # (s_q, topk, 576)
     scores = jnp.einsum("shd,skd->shk", q, keys, precision="highest") * D_QK**-0.5
     scores = jnp.where((indices < 0)[:, None], -jnp.inf, scores)

@@ -18,7 +18,7 @@ from mla_cupy.cache_formats import FORMATS
 
 PAGE_SIZE, LATENT, NOPE, ROPE, D_V = 64, 512, 128, 64, 128
 TOLERANCE = 2e-2
-"""Of bfloat16, relative to the largest value."""
+"""Error allowed in bfloat16, relative to the largest value."""
 
 
 class ChunkedPrefill:
@@ -102,7 +102,7 @@ class ChunkedPrefill:
         return kv[..., :NOPE], kv[..., NOPE:], rows[:, LATENT:]
 
     def in_one_call(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same over keys and values of all tokens: the contexts read back from the cache, and the new ones."""
+        """Attention over keys and values of all tokens: the contexts read back from the cache, and the new ones."""
         lengths = self.context + self.new
         total, none = int(lengths.sum()), torch.zeros_like(lengths)
         slots, starts = mla.cache_slots(self.block_table, none, lengths, page_size=PAGE_SIZE, max_tokens=total)

@@ -16,7 +16,7 @@ from mla_cupy import reference
 
 PAGE_SIZE, D_QK, D_V = 64, 576, 512
 TOLERANCE = 2e-2
-"""Of bfloat16, relative to the largest value."""
+"""Error allowed in bfloat16, relative to the largest value."""
 
 
 class DecodeLoop:

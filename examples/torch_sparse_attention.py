@@ -26,7 +26,7 @@ def sparse_attention(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, a
 
 
 def plain_attention(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
-    """The same in operations that autograd knows: it stores the selected rows of every query."""
+    """Attention in operations that autograd knows: it stores the selected rows of every query."""
     keys = kv[indices.clamp(min=0)]  # (s_q, topk, 576)
     scores = torch.einsum("shd,skd->shk", q, keys) * D_QK**-0.5
     scores = scores.masked_fill((indices < 0)[:, None], float("-inf"))

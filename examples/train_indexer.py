@@ -35,7 +35,7 @@ SIZES = {
 
 @dataclass
 class Curve:
-    """What has been measured: a loss per step, and recall after some of them."""
+    """Curve of a training run: a loss per step, and recall after some of them."""
 
     loss: list[float] = field(default_factory=list)
     recall: list[tuple[int, float]] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Arrays:
         return q, self.bfloat16(x @ parameters["k"]), x @ parameters["weights"] + parameters["bias"]
 
     def teach(self, x: Any, scored: tuple[Any, Any, Any], sparse: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a loss takes: the attention's queries, keys and log-sum-exps, and the indices of the sparse stage."""
+        """Inputs of a loss: the attention's queries, keys and log-sum-exps, and the indices of the sparse stage."""
         q, k = self.attend(x)
         if sparse:
             indices = self.select(*scored, self.positions + 1)
@@ -145,7 +145,7 @@ class Arrays:
         return (q, k, *scored), {"lse": lse[0].T}
 
     def recall(self, x: Any, rows: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
-        """Of the keys `wanted` by the queries `rows`, the part that is selected."""
+        """Recall: the part of the keys `wanted` by the queries `rows` that is selected."""
         index_q, index_k, weights = self.index(self.parameters, x)
         taken = self.put(rows)
         found = self.host(self.select(index_q[taken], index_k, weights[taken], self.positions[taken] + 1))
@@ -153,7 +153,7 @@ class Arrays:
 
 
 class Adam:
-    """For arrays of NumPy, CuPy and JAX alike."""
+    """Optimiser for arrays of NumPy, CuPy and JAX alike."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self.count = 0

@@ -50,7 +50,7 @@ class Field:
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How one token lies in a page.
+    """Layout of one token in a page.
 
     A page holds one plane after the other, and a plane one token after the other. Most records have one plane.
 

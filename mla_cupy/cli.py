@@ -65,7 +65,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    """As `main`."""
+    """Run a command line and return its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain characters that its encoding lacks
     try:
@@ -206,7 +206,7 @@ def _compile(options: argparse.Namespace) -> int:
         if options.out:
             print(f"Written to {options.out}: use them with MLA_CUPY_CUBIN_DIR={options.out.resolve()}")
     _print_causes(outcomes)
-    return 0 if all(outcome.build and (options.out or not outcome.unkept) for outcome in outcomes) else 1
+    return 0 if all(outcome.build and (options.out or not outcome.cache_error) for outcome in outcomes) else 1
 
 
 @contextlib.contextmanager
@@ -227,10 +227,10 @@ def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:
 
 
 def _print_causes(outcomes: Sequence[loader.Outcome]) -> None:
-    """What went wrong: each cause once, with the kernels that it is the cause for."""
+    """Print each cause of failure once, with the kernels that it is the cause for."""
     names: dict[str, list[str]] = {}
     for outcome in outcomes:
-        if cause := outcome.error or outcome.unkept:
+        if cause := outcome.error or outcome.cache_error:
             # A header that does not compile says the same of each kernel.
             names.setdefault(cause.removeprefix(outcome.request.name), []).append(outcome.request.name)
     for cause, affected in names.items():
@@ -351,7 +351,7 @@ def _outcome_row(outcome: loader.Outcome) -> dict[str, Any]:
         "spills": info["spill_stores"] + info["spill_loads"],
         "stack": info["stack"],
         "seconds": info["seconds"],
-        "state": "cached" if outcome.was_cached else "not kept" if outcome.unkept else "compiled",
+        "state": "cached" if outcome.was_cached else "not kept" if outcome.cache_error else "compiled",
     }
 
 

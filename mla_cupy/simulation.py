@@ -125,7 +125,7 @@ class SimFamily(arrays.NumpyFamily):
         self._memory = memory
 
     def view(self, x: Any, argument: str = "an array") -> arrays.View:
-        """On the one device."""
+        """View of an array, on the one device."""
         view = _ON_HOST.view(x, argument)  # refuses what cannot be mapped
         return view._replace(ptr=self.address(x), device=DEVICE)
 
@@ -148,7 +148,7 @@ class SimFamily(arrays.NumpyFamily):
         return x.copy()
 
     def own_memory(self, nbytes: int, device: int) -> Any:
-        """What plans allocate."""
+        """Memory that plans allocate."""
         memory = np.full(nbytes, 0xFF, np.uint8)
         return SimpleNamespace(memory=memory, ptr=self._memory.map(memory))
 

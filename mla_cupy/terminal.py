@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
-"""When the first line of progress is due where there is no terminal, and how long after it the next."""
+"""Time of the first line of progress where there is no terminal, and between later ones."""
 
 
 def plain(text: object) -> str:

@@ -127,7 +127,7 @@ def on_each(ranks: Sequence[int], task: Callable[[int], Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed: each rank's call; the ranks of a group run together, the groups in turn."""
+    """Step that is timed: each rank's call; the ranks of a group run together, the groups in turn."""
 
     calls: Sequence[Callable[[], None]]
     groups: Sequence[Sequence[int]]
@@ -154,7 +154,7 @@ def times_us(steps: Mapping[str, Step], replays: int) -> dict[str, float]:
 
 
 def _captured(step: Step) -> dict[int, Any]:
-    """For each rank a graph of `STEPS` calls, and its stream."""
+    """Graphs of `STEPS` calls, one for each rank, and their streams."""
     import cupy
 
     def capture(rank: int) -> Any:

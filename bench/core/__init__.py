@@ -1,1 +1,1 @@
-"""What every benchmark shares: timing, running a case, records, tables, plots. It knows no operation and no peer."""
+"""Core of every benchmark: timing, running a case, records, tables, plots. It knows no operation and no peer."""

@@ -31,7 +31,7 @@ class Change:
         return self.after / self.before - 1 if self.before and self.after else None
 
     def fails(self, percent: float) -> bool:
-        """Whether the project's own row became slower than allowed or wrong, or is missing."""
+        """True if the project's own row became slower than allowed or wrong, or is missing."""
         if self.key.implementation != OWN or self.before is None:
             return False
         return self.slowdown is None or self.slowdown * 100 > percent

@@ -35,7 +35,7 @@ ROUND_TO_BFLOAT16 = "bits = (unsigned short)((__float_as_uint(x) + 0x7FFF + ((__
 
 
 class Device(Protocol):
-    """What the benchmark asks of a device. Everything is queued on the device's one stream."""
+    """Device as the benchmark needs it. Everything is queued on the device's one stream."""
 
     name: str
     arch: str
@@ -70,7 +70,7 @@ class Device(Protocol):
         """The selected rows (along the first axis), on the host."""
 
     def count_not_finite(self, array: Any) -> int:
-        """How many NaNs and infinities a 16-bit or float32 array has."""
+        """Number of NaNs and infinities of a 16-bit or float32 array."""
 
     def allocated_by(self, call: Call) -> int:
         """Peak bytes that a call takes from the allocator, fragmentation included."""

@@ -42,7 +42,7 @@ def describe(gpu: str, arch: str, tag: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What is known of the machine and the time without CuPy."""
+    """Facts about the machine and the time that need no CuPy."""
     return {
         "driver": next((gpu.driver for gpu in nvml_gpus()), None),
         "nvrtc": nvrtc_version(),

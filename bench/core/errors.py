@@ -1,4 +1,4 @@
-"""What stops a benchmark before it starts."""
+"""Errors that stop a benchmark before it starts."""
 
 from __future__ import annotations
 

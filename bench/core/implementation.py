@@ -1,4 +1,4 @@
-"""What can be timed: the protocol of an implementation, and how one is selected by name."""
+"""Implementations, which can be timed: their protocol, and how one is selected by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Implementation(Protocol):
     name: str
 
     def unsupported(self, case: Any, dtype: str) -> str | None:
-        """Why it cannot compute the case; None if it can."""
+        """Reason that it cannot compute the case; None if it can."""
 
     def prepare(self, case: Any, dtype: str, sets: Sequence[Any], device: Device) -> Prepared:
         """Makes everything that is not timed: plans, metadata, outputs."""
@@ -49,7 +49,7 @@ Known = Mapping[str, Callable[[], Implementation]]  # a library is loaded only w
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line says about implementations."""
+    """Implementations that the command line names."""
 
     peers_dir: Path | None = None
     kernel: str | None = None

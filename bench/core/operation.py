@@ -1,4 +1,4 @@
-"""What `core` knows about an operation: one record."""
+"""Description of an operation for `core`: one record."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _case_names(rows: Sequence[Row]) -> dict[Case, str]:
-    """What each case is called: the dtype is named only if there are several."""
+    """Names of the cases: the dtype is named only if there are several."""
     several = len({row["dtype"] for row in rows}) > 1
     return {case_of(row): f"{row['case']} {row['dtype']}" if several else row["case"] for row in rows}
 
@@ -257,7 +257,7 @@ def _extremes(anchors: Sequence[Anchor]) -> list[list[Anchor]]:
 
 
 def _overlap(a: Label, b: Label, x_range: tuple[float, float], y_range: tuple[float, float]) -> bool:
-    """Whether two texts overlap, by the estimated size of a character."""
+    """True if two texts overlap, by the estimated size of a character."""
     left, right = sorted((a, b), key=lambda label: label.text_x)
     width: float = (x_range[1] / x_range[0]) ** (CHARACTER * len(left.text))
     gap: float = (y_range[1] / y_range[0]) ** (0.99 / LABEL_ROWS)
@@ -311,7 +311,7 @@ def spread(heights: Sequence[float], gap: float, bounds: tuple[float, float]) ->
 
 
 def ratios(row: Row) -> dict[str, float]:
-    """How fast our own row is relative to each peer and baseline of the same run; nothing for other rows."""
+    """Speed of our own row relative to each peer and baseline of the same run; nothing for other rows."""
     if row["implementation"] != OWN:
         return {}
     return {name: row["speed_vs"][name] for name in (*EXTERNAL, *BASELINES) if name in row["speed_vs"]}

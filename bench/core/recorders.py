@@ -1,4 +1,4 @@
-"""How a list of calls becomes one replay, timed between two events."""
+"""Recorders, which make a list of calls one replay, timed between two events."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def make_row(
 
 
 def _without_nan(value: Any) -> Any:
-    """The same data with None for values that JSON lacks."""
+    """Data with None for values that JSON lacks."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -26,7 +26,7 @@ HOST_BATCH_US = 20_000  # GPU time of a batch of calls whose host time is measur
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, and what every row repeats."""
+    """Options of a run, and what every row repeats."""
 
     dtype: str
     replays: int
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all implementations of a case share."""
+    """State that all implementations of a case share."""
 
     operation: BenchOperation
     case: Case

@@ -24,7 +24,7 @@ NUMBERS = ("lse", "max_logits")
 
 @dataclass(frozen=True)
 class Sample:
-    """What one row of one output must be, within `tolerance`."""
+    """Expected values of one row of one output, within `tolerance`."""
 
     output: str
     row: int | tuple[int, ...]
@@ -47,7 +47,7 @@ def samples(
 
 
 def tolerance(output: str, want: Array, near: Array, dtype: str) -> float:
-    """How far a row may be from `want`, where the kernels' roundings alone give `near`."""
+    """Distance that a row may have from `want`, where the kernels' roundings alone give `near`."""
     largest = float(np.abs(want[np.isfinite(want)]).max(initial=0))
     if output in NUMBERS:
         return 2 * distance(near, want) + LSE_RELATIVE * max(1.0, largest)

@@ -1,4 +1,4 @@
-"""What the checks of all operations share: sampling, distance and rounding units."""
+"""Sampling, distance and rounding units, which the checks of all operations share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LSE_RELATIVE = 2.0**-13  # of max(1, |lse|): float32 scores and the hardware's e
 
 @dataclass(frozen=True)
 class SampledVerdict:
-    """For each output the error of the worst sample, the tolerance of that sample, and how many there were."""
+    """Verdict: for each output the error of the worst sample, that sample's tolerance, and the number of samples."""
 
     ok: bool
     reason: str
@@ -31,7 +31,7 @@ def epsilon(dtype: str) -> float:
 
 
 def spaced(count: int, max_count: int = 3) -> npt.NDArray[np.int64]:
-    """At most `max_count` indices below `count`: the first, the last, and some between."""
+    """Indices below `count`, at most `max_count`: the first, the last, and some between."""
     return np.unique(np.linspace(0, count - 1, max_count).round().astype(np.int64))
 
 

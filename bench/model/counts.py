@@ -30,7 +30,7 @@ HOPPER = "sm_90a"
 
 @dataclass(frozen=True)
 class Product:
-    """How many products of M x N x 16 are issued per tile of keys."""
+    """Number of products of M x N x 16 that are issued per tile of keys."""
 
     name: str
     m: int
@@ -64,7 +64,7 @@ class Kernel:
 
     @classmethod
     def from_facts(cls, name: str, facts: Mapping[str, Any]) -> Kernel:
-        """From `Build.facts`."""
+        """Make it from `Build.facts`."""
         numbers = list(facts.get("products", ()))
         if len(numbers) != 3 * len(PRODUCTS):
             triples = f"M, N and count of {len(PRODUCTS)} products"
@@ -98,7 +98,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is computed and moved.
+    """Counts of operations and of bytes moved.
 
     loaded
         Bytes of bulk copies into shared memory: Q, dO, and whole tiles of gathered keys.
@@ -144,7 +144,7 @@ def tile_counts(kernel: Kernel, heads: int, keys: int) -> Counts:
 
 
 def block_counts(kernel: Kernel) -> Counts:
-    """What a block does once: Q and dO in, dQ out."""
+    """Counts of what a block does once: Q and dO in, dQ out."""
     dq = kernel.block_heads * kernel.d_qk
     return Counts(
         loaded=kernel.block_heads * (kernel.d_qk + kernel.d_v) * ELEMENT_BYTES,

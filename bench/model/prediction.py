@@ -59,7 +59,7 @@ class Cycles:
 
     @property
     def bound(self) -> str:
-        """What limits the products, which dominate."""
+        """Limit of the products, which dominate."""
         return "tensor cores" if self.pipe > self.operands else "shared memory"
 
 

@@ -169,7 +169,7 @@ def assumption_table(machine: Machine) -> Table:
 
 
 def tile_table(kernels: Sequence[counts.Kernel], machine: Machine) -> Table:
-    """What a tile of keys and a block of heads cost, a column for each kernel."""
+    """Costs of a tile of keys and a block of heads, a column for each kernel."""
     heads = kernels[0].block_heads
     table = _table(
         f"a block of {heads} heads: counted from the kernels' constants; cycles predicted",
@@ -207,7 +207,7 @@ def _cycles(kernel: counts.Kernel, machine: Machine) -> prediction.Cycles:
 
 
 def _addition_cycles(kernel: counts.Kernel, machine: Machine, tbps: float) -> float:
-    """What a tile's additions take if every multiprocessor makes as many."""
+    """Cycles of a tile's additions if every multiprocessor makes as many."""
     return _counts(kernel).added * machine.multiprocessors * machine.clock_ghz / tbps / 1e3
 
 
@@ -256,7 +256,7 @@ def prediction_table(case: SparseBackwardCase, predicted: Sequence[prediction.Pr
 
 
 def remarks(case: SparseBackwardCase, machine: Machine) -> list[str]:
-    """What the figures leave out."""
+    """Remarks on what the figures leave out."""
     lines = [
         "Lower bounds of the time at each rate of additions. The law of the products was measured for N = 64 to "
         "256: N = 32 is extrapolated. Not counted:",

@@ -71,7 +71,7 @@ class CudnnLoss:
         )
 
     def _tensors(self, case: LossCase, inputs: LossInputs) -> dict[str, Any]:
-        """With an axis of sequences, and keys with one of heads."""
+        """Tensors with an axis of sequences, and keys with one of heads."""
         tensors = {name: self._torch.from_dlpack(x) for name, x in inputs.arguments.items()}
         shaped = {
             name: tensors[name].reshape(case.b, case.s, *tensors[name].shape[1:])

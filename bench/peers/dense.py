@@ -33,7 +33,7 @@ def whole_keys(torch: Any, case: PrefillCase, kv: Any, k_rope: Any) -> Any:
 
 
 class _Peer:
-    """What the two have in common: the operands, and both ways to call."""
+    """Base of the two: the operands, and both ways to call."""
 
     name = ""
 

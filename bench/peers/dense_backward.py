@@ -22,7 +22,7 @@ from .torch_ops import peak_bytes, recorder_for
 
 
 class CudnnBackward:
-    """What autograd calls after PyTorch's scaled_dot_product_attention with its cuDNN backend."""
+    """Backward that autograd calls after PyTorch's scaled_dot_product_attention with its cuDNN backend."""
 
     name = "cudnn"
 

@@ -58,6 +58,6 @@ class FlashMla:
         )
 
     def _tensors(self, inputs: InputSet) -> tuple[Any, ...]:
-        """The same arrays that the project reads, as tensors."""
+        """Arrays that the project reads, as tensors."""
         arrays = inputs.q, inputs.kv_cache, inputs.block_table, inputs.seqlens
         return tuple(self._torch.from_dlpack(array) for array in arrays)

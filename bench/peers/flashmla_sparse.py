@@ -64,7 +64,7 @@ class FlashMlaSparse:
         )
 
     def _tensors(self, inputs: SparseInputs, heads: int) -> tuple[Any, ...]:
-        """The same arrays that the project reads, as tensors with an axis for the one KV head."""
+        """Arrays that the project reads, as tensors with an axis for the one KV head."""
         q, kv, indices = (self._torch.from_dlpack(array) for array in (inputs.q, inputs.kv, inputs.indices))
         if q.shape[1] != heads:
             q = self._torch.nn.functional.pad(q, (0, 0, 0, heads - q.shape[1]))

@@ -78,7 +78,7 @@ class FlashMlaSparseDecode:
         return self._decode(q, cache, indices, None, None, metadata, splits, *further)
 
     def _arguments(self, inputs: SparseDecodeInputs, heads: int) -> tuple[Any, ...]:
-        """The same arrays that the project reads, as tensors; caches have an axis for the one KV head."""
+        """Arrays that the project reads, as tensors; caches have an axis for the one KV head."""
         q = self._torch.from_dlpack(inputs.q)
         if q.shape[2] != heads:
             q = self._torch.nn.functional.pad(q, (0, 0, 0, heads - q.shape[2]))

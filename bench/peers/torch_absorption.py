@@ -23,7 +23,7 @@ Steps = dict[str, Call]
 
 
 class _Form:
-    """What both have in common: all memory is there before, and each step is a figure of its own."""
+    """Base of both: all memory is there before, and each step is a figure of its own."""
 
     name = ""
     includes = ""

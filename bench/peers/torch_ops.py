@@ -1,4 +1,4 @@
-"""What the peers that are PyTorch extensions share. Only they import torch, and only when they run."""
+"""Code that the peers that are PyTorch extensions share. Only they import torch, and only when they run."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 
 
 class TritonMla:
-    """With the number of splits that is fastest for the case; its lse is in 16 bits and is not checked."""
+    """Decode with the number of splits that is fastest for the case; its lse is in 16 bits and is not checked."""
 
     name = "triton"
 

@@ -46,7 +46,7 @@ class Tree:
         self._calls = 0
 
     def describe(self) -> dict[str, Any]:
-        """Which package answers, on which GPU."""
+        """Description of the package that answers, and of its GPU."""
         return {"package": mla_cupy.__file__, "gpu": self._device.name, "arch": self._device.arch}
 
     def prepare(self, operation: str, case: str, dtype: str, implementation: str) -> dict[str, Any]:

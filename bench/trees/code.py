@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether no build differs, is gone or is new."""
+        """True if no build differs, is gone or is new."""
         return not (self.different or self.only_old or self.only_new)
 
 

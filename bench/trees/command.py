@@ -125,7 +125,7 @@ def run(args: argparse.Namespace, console: Console, serve: str = SERVE) -> int:
 
 
 def _failed(row: Comparison, percent: float | None, console: Console) -> bool:
-    """Whether a row fails the command; says so."""
+    """True if a row fails the command; prints it."""
     if row.reason:
         console.print(f"{row.op} {row.case} {row.implementation}: {row.reason}", markup=False)
     failed = row.ratio is None or (percent is not None and row.fails(percent))

@@ -25,7 +25,7 @@ class CaseError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """How every case is timed."""
+    """Options of timing."""
 
     dtype: str = "bfloat16"
     rounds: int = 8
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Side:
-    """What one tree reached: microseconds per call."""
+    """Times of one tree: microseconds per call."""
 
     kernel: str
     us_median: float
@@ -72,7 +72,7 @@ class Comparison:
         return max(self.old.spread, self.new.spread) if self.old and self.new else None
 
     def fails(self, percent: float) -> bool:
-        """Whether the new tree is slower by more than `percent` and by more than the spread, or has no figure."""
+        """True if the new tree is slower by more than `percent` and by more than the spread, or has no figure."""
         if self.ratio is None or self.spread is None:
             return True
         return self.ratio - 1 > max(percent / 100, self.spread)
@@ -107,7 +107,7 @@ def compare_case(
 
 
 def _record(children: Sequence[Child]) -> str:
-    """The same method for both trees: a graph, or events if either cannot be captured."""
+    """Method of timing, the same for both trees: a graph, or events if either cannot be captured."""
     try:
         _both(children, {"do": "record", "method": GRAPH})
     except CaseError:
@@ -163,7 +163,7 @@ def _checked(child: Child, reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(children: Iterable[Child]) -> list[dict[str, Any]]:
-    """What each process says of itself; raises BenchError unless it uses its own tree's package."""
+    """Description of each process by itself; raises BenchError unless it uses its own tree's package."""
     found = []
     for child in children:
         try:

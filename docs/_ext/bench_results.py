@@ -27,18 +27,18 @@ NAMES = {
     "rows": "16-bit rows",
     "plain": "mla_decode",
 }
-"""Of implementations; the others have the name of the result file."""
+"""Names of implementations; the others have the name of the result file."""
 
 Row = dict[str, Any]
 
 
 def duration(microseconds: float) -> str:
-    """With three or four digits."""
+    """Duration with three or four digits."""
     return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:.2f} ms"
 
 
 def rates(row: Row) -> str:
-    """What the row's call computes, if it does, and moves per second."""
+    """Rates of the row's call: what it computes, if it does, and moves per second."""
     seconds = row["timing"]["us_median"] * 1e-6
     computed = [f"{row['flops'] / seconds * 1e-12:.0f} TFLOP/s"] if row["flops"] else []
     return ", ".join([*computed, f"{row['bytes'] / seconds * 1e-12:.2f} TB/s"])
@@ -109,7 +109,7 @@ def _draw(app: Any) -> None:
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """For Sphinx."""
+    """Register with Sphinx."""
     app.connect("builder-inited", _draw)
     app.add_directive("bench-table", BenchTable)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

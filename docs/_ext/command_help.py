@@ -13,7 +13,7 @@ from mla_cupy import cli
 
 
 def help_of(command: list[str]) -> str:
-    """What `mla-cupy COMMAND --help` prints, 100 columns wide."""
+    """Help text that `mla-cupy COMMAND --help` prints, 100 columns wide."""
     os.environ["COLUMNS"] = "100"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -32,6 +32,6 @@ class CommandHelp(MarkdownDirective):
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """For Sphinx."""
+    """Register with Sphinx."""
     app.add_directive("command-help", CommandHelp)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

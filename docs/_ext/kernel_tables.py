@@ -13,7 +13,7 @@ from mla_cupy.ops import OPERATIONS
 
 
 class KernelChoice(MarkdownDirective):
-    """For each kind of call and each GPU, the main kernel that the pipeline chooses."""
+    """Table of the main kernel that the pipeline chooses for each kind of call and each GPU."""
 
     def markdown(self) -> str:
         """The table."""
@@ -22,7 +22,7 @@ class KernelChoice(MarkdownDirective):
 
 
 class KernelOrder(MarkdownDirective):
-    """For each operation with a choice, its kernels in the order in which they are tried."""
+    """Table of the kernels of each operation with a choice, in the order in which they are tried."""
 
     def markdown(self) -> str:
         """A numbered list per operation."""
@@ -55,7 +55,7 @@ class KernelList(MarkdownDirective):
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """For Sphinx."""
+    """Register with Sphinx."""
     logging.getLogger("mla_cupy").setLevel(logging.ERROR)  # the tables say which kernels are slow
     app.add_directive("kernel-choice", KernelChoice)
     app.add_directive("kernel-order", KernelOrder)

@@ -66,6 +66,6 @@ def _read(app: Any, docname: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """For Sphinx."""
+    """Register with Sphinx."""
     app.connect("source-read", _read)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

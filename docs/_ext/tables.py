@@ -23,11 +23,11 @@ class MarkdownDirective(SphinxDirective):
     option_spec: ClassVar[dict[str, object]] = {}
 
     def markdown(self) -> str:
-        """What stands in place of the directive."""
+        """Markdown that takes the place of the directive."""
         raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
-        """For docutils."""
+        """Return the nodes for docutils."""
         node = nodes.Element()
         lines = StringList(self.markdown().splitlines(), self.get_source_info()[0])
         self.state.nested_parse(lines, self.content_offset, node)

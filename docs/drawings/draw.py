@@ -50,7 +50,7 @@ SEESAW = Chart(
 
 
 def _half(side: str) -> tuple[Span, ...]:
-    """What the warpgroup of one half of the columns does."""
+    """Steps of the warpgroup of one half of the columns."""
     return (
         Span(0, 2, f"S_{side} = K_{side} Q_{side}ᵀ", "mma"),
         Span(2, 3, "swap|shares", "wait"),

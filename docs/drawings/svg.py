@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """From a time in a lane to a time in another one; lanes are counted from 0."""
+    """Arrow from a time in a lane to a time in another one; lanes are counted from 0."""
 
     lane: int
     at: float

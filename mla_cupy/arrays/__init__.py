@@ -47,7 +47,7 @@ _KINDS: dict[type, str] = {}
 
 
 def _kind(kind: type) -> str:
-    """Which library a type belongs to, by the modules of its bases: no library is imported to find out."""
+    """Library that a type belongs to, by the modules of its bases: no library is imported to find out."""
     roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
     for root, library in _LIBRARIES.items():
         if root in roots:

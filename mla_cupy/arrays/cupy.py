@@ -182,7 +182,7 @@ class CupyFamily(NativeFamily):
         return self._cupy.ndarray(shape, DTYPES[dtype], x.data, strides_bytes)
 
     def from_dlpack(self, x: Any) -> Any:
-        """The same memory as a CuPy array, ordered with CuPy's current stream.
+        """CuPy array over the memory of an array of another library, ordered with CuPy's current stream.
 
         Raises
         ------

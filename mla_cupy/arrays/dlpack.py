@@ -23,7 +23,7 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all work before it is."""
+        """True if all work before it is done."""
 
     def synchronize(self) -> None:
         """Wait until it is done."""

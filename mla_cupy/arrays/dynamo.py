@@ -1,4 +1,4 @@
-"""What `torch.compile` does with functions that launch kernels themselves: it leaves them alone.
+"""Exclusion of functions that launch kernels from tracing by `torch.compile`.
 
 A marked function breaks the graph of its caller. What it calls is run as it is, too, once PyTorch is known to be there:
 PyTorch is never imported, and may come later than a function.

@@ -223,7 +223,7 @@ _RESOLVE = "call its resolve_neg() or resolve_conj()"
 
 
 def _derivative(torch: Any, x: Any) -> str:
-    """How a tensor takes part in reverse or forward mode; "" if it does not."""
+    """Part that a tensor takes in reverse or forward mode; "" if it has none."""
     forward_mode = torch.autograd.forward_ad
     if x.requires_grad and torch.is_grad_enabled():
         return "requires grad, in grad mode"

@@ -1,4 +1,4 @@
-"""What the package asks of an array library: borrowed views, memory, streams."""
+"""Interface to array libraries: borrowed views, memory, streams."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Native(Protocol):
         """An array that is used on `stream`."""
 
     def transposed(self, x: Any, axes: tuple[int, ...]) -> Any:
-        """The same memory with its axes in another order."""
+        """View of the same memory with its axes in another order."""
 
     def contiguous(self, x: Any, stream: int) -> Any:
         """The array itself, or a copy made on `stream`."""
@@ -112,22 +112,22 @@ class Family(Protocol):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether its arrays are in a GPU's memory."""
+        """True if its arrays are in a GPU's memory."""
 
     @property
     def mutable(self) -> bool:
-        """Whether results can be written to its arrays."""
+        """True if results can be written to its arrays."""
 
     @property
     def takes_stream(self) -> bool:
-        """Whether a call may name a stream; else its arrays are ordered by CuPy's current one, through DLPack."""
+        """True if a call may name a stream; else its arrays are ordered by CuPy's current one, through DLPack."""
 
     @property
     def native(self) -> Native:
-        """What its arrays become when they are lent."""
+        """Array library that computes on its arrays, in place of its own."""
 
     def adopt(self, x: Any) -> Any:
-        """The same memory as an array of `native`."""
+        """Lend an array: return one of `native` over the same memory."""
 
     def release(self, x: Any) -> Any:
         """A result of `native` as an array of this family."""

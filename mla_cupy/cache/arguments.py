@@ -1,4 +1,4 @@
-"""What callers pass to a cache, checked."""
+"""Checks of the arguments of a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which page: the bookkeeping of `PagedKVCache`, on the host, in NumPy.
+"""Bookkeeping of `PagedKVCache`, on the host, in NumPy: the owners of pages.
 
 Everything that can fail is found out by a `plan_*` before anything changes. A sequence may write to a page if no other
 sequence has it and it cannot be found by its hash; else the page is copied, or its hash forgotten, first.
@@ -22,13 +22,13 @@ from mla_cupy.ops.checks import is_integer
 Array = npt.NDArray[Any]
 NO_PAGE = -1
 _NO_LISTS = (bytes, bytearray, set, frozenset, dict)
-"""Whose bytes `array` would take for eight of a number's, and what has no order."""
+"""Types that are refused: `array` would read their bytes as numbers, or they have no order."""
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
 class Extension:
-    """What an extension of sequences will change, and what undoes it.
+    """Changes that an extension of sequences makes, and their undoing.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class Book:
         return row
 
     def handle(self, row: int) -> int:
-        """What the caller knows a sequence by: old ones of the same row are told apart."""
+        """Number by which the caller knows a sequence; a row has a new one for each sequence that it holds."""
         return int(self.generation[row]) * self.max_seqs + row
 
     def check_rows(self, count: int) -> None:
@@ -202,7 +202,7 @@ class Book:
         return -(-tokens // self.page_size)
 
     def plan_extend(self, rows: Array, counts: Array | int) -> Extension:
-        """What it takes for each sequence to get `counts` more tokens.
+        """Plan what each sequence needs for `counts` more tokens.
 
         Raises
         ------
@@ -391,7 +391,7 @@ class Book:
         return int(np.count_nonzero(self.refs)) * self.page_size - int(fullest.sum())
 
     def verify(self) -> list[str]:
-        """What is wrong with the state: nothing, unless there is a bug."""
+        """Inconsistencies of the state: none, unless there is a bug."""
         wrong = self.prefixes.verify()
         counted = np.zeros(self.num_pages, np.int32)
         for row in np.flatnonzero(self.active):
@@ -418,7 +418,7 @@ class Book:
         return wrong
 
     def compare(self, table: Array, seqlens: Array) -> list[str]:
-        """Where the device's arrays differ from what it has been told: nowhere, unless there is a bug.
+        """Differences of the device's arrays from what was uploaded: none, unless there is a bug.
 
         Rows that have changed since the latest step may differ in their lengths, and beyond the pages that the device
         knows; so may what is left in a row of sequences that are gone.

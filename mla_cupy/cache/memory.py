@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 
 class Memory(Protocol):
-    """What `PagedKVCache` asks of a place.
+    """Memory that `PagedKVCache` lies in: the host's or a GPU's.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Memory(Protocol):
     pools: Mapping[str, Any]
 
     def staging(self) -> Sheet:
-        """Where to write the next step, on the host."""
+        """Host memory to write the next step to."""
 
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """Upload a part of the words just written, bring the tables up to date, and copy pages."""
@@ -62,7 +62,7 @@ class Memory(Protocol):
 
 
 def page_stride(record: CacheFormat, page_size: int) -> int:
-    """From one page of a pool to the next, in bytes."""
+    """Bytes from one page of a pool to the next."""
     return -(-record.page_bytes(page_size) // 16) * 16
 
 
@@ -91,7 +91,7 @@ class HostMemory:
         return self._sheet
 
     def submit(self, part: slice, copies: int, stream: Any) -> None:
-        """At once."""
+        """Copy at once."""
         arrays = (self.words[self._at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
         self._run.cache_update(*arrays, self.step_slots, self.step_positions, page_size=self._page_size)
         if copies:
@@ -186,7 +186,7 @@ def memory_on(
     shape: tuple[int, int, int],
     page_size: int,
 ) -> Memory:
-    """That of a device: "cpu", a GPU, or None, the current GPU if there is one.
+    """Memory of a device: "cpu", a GPU, or None, the current GPU if there is one.
 
     Raises
     ------

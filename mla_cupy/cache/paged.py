@@ -410,7 +410,7 @@ class PagedKVCache:
             return held
 
     def stats(self) -> CacheStats:
-        """How the pages are used."""
+        """Statistics of the pages."""
         with self.lock:
             book = self._book
             free, cached = book.available

@@ -1,4 +1,4 @@
-"""Which full pages hold which tokens: a chain of hashes, each page's made of the one before and its own tokens."""
+"""Index of full pages by their tokens: a chain of hashes, each page's made of the one before and its own tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Prefixes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no page can be found."""
+        """True if no page can be found."""
         return not self._digest_of
 
     def chain(self, tokens: npt.NDArray[np.int64], key: bytes, known: list[Digest]) -> Iterator[Digest]:
@@ -65,7 +65,7 @@ class Prefixes:
             self.hashed[page] = True
 
     def has_equal(self, page: int) -> bool:
-        """Whether what a findable page holds can be found in another one, too."""
+        """True if what a findable page holds can be found in another one, too."""
         return len(self._pages_of[self._digest_of[page]]) > 1
 
     def forget(self, page: int) -> None:
@@ -79,7 +79,7 @@ class Prefixes:
             self.hashed[page] = False
 
     def verify(self) -> list[str]:
-        """What is wrong with the maps."""
+        """Inconsistencies of the maps."""
         pages = set(np.flatnonzero(self.hashed).tolist())
         same = {page: digest for digest, equal in self._pages_of.items() for page in equal} == self._digest_of
         good = same and all(self._pages_of.values()) and pages == set(self._digest_of)

@@ -1,4 +1,4 @@
-"""What a cache tells its callers: the arrays of a step, and how its pages are used."""
+"""Results of a cache: the arrays of a step, and how its pages are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ next_number = itertools.count(1).__next__
 
 @dataclass(frozen=True)
 class CacheStep:
-    """What the calls of one step take. Its arrays are those of the cache: the next step overwrites them.
+    """Arguments of the calls of one step. Its arrays are those of the cache: the next step overwrites them.
 
     Attributes
     ----------
@@ -49,20 +49,20 @@ def numbered(step: CacheStep, number: int) -> CacheStep:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """How the pages of a cache are used.
+    """Statistics of the pages of a cache.
 
     Attributes
     ----------
     sequences, tokens : int
         Alive, and held by them; a shared token counts for each.
     pages_used, pages_cached, pages_free : int
-        Pages of sequences; pages that only their hashes know, which are given up when pages are needed; empty ones.
+        Pages of sequences; unreferenced pages kept for prefix reuse, evicted on demand; empty ones.
     pages_shared, pages_reserved : int
         Of those used: by several sequences; beyond the tokens.
     tokens_wasted : int
         Places in used pages that hold no token. In a page of several sequences, those that none of them has filled.
     copies, evictions : int
-        Pages copied on a write, and cached pages given up, so far.
+        Pages copied on a write, and cached pages evicted, so far.
     prefix_hits, prefix_lookups : int
         Pages found, and pages looked for, by hash, so far.
     """

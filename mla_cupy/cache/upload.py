@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Words:
-    """Where everything is among the words.
+    """Offsets of the parts among the words.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Words:
 
     @staticmethod
     def of(max_seqs: int, max_pages: int) -> Words:
-        """For caches of these sizes."""
+        """Layout for caches of these sizes."""
         header = -(-2 * max_seqs // 4) * 4
         changes = header + words_before_changes(max_seqs)
         return Words(max_seqs, header, changes, changes + 2 * max_seqs * max_pages)

@@ -44,7 +44,7 @@ EMPTY_LSE = math.inf
 _PAGE_SIZE, _HEADS, _TOPK = 64, (64, 128), 128
 """FlashMLA's own limits on Hopper: `topk` is a multiple of the last."""
 _INDEXER_TOPK = (0, 512, 1024, 2048)
-"""Those that FlashMLA is built for."""
+"""Numbers of selected keys that FlashMLA is built for."""
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -290,12 +290,12 @@ _OF_DECODE = {
     "extra_kv_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache",
 }
-"""What FlashMLA calls the arguments of `mla_decode`, `sparse_mla_decode` and `sparse_mla_forward`."""
+"""FlashMLA's names of the arguments of `mla_decode`, `sparse_mla_decode` and `sparse_mla_forward`."""
 _OF_SPARSE = {"scale": "sm_scale"}
 
 
 def _renamed(error: MlaError, names: dict[str, str]) -> MlaError:
-    """The same error about FlashMLA's argument."""
+    """Rename an error's argument to FlashMLA's."""
     subject, colon, rest = str(error).partition(": ")
     return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)
 

@@ -14,7 +14,7 @@ from mla_cupy.ops.schema import steps_by_16_bytes
 
 
 class Form(NamedTuple):
-    """What all calls with one schedule have in common. `max_pages` is 0 with indices, `topk` is None without.
+    """Properties that all calls with one schedule share. `max_pages` is 0 with indices, `topk` is None without.
 
     `record` is "" for a cache of 16-bit rows. The last two are None without a second cache.
     """

@@ -1,4 +1,4 @@
-"""Whether an engine's interface is the one that a plugin was written for."""
+"""Check that an engine's interface is the one that a plugin was written for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Parameters = tuple[str, ...]
 
 
 def difference(owner: object, wanted: Mapping[str, Parameters]) -> str:
-    """How the owner's methods differ from those `wanted`, which maps names to parameters; "" if they do not."""
+    """Differences of the owner's methods from those `wanted`, which maps names to parameters; "" if they do not."""
     label = getattr(owner, "__name__", repr(owner))
     for name, parameters in wanted.items():
         method = getattr(owner, name, None)
@@ -38,7 +38,7 @@ def offer(engine: str, probe: Callable[[], str], register: Callable[[], None]) -
 
 
 def attribute(module: str, name: str) -> object:
-    """What a module holds under a name.
+    """Import a module's attribute.
 
     Raises
     ------

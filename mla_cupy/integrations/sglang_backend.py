@@ -21,7 +21,7 @@ _SERVED = (torch.bfloat16, torch.float16, _FP8)
 
 
 class Step(NamedTuple):
-    """What all layers of a step share."""
+    """State that all layers of a step share."""
 
     block_table: torch.Tensor
     seqlens: torch.Tensor

@@ -32,7 +32,7 @@ _SWITCH = "VLLM_BATCH_INVARIANT"
 
 
 class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
-    """What vLLM asks before it chooses."""
+    """Description by which vLLM chooses a backend."""
 
     supported_dtypes: ClassVar[list[Any]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
@@ -64,7 +64,7 @@ class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Where vLLM says whether it wants it."""
+        """True if vLLM has the switch `VLLM_BATCH_INVARIANT`."""
         return hasattr(envs, _SWITCH)
 
 

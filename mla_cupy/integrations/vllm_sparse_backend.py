@@ -15,7 +15,7 @@ from mla_cupy.torch import sparse_mla_decode, sparse_mla_forward
 
 
 class MlaCupySparseBackend(FlashMLASparseBackend):  # type: ignore[misc]
-    """What vLLM asks before it chooses."""
+    """Description by which vLLM chooses a backend."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8_ds_mla"]
 

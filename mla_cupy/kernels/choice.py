@@ -1,4 +1,4 @@
-"""Which of an operation's kernels runs: the first that fits, or the one that the caller names."""
+"""Choice among an operation's kernels: the first that fits, or the one that the caller names."""
 
 from __future__ import annotations
 

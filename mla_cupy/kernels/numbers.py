@@ -8,10 +8,10 @@ LOG2_E = math.log2(math.e)
 
 
 def from_log2(lse_base: str) -> float:
-    """What a binary logarithm is multiplied by to be one of base "e" or "2"."""
+    """Factor from a logarithm of base 2 to one of base "e" or "2"."""
     return math.log(2) if lse_base == "e" else 1.0
 
 
 def to_log2(lse_base: str) -> float:
-    """What a logarithm of base "e" or "2" is multiplied by to be a binary one."""
+    """Factor from a logarithm of base "e" or "2" to one of base 2."""
     return LOG2_E if lse_base == "e" else 1.0

@@ -48,7 +48,7 @@ class Params:
 
 
 class ParamLayout:
-    """How a parameter struct lies in memory: addresses first, then the other 8-byte members, as in the `.cu`.
+    """Layout of a parameter struct in memory: addresses first, then the other 8-byte members, as in the `.cu`.
 
     Attributes
     ----------

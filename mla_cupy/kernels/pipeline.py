@@ -1,4 +1,4 @@
-"""How an operation runs: launches that share one workspace, configured once, prepared once, enqueued many times.
+"""Pipelines of operations: launches that share one workspace, configured once, prepared once, enqueued many times.
 
 A pipeline is pure up to `prepare`: `configure` chooses the kernel, `workspace` lays out the memory, `steps` lists the
 launches with their grids and parameters. Arrays appear in the steps by name. `Prepared` binds the names to addresses,
@@ -90,7 +90,7 @@ Step = Launch | ZeroFill
 
 @dataclass(frozen=True)
 class Call:
-    """What a pipeline is told about a call, beside its configuration.
+    """Arrays, options and stream of a call, beside its configuration.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class Pipeline(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def steps(self, config: ConfigT, call: Call) -> list[Step]:
-        """What a call enqueues, in order."""
+        """Launches of a call, in order."""
 
     def prepare(self, config: ConfigT, call: Call, names: Sequence[str], device: DeviceInfo, stream: int) -> Prepared:
         """Build and load every kernel, and pack everything but addresses; not while `stream` is being captured."""
@@ -310,5 +310,5 @@ def load(builds: Iterable[tuple[KernelSpec[Any], Variant]], device: DeviceInfo, 
 
 
 def has_programmatic_launch(arch: str) -> bool:
-    """Whether kernels for `arch` can be programmatic dependents: from compute capability 9.0 on."""
+    """True if kernels for `arch` can be programmatic dependents: from compute capability 9.0 on."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90

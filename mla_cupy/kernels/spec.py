@@ -62,7 +62,7 @@ DTYPE_VARIANTS = variants(dtype=HALF)
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a kernel cannot take a problem; `fixable` if the caller could pass arrays that it can take."""
+    """Reason that a kernel cannot take a problem; `fixable` if the caller could pass arrays that it can take."""
 
     text: str
     fixable: bool = False
@@ -142,15 +142,15 @@ class KernelSpec(Generic[ProblemT]):
 
     @property
     def layout(self) -> ParamLayout:
-        """How its parameters lie in memory."""
+        """Layout of its parameters in memory."""
         return layout_of(self.params)
 
     def supports_arch(self, arch: str) -> bool:
-        """Whether it compiles for a target."""
+        """True if it compiles for a target."""
         return not self.archs or arch in self.archs
 
     def request(self, variant: Variant, arch: str) -> BuildRequest:
-        """What to compile for `variant` on `arch`."""
+        """Request to compile `variant` for `arch`."""
         return BuildRequest(self.entry, self.source, arch, variant.defines(), str(variant), self.spill_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Where arrays in the host's memory are computed: on a GPU and back, or by the oracle. The one file that knows both."""
+"""Computation on arrays in the host's memory: on a GPU and back, or by the oracle. The one file that knows both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("mla_cupy")
 
 
 def use_gpu() -> bool:
-    """Whether NumPy arrays go to the GPU: MLA_CUPY_BACKEND, or whether there is one."""
+    """True if NumPy arrays go to the GPU: by MLA_CUPY_BACKEND, or if there is one."""
     choice = env.get("BACKEND")
     if choice == "numpy":
         return False

@@ -27,7 +27,7 @@ from mla_cupy.ops.schema import contiguous_view
 from mla_cupy.runtime import device as devices
 
 _NOT_OPTIONS = ("workspace", "plan", "check", "stream")
-"""What a caller of the public functions says beside arrays and options: a compiled program has other means for it."""
+"""Arguments of the public functions that are no options: a compiled program has other means for them."""
 
 Shaped = tuple[tuple[int, ...], str]
 """Shape and dtype of an array."""
@@ -89,7 +89,7 @@ class Signature:
     options: Any
 
     def to_text(self) -> str:
-        """As JSON."""
+        """Text of it, in JSON."""
         return json.dumps([self.operation, self.arrays, self.options], default=lambda number: number.item())
 
     @staticmethod
@@ -131,7 +131,7 @@ class Signature:
 
     @property
     def results(self) -> tuple[Shaped | None, ...]:
-        """What it returns; None where there is no such result."""
+        """Results of the operation; None where there is no such result."""
         given = dict(zip(self.record.names, self.arrays, strict=True))
         views = [self.request.views[output.name] for output in self.record.outputs]
         made = tuple(None if view is None else (view.shape, view.dtype) for view in views)

@@ -1,4 +1,4 @@
-"""How every operation is called: from the caller's arrays to launches, or to the oracle.
+"""Calls of all operations: from the caller's arrays to launches, or to the oracle.
 
 The first call of its kind in a thread checks everything, configures the kernels and packs their parameters. A call
 whose arrays and options are like those of an earlier one, in all but addresses, re-uses all of that.
@@ -34,7 +34,7 @@ MAX_ENTRIES = 256
 
 
 class _Recent:
-    """What a thread's earlier calls have left. Launches are packed per thread."""
+    """Entries of a thread's earlier calls. Launches are packed per thread."""
 
     __slots__ = ("entries", "last", "natives")
 
@@ -109,7 +109,7 @@ class Invocation:
         return self.arrays[len(self.operation.inputs) :]
 
     def adopted(self, family: Family) -> Invocation:
-        """The same with arrays that the family has lent to a native one."""
+        """Invocation with arrays that the family has lent to a native one."""
         arrays = tuple(None if x is None else family.adopt(x) for x in self.arrays)
         workspace = None if self.workspace is None else family.adopt(self.workspace)
         return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan, self.check)
@@ -307,7 +307,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     signed = native.signature(arrays)
     addresses = signed[0] if signed else [0, *(0 if x is None else native.address(x) for x in arrays)]
     entry = _entry(call, native, configured, prepared, addresses)
-    # An array of a subclass, say, or a list among the options, is as good as any, but not remembered.
+    # An array of a subclass, or a list among the options, is valid, but not cached.
     with contextlib.suppress(TypeError):
         if signed:
             entry.signature, entry.match = signed[1], native.matcher(arrays)
@@ -387,7 +387,7 @@ def fixed(call: Invocation, native: Native) -> Callable[[int], None]:
 
 @families.runs_as_it_is
 def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
-    """On the GPU and back, or by the oracle."""
+    """Compute on the GPU and copy back, or by the oracle."""
     operation, plan = call.operation, call.plan
     request = _examine(call, family.native)
     if backend.use_gpu():
@@ -416,7 +416,7 @@ def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
 
 
 def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
-    """Of the outputs; "" where there is no such result."""
+    """Dtypes of the outputs; "" where there is no such result."""
     views = {output.name: request.views[output.name] for output in operation.outputs}
     return {name: "" if view is None else view.dtype for name, view in views.items()}
 

@@ -16,7 +16,7 @@ from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
-"""What float32 can hold, also when it is multiplied by log2(e)."""
+"""Range of float32, also after a multiplication by log2(e)."""
 
 
 ACCUMULATE = ("float32", "float16")
@@ -29,7 +29,7 @@ STARTS = (
     Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
     Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
 )
-"""Where sequences that lie one after another begin, and the last one ends."""
+"""Starts of sequences that lie one after another, and the end of the last one."""
 
 
 def absorbing(d_qk: int) -> str:
@@ -68,7 +68,7 @@ def check_lse_base(lse_base: Any) -> str:
 
 
 def check_empty_lse(empty_lse: Any) -> float:
-    """Check the number; infinities and NaN are good."""
+    """Check that it is a number; inf and NaN are allowed."""
     if is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
         return float(empty_lse)
     remedy = "" if is_number(empty_lse) else "pass a Python number"
@@ -210,12 +210,12 @@ def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any,
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer, and not a truth value."""
+    """True for an integer that is no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number of Python's or NumPy's, and no truth value."""
+    """True for a number of Python or NumPy that is no bool."""
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, np.bool_))
 
 

@@ -50,12 +50,12 @@ class Part(NamedTuple):
         return self._moved(begin * view.strides[axis], shape, view.strides)
 
     def flat(self) -> Part:
-        """With the first two axes, which step evenly, as one."""
+        """View with the first two axes, which step evenly, as one."""
         (first, second, *rest), (outer, inner, *strides) = self.view.shape, self.view.strides
         return self._moved(0, (first * second, *rest), (outer if second == 1 else inner, *strides))
 
     def split(self, size: int) -> Part:
-        """With the first axis as two, of which the second has this size."""
+        """View with the first axis as two, of which the second has this size."""
         (first, *rest), (step, *strides) = self.view.shape, self.view.strides
         return self._moved(0, (first // size, size, *rest), (size * step, step, *strides))
 
@@ -66,21 +66,21 @@ class Part(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether the first two axes can be taken as one."""
+        """True if the first two axes can be taken as one."""
         (first, second, *_), (outer, inner, *_) = self.view.shape, self.view.strides
         return 0 in self.view.shape or 1 in (first, second) or outer == second * inner
 
     def as_words(self) -> Part:
-        """Of a 16-bit type, as the one that every library can copy."""
+        """View an array of a 16-bit type as words, which every library can copy."""
         return self._replace(view=self.view._replace(dtype="float16"))
 
     def with_axis(self) -> Part:
-        """With a first axis of size 1."""
+        """View with a first axis of size 1."""
         shape, strides = self.view.shape, self.view.strides
         return self._moved(0, (1, *shape), (shape[0] * strides[0], *strides))
 
     def transposed(self, *axes: int) -> Part:
-        """With the axes in another order."""
+        """View with the axes in another order."""
         shape, strides = self.view.shape, self.view.strides
         return self._moved(0, tuple(shape[axis] for axis in axes), tuple(strides[axis] for axis in axes))
 
@@ -125,7 +125,7 @@ class Assignment(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What a call of a composite does: the sizes of the parts of its workspace, in bytes, and its steps in order."""
+    """Plan of a composite's call: the sizes of the parts of its workspace, in bytes, and its steps in order."""
 
     sizes: Mapping[str, int]
     steps: Sequence[Stage | Assignment]
@@ -166,7 +166,7 @@ class CompositePipeline(Pipeline[CompositeConfig]):
         return configure(problem, device.ordinal, kernel or {})
 
     def workspace(self, config: CompositeConfig) -> Layout:
-        """What lies between stages, and the largest of their workspaces."""
+        """Workspace: the arrays between stages, and the largest of their workspaces."""
         return config.layout
 
     def steps(self, config: CompositeConfig, call: Call) -> list[Step]:
@@ -248,7 +248,7 @@ def _configure(stage: Stage, device: int, kernel: str | None) -> _Configured:
 
 
 def _relative(step: Assignment, bases: Mapping[str, int]) -> Assignment:
-    """With pointers relative to those of the arrays."""
+    """Assignment with pointers relative to those of the arrays."""
     source, out = (
         part._replace(view=part.view._replace(ptr=part.view.ptr - bases.get(part.name, 0)))
         for part in (step.source, step.out)
@@ -257,7 +257,7 @@ def _relative(step: Assignment, bases: Mapping[str, int]) -> Assignment:
 
 
 class PreparedStages:
-    """What `Prepared` is of one operation: the launches of all stages, ready to be enqueued with any addresses."""
+    """Launches of all stages, ready to be enqueued with any addresses: what `Prepared` is of one operation."""
 
     def __init__(self, actions: Sequence[_Launches | _Assignment], layout: Layout) -> None:
         self.driver = driver.current()

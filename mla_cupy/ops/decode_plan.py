@@ -97,7 +97,7 @@ class DecodePlan(Plan):
 
     @property
     def splits(self) -> Splits | None:
-        """Where its calls leave the pieces of split requests; None if they do not, or not as `Splits` says."""
+        """Pieces of split requests that its calls leave; None if they leave none, or not as `Splits` says."""
         config = self._config
         if config is None or config.pieces or not config.combine_blocks:
             return None

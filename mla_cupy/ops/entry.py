@@ -1,4 +1,4 @@
-"""What a call becomes: a request that has passed all checks, and the entry by which later calls like it run."""
+"""Requests that have passed all checks, and the entries by which later calls like them run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plan:
     state: Hashable
 
     def configuration(self, request: Request) -> Any:
-        """For the pipeline; raises PlanError unless the plan serves such a call."""
+        """Configuration for the pipeline; raises PlanError unless the plan serves such a call."""
         raise NotImplementedError
 
 
@@ -72,8 +72,8 @@ class Entry:
     Attributes
     ----------
     options, kinds, state
-        The options of its calls, their types, and the state of their plan, or else whether a workspace is lent. True, 1
-        and 1.0 are equal, and not equally good as options.
+        The options of its calls, their types, and the state of their plan, or else whether a workspace is lent.
+        Types are compared, too, since True == 1 == 1.0.
     native : Native
         The library of the arrays.
     signature : tuple or None

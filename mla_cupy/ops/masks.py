@@ -16,7 +16,7 @@ from mla_cupy.ops.sparse_inputs import INDICES
 from mla_cupy.shapes import MAX_INT32
 
 MAX_KEYS = 1 << 26
-"""Of a mask: 8 MiB for each query."""
+"""Most keys of a mask: 8 MiB for each query."""
 
 
 def prefill_mask(

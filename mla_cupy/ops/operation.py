@@ -1,4 +1,4 @@
-"""What an operation is: its arrays by the names of their axes, its own checks, its oracle and its pipeline.
+"""Description of an operation: its arrays by the names of their axes, its own checks, its oracle and its pipeline.
 
 The record drives the public call, the tests of bad input, `mla-cupy list` and the bindings.
 """
@@ -129,7 +129,7 @@ class Output:
 
 
 class Examined(NamedTuple):
-    """What an operation's own checks find out.
+    """Result of an operation's own checks.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ class Examined(NamedTuple):
 
 
 class NoOptions(NamedTuple):
-    """Of an operation that has arrays alone."""
+    """Options of an operation that has arrays alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ class Operation:
 
     @property
     def bound(self) -> bool:
-        """Whether the bindings to compiled programs have it."""
+        """True if the bindings to compiled programs have it."""
         return not self.internal
 
     @property

@@ -55,7 +55,7 @@ def spans(views: Sequence[View | None]) -> tuple[Span | None, ...]:
 def clearly_apart(
     addresses: Sequence[int], reach: Sequence[Span | None], written: Sequence[int], beside: Collection[Beside]
 ) -> bool:
-    """Whether no array of `written` (indices) comes near another one; quick, and never wrong when it says so.
+    """True if no array of `written` (indices) comes near another one. Quick; False proves nothing.
 
     Pairs of `beside` may.
     """
@@ -86,12 +86,12 @@ def found_beside(addresses: Sequence[int], reach: Sequence[Span | None], written
 
 
 def are_alike(view: View | None, other: View | None) -> bool:
-    """Whether two arrays would be one, were they at one address."""
+    """True if two arrays would be one, were they at one address."""
     return view is not None and other is not None and view._replace(ptr=0) == other._replace(ptr=0)
 
 
 def _overlaps_itself(view: View) -> bool:
-    """Whether elements may share memory: each stride must reach past all that the smaller ones cover."""
+    """True if elements may share memory: each stride must reach past all that the smaller ones cover."""
     if 0 in view.shape:
         return False
     axes = sorted((abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1)

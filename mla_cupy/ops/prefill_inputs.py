@@ -1,4 +1,4 @@
-"""What the operations of dense attention with keys and values per head have in common: their inputs, and the checks."""
+"""Inputs and checks that the operations of dense attention with keys and values per head share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_sizes(views: Views) -> Sizes:
 
 
 def aligned(views: Views, *others: str) -> bool:
-    """Whether rows of queries, keys and values, and of `others`, start at and step by multiples of 16 bytes."""
+    """True if rows of queries, keys and values, and of `others`, start at and step by multiples of 16 bytes."""
     names = (*(array.name for array in (*QKV, *ROPES)), *others)
     return all(steps_by_16_bytes(view) for name in names if (view := views[name]) is not None)
 

@@ -1,4 +1,4 @@
-"""Which sequences of a batch share a prefix, and whether it is worth a call of its own."""
+"""Search for sequences of a batch that share a prefix worth a call of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PrefixGroup", "shared_prefixes"]
 Array = npt.NDArray[np.integer[Any]]
 
 _THRESHOLDS = 16
-"""How many lengths of shared prefixes are tried as the shortest of a group."""
+"""Number of lengths of shared prefixes that are tried as the shortest of a group."""
 
 # What the model counts with, in microseconds of an H200. See docs/guides/paged-cache.md for where they are from.
 _TILE_US = 1.6
@@ -26,7 +26,7 @@ _SMALL_TILE_US, _SMALL_ROW_US = 1.0, 0.018
 """A tile for up to 32 rows, which many sequences read from the L2; and for each of the rows."""
 _SMALL_ROWS = 32
 _GROUP_US = 33.0
-"""What a group adds to a call without a plan: an attention kernel, two schedules, two merges. With one it is 24."""
+"""Time that a group adds to a call without a plan, in us: a kernel, two schedules, two merges. With a plan: 24."""
 _ASSUMED_SMS = 132
 
 
@@ -126,7 +126,7 @@ def _integers(argument: str, x: Any) -> Array:
 
 
 def _common_pages(table: Array, limits: Array) -> Array:
-    """How many of its first pages each sequence shares with the next one, as far as both are full and seen."""
+    """Number of first pages that each sequence shares with the next one, as far as both are full and seen."""
     width = table.shape[1]
     differs = np.concatenate([table[:-1] != table[1:], np.ones((len(table) - 1, 1), bool)], axis=1)
     common: Array = np.minimum(np.minimum(differs.argmax(axis=1), width), np.minimum(limits[:-1], limits[1:]))
@@ -143,7 +143,7 @@ def _runs(common: Array, least: int) -> list[PrefixGroup]:
 
 
 def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
-    """By the model: what a call gains if the group's prefix has one of its own."""
+    """Time that a call gains, by the model, if the group's prefix has one of its own."""
     tiles = group.pages * page_size / TILE_TOKENS / sms
     blocks = -(-rows // TILE_TOKENS)
     alone = _SMALL_TILE_US + _SMALL_ROW_US * rows if rows <= _SMALL_ROWS else _TILE_US * blocks

@@ -96,14 +96,14 @@ def check_outputs(
 
 
 def _lacking(output: Output, given: Views, options: Any) -> str:
-    """Why there is no such result; "" if there is."""
+    """Reason that there is no such result; "" if there is."""
     if output.needs and given[output.needs] is None:
         return f"there is no {output.needs}"
     return f"{output.when} is not set" if output.when and not getattr(options, output.when) else ""
 
 
 def low_words(view: View) -> View:
-    """Of 64-bit integers the lower halves, with which these begin: their values, if 32 bits hold them."""
+    """View 64-bit integers as their lower halves, with which they begin: their values, if 32 bits hold them."""
     if view.dtype != "int64":
         return view
     return view._replace(dtype="int32", strides=tuple(2 * stride for stride in view.strides))
@@ -134,17 +134,17 @@ def narrowed_inputs(operation: Operation, arrays: Mapping[str, Any]) -> dict[str
 
 
 def contiguous_along_last(view: View) -> bool:
-    """Whether the last axis steps by 1 element. The strides of an array without elements mean nothing."""
+    """True if the last axis steps by 1 element. The strides of an array without elements mean nothing."""
     return view.strides[-1] == 1 or view.shape[-1] == 1 or 0 in view.shape
 
 
 def steps_by_16_bytes(view: View) -> bool:
-    """Whether the array starts at, and every axis but the last steps by, a multiple of 16 bytes; forwards."""
+    """True if the array starts at, and every axis but the last steps by, a positive multiple of 16 bytes."""
     return not misstep(view)
 
 
 def misstep(view: View) -> str:
-    """What of an array is no multiple of 16 bytes, its address or a stride but the last, or steps backwards; or ""."""
+    """Describe an address or stride (but the last) that is no positive multiple of 16 bytes; "" if there is none."""
     if 0 in view.shape:
         return ""
     if past := view.ptr % _WIDE_BYTES:
@@ -193,7 +193,7 @@ def _check_rank(operation: Operation, array: Input, view: View) -> None:
 
 
 def _takes_wide(array: Input) -> bool:
-    """Whether kernels read 32-bit integers, which callers may give as 64-bit ones."""
+    """True if kernels read 32-bit integers, which callers may give as 64-bit ones."""
     return "int32" in array.dtypes and "int64" not in array.dtypes
 
 

@@ -88,7 +88,7 @@ def check_selection(views: Views) -> SparseSizes:
 
 
 def aligned(views: Views, *names: str) -> bool:
-    """Whether these arrays start at, and step by, multiples of 16 bytes."""
+    """True if these arrays start at, and step by, multiples of 16 bytes."""
     return all(steps_by_16_bytes(present(views, name)) for name in names)
 
 

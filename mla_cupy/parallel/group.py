@@ -22,14 +22,14 @@ class Group(Protocol):
 
     @property
     def world(self) -> int:
-        """How many members there are."""
+        """Number of members."""
 
     @property
     def rank(self) -> int:
         """This one's number, from 0 on."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """What every member has given, in the order of the ranks; all of them must call it.
+        """Gather every member's object, in the order of the ranks; all of them must call it.
 
         Raises
         ------

@@ -29,11 +29,11 @@ class Nccl4Py:
         self.groupStart, self.groupEnd = bindings.group_start, bindings.group_end
 
     def get_unique_id(self) -> bytes:
-        """What all ranks of a group need to meet."""
+        """Identifier by which all ranks of a group meet."""
         return bytes(self._core.get_unique_id())
 
     def NcclCommunicator(self, world: int, unique: bytes, rank: int) -> _Communicator:  # noqa: N802
-        """On the current device; returns once all ranks have come."""
+        """Communicator on the current device; returns once all ranks have come."""
         made = self._core.Communicator.init(world, rank, self._core.UniqueId.from_bytes(unique))
         return _Communicator(self._bindings, made)
 

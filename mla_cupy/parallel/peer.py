@@ -273,7 +273,7 @@ class PeerTransport(OfGroup):
 
 
 def _in_chunks(outs: View) -> bool:
-    """Whether every row of `outs` is whole, aligned chunks."""
+    """True if every row of `outs` is whole, aligned chunks."""
     steps = (outs.shape[3], *outs.strides[:3])
     return outs.strides[3] == 1 and not any(
         x % _CHUNK for x in (outs.ptr, *(TABLE[outs.dtype].nbytes * y for y in steps))
@@ -281,7 +281,7 @@ def _in_chunks(outs: View) -> bool:
 
 
 def _boot() -> str:
-    """What tells hosts of one name apart, where the system says it."""
+    """Boot identifier, which tells hosts of one name apart; "" where the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

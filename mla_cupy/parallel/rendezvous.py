@@ -1,4 +1,4 @@
-"""Where the processes of a group meet: rank 0 listens, the others connect, and all notice when one is gone.
+"""Rendezvous of a group's processes: rank 0 listens, the others connect, and all notice when one is gone.
 
 It carries what is small and rare, such as handles of memory: tensors travel through transports.
 """
@@ -21,7 +21,7 @@ from mla_cupy.ops.checks import check_count
 from mla_cupy.parallel.group import DEFAULT_TIMEOUT, check_timeout, check_world
 
 BEAT_SECONDS = 1.0
-"""How often a process that has nothing to say says so."""
+"""Heartbeat interval of an idle process, in seconds."""
 SILENCE_SECONDS = 5.0
 """After so long without a word a process counts as gone; one that ends is noticed at once."""
 
@@ -97,7 +97,7 @@ class Rendezvous:
         return cls(world, rank, (os.environ["MASTER_ADDR"], port), timeout=timeout)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """What every process has given, in the order of the ranks; see `Group.gather`."""
+        """Gather every process's object, in the order of the ranks; see `Group.gather`."""
         if self.world == 1:
             return [payload]
         if self.rank == 0:
@@ -280,7 +280,7 @@ class Rendezvous:
 
 
 class _BadMessageError(Exception):
-    """Not one of ours."""
+    """Message that is not one of ours."""
 
 
 class _Link:

@@ -1,4 +1,4 @@
-"""What a transport does: it turns partial results of all heads into merged results of one rank's heads."""
+"""Interface of transports, which turn partial results of all heads into merged results of one rank's heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mla_cupy.parallel.group import Group
 
 
 class Result(NamedTuple):
-    """How the caller wants a merged result, see `ContextParallel.merge`."""
+    """Options of a merged result, see `ContextParallel.merge`."""
 
     out: Any = None
     lse: Any = None
@@ -27,7 +27,7 @@ class Transport(Protocol):
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def rank(self) -> int:
@@ -53,7 +53,7 @@ class Transport(Protocol):
 
 
 class OfGroup:
-    """What every transport between the ranks of a group has."""
+    """Base of the transports between the ranks of a group."""
 
     def __init__(self, group: Group) -> None:
         if not isinstance(group, Group):
@@ -62,7 +62,7 @@ class OfGroup:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._group.world
 
     @property

@@ -16,7 +16,7 @@ BLOCK_TOKENS = 64
 
 
 class Attended(NamedTuple):
-    """What `attend` finds: out (rows, d_v), natural lse (rows,), and the largest score, times scale (rows,)."""
+    """Results of `attend`: out (rows, d_v), natural lse (rows,), and the largest score, times scale (rows,)."""
 
     out: Array
     lse: Array
@@ -43,7 +43,7 @@ def attend_values(rows: Array, keys: Array, values: Array, scale: float, roundin
 
 
 def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, rounding: str) -> Attended:
-    """The same in the kernels' arithmetic: float32, online softmax in base 2, rounded weights."""
+    """Attention in the kernels' arithmetic: float32, online softmax in base 2, rounded weights."""
     rows, keys, values = (x.astype(np.float32) for x in (rows, keys, values))
     scale_log2 = np.float32(scale * np.log2(np.e))
     top = np.full(len(rows), -np.inf, np.float32)
@@ -64,7 +64,7 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
 
 
 def _shift(top: Array) -> Array:
-    """What to subtract from scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
+    """Shift of scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
     return np.where(top == -np.inf, top.dtype.type(0), top)
 
 

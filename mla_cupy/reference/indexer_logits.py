@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 MMA_ELEMENTS = 32
 """Elements of a row that tensor cores multiply and add at once."""
 MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -121, 126
-"""Of the scale of weights in float16: for the smallest normal number; and one whose inverse is normal."""
+"""Exponents of the scale of weights in float16: of the smallest normal number; and of one whose inverse is normal."""
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
@@ -133,7 +133,7 @@ def _scores(q: Array, k: Array, weights: Array) -> Array:
 
 
 def _scores_in_float16(q: Array, k: Array, weights: Array) -> Array:
-    """The same as tensor cores compute products of 32 elements, and four warps the sums of their pairs of heads."""
+    """Scores as tensor cores compute products of 32 elements, and four warps the sums of their pairs of heads."""
     scale = weight_scale(weights)
     shares = _half(weights.astype(np.float64) / scale)
     q, k = _values(q), _values(k)
@@ -165,5 +165,5 @@ def _half(x: Array) -> Array:
 
 
 def _values(x: Array) -> Array:
-    """As numbers: bytes are e4m3 codes."""
+    """Values of an array; bytes are e4m3 codes."""
     return (x.view(numpy_dtype("float8_e4m3fn")) if x.dtype == np.uint8 else x).astype(np.float64)

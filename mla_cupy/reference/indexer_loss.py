@@ -219,7 +219,7 @@ def indexer_head_sums(
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
 ) -> Array:
-    """What the losses of the indexer normalise to their target: sum_h exp(scale * q_h . k - lse_h), of the heads of q.
+    """Sum that the losses of the indexer normalise to their target: sum_h exp(scale * q_h . k - lse_h), heads of q.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class _Main(NamedTuple):
         return float(self.q.shape[2] ** -0.5) if given is None else given
 
     def products(self, t: int, rows: Array) -> Array:
-        """Of the heads of a token with keys, (h, rows)."""
+        """Products of the heads of a token with keys, (h, rows)."""
         (h, d), h_kv = self.q[t].shape, self.k.shape[1]
         found: Array = self.q[t].reshape(h_kv, h // h_kv, d) @ self.k[rows].transpose(1, 2, 0)
         return found.reshape(h, len(rows))
@@ -313,7 +313,7 @@ def _index(
 
 
 def _numbers(x: npt.ArrayLike) -> Array:
-    """What e4m3 codes, as bytes, or other numbers are."""
+    """Values of e4m3 codes, as bytes, or of other numbers."""
     x = np.asarray(x)
     return _double(x.view(_E4M3) if x.dtype == np.uint8 else x)
 

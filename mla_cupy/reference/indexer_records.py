@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 MAX_CODE = 448.0
 """The largest finite e4m3."""
 FLOAT16_HEADROOM = 57344.0
-"""What products in float16, which end at 65,504, may come to: 128 x 448."""
+"""Limit of products in float16, which ends at 65,504: 128 x 448."""
 MIN_AMAX = 1e-4
 """A vector's largest magnitude counts as at least this, so that zeros have a scale."""
 SCALE_BYTES = 4

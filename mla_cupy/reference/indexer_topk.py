@@ -86,7 +86,7 @@ def order_keys(values: Array) -> npt.NDArray[np.uint32]:
 
 
 def _ends(ke: npt.ArrayLike, s_q: int) -> npt.NDArray[np.int64]:
-    """Where every row ends."""
+    """Ends of all rows."""
     given = np.asarray(ke).astype(np.int64)
     rows = s_q // max(1, len(given))
     return (given[:, None] - np.arange(rows)[::-1]).reshape(-1)

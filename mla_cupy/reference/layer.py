@@ -182,7 +182,7 @@ def absorbed_naive(weights: MlaWeights, q: Array, latents: Array) -> Array:
 
 
 def absorbed_chunked(weights: MlaWeights, q: Array, latents: Array, chunk: int = 64) -> Array:
-    """The same, one chunk of tokens at a time: what the kernels compute."""
+    """Absorbed attention, one chunk of tokens at a time: what the kernels compute."""
     shared = latents[:, None, :]
     pieces = (shared[s : s + chunk] for s in range(0, len(latents), chunk))
     chunks = ((piece, piece[..., : weights.config.kv_lora]) for piece in pieces)
@@ -213,7 +213,7 @@ def _attend_naive(q: Array, keys: Array, values: Array, scale: float) -> Array:
 
 
 def _attend_chunked(q: Array, chunks: Iterable[tuple[Array, Array]], s_kv: int, scale: float) -> Array:
-    """The same with keys and values arriving in chunks: keep a running maximum, sum and output per row."""
+    """Attention to keys and values that arrive in chunks: keep a running maximum, sum and output per row."""
     q = _heads_first(q)
     heads, s_q, _ = q.shape
     top = np.full((heads, s_q, 1), -np.inf, q.dtype)
@@ -234,7 +234,7 @@ def _attend_chunked(q: Array, chunks: Iterable[tuple[Array, Array]], s_kv: int, 
 
 
 def _hidden_from(s_q: int, s_kv: int, start: int, count: int) -> Array:
-    """Which of the keys start .. start + count each query may not see, (s_q, count)."""
+    """Mask of the keys start .. start + count that each query may not see, (s_q, count)."""
     last_visible = np.arange(s_q) + s_kv - s_q
     hidden: Array = np.arange(start, start + count) > last_visible[:, None]
     return hidden

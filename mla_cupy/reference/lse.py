@@ -10,7 +10,7 @@ _LOG_OF_BASE = {"e": 1.0, "2": math.log(2.0)}
 
 
 def log_of_base(lse_base: str) -> float:
-    """What a natural logarithm is divided by to become one of base `lse_base`."""
+    """Divisor that makes a natural logarithm one of base `lse_base`."""
     if lse_base not in _LOG_OF_BASE:
         raise ArgumentError(explain("lse_base", repr(lse_base), '"e" or "2"'))
     return _LOG_OF_BASE[lse_base]

@@ -103,7 +103,7 @@ def prefill_mask(
     cu_seqlens_kv: npt.ArrayLike | None = None,
     relative: bool = False,
 ) -> tuple[Array]:
-    """Which keys of its sequence each query selects, one bit each.
+    """Mask of the keys of its sequence that each query selects, one bit each.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class SeenKeys(NamedTuple):
     end: int
 
     def keys(self, mask: npt.ArrayLike | None) -> slice | Array:
-        """Those that its row of a mask leaves."""
+        """Keys that its row of a mask leaves."""
         if mask is None:
             return slice(self.begin, self.end)
         bits = np.unpackbits(np.asarray(mask)[self.query], count=self.end - self.begin, bitorder="little")
@@ -151,7 +151,7 @@ class SeenKeys(NamedTuple):
 def seen_keys(
     s_q: int, s_kv: int, cu_seqlens_q: npt.ArrayLike | None, cu_seqlens_kv: npt.ArrayLike | None, causal: bool
 ) -> Iterator[SeenKeys]:
-    """What each query of a sequence sees; a query of none is left out."""
+    """Keys that each query of a sequence sees; a query of none is left out."""
     starts_q, starts_kv = _starts(cu_seqlens_q, s_q), _starts(cu_seqlens_kv, s_kv)
     for n in range(len(starts_q) - 1):
         begin, end = int(starts_kv[n]), int(starts_kv[n + 1])
@@ -161,7 +161,7 @@ def seen_keys(
 
 
 def _starts(cu_seqlens: npt.ArrayLike | None, total: int) -> Array:
-    """Where sequences begin and end, clamped, in order."""
+    """Starts and ends of sequences, clamped, in order."""
     if cu_seqlens is None:
         return np.array([0, total])
     return np.maximum.accumulate(np.clip(np.asarray(cu_seqlens).astype(np.int64), 0, total))

@@ -1,4 +1,4 @@
-"""Compile one kernel with NVRTC, read what ptxas says about it, and refuse code that is slow without saying so.
+"""Compile one kernel with NVRTC, read ptxas' report, and refuse builds with register spills or serialised WGMMA.
 
 NVRTC calls a kernel that spills, or whose WGMMAs it serialises, a success. Here both are errors.
 """
@@ -16,7 +16,7 @@ from mla_cupy.runtime import elf, env, sources
 from mla_cupy.runtime.nvrtc import Nvrtc, exact_version, find_nvrtc, load
 
 FACT_PREFIX = "mla_fact_"
-"""What a kernel tells the host is a constant `extern "C" __constant__ const int mla_fact_<name>`."""
+"""Prefix of a kernel's facts for the host. Each is a constant `extern "C" __constant__ const int mla_fact_<name>`."""
 
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
@@ -54,7 +54,7 @@ class BuildRequest:
 
 
 class Resources(TypedDict):
-    """What a kernel needs of an SM, and whether it spills, as ptxas reports it."""
+    """Resources that a kernel needs of an SM, and its spills, as ptxas reports them."""
 
     registers: int
     spill_stores: int
@@ -65,7 +65,7 @@ class Resources(TypedDict):
 
 
 class BuildInfo(Resources):
-    """What is known about a compiled kernel, as the disk cache keeps it.
+    """Facts about a compiled kernel, as the disk cache keeps them.
 
     `seconds` is what the compilation took; `facts` are the kernel's own constants, `notes` what the compiler said
     beyond the figures. `image_key` and `sha256` are the disk cache's, and empty until it has the kernel.
@@ -107,7 +107,7 @@ class Build:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the kernel tells the host: name -> int, or list of ints."""
+        """Constants that the kernel tells the host: name -> int, or list of ints."""
         return self.info["facts"]
 
 
@@ -186,7 +186,7 @@ def resources(log: str) -> Resources:
 
 
 def notes(log: str) -> list[str]:
-    """What the compiler says beyond the figures: warnings and ptxas notes, each line once."""
+    """Messages of the compiler beyond the figures: warnings and ptxas notes, each line once."""
     lines = (line.strip() for line in log.splitlines() if not _NOISE.match(line))
     return list(dict.fromkeys(lines))
 

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept on disk.
+"""Disk cache of compiled kernels.
 
 An entry is a directory with `kernel.cubin`, `kernel.ptx` and `info.json`. It is written under another name and
 renamed, so that its three files appear at once and belong together even if another process is writing; the info
@@ -51,7 +51,7 @@ class Places:
 
 
 def places() -> Places:
-    """Where entries are looked for and written; says once if that is not where it was asked for."""
+    """Directories in which entries are looked for and written. Warns once if they are not those asked for."""
     found = find_places()
     if found.problem:
         warn_once(found.problem)
@@ -59,7 +59,7 @@ def places() -> Places:
 
 
 def find_places() -> Places:
-    """Where entries are looked for and written, without a warning.
+    """Directories in which entries are looked for and written, without a warning.
 
     `MLA_CUPY_CACHE_DIR`, or else the user's cache directory. If that cannot be written or is not trusted, a directory
     of our own under the temporary one.
@@ -86,7 +86,7 @@ def cache_dir() -> Path | None:
 
 
 def image_key(request: BuildRequest) -> str:
-    """What a cubin is an image of, whichever compiler made it: sources, entry, target and macros."""
+    """Key of a cubin's inputs, whichever compiler made it: sources, entry, target and macros."""
     digest = sources.digest(sources.gather(request.source))
     return _hash([digest, request.entry, request.source, request.arch, request.defines])
 
@@ -187,7 +187,7 @@ def prebuilt(request: BuildRequest) -> Build | None:
 
 
 def usage() -> tuple[int, int]:
-    """How many entries there are, and their bytes."""
+    """Number of entries, and their bytes."""
     count = size = 0
     for directory in dict.fromkeys(find_places().read):
         for file in directory.glob("*/*"):
@@ -271,7 +271,7 @@ def _is_trusted(path: Path) -> bool:
 
 
 def _damage(found: Any, cubin: bytes, ptx: bytes) -> str:
-    """What is wrong with the files of an entry, or ""."""
+    """Description of damage to the files of an entry, or ""."""
     if not isinstance(found, dict):
         return "its build info is no object"
     if found.get("sha256") != _digests(cubin, ptx):
@@ -295,7 +295,7 @@ def _remove(path: Path) -> None:
 
 
 def _equal(build: Build | None, made: dict[str, Any]) -> bool:
-    """Whether a build has the same inputs as the one whose info is `made`."""
+    """True if a build has the same inputs as the one whose info is `made`."""
     return build is not None and all(build.info.get(name) == made[name] for name in ("image_key", "nvrtc", "options"))
 
 

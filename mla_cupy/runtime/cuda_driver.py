@@ -197,7 +197,7 @@ class CudaDriver:
             self._bindings.cuCtxPopCurrent()
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether `stream` is being captured."""
+        """True if `stream` is being captured."""
         status, state = self._bindings.cuStreamIsCapturing(stream)
         return not status and int(state) != 0
 

@@ -1,4 +1,4 @@
-"""What the kernels need to know of a GPU, and which GPUs there are."""
+"""Properties of a GPU that kernels depend on, and the list of GPUs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def describe(ordinal: int) -> DeviceInfo:
 
 
 def gpu_count() -> int:
-    """How many GPUs CUDA shows this process; 0 without CuPy, a driver or a GPU."""
+    """Number of GPUs that CUDA shows this process; 0 without CuPy, a driver or a GPU."""
     try:
         import cupy
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from mla_cupy.runtime.launching import Driver
 
 active: Driver | None = None
-"""What `current` returns, once it has been asked."""
+"""Driver that `current` returns, once it has been asked."""
 
 
 def current() -> Driver:

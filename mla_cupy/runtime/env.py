@@ -77,7 +77,7 @@ def get(name: str) -> str:
 
 
 def problems() -> list[str]:
-    """What is wrong with the variables: values that `get` refuses, and names with our prefix that nothing reads."""
+    """Mistakes in the variables: values that `get` refuses, and names with our prefix that nothing reads."""
     found = []
     for name in VARIABLES:
         try:
@@ -111,7 +111,7 @@ def nvrtc_flags() -> tuple[str, str]:
 
 
 def cuda_roots() -> tuple[str, ...]:
-    """Where the user says that a CUDA toolkit lies."""
+    """Directories of CUDA toolkits that the user has named."""
     return tuple(value for name in ("CUDA_HOME", "CUDA_PATH") if (value := os.environ.get(name, "")))
 
 
@@ -121,11 +121,11 @@ def child_environment() -> dict[str, str]:
 
 
 def gpus_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU from this process."""
+    """True if CUDA_VISIBLE_DEVICES hides every GPU from this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and visible.strip() in ("", "-1")
 
 
 def user_cache_home() -> str:
-    """Where the user's caches are, by the rules of the desktop."""
+    """Directory of the user's caches, by the XDG rules."""
     return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")

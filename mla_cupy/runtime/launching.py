@@ -74,7 +74,7 @@ PreparedLaunch = Callable[[int], None]
 
 
 class Driver(Protocol):
-    """What a launcher may ask of a GPU. Streams are raw handles; 0 is the legacy default stream."""
+    """Interface to a GPU for launchers. Streams are raw handles; 0 is the legacy default stream."""
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         """Load a kernel on a device, allowing the dynamic shared memory that its facts ask for."""
@@ -98,14 +98,14 @@ class Driver(Protocol):
         """Several prepared launches of one thread and device as one."""
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether the stream is being captured into a graph."""
+        """True if the stream is being captured into a graph."""
 
     def device_guard(self, device: int) -> AbstractContextManager[object]:
         """Make `device` current within a with statement."""
 
 
 def one_by_one(launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
-    """What `Driver.in_order` is where nothing is gained from more."""
+    """Enqueue launches one by one: a plain `Driver.in_order`."""
 
     def enqueue(stream: int) -> None:
         for launch in launches:

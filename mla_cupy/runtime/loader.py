@@ -66,16 +66,16 @@ def loaded(request: BuildRequest, device: int, stream: int = 0) -> launching.Loa
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request of `build_all`: a build, or what is wrong with it.
+    """Outcome of one request of `build_all`: a build, or an error.
 
-    `unkept` says why a build is not in the cache.
+    `cache_error` says why a build is not in the cache.
     """
 
     request: BuildRequest
     build: Build | None
     error: str = ""
     was_cached: bool = False
-    unkept: str = ""
+    cache_error: str = ""
 
 
 def build_all(
@@ -155,7 +155,7 @@ def _obtain(request: BuildRequest) -> Build:
         try:
             _watch(background, request)
             if found := background.result(request) or worker.cached(request):
-                _say_unkept(background.unkept(request))
+                _warn_not_cached(background.cache_error(request))
                 return found
         except KernelCompileError as error:
             logger.debug("in the background: %s", error)  # compiling it here says it again, to the caller
@@ -193,7 +193,7 @@ def _compile_in_child(request: BuildRequest) -> Build:
     try:
         _watch(child, request)
         build = child.result(request)
-        _say_unkept(child.unkept(request))
+        _warn_not_cached(child.cache_error(request))
     finally:
         child.close()
     assert build is not None
@@ -202,12 +202,12 @@ def _compile_in_child(request: BuildRequest) -> Build:
 
 def _compile_here(request: BuildRequest) -> Build:
     found = cache.places()
-    build, unkept = worker.build_here(request, nvrtc.find_nvrtc(), found.read, found.write)
-    _say_unkept(unkept)
+    build, cache_error = worker.build_here(request, nvrtc.find_nvrtc(), found.read, found.write)
+    _warn_not_cached(cache_error)
     return build
 
 
-def _say_unkept(why: str) -> None:
+def _warn_not_cached(why: str) -> None:
     """Say that a kernel will be compiled again in the next process, unless `places` has said it already."""
     if why and cache.cache_dir() is not None:
         cache.warn_once(why)
@@ -225,7 +225,7 @@ def _watch(child: worker.Worker, request: BuildRequest) -> None:
 
 def _outcome(request: BuildRequest, child: worker.Worker) -> Outcome:
     try:
-        return Outcome(request, child.result(request), unkept=child.unkept(request))
+        return Outcome(request, child.result(request), cache_error=child.cache_error(request))
     except KernelCompileError as error:
         return Outcome(request, None, str(error))
     finally:

@@ -30,7 +30,7 @@ _WHEEL_PATHS = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.1
 
 @dataclass(frozen=True)
 class Output:
-    """What one compilation gave: `cubin` and `ptx` are empty where it failed."""
+    """Results of one compilation: `cubin` and `ptx` are empty where it failed."""
 
     ok: bool
     log: str
@@ -81,7 +81,7 @@ class Nvrtc:
         return Output(ok, log, cubin, ptx)
 
     def compute_capabilities(self) -> list[int]:
-        """Those that it compiles for, such as 75 and 100."""
+        """Compute capabilities that it compiles for, such as 75 and 100."""
         count = ctypes.c_int()
         self._check("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -138,7 +138,7 @@ def find_nvrtc() -> str:
 
 
 def identity(path: str) -> str:
-    """What tells this build of NVRTC from any other, without loading it: for cache keys.
+    """Identity of this build of NVRTC, found without loading it: for cache keys.
 
     `nvrtcVersion` tells only the minor version, and loading the library takes 0.1 s; the build id takes none.
 

@@ -1,4 +1,4 @@
-"""Whether another process gets on with its work, by what the kernel of the operating system says of it."""
+"""Detection of a stalled child process, from /proc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 PATIENCE_SECONDS = 5.0
-"""How long a process may do nothing at all. One that runs on a busy machine does something within a second."""
+"""Time for which a process may do nothing at all. One that runs on a busy machine does something within a second."""
 
 _USER_TICKS, _SYSTEM_TICKS, _NICENESS = 11, 12, 16  # in /proc/PID/stat, behind the name
 
@@ -20,7 +20,7 @@ class Pulse:
         self._still = 0.0
 
     def is_still(self, waited: float) -> bool:
-        """Whether it has done nothing for `PATIENCE_SECONDS`, of which we have just `waited` some.
+        """True if it has done nothing for `PATIENCE_SECONDS`, of which we have just `waited` some.
 
         It is our own waiting that is added up, and not the time of a clock: where both of us were stopped it goes on.
         A process of which nothing is known counts as one at work.
@@ -33,12 +33,12 @@ class Pulse:
         return self._still >= PATIENCE_SECONDS
 
     def yields_to_us(self) -> bool:
-        """Whether it has a lower priority than we have, so that on a busy machine we would be faster."""
+        """True if it has a lower priority than we have, so that on a busy machine we would be faster."""
         fields = _fields(self.pid)
         return bool(fields) and int(fields[_NICENESS]) > os.nice(0)
 
     def _sign(self) -> tuple[str, ...]:
-        """What changes whenever the process runs: its time, and how often it has slept or been put to sleep."""
+        """Signature that changes whenever the process runs: its CPU time and its context switches."""
         fields = _fields(self.pid)
         if not fields:
             return ()

@@ -1,4 +1,4 @@
-"""What to install, in the words of error messages.
+"""Remedies of error messages: what to install.
 
 The wheels by name: this package is not published, so no message may tell anyone to install it by its name.
 """

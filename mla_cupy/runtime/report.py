@@ -1,4 +1,4 @@
-"""What is installed and where things are, as data: for `mla-cupy info` and for bug reports."""
+"""Report of versions and paths, as data: for `mla-cupy info` and for bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who could have written a file. Compiled kernels are code: what another user could have written is not run.
+"""Check that only this user could have written a file.
+
+Compiled kernels are code: what another user could have written is not run.
 
 Parent directories are not checked. A user who may rename a directory in one of them can put another in its place, but
 only one that is not ours.

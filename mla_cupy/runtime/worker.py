@@ -40,13 +40,13 @@ from mla_cupy.runtime.worker import main
 main()
 """
 _EXIT_SECONDS = 10.0
-"""How long to wait for a child that was killed: one that waits for a dead disk cannot end."""
+"""Time to wait for a child that was killed: one that waits for a dead disk cannot end."""
 _CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a directory with room that you can write"
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What a child is told: everything, so that it decides nothing of its own."""
+    """Task of a child: everything it needs, so that it decides nothing of its own."""
 
     nvrtc: str
     read: list[str]
@@ -101,13 +101,13 @@ class Worker:
         return self._finished(request)
 
     def started(self, request: BuildRequest) -> bool:
-        """Whether the child is at work on `request` or done with it."""
+        """True if the child is at work on `request` or done with it."""
         with contextlib.suppress(OSError):
             self.wait(request, 0)
         return request in self._states
 
     def result(self, request: BuildRequest) -> Build | None:
-        """What became of `request`: a build, or None if it was only put in the cache.
+        """Outcome of `request`: a build, or None if it was only put in the cache.
 
         Raises
         ------
@@ -127,9 +127,9 @@ class Worker:
         said = "\n".join(self._noise[-20:])
         raise KernelCompileError(f"{request.name}: the compiler process ended with code {code}\n{said}".rstrip())
 
-    def unkept(self, request: BuildRequest) -> str:
-        """Why the build of `request` is not in the cache, or ""."""
-        return str(self._states.get(request, {}).get("unkept", ""))
+    def cache_error(self, request: BuildRequest) -> str:
+        """Error that kept the build of `request` out of the cache, or ""."""
+        return str(self._states.get(request, {}).get("cache_error", ""))
 
     def close(self) -> None:
         """End the child, at work or not."""
@@ -139,7 +139,7 @@ class Worker:
         self._close_pipes()
 
     def disown(self) -> None:
-        """In a forked child: this worker belongs to the parent. Without our end of its pipe it sees the parent end."""
+        """Leave the worker to the parent, in a forked child: without our end of its pipe it sees the parent end."""
         self._process.returncode = 0  # not our child: never wait for it
         self._close_pipes()
 
@@ -225,7 +225,7 @@ def build_here(request: BuildRequest, nvrtc_path: str, read: Sequence[Path], wri
 
 
 def can_spawn() -> bool:
-    """Whether this interpreter can be started again: an embedded one cannot."""
+    """True if this interpreter can be started again: an embedded one cannot."""
     return bool(sys.executable) and os.access(sys.executable, os.X_OK)
 
 
@@ -240,9 +240,9 @@ def main() -> None:
         fields["defines"] = tuple((name, value) for name, value in fields["defines"])
         _say(index=index, start=True)
         try:
-            build, unkept = build_here(BuildRequest(**fields), task["nvrtc"], read, write)
-            sent = _encode(build) if unkept or task["inline"] else None
-            _say(index=index, done=True, build=sent, unkept=unkept)
+            build, cache_error = build_here(BuildRequest(**fields), task["nvrtc"], read, write)
+            sent = _encode(build) if cache_error or task["inline"] else None
+            _say(index=index, done=True, build=sent, cache_error=cache_error)
         except KernelCompileError as error:
             _say(index=index, error=str(error))
     sys.stdout.flush()

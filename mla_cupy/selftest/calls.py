@@ -106,7 +106,7 @@ class CallProbe:
         return [machine.download(x) for x in (dq, dkv)]
 
     def _changed(self, got: list[Array], first: list[Array]) -> str:
-        """Which bits changed from call to call that must not."""
+        """Description of bits that changed from call to call and must not."""
         names = ("dq", "dkv") if self.deterministic else ("dq",)
         for name, x, before in zip(names, got, first, strict=False):
             changed = int((x.view(np.uint8) != before.view(np.uint8)).sum())

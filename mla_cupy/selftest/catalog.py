@@ -18,7 +18,7 @@ KERNELS: dict[str, KernelSpec[Any]] = {
 
 
 def probes(arch: str, pattern: str = "*") -> list[Probe]:
-    """Those for a target whose names match a pattern with wildcards: first instructions, then blocks, then kernels.
+    """Probes for a target whose names match a pattern with wildcards: first instructions, then blocks, then kernels.
 
     Raises
     ------

@@ -32,7 +32,7 @@ from mla_cupy.selftest.probe import Probe
 from mla_cupy.selftest.trial import DIED, HUNG, Result, attempt
 
 START_SECONDS = 120.0
-"""For the imports and the CUDA context."""
+"""Time limit of the imports and the CUDA context."""
 MAX_STARTS = 2
 """Failures in a row after which no further child is started."""
 _LAST_WORDS = 5

@@ -60,7 +60,7 @@ def swizzled(offset: Array) -> Array:
 
 
 def sw_tile_elements(rows: int) -> Array:
-    """Where element (row, column) of an SW128 tile of 16-bit elements lies, counted in elements: a (rows, 64) array."""
+    """Offsets of the elements (row, column) of an SW128 tile of 16-bit elements, in elements: a (rows, 64) array."""
     row, column = np.arange(rows)[:, None], np.arange(SW128_COLUMNS)[None, :]
     return swizzled(row * 128 + column * 2) // 2
 

@@ -39,7 +39,7 @@ class Product:
         return STEP_K * self.steps
 
     def parameters(self) -> params.Product:
-        """As the kernel takes them."""
+        """Parameters as the kernel takes them."""
         return params.Product(
             m=self.m,
             n=self.n,
@@ -117,7 +117,7 @@ WEIGHT_STATIONARY: dict[str, Product] = {
 
 
 def _bits(x: Array, dtype: str) -> Array:
-    """As 16-bit patterns, which need no library that knows the type."""
+    """Bit patterns of 16 bits, which need no library that knows the type."""
     return np.ascontiguousarray(x).astype(dtypes.numpy_dtype(dtype)).view(np.uint16)
 
 

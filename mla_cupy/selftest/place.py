@@ -1,4 +1,4 @@
-"""Where the probes run: the GPU that they are for, or the simulator."""
+"""Machine that probes run on: the GPU that they are for, or the simulator."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Place:
 
     @property
     def simulated(self) -> bool:
-        """Whether there is no GPU."""
+        """True if there is no GPU."""
         return not self.gpu
 
 
 def default_arch() -> str:
-    """That of a GPU of this machine, if there are probes for it."""
+    """Target of a GPU of this machine, if there are probes for it."""
     here = (arch for arch in device.nvml_archs() if arch in ARCHS)
     return next(here, DEFAULT_ARCH)
 

@@ -1,4 +1,4 @@
-"""What a probe is, what it finds, and how one that launches a single kernel is run."""
+"""Probes, their findings, and the run of one that launches a single kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UnfitError(Exception):
 
 
 class Machine(NamedTuple):
-    """What runs the probes: a GPU, or the simulator in its place."""
+    """Machine that runs the probes: a GPU, or the simulator in its place."""
 
     arch: str
     device: int
@@ -59,7 +59,7 @@ class Machine(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What came out: "" or the first difference, and what was compared."""
+    """Finding of a probe: "" or the first difference, and what was compared."""
 
     difference: str
     compared: str
@@ -74,11 +74,11 @@ class Probe(Protocol):
 
     @property
     def about(self) -> str:
-        """What is tried, in one line."""
+        """Description of the trial, in one line."""
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """Which GPUs have what is tried."""
+        """Architectures that have what is tried."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Probe(Protocol):
         """After which it is taken to hang on a GPU."""
 
     def requests(self, arch: str) -> list[BuildRequest]:
-        """What it needs compiled, as far as that is known beforehand."""
+        """Builds that it needs, as far as they are known beforehand."""
 
     def run(self, machine: Machine) -> Finding:
         """Launch, and compare. Raises UnfitError if there is nothing to try on this machine."""
@@ -106,7 +106,7 @@ class BoxMap:
     box: tuple[int, ...]
 
     def spec(self, base: int) -> TensorMapSpec:
-        """For the array at `base`."""
+        """Specification for the array at `base`."""
         strides = tuple(2 * stride for stride in self.strides_elems)
         return TensorMapSpec(self.dtype, base, self.dims, strides, self.box, "128B")
 
@@ -173,7 +173,7 @@ class InstructionProbe:
 
 
 def first_difference(name: str, got: Array, wanted: Array) -> str:
-    """Where two arrays first differ, and in how many elements; "" if nowhere. NaN is like NaN."""
+    """First difference of two arrays, and the number of differing elements; "" if none. NaN equals NaN."""
     if got.shape != wanted.shape:
         return f"{name}: shape {got.shape}, expected {wanted.shape}"
     differ = (got != wanted) & ~((got != got) & (wanted != wanted))
@@ -194,7 +194,7 @@ def stage(name: str) -> str:
 
 
 def random(name: str) -> np.random.Generator:
-    """The same numbers for the same probe, everywhere."""
+    """Random numbers: the same for the same probe, everywhere."""
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 

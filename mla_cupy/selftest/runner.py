@@ -48,7 +48,7 @@ def run(
 
 
 def blocked(probe: Probe, results: Sequence[Result]) -> str:
-    """Why a probe would say nothing after these results; empty if it would."""
+    """Reason that a probe would say nothing after these results; empty if it would."""
     for result in results:
         if result.status in (*BAD, SKIPPED) and any(fnmatchcase(result.name, pattern) for pattern in probe.needs):
             return f"{result.name} {'was ' if result.status == SKIPPED else ''}{result.status}"
@@ -59,7 +59,7 @@ def blocked(probe: Probe, results: Sequence[Result]) -> str:
 
 @contextmanager
 def executor(place: Place) -> Iterator[Execute]:
-    """What runs one probe: this process if it is simulated, children if there is a GPU."""
+    """Executor of one probe: this process if it is simulated, children if there is a GPU."""
     if place.simulated:
         with opened(place) as machine:
             yield lambda probe: attempt(probe, machine)

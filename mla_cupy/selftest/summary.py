@@ -1,4 +1,4 @@
-"""What a run found, as data and as text to paste into an issue."""
+"""Summary of a run, as data and as text to paste into an issue."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WORDS = {PASSED: "pass", FAILED: "FAIL", DIED: "DIED", HUNG: "HUNG", SKIPPED: "
 
 
 def succeeded(results: Sequence[Result]) -> bool:
-    """Whether nothing went wrong."""
+    """True if nothing went wrong."""
     return not any(result.status in BAD for result in results)
 
 
 def facts(place: Place, keep_going: bool = False) -> dict[str, Any]:
-    """What a reader of the report must know of the machine."""
+    """Facts about the machine that a reader of the report must know."""
     known = report.report()
     versions = known["versions"]
     cupy = [text for name, text in versions.items() if name.startswith("cupy") and text != "not installed"]

@@ -31,7 +31,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def known_cells() -> Array:
-    """What the window holds at first: no two cells the same, and so small that sums with products are exact."""
+    """Initial contents of the window: no two cells the same, and so small that sums with products are exact."""
     lane, column = np.arange(LANES)[:, None], np.arange(WINDOW)[None, :]
     return (lane + LANES * column - LANES * WINDOW // 2).astype(np.float32)
 

@@ -14,7 +14,7 @@ _MAX_MESSAGE = 600
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a probe.
+    """Result of a probe.
 
     status
         "passed"; "failed": other values came out; "died": an error of the compiler, CUDA or the simulator; "hung";

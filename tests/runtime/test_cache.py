@@ -252,9 +252,9 @@ def test_a_disk_that_fills_up_costs_only_the_cache(fresh: Path, monkeypatch: pyt
 
     monkeypatch.setattr(cache, "write", full)
     found = cache.places()
-    made, unkept = worker.build_here(TINY_REQUEST, nvrtc.find_nvrtc(), found.read, found.write)
+    made, cache_error = worker.build_here(TINY_REQUEST, nvrtc.find_nvrtc(), found.read, found.write)
     assert made.facts["threads"] == 128
-    assert "got No space left on device, expected room for the compiled kernels; set MLA_CUPY_CACHE_DIR" in unkept
+    assert "got No space left on device, expected room for the compiled kernels; set MLA_CUPY_CACHE_DIR" in cache_error
 
 
 def test_default_place_is_the_users_cache(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

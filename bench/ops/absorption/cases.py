@@ -13,9 +13,9 @@ from ..decode.cases import DecodeCase
 
 FORM = "sq<N>-skv<N>-hq<N>"
 D_NOPE, D_ROPE, D_HEAD = 128, 64, 128
-"""Of a head: the columns without and with position of queries and keys, and those of values."""
+"""Widths of a head: the columns without and with position of queries and keys, and those of values."""
 D_EXPANDED = D_NOPE + D_HEAD
-"""What kv_b_proj makes of a latent, for each head."""
+"""Width of what kv_b_proj makes of a latent, for each head."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AbsorptionCase(DecodeCase):
 
     @property
     def cost(self) -> Cost:
-        """Of absorbed attention alone, which is what ours in a row is."""
+        """Cost of absorbed attention alone, which is what ours in a row is."""
         flops = 2 * self.pairs * self.h_q * (D_QK + D_V)
         return Cost(flops, ELEMENT_BYTES * (self.s_kv * D_QK + self.s_q * self.h_q * (D_QK + D_V)))
 

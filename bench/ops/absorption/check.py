@@ -1,4 +1,4 @@
-"""Whether a result is correct: some queries of some heads against the float64 oracle; the rest is finite."""
+"""Check of a result: some queries of some heads against the float64 oracle; the rest is finite."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class AbsorptionInputs(decode.InputSet):
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a call wrote: `out` (1, s_q, h_q, 512) of attention alone, else (s_q, h_q, 128)."""
+    """Results of a call: `out` (1, s_q, h_q, 512) of attention alone, else (s_q, h_q, 128)."""
 
     out: Any
 

@@ -14,7 +14,7 @@ from .inputs import Outputs
 
 
 class AbsorbedAttention(Decode):
-    """Of queries that are absorbed already; what it returns is not projected yet."""
+    """Attention of queries that are absorbed already; what it returns is not projected yet."""
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         prepared = super().prepare(case, dtype, sets, device)

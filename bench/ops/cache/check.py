@@ -1,4 +1,4 @@
-"""Whether bytes are right: those of a few tokens equal the oracle's, and those of a few pages their source's."""
+"""Check of bytes: those of a few tokens equal the oracle's, and those of a few pages their source's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sample:
 
 
 def expect(case: CacheCase, dtype: str, inputs: CacheInputs, device: Device) -> list[Sample]:
-    """By the oracle, from a few tokens of the inputs."""
+    """Compute the oracle's bytes from a few tokens of the inputs."""
     record = FORMATS[case.record]
     if case.kind == "copy":
         pairs = device.to_host(inputs.pairs)[spaced(case.pages, SAMPLES)]

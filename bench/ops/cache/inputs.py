@@ -33,7 +33,7 @@ class CacheInputs:
 
 @dataclass(frozen=True)
 class CacheOutputs:
-    """What a call wrote: rows, or the bytes of pages."""
+    """Results of a call: rows, or the bytes of pages."""
 
     written: Any
 

@@ -1,4 +1,4 @@
-"""Whether a decode result is correct: a sample of its rows against the float64 oracle.
+"""Check of a decode result: a sample of its rows against the float64 oracle.
 
 The oracle over a whole large case would take minutes, so it computes a few (sequence, head) pairs: the first, the
 middle and the last of each. All other rows are only checked to be finite (the buffers start as NaN). The tolerance is

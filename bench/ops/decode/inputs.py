@@ -30,7 +30,7 @@ class InputSet:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a call wrote: out (b, s_q, h_q, 512), and lse (b, h_q, s_q) in natural log where it is returned."""
+    """Results of a call: out (b, s_q, h_q, 512), and lse (b, h_q, s_q) in natural log where it is returned."""
 
     out: Any
     lse: Any | None

@@ -94,7 +94,7 @@ class Decode:
 
 
 class BatchInvariant(Decode):
-    """The same with a batch-invariant plan: what its bits cost."""
+    """Decode with a batch-invariant plan: the cost of its reproducible bits."""
 
     def __init__(self, name: str, split_tokens: int) -> None:
         super().__init__(name=name)

@@ -20,13 +20,13 @@ _SUFFIX = f"-{FP8.name}"
 
 @dataclass(frozen=True)
 class Fp8DecodeCase(DecodeCase):
-    """The same over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token."""
+    """Case over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token."""
 
     one_scale: bool = False
 
     @property
     def record(self) -> CacheFormat:
-        """What a token is kept in."""
+        """Record that a token is kept in."""
         return FP8 if self.one_scale else V32
 
     @property
@@ -35,7 +35,7 @@ class Fp8DecodeCase(DecodeCase):
 
     @property
     def cost(self) -> Cost:
-        """That of records: peers that read rows move 1.76 times the bytes, twice those of "fp8"."""
+        """Cost of records: peers that read rows move 1.76 times the bytes, twice those of "fp8"."""
         tokens = int(self.lengths().sum())
         queries_and_out = self.b * self.s_q * self.h_q * (D_QK + D_V) * ELEMENT_BYTES
         return Cost(super().cost.flops, tokens * self.record.token_bytes + queries_and_out)

@@ -57,7 +57,7 @@ class LogitsCase:
 
     @property
     def keys_of_first(self) -> int:
-        """How many keys the first query sees; each one after it sees one more, unless `full`."""
+        """Number of keys that the first query sees; each one after it sees one more, unless `full`."""
         return self.s_kv if self.full else max(0, self.s_kv - self.s_q + 1)
 
     @property

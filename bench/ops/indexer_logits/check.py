@@ -1,4 +1,4 @@
-"""Whether logits are correct: a few queries against the float64 oracle, element by element.
+"""Check of logits: a few queries against the float64 oracle, element by element.
 
 What may be off is a part of the sum of the terms' magnitudes, which may cancel: the tensor cores cut off bits of 8-bit
 products.
@@ -28,7 +28,7 @@ RELATIVE = 2.0**-11
 
 @dataclass(frozen=True)
 class Sample:
-    """What one query's logits must be, within `allowed`."""
+    """Expected logits of one query, within `allowed`."""
 
     place: tuple[int, ...]
     want: Array

@@ -28,7 +28,7 @@ class LogitsInputs:
 
 @dataclass(frozen=True)
 class LogitsOutputs:
-    """What a call wrote, -inf where a query does not see a key; and the part of it that every query sees."""
+    """Results of a call, -inf where a query does not see a key; and the part of it that every query sees."""
 
     logits: Any
     shared: Any

@@ -1,4 +1,4 @@
-"""Whether losses and gradients are correct: a few queries against the float64 oracle, and all keys by an identity.
+"""Check of losses and gradients: a few queries against the float64 oracle, and all keys by an identity.
 
 The rows of queries do not interact. What a key's gradient is made of takes all queries after it; but
 
@@ -37,7 +37,7 @@ SUM_ERROR = 2.0**-8  # of the sum of the products' magnitudes
 
 @dataclass(frozen=True)
 class Sample:
-    """What one query must have; and, in the last of them, what all results together must satisfy."""
+    """Expected results of one query; and, in the last of them, a condition on all results together."""
 
     row: int
     kl: Array  # of each head, if the target is

@@ -28,7 +28,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a call wrote. `kl` is None for implementations that only have gradients; what is no loss at all has but one
+    """Results of a call. `kl` is None for implementations that only have gradients; what is no loss at all has but one
     array, for its time to be compared.
     """
 
@@ -80,7 +80,7 @@ def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossIn
 
 
 def _keys(case: LossCase, normal: Callable[..., Array]) -> dict[str, Array]:
-    """Of all heads; or of each, as half of a projection's output whose other half are values, and the last columns."""
+    """Keys of all heads, or of each: half of a projection's output, beside the values, and the last columns."""
     if not case.mha:
         return {"k": normal(case.tokens, case.d)}
     return {"k": normal(case.tokens, case.h, 2 * (case.d - D_ROPE)), "k_rope": normal(case.tokens, D_ROPE)}

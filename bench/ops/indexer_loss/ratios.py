@@ -1,4 +1,4 @@
-"""What a run says about the aims: ratios of times, each of two rows of one case, measured in turn."""
+"""Ratios of times for the aims, each of two rows of one case, measured in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def ratios(rows: Rows) -> list[Ratio]:
-    """Those whose rows were both timed. An aim is the largest ratio that is wanted."""
+    """Ratios whose rows were both timed. An aim is the largest ratio that is wanted."""
     shape = rows[0]["shape"]
     wanted: list[tuple[str, str, str, str, str, float | None]]
     steps = "cudnn-frontend's scores of the attention, scores of the indexer, and gradients"

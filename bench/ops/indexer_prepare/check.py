@@ -1,4 +1,4 @@
-"""Whether prepared queries are correct: those of a few tokens equal the oracle's byte by byte."""
+"""Check of prepared queries: those of a few tokens equal the oracle's byte by byte."""
 
 from __future__ import annotations
 

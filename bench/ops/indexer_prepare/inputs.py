@@ -26,7 +26,7 @@ class PrepareInputs:
 
 @dataclass(frozen=True)
 class PreparedQueries:
-    """What a call wrote."""
+    """Results of a call."""
 
     codes: Any
     folded: Any

@@ -1,4 +1,4 @@
-"""Whether a selection is correct: a few rows against the oracle. Only ours says which of equal logits it takes."""
+"""Check of a selection: a few rows against the oracle. Only ours says which of equal logits it takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def judge(expected: Sequence[Sample], outputs: Selection, dtype: str, device: De
 
 
 def _wrong(sample: Sample, got: Array, lowest_ties: bool) -> int:
-    """How many; all of them where they are out of range or not distinct."""
+    """Number of wrong ones; all of them where they are out of range or not distinct."""
     everything = len(sample.want)
     if (got < 0).any() or (got >= len(sample.logits)).any() or len(np.unique(got)) < everything:
         return everything

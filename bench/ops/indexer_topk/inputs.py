@@ -26,7 +26,7 @@ class TopkInputs:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a call wrote; `lowest_ties` if equal logits are selected by their index."""
+    """Results of a call; `lowest_ties` if equal logits are selected by their index."""
 
     indices: Any
     lowest_ties: bool

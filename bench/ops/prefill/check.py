@@ -1,4 +1,4 @@
-"""Whether a prefill's result is correct: some queries of some heads against the float64 oracle; the rest is finite."""
+"""Check of a prefill's result: some queries of some heads against the float64 oracle; the rest is finite."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ...core.device import Device
 from .cases import D_ROPE, PrefillCase
 
 SELECTION_BYTES = 1 << 28
-"""Of random numbers, from which a selection is made at once."""
+"""Bytes of random numbers from which a selection is made at once."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PrefillInputs:
 
 @dataclass(frozen=True)
 class PrefillOutputs:
-    """What a call wrote; `lse` is (b s_q, h_q), natural, or None."""
+    """Results of a call; `lse` is (b s_q, h_q), natural, or None."""
 
     out: Any
     lse: Any
@@ -61,7 +61,7 @@ def make_inputs(case: PrefillCase, dtype: str, seed: int, device: Device) -> Pre
 
 
 def mask_bytes(case: PrefillCase) -> int:
-    """Of a row of the mask."""
+    """Bytes of a row of the mask."""
     return 16 * -(-case.s_kv // 128)
 
 

@@ -1,4 +1,4 @@
-"""Whether the gradients are correct: samples of each against the float64 oracle, over all queries that see a key."""
+"""Check of gradients: samples of each against the float64 oracle, over all queries that see a key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .inputs import GradientInputs
 Array = npt.NDArray[Any]
 QUERIES, KEYS = 3, 3
 CANCELLED = 4 * 2.0**-23
-"""By how much dP - delta may be off, as a share of the magnitudes of what is added up: four float32 units."""
+"""Error that dP - delta may have, as a share of the magnitudes of what is added up: four float32 units."""
 
 
 def expect(case: PrefillBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:
@@ -94,7 +94,7 @@ def _of_heads(
 def _pair(
     case: PrefillBackwardCase, dtype: str, inputs: GradientInputs, device: Device, key: int, head: int
 ) -> tuple[Both, Both]:
-    """What the queries of a head give a key of the first sequence, and its value: exactly, and with roundings."""
+    """Gradients of a key of the first sequence, and of its value, by one head: exact, and with roundings."""
     first = max(0, key - (case.s_kv - case.s_q)) if case.causal else 0
     rows, kv_head = slice(first, case.s_q), head * case.heads_kv // case.h_q
     arrays = (inputs.q, inputs.out, inputs.dout, inputs.lse)

@@ -24,7 +24,7 @@ class GradientInputs(forward.PrefillInputs):
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward wrote: dk without the last 64 columns, which all heads share."""
+    """Results of a backward: dk without the last 64 columns, which all heads share."""
 
     dq: Any
     dk: Any
@@ -33,7 +33,7 @@ class Gradients:
 
 
 def make_inputs(case: PrefillBackwardCase, dtype: str, seed: int, device: Device) -> GradientInputs:
-    """Those of the forward with a random gradient; `out` and `lse` are the project's own forward's."""
+    """Inputs of the forward with a random gradient; `out` and `lse` are the project's own forward's."""
     made = forward.make_inputs(case, dtype, seed, device)
     width = case.d_qk - D_ROPE
     out, lse = mla_cupy.mla_prefill(

@@ -1,1 +1,1 @@
-"""What the sparse operations share: cases, indices, sampled checks."""
+"""Cases, indices and sampled checks that the sparse operations share."""

@@ -1,4 +1,4 @@
-"""What the results of a sparse forward must be: samples from the float64 oracle."""
+"""Expected results of a sparse forward: samples from the float64 oracle."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SparseInputs:
 
 @dataclass(frozen=True)
 class SparseOutputs:
-    """What a forward wrote; lse and max_logits in natural units."""
+    """Results of a forward; lse and max_logits in natural units."""
 
     out: Any
     lse: Any

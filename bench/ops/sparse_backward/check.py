@@ -1,4 +1,4 @@
-"""Whether the gradients are correct: dq of some queries, dkv of some rows summed over every query that selects them.
+"""Check of gradients: dq of some queries, dkv of some rows summed over every query that selects them.
 
 A row of kv that no query selects must have a gradient of exactly 0.
 """
@@ -22,7 +22,7 @@ from .inputs import GradientInputs
 
 Array = npt.NDArray[Any]
 CANCELLED = 4 * 2.0**-23
-"""By how much dP - delta may be off, as a share of the magnitudes of what is added up: four float32 units.
+"""Error that dP - delta may have, as a share of the magnitudes of what is added up: four float32 units.
 
 Both are float32 sums of 512 products. Tensor cores cut off bits at each step, and delta is added up in another order.
 """

@@ -24,14 +24,14 @@ class GradientInputs(sparse.SparseInputs):
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward wrote."""
+    """Results of a backward."""
 
     dq: Any
     dkv: Any
 
 
 def make_inputs(case: SparseBackwardCase, dtype: str, seed: int, device: Device) -> GradientInputs:
-    """Those of the forward with a random gradient; `out` and `lse` are the project's own forward's."""
+    """Inputs of the forward with a random gradient; `out` and `lse` are the project's own forward's."""
     forward = sparse.make_inputs(case, dtype, seed, device)
     dout = device.normal((case.s_q, case.h_q, D_V), dtype, 3 * seed + 3)
     out, lse, _ = mla_cupy.sparse_mla_forward(forward.q, forward.kv, forward.indices, scale=case.scale)

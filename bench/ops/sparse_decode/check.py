@@ -1,4 +1,4 @@
-"""Whether results are correct: all heads of a few queries against the float64 oracle, see `ops/sparse/check.py`."""
+"""Check of results: all heads of a few queries against the float64 oracle, see `ops/sparse/check.py`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SparseDecodeInputs:
 
 @dataclass(frozen=True)
 class SparseDecodeOutputs:
-    """What a call wrote; lse in natural units."""
+    """Results of a call; lse in natural units."""
 
     out: Any  # (b s_q, h_q, 512)
     lse: Any  # (b s_q, h_q)
@@ -61,7 +61,7 @@ def make_inputs(case: SparseDecodeCase, dtype: str, seed: int, device: Device) -
 
 
 def _pool(case: SparseDecodeCase, number: int, device: Device) -> Any:
-    """On the device: kept until another case needs other pools."""
+    """Pools on the device: kept until another case needs others."""
     held = _POOLS.setdefault(device, {})
     for other in [key for key in held if key[:2] != (case.record, case.pool)]:
         del held[other]
@@ -82,7 +82,7 @@ def host_pages(record: str, tokens: int, seed: int) -> Array:
 
 
 def host_cache(record: str, rows: Array) -> Array:
-    """The same as an array of tokens."""
+    """Cache as an array of tokens."""
     nbytes = FORMATS[record].token_bytes
     return rows[:, : PAGE_SIZE * nbytes].reshape(len(rows), PAGE_SIZE, nbytes)
 

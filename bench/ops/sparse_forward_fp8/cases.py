@@ -18,7 +18,7 @@ PAGE_SIZE = 64
 
 
 class Fp8ForwardCase(SparseForwardCase):
-    """The same over records; the peers read 16-bit rows of the same numbers."""
+    """Case over records; the peers read 16-bit rows of the same numbers."""
 
     @property
     def record(self) -> CacheFormat:
@@ -26,7 +26,7 @@ class Fp8ForwardCase(SparseForwardCase):
 
     @property
     def cost(self) -> Cost:
-        """That of records: peers that read rows move 1.76 times the bytes."""
+        """Cost of records: peers that read rows move 1.76 times the bytes."""
         rows = self.s_q * self.h_q
         nbytes = self.record.token_bytes
         queries_and_out = ELEMENT_BYTES * rows * (self.d_qk + D_V)

@@ -1,4 +1,4 @@
-"""What decode, the sparse forward and sparse decode share: the schedule, the combine, lists of rows, a plain kernel."""
+"""Parts of decode, the sparse forward and sparse decode: the schedule, the combine, lists of rows, a plain kernel."""
 # Written by `python -m tests.generate`, but for the line above.
 
 from typing import Any

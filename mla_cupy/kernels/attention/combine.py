@@ -22,7 +22,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def blocks(num_splits: int, device: DeviceInfo) -> int:
-    """As many blocks as are resident at once: they share whatever there is to merge; 0 for a single split."""
+    """Blocks of the combine: as many as are resident at once, which share the rows to merge; 0 for a single split."""
     return COMBINE_BLOCKS_PER_SM * device.sm_count if num_splits > 1 else 0
 
 

@@ -24,17 +24,17 @@ BLOCK_M = 8
 
 
 def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     return needs_cc(device, "7.5") if device.cc < (7, 5) else None
 
 
 def unsupported_rows(problem: Any, device: DeviceInfo) -> Reason | None:
-    """The same, if it is about 16-bit rows."""
+    """Reason against a problem of 16-bit rows; None if there is none."""
     return READS_ROWS if problem.record else unsupported(problem, device)
 
 
 def unsupported_records(problem: Any, device: DeviceInfo) -> Reason | None:
-    """The same, if it is about FP8 records."""
+    """Reason against a problem of FP8 records; None if there is none."""
     return unsupported(problem, device) if problem.record else READS_RECORDS
 
 

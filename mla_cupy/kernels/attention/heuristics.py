@@ -1,4 +1,4 @@
-"""How many splits and blocks attention kernels get, and what the schedule thinks that partial results cost."""
+"""Numbers of splits and blocks of attention kernels, and the costs of partial results that the schedule assumes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from mla_cupy.kernels.attention.split_schedule import PRICE_SCALE
 
 COMBINE_BLOCKS_PER_SM = 4
 COMBINE_UNITS_PER_BLOCK = 2
-"""How many units of work, some columns of a row each, a block of the combine works at side by side."""
+"""Units of work, some columns of a row each, that a block of the combine works at side by side."""
 MAX_ROW_LIST_BLOCKS = 1 << 16
 """Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
 _MAX_COUNTED_ROWS = 1024
 
 
 def merge_cost(block_rows: int) -> int:
-    """What storing and merging partial results costs a block of that many rows, in tiles: 2 up to 16 rows, 8 for 64."""
+    """Cost of storing and merging a block's partial results, in tiles: 2 up to 16 rows, 8 for 64."""
     return max(2, min(block_rows, 64) // 8)
 
 
 def piece_cost(rows: int) -> int:
-    """What storing and merging one partial result of `rows` query rows (of all heads) costs, in tiles / PRICE_SCALE.
+    """Cost of storing and merging one partial result of `rows` query rows (of all heads), in tiles / PRICE_SCALE.
 
     6 (1 + rows / 64) / 256 tiles, from times on an H200 with 16, 64 and 128 rows: see "Small batches of many rows" in
     `cuda_src/decode/README.md`.

@@ -1,4 +1,4 @@
-"""What the attention kernels share on the host: those of dense decode, of the sparse forward and of sparse decode."""
+"""Host side that the attention kernels share: those of dense decode, of the sparse forward and of sparse decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_TREE = Reason("takes no tree_mask")
 
 @dataclass(frozen=True)
 class SplitGrid:
-    """How a kernel divides the work: `row_blocks` blocks side by side (all KV heads), each in `num_splits` splits."""
+    """Division of the work: `row_blocks` blocks side by side (all KV heads), each in `num_splits` splits."""
 
     row_blocks: int
     num_splits: int
@@ -42,7 +42,7 @@ def key_variant(problem: Any) -> Variant:
 KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
 """All that `key_variant` may ask for."""
 TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
-"""What `tree_variant` may ask for besides."""
+"""Further builds that `tree_variant` may ask for."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
     counts_partials: bool = False
 
     def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:
-        """As many splits as keep every block of the grid resident at once; `rows` are those of one KV head."""
+        """Number of splits that keeps every block of the grid resident at once. `rows` are those of one KV head."""
         row_blocks = h_kv * -(-rows // self.block_rows)
         resident = self.blocks_per_sm * device.sm_count
         return SplitGrid(row_blocks, min(MAX_SPLITS, max(1, resident // row_blocks)))

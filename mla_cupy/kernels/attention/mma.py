@@ -15,7 +15,7 @@ from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 SMALL_ROWS = (16, 32)
 WIDE_ROWS = 64
 WIDE_SPILL_BYTES = 64
-"""Of 255 registers 200 hold output and queries; what is spilled is read once a step."""
+"""Spills allowed: 200 of 255 registers hold output and queries, and what is spilled is read once a step."""
 LEAST_KB, MORE_KB = 99, 163
 """Shared memory of a block, in KB: what all of these GPUs have; what data centre GPUs from the A100 on have."""
 _KB = 1024
@@ -32,7 +32,7 @@ def archs(smem_kb: int) -> tuple[str, ...]:
 
 
 def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
-    """Why a kernel cannot take the problem; None if it can."""
+    """Reason that a kernel cannot take the problem; None if it can."""
     if device.cc < (8, 0):
         major, minor = device.cc
         return Reason(f"needs compute capability 8.0 or newer, {device.name} has {major}.{minor}")

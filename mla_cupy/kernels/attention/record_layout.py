@@ -31,7 +31,7 @@ class RecordMembers(TypedDict):
 
 
 def page_and_token_bytes(record: CacheFormat, cache: View) -> tuple[int, int]:
-    """From one page to the next, and from one token to the next within a plane."""
+    """Bytes from one page to the next, and from one token to the next within a plane."""
     itemsize = TABLE[cache.dtype].nbytes
     token = record.planes[0] if len(record.planes) > 1 else cache.strides[1] * itemsize
     return cache.strides[0] * itemsize, token

@@ -1,4 +1,4 @@
-"""What the kernels that read FP8 records share on the host, those of dense and of sparse decode."""
+"""Host side that the kernels reading FP8 records share, those of dense and of sparse decode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPARSE_RECORDS = ("v32", "v4")
 DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 """Names of the records that the kernels of dense decode read."""
 BLOCK_ROWS = (8, 16, 32)
-"""How many query rows a block of the kernels with swapped operands may compute."""
+"""Numbers of query rows that a block of the kernels with swapped operands may compute."""
 
 
 TREE_BLOCK_ROWS = BLOCK_ROWS[1:]

@@ -1,4 +1,4 @@
-"""How the operations on a paged cache run: one launch each."""
+"""Pipelines of the operations on a paged cache: one launch each."""
 
 from __future__ import annotations
 

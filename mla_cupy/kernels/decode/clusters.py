@@ -27,7 +27,7 @@ class ClusterKernel(AttentionKernel[DecodeProblem]):
         return SplitGrid(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
 
     def resident(self, device: DeviceInfo) -> int:
-        """How many clusters are resident at once."""
+        """Number of clusters that are resident at once."""
         usable, of = USABLE_SMS
         return device.sm_count * usable // of // self.cluster_blocks
 

@@ -50,7 +50,7 @@ class DecodeConfig:
 
     @property
     def in_clusters(self) -> bool:
-        """Whether one launch does it all."""
+        """True if one launch does it all."""
         return self.kernel.cluster_blocks > 1
 
     def splits(self, b: int) -> int:
@@ -87,7 +87,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         return DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks)
 
     def in_pieces(self, config: DecodeConfig, pieces: Pieces, device: DeviceInfo) -> DecodeConfig:
-        """The same, batch-invariant."""
+        """Configuration of a batch-invariant call, in pieces."""
         return replace(config, pieces=pieces, combine_blocks=combine.blocks(pieces.max_pieces, device))
 
     def workspace(self, config: DecodeConfig) -> Layout:
@@ -212,7 +212,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
 
 def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:
-    """From page to page, token to token and head to head: in elements, or in bytes of a plane of records."""
+    """Strides of pages, tokens and heads: in elements, or in bytes of a plane of records."""
     (pages, page_size, _, width), (page, token, head, element) = kv_cache.shape, kv_cache.strides
     if not record:
         return page, token, head

@@ -1,4 +1,4 @@
-"""What the kernels of dense decode share on the host: the problem and the options."""
+"""Problem and options of dense decode, which its kernels share on the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
     FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one.
@@ -46,7 +46,7 @@ class DecodeProblem:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a caller has said of it, by name."""
+        """Properties that a caller knows, by name."""
         names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask")
         return {name: getattr(self, name) for name in names}
 

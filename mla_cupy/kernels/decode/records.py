@@ -17,7 +17,7 @@ BLOCK_M = 64
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if not problem.record:
         return READS_RECORDS
     if problem.record not in DENSE_RECORDS:
@@ -43,7 +43,7 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 
 def _not_by_seesaw(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     reason = unsupported(problem, device)
     if reason is not None:
         return reason
@@ -55,7 +55,7 @@ def _not_by_seesaw(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _seesaw_is_faster(problem: DecodeProblem, device: DeviceInfo) -> bool:
-    """For more rows than a block of the other kernel has, unless splits are short.
+    """True for more rows than a block of the other kernel has, unless splits are short.
 
     Blocks of 32 rows have fewer partial results and their first tile earlier, but take longer per tile.
     """

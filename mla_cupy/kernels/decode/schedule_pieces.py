@@ -21,7 +21,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a batch-invariant plan cuts up to `max_b` requests: pieces of `tiles`, at most `max_pieces` per request."""
+    """Division of up to `max_b` requests, batch-invariant: pieces of `tiles`, at most `max_pieces` per request."""
 
     tiles: int
     max_pieces: int

@@ -18,7 +18,7 @@ BOX_COLUMNS = 64
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.record:

@@ -20,14 +20,14 @@ NARROW_BLOCK_ROWS = (16, 32)
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if problem.tree_mask and problem.d_qk != D_QK:
         return Reason(f"takes a tree_mask with keys of {D_QK} only")
     return sm90.unsupported(problem, device)
 
 
 def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
-    """With more rows than a block has, only in small batches.
+    """Prefer it for the rows of one block, and for more rows in small batches.
 
     Several blocks then work at each tile, which takes longer than in one block of the seesaw; but their first tile
     comes earlier, and with half as many splits there is half as much to merge.

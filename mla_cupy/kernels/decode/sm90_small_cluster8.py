@@ -20,12 +20,12 @@ MAX_TOKENS = BLOCKS * MIN_TILES_PER_BLOCK * TILE_TOKENS
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     return NO_TREE if problem.tree_mask else sm90.unsupported(problem, device)
 
 
 def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
-    """Where sequences are short, and every cluster is resident at once."""
+    """Prefer it for short sequences, where every cluster is resident at once."""
     batch = problem.batch
     if batch is None or batch.tokens > MAX_TOKENS:
         return False

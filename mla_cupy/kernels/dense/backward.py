@@ -74,7 +74,7 @@ class DenseBackwardPipeline(Pipeline[DenseBackwardConfig]):
         )
 
     def workspace(self, config: DenseBackwardConfig) -> Layout:
-        """What the schedule writes, the statistics, and sums."""
+        """Workspace: the schedule, the statistics, and sums."""
         problem = config.problem
         of_each_row = _FLOAT * problem.h_q * problem.num_rows if problem.s_q else 0
         rope_heads = 0 if not problem.shared_rope else 1 if config.sums_dq else problem.h_kv
@@ -107,7 +107,7 @@ class DenseBackwardPipeline(Pipeline[DenseBackwardConfig]):
 
 
 def _finish(config: DenseBackwardConfig, call: Call, params: PrefillBackwardParams) -> list[Step]:
-    """What makes sums the gradients in 16 bits, or the gradient of the queries without sums."""
+    """Launches that round sums to 16-bit gradients, or make the gradient of the queries without sums."""
     problem, args = config.problem, LaunchArgs(params)
     key_blocks = -(-problem.s_kv // DK_ROPE_KEYS) if problem.shared_rope else 0
     if problem.s_q and config.sums_dq:

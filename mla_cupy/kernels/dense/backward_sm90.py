@@ -12,14 +12,14 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
 QUERIES_AT_ONCE = 64
-"""Of the kernel of keys."""
+"""Queries that the kernel of keys takes at once."""
 _ROWS_AT_ONCE = _KEYS_AT_ONCE = 64
-"""Of the kernel of queries: those that one warpgroup has, and the keys."""
+"""Rows of the kernel of queries: queries that one warpgroup has, and keys that it takes at once."""
 _VARIANTS = tuple(variant for variant in VARIANTS if variant.head_dim_v == 128)
 
 
 def needs_hopper(problem: DenseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernels for Hopper cannot take the problem; None if they can."""
+    """Reason that the kernels for Hopper cannot take the problem; None if they can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.d_v != 128:

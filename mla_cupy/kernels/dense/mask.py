@@ -12,7 +12,7 @@ from mla_cupy.kernels.spec import PLAIN, KernelSpec
 from mla_cupy.runtime.device import DeviceInfo
 
 WINDOW_BYTES = 8192
-"""Of a row of the mask, what one block makes."""
+"""Bytes of a row of the mask that one block makes."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "dense_mask",

@@ -24,7 +24,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
 L2_SHARE = 0.6
-"""Of the L2, which keys and values of the heads that are walked together may take."""
+"""Share of the L2 that keys and values of the heads walked together may take."""
 _BYTES_16_BITS = 2
 
 
@@ -49,7 +49,7 @@ class DensePipeline(Pipeline[DenseConfig]):
         return DenseConfig(problem, chosen, chosen.grid(problem, device), heads_at_once(problem, device))
 
     def workspace(self, config: DenseConfig) -> Layout:
-        """What the schedule writes."""
+        """Workspace: the schedule."""
         return Layout(schedule_sizes(config.problem))
 
     def steps(self, config: DenseConfig, call: Call) -> list[Step]:
@@ -98,7 +98,7 @@ def heads_at_once(problem: DenseProblem, device: DeviceInfo) -> int:
 
 
 class LastColumns(NamedTuple):
-    """Where the last columns of queries or keys, or of their gradients, are.
+    """Addresses and strides of the last columns of queries or keys, or of their gradients.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What the kernels of dense attention share on the host: the problem, its sizes, the builds."""
+"""Problem, sizes and builds of dense attention, which its kernels share on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ GEOMETRIES = ((192, 128), (256, 256), (128, 128))
 D_ROPE = 64
 """Width of what may be an array of its own, of queries and of keys: their last columns."""
 TILE_QUERIES = TILE_KEYS = 128
-"""Of the lists that the schedule makes. What a kernel computes at once may be less."""
+"""Tile of the lists that the schedule makes. A kernel may compute less at once."""
 ROW_GROUP = 16
-"""Where sequences begin in what the workspace has for each query: at multiples of it."""
+"""Rows of the workspace at whose multiples sequences begin."""
 SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 28, 32
-"""Of the parts of the workspace that the schedule writes: the head of a list, a sequence, a tile."""
+"""Sizes of what the schedule writes: the head of a list, a sequence, a tile."""
 MASK_ROW_BYTES = 16
 """Rows of masks start at, step by, and have multiples of these: 128 keys."""
 
@@ -25,13 +25,13 @@ VARIANTS = tuple(Variant(dtype=dtype, head_dim_qk=d_qk, head_dim_v=d_v) for dtyp
 
 
 def _most_tiles(tokens: int, tile: int, sequences: int) -> int:
-    """Those of the caller's sequences, and of what comes before and after them."""
+    """Most tiles: those of the caller's sequences, and of what comes before and after them."""
     return min(tokens, tokens // tile + sequences + 2)
 
 
 @dataclass(frozen=True)
 class DenseProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `sequences` is 1 where no starts are given. `aligned` says that all rows that are read start at, and step by,
     multiples of 16 bytes. `masked` says that there is a mask.
@@ -70,7 +70,7 @@ class PrefillOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseBackwardProblem(DenseProblem):
-    """The same for the backward, whose results are among the rows that are `aligned`.
+    """Problem of the backward, whose results are among the rows that are `aligned`.
 
     `shared_rope` says that several KV heads share the keys' last columns.
     """
@@ -85,7 +85,7 @@ class DenseBackwardProblem(DenseProblem):
 
     @property
     def num_rows(self) -> int:
-        """What the workspace has for each query: sequences begin at multiples, and the last tile is read whole."""
+        """Rows of the workspace: sequences begin at multiples, and the last tile is read whole."""
         begun = self.s_q + (ROW_GROUP - 1) * min(self.s_q, self.sequences + 2)
         return -(-begun // ROW_GROUP) * ROW_GROUP + TILE_QUERIES - ROW_GROUP
 

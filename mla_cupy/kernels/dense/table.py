@@ -27,9 +27,9 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 Maps = tuple[tuple[str, TensorMapSpec], ...]
 
 QUERIES_AT_ONCE = 64
-"""Of a tile, a warpgroup's: they are fetched on their own."""
+"""Queries of a warpgroup, which fetches them on its own."""
 PANEL_COLUMNS = 64
-"""What one TMA copy fetches of a row: the span of the swizzle."""
+"""Width of a TMA copy: the span of the swizzle."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def hopper_variant(problem: DenseProblem) -> Variant:
 
 
 def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel for Hopper cannot take the problem; None if it can."""
+    """Reason that the kernel for Hopper cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     return None if problem.aligned else needs_alignment("queries, keys, values and state_out")

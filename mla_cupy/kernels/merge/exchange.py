@@ -24,7 +24,7 @@ MAX_BLOCKS = 1024
 MAX_WORLD = 128
 CHUNK_BYTES = 16
 SLICE_COLUMNS = (64, 128, 256, 512)
-"""How wide a slice may be: the narrowest that gives no team more than one slice of a rank's heads."""
+"""Widths of a slice: the narrowest that gives no team more than one slice of a rank's heads is taken."""
 STATE = np.dtype([("epoch", "<u4"), ("tickets", "<u4"), ("failed", "<u4"), ("unused", "<u4")])
 REPORT = np.dtype([("failure", "<u8"), ("abort", "<u4"), ("unused", "<u4")])
 MAILBOX = np.dtype([("slabs", "<u8"), ("flags", "<u8")])
@@ -90,7 +90,7 @@ class Exchange:
 
     @property
     def slice_columns(self) -> int:
-        """How many columns of a row a team works at."""
+        """Number of columns of a row that a team works at."""
         teams = TEAMS * self.max_blocks
         fitting = (columns for columns in SLICE_COLUMNS if self.rows * -(-self.d // columns) <= teams)
         return next(fitting, SLICE_COLUMNS[-1])
@@ -107,7 +107,7 @@ class Exchange:
 
     @property
     def slab_bytes(self) -> int:
-        """What one rank sends another: every slice, and a log-sum-exp behind each."""
+        """Bytes that one rank sends another: every slice, and a log-sum-exp behind each."""
         return self.rows * (self.d * TABLE[self.partial_dtype].nbytes + self.slices * CHUNK_BYTES)
 
 
@@ -135,7 +135,7 @@ UNSPLIT = Splits(0, 0, 0, 0, 0, 1)
 
 
 def max_blocks(sm_count: int) -> int:
-    """As many blocks as are resident at once on such a GPU."""
+    """Number of blocks that are resident at once on such a GPU."""
     return min(MAX_BLOCKS, BLOCKS_PER_SM * sm_count)
 
 

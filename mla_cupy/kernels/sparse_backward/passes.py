@@ -25,7 +25,7 @@ DELTA: KernelSpec[object] = KernelSpec(
 
 
 def spans(s_q: int) -> int:
-    """How many partial sums each head's sink has."""
+    """Number of partial sums of each head's sink."""
     return -(-s_q // SPAN_QUERIES)
 
 

@@ -45,14 +45,14 @@ class SparseBackwardConfig:
 
     @property
     def delta_in_main(self) -> bool:
-        """Whether the main kernel computes delta: nothing else needs it, and the kernel can."""
+        """True if the main kernel computes delta: nothing else needs it, and the kernel can."""
         problem = self.problem
         needed = problem.has_sink or problem.deterministic or problem.has_dlse
         return self.kernel.makes_delta and problem.aligned_out and not needed
 
     @property
     def num_bins(self) -> int:
-        """How many sums there are per element of dkv."""
+        """Number of sums per element of dkv."""
         return NUM_BINS if self.problem.deterministic else 1
 
 
@@ -125,7 +125,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         return steps
 
     def _bin(self, config: SparseBackwardConfig, call: Call) -> list[Step]:
-        """What a deterministic main kernel must know of its additions: how large they can be, and how many."""
+        """Size and number of a deterministic main kernel's additions."""
         problem = config.problem
         of_rows = [launch_norms(call)] if problem.s_kv > 0 else []
         deltas = "delta_bounds" if problem.has_dlse else "delta"

@@ -1,4 +1,4 @@
-"""What the kernels of the sparse backward share on the host: the problem, the options and the parameter record."""
+"""Problem and options of the sparse backward, which its kernels share on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_cupy.shapes import D_QK
 
 
 class DkvOrder(IntEnum):
-    """In which order a main kernel keeps the elements of a row of dkv: `sparse_backward/params.cuh`."""
+    """Order in which a main kernel keeps the elements of a row of dkv: `sparse_backward/params.cuh`."""
 
     PLAIN = 0
     SM90 = 1
@@ -31,7 +31,7 @@ CORE = variants(dtype=("bfloat16",), head_dim_qk=(D_QK,), deterministic=(0,))
 
 @dataclass(frozen=True)
 class SparseBackwardProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `aligned` says that q, kv, dout and dq start at, and step by, multiples of 16 bytes; `aligned_out` that out, of 16
     bits, does.
@@ -94,5 +94,5 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     maps: Callable[[SparseBackwardProblem, Call], tuple[tuple[str, TensorMapSpec], ...]] | None = None
 
     def additions(self, problem: SparseBackwardProblem) -> int:
-        """How often it adds to an element of dkv per index that selects its row."""
+        """Number of additions to an element of dkv per index that selects its row."""
         return -(-problem.h_q // self.heads_per_addition)

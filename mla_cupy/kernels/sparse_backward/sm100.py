@@ -26,7 +26,7 @@ _BOX_COLUMNS = 64
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     return None if problem.aligned else needs_alignment("q, kv, dout and dq")

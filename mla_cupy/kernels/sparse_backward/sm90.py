@@ -30,7 +30,7 @@ def _with_heads(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     return None if problem.aligned else needs_alignment("q, kv, dout and dq")

@@ -176,7 +176,7 @@ def _with_extra(problem: SparseDecodeProblem, params: DecodeParams, call: Call) 
 
 
 def _strides(record: str, cache: View) -> tuple[int, int]:
-    """From page to page and from token to token, in bytes."""
+    """Strides of pages and tokens, in bytes."""
     return record_layout.page_and_token_bytes(FORMATS[record], cache)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of sparse decode share on the host: the problem and the options."""
+"""Problem and options of sparse decode, which its kernels share on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mla_cupy.shapes import TILE_TOKENS
 
 @dataclass(frozen=True)
 class SparseDecodeProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `topk` is that of both lists together. `aligned` says that q starts at, and steps by, multiples of 16 bytes;
     `ragged` that the lengths of lists are in memory.

@@ -17,7 +17,7 @@ BLOCK_M = 64
 
 
 def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.h_q <= BLOCK_ROWS[-1]:
@@ -48,7 +48,7 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
 
 
 def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 

@@ -1,4 +1,4 @@
-"""How the queries of sparse decode are cut into splits: by `sparse_decode/schedule.cu`, or by arithmetic alone."""
+"""Division of the queries of sparse decode into splits: by `sparse_decode/schedule.cu`, or by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Cuts(NamedTuple):
 
     @property
     def splits_queries(self) -> bool:
-        """Whether a query may be cut."""
+        """True if a query may be split."""
         return self.request_units > 1
 
 
 def even_cuts(problem: SparseDecodeProblem, block_rows: int, most: int) -> Cuts:
-    """At most `most` splits: whole queries, equal pieces of each, or cuts anywhere; what takes the least time.
+    """Cut into `most` splits at most: whole queries, equal pieces of each, or cuts anywhere; what takes the least time.
 
     The costs are those of `attention/split_schedule.cuh`, in tiles; but memory serves all blocks: a tile of records is
     small, and takes long.

@@ -25,7 +25,7 @@ ROWS = "kv_rows"
 
 
 def is_faster(problem: SparseForwardProblem, device: DeviceInfo) -> bool:
-    """Whether to convert first; only where the kernels over rows have tensor cores."""
+    """True if converting first is faster; only where the kernels over rows have tensor cores."""
     if not problem.record or sm90.unsupported(replace(problem, record=""), device) is not None:
         return False
     one_block = problem.h_q <= records.BLOCK_ROWS[-1]

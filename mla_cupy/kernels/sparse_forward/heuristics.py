@@ -1,12 +1,12 @@
-"""When the sparse forward walks kv in order, and when it converts records first: numbers that were measured."""
+"""Conditions on which the sparse forward walks kv in order, or converts records first: numbers that were measured."""
 
 from __future__ import annotations
 
 ORDERED_FROM = 0.25
-"""From this share of the L2 on, kv is walked in order, so that queries that run side by side share its lines."""
+"""Share of the L2 from which on kv is walked in order, so that queries that run side by side share its lines."""
 GATHERS_OF_ONE_BLOCK = 16
 GATHERS_OF_MORE = 4
-"""From so many gathered rows per token of the cache on, converting it first is faster: for heads of one block of the
+"""Gathered rows per token of the cache from which on converting it first is faster: for heads of one block of the
 kernel that reads records, and of more, each of which converts for itself.
 
 Fitted to readings of an H200, 4096 queries, topk 2048, 32768 tokens: converting takes about 1 ns per token (33 us;

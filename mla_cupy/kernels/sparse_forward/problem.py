@@ -1,4 +1,4 @@
-"""What the kernels of the sparse forward share on the host: the problem and the options."""
+"""Problem and options of the sparse forward, which its kernels share on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD_DIMS_QK = (D_QK, D_V)
 
 @dataclass(frozen=True)
 class SparseForwardProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `aligned` says that q and kv start at, and step by, multiples of 16 bytes. `record` is the FP8 record of kv, "" for
     rows of `dtype`.

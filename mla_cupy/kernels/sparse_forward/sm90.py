@@ -12,11 +12,11 @@ from mla_cupy.shapes import D_QK, TILE_TOKENS
 
 BLOCK_M = 64
 BLOCK_HEADS = (16, 32)
-"""Of the kernel for few heads, a build each."""
+"""Heads of a block of the kernel for few heads, a build each."""
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.record:
@@ -40,7 +40,7 @@ SEESAW: AttentionKernel[SparseForwardProblem] = AttentionKernel(
 
 
 def _not_by_small(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if reason := unsupported(problem, device):
         return reason
     return Reason(f"takes at most {BLOCK_HEADS[-1]} heads") if problem.h_q > BLOCK_HEADS[-1] else None

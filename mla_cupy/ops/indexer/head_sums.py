@@ -1,4 +1,4 @@
-"""What the indexer's losses normalise to their target, of the heads that one rank has."""
+"""Head sums, which the indexer's losses normalise to their target, of the heads that one rank has."""
 
 from __future__ import annotations
 

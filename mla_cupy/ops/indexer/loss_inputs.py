@@ -1,4 +1,4 @@
-"""What the indexer's losses and their sums of heads have in common: inputs, results, checks."""
+"""Inputs, results and checks that the indexer's losses and their sums of heads share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MAX_BUFFER_BYTES = 1 << 40
 
 QUERIES = Input("q", "s_q h d", ("bfloat16",), contiguous=True)
 SHARED_KEYS = Input("k", "s_kv d", ("=q",), contiguous=True)
-"""Of all heads; then those that a KV head may have."""
+"""Keys that all heads share; then those that a KV head may have."""
 KEYS = Input("k", "s_kv h_kv? d_k", ("=q",), contiguous=True)
 LAST_COLUMNS = (
     Input("q_rope", "s_q h d_rope", ("=q",), optional=True, contiguous=True),
     Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
 )
-"""Of queries and keys, where these are arrays of their own."""
+"""Last columns of queries and keys, where these are arrays of their own."""
 INDEX_INPUTS = (
     Input("index_q", "s_q h_i d_i", ("=q", *CODES), contiguous=True),
     Input("index_k", "s_kv d_i", ("=index_q",), contiguous=True),
@@ -34,7 +34,7 @@ SCALES = (
     Input("k_scale", "s_kv", ("float32",), optional=True),
     Input("q_scale", "s_q h_i", ("float32",), optional=True),
 )
-"""Of index keys and queries, such as e4m3 codes."""
+"""Scales of index keys and queries, such as those of e4m3 codes."""
 GRADIENTS = (
     Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
     Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
@@ -60,12 +60,12 @@ def check_sizes(**sizes: tuple[int, int]) -> None:
 
 
 def holds_codes(dtype: str) -> bool:
-    """Whether index queries or keys of that dtype are e4m3 codes."""
+    """True if index queries or keys of that dtype are e4m3 codes."""
     return dtype in CODES
 
 
 def check_scored(views: Views) -> dict[str, bool]:
-    """What a `LossProblem` says about the index queries and keys."""
+    """Fields of a `LossProblem` about the index queries and keys."""
     scaled = any(views[scales.name] is not None for scales in SCALES)
     return {"codes": holds_codes(present(views, "index_q").dtype), "scaled": scaled}
 
@@ -92,5 +92,5 @@ def check_main(views: Views) -> dict[str, Any]:
 
 
 def are_aligned(views: Views, *names: str) -> bool:
-    """Whether all arrays among these that are given start at, and step by, multiples of 16 bytes."""
+    """True if all given arrays among these start at, and step by, multiples of 16 bytes."""
     return all(steps_by_16_bytes(view) for name in names if (view := views[name]) is not None)

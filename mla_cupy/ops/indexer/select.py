@@ -150,7 +150,7 @@ def topk_stage(arrays: dict[str, Part | None], options: Any, page_size: int = 1)
 
 
 def rows_of_buffer(rows: int, keys: int, buffer_bytes: int) -> int:
-    """Of up to `rows` rows of logits, how many a chunk has; one at least."""
+    """Rows of a chunk, of up to `rows` rows of logits; one at least."""
     return max(1, min(rows, buffer_bytes // (4 * max(1, keys)), MAX_SIZE))
 
 

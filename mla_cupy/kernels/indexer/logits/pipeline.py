@@ -35,12 +35,12 @@ class LogitsConfig:
 
 
 def scheduled(kernel: LogitsKernel, problem: LogitsProblem) -> bool:
-    """Whether the kernel wants a schedule."""
+    """True if the kernel wants a schedule."""
     return bool(kernel.tile_keys) and problem.num_blocks > kernel.short_line
 
 
 class LogitsPipeline(Pipeline[LogitsConfig]):
-    """What both forms of the logits have in common."""
+    """Pipeline that both forms of the logits share."""
 
     kernels: ClassVar[tuple[LogitsKernel, ...]]
 
@@ -177,7 +177,7 @@ class PagedPipeline(LogitsPipeline):
 
 
 def _is_wide(logits: View) -> bool:
-    """Whether every row starts at a multiple of four logits."""
+    """True if every row starts at a multiple of four logits."""
     at_once = _STORED_AT_ONCE * TABLE[logits.dtype].nbytes
     strides = [stride for stride, size in zip(logits.strides[:-1], logits.shape, strict=False) if size > 1]
     return logits.ptr % at_once == 0 and not any(stride % _STORED_AT_ONCE for stride in strides)

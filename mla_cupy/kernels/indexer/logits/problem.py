@@ -1,4 +1,4 @@
-"""What the kernels of the logits share on the host: the problem, the options, the parameter record."""
+"""Problem and options of the logits, which their kernels share on the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 8
 
 @dataclass(frozen=True)
 class LogitsProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 where
     keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes;
@@ -63,7 +63,7 @@ class LogitsOptions(NamedTuple):
 
 
 class PagedLogitsOptions(NamedTuple):
-    """The same of `indexer_logits_paged`."""
+    """Options of `indexer_logits_paged`."""
 
     clean: bool
     out_dtype: str | None

@@ -26,13 +26,13 @@ _SHORT_LINE = 128
 TILE_HEADS = 8
 """Heads of an m64 tile of queries."""
 PIECE_BYTES = 128
-"""What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
+"""Width of a TMA copy: the span of the swizzle. Beyond a shorter row it writes zeros."""
 _WIDE_MAX_HEADS = 64
 """Most heads where rows have two pieces: more queries do not fit beside the keys."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.page_size:
@@ -49,7 +49,7 @@ def variant(problem: LogitsProblem) -> Variant:
 
 
 def max_heads(of: LogitsProblem | Variant) -> int:
-    """As many as the queries of a block of tokens fit into shared memory."""
+    """Most heads whose queries of a block of tokens fit into shared memory."""
     return MAX_HEADS if TABLE[of.dtype].nbytes * of.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
 
 
@@ -103,7 +103,7 @@ KERNEL = LogitsKernel(
 
 
 def _not_in_half(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Why the build with float16 cannot take the problem; None if it can."""
+    """Reason that the build with float16 cannot take the problem; None if it can."""
     return unsupported(problem, device) if problem.accumulate == "float16" else Reason('is for accumulate="float16"')
 
 

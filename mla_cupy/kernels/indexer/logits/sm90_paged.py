@@ -27,11 +27,11 @@ _VARIANTS = (
     Variant(block_heads=128, query_tiles=_QUERY_STAGES),
     Variant(block_heads=128, query_tiles=BLOCK_TOKENS),
 )
-"""Of each number of heads one for as many tokens as are multiplied at once, which may keep weights in registers."""
+"""Builds for as many tokens as are multiplied at once, one per number of heads: weights may stay in registers."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.dtype != CODES[0] or problem.head_dim != HEAD_DIM:
@@ -53,7 +53,7 @@ def variant(problem: LogitsProblem) -> Variant:
 
 
 def block_heads(heads: int) -> int:
-    """How many heads a token has in the kernel."""
+    """Number of heads that a token has in the kernel."""
     return next(block for block in BLOCK_HEADS if heads <= block)
 
 

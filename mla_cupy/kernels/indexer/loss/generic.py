@@ -18,11 +18,11 @@ from mla_cupy.kernels.params import LossParams
 from mla_cupy.runtime.launching import Dim3
 
 WARPS = 4
-"""Of a block whose warps have a token, a key or a head each."""
+"""Warps of a block in which each has a token, a key or a head."""
 THREADS = 256
-"""Of a block whose threads have an element each."""
+"""Threads of a block in which each has an element."""
 CODES_AT_ONCE = 16
-"""Of a thread that decodes index queries."""
+"""Codes that a thread decodes at once."""
 _MAX_BLOCKS = 1 << 20
 
 

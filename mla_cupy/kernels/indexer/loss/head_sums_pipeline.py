@@ -1,4 +1,4 @@
-"""What the indexer's losses normalise to their target, for tensor parallelism: the first half of a loss, of one rank.
+"""Head sums, which the indexer's losses normalise to their target, of one rank: the first half of a loss.
 
 The kernels of the losses make the targets of a chunk of tokens, without scores; then they are copied to the caller's
 array, with zeros for what a token does not see.
@@ -26,11 +26,11 @@ from mla_cupy.runtime.device import DeviceInfo
 
 
 class HeadSumsConfig(LossConfig):
-    """As of a loss, without scores."""
+    """Configuration of the head sums: that of a loss, without scores."""
 
     @property
     def parts(self) -> LossParts:
-        """What its workspace has."""
+        """Parts of the workspace, by the parameter that points to them."""
         lists = self.problem.topk is not None
         return {
             **super().parts,

@@ -40,16 +40,16 @@ _FIRST_ZEROED = "selected"
 
 @dataclass(frozen=True)
 class SparseLossConfig(LossConfig):
-    """As of the warm-up loss, with sums of bins."""
+    """Configuration of the sparse loss: that of the warm-up loss, with sums of bins."""
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether gradients are made by the kernel for Hopper; it has those by the scores in float32."""
+        """True if the kernel for Hopper makes the gradients; it has those by the scores in float32."""
         return self.problem.gradients and self.kernel is sm90.LIST_SCORES
 
     @property
     def gradient_kernels(self) -> tuple[LossKernel, ...]:
-        """Those that run after the rows of a chunk."""
+        """Kernels that run after the rows of a chunk."""
         if not self.problem.gradients:
             return ()
         if self.on_tensor_cores:
@@ -59,17 +59,17 @@ class SparseLossConfig(LossConfig):
 
     @property
     def binned(self) -> bool:
-        """Whether gradients by keys are added to bins."""
+        """True if gradients by keys are added to bins."""
         return self.problem.gradients and self.problem.deterministic
 
     @property
     def num_bins(self) -> int:
-        """How many sums there are per element of the gradient by keys."""
+        """Number of sums per element of the gradient by keys."""
         return NUM_BINS if self.binned else 1
 
     @property
     def parts(self) -> LossParts:
-        """What its workspace has."""
+        """Parts of the workspace, by the parameter that points to them."""
         return {
             "scores": "score_rows",
             "gradient": NULL,

@@ -62,47 +62,47 @@ class LossConfig:
 
     @property
     def num_chunks(self) -> int:
-        """One at least: without a token the gradient by keys becomes zeros all the same."""
+        """Number of chunks, 1 at least: without a token the gradient by keys becomes zeros all the same."""
         return max(1, -(-self.problem.s_q // self.chunk))
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether gradients are made by the kernels for Hopper, which have them in bf16."""
+        """True if the kernels for Hopper make the gradients, which they have in bfloat16."""
         return self.problem.gradients and self.kernel is not generic.SCORES
 
     @property
     def without_rows(self) -> bool:
-        """Whether nothing of a query and a key is stored: divergences per head, at once for all tokens."""
+        """True if nothing of a query and a key is stored: divergences per head, at once for all tokens."""
         return self.kernel is sm90.HEADS
 
     @property
     def copies_values(self) -> bool:
-        """Whether an attention on tensor cores has values."""
+        """True if an attention on tensor cores has values."""
         return self.problem.value_dim > 0 and sm90.HEADS in (self.kernel, self.attention)
 
     @property
     def decodes_queries(self) -> bool:
-        """Whether the gradients on tensor cores need a copy of the index queries."""
+        """True if the gradients on tensor cores need a copy of the index queries."""
         return self.on_tensor_cores and self.problem.codes
 
     @property
     def decoded_elements(self) -> int:
-        """Of that copy, of a chunk."""
+        """Elements of a chunk's copy of the index queries."""
         return self.chunk * self.problem.index_heads * self.problem.index_dim if self.decodes_queries else 0
 
     @property
     def key_splits(self) -> int:
-        """How many sums there are of each key's gradient."""
+        """Number of sums of each key's gradient."""
         return heuristics.key_splits(self.problem) if self.on_tensor_cores else 1
 
     @property
     def carries_sums(self) -> bool:
-        """Whether gradients by keys are carried from chunk to chunk, or from one kernel to the next."""
+        """True if gradients by keys are carried from chunk to chunk, or from one kernel to the next."""
         return self.problem.gradients and (self.num_chunks > 1 or self.on_tensor_cores)
 
     @property
     def parts(self) -> LossParts:
-        """What its workspace has."""
+        """Parts of the workspace, by the parameter that points to them."""
         return {
             "scores": "score_rows",
             "gradient": "gradient_rows" if self.on_tensor_cores else NULL,
@@ -180,7 +180,7 @@ class LossPipeline(Pipeline[LossConfig]):
 def chunk_tokens(
     problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1, tensor_cores: bool = False
 ) -> int:
-    """As many as have their rows within the limit, targets, scores and what else there is, on tensor cores copies of
+    """Tokens of a chunk: as many as have all rows within the limit, targets, scores and, on tensor cores, copies of
     codes; one at least. More than `unit` tokens are a multiple of it; chunks are about equal.
     """
     copies = tensor_cores and problem.codes and problem.gradients
@@ -194,7 +194,7 @@ def chunk_tokens(
 
 
 def _kernels(config: LossConfig) -> Iterator[LossKernel]:
-    """Those that run for each chunk."""
+    """Kernels that run for each chunk."""
     yield config.kernel
     if not config.without_rows:
         yield generic.ROWS
@@ -213,7 +213,7 @@ def _gradient_kernels(config: LossConfig) -> tuple[LossKernel, LossKernel]:
 
 
 def attention_kernel(problem: LossProblem, device: DeviceInfo, on_hopper: bool) -> LossKernel | None:
-    """What makes that of the attention which is asked for or missing."""
+    """Kernel that computes the attention's outputs the caller did not pass, or None."""
     if problem.value_dim:
         on_rows = on_hopper and sm90.attends(problem, device)
         return sm90.HEADS if on_rows else generic.ATTENTION
@@ -329,7 +329,7 @@ def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: in
 
 
 def _key_strides(call: Call, name: str) -> tuple[int, int]:
-    """Of keys, or of what they have; 0 from head to head where all have the same."""
+    """Strides of keys, or of their columns; 0 from head to head where all share them."""
     view = call.views.get(name)
     per_head = view is not None and len(view.shape) == 3 and view.shape[1] > 1
     return call.stride(name), call.stride(name, 1) if per_head else 0

@@ -1,4 +1,4 @@
-"""What the kernels of the indexer's losses share on the host: the problem, the options, the parameter record."""
+"""Problem and options of the indexer's losses, which their kernels share on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TARGETS = ("head_sum", "per_head")
 MAX_HEAD_DIM, MAX_VALUE_DIM, MAX_INDEX_DIM = 576, 512, 128
 MAX_GRID_Y = 65535
 TILE_KEYS, TILE_TOKENS = 128, 128
-"""Of the kernels for Hopper. Rows in the workspace are a multiple of the first apart."""
+"""Tiles of the kernels for Hopper. Rows in the workspace are a multiple of the first apart."""
 
 
 @dataclass(frozen=True)
 class LossProblem:
-    """What decides which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
     says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
@@ -68,7 +68,7 @@ class LossProblem:
 
     @property
     def score_unit(self) -> float:
-        """What the weights of the indexer are multiplied by. Those of codes have it in them."""
+        """Factor of the indexer's weights. Those of codes contain it."""
         if self.per_head or self.codes:
             return 1.0
         return float(max(1, self.index_heads * self.index_dim) ** -0.5)
@@ -97,7 +97,7 @@ class WarmupLossOptions(NamedTuple):
 
 
 class SparseLossOptions(NamedTuple):
-    """The same of `indexer_sparse_loss`."""
+    """Options of `indexer_sparse_loss`."""
 
     scale: float
     causal: bool
@@ -108,12 +108,12 @@ class SparseLossOptions(NamedTuple):
 
     @property
     def target_scale(self) -> float:
-        """Of targets per head."""
+        """Factor of the scores in targets per head."""
         return 1.0
 
 
 class HeadSumsOptions(NamedTuple):
-    """The same of `indexer_head_sums`."""
+    """Options of `indexer_head_sums`."""
 
     scale: float
     causal: bool
@@ -122,7 +122,7 @@ class HeadSumsOptions(NamedTuple):
 
     @property
     def target_scale(self) -> float:
-        """Of targets per head."""
+        """Factor of the scores in targets per head."""
         return 1.0
 
 

@@ -26,16 +26,16 @@ from mla_cupy.runtime.launching import Dim3
 MANY_PIECES, FEW_PIECES = 9, 2
 """Pieces of a row of queries and keys of the attention."""
 OWN_KEYS = 0
-"""In the place of these, where heads have keys of their own."""
+"""Number of pieces where heads have keys of their own."""
 ROW_PIECES = (2, 3, 4, MANY_PIECES)
-"""Those of the log-sum-exps."""
+"""Numbers of pieces of the log-sum-exps."""
 CODES = "float8_e4m3fn"
 INDEX_PIECES = (2, 1)
-"""Those of the indexer."""
+"""Numbers of pieces of the indexer."""
 BLOCK_TOKENS, BLOCK_HEADS = 2, 64
-"""Of a block of the gradients by queries, and of lists."""
+"""Tokens and heads of a block of the gradients by queries, and of lists."""
 MAX_LIST_HEADS = 128
-"""Of a token, of the kernels of lists."""
+"""Most heads of a token in the kernels of lists."""
 MAX_ROW_VALUES = 128
 """Width of the values that the kernel of rows takes."""
 _CHUNK_ELEMS = 8
@@ -43,7 +43,7 @@ _CHUNK_ELEMS = 8
 
 # ---- Problems --------------------------------------------------------------------------------------------------
 def _needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why none of the kernels can take the problem; None if they can."""
+    """Reason that none of the kernels can take the problem; None if they can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if 0 in (problem.s_q, problem.s_kv):
@@ -52,32 +52,32 @@ def _needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _all_keys(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why those that take all keys cannot take the problem."""
+    """Reason that kernels of all keys cannot take the problem."""
     lists = Reason("takes all keys, not lists of them") if problem.topk is not None else None
     return _needs_hopper(problem, device) or lists
 
 
 def _rows_of_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why those whose rows are the tokens of one head cannot take the problem."""
+    """Reason that kernels whose rows are the tokens of one head cannot take the problem."""
     widest = FEW_PIECES * PIECE_COLUMNS
     too_wide = Reason(f"takes d up to {widest}") if problem.head_dim > widest else None
     return _all_keys(problem, device) or _own_keys(problem) or too_wide
 
 
 def _own_keys(problem: LossProblem) -> Reason | None:
-    """Why kernels of keys that all heads share, in one array, cannot take the problem."""
+    """Reason that kernels of keys that all heads share, in one array, cannot take the problem."""
     own = problem.kv_heads > 1 or problem.pairs
     return Reason("takes keys that all heads share, whole") if own else None
 
 
 def _scaled(problem: LossProblem) -> Reason | None:
-    """Why kernels of plain bfloat16 cannot take the index queries and keys."""
+    """Reason that kernels of plain bfloat16 cannot take the index queries and keys."""
     scaled = problem.codes or problem.scaled
     return Reason("takes index queries and keys in bfloat16, without scales") if scaled else None
 
 
 def _summed_over_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why those of sums over heads cannot take the problem."""
+    """Reason that kernels of sums over heads cannot take the problem."""
     if (reason := _all_keys(problem, device)) is not None:
         return reason
     if problem.per_head:
@@ -87,13 +87,13 @@ def _summed_over_heads(problem: LossProblem, device: DeviceInfo) -> Reason | Non
 
 
 def _per_head(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why those of targets per head cannot take the problem."""
+    """Reason that kernels of targets per head cannot take the problem."""
     reason = None if problem.per_head else Reason("takes targets per head")
     return _rows_of_heads(problem, device) or _scaled(problem) or reason
 
 
 def _lists(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Why those that gather the keys of lists cannot take the problem."""
+    """Reason that kernels that gather the keys of lists cannot take the problem."""
     if (reason := _needs_hopper(problem, device)) is not None:
         return reason
     if problem.topk is None:
@@ -110,7 +110,7 @@ def _too_wide(problem: LossProblem) -> Reason | None:
 
 
 def attends(problem: LossProblem, device: DeviceInfo) -> bool:
-    """Whether the kernel of targets per head can make the attention's output for another main kernel."""
+    """True if the kernel of targets per head can make the attention's output for another main kernel."""
     return _rows_of_heads(problem, device) is None and _too_wide(problem) is None
 
 
@@ -120,22 +120,22 @@ def _main_pieces(problem: LossProblem) -> int:
 
 
 def _pieces_of_rows(problem: LossProblem) -> Variant:
-    """For as many pieces of the attention as there are, or the next more."""
+    """Build for as many pieces of the attention as there are, or the next larger number."""
     return Variant(pieces=min(count for count in ROW_PIECES if count >= pieces(problem.head_dim)))
 
 
 def _by_pieces(problem: LossProblem) -> Variant:
-    """For pieces of the attention."""
+    """Build for pieces of the attention."""
     return Variant(pieces=_main_pieces(problem))
 
 
 def _by_index_pieces(problem: LossProblem) -> Variant:
-    """For pieces of the indexer."""
+    """Build for pieces of the indexer."""
     return Variant(index_pieces=pieces(problem.index_dim))
 
 
 def _of_scores(problem: LossProblem) -> Variant:
-    """For pieces of both, keys of all heads or of each, and the dtype of the indexer."""
+    """Build for pieces of both, keys of all heads or of each, and the dtype of the indexer."""
     main = OWN_KEYS if problem.kv_heads > 1 else _main_pieces(problem)
     if problem.codes:
         return Variant(index_dtype=CODES, index_pieces=1, pieces=main)
@@ -143,7 +143,7 @@ def _of_scores(problem: LossProblem) -> Variant:
 
 
 def _of_heads(problem: LossProblem) -> Variant:
-    """For pieces of the indexer, 0 for attention alone; and with or without an output."""
+    """Build for pieces of the indexer, 0 for attention alone; and with or without an output."""
     index_pieces = pieces(problem.index_dim) if problem.per_head else 0
     return Variant(index_pieces=index_pieces, with_output=int(problem.value_dim > 0))
 

@@ -1,4 +1,4 @@
-"""What the losses' kernels for Hopper fetch by TMA: boxes of rows, in pieces that are as wide as the swizzle."""
+"""Tensor maps of the losses' kernels for Hopper: boxes of rows, in pieces that are as wide as the swizzle."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from mla_cupy.kernels.pipeline import Call
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 PIECE_BYTES = 128
-"""What one TMA copy fetches of a row: the span of the swizzle. Beyond a shorter row it writes zeros."""
+"""Width of a TMA copy: the span of the swizzle. Beyond a shorter row it writes zeros."""
 PIECE_COLUMNS = PIECE_BYTES // 2
-"""Of 16 bits."""
+"""Columns of 16 bits in a piece."""
 FINITE_KEYS = "finite_keys"
 """The part of the workspace that the gradients take the index keys from."""
 DECODED_QUERIES = "decoded_queries"
-"""That which they take index queries from, where these are codes: of the tokens of a chunk."""
+"""Name of the workspace's decoded index queries, where these are codes: those of a chunk's tokens."""
 FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
-"""Those that the attention takes its values from, and which tiles of keys of them are not whole."""
+"""Names of the workspace's copy of the values, and of its flags of tiles of keys with NaN or infinities."""
 
 Maps = tuple[tuple[str, TensorMapSpec], ...]
 
 
 def pieces(width: int) -> int:
-    """How many pieces a row has."""
+    """Number of pieces of a row."""
     return -(-width // PIECE_COLUMNS)
 
 

@@ -103,7 +103,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         )
 
     def _is_usual(self, config: PrepareProblem, call: Call) -> bool:
-        """Whether the build for DeepSeek-V3.2's options and dense arrays takes the call."""
+        """True if the build for DeepSeek-V3.2's options and dense arrays takes the call."""
         options, cos = call.options, call.views["cos"]
         asked = (options.interleaved, options.hadamard, options.scales, options.reference_rounding)
         names = [name for name in (self._x, self._weights, self._codes, self._scales) if name]
@@ -127,7 +127,7 @@ def _is_dense(view: View) -> bool:
 
 
 def _tables_are_aligned(call: Call) -> bool:
-    """Whether rows of cos and sin start at multiples of 16 bytes."""
+    """True if rows of cos and sin start at multiples of 16 bytes."""
     tables = [table for table in (call.views["cos"], call.views["sin"]) if table]
     return all(not table.ptr % 16 and not table.strides[0] % 4 for table in tables)
 
@@ -182,12 +182,12 @@ class GatherKeysPipeline(Pipeline[None]):
 
 
 def slots_are_64(call: Call) -> bool:
-    """Whether slots are 64-bit numbers."""
+    """True if slots are 64-bit numbers."""
     return call.view("slots").dtype == "int64"
 
 
 def slots_stride_bytes(call: Call) -> int:
-    """From one slot to the next."""
+    """Bytes from one slot to the next."""
     slots = call.view("slots")
     return slots.strides[0] * TABLE[slots.dtype].nbytes
 

@@ -13,9 +13,9 @@ LANES = 8
 BLOCK_GROUPS = 16
 """Groups of lanes of a block: each works on a vector at a time."""
 WARP_VECTORS = 4
-"""That a warp works on at once: neighbours."""
+"""Vectors that a warp works on at once: neighbours."""
 GROUP_VECTORS = 4
-"""That a group takes in turn where there are many."""
+"""Vectors that a group takes in turn where there are many."""
 MANY_VECTORS = 32768
 """Fewer are one of each group: then what counts is how soon the last one is done."""
 HEAD_DIMS = (32, 64, 128)
@@ -41,12 +41,12 @@ class PrepareOptions(NamedTuple):
 
     @property
     def accumulate(self) -> str:
-        """What queries' products are added up in, which is nothing to keys."""
+        """Type that products of queries are added up in; keys do not depend on it."""
         return "float32"
 
 
 class PrepareQueryOptions(NamedTuple):
-    """The same of queries."""
+    """Options of `indexer_prepare_q`."""
 
     interleaved: bool
     hadamard: bool
@@ -71,5 +71,5 @@ def max_code(head_dim: int, accumulate: str) -> float:
 
 
 def group_vectors(vectors: int) -> int:
-    """How many a group takes in turn."""
+    """Number of vectors that a group takes in turn."""
     return GROUP_VECTORS if vectors >= MANY_VECTORS else 1

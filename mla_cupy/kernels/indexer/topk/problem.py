@@ -1,4 +1,4 @@
-"""What the indexer's kernels share on the host: problems, options, sizes."""
+"""Problems, options and sizes that the indexer's kernels share on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD_DIMS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class TopkProblem:
-    """What decides which kernel selects."""
+    """Sizes that decide which kernel selects."""
 
     s_q: int
     s_kv: int

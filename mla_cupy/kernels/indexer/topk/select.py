@@ -13,7 +13,7 @@ ITEMS = 32
 """Logits that a thread holds in its registers."""
 MAX_THREADS = 1024
 BLOCK_ELEMS = ITEMS * MAX_THREADS
-"""What a block holds at most."""
+"""Most elements that a block holds."""
 CLUSTER_BLOCKS = 8
 MIN_SHARE = 4096
 """Elements of a row per block of a cluster: one vector of each thread. What is shorter is not worth the exchange."""
@@ -30,7 +30,7 @@ KERNEL: KernelSpec[TopkProblem] = KernelSpec(
 
 
 def _not_by_clusters(problem: TopkProblem, device: DeviceInfo) -> Reason | None:
-    """Why clusters cannot, or should not, take the problem; None if they can."""
+    """Reason that clusters cannot, or should not, take the problem; None if they can."""
     if device.arch not in (*HOPPER, *BLACKWELL):
         return needs_cc(device, "9.0", "10.0", "10.3")
     if problem.s_kv > BLOCK_ELEMS or (2 * problem.s_q <= device.sm_count and problem.s_kv > MIN_SHARE):
