@@ -14,8 +14,8 @@ from tests.support.sim_driver import simulated
 KERNEL = "indexer_logits_mma"
 SOURCE, FP8 = "indexer/logits/mma.cu", "ptx/fp8.cuh"
 MODES = (("late", 0), ("random", 1))
-#: Two blocks of tokens, three tiles, of which the last one is not full.
-CASE = LogitsCase(s_q=9, s_kv=530, h=5, d=64)
+#: Two blocks of tokens, two tiles, of which the last one is not full.
+CASE = LogitsCase(s_q=9, s_kv=290, h=5, d=64)
 #: Two tokens at once.
 PASSES = LogitsCase(s_q=3, s_kv=40, h=120, seed=3)
 PAGES = PagedCase(b=2, s_q=2, h=3, seqlens=(90, 70), missing_page=True)
