@@ -207,8 +207,7 @@ def _compile_core_kernels() -> None:
             kernel.request(variant, arch)
             for arch in archs
             for kernel in KERNELS.values()
-            if kernel.supports_arch(arch)
-            for variant in kernel.core
+            for variant in kernel.core_on(arch)
         ]
     )
 

@@ -246,7 +246,7 @@ def _list(options: argparse.Namespace) -> int:
             "variant": str(variant),
             "target": request.arch,
             "source": spec.source,
-            "core": variant in spec.core,
+            "core": variant in spec.core_on(request.arch),
             "built": _built(request),
         }
         for spec, variant, request in _plan(options)

@@ -103,6 +103,8 @@ class KernelSpec(Generic[ProblemT]):
         Targets such as "sm_90a"; empty for any.
     variants, core : tuple of Variant
         All of its builds, and those that are compiled on import.
+    core_archs : tuple of str
+        The targets for which they are: where others are faster, an import does not wait for them. Empty for all.
     facts : mapping
         Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
     facts_of : callable
@@ -127,6 +129,7 @@ class KernelSpec(Generic[ProblemT]):
     archs: tuple[str, ...] = ANY_ARCH
     variants: tuple[Variant, ...] = PLAIN
     core: tuple[Variant, ...] = ()
+    core_archs: tuple[str, ...] = ANY_ARCH
     facts: Mapping[str, int] = field(default_factory=dict, hash=False)
     facts_of: Callable[[Variant], Mapping[str, int]] = lambda variant: {}
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
@@ -148,6 +151,10 @@ class KernelSpec(Generic[ProblemT]):
     def supports_arch(self, arch: str) -> bool:
         """True if it compiles for a target."""
         return not self.archs or arch in self.archs
+
+    def core_on(self, arch: str) -> tuple[Variant, ...]:
+        """The builds that are compiled for a target on import."""
+        return self.core if self.supports_arch(arch) and (not self.core_archs or arch in self.core_archs) else ()
 
     def request(self, variant: Variant, arch: str) -> BuildRequest:
         """Request to compile `variant` for `arch`."""

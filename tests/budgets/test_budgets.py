@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from mla_cupy.kernels.attention import mma
 from mla_cupy.runtime import nvrtc, sources
 from mla_cupy.runtime.build import Build, compile_kernel
+from mla_cupy.runtime.device import TARGETS
 from tests.budgets import builds
 from tests.budgets.builds import Target
 
@@ -33,6 +35,7 @@ SMEM_OF_A_BLOCK = {
 NAMED_BARRIERS = 16
 TMEM_COLUMNS = 512
 MAX_SECONDS_OF_A_VARIANT = 15
+MAX_BUILDS, MAX_BUILDS_OF_HOPPER, MAX_CORE_BUILDS = 260, 420, 32
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 
 
@@ -160,6 +163,21 @@ def test_a_fingerprint_is_of_all_that_a_build_depends_on(tmp_path: Path, monkeyp
     figures = {line: {name: {"registers": 0} for name in names} for line, names in builds.golden().items()}
     monkeypatch.setattr(builds, "golden", lambda: figures)
     assert fingerprint(kernel) != known
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_builds_of_a_target_are_few(arch: str) -> None:
+    """All of them, which a container image may hold, and those of an import, which the first call waits for."""
+    kernels = [kernel for kernel in builds.KERNELS.values() if kernel.supports_arch(arch)]
+    assert sum(len(kernel.variants) for kernel in kernels) <= (MAX_BUILDS_OF_HOPPER if arch == "sm_90a" else MAX_BUILDS)
+    assert sum(len(kernel.core_on(arch)) for kernel in kernels) <= MAX_CORE_BUILDS
+
+
+@pytest.mark.parametrize(("arch", "smem_kb"), [("sm_80", 163), ("sm_89", 99), ("sm_90a", 0), ("sm_120", 99)])
+def test_an_import_compiles_what_a_gpu_gets(arch: str, smem_kb: int) -> None:
+    """Of the kernels with mma.sync those for its shared memory, and on Hopper, which has faster ones, none."""
+    compiled = {kernel.name for kernel in mma.KERNELS if kernel.core_on(arch)}
+    assert compiled == {kernel.name for kernel in mma.KERNELS if kernel.variants[0].smem_kb == smem_kb}
 
 
 def test_kernels_that_are_no_more_have_no_fingerprint() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import READS_ROWS, AttentionKernel
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import Reason, Variant, needs_alignment, variants
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, variants
 from mla_cupy.runtime.device import TARGETS, DeviceInfo, number_of, smem_per_block
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
@@ -29,6 +29,12 @@ def archs(smem_kb: int) -> tuple[str, ...]:
         for target, number in numbers.items()
         if number >= 80 and smem_per_block(divmod(number, 10)) >= smem_kb * _KB
     )
+
+
+def chosen_archs(smem_kb: int) -> tuple[str, ...]:
+    """Those where a kernel with so much shared memory is chosen: where no faster one is."""
+    faster = {*HOPPER, *(archs(MORE_KB) if smem_kb < MORE_KB else ())}
+    return tuple(target for target in archs(smem_kb) if target not in faster)
 
 
 def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
@@ -70,6 +76,8 @@ def _small(name: str, smem_kb: int) -> AttentionKernel[Any]:
         DecodeParams,
         archs(smem_kb),
         variants=_widths(variants(dtype=HALF, smem_kb=(smem_kb,), block_rows=SMALL_ROWS)),
+        core=variants(dtype=HALF, smem_kb=(smem_kb,), block_rows=SMALL_ROWS[:1]),
+        core_archs=chosen_archs(smem_kb),
         facts={"tile_tokens": TILE_TOKENS},
         unsupported=partial(unsupported, smem_kb=smem_kb),
         variant=partial(small_variant, smem_kb=smem_kb),
@@ -86,6 +94,8 @@ def _wide(name: str, smem_kb: int) -> AttentionKernel[Any]:
         DecodeParams,
         archs(smem_kb),
         variants=_widths(variants(dtype=HALF, smem_kb=(smem_kb,))),
+        core=variants(dtype=HALF, smem_kb=(smem_kb,)),
+        core_archs=chosen_archs(smem_kb),
         facts={"tile_tokens": TILE_TOKENS, "block_rows": WIDE_ROWS},
         unsupported=partial(unsupported, smem_kb=smem_kb),
         variant=partial(wide_variant, smem_kb=smem_kb),
