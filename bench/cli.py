@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mla_cupy.terminal import progress
+
 from .context_parallel import command as context_parallel
 from .core.device import DTYPES
 from .core.errors import BenchError
@@ -226,12 +228,15 @@ def run_operation(args: argparse.Namespace) -> int:
     failed = False
     with ExitStack() as stack:
         stream = stack.enter_context(environment.open_to_append(args.json)) if args.json else None
+        advance = stack.enter_context(progress(operation.name, len(cases)))
         for case in cases:
+            advance(case.name, False)
             rows = run_case(operation, case, implementations, device, options)
             table.show(console, rows, operation.ratios(rows))
             if stream:
                 report.write(stream, rows)
             failed |= any(row["status"] in (report.WRONG, report.ERROR) for row in rows)
+            advance(case.name, True)
             try:
                 device.release()
             except Exception as error:  # an error of a kernel is sticky in the process

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from mla_cupy._version import __version__
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.compiling import compile_all, outcome_row
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
 from mla_cupy.parts import part as _part
 from mla_cupy.runtime import cache, device, loader, nvrtc, report, worker
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest import command as selftest
-from mla_cupy.terminal import progress, show, table
+from mla_cupy.terminal import show, table
 
 if TYPE_CHECKING:
     from mla_cupy.kernels.spec import KernelSpec, Variant
@@ -34,7 +35,7 @@ examples:
   mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
   mla-cupy compile --arch sm_90a              compile every kernel for Hopper into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
-  mla-cupy demo                               decode a ragged batch and check it
+  mla-cupy demo                               kernels on the GPU, or simulated without one, beside the oracle
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
 Planned = tuple["KernelSpec[Any]", "Variant", BuildRequest]
@@ -111,7 +112,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_selection(add("list", _list, "the kernels, their variants, and which of them are built"))
     add("formats", _formats, "the records of paged caches, byte by byte")
     add("clear-cache", _clear_cache, "delete the compiled kernels of the cache")
-    demo = add("demo", _demo, "decode a ragged batch and check it against the oracle", json_too=False)
+    demo = add("demo", _demo, "run kernels on the GPU, or in the simulator without one, beside the oracle")
     if arguments[:1] == ["demo"]:
         _demo_module().add_arguments(demo)
     selftest.add_arguments(
@@ -192,7 +193,7 @@ def _compile(options: argparse.Namespace) -> int:
     if options.out:
         with _writing(options.out):  # what cannot be made is said before the work
             options.out.mkdir(parents=True, exist_ok=True)
-    outcomes = _build_with_progress([request for _, _, request in planned], options.jobs, quiet=options.json)
+    outcomes = compile_all([request for _, _, request in planned], options.jobs, quiet=options.json)
     if options.out:
         for outcome in outcomes:
             if outcome.build:
@@ -200,7 +201,7 @@ def _compile(options: argparse.Namespace) -> int:
                 with _writing(options.out):
                     cache.write(entry, outcome.build, cache.image_key(outcome.request))
     if options.json:
-        print(json.dumps([_outcome_row(outcome) for outcome in outcomes], indent=1))
+        print(json.dumps([outcome_row(outcome) for outcome in outcomes], indent=1))
     else:
         _show_outcomes(outcomes)
         if options.out:
@@ -222,7 +223,7 @@ def _writing(directory: Path) -> Iterator[None]:
 def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:
     keys = ("kernel", "variant", "target", "registers", "smem", "spills", "seconds", "state")
     heads = ["regs" if key == "registers" else key for key in keys]
-    rows = map(_outcome_row, outcomes)
+    rows = map(outcome_row, outcomes)
     show(table("kernels", heads, ([row[key] for key in keys] for row in rows)))
 
 
@@ -333,28 +334,6 @@ def _check_names(option: str, given: Sequence[str], possible: Collection[str], w
         raise ArgumentError(explain(option, ", ".join(unknown) or "nothing", which + ", ".join(possible)))
 
 
-def _build_with_progress(requests: Sequence[BuildRequest], jobs: int, *, quiet: bool) -> list[loader.Outcome]:
-    with progress("compiling", len(requests), quiet=quiet) as advance:
-        return loader.build_all(requests, jobs, lambda request, outcome: advance(request.name, outcome is not None))
-
-
-def _outcome_row(outcome: loader.Outcome) -> dict[str, Any]:
-    request = outcome.request
-    row = {"kernel": request.entry.removeprefix("mla_"), "variant": request.label, "target": request.arch}
-    if outcome.build is None:
-        return {**row, **dict.fromkeys(("registers", "smem", "spills", "stack", "seconds"), "-"), "state": "failed"}
-    info = outcome.build.info
-    return {
-        **row,
-        "registers": info["registers"],
-        "smem": info["static_smem"] + info["facts"].get("smem_bytes", 0),
-        "spills": info["spill_stores"] + info["spill_loads"],
-        "stack": info["stack"],
-        "seconds": info["seconds"],
-        "state": "cached" if outcome.was_cached else "not kept" if outcome.cache_error else "compiled",
-    }
-
-
 def _built(request: BuildRequest) -> bool | str:
     try:
         return worker.cached(request) is not None
@@ -366,12 +345,7 @@ def _built(request: BuildRequest) -> bool | str:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    return int(_demo_module().run(options, _compile_for))
-
-
-def _compile_for(arch: str, jobs: int) -> bool:
-    """Compile every kernel for `arch` and show what became of them; whether all compiled."""
-    return _compile(argparse.Namespace(arch=(arch,), kernels=("all",), jobs=jobs, out=None, json=False)) == 0
+    return int(_demo_module().run(options))
 
 
 def _demo_module() -> Any:

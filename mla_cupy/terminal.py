@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -49,34 +50,76 @@ def show(*tables: Table) -> None:
 def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, bool], None]]:
     """A bar on standard error; the function says what is at work, and whether it is done.
 
-    Where that is no terminal, such as the log of an image that is built, there is a plain line now and then.
+    Where that is no terminal, such as the log of an image that is built, there is a plain line now and then, also while
+    one piece of the work takes long.
     """
-    if not quiet and not _console(stderr=True).is_terminal:
-        yield _lines(what, total)
-        return
+    if quiet:
+        yield lambda name, done: None
+    elif _console(stderr=True).is_terminal:
+        with _bar(what, total) as advance:
+            yield advance
+    else:
+        lines = _Lines(what, total)
+        try:
+            yield lines.advance
+        finally:
+            lines.end()
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[str, bool], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_console(stderr=True), transient=True, disable=quiet) as shown:
+    # What is printed meanwhile goes above the bar, but only if it goes to the terminal at all.
+    above = sys.stdout.isatty()
+    with Progress(*columns, console=_console(stderr=True), transient=True, redirect_stdout=above) as shown:
         bar = shown.add_task(plain(what), total=total)
         yield lambda name, done: shown.update(bar, description=plain(name), advance=1 if done else 0)
 
 
-def _lines(what: str, total: int) -> Callable[[str, bool], None]:
-    """Lines of progress, from the time on when it takes long."""
-    begin = time.monotonic()
-    due, finished = begin + FIRST_LINE_SECONDS, 0
+class _Lines:
+    """Lines of progress, from the time on when it takes long; and a last one, if there was any."""
 
-    def advance(name: str, done: bool) -> None:
-        nonlocal due, finished
-        finished += done
-        now = time.monotonic()
-        if now >= due:
-            due = now + LINE_SECONDS
-            print(f"{what}: {finished} of {total} done after {now - begin:.0f} s", file=sys.stderr, flush=True)
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._begin = time.monotonic()
+        self._finished = 0
+        self._at_work: dict[str, None] = {}
+        self._said = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    return advance
+    def advance(self, name: str, done: bool) -> None:
+        """Remember what is at work."""
+        if done:
+            self._finished += 1
+            self._at_work.pop(name, None)
+        else:
+            self._at_work[name] = None
+
+    def end(self) -> None:
+        """Say it is over, if anything has been said."""
+        self._ended.set()
+        self._thread.join()
+        if self._said:
+            self._say()
+
+    def _run(self) -> None:
+        seconds = FIRST_LINE_SECONDS
+        while not self._ended.wait(seconds):
+            self._said = True
+            self._say()
+            seconds = LINE_SECONDS
+
+    def _say(self) -> None:
+        seconds = time.monotonic() - self._begin
+        oldest = next(iter(self._at_work.copy()), None)
+        now = "" if oldest is None else f", now {plain(oldest)}"
+        text = f"{self._what}: {self._finished} of {self._total} done after {seconds:.0f} s{now}"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -74,6 +74,11 @@ def draw(rows: Sequence[Row], directory: Path, suffix: str = "png") -> list[Path
     return written
 
 
+def draw_roofline(rows: Sequence[Row], path: Path) -> None:
+    """Writes one roofline of all rows that were timed."""
+    _save(partial(roofline, rows=[row for row in rows if microseconds(row) is not None]), path)
+
+
 def _figure_name(row: Row) -> str:
     """The benchmark, or the public function where a row of an early version does not say."""
     return str(row["benchmark"] or row["op"])

@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from mla_cupy.runtime import loader, nvrtc
+from mla_cupy.compiling import compile_all
+from mla_cupy.runtime import nvrtc
 from mla_cupy.terminal import progress, show, table
 
 _EPILOG = """\
@@ -53,9 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if here.simulated:
         print(f"Not on a GPU but in the simulator: {here.reason}.", file=sys.stderr)
     requests = list(dict.fromkeys(request for probe in probes for request in probe.requests(arch)))
-    with progress("compiling", len(requests)) as advance:  # what does not compile says so when it runs
-        jobs = os.cpu_count() or 1
-        loader.build_all(requests, jobs, lambda request, outcome: advance(request.name, outcome is not None))
+    compile_all(requests, os.cpu_count() or 1)  # what does not compile says so when it runs
     with progress("running", len(probes)) as advance:
         results = runner.run(probes, here, options.keep_going, lambda name, result: advance(name, result is not None))
     known = summary.facts(here, options.keep_going)

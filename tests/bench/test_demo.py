@@ -1,108 +1,139 @@
-"""`mla-cupy demo` without a GPU, and its GPU half on the NumPy device."""
+"""`mla-cupy demo`: its GPU half on the NumPy device of the benchmarks, and what it draws."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import mla_cupy
 from bench.core.limits import Limits
-from mla_cupy import demo, reference
+from mla_cupy import demo
+from mla_cupy.demo import measured
+from mla_cupy.errors import ArgumentError
+from mla_cupy.kernels import KERNELS
 from mla_cupy.parts import part
+from mla_cupy.runtime.loader import Outcome
+from mla_cupy.shapes import D_QK, D_V
+
+SMALL = (("decode", "b3-sq1-hq4-skv200-mix1"), ("sparse-forward", "sq4-skv64-hq4-topk16"))
 
 
 def options(*arguments):
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
+    parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
 
-def oracle(q, *arguments, plan=None, out=None, lse=None):
-    """The public call, computed by the oracle."""
-    values = reference.mla_decode(q, *arguments)
-    results = values[0].astype(q.dtype), values[1].astype(np.float32)
-    if out is None:
-        return results
-    out[...], lse[...] = results
-    return out, lse
-
-
-def off_by_one_key(q, cache, table, seqlens, **rest):
-    return oracle(q, cache, table, np.maximum(seqlens - 1, 0), **rest)
-
-
-def not_compiled(arch, jobs):
-    pytest.fail("compiled")
-
-
 @pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(demo.device, "gpu_count", lambda: 0)
-    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+def gpu(monkeypatch, device, fake):
+    """A GPU whose only implementation is the oracle, which takes 12.5 us; holds what was compiled."""
+    bench = partial(part, "bench", "bench")
+    seen = SimpleNamespace(compiled=[], error="", spoil=None)
 
+    def compile_all(requests, jobs, *, quiet):
+        seen.compiled += requests
+        return [Outcome(request, None, seen.error) for request in requests]
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_without_a_gpu(no_gpu, capsys, dtype):
-    assert demo.run(options("--no-compile", "--dtype", dtype), not_compiled) == 0
-    text = capsys.readouterr().out
-    assert "No GPU" in text
-    assert "that of the float64 oracle" in text
-
-
-def test_a_wrong_result_without_a_gpu(no_gpu, capsys, monkeypatch):
-    monkeypatch.setattr(mla_cupy, "mla_decode", off_by_one_key)
-    assert demo.run(options("--no-compile"), not_compiled) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_kernels_are_compiled_and_a_failure_counts(no_gpu, monkeypatch, works):
-    asked = []
-    monkeypatch.setattr(mla_cupy, "mla_decode", oracle)
-    monkeypatch.setattr(demo.nvrtc, "find_nvrtc", lambda: "libnvrtc.so")
-    assert demo.run(options("-j", "3"), lambda arch, jobs: asked.append((arch, jobs)) or works) == (0 if works else 1)
-    assert asked == [("sm_90a", 3)]
-
-
-def test_without_nvrtc_it_says_so(no_gpu, monkeypatch, capsys):
-    def missing():
-        raise demo.KernelCompileError("no NVRTC; run pip install something")
-
-    monkeypatch.setattr(mla_cupy, "mla_decode", oracle)
-    monkeypatch.setattr(demo.nvrtc, "find_nvrtc", missing)
-    assert demo.run(options(), not_compiled) == 0
-    assert "pip install something" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("decode", [oracle, off_by_one_key])
-def test_the_gpu_half(monkeypatch, capsys, device, decode):
-    class Plan:
-        updates = 0
-
-        def update(self, seqlens):
-            Plan.updates += 1
-
-    def timed(*arguments, **results):
-        device.watch.now_us += 12.5
-        return decode(*arguments, **results)
-
+    device.arch = "sm_90a"
     monkeypatch.setattr(demo.device, "gpu_count", lambda: 1)
-    monkeypatch.setattr(demo, "H_Q", 4)
-    monkeypatch.setattr(demo, "GPU_BATCH", 5)
-    monkeypatch.setattr(demo, "GPU_LONGEST", 200)
-    monkeypatch.setattr(part("bench", "bench", "core.device"), "CudaDevice", lambda: device)
+    monkeypatch.setattr(measured, "CASES", SMALL)
+    monkeypatch.setattr(measured, "compile_all", compile_all)
+    monkeypatch.setattr(bench("core.device"), "CudaDevice", lambda: device)
+    monkeypatch.setattr(bench("core.limits"), "measure", lambda gpu: Limits(4.0, None, "given", "no cuBLAS"))
+    monkeypatch.setattr(bench("core.environment"), "describe", lambda *what: {"gpu": "host", "date": "2026-01-01"})
     monkeypatch.setattr(
-        part("bench", "bench", "core.limits"), "measure", lambda gpu: Limits(4.0, None, "given", "no cuBLAS")
+        bench("core.implementation"), "make", lambda names, known: [fake("mla_cupy", 12.5, spoil=seen.spoil)]
     )
-    monkeypatch.setattr(mla_cupy, "plan_decode", lambda **sizes: Plan())
-    monkeypatch.setattr(mla_cupy, "mla_decode", timed)
-    right = decode is oracle
-    assert demo.run(options(), not_compiled) == (0 if right else 1)
-    assert Plan.updates == 1
-    text = capsys.readouterr().out
-    assert ("right" in text) == right
-    assert ("12.5 us" in text) == right, "a wrong result is not timed"
-    assert ("no cuBLAS" in text) == right
-    assert "0 to" in text, "the batch has an empty sequence"
+    monkeypatch.setattr(bench("core.runner"), "LOAD_US", 0.0)
+    return seen
+
+
+def test_core_kernels_are_compiled_those_of_this_gpu_first(gpu):
+    assert demo.run(options()) == 0
+    core = [
+        spec.request(variant, "sm_90a")
+        for spec in KERNELS.values()
+        if spec.supports_arch("sm_90a")
+        for variant in spec.core
+    ]
+    assert set(gpu.compiled) == set(core)
+    special = ["sm90" in request.entry for request in gpu.compiled]
+    assert any(special)
+    assert special == sorted(special, reverse=True)
+
+
+def test_cases_are_checked_timed_and_shown_beside_the_roofline(gpu, capsys):
+    assert demo.run(options()) == 0
+    said = capsys.readouterr().out
+    for _, case in SMALL:
+        (row,) = (line for line in said.splitlines() if case in line)
+        assert "12.5" in row
+        assert row.split()[-1] == "ok"
+    assert "of roofline" in said
+    assert "GEMM unknown" in said
+    assert demo.run(options("--json")) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    tokens = rows[0]["bytes"] // 2 - 3 * 4 * (D_QK + D_V)  # elements of the cache
+    assert rows[0]["share_roofline"] == pytest.approx(rows[0]["bytes"] / 4e6 / 12.5)
+    assert tokens % D_QK == 0
+
+
+def test_a_wrong_result_is_said_and_not_timed(gpu, capsys):
+    def spoil(calls, results):
+        results.out[...] = np.nan
+
+    gpu.spoil = spoil
+    assert demo.run(options()) == 1
+    said = capsys.readouterr().out
+    assert "wrong" in said
+    assert "12.5" not in said
+
+
+def test_a_kernel_that_does_not_compile_ends_it(gpu, capsys):
+    gpu.error = "seesaw does not compile"
+    assert demo.run(options()) == 1
+    said = capsys.readouterr()
+    assert "seesaw does not compile" in said.err
+    assert "12.5" not in said.out
+
+
+def test_the_roofline_is_drawn(gpu, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "roofline.png"
+    assert demo.run(options("--png", str(picture))) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in capsys.readouterr().out
+
+
+def test_a_page_is_the_simulators(gpu):
+    with pytest.raises(ArgumentError, match="--simulate"):
+        demo.run(options("--html", "timeline.html"))
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(gpu, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match="pip install matplotlib"):
+        demo.run(options("--png", "roofline.png"))
+    assert gpu.compiled == []
+
+
+@pytest.mark.parametrize(
+    ("check", "worst"),
+    [
+        ({"out_max": 2.0, "out_tolerance": 4.0}, (2.0, 4.0)),
+        ({"errors": {"dq": 1.0, "dkv": 3.0}, "tolerances": {"dq": 4.0, "dkv": 4.0}}, (3.0, 4.0)),
+    ],
+)
+def test_the_error_that_is_nearest_to_its_tolerance(check, worst):
+    assert measured._worst(check) == worst
+
+
+def test_an_error_that_is_no_number_is_the_worst():
+    check = {"errors": {"dq": None, "dkv": 3.0}, "tolerances": {"dq": 4.0, "dkv": 4.0}}
+    assert np.isnan(measured._worst(check)[0])
+    assert np.isnan(measured._worst(None)[0])

@@ -154,7 +154,7 @@ def test_an_unknown_word_shows_the_usage_of_its_command(capsys: pytest.CaptureFi
 
 
 def test_sigterm_ends_the_compilers_too(tmp_path: Path) -> None:
-    """They are gone when the command is."""
+    """They are gone when the command is; one that is just being started sees its pipe close, and ends at once."""
     command = [sys.executable, "-m", "mla_cupy", "compile", "--arch", "sm_90a", "--kernels", "decode_sm90_seesaw"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_CACHE_DIR": str(tmp_path)}
     with subprocess.Popen([*command, "-j", "2"], env=environment, stdout=subprocess.DEVNULL) as parent:
@@ -164,6 +164,9 @@ def test_sigterm_ends_the_compilers_too(tmp_path: Path) -> None:
         assert compilers
         parent.terminate()
         assert parent.wait(30) == 128 + signal.SIGTERM
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, compilers)) and time.monotonic() < deadline:
+            time.sleep(0.02)  # one that was just being started sees its pipe close
         assert not [pid for pid in compilers if is_alive(pid)]
 
 
@@ -187,20 +190,36 @@ def children_of(pid: int) -> list[int]:
 def test_progress_without_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
-    with terminal.progress("compiling", 30) as advance:
-        for at in range(30):
-            advance(f"kernel {at}", False)
-            now += 1.0
-            advance(f"kernel {at}", True)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines() == [f"compiling: {done} of 30 done after {done} s" for done in (2, 12, 22)]
-    with terminal.progress("compiling", 3, quiet=True) as advance:
-        now += 100.0
+    """Also while one kernel takes long; the name is that of the one that has been at work the longest."""
+    monkeypatch.setattr(terminal, "FIRST_LINE_SECONDS", 0.02)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.02)
+    said = ""
+    with terminal.progress("compiling", 3) as advance:
+        for name in ("slow", "fast"):
+            advance(name, False)
+        advance("fast", True)
+        deadline = time.monotonic() + 20
+        while said.count("now slow") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        advance("slow", True)
+    said += capsys.readouterr().err
+    assert said.count("compiling: 1 of 3 done after 0 s, now slow\n") >= 2
+    assert said.splitlines()[-1].startswith("compiling: 2 of 3 done after ")
+    assert "now" not in said.splitlines()[-1]
+
+
+def test_progress_of_little_work_and_quiet_progress_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with terminal.progress("compiling", 1) as advance:
         advance("kernel", True)
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "FIRST_LINE_SECONDS", 0.0)
+    with terminal.progress("compiling", 1, quiet=True) as advance:
+        time.sleep(0.02)
+        advance("kernel", True)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
 
 
 def test_list_tells_what_is_built(registry: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +374,7 @@ def test_demo_and_bench_are_handed_their_arguments(monkeypatch: pytest.MonkeyPat
             parser.add_argument("--size", type=int)  # type: ignore[attr-defined]
 
         @staticmethod
-        def run(options: object, compile_kernels: object) -> int:
+        def run(options: object) -> int:
             seen.append(options.size)  # type: ignore[attr-defined]
             return 5
 

@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("mla_cupy", "bench", "docs", "examples")
 #: Folders and files that are not held to it.
-EXEMPT = ("mla_cupy/torch/", "mla_cupy/jax/", "mla_cupy/demo.py")
+EXEMPT = ("mla_cupy/torch/", "mla_cupy/jax/")
 
 NO_NOUN_OR_VERB = re.compile(
     r"(?:What|Whether|Where|Who|Whose|Which|When|Why|How|The same|Those|That|As|Of|At|By|For|From|In|On|To|With)\b"
