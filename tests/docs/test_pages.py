@@ -114,3 +114,29 @@ def test_the_table_has_every_kernel_that_a_call_may_get() -> None:
         assert id(operation.pipeline) in pipelines or len(operation.pipeline.kernels) == 1, operation.name
     for pipeline in pipelines.values():
         assert {f"`{kernel.name}`" for kernel in pipeline.kernels if not kernel.on_request} <= shown
+
+
+KERNEL_PAGES = sorted((REPOSITORY / "cuda_src").rglob("*.md"))
+LONGER = {"cuda_src/dense/README.md": 500}
+"""Pages whose measurements have no log yet."""
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_kernel_pages_hold_the_present_design(page: Path) -> None:
+    """What was measured and tried belongs to docs/log."""
+    limit = LONGER.get(page.relative_to(REPOSITORY).as_posix(), 250)
+    assert len(page.read_text().splitlines()) <= limit
+
+
+def test_the_changelog_is_short() -> None:
+    """Features, no figures: 60 lines for a release."""
+    assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+def test_every_kept_result_is_cited() -> None:
+    pages = [*DOCS.rglob("*.md"), *KERNEL_PAGES, *(REPOSITORY / "bench").rglob("*.md"), REPOSITORY / "README.md"]
+    sources = [*(REPOSITORY / "mla_cupy").rglob("*.py"), *(REPOSITORY / "bench").rglob("*.py")]
+    text = "\n".join(path.read_text() for path in (*pages, *sources))
+    results = sorted((REPOSITORY / "bench" / "results").rglob("*.jsonl"))
+    assert results
+    assert [path.name for path in results if path.name not in text] == []
