@@ -32,7 +32,7 @@ def archs(smem_kb: int) -> tuple[str, ...]:
 
 
 def chosen_archs(smem_kb: int) -> tuple[str, ...]:
-    """Those where a kernel with so much shared memory is chosen: where no faster one is."""
+    """Targets for which a kernel with so much shared memory is chosen: those without a faster one."""
     faster = {*HOPPER, *(archs(MORE_KB) if smem_kb < MORE_KB else ())}
     return tuple(target for target in archs(smem_kb) if target not in faster)
 

@@ -21,7 +21,7 @@ _OLDEST = (8, 0)
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Why the kernel cannot take the problem; None if it can."""
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.cc < _OLDEST:
         major, minor = device.cc
         return Reason(f"needs compute capability 8.0 or newer, {device.name} has {major}.{minor}")
