@@ -35,7 +35,7 @@ _keep: list[Any] = []
 
 
 def disabled_checks() -> list[Any]:
-    """For `jax.export.export(..., disabled_checks=...)`, which refuses custom calls that it does not know.
+    """List the checks for `jax.export.export(..., disabled_checks=...)`, which refuses custom calls it does not know.
 
     The process that runs the exported program must have called `mla_cupy.jax.ffi.register`, and its GPU must need no
     more workspace than the one that the program was traced for.

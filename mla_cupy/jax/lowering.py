@@ -1,4 +1,4 @@
-"""From a traced call to a custom call of XLA: a callback on device buffers, or the handler of `mla_cupy.jax.ffi`.
+"""Custom calls of XLA, made of traced calls: a callback on device buffers, or the handler of `mla_cupy.jax.ffi`.
 
 Both get a workspace as one more result, which XLA owns, and enqueue on XLA's stream. The callback is what JAX offers
 for this; the handler serves `jax.export`, which cannot serialise callbacks, and JAX before 0.6.1, which has none.
@@ -113,7 +113,7 @@ def _result_types(signature: Signature, nbytes: int) -> list[jax.ShapeDtypeStruc
 
 
 def _through_callback(signature: Signature, ready: Launcher | None) -> _Branch:
-    """On the GPUs of `ready`, or on the CPU."""
+    """Make a call on the GPUs of `ready`, or on the CPU."""
     nbytes = ready.nbytes if ready else 0
     count = len(_result_types(signature, 0))
     callback = functools.partial(_on_cpu, signature) if ready is None else functools.partial(_on_gpu, ready)

@@ -64,12 +64,30 @@ def call(
 def arguments_of(
     operators: Operators, arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of an operation's operators by name, checked, and the tensors for results."""
-    named = dict(
-        zip((*operators.inputs, *operators.options), (*arrays[: len(operators.inputs)], *options), strict=True)
-    )
-    results = zip(operators.outputs, arrays[len(operators.inputs) :], strict=True)
-    return _checked(operators, named), {name: check_kind("Tensor?", name, x) for (name, _, _), x in results}
+    """Name the arguments of an operation's operators, and the tensors for results.
+
+    Outside of compiled programs they are checked, and those at their defaults are left out: the dispatcher takes its
+    time for each. PyTorch's own errors, of arguments of other kinds, are not those of the package.
+
+    Raises
+    ------
+    DTypeError
+        If there is something else where a tensor belongs.
+    ArgumentError
+        If an option is of another kind.
+    """
+    count, kinds, defaults = len(operators.inputs), operators.kinds, operators.defaults
+    named = dict(zip((*operators.inputs, *operators.options), (*arrays[:count], *options), strict=True))
+    results = {name: x for (name, _, _), x in zip(operators.outputs, arrays[count:], strict=True)}
+    if _is_compiling():
+        return named, results
+    chosen = {key: x for key, x in named.items() if key not in defaults or _differ(x, defaults[key])}
+    given = {name: None if x is None else _of_kind("Tensor", name, x) for name, x in results.items()}
+    return {key: _of_kind(kinds[key], key, x) for key, x in chosen.items()}, given
+
+
+def _differ(value: Any, default: Any) -> bool:
+    return value is not default and (type(value) is not type(default) or value != default)
 
 
 def targets(given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -86,7 +104,8 @@ def _wanted(operators: Operators, arguments: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, needs, when in operators.outputs
-        if not (needs and arguments[needs] is None) and (not when or check_flag(when, arguments[when]))
+        if not (needs and arguments.get(needs) is None)
+        and not (when and not check_flag(when, arguments.get(when, operators.defaults[when])))
     ]
 
 
@@ -134,26 +153,13 @@ def _dtype_name(option: str, dtype: Any) -> str | None:
     return check_dtype(option, dtype)
 
 
-def _checked(operators: Operators, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator, those that are numbers as Python's: all that a schema takes.
-
-    PyTorch's own errors, of arguments of other kinds, are not those of the package.
-
-    Raises
-    ------
-    DTypeError
-        If there is something else where a tensor belongs.
-    ArgumentError
-        If an option is of another kind.
-    """
-    if _is_compiling():
-        return given
-    return {key: check_kind(operators.kinds[key], key, value) for key, value in given.items()}
-
-
 def check_kind(kind: str, key: str, value: Any) -> Any:
-    """An argument as a schema takes it, where it is of this type or can be."""
-    if _is_compiling() or (value is None and kind.endswith("?")):
+    """Check an argument outside of compiled programs; returns it as a schema takes it."""
+    return value if _is_compiling() else _of_kind(kind, key, value)
+
+
+def _of_kind(kind: str, key: str, value: Any) -> Any:
+    if value is None and kind.endswith("?"):
         return value
     kind = kind.rstrip("?")
     if kind == "Tensor":

@@ -50,7 +50,7 @@ def refuse_tangents(operation: str, given: Mapping[str, Any]) -> None:
 def refuse_beside(operation: str, given: Mapping[str, Any]) -> None:
     """Raise DTypeError where derivatives are wanted beside an input that has no place in the gradient."""
     other = _NOT_BESIDE.get(operation)
-    if other is not None and given[other] is not None:
+    if other is not None and given.get(other) is not None:
         refuse(f"{operation} with a {other}", given)
 
 

@@ -6,6 +6,8 @@ the public function runs; their fakes check what it checks.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -58,14 +60,14 @@ class Operators:
     arguments, results, returns : str
         Parts of their schemas: the inputs and options; the tensors to write to; what the first one returns.
     unwritten : tuple of str
-        Options whose default no schema can hold: they may be None there.
+        Options whose default, -inf, no schema can hold: they may be None there.
 
     Attributes
     ----------
     make, write : operator
         What returns new tensors, and what writes to given ones; the same for an operation without results.
-    kinds : dict
-        Of each argument, its type in the schema.
+    kinds, defaults : dict
+        Of each argument, its type in the schema; of those that may be left out, what they are then.
     """
 
     def __init__(
@@ -81,6 +83,9 @@ class Operators:
         name = operation.name
         self.operation, self.describe, self.arguments = operation, describe, arguments
         self.kinds = _kinds(arguments, unwritten)
+        taken = inspect.signature(describe).parameters
+        self.defaults = {key: taken[key].default for key in self.kinds if taken[key].default is not taken[key].empty}
+        self.defaults |= dict.fromkeys(unwritten, -math.inf)
         self.inputs = tuple(array.name for array in operation.inputs)
         self.options: tuple[str, ...] = operation.options._fields
         self.outputs = tuple((output.name, output.needs, output.when) for output in operation.outputs)

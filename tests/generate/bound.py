@@ -117,13 +117,13 @@ def signature_of(one: Bound, left_out: Sequence[str], array: str, more: Sequence
             kind = f"{array} | None" if name in optional else array
         elif name == "plan":
             kind = "TorchDecodePlan | None"
-        found.append(f"{name}: {kind}{default_of(_for_compilers(parameter))}")
+        found.append(f"{name}: {kind}{default_of(for_compilers(parameter))}")
     if more and "*" not in found:
         found.append("*")
     return ", ".join([*found, *more])
 
 
-def _for_compilers(parameter: inspect.Parameter) -> inspect.Parameter:
+def for_compilers(parameter: inspect.Parameter) -> inspect.Parameter:
     """A default of 1.0 as 1: `torch.compile` takes a float there for an input of the graph."""
     value = parameter.default
     return parameter.replace(default=int(value)) if isinstance(value, float) and value.is_integer() else parameter

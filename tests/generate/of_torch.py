@@ -15,6 +15,7 @@ from tests.generate.bound import (
     default_of,
     docstring_of,
     docstring_of_objective,
+    for_compilers,
     function_of,
     module_of,
     names_of,
@@ -79,7 +80,10 @@ def operators(every: Sequence[Bound]) -> str:
 
 def _operator(one: Bound) -> str:
     unwritten = [name for name in one.options if one.parameters[name].default == -math.inf]
-    taken = [name + ("=None" if name in unwritten else default_of(one.parameters[name])) for name in one.arguments]
+    taken = [
+        name + ("=None" if name in unwritten else default_of(for_compilers(one.parameters[name])))
+        for name in one.arguments
+    ]
     results = "".join(f", {name}: Any = None" for name in [*one.outputs, "workspace"]) if one.outputs else ""
     arrays, options = tuple_of([*one.inputs, *one.outputs]), tuple_of(one.options)
     lines = [f"{name} = -math.inf if {name} is None else {name}" for name in unwritten]
