@@ -15,7 +15,7 @@ from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.selftest.probe import ARCHS, Array, Finding, Machine, UnfitError, random
+from mla_cupy.selftest.probe import TMA_ARCHS, Array, Finding, Machine, UnfitError, random
 
 D_QK, D_V = 576, 512
 TOLERANCE = 2.0**-6
@@ -220,7 +220,7 @@ def probes() -> list[CallProbe]:
     """Probes of every main kernel that is registered for a family of GPUs with probes."""
     found: list[CallProbe] = []
     for kernel in _MAIN:
-        archs = tuple(arch for arch in ARCHS if _FAMILY[arch] in kernel)
+        archs = tuple(arch for arch in TMA_ARCHS if _FAMILY[arch] in kernel)
         if archs:
             found.extend(_probes_of(kernel, archs))
     return found

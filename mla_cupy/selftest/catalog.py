@@ -8,7 +8,7 @@ from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.spec import KernelSpec
-from mla_cupy.selftest import calls, copies, mma, reductions, tmem
+from mla_cupy.selftest import calls, copies, mma, mma_calls, reductions, tmem
 from mla_cupy.selftest.probe import ARCHS, Probe, stage
 
 #: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
@@ -27,7 +27,14 @@ def probes(arch: str, pattern: str = "*") -> list[Probe]:
     """
     if arch not in ARCHS:
         raise ArgumentError(explain("--arch", repr(arch), "one of " + ", ".join(ARCHS)))
-    every: Sequence[Probe] = (*tmem.PROBES, *mma.PROBES, *copies.PROBES, *reductions.PROBES, *calls.probes())
+    every: Sequence[Probe] = (
+        *tmem.PROBES,
+        *mma.PROBES,
+        *copies.PROBES,
+        *reductions.PROBES,
+        *mma_calls.probes(),
+        *calls.probes(),
+    )
     of_arch = [probe for probe in every if arch in probe.archs]
     # By stage: the blocks of all kernels come before the first whole kernel.
     of_arch.sort(key=lambda probe: {"block": 1, "kernel": 2}.get(stage(probe.name), 0))

@@ -14,9 +14,10 @@ from mla_cupy.terminal import progress, show, table
 
 _EPILOG = """\
 Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
-kernel of the sparse backward, then the kernels, each compared with NumPy. What needs a probe that failed is skipped. On
-a GPU probes run in child processes, so that one that hangs or kills its context is reported, and the next one runs. The
-exit status is 0 if nothing went wrong, else 1. Paste the report into an issue, whatever it says.
+kernel of the sparse backward and of those with mma.sync, then the kernels, each compared with NumPy. What needs a probe
+that failed is skipped. On a GPU probes run in child processes, so that one that hangs or kills its context is reported,
+and the next one runs. The exit status is 0 if nothing went wrong, else 1. Paste the report into an issue, whatever it
+says.
 
 examples:
   mla-cupy selftest                           on this machine's GPU, or for sm_100a in the simulator
@@ -31,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.epilog = _EPILOG
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument(
-        "--arch", metavar="ARCH", help="sm_90a, sm_100a or sm_103a (default: this machine's GPU, or sm_100a)"
+        "--arch", metavar="ARCH", help="such as sm_80, sm_89 or sm_100a (default: this machine's GPU, or sm_100a)"
     )
     command.add_argument("--probes", default="*", metavar="GLOB", help="only probes with such names, as 'mma/*'")
     command.add_argument("--list", action="store_true", help="show the probes, run none")

@@ -10,7 +10,7 @@ from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.params import ProbeCopyParams
-from mla_cupy.selftest.probe import ARCHS, BLACKWELL, Array, BoxMap, Case, InstructionProbe, random
+from mla_cupy.selftest.probe import BLACKWELL, TMA_ARCHS, Array, BoxMap, Case, InstructionProbe, random
 
 ROWS = 64
 DIMS = 576
@@ -22,7 +22,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "TMA gathers and boxes",
     "probes/copy.cu",
     ProbeCopyParams,
-    ARCHS,
+    TMA_ARCHS,
     variants=variants(copy=("gather", "load", "store")),
 )
 
@@ -103,7 +103,7 @@ def _box(copy: str, label: str) -> InstructionProbe:
     heads, queries, at = BOXES[label]
     about = f"3-D {copy} of a box of 64 columns x 64 heads of one query at {at}, where there are {heads} heads"
     case = partial(_box_case, name, copy, heads, queries, at)
-    return InstructionProbe(name, about, KERNEL, Variant(copy=copy), case, ARCHS)
+    return InstructionProbe(name, about, KERNEL, Variant(copy=copy), case, TMA_ARCHS)
 
 
 PROBES = (

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import arrays
+from mla_cupy.kernels.attention.mma import LEAST_KB, archs
 from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
 from mla_cupy.kernels.pipeline import bind
 from mla_cupy.kernels.spec import KernelSpec, Variant
@@ -23,7 +24,9 @@ Array = npt.NDArray[Any]
 
 BLACKWELL = ("sm_100a", "sm_103a")
 HOPPER = ("sm_90a",)
-ARCHS = HOPPER + BLACKWELL
+TMA_ARCHS = HOPPER + BLACKWELL
+ARCHS = archs(LEAST_KB)
+"""All targets that have probes: those with mma.sync of 16-bit numbers."""
 AXES = {
     "dump": ("lane", "column"),
     "loaded": ("warp", "register", "thread"),

@@ -10,7 +10,7 @@ from mla_cupy import dtypes
 from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.selftest.layouts import SW128_COLUMNS, by_rows, sw_tile_elements
 from mla_cupy.selftest.params import ProbeReduceParams, ProbeStmatrixParams
-from mla_cupy.selftest.probe import ARCHS, Case, InstructionProbe, random, small_integers
+from mla_cupy.selftest.probe import TMA_ARCHS, Case, InstructionProbe, random, small_integers
 
 THREADS = 128
 BLOCKS = 4
@@ -22,7 +22,7 @@ REDUCE: KernelSpec[object] = KernelSpec(
     "reductions into global memory",
     "probes/reduce.cu",
     ProbeReduceParams,
-    ARCHS,
+    TMA_ARCHS,
     variants=variants(width=(4, 2, 1)),
 )
 
@@ -31,7 +31,7 @@ STMATRIX: KernelSpec[object] = KernelSpec(
     "transposed stores of matrices",
     "probes/stmatrix.cu",
     ProbeStmatrixParams,
-    ARCHS,
+    TMA_ARCHS,
     variants=variants(dtype=("bfloat16", "float16"), keys=(32, 64)),
 )
 
@@ -71,14 +71,14 @@ def _reduce(width: int, groups: int) -> InstructionProbe:
     name = f"reduce/{kind}-{groups}groups"
     about = f"red.global.add.{kind} by {BLOCKS} blocks of {THREADS} threads to {groups} places"
     variant = Variant(width=width)
-    return InstructionProbe(name, about, REDUCE, variant, partial(_reduce_case, name, width, groups), ARCHS)
+    return InstructionProbe(name, about, REDUCE, variant, partial(_reduce_case, name, width, groups), TMA_ARCHS)
 
 
 def _stmatrix(dtype: str, keys: int) -> InstructionProbe:
     name = f"stmatrix/{dtype}-{keys}keys"
     about = f"stmatrix.x4.trans of fragments of 64 heads x {keys} keys to a sw_tile with a row for each key"
     variant = Variant(dtype=dtype, keys=keys)
-    return InstructionProbe(name, about, STMATRIX, variant, partial(_stmatrix_case, name, dtype, keys), ARCHS)
+    return InstructionProbe(name, about, STMATRIX, variant, partial(_stmatrix_case, name, dtype, keys), TMA_ARCHS)
 
 
 PROBES = (

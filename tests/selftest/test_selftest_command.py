@@ -77,7 +77,7 @@ def test_list(capsys: Captured) -> None:
     shown = capsys.readouterr().out
     for probe in catalog.probes("sm_90a"):
         assert probe.name in shown
-    assert "mma/" not in shown
+    assert not any(line.lstrip().startswith("mma/") for line in shown.splitlines())
     assert cli.main(["selftest", "--arch", "sm_103a", "--list", "--probes", "*gather4*"]) == 0
     assert capsys.readouterr().out.count("copy/") == 5
 
@@ -85,7 +85,7 @@ def test_list(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--arch", "sm_75"], "--arch: got 'sm_75', expected one of sm_90a, sm_100a, sm_103a"),
+        (["--arch", "sm_75"], "--arch: got 'sm_75', expected one of sm_80, sm_86,"),
         (["--arch", "sm_100a", "--probes", "nma/*"], "--probes: got 'nma/*', expected a pattern that matches a probe"),
     ],
 )

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from mla_cupy.selftest import catalog, trial
+from mla_cupy.selftest.mma_calls import MmaProbe
 from mla_cupy.selftest.place import Place, opened
-from mla_cupy.selftest.probe import HOPPER, Machine
+from mla_cupy.selftest.probe import ARCHS, HOPPER, Machine
 from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
 
 CALLS = ("block", "kernel")
@@ -22,6 +23,13 @@ RUNS = (
 )
 #: A call on Hopper, so that those are tried too.
 ONE_CALL = ("sm_90a", "block/sparse_backward_sm90/bfloat16")
+#: Of the kernels with mma.sync.
+MMA_CALLS = (
+    ("sm_80", "block/attention_mma_163kb/bfloat16"),
+    ("sm_89", "block/attention_mma/float16"),
+    ("sm_120", "kernel/attention_mma_small/bfloat16"),
+    ("sm_120", "block/indexer_logits_mma/float8_e4m3fn"),
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,8 +40,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ((arch, mode), probe.name)
         for arch, mode, with_calls in RUNS
         for probe in catalog.probes(arch)
-        if full or with_calls or catalog.stage(probe.name) not in CALLS or (arch, probe.name) == ONE_CALL
+        if full
+        or (with_calls and not isinstance(probe, MmaProbe))
+        or catalog.stage(probe.name) not in CALLS
+        or (arch, probe.name) == ONE_CALL
     ]
+    chosen += [((arch, "late"), name) for arch, name in MMA_CALLS]
     ids = [f"{arch}-{mode}-{name}" for (arch, mode), name in chosen]
     metafunc.parametrize(("machine", "name"), chosen, ids=ids, indirect=["machine"])
 
@@ -53,7 +65,7 @@ def test_passes(machine: Machine, name: str) -> None:
     assert result.compared or result.status == trial.UNFIT
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_names(arch: str) -> None:
     """Unique, the stage first, one line about each; what a probe needs comes before it."""
     names = [probe.name for probe in catalog.probes(arch)]
@@ -103,7 +115,8 @@ def test_calls_take_whatever_is_registered(monkeypatch: pytest.MonkeyPatch) -> N
     from mla_cupy.selftest import calls
 
     monkeypatch.setattr(calls, "_MAIN", {})
-    assert {catalog.stage(probe.name) for probe in catalog.probes("sm_100a")}.isdisjoint(CALLS)
+    others = [probe.name for probe in catalog.probes("sm_100a") if not isinstance(probe, MmaProbe)]
+    assert {catalog.stage(name) for name in others}.isdisjoint(CALLS)
     monkeypatch.setattr(calls, "_MAIN", {"sparse_backward_sm100_new": sm90.KERNEL})
     names = [probe.name for probe in catalog.probes("sm_100a") if catalog.stage(probe.name) in CALLS]
     assert "block/sparse_backward_sm100_new/bfloat16" in names

@@ -1,0 +1,144 @@
+"""Probes of the kernels with mma.sync: dense decode and the indexer's logits against the oracle, small, then larger."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import mla_cupy
+from mla_cupy import dtypes, reference
+from mla_cupy.kernels.attention import mma
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
+from mla_cupy.runtime.build import BuildRequest
+from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, compare
+from mla_cupy.selftest.probe import Array, Finding, Machine, random
+
+PAGE_SIZE = 64
+WIDE_HEADS = 64
+
+
+class Sizes(NamedTuple):
+    """Sizes of one call: requests or query tokens, and the keys of each."""
+
+    queries: int
+    keys: int
+
+
+class Problem(NamedTuple):
+    """Arguments of a call by name, and its result in float64."""
+
+    arguments: dict[str, Array]
+    exact: Array
+
+
+@dataclass(frozen=True)
+class MmaProbe:
+    """Two calls of one kernel, whose results must be those of the oracle, and the same bits."""
+
+    name: str
+    about: str
+    kernel: str
+    function: Callable[..., Any] = field(repr=False)
+    problem: Callable[[Sizes], Problem] = field(repr=False)
+    on_gpu: Sizes
+    simulated: Sizes
+    archs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    seconds: float = CALL_SECONDS
+
+    def requests(self, arch: str) -> list[BuildRequest]:
+        """Nothing: the call knows best what it takes, and compiles it."""
+        return []
+
+    def run(self, machine: Machine) -> Finding:
+        """Call twice, compare."""
+        problem = self.problem(self.simulated if machine.simulated else self.on_gpu)
+        placed = {name: machine.upload(x) for name, x in problem.arguments.items()}
+        first, second = (machine.download(self._result(placed)) for _ in range(2))
+        error, difference = compare("result", first, problem.exact)
+        changed = int((first.view(np.uint8) != second.view(np.uint8)).sum())
+        if changed and not difference:
+            difference = f"{changed} bytes of {first.nbytes} changed from the first call to the second"
+        return Finding(difference, f"2 calls: error {error:.1e} of the largest")
+
+    def _result(self, placed: dict[str, Any]) -> Any:
+        got = self.function(**placed, kernel=self.kernel)
+        return got[0] if isinstance(got, tuple) else got
+
+
+@functools.lru_cache(maxsize=2)
+def _decode(sizes: Sizes, heads: int, dtype: str) -> Problem:
+    """Requests of different lengths, with pages in any order."""
+    rng, kind = random(f"decode {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+    pages = -(-sizes.keys // PAGE_SIZE)
+    cache = rng.standard_normal((sizes.queries * pages, PAGE_SIZE, 1, D_QK), np.float32).astype(kind)
+    arguments: dict[str, Any] = {
+        "q": rng.standard_normal((sizes.queries, 1, heads, D_QK), np.float32).astype(kind),
+        "kv_cache": cache,
+        "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
+        "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
+    }
+    return Problem(arguments, reference.mla_decode(**arguments)[0])
+
+
+@functools.lru_cache(maxsize=2)
+def _logits(sizes: Sizes, heads: int, dtype: str) -> Problem:
+    """Tokens that see all keys."""
+    rng, kind = random(f"logits {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+    arguments: dict[str, Any] = {
+        "q": rng.standard_normal((sizes.queries, heads, 128), np.float32).astype(kind),
+        "k": rng.standard_normal((sizes.keys, 128), np.float32).astype(kind),
+        "weights": rng.standard_normal((sizes.queries, heads), np.float32),
+    }
+    if dtype == "float8_e4m3fn":  # as bytes: not every library has the dtype
+        arguments |= {name: arguments[name].view(np.uint8) for name in ("q", "k")}
+    return Problem(arguments, reference.indexer_logits(**arguments))
+
+
+def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
+    heads = kernel.block_rows if kernel.block_rows in mma.SMALL_ROWS else WIDE_HEADS
+    for stage, dtype, on_gpu in (
+        ("block", "bfloat16", Sizes(1, 90)),
+        ("block", "float16", Sizes(1, 90)),
+        ("kernel", "bfloat16", Sizes(32, 4096)),
+    ):
+        yield MmaProbe(
+            f"{stage}/{kernel.name}/{dtype}",
+            f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens, against the oracle",
+            kernel.name,
+            mla_cupy.mla_decode,
+            functools.partial(_decode, heads=heads, dtype=dtype),
+            on_gpu,
+            Sizes(1, 90) if stage == "block" else Sizes(2, 140),
+            kernel.archs,
+            (f"block/{kernel.name}/*",) if stage == "kernel" else (),
+        )
+
+
+def _logits_probes() -> Iterator[MmaProbe]:
+    for stage, dtype, on_gpu in (
+        ("block", "float8_e4m3fn", Sizes(1, 40)),
+        ("block", "bfloat16", Sizes(1, 40)),
+        ("kernel", "float8_e4m3fn", Sizes(64, 8192)),
+    ):
+        yield MmaProbe(
+            f"{stage}/{LOGITS.name}/{dtype}",
+            f"indexer_logits, 64 heads, {on_gpu.queries} tokens and {on_gpu.keys} keys, against the oracle",
+            LOGITS.name,
+            mla_cupy.indexer_logits,
+            functools.partial(_logits, heads=64, dtype=dtype),
+            on_gpu,
+            Sizes(1, 40),
+            LOGITS.archs,
+            (f"block/{LOGITS.name}/*",) if stage == "kernel" else (),
+        )
+
+
+def probes() -> list[MmaProbe]:
+    """Those of every kernel, first of one block."""
+    return [*(probe for kernel in mma.KERNELS for probe in _decode_probes(kernel)), *_logits_probes()]
