@@ -14,7 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from mla_cupy.runtime import device
-from tests import durations
+from tests import durations, skips
 from tests.support.mutants import plant  # noqa: F401 (fixture)
 from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(skips.Skips())
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(durations.Recorder(file))
 
