@@ -25,6 +25,8 @@ release = version = __version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
     "numpydoc",
     "sphinx_design",
     "repository_pages",
@@ -32,7 +34,9 @@ extensions = [
     "bench_results",
     "command_help",
 ]
-exclude_patterns = ["_ext"]
+exclude_patterns = ["_ext", "_templates"]
+templates_path = ["_templates"]
+autosummary_generate = True
 default_role = "literal"  # of `names` in docstrings
 toc_object_entries_show_parents = "hide"
 smartquotes = False  # quotes and dashes in docstrings are those of code
@@ -58,6 +62,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"mla_cupy {release}"
 html_static_path = ["_static"]
 html_css_files = ["mla.css"]
+html_js_files = ["copy.js"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {

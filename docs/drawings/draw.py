@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from svg import Arrow, Chart, Region, Span, chart, tensor_memory
+from svg import Arrow, Chart, Flow, Node, Region, Span, chart, flow, tensor_memory
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -201,7 +201,29 @@ CALL = Chart(
     },
 )
 
+MLA = Flow(
+    "Multi-head latent attention: one cache, two orders of the same products",
+    (
+        Node(20, 40, 130, "hidden state|of a token", "free"),
+        Node(20, 130, 130, "latent c|512 numbers", "add"),
+        Node(20, 220, 130, "RoPE key r|64 numbers", "add"),
+        Node(200, 40, 340, "un-absorbed: keys and values of each head", "free"),
+        Node(200, 130, 150, "keys: W_UK c and r|128 + 64, per head", "mma"),
+        Node(390, 130, 150, "values: W_UV c|128, per head", "mma"),
+        Node(200, 220, 150, "scores|q . k, 192 wide", "mma"),
+        Node(390, 220, 150, "output of a head|sum of p W_UV c", "mma"),
+        Node(590, 40, 350, "absorbed: all heads read the cache as it lies", "free"),
+        Node(590, 130, 160, "queries: W_UKᵀ q|512 + 64, per head", "softmax"),
+        Node(780, 130, 160, "W_UV times the sum|128, per head", "softmax"),
+        Node(590, 220, 160, "scores|q' . (c, r), 576 wide", "mma"),
+        Node(780, 220, 160, "sum of p c|512 wide", "mma"),
+    ),
+    ((0, 1), (1, 4), (4, 6), (5, 7), (6, 7), (9, 11), (11, 12), (12, 10)),
+    note="Purple: what is cached: 576 numbers per token. Orange: weights moved to the queries and to the output.",
+)
+
 DRAWINGS = {
+    "mla": flow(MLA),
     "seesaw": chart(SEESAW),
     "sparse-forward-small": chart(SMALL),
     "sparse-backward-sm90": chart(BACKWARD_SM90),

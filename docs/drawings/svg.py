@@ -123,6 +123,46 @@ def chart(drawing: Chart) -> str:
     return document(drawing.title, y + MARGIN - 6, body)
 
 
+class Node(NamedTuple):
+    """A box of a flow: where it begins, its width, and its label on one or two lines."""
+
+    x: float
+    y: float
+    width: float
+    label: str
+    kind: str
+
+
+class Flow(NamedTuple):
+    """Boxes, and arrows from one (by its place in the list) to another."""
+
+    title: str
+    nodes: Sequence[Node]
+    arrows: Sequence[tuple[int, int]]
+    note: str = ""
+
+
+NODE_HEIGHT = 50
+
+
+def flow(drawing: Flow) -> str:
+    """Boxes and what flows between them: down, or to the side where they stand side by side."""
+    body = "".join(box(node.x, node.y, node.width, NODE_HEIGHT, node.label, node.kind) for node in drawing.nodes)
+    for start, end in drawing.arrows:
+        a, b = drawing.nodes[start], drawing.nodes[end]
+        if a.y == b.y:
+            x1, x2, y1, y2 = a.x + a.width, b.x, a.y + NODE_HEIGHT / 2, b.y + NODE_HEIGHT / 2
+        else:
+            x1, x2 = a.x + a.width / 2, b.x + b.width / 2
+            y1, y2 = (a.y + NODE_HEIGHT, b.y) if a.y < b.y else (a.y, b.y + NODE_HEIGHT)
+        body += (
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
+            'stroke="#b02a37" stroke-width="1.3" marker-end="url(#tip)"/>\n'
+        )
+    bottom = max(node.y for node in drawing.nodes) + NODE_HEIGHT
+    return document(drawing.title, bottom + 50, body + text(MARGIN, bottom + 28, drawing.note, "start"))
+
+
 def tensor_memory(title: str, maps: Sequence[tuple[str, int, Sequence[Region]]]) -> str:
     """Maps of 512 columns, the lane halves one above the other."""
     scale, half = (WIDTH - NAMES - 2 * MARGIN) / 512, 34
