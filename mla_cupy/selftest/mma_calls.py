@@ -140,5 +140,5 @@ def _logits_probes() -> Iterator[MmaProbe]:
 
 
 def probes() -> list[MmaProbe]:
-    """Those of every kernel, first of one block."""
+    """Probes of every kernel, first of one block."""
     return [*(probe for kernel in mma.KERNELS for probe in _decode_probes(kernel)), *_logits_probes()]
