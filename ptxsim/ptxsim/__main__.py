@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None, name: str = "ptxsim") -> int:
 
 
 def _reason(error: Any) -> str:
-    """What went wrong, beginning with the file."""
+    """Reason of a failure, beginning with the file."""
     if isinstance(error, MemoryError):
         return f"the memory of this machine does not suffice: {error}" if str(error) else "out of memory"
     return f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)

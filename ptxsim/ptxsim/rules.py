@@ -26,10 +26,10 @@ RULES = {
     "tcgen05-fence": "tensor memory is ordered by a barrier without the tcgen05 fences beside it",
     "poison": "an undefined or pending value is used",
 }
-"""What breaks each rule."""
+"""Description of what breaks each rule."""
 
 LENIENT = frozenset(RULES) - {"poison"}
-"""What ``strict=False`` allows."""
+"""Rules whose breach ``strict=False`` allows."""
 
 CLOCKED = frozenset(("copy-proxy", "relaxed-order", "tcgen05-fence"))
 """Rules about what orders accesses: the detector keeps a second set of clocks in which the bent ones order, too."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("mla_cupy", "bench", "docs", "examples")
+FOLDERS = ("mla_cupy", "bench", "docs", "examples", "ptxsim/ptxsim")
 
 NO_NOUN_OR_VERB = re.compile(
     r"(?:What|Whether|Where|Who|Whose|Which|When|Why|How|The same|Those|That|As|Of|At|By|For|From|In|On|To|With)\b"

@@ -12,7 +12,7 @@ except ImportError:  # NumPy 1.x
 LaneSet = np.ndarray | None
 """Numbers of the lanes that execute; None: the whole warp."""
 Poison = np.ndarray | None
-"""For each lane whether its value is undefined; None: none is."""
+"""Mask of the lanes whose value is undefined; None: none is."""
 
 
 def constant(value: int, view: str) -> np.ndarray:

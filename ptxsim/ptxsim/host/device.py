@@ -1,4 +1,4 @@
-"""What host programs may ask about the simulated GPU: its attributes, properties, occupancy and error codes."""
+"""Simulated GPU as host programs see it: its attributes, properties, occupancy and error codes."""
 
 from __future__ import annotations
 

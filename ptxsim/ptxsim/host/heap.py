@@ -12,7 +12,7 @@ from ..errors import SimError
 from ..memory.spaces import Memory
 
 BASE = 0x200000000000
-"""Where the heap lies in every process."""
+"""Address of the heap in every process."""
 
 SIZE = 1 << 36
 """Bytes of the heap; pages exist once they are touched."""

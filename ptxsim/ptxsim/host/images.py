@@ -1,4 +1,4 @@
-"""What a host program has loaded: images of PTX, and the kernels in them."""
+"""Images of PTX that a host program has loaded, and the kernels in them."""
 
 from __future__ import annotations
 

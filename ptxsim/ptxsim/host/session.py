@@ -28,7 +28,7 @@ _LAUNCH = struct.Struct("<Q3I3I3I3I")
 
 @dataclass
 class Settings:
-    """How the kernels of a host program are run.
+    """Options by which the kernels of a host program are run.
 
     Attributes
     ----------

@@ -1,1 +1,1 @@
-"""What instructions do: one file for each class, which registers its emitters."""
+"""Instructions: one file for each class, which registers its emitters."""

@@ -35,7 +35,7 @@ _CLUSTER, _GPU = 2, 3  # how strong reductions are (see Order.strength)
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where a bulk load goes: destination, mbarrier, multicast mask, pair group."""
+    """Target of a bulk load: destination, mbarrier, multicast mask, pair group."""
 
     address: int
     barrier: int

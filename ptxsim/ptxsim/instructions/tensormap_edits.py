@@ -20,7 +20,7 @@ from ..translation.registry import Mods, op
 _SIZE = 128
 _MODE, _RANK, _FILL, _ADDRESS = 3, 2, 4, 6
 _ARRAYS = {"global_dim": (7, 5), "global_stride": (12, 4), "box_dim": (16, 5), "element_stride": (21, 5)}
-"""Where the per-dimension fields begin in the unpacked map, and how many entries they have."""
+"""Offsets and numbers of entries of the per-dimension fields in the unpacked map."""
 
 _SINGLE = ("global_address", "rank", "elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
 _TYPES = (0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15)

@@ -39,7 +39,7 @@ def column(tmap: Decoded, coords: tuple[int, ...]) -> np.ndarray:
 
 
 class Column:
-    """Where the elements of a column lie: byte offsets [pixels, channels] in the tensor, and which are inside."""
+    """Places of a column's elements: byte offsets [pixels, channels] in the tensor, and which are inside."""
 
     def __init__(self, tmap: Decoded, coords: tuple[int, ...], offsets: tuple[int, ...]) -> None:
         limit = 1 << _OFFSET_BITS[tmap.rank]

@@ -21,7 +21,7 @@ GENERIC_BASE = {
     "local": (_FIRST + 2) << 40,
     "shared": (_FIRST + 3) << 40,
 }
-"""Where each state space lies in the generic address space (global addresses are below all of them)."""
+"""Base of each state space in the generic address space (global addresses are below all of them)."""
 
 FIRST_WINDOW = GENERIC_BASE["const"]
 """Addresses below this are global."""
@@ -37,7 +37,7 @@ _ALIGNED = 16
 """Buffers begin at multiples of so many bytes, those that the widest access reads: their typed views depend on it."""
 
 _ALLOCATED = 256
-"""Of each array, what is mapped first begins at a multiple of so many bytes, as an allocation on a device does."""
+"""Alignment of what is mapped first of each array, in bytes, as of an allocation on a device."""
 
 _NEAR = 4096
 """An address this close behind a registered array is reported as out of that array's bounds."""

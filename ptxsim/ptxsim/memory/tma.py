@@ -17,7 +17,7 @@ from .tensormap import SPANS, Decoded
 
 _FLIP = 5
 _OUTSIDE = {2: 0x7FF7, 4: 0x7FF77FF7, 8: 0x7FF77FF77FF77FF7}
-"""What fills elements outside the tensor with ``oob_fill`` 1, by their size, as found on an H200."""
+"""Bytes that fill elements outside the tensor with ``oob_fill`` 1, by their size, as found on an H200."""
 
 _HALVES = np.array([2, 3, 0, 1])
 

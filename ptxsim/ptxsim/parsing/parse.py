@@ -15,7 +15,7 @@ _LINKAGE = re.compile(r"\.(visible|extern|weak|common)\s+")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
-"""What taking apart a text that is not PTX may raise."""
+"""Errors that taking apart a text that is not PTX may raise."""
 
 _SPACES = ("global", "const", "shared", "local", "param")
 _REG_FAMILY = re.compile(r"(.+?)<(\d+)>$")

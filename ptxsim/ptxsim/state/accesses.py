@@ -1,4 +1,4 @@
-"""What a warp's generic accesses tell the race detector, and the places that findings are told of."""
+"""Reports of a warp's generic accesses to the race detector, and the places that findings name."""
 
 from __future__ import annotations
 

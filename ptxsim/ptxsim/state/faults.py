@@ -1,4 +1,4 @@
-"""How a warp says what is wrong: errors, broken rules and races, each with its instruction and its place."""
+"""Reports of a warp: errors, broken rules and races, each with its instruction and its place."""
 
 from __future__ import annotations
 

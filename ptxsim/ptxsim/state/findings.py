@@ -1,4 +1,4 @@
-"""What the simulator finds wrong with a kernel, as objects: errors, and broken rules that are allowed."""
+"""Findings of the simulator, as objects: errors, and broken rules that are allowed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Finding:
 
     @property
     def key(self) -> tuple:
-        """What makes two findings the same: the rule or kind, and the instructions."""
+        """Key by which two findings are the same: the rule or kind, and the instructions."""
         return self.rule or self.kind, self.at.line, self.other_at.line if self.other_at else 0, self.message[:24]
 
     def as_dict(self) -> dict:

@@ -24,7 +24,7 @@ _POLL = 0.2
 
 @dataclass
 class Part:
-    """What one process has done, in a form that pickles."""
+    """Part of a launch that one process has done, in a form that pickles."""
 
     error: SimError | None = None
     steps: int = 0

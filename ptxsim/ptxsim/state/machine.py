@@ -180,7 +180,7 @@ class Cluster:
         return self._progress_one(self.queues) or self._progress_one(self.quiet)
 
     def progress_maybe(self, chance: float) -> None:
-        """With some chance finish a piece of work of either kind."""
+        """Finish, with some chance, a piece of work of either kind."""
         rng = self.launch.rng
         if rng.random() < chance:
             share = rng.random() * (len(self.queues) + len(self.quiet))

@@ -1,4 +1,4 @@
-"""What a launch did: instruction counts, FLOPs, bytes, bank conflicts, barrier waits."""
+"""Report of a launch: instruction counts, FLOPs, bytes, bank conflicts, barrier waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PER_CYCLE = {"sm_90": 4096, "sm_100": 8192}
 
 _RATE = {"tf32": 0.5, "f16": 1, "bf16": 1, "e4m3": 2, "e5m2": 2, "e2m3": 2, "e3m2": 2, "e2m1": 2, "s8": 2, "u8": 2,
          "e2m1x2": 4}  # fmt: skip
-"""How many times as many they perform of each type."""
+"""Factors by which they perform more of each type."""
 
 _SCHEDULERS = 4
 """Warp-instructions that an SM issues in a cycle, at most."""

@@ -45,7 +45,7 @@ class MBarrier:
 
     @property
     def name(self) -> str:
-        """Where the barrier is."""
+        """Place of the barrier."""
         return f"at shared byte {self.offset} of block {self.cta.ctaid}"
 
     def state(self) -> str:

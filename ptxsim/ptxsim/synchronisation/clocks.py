@@ -20,7 +20,7 @@ from .shadow import PENDING
 
 
 class View:
-    """What an access may rely on, a clock per agent; ``loose`` is the same where broken rules order (or None)."""
+    """Clocks that an access may rely on, one per agent; ``loose`` is the same where broken rules order (or None)."""
 
     __slots__ = ("clocks", "loose")
 

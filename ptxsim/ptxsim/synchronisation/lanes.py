@@ -18,7 +18,7 @@ _NOBODY = -1
 
 
 class Lanes:
-    """Which lane has written, and which have read, each byte of a block's shared memory, and in which epoch."""
+    """Lanes that have written and read each byte of a block's shared memory, and their epochs."""
 
     def __init__(self, size: int) -> None:
         self.written, self.read_in = np.zeros(size, np.int64), np.zeros(size, np.int64)

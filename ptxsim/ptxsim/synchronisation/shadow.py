@@ -31,7 +31,7 @@ class Box:
 
 
 class Shadow:
-    """What the detector knows about each 4-byte word of one block's shared memory, tensor memory or a global array.
+    """Knowledge of the detector about each 4-byte word of a block's shared memory, tensor memory or a global array.
 
     ``sites`` holds the numbers of the instructions that wrote; ``reads`` holds, per row, when each word was read and by
     which instruction.

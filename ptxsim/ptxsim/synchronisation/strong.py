@@ -18,7 +18,7 @@ SCOPES = ("cta", "cluster", "gpu", "sys")
 
 @dataclass(frozen=True)
 class Order:
-    """How strong an access is: whether it acquires and releases, and its scope."""
+    """Strength of an access: acquire, release, and its scope."""
 
     acquire: bool = False
     release: bool = False
@@ -26,13 +26,13 @@ class Order:
 
     @property
     def strength(self) -> int:
-        """How far the access is strong: 1 for the block to 4 for the system (0 would be a weak access)."""
+        """Scope in which the access is strong: 1 for the block to 4 for the system (0 would be a weak access)."""
         return SCOPES.index(self.scope) + 1
 
 
 @dataclass
 class Published:
-    """What a warp of a block has published at an address within a scope (``loosely``: by breaking a rule)."""
+    """Publication by a warp of a block at an address within a scope (``loosely``: by breaking a rule)."""
 
     scope: str
     cta: Any

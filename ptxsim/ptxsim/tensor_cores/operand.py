@@ -26,7 +26,7 @@ ELEMENT_BITS = {
 """
 
 CONTAINER_SHIFT = {"e2m3": 1, "e3m2": 1, "e2m1": 2}
-"""Where a 6- or 4-bit element starts in its 8-bit container in tensor memory.
+"""Offset of a 6- or 4-bit element in its 8-bit container in tensor memory.
 
 The ISA shows it in pictures only (its text for mma.sync puts 6-bit elements at bit 0). These are the positions that
 CUTLASS's example ``cp_narrow_a_to_tmem_mma.py`` states for tcgen05: 0xxxxxx0 and 00xxxx00.

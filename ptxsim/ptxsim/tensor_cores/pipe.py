@@ -1,4 +1,4 @@
-"""What a warp has issued to the tensor core, and which of those operations the ISA keeps in order."""
+"""Operations that a warp has issued to the tensor core, and the order in which the ISA keeps them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_order(first: Flight, second: Flight) -> bool:
 
 
 class Pipe:
-    """What a warp has issued to the tensor core, and its loads and stores in flight."""
+    """Operations that a warp has issued to the tensor core, and its loads and stores in flight."""
 
     def __init__(self, W: Warp) -> None:
         self.issued = self.loads = self.stores = 0

@@ -20,7 +20,7 @@ HELP = """arguments of the kernel, in order:
   data:KIND:DTYPE:SHAPE   an array that only tensor maps refer to (not passed itself)
   map:INDEX:BOX:SWIZZLE   a tensor map over array number INDEX, as map:0:64x64:128B (the box innermost first)
 """
-"""What each word means."""
+"""Meaning of each word."""
 
 _DTYPES = {"bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 _MAKERS = {
@@ -36,7 +36,7 @@ _FORMS = {
     "data": "data:KIND:DTYPE:SHAPE",
     "map": "map:INDEX:BOX:SWIZZLE",
 }
-"""How the words of each kind are written."""
+"""Spelling of the words of each kind."""
 
 
 def make_array(kind: str, dtype: str, shape: str, rng: np.random.Generator) -> np.ndarray:

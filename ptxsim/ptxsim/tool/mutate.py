@@ -58,7 +58,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a bug: the error or mismatch that caught it, or '' when it survived.
+    """Outcome of a planted bug: the error or mismatch that caught it, or '' when it survived.
 
     ``reached`` is False where no test executes the step that is changed.
     """

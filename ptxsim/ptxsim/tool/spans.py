@@ -1,4 +1,4 @@
-"""What a timeline consists of: its bars, the order of its tracks, and their colours."""
+"""Parts of a timeline: its bars, the order of its tracks, and their colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel needs that the simulator lacks: every unknown form, not only the first."""
+"""Survey of what a kernel needs and the simulator lacks: every unknown form, not only the first."""
 
 from __future__ import annotations
 

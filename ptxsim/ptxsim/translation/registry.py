@@ -12,7 +12,7 @@ from ..parsing.ir import TYPE_BITS, Instr
 
 @dataclass(frozen=True)
 class OpSpec:
-    """How one opcode is handled.
+    """Handling of one opcode.
 
     ``kind`` is ``alu`` (inline expression), ``call`` (a run-time function on operand arrays), ``sync`` (the same, in a
     block of its own and able to park), ``direct`` (works on the register file, in a block of its own) or ``term``.
@@ -49,7 +49,7 @@ UNMODELLED = {
     "vadd vsub vabsdiff vmin vmax vshl vshr vmad vset vadd2 vsub2 vavrg2 vabsdiff2 vmin2 vmax2 vset2 vadd4 vsub4 vavrg4"
     " vabsdiff4 vmin4 vmax4 vset4": "video instructions are not modelled",
 }
-"""Why some opcodes of the ISA are refused."""
+"""Reasons for which some opcodes of the ISA are refused."""
 
 
 def reason(name: str) -> str:
