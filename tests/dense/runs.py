@@ -7,13 +7,18 @@ from typing import Any
 import numpy as np
 
 import mla_cupy
+from mla_cupy.kernels.dense import DENSE
 from tests.support.dense_cases import DenseInputs
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 HOPPER = "dense_sm90"
+MMA, MMA_163KB = "dense_mma", "dense_mma_163kb"
 GENERIC = "dense_generic"
-KERNELS = (HOPPER, GENERIC)
+KERNELS = (HOPPER, MMA_163KB, MMA, GENERIC)
+#: The kind of GPU that a kernel's tests simulate: of the builds in 99 KB, whose blocks have no more.
+GPUS = {HOPPER: (9, 0), MMA_163KB: (8, 0), MMA: (8, 9), GENERIC: (9, 0)}
+BY_NAME = {spec.name: spec for spec in DENSE.kernels}
 
 
 def run(
@@ -21,12 +26,12 @@ def run(
     kernel: str = HOPPER,
     sm_count: int = 1,
     mode: tuple[str, int] = ("early", 0),
-    cc: tuple[int, int] = (9, 0),
+    cc: tuple[int, int] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The results of the public call, which pass the tolerance rule."""
-    with simulated(sm_count, cc, *mode) as target:
+    with simulated(sm_count, cc or GPUS[kernel], *mode) as target:
         got = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel, **options)
-    assert target.launched == ["mla_dense_schedule", f"mla_{kernel}"]
+    assert target.launched == ["mla_dense_schedule", BY_NAME[kernel].entry]
     check(got, inputs.exact, inputs.rounded, str(got[0].dtype))
     return got

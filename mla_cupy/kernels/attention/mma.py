@@ -37,13 +37,20 @@ def chosen_archs(smem_kb: int) -> tuple[str, ...]:
     return tuple(target for target in archs(smem_kb) if target not in faster)
 
 
-def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
-    """Reason that a kernel cannot take the problem; None if it can."""
+def lacks(device: DeviceInfo, smem_kb: int) -> Reason | None:
+    """Reason that a GPU has no mma.sync and cp.async, or less shared memory; None if it has all."""
     if device.cc < (8, 0):
         major, minor = device.cc
         return Reason(f"needs compute capability 8.0 or newer, {device.name} has {major}.{minor}")
     if device.smem_optin < smem_kb * _KB:
         return Reason(f"needs {smem_kb} KB of shared memory per block, {device.name} has {device.smem_optin // _KB}")
+    return None
+
+
+def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
+    """Reason that a kernel cannot take the problem; None if it can."""
+    if reason := lacks(device, smem_kb):
+        return reason
     if problem.record:
         return READS_ROWS
     return None if problem.aligned else needs_alignment("q and the keys")

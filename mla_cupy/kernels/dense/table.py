@@ -1,12 +1,14 @@
-"""The kernels of dense attention: the schedule, the plain kernel, and that for Hopper."""
+"""The kernels of dense attention: the schedule, the plain kernel, those with mma.sync, and that for Hopper."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.attention.mma import LEAST_KB, MORE_KB, archs, lacks
 from mla_cupy.kernels.dense.problem import (
     ROW_GROUP,
     SCHEDULE_BYTES,
@@ -30,6 +32,10 @@ QUERIES_AT_ONCE = 64
 """Queries of a warpgroup, which fetches them on its own."""
 PANEL_COLUMNS = 64
 """Width of a TMA copy: the span of the swizzle."""
+MMA_MOST_D_V = 128
+"""Columns of values that a warp of the mma.sync kernels can add up for its 32 queries."""
+MMA_SPILL_BYTES = 96
+"""Spills of a build: of 255 registers 192 or 208 hold output, scores and queries; a spilled word is read once a tile."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,45 @@ def row_map(array: View, rows: int) -> TensorMapSpec:
     )
 
 
+# ---- Since Ampere ------------------------------------------------------------------------------------------------
+
+
+def mma_variant(variant: Variant, smem_kb: int) -> Variant:
+    """The build in so much shared memory: with queries of 192 columns, 99 KB leave fewer keys, and registers hold some."""
+    short = smem_kb < MORE_KB and variant.head_dim_qk > variant.head_dim_v
+    return variant.extended(smem_kb=smem_kb, tile_keys=48 if short else 64, held_panels=int(short))
+
+
+def mma_unsupported(problem: DenseProblem, device: DeviceInfo, smem_kb: int) -> Reason | None:
+    """Reason that a mma.sync kernel cannot take the problem; None if it can."""
+    if reason := lacks(device, smem_kb):
+        return reason
+    if problem.d_v > MMA_MOST_D_V:
+        return Reason(f"takes values of up to {MMA_MOST_D_V} columns: wider ones leave no registers")
+    return None if problem.aligned else needs_alignment("queries, keys, values and state_out")
+
+
+def _mma(name: str, smem_kb: int) -> DenseKernel:
+    builds = tuple(mma_variant(variant, smem_kb) for variant in VARIANTS if variant.head_dim_v <= MMA_MOST_D_V)
+
+    def variant(problem: DenseProblem) -> Variant:
+        build = mma_variant(problem.variant, smem_kb)
+        return with_mask(build) if problem.masked else build
+
+    return DenseKernel(
+        name,
+        f"dense attention with mma.sync, in {smem_kb} KB per block",
+        "dense/mma.cu",
+        PrefillParams,
+        archs(smem_kb),
+        variants=(*builds, *map(with_mask, builds)),
+        unsupported=partial(mma_unsupported, smem_kb=smem_kb),
+        grid=persistent_grid,
+        variant=variant,
+        spill_bytes=MMA_SPILL_BYTES,
+    )
+
+
 # ---- Any GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +189,8 @@ SM90 = DenseKernel(
     maps=row_maps,
     variant=hopper_variant,
 )
+MMA_163KB = _mma("dense_mma_163kb", MORE_KB)
+MMA = _mma("dense_mma", LEAST_KB)
 GENERIC = DenseKernel(
     "dense_generic",
     "dense attention on CUDA cores, any strides",
@@ -153,4 +200,4 @@ GENERIC = DenseKernel(
     fallback=True,
     grid=plain_grid,
 )
-KERNELS = (GENERIC, SCHEDULE, SM90)
+KERNELS = (GENERIC, MMA, MMA_163KB, SCHEDULE, SM90)
