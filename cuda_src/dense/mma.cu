@@ -1,4 +1,5 @@
-// Dense attention with mma.sync, for every GPU since Ampere: keys and values per head, over sequences one after another.
+// Dense attention with mma.sync, for every GPU since Ampere: keys and values per head, over sequences one after
+// another.
 //
 //   S = Q K^T * scale            (128 x d_qk) (d_qk x kTileKeys) per tile of keys
 //   P = exp2(S log2(e) - m)      m: running row maximum
@@ -88,7 +89,8 @@ struct Storage {
     MBarrier k_full[kGroups], k_empty[kGroups], v_full[kGroups], v_empty[kGroups];
     QueryTile tile;
     i32 head;  // negative: no more work
-    i32 nonfinite;
+    i32 kv_head;
+    i32 nonfinite;  // whether values were taken away
     i32 next_item;
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
@@ -179,10 +181,9 @@ MLA_DEVICE void hold_queries(const PrefillParams& p, const Storage& s, Math& mat
 // Tile `i` of the keys; keys past the last one that a query sees are zeros. By the threads of a group.
 MLA_DEVICE void load_keys(const PrefillParams& p, Storage& s, const Math& math, i32 i) {
     const i32 thread = math.thread(), row = thread / kPanelChunks, chunk = thread % kPanelChunks;
-    const i32 kv_head = s.head / (p.h_q / p.h_kv);
     const i64 key = s.tile.first_key + i * kTileKeys + row;
-    const Rows from{p.k + key * p.k_stride_s_elems + kv_head * p.k_stride_h_elems + chunk * kChunkElems,
-                    p.k_rope + key * p.k_rope_stride_s_elems + kv_head * p.k_rope_stride_h_elems + p.k_rope_column +
+    const Rows from{p.k + key * p.k_stride_s_elems + s.kv_head * p.k_stride_h_elems + chunk * kChunkElems,
+                    p.k_rope + key * p.k_rope_stride_s_elems + s.kv_head * p.k_rope_stride_h_elems + p.k_rope_column +
                         chunk * kChunkElems,
                     p.k_stride_s_elems, p.k_rope_stride_s_elems};
     const SmemAddr to = smem_addr(s.keys[math.group].k) + row_offset<kPanelsQk>(row, chunk);
@@ -208,24 +209,25 @@ MLA_DEVICE void ask_for_keys(const PrefillParams& p, Storage& s, const Math& mat
 
 // From which key on values may be hidden from a query that multiplies them. 0 * NaN is not 0.
 MLA_DEVICE i32 trusted(const Storage& s) { return kHasMask ? 0 : s.tile.seen_by_all(); }
+MLA_DEVICE bool is_trusted(const Storage& s, i32 i) {
+    return trusted(s) >= min((i + 1) * kTileKeys, s.tile.seen_by_any());
+}
 
 MLA_DEVICE void ask_for_values(const PrefillParams& p, Storage& s, const Math& math, i32 i) {
     const i32 thread = math.thread(), row = thread / kPanelChunks, chunk = thread % kPanelChunks;
-    const i32 kv_head = s.head / (p.h_q / p.h_kv), present = s.tile.seen_by_any() - i * kTileKeys;
+    const i32 present = s.tile.seen_by_any() - i * kTileKeys;
     const u16* first = p.v + (s.tile.first_key + i * kTileKeys + row) * p.v_stride_s_elems +
-                       kv_head * p.v_stride_h_elems + chunk * kChunkElems;
+                       s.kv_head * p.v_stride_h_elems + chunk * kChunkElems;
     const Rows from{first, first + (kPanelsV - 1) * kPanelColumns, p.v_stride_s_elems, p.v_stride_s_elems};
     const SmemAddr to = smem_addr(s.keys[math.group].v) + row_offset<kPanelsV>(row, chunk);
     copy_rows<kPanelsV, kPanelsV, kCopyRows, kTileKeys>(to, from, row, present);
-    if (trusted(s) >= (i + 1) * kTileKeys || trusted(s) >= s.tile.seen_by_any()) {
-        cp_async_mbarrier_arrive_noinc(s.v_full[math.group]);
-    }
+    if (is_trusted(s, i)) cp_async_mbarrier_arrive_noinc(s.v_full[math.group]);
 }
 
 // Each thread looks at the values that it has copied itself: those that are not finite become 0, and the rows that see
 // them get them at the end.
 MLA_DEVICE void clean_values(Storage& s, const Math& math, i32 i) {
-    if (trusted(s) >= (i + 1) * kTileKeys || trusted(s) >= s.tile.seen_by_any()) return;
+    if (is_trusted(s, i)) return;
     cp_async_wait_group<1>();  // all but the next keys
     const i32 thread = math.thread(), first = thread / kPanelChunks, chunk = thread % kPanelChunks;
     u8* at = &s.keys[math.group].v[0][0] + row_offset<kPanelsV>(first, chunk);
@@ -246,8 +248,8 @@ MLA_DEVICE void clean_values(Storage& s, const Math& math, i32 i) {
 using Scores = float[kRowTiles][kScores];
 
 MLA_DEVICE void multiply(float (&d)[8], const u32 (&a)[4], const u32 (&b)[4]) {
-    mma_m16n8k16(Element{}, reinterpret_cast<float(&)[4]>(d[0]), a, b[0], b[1]);
-    mma_m16n8k16(Element{}, reinterpret_cast<float(&)[4]>(d[4]), a, b[2], b[3]);
+    mma_m16n8k16(Element{}, reinterpret_cast<float (&)[4]>(d[0]), a, b[0], b[1]);
+    mma_m16n8k16(Element{}, reinterpret_cast<float (&)[4]>(d[4]), a, b[2], b[3]);
 }
 
 // S of the group's tile of keys.
@@ -274,7 +276,7 @@ MLA_DEVICE void score(const Storage& s, const Math& math, Scores& scores) {
             ldmatrix_x4(b, at_step(k, step) + n * kMmaDepth * kPanelsQk * kPanelBytes);
 #pragma unroll
             for (i32 t = 0; t < kRowTiles; ++t) {
-                multiply(reinterpret_cast<float(&)[8]>(scores[t][8 * n]), a[t], b);
+                multiply(reinterpret_cast<float (&)[8]>(scores[t][8 * n]), a[t], b);
             }
         }
     }
@@ -328,7 +330,7 @@ MLA_DEVICE void add_values(const Storage& s, Math& math, const Weights& weights)
             ldmatrix_x4_trans(b, at_step(v, n) + step * kMmaDepth * kPanelsV * kPanelBytes);
 #pragma unroll
             for (i32 t = 0; t < kRowTiles; ++t) {
-                multiply(reinterpret_cast<float(&)[8]>(math.out[t][8 * n]), weights[t][step], b);
+                multiply(reinterpret_cast<float (&)[8]>(math.out[t][8 * n]), weights[t][step], b);
             }
         }
     }
@@ -394,8 +396,8 @@ MLA_DEVICE Result merge_groups(Storage& s, const Math& math) {
 #pragma unroll
     for (i32 i = 0; i < kOut; i += 4) {
         const float *x = &math.out[0][i], *y = &math.out[1][i];
-        s.share.out[i / 4][own] = make_float4(second ? x[0] : y[0], second ? x[1] : y[1], second ? x[2] : y[2],
-                                              second ? x[3] : y[3]);
+        s.share.out[i / 4][own] =
+            make_float4(second ? x[0] : y[0], second ? x[1] : y[1], second ? x[2] : y[2], second ? x[3] : y[3]);
     }
     float sent[2 * kFragmentRows];
 #pragma unroll
@@ -432,10 +434,9 @@ MLA_DEVICE Result merge_groups(Storage& s, const Math& math) {
 
 // Cold: the values that were taken away, for the rows that see them. Any multiple of an infinity is infinite.
 MLA_DEVICE void add_nonfinite(const PrefillParams& p, const Storage& s, const Math& math, Result& result) {
-    const i32 kv_head = s.head / (p.h_q / p.h_kv);
 #pragma unroll 1
     for (i32 key = trusted(s); key < s.tile.seen_by_any(); ++key) {
-        const u16* values = p.v + (i64)(s.tile.first_key + key) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
+        const u16* values = p.v + (i64)(s.tile.first_key + key) * p.v_stride_s_elems + s.kv_head * p.v_stride_h_elems;
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 row = result.row(r);
@@ -456,8 +457,8 @@ template <i32 kRow>
 MLA_DEVICE void store_result(const PrefillParams& p, const Storage& s, const Math& math, Result& result) {
     const bool stored = result.row(kRow) < s.tile.queries;
     const i64 query = s.tile.first_query + result.row(kRow);
-    const RowResult weights = row_result(result.max[kRow], result.sum[kRow],
-                                         stored ? earlier_lse(p, query, s.head) : negative_infinity());
+    const RowResult weights =
+        row_result(result.max[kRow], result.sum[kRow], stored ? earlier_lse(p, query, s.head) : negative_infinity());
     const i64 from = query * p.state_out_stride_s_elems + s.head * p.state_out_stride_h_elems;
     const i64 to = query * p.out_stride_s_elems + s.head * p.out_stride_h_elems;
     const bool merges = stored && weights.earlier != 0.f;
@@ -527,6 +528,7 @@ MLA_DEVICE void announce(const PrefillParams& p, Storage& s) {
     const WorkItem item = work_item(p, index, num_tiles);
     s.tile = p.tiles[item.tile];
     s.head = item.head;
+    s.kv_head = item.head / (p.h_q / p.h_kv);
     s.next_item = gridDim.x + atomicAdd(&p.schedule->next_item, 1);
 }
 

@@ -9,16 +9,16 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import DenseProblem
 from mla_cupy.runtime.device import DeviceInfo
-from tests.dense.runs import GENERIC, HOPPER, KERNELS
+from tests.dense.runs import BY_NAME, GENERIC, HOPPER, KERNELS, MMA, MMA_163KB
 from tests.support.dense_cases import DenseCase, DenseInputs, make
 from tests.support.gpu import upload
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
 
+TENSOR_CORES = (HOPPER, MMA_163KB, MMA)
 RAGGED = ((1, 700), (63, 63), (65, 10), (2, 0), (0, 9), (129, 128), (200, 513), (128, 127))
 CASES = [
     DenseCase(((1, 1),), starts=False),
@@ -56,46 +56,48 @@ def run(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     return cupy.asnumpy(out), cupy.asnumpy(lse)
 
 
-def need(kernel: str, gpu: DeviceInfo) -> None:
-    """Skip what the GPU does not run."""
-    spec = next(spec for spec in DENSE.kernels if spec.name == kernel)
-    if reason := spec.unsupported(DenseProblem(1, 1, 1, 1, 192, 128, "bfloat16"), gpu):
+def need(kernel: str, gpu: DeviceInfo, d_v: int = 128) -> None:
+    """Skip what the GPU, or the kernel, does not run."""
+    if reason := BY_NAME[kernel].unsupported(DenseProblem(1, 1, 1, 1, 192, d_v, "bfloat16"), gpu):
         pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id[:60]}_{case.id[-24:]}")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_matches_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:
-    need(kernel, gpu)
+    need(kernel, gpu, case.d_v)
     inputs = make(case)
     check(run(inputs, kernel=kernel), inputs.exact, inputs.rounded, case.dtype)
 
 
-def test_same_bits_each_time(gpu: DeviceInfo) -> None:
+@pytest.mark.parametrize("kernel", TENSOR_CORES)
+def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
     """Which block takes which tile does not matter."""
-    need(HOPPER, gpu)
+    need(kernel, gpu)
     inputs = make(DenseCase(RAGGED * 4, h_q=16))
-    first = run(inputs, kernel=HOPPER)
+    first = run(inputs, kernel=kernel)
     for _ in range(20):
-        for got, wanted in zip(run(inputs, kernel=HOPPER), first, strict=True):
+        for got, wanted in zip(run(inputs, kernel=kernel), first, strict=True):
             np.testing.assert_array_equal(got.view(np.uint8), wanted.view(np.uint8))
 
 
-def test_agrees_with_the_plain_kernel(gpu: DeviceInfo) -> None:
+@pytest.mark.parametrize("kernel", TENSOR_CORES)
+def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, kernel: str) -> None:
     """A prefill as a model makes it, of which the oracle would take minutes."""
-    need(HOPPER, gpu)
+    need(kernel, gpu)
     inputs = make(DenseCase(((3000, 3000), (1000, 3000)), h_q=16))
-    out, lse = run(inputs, kernel=HOPPER, out_dtype="float32")
+    out, lse = run(inputs, kernel=kernel, out_dtype="float32")
     plain, plain_lse = run(inputs, kernel=GENERIC, out_dtype="float32")
     np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=1e-4)
     np.testing.assert_allclose(out, plain, rtol=0, atol=8e-3)
 
 
-def test_selected_keys(gpu: DeviceInfo) -> None:
+@pytest.mark.parametrize("kernel", TENSOR_CORES)
+def test_selected_keys(gpu: DeviceInfo, kernel: str) -> None:
     """The mask of a selection as a model makes it, on both kernels; and values of hidden keys that are not finite."""
     import cupy
 
-    need(HOPPER, gpu)
+    need(kernel, gpu)
     inputs = make(DenseCase(((3000, 3000), (200, 1000)), h_q=16))
     rng = np.random.default_rng(5)
     indices = np.sort(rng.integers(-1, 4000, (3200, 600)).astype(np.int32), axis=1)
@@ -111,16 +113,17 @@ def test_selected_keys(gpu: DeviceInfo) -> None:
     inputs.options["mask"] = wanted
     inputs.v[:3000][hidden] = np.nan
     inputs.v[3000 + 1000 - 1, 3] = np.inf  # that the last queries may see
-    out, lse = run(inputs, kernel=HOPPER, out_dtype="float32")
+    out, lse = run(inputs, kernel=kernel, out_dtype="float32")
     plain, plain_lse = run(inputs, kernel=GENERIC, out_dtype="float32")
     assert np.isfinite(out[:3000]).all()
     np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=1e-4)
     np.testing.assert_allclose(out, plain, rtol=0, atol=8e-3)
 
 
-def test_chunks(gpu: DeviceInfo) -> None:
+@pytest.mark.parametrize("kernel", TENSOR_CORES)
+def test_chunks(gpu: DeviceInfo, kernel: str) -> None:
     """Earlier chunks by their states, one after another, as the whole at once."""
-    need(HOPPER, gpu)
+    need(kernel, gpu)
     inputs = make(DenseCase(((300, 1000),), h_q=4, starts=False))
     (q, k, v), options = on_gpu(inputs)
     k_rope = options["k_rope"]
@@ -128,10 +131,10 @@ def test_chunks(gpu: DeviceInfo) -> None:
     for first in (0, 250, 500):
         part = slice(first, first + 250 if first < 500 else 700)
         out, lse = mla_cupy.mla_prefill(
-            q, k[part], v[part], k_rope=k_rope[part], causal=False, out_dtype="float32", **state
+            q, k[part], v[part], k_rope=k_rope[part], causal=False, out_dtype="float32", kernel=kernel, **state
         )
         state = {"state_out": out, "state_lse": lse}
-    out, lse = mla_cupy.mla_prefill(q, k[700:], v[700:], k_rope=k_rope[700:], **state)
+    out, lse = mla_cupy.mla_prefill(q, k[700:], v[700:], k_rope=k_rope[700:], kernel=kernel, **state)
     check((out.get(), lse.get()), inputs.exact, inputs.rounded, inputs.case.dtype)
 
 

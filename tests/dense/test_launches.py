@@ -47,7 +47,11 @@ def test_heads_at_once(s_kv: int, kv_heads: int) -> None:
 def test_kernel_of_a_problem() -> None:
     assert DENSE.configure(PROBLEM, fake_gpu(1)).kernel.name == "dense_sm90"
     assert DENSE.configure(replace(PROBLEM, aligned=False), fake_gpu(1)).kernel.name == "dense_generic"
-    assert DENSE.configure(PROBLEM, fake_gpu(1, (10, 0))).kernel.name == "dense_generic"
+    by_gpu = {(10, 0): "dense_mma_163kb", (8, 0): "dense_mma_163kb", (8, 6): "dense_mma", (12, 1): "dense_mma"}
+    for cc, name in {**by_gpu, (7, 5): "dense_generic"}.items():
+        assert DENSE.configure(PROBLEM, fake_gpu(1, cc)).kernel.name == name
+        assert DENSE.configure(replace(PROBLEM, d_qk=256, d_v=256), fake_gpu(1, cc)).kernel.name == "dense_generic"
+        assert DENSE.configure(replace(PROBLEM, aligned=False), fake_gpu(1, cc)).kernel.name == "dense_generic"
 
 
 @pytest.mark.parametrize("s_kv", [9, 0])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.dense.runs import GENERIC, HOPPER, KERNELS, run
+from tests.dense.runs import GENERIC, GPUS, HOPPER, KERNELS, run
 from tests.support.dense_cases import DenseCase, make
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import parametrize_pairs
@@ -62,7 +62,7 @@ def test_generic_kernel(case: DenseCase, cc: tuple[int, int]) -> None:
 def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""
     inputs = make(DenseCase(((5, 9),), h_q=2))
-    with simulated(1):
+    with simulated(1, GPUS[kernel]):
         out, _ = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel, out_dtype="float32")
     assert out.dtype == np.float32
     assert (out != out.astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
@@ -120,7 +120,7 @@ def test_no_keys(kernel: str) -> None:
 def test_no_queries(kernel: str) -> None:
     """Nothing is launched."""
     inputs = make(DenseCase(((0, 3),), starts=False))
-    with simulated(1) as target:
+    with simulated(1, GPUS[kernel]) as target:
         out, lse = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel)
     assert out.shape == (0, 1, 128)
     assert lse.shape == (0, 1)

@@ -101,6 +101,8 @@ def test_the_choice_of_kernels() -> None:
     turing = replace(ampere, cc=(7, 5), smem_optin=65536)
     assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ampere) == "`attention_mma_163kb`"
     assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ada) == "`attention_mma`"
+    assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], blackwell) == "`dense_mma_163kb`"
+    assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], ada) == "`dense_mma`"
     for call in table.values():
         plain = kernel_choice.chosen(*call, turing)
         assert "generic" in plain or plain == "`indexer_topk_select`"

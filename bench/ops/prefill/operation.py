@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.dense import CudnnAttention, FlashAttention3Dense
 from . import cases, check, inputs
-from .own import GENERIC, Prefill
+from .own import GENERIC, NAMED, Prefill
 
 EXAMPLES = """examples:
   run prefill --peers-dir peers --peers fa3,cudnn      all cases, FlashAttention-3 and cuDNN beside us
   run prefill --quick --method events                  single calls instead of graphs
+  run prefill --peers dense_mma,dense_mma_163kb        the kernels of other GPUs on this one
   run prefill --suite masked                           2,048 selected keys a query, by a mask
   run prefill --case b1-sq512-skv4096-hq16             any other shape, named in the same form
 """
@@ -23,6 +26,7 @@ def implementations(choices: Choices) -> Known:
         "generic": lambda: Prefill(GENERIC, "generic"),
         "fa3": lambda: FlashAttention3Dense(choices.directory("fa3")),
         "cudnn": CudnnAttention,
+        **{name: partial(Prefill, name, name) for name in NAMED},
     }
 
 
@@ -30,8 +34,8 @@ PREFILL = BenchOperation(
     name="prefill",
     title="prefill, un-absorbed: keys and values per head",
     examples=EXAMPLES,
-    peers="fa3 (imports torch and needs --peers-dir), cudnn (through torch), generic; or none. "
-    "Default: fa3 where --peers-dir is given",
+    peers="fa3 (imports torch and needs --peers-dir), cudnn (through torch), generic, "
+    f"{', '.join(NAMED)}; or none. Default: fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,

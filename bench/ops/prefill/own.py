@@ -17,6 +17,7 @@ from .inputs import PrefillInputs, PrefillOutputs
 D_QK = 576  # absorbed
 
 GENERIC = "dense_generic"  # without tensor cores
+NAMED = ("dense_mma_163kb", "dense_mma")  # of GPUs without WGMMA
 
 
 MASK_GIVEN, WITHOUT_MASK, SPARSE = "mask_given", "without_mask", "sparse_forward"
@@ -30,7 +31,7 @@ class Prefill:
         self.name, self._kernel = name, kernel
 
     def unsupported(self, case: PrefillCase, dtype: str) -> str | None:
-        return None
+        return "values of 256 columns" if self.name in NAMED and case.d_v > 128 else None
 
     def prepare(self, case: PrefillCase, dtype: str, sets: Sequence[PrefillInputs], device: Device) -> Prepared:
         rows = case.b * case.s_q, case.h_q

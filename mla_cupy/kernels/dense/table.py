@@ -35,7 +35,7 @@ PANEL_COLUMNS = 64
 MMA_MOST_D_V = 128
 """Columns of values that a warp of the mma.sync kernels can add up for its 32 queries."""
 MMA_SPILL_BYTES = 96
-"""Spills of a build: of 255 registers 192 or 208 hold output, scores and queries; a spilled word is read once a tile."""
+"""Spills of a build: of 255 registers, output, scores and queries take 192 or 208; a word is read once a tile."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def row_map(array: View, rows: int) -> TensorMapSpec:
 
 
 def mma_variant(variant: Variant, smem_kb: int) -> Variant:
-    """The build in so much shared memory: with queries of 192 columns, 99 KB leave fewer keys, and registers hold some."""
+    """The build in so much shared memory: with 99 KB, tiles have fewer keys, and registers some of the queries."""
     short = smem_kb < MORE_KB and variant.head_dim_qk > variant.head_dim_v
     return variant.extended(smem_kb=smem_kb, tile_keys=48 if short else 64, held_panels=int(short))
 
