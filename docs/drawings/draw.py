@@ -219,7 +219,7 @@ MLA = Flow(
         Node(780, 220, 160, "sum of p c|512 wide", "mma"),
     ),
     ((0, 1), (1, 4), (4, 6), (5, 7), (6, 7), (9, 11), (11, 12), (12, 10)),
-    note="Purple: what is cached: 576 numbers per token. Orange: weights moved to the queries and to the output.",
+    note="Purple: what is cached, 576 numbers per token. Orange: weights moved to the queries and to the output.",
 )
 
 DRAWINGS = {
