@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from ..arithmetic import numeric, rounding
+from ..arithmetic import native, numeric, rounding
 from ..arithmetic.formats import from_bf16, halves_bf16, to_bf16, to_f16
 from ..memory.spaces import GENERIC_BASE, space_of
 from ..parsing.ir import TYPE_BITS, Instr
@@ -155,7 +155,7 @@ def _cvt_x2(cg: Codegen, mods: Mods, target: str, source: str) -> None:
         if relu:
             x = rectify(x)
         if mode == "rn" and not sat:
-            return to_bf16(x) if kind == "bf16" else to_f16(x).view("u2")
+            return native.FUNCTIONS["to_bf16"](x) if kind == "bf16" else to_f16(x).view("u2")
         result = rounding.narrow(*rounding.exact_pair(x), kind, mode)
         result = rounding.saturated(result, kind) if sat else result
         return np.ascontiguousarray(result).view("u2")

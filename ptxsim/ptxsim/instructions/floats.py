@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..arithmetic import numeric
+from ..arithmetic import native, numeric
 from ..arithmetic.formats import flush_half, from_bf16, halves_bf16, to_bf16, to_f16
 from ..arithmetic.rounding import arithmetic64, sqrt64
 from ..parsing.ir import TYPE_BITS, Instr
@@ -101,7 +101,7 @@ def _negative_zero(total: np.ndarray, terms: tuple[np.ndarray, ...]) -> np.ndarr
 def _fma_mode(mode: str) -> Callable:
     """Return the fused multiply-add of float32 in a mode."""
     if mode == "rn":
-        return numeric.fma32
+        return native.FUNCTIONS["fma32"]
 
     def run(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         total = numeric.fma_mode(a, b, c, mode)
@@ -258,6 +258,8 @@ def float_minmax(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if xor and (len(args) != 2 or not absolute):
         mods.fail(".xorsign needs .abs and two sources")
     pick = numeric.fmin if ins.op == "min" else numeric.fmax
+    if type_name == "f32":
+        pick = native.FUNCTIONS[f"f{ins.op}32"]
     function: Callable = pick
     if nan or absolute or len(args) > 2:
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..arithmetic import native
 from ..arithmetic.formats import to_f16
+from ..arithmetic.native import MmaForm
 from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault
 from ..memory.spaces import GENERIC_BASE
@@ -222,7 +225,7 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.fail(f"shape {shape} of .{kind_a} is not modelled")
     if types[3] != out or out not in _ACCUMULATORS.get(kind_a, ("f32",)) or _MMA_BITS[kind_a] != _MMA_BITS[kind_b]:
         mods.fail("this combination of types is not modelled")
-    form = _MmaForm(rows, depth, kind_a, kind_b, out, clamp)
+    form = _form_of(rows, depth, kind_a, kind_b, out, clamp)
     d, a, b, c = mods.args(4)
     counts = [len(v.items) for v in (d, a, b, c)]
     if counts != [form.outputs, form.a_count, form.b_count, form.outputs]:
@@ -255,6 +258,34 @@ class _MmaForm:
         self.a_count = self.b_count * rows // 8
         self.outputs = rows // 8 * (1 if out == "f16" else 2)
 
+        self.native = self._native()
+
+    def _native(self) -> tuple[Callable, MmaForm] | None:
+        """Return the product in C and what it is told of the form; None: it is left to NumPy."""
+        bits = _MMA_BITS[self.kinds[0]]
+        if not native.available() or self.out not in ("f32", "s32") or bits > 32:
+            return None
+        form = MmaForm(self.rows, self.depth, bits, self.out == "s32", self.clamp)
+        tables = [widen(np.arange(1 << bits, dtype=f"u{bits // 8}"), kind) for kind in self.kinds] if bits < 32 else []
+        return native.mma(form, tables, self.a_count + self.b_count + self.outputs, self.outputs), form
+
+    def multiply(self, words: list[np.ndarray], masks: list[np.ndarray | None]) -> tuple:
+        """Return D's registers and their poison, in turns."""
+        registers = self._product(words)
+        bad = self._poison(masks)
+        return tuple(x for k in range(self.outputs) for x in (registers[k], None if bad is None else bad[:, k]))
+
+    def _product(self, words: list[np.ndarray]) -> Sequence[np.ndarray]:
+        """Return D's registers."""
+        if self.native is None:
+            return self._by_numpy(words)
+        function, form = self.native
+        found = function(*words)
+        if form.nan:  # whose bits are NumPy's
+            form.nan = 0
+            return self._by_numpy(words)
+        return found
+
     def _unpack(self, words: list[np.ndarray], kind: str) -> np.ndarray:
         """Return [lane, register, element] numbers."""
         raw = np.ascontiguousarray(np.stack(words, 1))
@@ -276,8 +307,7 @@ class _MmaForm:
         """Arrange [lane, element] of C as [row, column]."""
         return lanes.reshape(8, 4, self.rows // 8, 2).transpose(2, 0, 1, 3).reshape(self.rows, 8)
 
-    def multiply(self, words: list[np.ndarray], masks: list[np.ndarray | None]) -> tuple:
-        """Return D's registers and their poison, in turns."""
+    def _by_numpy(self, words: list[np.ndarray]) -> list[np.ndarray]:
         na, nb = self.a_count, self.b_count
         a = self._a(self._unpack(words[:na], self.kinds[0]))
         b = self._b(self._unpack(words[na : na + nb], self.kinds[1]))
@@ -290,12 +320,11 @@ class _MmaForm:
         result = to_f16(total) if self.out == "f16" else total.astype(code)
         lanes = np.ascontiguousarray(result.reshape(self.rows // 8, 8, 4, 2).transpose(1, 2, 0, 3)).reshape(32, -1)
         out = lanes.view("u8" if self.wide else "u4")
-        bad = self._poison(masks)
-        return tuple(x for k in range(self.outputs) for x in (out[:, k].copy(), None if bad is None else bad[:, k]))
+        return [out[:, k].copy() for k in range(self.outputs)]
 
     def _poison(self, masks: list[np.ndarray | None]) -> np.ndarray | None:
         """Return poison per lane and D register: rows of A, columns of B and elements of C pass it on."""
-        if all(m is None or not m.any() for m in masks):
+        if all(m is None or not count_nonzero(m) for m in masks):
             return None
         na, nb = self.a_count, self.b_count
         known = [np.zeros(32, bool) if m is None else m for m in masks]
@@ -305,3 +334,9 @@ class _MmaForm:
         bad = np.any(self._a(a), axis=1)[:, None] | np.any(self._b(b), axis=0)[None, :] | self._c(c)
         lanes = bad.reshape(self.rows // 8, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, -1)
         return lanes.reshape(32, -1, 2).any(2) if self.out == "f16" else lanes
+
+
+@functools.cache
+def _form_of(rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool) -> _MmaForm:
+    """Return the one object of a form, which all its instructions share."""
+    return _MmaForm(rows, depth, kind_a, kind_b, out, clamp)

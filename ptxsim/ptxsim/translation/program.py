@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic import numeric
+from ..arithmetic import native, numeric
 from ..arithmetic.numeric import Poison, count_nonzero
 from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Reg, Sym, Variable, Vec, operand_regs
 from .cfg import Cfg, uses_defs
@@ -64,9 +64,9 @@ def _environment() -> dict:
         "orq": _or_masks,
         "selq": _select_mask,
         "anyq": _any_mask,
-        **{name: getattr(numeric, name) for name in ("fma32", "flush", "saturate", "mul_hi", "int_div", "int_rem")},
-        "shift_left": numeric.shift_left,
-        "shift_right": numeric.shift_right,
+        "saturate": numeric.saturate,
+        "mul_hi": numeric.mul_hi,
+        **native.FUNCTIONS,
     }
 
 
