@@ -173,8 +173,8 @@ class Module:
         grid, block, cluster : int or sequence of int
             Dimensions in blocks, threads and blocks; a cluster defaults to what the kernel declares, else one block.
         args : sequence
-            One per parameter: a NumPy array (its address is passed), an int or float, ``bytes`` or a NumPy record (a
-            struct by value), or a :class:`~.memory.tensormap.TensorMap`.
+            One per parameter: a contiguous NumPy array (its address is passed), an int or float, ``bytes`` or a NumPy
+            record (a struct by value), or a :class:`~.memory.tensormap.TensorMap`.
         smem : int, optional
             Dynamic shared memory in bytes.
         mode : {'early', 'late', 'random'}, optional
@@ -298,6 +298,12 @@ class Module:
         if isinstance(arg, np.void) or (isinstance(arg, np.ndarray) and arg.ndim == 0 and arg.dtype.names):
             return arg.tobytes()
         if isinstance(arg, np.ndarray):
+            if not (arg.flags.c_contiguous or arg.flags.f_contiguous):
+                raise SimError(
+                    f"parameter {param.name}: got an array of shape {arg.shape} and strides {arg.strides}, expected a"
+                    " contiguous one, since a kernel sees an address alone; pass a copy, or, to a kernel that takes"
+                    " strides, the whole array or the address module.memory.map(array)"
+                )
             return self.memory.map(arg).to_bytes(8, "little")
         if isinstance(arg, np.generic):
             return arg.tobytes()

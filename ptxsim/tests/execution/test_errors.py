@@ -39,6 +39,17 @@ def test_out_of_bounds_by_one() -> None:
         body(code, "a").launch("k", 1, 32, [np.zeros(31, "u4")])
 
 
+@pytest.mark.parametrize("part", [np.s_[::2], np.s_[::-1], np.s_[:, 1:]], ids=["gaps", "backwards", "columns"])
+def test_arrays_that_are_not_contiguous(part: object) -> None:
+    """A kernel that knows an address alone would touch other elements."""
+    whole = np.arange(64, dtype="u4").reshape(16, 4)
+    with pytest.raises(ptxsim.SimError, match=r"parameter a: got an array of shape .* expected a contiguous one"):
+        body("ld.param.u64 %rd1, [a]; st.global.u32 [%rd1], 1;", "a").launch("k", 1, 1, [whole[part]])
+    assert whole[0, 0] == 0
+    body("ld.param.u64 %rd1, [a]; st.global.u32 [%rd1], 1;", "a").launch("k", 1, 1, [whole.T])
+    assert whole[0, 0] == 1
+
+
 def test_read_only_and_unmapped_memory() -> None:
     out = np.zeros(32, "u4")
     out.flags.writeable = False
