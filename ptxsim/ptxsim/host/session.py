@@ -99,7 +99,9 @@ class Session:
     def summary(self) -> str:
         """Say what ran."""
         broken = "".join(f", {count} x {rule}" for rule, count in sorted(self.findings.items()))
-        return f"{self.launches} launches, {self.instructions} warp-instructions{broken or ', nothing found'}"
+        found = broken or ("" if self.broken else ", nothing found")
+        stopped = ", one launch stopped by an error" if self.broken else ""
+        return f"{self.launches} launches, {self.instructions} warp-instructions{found}{stopped}"
 
     # What the program asks about itself and the device.
 

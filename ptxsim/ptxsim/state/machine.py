@@ -362,8 +362,11 @@ class Launch:
             if ran and self.random:
                 self.clusters[int(self.rng.integers(len(self.clusters)))].progress_maybe(0.1)
         if self.steps > self.step_limit:
+            left = len(self.waiting)
+            hint = f"; {left} clusters have not begun: if these wait for them, launch with resident={left + 1}"
             raise StepLimitError(
-                f"kernel {self.program.name} ran {self.steps} blocks: over the step limit\n{self.dump()}"
+                f"kernel {self.program.name} ran {self.steps} basic blocks: over the step limit{hint if left else ''}\n"
+                f"{self.dump()}"
             )
         self.stale = self.stale + 1 if moved else 0
         if moved:

@@ -80,6 +80,7 @@ def test_errors_reach_the_program(
     assert status == 3
     assert out.startswith(said)
     assert reason in err
+    assert ("nothing found" in err) == (how not in ("exchange", "bounds"))
 
 
 def test_loads_no_such_module(driver: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
