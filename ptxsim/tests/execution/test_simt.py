@@ -211,7 +211,7 @@ extern "C" __global__ void relay(volatile int *flag, int *out) {
 }"""
     module = ptxsim.Module(nvrtc.compile_ptx(text))
     flag, out = np.zeros(1, "i4"), np.zeros(1, "i4")
-    with pytest.raises(ptxsim.StepLimitError, match="1 clusters have not begun.*resident=2"):
+    with pytest.raises(ptxsim.StepLimitError, match=r"1 clusters have not begun.*resident=2"):
         module.launch("relay", 2, 32, [flag, out], max_steps=5000)
     flag[0] = 0
     module.launch("relay", 2, 32, [flag, out], resident=2, max_steps=50_000)
