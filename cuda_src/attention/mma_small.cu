@@ -17,9 +17,8 @@
 //
 // Queries stay in registers as A fragments: a warp needs its quarter of d only, so shared memory is left to the keys,
 // and a block of 99 KB has most of it in flight. Keys are values, too, read by ldmatrix.trans.
-#include "attention/mma/softmax.cuh"
+#include "attention/mma/few_rows.cuh"
 #include "ptx/control.cuh"
-#include "ptx/matrix.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.
 #ifndef MLA_HEAD_DIM_QK
@@ -29,30 +28,23 @@
 namespace mla::attention::mma {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
-constexpr i32 kRows = MLA_BLOCK_ROWS, kHeadDimQk = MLA_HEAD_DIM_QK;
+constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kStepTokens = 32;
-constexpr i32 kRowTiles = kRows / kMmaRows;
-constexpr i32 kScoreTokens = 16;                                            // of a warp
-constexpr i32 kScoreSteps = kHeadDimQk * (i32)sizeof(u16) / kSegmentBytes;  // products along d: one in each segment
-static_assert(kWarpColumns * (i32)sizeof(u16) == kSegmentBytes, "a warp's values are a segment of each row");
-static_assert(kQuarters * kMmaDepth * (i32)sizeof(u16) == kSegmentBytes, "a segment has a product for each quarter");
-static_assert(kWarps == kQuarters * (kStepTokens / kScoreTokens), "a warp scores 16 tokens over a quarter of d");
-
-using Softmax = SoftmaxLayout<kRows, kStepTokens>;
-constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<Softmax>) + 1024;  // barriers and small things, too
+using Rows = Block<MLA_BLOCK_ROWS>;
+using Few = FewRows<Element, Element, MLA_BLOCK_ROWS, kHeadDimQk, 0>;
+constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<Few::Softmax>) + 1024;  // barriers and small things, too
 constexpr i32 kOctetBytes = kHeadDimQk * (i32)sizeof(u16) * kOctetTokens;
-using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes, kStepTokens>;
+using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes, Few::kStepTokens>;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Storage {
     KeySlots<Ring> keys;
-    SoftmaxSlots<Softmax> softmax;
+    SoftmaxSlots<Few::Softmax> softmax;
     Items items;
-    float factor[kRows];
+    float factor[Few::kRows];
     i32 nonfinite_request;  // whose values that not all rows see were not all finite
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
@@ -60,119 +52,42 @@ static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
 MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
-MLA_FACT(block_rows, kRows);
-
-using Rows = Block<kRows>;
+MLA_FACT(block_rows, Few::kRows);
 
 // What a thread holds of a work item.
 struct Math {
-    u32 q[kScoreSteps][kRowTiles][4];
+    Few::Queries q;
     RingCursor<Ring> keys;
     KeyLoader<Ring> loader;
-    SoftmaxRow<Softmax> row;
+    SoftmaxRow<Few::Softmax> row;
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
-
-    MLA_DEVICE i32 quarter() const { return warp % kQuarters; }  // of d
-    MLA_DEVICE i32 half() const { return warp / kQuarters; }     // of the step's tokens
 };
-
-// ---- Scores ----------------------------------------------------------------------------------------------------
-// The block's rows, as A fragments; past the KV head's rows, zeros.
-MLA_DEVICE void load_queries(const Rows& block, Math& math) {
-#pragma unroll
-    for (i32 i = 0; i < 2 * kRowTiles; ++i) {
-        const i32 row = i * 8 + math.lane / 4;
-        const u16* from = block.query(row, math.quarter() * kMmaDepth + math.lane % 4 * 2);
-#pragma unroll
-        for (i32 step = 0; step < kScoreSteps; ++step) {
-#pragma unroll
-            for (i32 k = 0; k < 2; ++k) {
-                const u32 word = *reinterpret_cast<const u32*>(from + step * (kSegmentBytes / 2) + k * kMmaColumns);
-                math.q[step][i / 2][i % 2 + 2 * k] = block.row0 + row < block.rows ? word : 0;
-            }
-        }
-    }
-}
-
-// S of the warp's 16 tokens, over its quarter of d, to shared memory.
-MLA_DEVICE void score(Storage& s, const Math& math) {
-    float scores[kRowTiles][2][4] = {};
-    const i32 lane = math.lane, octet = Ring::position(math.keys.first, 2 * math.half() + lane / 16);
-    const SmemAddr keys = smem_addr(s.keys.octets[octet]) + Ring::offset(lane % 8, 2 * math.quarter() + lane / 8 % 2);
-#pragma unroll
-    for (i32 step = 0; step < kScoreSteps; ++step) {
-        u32 k[4];
-        ldmatrix_x4(k, keys + step * kSegmentBytes);
-#pragma unroll
-        for (i32 tile = 0; tile < kRowTiles; ++tile) {
-            mma_m16n8k16(Element{}, scores[tile][0], math.q[step][tile], k[0], k[1]);
-            mma_m16n8k16(Element{}, scores[tile][1], math.q[step][tile], k[2], k[3]);
-        }
-    }
-#pragma unroll
-    for (i32 i = 0; i < 2 * kRowTiles; ++i) {
-        float* to = s.softmax.scores[math.quarter()][8 * i + lane / 4] + math.half() * kScoreTokens + lane % 4 * 2;
-#pragma unroll
-        for (i32 n = 0; n < 2; ++n) {
-            const float* pair = scores[i / 2][n] + 2 * (i % 2);
-            *reinterpret_cast<float2*>(to + n * kMmaColumns) = make_float2(pair[0], pair[1]);
-        }
-    }
-}
-
-// ---- Values ----------------------------------------------------------------------------------------------------
-// O += P V of the warp's columns.
-MLA_DEVICE void add_values(Storage& s, const Math& math, Output<Element, kRowTiles>& out) {
-    const i32 lane = math.lane;
-    if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, lane);
-#pragma unroll
-    for (i32 half = 0; half < 2; ++half) {
-        u32 p[kRowTiles][4];
-#pragma unroll
-        for (i32 tile = 0; tile < kRowTiles; ++tile) {
-            ldmatrix_x4(p[tile], smem_addr(&s.softmax.p[tile * kMmaRows + lane % 16][half * 16 + lane / 16 * 8]));
-        }
-        const i32 octet = Ring::position(math.keys.first, 2 * half + lane / 8 % 2), row = lane % 8;
-        const SmemAddr values =
-            smem_addr(s.keys.octets[octet]) + (u32)(row * Ring::kRowBytes + math.warp * kSegmentBytes);
-#pragma unroll
-        for (i32 n = 0; n < kValueTiles; n += 2) {
-            u32 v[4];
-            ldmatrix_x4_trans(v, values + (u32)((n + lane / 16) ^ row) * kChunkBytes);
-#pragma unroll
-            for (i32 tile = 0; tile < kRowTiles; ++tile) {
-                mma_m16n8k16(Element{}, out.x[tile][n], p[tile], v[0], v[1]);
-                mma_m16n8k16(Element{}, out.x[tile][n + 1], p[tile], v[2], v[3]);
-            }
-        }
-    }
-}
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
-    const i32 begin = block.begin(), steps = max(0, ceil_div(block.end() - begin, kStepTokens));
+    const i32 begin = block.begin(), steps = max(0, ceil_div(block.end() - begin, Few::kStepTokens));
     math.loader.begin(block);
     math.loader.fill(block, s.keys, steps);
-    if (steps > 0) load_queries(block, math);
+    if (steps > 0) load_queries<Few, false>(block, math.q, math.warp, math.lane);
     math.row.begin();
-    Output<Element, kRowTiles> out;
+    Output<Element, Few::kRowTiles> out;
     out.clear();
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
-        const i32 token = begin + step * kStepTokens;
+        const i32 token = begin + step * Few::kStepTokens;
         mbarrier_wait(math.keys.full(s.keys), math.keys.parity);
-        score(s, math);
+        score<Few, Ring>(s.softmax, s.keys, math.keys.first, math.q, NoFactors{}, math.warp, math.lane);
         __syncthreads();  // the scores are there; the values of the last step have been read
         const bool asks = math.loader.may_ask(steps, step);
         if (asks) math.loader.ask_step(block, s.keys);
-        const bool masked = token + kStepTokens > block.item().seen_by_all;
+        const bool masked = token + Few::kStepTokens > block.item().seen_by_all;
         math.row.add_step(Element{}, block, s.softmax, token, masked,
                           present_bits<Ring>(s.keys, math.keys.first, math.row.first_token()));
         if (masked && clean_values<Element, Ring>(s.keys, math.keys.first, token, block.item().seen_by_all)) {
             s.nonfinite_request = block.item().request;
         }
         __syncthreads();  // P is there
-        add_values(s, math, out);
+        add_values<Few, Ring>(s.softmax, s.keys, math.keys.first, out, math.warp, math.lane);
         if (asks) math.loader.look_up(block);
         math.keys.advance();
     }

@@ -16,6 +16,7 @@ from tests.support.tolerance import check
 
 RING, BLOCK, SOFTMAX = "attention/mma/key_ring.cuh", "attention/mma/block.cuh", "attention/mma/softmax.cuh"
 SMALL, WIDE, LOADER = "attention/mma_small.cu", "attention/mma.cu", "attention/mma/step_loader.cuh"
+FEW = "attention/mma/few_rows.cuh"
 MODES = (("late", 0), ("random", 1))
 #: One block works at both requests, each of more tokens than a ring holds. What hides tokens of
 #: their last steps: of the first one, queries alone; of the other, the end of the block table, too.
@@ -41,7 +42,7 @@ OF_SMALL = [
     Mutant("one place too few", RING, "kStepOctets * done + Ring::kOctets;", "kStepOctets * done + Ring::kOctets + 4;"),
     Mutant("no mask", SOFTMAX, "if (masked) present &=", "if (false) present &="),
     Mutant("values not cleaned", SMALL, "if (masked && clean_values", "if (false && clean_values"),
-    Mutant("output not rescaled", SMALL, "s.softmax.rescales) != 0", "s.softmax.rescales) == 1"),
+    Mutant("output not rescaled", FEW, "softmax.rescales) != 0", "softmax.rescales) == 1"),
     Mutant("sum of one lane", SOFTMAX, "return over_lanes(sum,", "return over_lanes(is_first() ? sum : 0.f,"),
 ]
 OF_WIDE = [

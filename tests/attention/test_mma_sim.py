@@ -21,12 +21,12 @@ WIDE = tuple(name for name in GPUS if "small" not in name)
 FEW = [
     DecodeCase(b=2, seqlens=(1, 97), h_q=16, dtype="float16"),  # a single token; a step that ends within an octet
     DecodeCase(b=1, seqlens=130, h_q=20, d_qk=512, page_size=24),  # split between two blocks
-    DecodeCase(b=2, seqlens=(66, 190), s_q=4, h_q=16, h_kv=2, page_size=3),
+    DecodeCase(b=2, seqlens=(66, 35), s_q=4, h_q=16, h_kv=2, page_size=3),
 ]
 MANY = [
-    DecodeCase(b=1, seqlens=130, h_q=64, dtype="float16"),  # split between two blocks
-    DecodeCase(b=2, seqlens=(15, 100), h_q=37, d_qk=512, page_size=1),
-    DecodeCase(b=1, seqlens=90, s_q=2, h_q=80, h_kv=2, causal=False),  # 80 rows of each KV head: two blocks
+    DecodeCase(b=1, seqlens=70, h_q=64, dtype="float16"),  # split between two blocks
+    DecodeCase(b=2, seqlens=(15, 50), h_q=37, d_qk=512, page_size=1),
+    DecodeCase(b=1, seqlens=40, s_q=2, h_q=80, h_kv=2, causal=False),  # 80 rows of each KV head: two blocks
 ]
 
 
@@ -87,7 +87,7 @@ def test_tree_masks(kernel: str) -> None:
         (SMALL[0], SparseCase(s_q=3, h_q=5, topk=70, sequences=((2, 90), (0, 5), (1, 80)), causal=True)),
         (SMALL[1], SparseCase(s_q=3, h_q=20, topk=100, lengths=True, sink=True)),
         (WIDE[0], SparseCase(s_q=2, h_q=64, topk=40, invalid=1.0, sink=True)),  # nothing to attend to
-        (WIDE[1], SparseCase(s_q=2, h_q=70, topk=100, d_qk=512, dtype="float16")),
+        (WIDE[1], SparseCase(s_q=1, h_q=70, topk=100, d_qk=512, dtype="float16")),
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@ Array = npt.NDArray[Any]
 HOPPER = "decode_sm90_records"
 SEESAW = "decode_sm90_records_seesaw"
 GENERIC = "decode_generic_records"
+SINCE_AMPERE = tuple(kernel for kernel in RECORD_KERNELS if "mma" in kernel)
 
 
 def v32(**changes: Any) -> DecodeCase:
@@ -308,7 +309,12 @@ def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
 
 @pytest.mark.parametrize(
     ("of", "kernel"),
-    [(of, kernel) for of in (v32, v4) for kernel in RECORD_KERNELS if takes(kernel, of(b=1, seqlens=1))],
+    [
+        (of, kernel)
+        for of in (v32, v4)
+        for kernel in RECORD_KERNELS
+        if kernel not in SINCE_AMPERE and takes(kernel, of(b=1, seqlens=1))  # see tests/attention
+    ],
 )
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(of: Callable[..., DecodeCase], kernel: str) -> None:
     """A NaN among the elements, and one in a scale or in the RoPE part; in a tile that another one follows."""
@@ -477,3 +483,10 @@ def test_hopper_kernel_for_many_rows_on_a_gpu(hopper: object, case: DecodeCase) 
 @pytest.mark.parametrize("case", [*GENERIC_CASES, *ON_GPU[::4]], ids=lambda case: case.id)
 def test_generic_kernel_on_a_gpu(gpu: object, case: DecodeCase) -> None:
     run_and_check(case, kernel=GENERIC)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", SINCE_AMPERE)
+@pytest.mark.parametrize("case", [*ON_GPU, *WIDE_ON_GPU], ids=lambda case: case.id)
+def test_kernels_since_ampere_on_a_gpu(gpu: object, kernel: str, case: DecodeCase) -> None:
+    run_and_check(case, kernel=kernel)

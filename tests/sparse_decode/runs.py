@@ -63,6 +63,8 @@ MORE_CASES = (
     SparseDecodeCase(record="v4", h_q=32, b=3, topk=200, sm_count=1),
     SparseDecodeCase(record="v4", h_q=70, b=1, topk=330, extra=140, sm_count=5),
 )
+#: The kernels with mma.sync.
+SINCE_AMPERE = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "mma" in kernel.name)
 #: The kernels with WGMMA.
 ON_HOPPER = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "sm90" in kernel.name)
 

@@ -10,7 +10,16 @@ from mla_cupy import ArgumentError, ShapeError, dtypes, reference
 from mla_cupy.cache_formats import V32
 from mla_cupy.ops import POOL_OPERATIONS
 from tests.cache.inputs import empty_cache
-from tests.sparse_decode.runs import CASES, GENERIC, MORE_CASES, ON_HOPPER, SparseDecodeCase, fitting, make
+from tests.sparse_decode.runs import (
+    CASES,
+    GENERIC,
+    MORE_CASES,
+    ON_HOPPER,
+    SINCE_AMPERE,
+    SparseDecodeCase,
+    fitting,
+    make,
+)
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
@@ -114,7 +123,7 @@ def test_no_query_is_no_launch(recorder: Recorder) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*ON_HOPPER, GENERIC])
+@pytest.mark.parametrize("kernel", [*ON_HOPPER, *SINCE_AMPERE, GENERIC])
 @pytest.mark.parametrize(
     "case",
     [

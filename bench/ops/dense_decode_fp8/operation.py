@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla
 from ..decode import check
+from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import Decode
 from . import cases, inputs
-from .own import GENERIC, Fp8Decode
+from .own import GENERIC, NAMED, Fp8Decode
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
@@ -24,7 +27,9 @@ def implementations(choices: Choices) -> Known:
     return {
         OWN: lambda: Fp8Decode(choices.kernel),
         "rows": lambda: Decode(None, "rows"),
+        **{name: partial(Decode, name, name) for name in NAMED_ROWS},
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
+        **{name: partial(Fp8Decode, name, name) for name in NAMED},
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
         "fa3": lambda: FlashAttention3(choices.directory("fa3")),
     }
@@ -34,7 +39,8 @@ DENSE_DECODE_FP8 = BenchOperation(
     name="dense-decode-fp8",
     title="dense paged decode from FP8 records; the peers read 16-bit rows of the same numbers",
     examples=EXAMPLES,
-    peers="rows (our own over 16-bit rows), flashmla, fa3 (they import torch and need --peers-dir), generic; or none. "
+    peers="rows (our own over 16-bit rows), flashmla, fa3 (they import torch and need --peers-dir), generic, "
+    f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     "Default: rows, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

@@ -15,6 +15,7 @@ from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
 GENERIC = "decode_generic_records"  # without tensor cores
+NAMED = "decode_mma_records", "decode_mma_records_163kb"  # of GPUs without WGMMA
 
 
 class Fp8Decode(Decode):

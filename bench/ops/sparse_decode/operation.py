@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.samples import judge
 from ...peers.flashmla_sparse_decode import FlashMlaSparseDecode
 from . import cases, check, inputs
-from .own import GENERIC, SparseDecode
+from .own import GENERIC, NAMED, SparseDecode
 
 EXAMPLES = """examples:
   run sparse-decode --peers-dir peers                  all cases with FlashMLA beside us
@@ -21,6 +23,7 @@ def implementations(choices: Choices) -> Known:
     return {
         OWN: lambda: SparseDecode(choices.kernel),
         "generic": lambda: SparseDecode(GENERIC, "generic"),
+        **{name: partial(SparseDecode, name, name) for name in NAMED},
         "flashmla": lambda: FlashMlaSparseDecode(choices.directory("flashmla")),
     }
 
@@ -29,7 +32,8 @@ SPARSE_DECODE = BenchOperation(
     name="sparse-decode",
     title="sparse decode: each query attends to the tokens of a paged FP8 cache that its indices select",
     examples=EXAMPLES,
-    peers="flashmla (imports torch and needs --peers-dir), generic; or none. "
+    peers="flashmla (imports torch and needs --peers-dir), generic, "
+    f"{', '.join(NAMED)}; or none. "
     "Default: flashmla where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

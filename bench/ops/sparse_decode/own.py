@@ -15,6 +15,7 @@ from .cases import SparseDecodeCase
 from .inputs import SparseDecodeInputs, SparseDecodeOutputs
 
 GENERIC = "sparse_decode_generic"  # without tensor cores
+NAMED = "sparse_decode_mma", "sparse_decode_mma_163kb"  # of GPUs without WGMMA
 
 
 class SparseDecode:

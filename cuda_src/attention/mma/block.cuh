@@ -19,25 +19,27 @@ constexpr i32 kWarpColumns = kHeadDimV / kWarps;
 constexpr i32 kValueTiles = kWarpColumns / kMmaColumns;
 
 // The work items of a block; one thread steps on.
-struct Items {
+template <class Work>
+struct ItemsOf {
     WorkItem item;
-    WorkIterator walk;
+    WorkIteratorOf<Work> walk;
     i32 more;
 };
+using Items = ItemsOf<ScheduledWork>;
 
 // Up to kRows query rows of one KV head, in one split.
-template <i32 kRows>
+template <i32 kRows, class Work = ScheduledWork>
 struct Block {
     const DecodeParams& p;
-    Items& items;
+    ItemsOf<Work>& items;
     i32 kv_head, row0, rows;  // first row of the KV head in this block; rows of the KV head
 
-    MLA_DEVICE Block(const DecodeParams& p, Items& items) : p(p), items(items), rows(query_rows(p)) {
+    MLA_DEVICE Block(const DecodeParams& p, ItemsOf<Work>& items) : p(p), items(items), rows(query_rows(p)) {
         const i32 row_blocks = ceil_div(rows, kRows);
         kv_head = blockIdx.x / row_blocks;
         row0 = blockIdx.x % row_blocks * kRows;
         if (threadIdx.x != 0) return;
-        items.walk = WorkIterator(p, blockIdx.y, p.tree_mask != nullptr ? p.s_q : hidden_from(p, row0));
+        items.walk = WorkIteratorOf<Work>(p, blockIdx.y, p.tree_mask != nullptr ? p.s_q : hidden_from(p, row0));
     }
 
     // By all threads. Also a barrier: what the last item had in shared memory may be overwritten.

@@ -171,8 +171,8 @@ MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
 
 // By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, values that are not finite become
 // 0. True if this thread found one. `token` is the step's first.
-template <class Element, class Ring>
-MLA_DEVICE bool clean_values(KeySlots<Ring>& s, i32 first, i32 token, i32 seen_by_all) {
+template <class Element, class Ring, class Keys>
+MLA_DEVICE bool clean_values(Keys& s, i32 first, i32 token, i32 seen_by_all) {
     const i32 thread = threadIdx.x, mine = thread / Ring::kTokenThreads;
     if (token + mine < seen_by_all) return false;
     u8* octet = s.octets[Ring::position(first, mine / kOctetTokens)];

@@ -1,12 +1,14 @@
-"""Host side of `attention/mma.cu` and `attention/mma_small.cu`: dense decode and the sparse forward since Ampere."""
+"""Host side of `attention/mma.cu`, `attention/mma_small.cu` and `attention/mma/records.cuh`: attention since Ampere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import READS_ROWS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, READS_ROWS, AttentionKernel, narrowest
+from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, variants
 from mla_cupy.runtime.device import TARGETS, DeviceInfo, number_of, smem_per_block
@@ -56,14 +58,19 @@ def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None
     return None if problem.aligned else needs_alignment("q and the keys")
 
 
+def unsupported_records(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
+    """The same of a kernel that reads FP8 records."""
+    return lacks(device, smem_kb) if problem.record else READS_RECORDS
+
+
 def _with_width(variant: Variant, problem: Any) -> Variant:
     return variant if problem.d_qk == D_QK else variant.extended(head_dim_qk=problem.d_qk)
 
 
 def small_variant(problem: Any, smem_kb: int) -> Variant:
     """The build for few rows that it takes; more rows than it has are divided among blocks."""
-    rows = next((rows for rows in SMALL_ROWS if problem.rows <= rows), SMALL_ROWS[-1])
-    return _with_width(Variant(dtype=problem.dtype, smem_kb=smem_kb, block_rows=rows), problem)
+    block_rows = narrowest(SMALL_ROWS, problem.rows)
+    return _with_width(Variant(dtype=problem.dtype, smem_kb=smem_kb, block_rows=block_rows), problem)
 
 
 def wide_variant(problem: Any, smem_kb: int) -> Variant:
@@ -109,6 +116,35 @@ def _wide(name: str, smem_kb: int) -> AttentionKernel[Any]:
         block_rows=WIDE_ROWS,
         spill_bytes=WIDE_SPILL_BYTES,
     )
+
+
+def from_records(
+    name: str, about: str, source: str, params: type[Params], records: tuple[str, ...], rows: Callable[[Any], int]
+) -> tuple[AttentionKernel[Any], AttentionKernel[Any]]:
+    """Kernels of a family that read FP8 records, of the form for few rows, the faster one first.
+
+    `rows` says how many query rows of a problem share keys.
+    """
+
+    def variant(problem: Any, smem_kb: int) -> Variant:
+        block_rows = narrowest(SMALL_ROWS, rows(problem))
+        return Variant(dtype=problem.dtype, record=problem.record, smem_kb=smem_kb, block_rows=block_rows)
+
+    def kernel(name: str, smem_kb: int) -> AttentionKernel[Any]:
+        return AttentionKernel(
+            name,
+            f"{about} with mma.sync, in {smem_kb} KB per block",
+            source,
+            params,
+            archs(smem_kb),
+            variants=variants(dtype=HALF, record=records, smem_kb=(smem_kb,), block_rows=SMALL_ROWS),
+            facts={"tile_tokens": TILE_TOKENS},
+            unsupported=partial(unsupported_records, smem_kb=smem_kb),
+            variant=partial(variant, smem_kb=smem_kb),
+            block_rows=SMALL_ROWS[-1],
+        )
+
+    return kernel(f"{name}_163kb", MORE_KB), kernel(name, LEAST_KB)
 
 
 SMALL_163KB = _small("attention_mma_small_163kb", MORE_KB)

@@ -76,6 +76,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         generic.KERNEL,
         records.SEESAW,
         records.SMALL,
+        records.MMA_163KB,
+        records.MMA,
         records.GENERIC,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
 from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, DENSE_RECORDS, TREE_BLOCK_ROWS, record_variant
@@ -82,6 +83,16 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 
 
+MMA_163KB, MMA = mma.from_records(
+    "decode_mma_records",
+    "dense decode from FP8 records",
+    "decode/mma_records.cu",
+    DecodeParams,
+    DENSE_RECORDS,
+    rows=lambda problem: problem.rows,
+)
+
+
 GENERIC = from_records(
     "decode_generic_records",
     "dense decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
@@ -91,4 +102,4 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SMALL, SEESAW, GENERIC)
+KERNELS = (SMALL, SEESAW, MMA_163KB, MMA, GENERIC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
 from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant
@@ -72,6 +73,16 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
 )
 
 
+MMA_163KB, MMA = mma.from_records(
+    "sparse_decode_mma",
+    "sparse decode from FP8 records",
+    "sparse_decode/mma.cu",
+    SparseDecodeParams,
+    SPARSE_RECORDS,
+    rows=lambda problem: problem.h_q,
+)
+
+
 GENERIC = from_records(
     "sparse_decode_generic",
     "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
@@ -81,4 +92,4 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SEESAW, SMALL, GENERIC)
+KERNELS = (SEESAW, SMALL, MMA_163KB, MMA, GENERIC)

@@ -1,0 +1,484 @@
+// Attention of up to 32 query rows to FP8 records with mma.sync, for the kernels that differ in where a request's
+// tokens lie: in lists of slots (sparse_decode/mma.cu) or in pages (decode/mma_records.cu).
+//
+// Bytes of a step, 32 tokens, come by cp.async into shared memory that each warp has for itself. It converts them to
+// 16-bit keys, swizzled as those of mma_small.cu, whose products these kernels share. With two tiles of keys the next
+// step is converted beside the softmax:
+//
+//   scores   warp = 16 tokens, a quarter of d  | Q K^T  |            |          | Q K^T of the next step
+//   softmax  thread = 2 or 4 tokens of a row   |        | max, P     |          |
+//   convert  warp = 4 tokens                   |        | next keys  |          |
+//   values   warp = 64 columns                 |        |            | O += P V |
+//   loads    warp = 4 tokens, cp.async         |        | the step that takes the place of what was converted ->
+//
+// Where there is room for one tile only, the next step is converted after the values, between two more barriers.
+#pragma once
+#include "attention/mma/few_rows.cuh"
+#include "attention/record_tokens.cuh"
+#include "ptx/copy.cuh"
+#include "tile/elements.cuh"
+
+namespace mla::attention::mma {
+// ---- Formats ---------------------------------------------------------------------------------------------------
+// Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
+// rounds the product eight times finer than bf16; e4m3 without a scale is exact in f16, and there in one instruction on
+// newer GPUs. RoPE columns that are stored as bf16 have the format of the queries.
+template <class Record, class Element>
+struct RecordFormats {
+    using Latent = float16;
+    using Rope = Element;
+};
+template <class Element>
+struct RecordFormats<v4, Element> {
+    using Latent = Element;
+    using Rope = Element;
+};
+template <class Element>
+struct RecordFormats<fp8, Element> {
+    using Latent = float16;
+    using Rope = float16;
+};
+
+template <class A, class B>
+constexpr bool kAlike = false;
+template <class A>
+constexpr bool kAlike<A, A> = true;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
+template <class Element_, class Record_, class Tokens_, i32 kBlockRows, i32 kSmemBytes_>
+struct MmaRecords {
+    using Element = Element_;
+    using TokenRecord = Record_;
+    using Tokens = Tokens_;
+    using Latent = typename RecordFormats<TokenRecord, Element>::Latent;
+    using Rope = typename RecordFormats<TokenRecord, Element>::Rope;
+    static constexpr i32 kSmemBytes = kSmemBytes_;  // what a block may have
+    static constexpr i32 kHeadDimQk = kKeyColumns<TokenRecord>;
+    static constexpr i32 kLatentSegments = TokenRecord::kLatentChunks * kRecordChunk * 2 / kSegmentBytes;
+    using Few = FewRows<Latent, Rope, kBlockRows, kHeadDimQk, kLatentSegments>;
+    using Rows = Block<kBlockRows, typename Tokens::Work>;
+    // bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element
+    // between 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16.
+    static constexpr bool kScaledQueries = !kAlike<Element, Latent>;
+};
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kTokenLanes = 8;  // that have one token
+constexpr i32 kLaneTokens = kWarpThreads / kTokenLanes;
+constexpr i32 kPieceCodes = 8;  // that a lane converts at a time, to one chunk
+
+// A token's bytes in shared memory: its elements as in the record, without the scales, which lie apart.
+template <class Record>
+struct RawToken {
+    static constexpr bool kWideRope = Record::kRopeKind != kE4m3;
+    static constexpr i32 kLatentBytes = Record::kLatentChunks * kRecordChunk;
+    static constexpr i32 kLatentPieces = kLatentBytes / (kTokenLanes * kPieceCodes);  // of a lane
+    static constexpr i32 kBytes = kLatentBytes + kRopeChunks * kRecordChunk * (kWideRope ? 2 : 1);
+    static constexpr i32 kChunks = kBytes / kChunkBytes;
+    static constexpr i32 kGap = Record::kRopeOffset - kLatentBytes;  // of the record, before RoPE columns
+    static constexpr i32 kScaleBytes = Record::kScale == kScaleFloat32 ? 16 : Record::kScale == kScaleE8m0 ? 8 : 0;
+    // Two tokens are read at once, 64 bytes of each. Those of odd tokens change places where all would hit the same
+    // banks.
+    static constexpr bool kSwapped = kBytes % kSegmentBytes == 0;
+    static_assert(kBytes % 64 == 0 && kGap % kChunkBytes == 0, "whole pieces");
+    static_assert(kScaleBytes == 0 || Record::kGroupChunks * kRecordChunk % (kTokenLanes * kPieceCodes) == 0,
+                  "all lanes of a token are in one group");
+};
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// A warp's tokens of one step, as they were loaded.
+template <class Record>
+struct RawStep {
+    using Raw = RawToken<Record>;
+    alignas(16) u8 bytes[kWarps][kLaneTokens][Raw::kBytes];
+    alignas(16) u8 scales[Raw::kScaleBytes > 0 ? kWarps : 1][kLaneTokens][Raw::kScaleBytes > 0 ? Raw::kScaleBytes : 4];
+};
+
+// One or two tiles of keys.
+template <class C>
+struct KeyTiles {
+    static constexpr i32 kOctets = C::Few::kStepTokens / kOctetTokens;  // of a tile
+    using Swizzle = KeyRing<C::kHeadDimQk, 2 * kOctets, C::Few::kStepTokens>;
+    static constexpr i32 kRowBytes = Swizzle::kRowBytes, kTokenThreads = kTokenLanes;
+    static constexpr i32 kTileBytes = C::Few::kStepTokens * kRowBytes;
+
+    MLA_DEVICE static i32 position(i32 first, i32 octet) { return first + octet; }
+    MLA_DEVICE static u32 offset(i32 row, i32 chunk) { return Swizzle::offset(row, chunk); }
+};
+
+// Of so many steps it is known which tokens are there: those that are asked for, converted, or weighed.
+constexpr i32 kKnownSteps = 8;
+
+template <class C>
+struct RecordBudget {
+    static constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<typename C::Few::Softmax>) + 1024 + 16 * C::Few::kRows;
+    static constexpr i32 kStepBytes = sizeof(RawStep<typename C::TokenRecord>);
+    MLA_DEVICE static constexpr i32 raw_steps(i32 tiles) {
+        return (C::kSmemBytes - kOtherBytes - tiles * KeyTiles<C>::kTileBytes) / kStepBytes;
+    }
+    static constexpr i32 kTiles = raw_steps(2) >= 2 ? 2 : 1;
+    static constexpr i32 kRawSteps = raw_steps(kTiles);
+    static_assert(kRawSteps >= 1 && kRawSteps + 2 <= kKnownSteps, "steps on their way");
+};
+
+template <class C>
+struct RecordStorage {
+    using Budget = RecordBudget<C>;
+    struct Keys {
+        alignas(kSegmentBytes) u8 octets[Budget::kTiles * KeyTiles<C>::kOctets][kOctetTokens * KeyTiles<C>::kRowBytes];
+    } keys;
+    RawStep<typename C::TokenRecord> raw[Budget::kRawSteps];
+    SoftmaxSlots<typename C::Few::Softmax> softmax;
+    u8 present[kKnownSteps][kWarps];  // bit = token of a warp: whether it is there
+    u32 largest[kQuarters][C::Few::kRows];
+    ItemsOf<typename C::Tokens::Work> items;
+    float factor[C::Few::kRows];
+};
+
+// ---- Queries ---------------------------------------------------------------------------------------------------
+MLA_DEVICE float power_of_two(i32 biased_exponent) { return __uint_as_float((u32)biased_exponent << 23); }
+
+template <class C, bool = C::kScaledQueries>
+struct QueryFactors : NoFactors {
+    MLA_DEVICE void scale(RecordStorage<C>&, typename C::Few::Queries&, i32, i32) {}
+};
+
+// What the scores of a row are multiplied by where its queries were not stored as they are.
+template <class C>
+struct QueryFactors<C, true> {
+    static constexpr i32 kHalves = 2 * C::Few::kRowTiles;  // a lane's rows: 8 i + lane / 4
+    float of[kHalves];
+
+    MLA_DEVICE float operator[](i32 i) const { return of[i]; }
+
+    // By all warps, with a barrier of the block, since each has a quarter of a row.
+    MLA_DEVICE void scale(RecordStorage<C>& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
+#pragma unroll
+        for (i32 i = 0; i < kHalves; ++i) {
+            u32 largest = 0;  // signs are shifted out; what follows an exponent does not matter
+#pragma unroll
+            for (i32 j = 0; j < 2 * C::Few::kScoreSteps; ++j) {
+                const u32 word = q[j / 2][i / 2][i % 2 + 2 * (j % 2)];
+                largest = max(largest, max(word << 1, word << 17));
+            }
+            largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+            largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+            if (lane % 4 == 0) s.largest[C::Few::quarter(warp)][8 * i + lane / 4] = largest;
+        }
+        __syncthreads();
+#pragma unroll
+        for (i32 i = 0; i < kHalves; ++i) {
+            u32 largest = 15u << 24;  // so both factors are normal numbers
+#pragma unroll
+            for (i32 quarter = 0; quarter < kQuarters; ++quarter) {
+                largest = max(largest, s.largest[quarter][8 * i + lane / 4]);
+            }
+            const i32 exponent = (i32)(largest >> 24);
+            of[i] = power_of_two(exponent - 14);
+            const float up = power_of_two(2 * 127 + 14 - exponent);
+#pragma unroll
+            for (i32 j = 0; j < 2 * C::Few::kScoreSteps; ++j) {
+                u32& word = q[j / 2][i / 2][i % 2 + 2 * (j % 2)];
+                const float2 x = unpack<typename C::Element>(word);
+                word = j / 2 < C::kLatentSegments ? cvt_x2(typename C::Latent{}, x.x * up, x.y * up)
+                                                  : cvt_x2(typename C::Rope{}, x.x * up, x.y * up);
+            }
+        }
+    }
+};
+
+// ---- Keys ------------------------------------------------------------------------------------------------------
+struct NoScale {};
+
+// The first or second two of four e4m3 numbers as f16, exactly. The exponents of e4m3 and f16 differ by 8; subnormal
+// numbers come out right as well. NaN gets an exponent of all ones.
+template <i32 kPair>
+MLA_DEVICE u32 e4m3_pair(u32 codes) {
+#if __CUDA_ARCH__ >= 890
+    return kPair == 0 ? cvt_f16_x2_e4m3(codes) : cvt_f16_x2_e4m3_high(codes);
+#else
+    const u32 spread = __byte_perm(codes, 0, kPair == 0 ? 0x1404 : 0x3424);
+    const u32 size = spread >> 1 & 0x3f803f80, nan = size + 0x00800080 & 0x40004000;
+    return mul_x2(float16{}, spread & 0x80008000 | size | nan, 0x5c005c00);  // 2^8
+#endif
+}
+
+// A group's scale, for packed products of f16, and for the exact ones that bf16 holds.
+MLA_DEVICE u32 scale_pair(float16, float scale) { return cvt_x2(float16{}, scale, scale); }
+MLA_DEVICE float scale_pair(bfloat16, float scale) { return scale; }
+
+template <i32 kPair>
+MLA_DEVICE u32 dequantise(float16, u32 codes, u32 scale) {
+    return mul_x2(float16{}, e4m3_pair<kPair>(codes), scale);
+}
+template <i32 kPair>
+MLA_DEVICE u32 dequantise(bfloat16, u32 codes, float scale) {
+    const float2 x = unpack<float16>(e4m3_pair<kPair>(codes));
+    return cvt_x2(bfloat16{}, x.x * scale, x.y * scale);
+}
+template <i32 kPair>
+MLA_DEVICE u32 dequantise(float16, u32 codes, NoScale) {
+    return e4m3_pair<kPair>(codes);
+}
+
+template <class Latent, class Scale>
+MLA_DEVICE uint4 dequantise_piece(uint2 codes, Scale scale) {
+    return make_uint4(dequantise<0>(Latent{}, codes.x, scale), dequantise<1>(Latent{}, codes.x, scale),
+                      dequantise<0>(Latent{}, codes.y, scale), dequantise<1>(Latent{}, codes.y, scale));
+}
+
+MLA_DEVICE u32 convert_rope(bfloat16, u32 pair) { return pair; }
+MLA_DEVICE u32 convert_rope(float16, u32 pair) {
+    const float2 x = unpack<bfloat16>(pair);
+    return cvt_x2(float16{}, x.x, x.y);
+}
+
+// What a lane converts of a token: pieces of latent columns, and of RoPE columns; the scales.
+template <class C>
+struct RawShare {
+    using Record = typename C::TokenRecord;
+    using Raw = RawToken<Record>;
+    using Rope = typename C::Rope;
+    uint2 codes[Raw::kLatentPieces];
+    uint4 rope;    // of e4m3 a half
+    uint4 scales;  // as stored
+
+    MLA_DEVICE RawShare(const RawStep<Record>& step, i32 warp, i32 token, i32 k) {
+        const u8* from = step.bytes[warp][token];
+#pragma unroll
+        for (i32 piece = 0; piece < Raw::kLatentPieces; ++piece) {
+            const i32 at = place_of(piece, token);
+            codes[piece] = *reinterpret_cast<const uint2*>(from + (at * kTokenLanes + k) * kPieceCodes);
+        }
+        rope = scales = make_uint4(0, 0, 0, 0);
+        from += Raw::kLatentBytes;
+        if constexpr (Raw::kWideRope) {
+            rope = *reinterpret_cast<const uint4*>(from + k * kChunkBytes);
+        } else {
+            *reinterpret_cast<uint2*>(&rope) = *reinterpret_cast<const uint2*>(from + k * kPieceCodes);
+        }
+        if constexpr (Raw::kScaleBytes == 16) scales = *reinterpret_cast<const uint4*>(step.scales[warp][token]);
+        if constexpr (Raw::kScaleBytes == 8) {
+            *reinterpret_cast<uint2*>(&scales) = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
+        }
+    }
+
+    // As keys: `to` is the lane's chunk of the row's first segment. A piece of all lanes of a token is a segment.
+    MLA_DEVICE void store(u8* to, i32 token) const {
+#pragma unroll
+        for (i32 piece = 0; piece < Raw::kLatentPieces; ++piece) {
+            *reinterpret_cast<uint4*>(to + place_of(piece, token) * kSegmentBytes) =
+                dequantise_piece<typename C::Latent>(codes[piece], scale_of(piece));
+        }
+        uint4& rope_to = *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes);
+        if constexpr (Raw::kWideRope) {
+            rope_to = make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y),
+                                 convert_rope(Rope{}, rope.z), convert_rope(Rope{}, rope.w));
+        } else {
+            rope_to = dequantise_piece<Rope>(make_uint2(rope.x, rope.y), NoScale{});
+        }
+    }
+
+   private:
+    // Which piece of the token the lane's is.
+    MLA_DEVICE static i32 place_of(i32 piece, i32 token) {
+        if (!Raw::kSwapped) return piece;
+        return piece + (piece % 2 == 0 ? token % 2 : -(token % 2));
+    }
+
+    MLA_DEVICE auto scale_of(i32 piece) const {
+        if constexpr (Raw::kScaleBytes == 0) {
+            return NoScale{};
+        } else {
+            const i32 group = piece * kTokenLanes * kPieceCodes / (Record::kGroupChunks * kRecordChunk);
+            const u32* words = &scales.x;
+            return scale_pair(typename C::Latent{}, Raw::kScaleBytes == 16
+                                                        ? __uint_as_float(words[group])
+                                                        : e8m0_value(words[group / 4] >> 8 * (group % 4) & 0xff));
+        }
+    }
+};
+
+// One lane's share of loading and converting: an eighth of token `threadIdx.x / 8` of each step. Nobody but its warp
+// reads what it has loaded.
+template <class C>
+struct RecordLoader {
+    using Record = typename C::TokenRecord;
+    using Raw = RawToken<Record>;
+    using Tiles = KeyTiles<C>;
+    using Storage = RecordStorage<C>;
+    static constexpr i32 kRawSteps = Storage::Budget::kRawSteps;
+    static constexpr i32 kStepTokens = C::Few::kStepTokens;
+
+    typename C::Tokens::Place place;  // of the lane's token of the step that is asked for next, read ahead
+    i32 asked, slot;                  // steps of the item; the place of the step that is converted next
+
+    MLA_DEVICE static i32 token() { return (i32)threadIdx.x / kTokenLanes; }
+    MLA_DEVICE static i32 token_of_warp() { return token() % kLaneTokens; }
+    MLA_DEVICE static i32 lane_of_token() { return (i32)threadIdx.x % kTokenLanes; }
+
+    // Asks for the first of the item's `steps`.
+    MLA_DEVICE void begin(const typename C::Rows& block, Storage& s, i32 steps) {
+        asked = slot = 0;
+        look_up(block, steps);
+#pragma unroll 1
+        for (i32 i = 0; i < kRawSteps; ++i) {
+            ask(block, s, i, steps);
+            look_up(block, steps);
+        }
+    }
+
+    // Of the step that is asked for next. It may take a division and a load: to be called where nobody waits.
+    MLA_DEVICE void look_up(const typename C::Rows& block, i32 steps) {
+        place = asked < steps ? C::Tokens::place(block.p, block.item(), next_token(block)) : C::Tokens::nowhere();
+    }
+
+    // The lane's share of the step that is converted next. Then asks for the step that takes its place: past the last
+    // of the steps there is nothing to ask for, but a group of copies all the same, so that all waits are alike.
+    MLA_DEVICE RawShare<C> fetch(const typename C::Rows& block, Storage& s, i32 steps, i32 warp) {
+        cp_async_wait_group<kRawSteps - 1>();
+        __syncwarp();
+        const RawShare<C> share(s.raw[slot], warp, token_of_warp(), lane_of_token());
+        __syncwarp();
+        ask(block, s, slot, steps);
+        slot = slot + 1 == kRawSteps ? 0 : slot + 1;
+        return share;
+    }
+
+    // To tile `tile`.
+    MLA_DEVICE void store(Storage& s, const RawShare<C>& share, i32 tile) const {
+        const i32 octet = tile * Tiles::kOctets + token() / kOctetTokens;
+        share.store(s.keys.octets[octet] + Tiles::offset(token() % kOctetTokens, lane_of_token()), token());
+    }
+
+   private:
+    MLA_DEVICE i32 next_token(const typename C::Rows& block) const {
+        return block.begin() + asked * kStepTokens + token();
+    }
+
+    MLA_DEVICE void ask(const typename C::Rows& block, Storage& s, i32 slot, i32 steps) {
+        if (asked < steps) {
+            const TokenBytes from = C::Tokens::template bytes<Record>(block.p, block.item(), next_token(block), place);
+            copy(block, s, slot, from);
+        }
+        cp_async_commit_group();
+        ++asked;
+    }
+
+    MLA_DEVICE void copy(const typename C::Rows& block, Storage& s, i32 slot, const TokenBytes& from) const {
+        const i32 warp = (i32)threadIdx.x / kWarpThreads, k = lane_of_token();
+        const bool present = from.data != nullptr;
+        const u32 lanes = __ballot_sync(kFullWarp, present);
+        if (threadIdx.x % kWarpThreads == 0) {
+            u32 bits = 0;
+#pragma unroll
+            for (i32 i = 0; i < kLaneTokens; ++i) bits |= (lanes >> (i * kTokenLanes) & 1) << i;
+            s.present[asked % kKnownSteps][warp] = (u8)bits;
+        }
+        const u8* nothing = reinterpret_cast<const u8*>(block.p.kv);
+        const u8* data = (present ? from.data : nothing) + k * kChunkBytes;
+        const SmemAddr to = smem_addr(s.raw[slot].bytes[warp][token_of_warp()]) + (u32)(k * kChunkBytes);
+#pragma unroll
+        for (i32 chunk = 0; chunk < Raw::kChunks; chunk += kTokenLanes) {
+            if (chunk + kTokenLanes > Raw::kChunks && chunk + k >= Raw::kChunks) break;
+            const i32 gap = chunk * kChunkBytes >= Raw::kLatentBytes ? Raw::kGap : 0;
+            cp_async_16(to + chunk * kChunkBytes, data + chunk * kChunkBytes + gap, present);
+        }
+        if constexpr (Raw::kScaleBytes > 0) {
+            if (k != 0) return;
+            cp_async<Raw::kScaleBytes>(smem_addr(s.raw[slot].scales[warp][token_of_warp()]),
+                                       present ? from.scales : nothing, present);
+        }
+    }
+};
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+template <class C>
+struct RecordMath {
+    typename C::Few::Queries q;
+    QueryFactors<C> factors;
+    RecordLoader<C> loader;
+    SoftmaxRow<typename C::Few::Softmax> row;
+    i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+};
+
+// P of step `step`. Of tokens that not every row sees, values that are not finite become 0; a row that does see one has
+// a score of NaN, and so is NaN as a whole.
+template <class C>
+MLA_DEVICE void weigh(const typename C::Rows& block, RecordStorage<C>& s, RecordMath<C>& math, i32 step, i32 first) {
+    const i32 token = block.begin() + step * C::Few::kStepTokens, seen_by_all = block.item().seen_by_all;
+    const bool masked = token + C::Few::kStepTokens > seen_by_all;
+    const i32 mine = math.row.first_token();
+    const u32 present = s.present[step % kKnownSteps][mine / kLaneTokens] >> mine % kLaneTokens;
+    math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present);
+    if constexpr (C::Tokens::kMasked) {
+        if (masked) clean_values<typename C::Latent, KeyTiles<C>>(s.keys, first, token, seen_by_all);
+    }
+}
+
+template <class C>
+MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, RecordMath<C>& math) {
+    using Few = typename C::Few;
+    constexpr i32 kTiles = RecordBudget<C>::kTiles;
+    const i32 steps = max(0, ceil_div(block.end() - block.begin(), Few::kStepTokens));
+    math.loader.begin(block, s, steps);
+    math.row.begin();
+    Output<typename C::Element, Few::kRowTiles> out;
+    out.clear();
+    if (steps > 0) {
+        load_queries<Few, true>(block, math.q, math.warp, math.lane);
+        math.factors.scale(s, math.q, math.warp, math.lane);
+        math.loader.store(s, math.loader.fetch(block, s, steps, math.warp), 0);
+        math.loader.look_up(block, steps);
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        const i32 tile = step % kTiles, first = tile * KeyTiles<C>::kOctets;
+        const bool more = step + 1 < steps;
+        score<Few, KeyTiles<C>>(s.softmax, s.keys, first, math.q, math.factors, math.warp, math.lane);
+        __syncthreads();  // the scores are there; the values of the last step have been read
+        if (kTiles > 1 && more) {
+            math.loader.store(s, math.loader.fetch(block, s, steps, math.warp), tile ^ 1);
+        }
+        weigh(block, s, math, step, first);
+        __syncthreads();  // P is there; with two tiles, the keys of the next step, too
+        if (kTiles > 1 || !more) {
+            add_values<Few, KeyTiles<C>>(s.softmax, s.keys, first, out, math.warp, math.lane);
+        } else {
+            const RawShare<C> share = math.loader.fetch(block, s, steps, math.warp);
+            add_values<Few, KeyTiles<C>>(s.softmax, s.keys, first, out, math.warp, math.lane);
+            __syncthreads();  // the values have been read
+            math.loader.store(s, share, 0);
+            __syncthreads();  // the keys of the next step are there
+        }
+        math.loader.look_up(block, steps);
+    }
+    const float sum = math.row.whole_sum();
+    if (math.row.is_first()) {
+        const float factor = store_statistics(block, math.row.row(), math.row.max, sum, math.row.row_max);
+        s.factor[math.row.row()] = kHasValueScale<typename C::TokenRecord> ? factor * block.p.value_scale : factor;
+    }
+    __syncthreads();
+    out.store(block, s.factor, math.warp, math.lane);
+}
+
+template <class C>
+MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
+    static_assert(sizeof(RecordStorage<C>) <= C::kSmemBytes, "shared memory");
+    RecordStorage<C>& s = *reinterpret_cast<RecordStorage<C>*>(smem);
+    griddepcontrol_wait();
+    const typename C::Rows block(p, s.items);
+    RecordMath<C> math;
+    while (block.next()) run_item(block, s, math);
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::attention::mma
+
+// What such a kernel tells the host, besides the layout of its parameters.
+#define MLA_MMA_RECORDS_FACTS(C)                                         \
+    MLA_FACT(threads, mla::attention::mma::kThreads);                    \
+    MLA_FACT(smem_bytes, sizeof(mla::attention::mma::RecordStorage<C>)); \
+    MLA_FACT(block_rows, C::Few::kRows);                                 \
+    MLA_RECORD_FACT(C::TokenRecord)

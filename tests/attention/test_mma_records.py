@@ -1,0 +1,191 @@
+"""The mma.sync kernels that read FP8 records, in the simulator, from the PTX of the GPUs that they are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS
+from tests.decode import test_records as dense
+from tests.decode.test_records import fp8, v4, v32
+from tests.sparse_decode import runs as sparse
+from tests.sparse_decode.runs import SparseDecodeCase
+from tests.support.cases import DecodeCase, make
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.sim_driver import simulated
+from tests.support.tolerance import check
+
+#: With two tiles of keys on the oldest GPU, which has no conversion of e4m3; with one on GPUs of less shared memory.
+DENSE = (("decode_mma_records_163kb", (8, 0)), ("decode_mma_records", (8, 9)), ("decode_mma_records", (12, 0)))
+SPARSE = (("sparse_decode_mma_163kb", (8, 0)), ("sparse_decode_mma", (12, 0)), ("sparse_decode_mma", (8, 6)))
+OLD = ("decode_mma_records", (8, 6))
+MODES = (("late", 0), ("random", 5), ("early", 0))
+
+Gpu = tuple[str, tuple[int, int]]
+
+
+def decode(case: DecodeCase, gpu: Gpu, mode: tuple[str, int], sm_count: int = 1) -> None:
+    """Dense decode, against the oracle."""
+    inputs = make(case)
+    with simulated(sm_count, gpu[1], *mode) as target:
+        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=gpu[0])
+    assert "mla_decode_mma_records" in target.launched
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+def sparse_decode(case: SparseDecodeCase, gpu: Gpu, mode: tuple[str, int]) -> None:
+    """Sparse decode, against the oracle; results in float32, and some in the dtype of the queries."""
+    with simulated(case.sm_count, gpu[1], *mode) as target:
+        sparse.check(case, lambda x: x, np.asarray, gpu[0], case.dtype if case.s_q > 1 else "float32")
+    assert case.topk == 0 or "mla_sparse_decode_mma" in target.launched
+
+
+FEW = (
+    v32(b=1, seqlens=129, h_q=16),  # more steps than are on their way; the last one of a single token
+    v32(b=2, seqlens=(3, 70), s_q=3, h_q=11, scales="plain", missing_pages=1, page_size=16),  # two blocks of rows
+    v32(b=2, seqlens=(70, 5), h_q=3, dtype="float16", strides="odd", head_axis=False, page_size=24),
+    fp8(b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=1, dtype="float16"),
+    fp8(b=1, seqlens=66, s_q=2, h_q=12, causal=False),
+    v4(b=2, seqlens=(3, 130), s_q=2, h_q=8, missing_pages=1, page_size=16),
+    v4(b=3, seqlens=(189, 1, 0), s_q=2, h_q=8, dtype="float16", cp_world=3, cp_rank=1),
+)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+def test_dense_decode(case: DecodeCase) -> None:
+    number = FEW.index(case)
+    decode(case, DENSE[number % len(DENSE)], MODES[number % len(MODES)], sm_count=1 + number % 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*FEW, *dense.CASES, *dense.WIDE_CASES, *dense.MORE_CASES], ids=lambda case: case.id)
+@pytest.mark.parametrize("gpu", [*DENSE, OLD], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_dense_decode_in_all_modes(case: DecodeCase, gpu: Gpu, mode: tuple[str, int]) -> None:
+    decode(case, gpu, mode, sm_count=3)
+
+
+LISTS = (
+    SparseDecodeCase(b=1, scales="plain", topk=140, sink=True, h_q=17),
+    SparseDecodeCase(record="v4", topk=20, extra=33, lengths=True, sink=True, h_q=9),
+    SparseDecodeCase(extra=1, empty=True, sink=True, s_q=2, topk=1),
+    SparseDecodeCase(record="v4", dtype="float16", s_q=2, sm_count=1, b=1),
+    SparseDecodeCase(topk=70, sm_count=1, b=2, lengths=True, h_q=1),
+    SparseDecodeCase(b=1, topk=0),
+)
+
+
+@pytest.mark.parametrize("case", LISTS, ids=str)
+def test_sparse_decode(case: SparseDecodeCase) -> None:
+    number = LISTS.index(case)
+    sparse_decode(case, SPARSE[number % len(SPARSE)], MODES[number % len(MODES)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*LISTS, *sparse.CASES, *sparse.MORE_CASES], ids=str)
+@pytest.mark.parametrize("gpu", SPARSE, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_sparse_decode_in_all_modes(case: SparseDecodeCase, gpu: Gpu, mode: tuple[str, int]) -> None:
+    sparse_decode(case, gpu, mode)
+
+
+def row_of(record: str, latent: Any) -> Any:
+    """A cache whose only token holds these e4m3 numbers, and zeros as RoPE columns."""
+    form = FORMATS[record]
+    cache = np.zeros((1, 16, 1, form.token_bytes), np.uint8)
+    rows = np.zeros((1, 512), np.float32)
+    reference.cache_append(rows[:, : form.d_latent], rows[:, :64], cache[:, :, 0], np.zeros(1, np.int64))
+    reference.cache.field_view(cache[:, :, 0], form, form.field("latent"))[0, 0] = latent[: form.d_latent]
+    return cache
+
+
+@pytest.mark.parametrize(("record", "dtype"), [("fp8", "float16"), ("v4", "bfloat16")])
+@pytest.mark.parametrize("gpu", [DENSE[0], DENSE[1]], ids=str)
+def test_every_number_is_read_exactly(record: str, dtype: str, gpu: Gpu) -> None:
+    """A row that sees one token has its value: all finite e4m3 numbers, in both halves of the row."""
+    codes = np.resize(np.setdiff1d(np.arange(256), (0x7F, 0xFF)).astype(np.uint8), 512)
+    cache = row_of(record, codes)
+    expected = reference.cache_gather(cache[:, :, 0], np.zeros(1, np.int64))[0][0, :512]
+    q = np.zeros((1, 1, 2, FORMATS[record].d_qk), dtypes.numpy_dtype(dtype))
+    q[0, 0, 1] = 2.0**-6
+    table, seqlens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    with simulated(1, gpu[1], "late"):
+        out, _ = mla_cupy.mla_decode(q, cache, table, seqlens, out_dtype="float32", kernel=gpu[0])
+    np.testing.assert_array_equal(out[0, 0], np.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("gpu", [DENSE[0], DENSE[1]], ids=str)
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_is_nan(gpu: Gpu, code: int) -> None:
+    latent = np.zeros(512, np.uint8)
+    latent[70] = code
+    q, table, seqlens = np.ones((1, 1, 1, 576), np.float16), np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    with simulated(1, gpu[1], "late"):
+        out, lse = mla_cupy.mla_decode(q, row_of("fp8", latent), table, seqlens, kernel=gpu[0])
+    assert np.isnan(out[..., 70].astype(np.float32)).all()
+    assert np.isnan(lse).all()
+
+
+def test_tree_masks() -> None:
+    case = v32(b=2, seqlens=(68, 3), s_q=4, h_q=6)
+    inputs, mask = make(case), np.array([[1, 2, 5, 11], [1, 3, 5, 9]], np.uint64)
+    exact = mla_cupy.mla_decode(*inputs.arguments, tree_mask=mask)  # the oracle: there is no GPU
+    with simulated(1, (8, 9), "random", 2):
+        got = mla_cupy.mla_decode(*inputs.arguments, tree_mask=mask, kernel="decode_mma_records")
+    np.testing.assert_allclose(got[0].astype(np.float32), exact[0].astype(np.float32), atol=0.02, rtol=0.02)
+    np.testing.assert_allclose(got[1], exact[1], atol=1e-3)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+RECORDS = "attention/mma/records.cuh"
+TWO_TILES, ONE_TILE = DENSE[0], DENSE[1]
+#: More steps than are on their way, an absent page, a token that only the second query sees.
+CASE = v32(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, scales="plain")
+PLANTED = [
+    (TWO_TILES, Mutant("raw step not waited for", RECORDS, "wait_group<kRawSteps - 1>", "wait_group<kRawSteps>")),
+    (TWO_TILES, Mutant("tile overwritten", RECORDS, "steps, math.warp), tile ^ 1)", "steps, math.warp), tile)")),
+    (TWO_TILES, Mutant("nothing is NaN", RECORDS, "nan = size + 0x00800080 & 0x40004000", "nan = 0")),
+    (TWO_TILES, Mutant("codes of the first half", RECORDS, ": 0x3424);", ": 0x1404);")),
+    (ONE_TILE, Mutant("values overwritten", RECORDS, "__syncthreads();  // the values have been read", "")),
+    (ONE_TILE, Mutant("next keys not awaited", RECORDS, "__syncthreads();  // the keys of", "// the keys of")),
+    (
+        ONE_TILE,
+        Mutant("scales taken for RoPE", RECORDS, "Raw::kLatentBytes ? Raw::kGap : 0", "1 << 20 ? Raw::kGap : 0"),
+    ),
+    (ONE_TILE, Mutant("one scale for all groups", RECORDS, "as_float(words[group])", "as_float(words[0])")),
+    (ONE_TILE, Mutant("largest of one quarter", RECORDS, "quarter < kQuarters; ++quarter", "quarter < 1; ++quarter")),
+    (ONE_TILE, Mutant("absent tokens are there", RECORDS, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i")),
+    (ONE_TILE, Mutant("hidden values not cleaned", RECORDS, "if (masked) clean_values", "if (false) clean_values")),
+]
+
+
+@as_verdict
+def verdict(gpu: Gpu, mode: tuple[str, int]) -> None:
+    """What a run shows; empty if nothing."""
+    inputs = make(CASE)
+    inputs.q[0, 0, 1, 20] = 1e6  # in the second quarter of d, and beyond float16
+    hidden = CASE.lengths()[0] - 1
+    page = inputs.kv_cache[inputs.block_table[0, hidden // CASE.page_size], :, 0]
+    page[hidden % CASE.page_size, 5] = 0x7F  # NaN, for the second query alone
+    with simulated(1, gpu[1], *mode):
+        got = mla_cupy.mla_decode(*inputs.arguments, kernel=gpu[0])
+    assert np.isnan(got[0][0, 1].astype(np.float32)).all()
+    first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
+    check(*first, CASE.dtype)
+
+
+@pytest.mark.parametrize(("gpu", "mutant"), PLANTED, ids=lambda x: x.id if isinstance(x, Mutant) else x[0])
+def test_is_caught(gpu: Gpu, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(gpu, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("gpu", [TWO_TILES, ONE_TILE], ids=str)
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_kernels_as_they_are(gpu: Gpu, mode: tuple[str, int]) -> None:
+    assert verdict(gpu, mode) == ""
