@@ -307,8 +307,8 @@ struct RecordLoader {
     using Record = typename C::TokenRecord;
     using Raw = RawToken<Record>;
     using Tiles = KeyTiles<C>;
-    using Storage = RecordStorage<C>;
-    static constexpr i32 kRawSteps = Storage::Budget::kRawSteps;
+    using Shared = RecordStorage<C>;
+    static constexpr i32 kRawSteps = Shared::Budget::kRawSteps;
     static constexpr i32 kStepTokens = C::Few::kStepTokens;
 
     typename C::Tokens::Place place;  // of the lane's token of the step that is asked for next, read ahead
@@ -319,7 +319,7 @@ struct RecordLoader {
     MLA_DEVICE static i32 lane_of_token() { return (i32)threadIdx.x % kTokenLanes; }
 
     // Asks for the first of the item's `steps`.
-    MLA_DEVICE void begin(const typename C::Rows& block, Storage& s, i32 steps) {
+    MLA_DEVICE void begin(const typename C::Rows& block, Shared& s, i32 steps) {
         asked = slot = 0;
         look_up(block, steps);
 #pragma unroll 1
@@ -336,7 +336,7 @@ struct RecordLoader {
 
     // The lane's share of the step that is converted next. Then asks for the step that takes its place: past the last
     // of the steps there is nothing to ask for, but a group of copies all the same, so that all waits are alike.
-    MLA_DEVICE RawShare<C> fetch(const typename C::Rows& block, Storage& s, i32 steps, i32 warp) {
+    MLA_DEVICE RawShare<C> fetch(const typename C::Rows& block, Shared& s, i32 steps, i32 warp) {
         cp_async_wait_group<kRawSteps - 1>();
         __syncwarp();
         const RawShare<C> share(s.raw[slot], warp, token_of_warp(), lane_of_token());
@@ -347,7 +347,7 @@ struct RecordLoader {
     }
 
     // To tile `tile`.
-    MLA_DEVICE void store(Storage& s, const RawShare<C>& share, i32 tile) const {
+    MLA_DEVICE void store(Shared& s, const RawShare<C>& share, i32 tile) const {
         const i32 octet = tile * Tiles::kOctets + token() / kOctetTokens;
         share.store(s.keys.octets[octet] + Tiles::offset(token() % kOctetTokens, lane_of_token()), token());
     }
@@ -357,7 +357,7 @@ struct RecordLoader {
         return block.begin() + asked * kStepTokens + token();
     }
 
-    MLA_DEVICE void ask(const typename C::Rows& block, Storage& s, i32 slot, i32 steps) {
+    MLA_DEVICE void ask(const typename C::Rows& block, Shared& s, i32 slot, i32 steps) {
         if (asked < steps) {
             const TokenBytes from = C::Tokens::template bytes<Record>(block.p, block.item(), next_token(block), place);
             copy(block, s, slot, from);
@@ -366,7 +366,7 @@ struct RecordLoader {
         ++asked;
     }
 
-    MLA_DEVICE void copy(const typename C::Rows& block, Storage& s, i32 slot, const TokenBytes& from) const {
+    MLA_DEVICE void copy(const typename C::Rows& block, Shared& s, i32 slot, const TokenBytes& from) const {
         const i32 warp = (i32)threadIdx.x / kWarpThreads, k = lane_of_token();
         const bool present = from.data != nullptr;
         const u32 lanes = __ballot_sync(kFullWarp, present);

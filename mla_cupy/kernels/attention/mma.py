@@ -119,7 +119,12 @@ def _wide(name: str, smem_kb: int) -> AttentionKernel[Any]:
 
 
 def from_records(
-    name: str, about: str, source: str, params: type[Params], records: tuple[str, ...], rows: Callable[[Any], int]
+    names: tuple[str, str],
+    about: str,
+    source: str,
+    params: type[Params],
+    records: tuple[str, ...],
+    rows: Callable[[Any], int],
 ) -> tuple[AttentionKernel[Any], AttentionKernel[Any]]:
     """Kernels of a family that read FP8 records, of the form for few rows, the faster one first.
 
@@ -144,7 +149,7 @@ def from_records(
             block_rows=SMALL_ROWS[-1],
         )
 
-    return kernel(f"{name}_163kb", MORE_KB), kernel(name, LEAST_KB)
+    return kernel(names[0], MORE_KB), kernel(names[1], LEAST_KB)
 
 
 SMALL_163KB = _small("attention_mma_small_163kb", MORE_KB)

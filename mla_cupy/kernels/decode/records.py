@@ -84,7 +84,7 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 
 MMA_163KB, MMA = mma.from_records(
-    "decode_mma_records",
+    ("decode_mma_records_163kb", "decode_mma_records"),
     "dense decode from FP8 records",
     "decode/mma_records.cu",
     DecodeParams,

@@ -74,7 +74,7 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
 
 
 MMA_163KB, MMA = mma.from_records(
-    "sparse_decode_mma",
+    ("sparse_decode_mma_163kb", "sparse_decode_mma"),
     "sparse decode from FP8 records",
     "sparse_decode/mma.cu",
     SparseDecodeParams,
