@@ -306,7 +306,7 @@ MLA_DEVICE void hide_masked(const Storage& s, const Math& math, Scores& scores, 
 }
 
 // ---- Softmax and values ----------------------------------------------------------------------------------------
-using Weights = u32[kRowTiles][kKeySteps][4];  // P, as A fragments
+using PFragments = u32[kRowTiles][kKeySteps][4];  // P, as A fragments
 
 // The running maxima follow, and what came before is rescaled.
 MLA_DEVICE void move_maxima(Math& math, const Scores& scores, const float (&scale_log2)[kFragmentRows]) {
@@ -319,7 +319,7 @@ MLA_DEVICE void move_maxima(Math& math, const Scores& scores, const float (&scal
     }
 }
 
-MLA_DEVICE void add_values(const Storage& s, Math& math, const Weights& weights) {
+MLA_DEVICE void add_values(const Storage& s, Math& math, const PFragments& weights) {
     const i32 lane = math.lane();
     const SmemAddr v = smem_addr(s.keys[math.group].v) + row_offset<kPanelsV>(lane % 16, lane / 16);
 #pragma unroll
@@ -342,7 +342,7 @@ MLA_DEVICE void run_tile(const PrefillParams& p, Storage& s, Math& math, i32 i, 
     const i32 next = i - kGroups;
     const bool sees = i * kTileKeys < math.seen;
     const float scale_log2[kFragmentRows] = {p.scale_log2, p.scale_log2};
-    Weights weights;
+    PFragments weights;
     mbarrier_wait(s.k_full[math.group], math.phase);
     if (sees) {
         Scores scores;

@@ -59,7 +59,7 @@ def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None
 
 
 def unsupported_records(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
-    """The same of a kernel that reads FP8 records."""
+    """Reason that a kernel that reads FP8 records cannot take the problem; None if it can."""
     return lacks(device, smem_kb) if problem.record else READS_RECORDS
 
 

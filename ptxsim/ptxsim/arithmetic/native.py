@@ -29,7 +29,7 @@ _SOURCE = Path(__file__).with_name("native.c")
 _FROM_LOOPS, _FROM_LOOPS_AND_SIGNATURE = 1, 31
 _FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-lm")
 _kept: list[Any] = []
-"""What NumPy's functions refer to and do not own."""
+"""Objects that NumPy's functions refer to and do not own."""
 
 
 def _built() -> Path | None:
@@ -137,13 +137,13 @@ ORACLES: dict[str, Callable] = {
     "to_bf16": formats.to_bf16,
     **{name: getattr(numeric, name) for name in _LOOPS if hasattr(numeric, name)},
 }
-"""The same functions in NumPy."""
+"""Functions of NumPy that compute the same."""
 FUNCTIONS = {name: _universal(loops, name) for name, loops in _LOOPS.items()} if available() else ORACLES
 """The functions in C, or in NumPy where there is no library."""
 
 
 class MmaForm(ctypes.Structure):
-    """What the loop of mma.sync is told, as ``native.c`` has it."""
+    """Arguments of the loop of mma.sync, as ``native.c`` has them."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("rows", "depth", "bits", "whole", "clamp", "nan")),
