@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ptxsim
 from ptxsim.arithmetic import native
 from ptxsim.tensor_cores.mma_sync import _form_of
 
@@ -125,6 +126,7 @@ print(native.available(), native.FUNCTIONS["fma32"](one, one, one).sum())
     ids=["refused", "no compiler", "a compiler that fails", "built anew"],
 )
 def test_where_it_cannot_be_built(changes: dict[str, str], expected: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **changes}
+    here = {"PYTHONPATH": str(Path(ptxsim.__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, **here, **changes}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected

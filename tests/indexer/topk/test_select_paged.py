@@ -64,12 +64,14 @@ def test_equals_the_oracle(
             np.testing.assert_array_equal(x, wanted)
 
 
-@pytest.mark.parametrize("slots", [False, True])
-def test_simulated(slots: bool) -> None:
+@pytest.mark.parametrize(
+    ("cc", "logits", "slots"), [((7, 5), "generic", False), ((7, 5), "generic", True), ((8, 0), "mma", True)]
+)
+def test_simulated(cc: tuple[int, int], logits: str, slots: bool) -> None:
     given = inputs()
-    with simulated(2, (8, 0)) as target:
+    with simulated(2, cc) as target:
         got = mla_cupy.indexer_select_paged(**given, topk=5, slots=slots, buffer_bytes=2 * 2 * 4 * 16)
-        assert target.launched == ["mla_indexer_logits_generic", "mla_indexer_topk_select"] * 2
+        assert target.launched == [f"mla_indexer_logits_{logits}", "mla_indexer_topk_select"] * 2
     for x, wanted in zip(got, expected(given, 5, slots), strict=True):
         np.testing.assert_array_equal(x, wanted)
 
