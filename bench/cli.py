@@ -1,4 +1,4 @@
-"""The command line: run, list, compare, compare-trees, compare-code, plot, model."""
+"""The command line: run, list, compare, compare-trees, compare-code, plot, trace, model."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .core.plot import FORMATS
 from .core.recorders import METHODS
 from .model import report as model_report
 from .operations import OPERATIONS
+from .trace import command as trace_command
 from .trees import code as trees_code
 from .trees import command as trees_command
 
@@ -56,6 +57,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     _add_module(commands, "compare-trees", "time two source trees in turn on the GPU", trees_command)
     _add_module(commands, "compare-code", "compare the machine code of two folders of builds; needs no GPU", trees_code)
     _add_plot(commands)
+    _add_module(commands, "trace", "show what each warp of a call's kernels waits for", trace_command)
     text = "predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU"
     _add_module(commands, "model", text, model_report)
     return parser

@@ -1,4 +1,7 @@
-"""The command line: `mla-cupy info | compile | list | formats | clear-cache | demo | selftest | bench | sim`."""
+"""The command line: `mla-cupy info | compile | list | formats | clear-cache | demo | selftest | bench | ...`.
+
+`bench`, `trace` and `sim` are commands of other parts of the package.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,8 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["bench"]:
             return int(_part("bench", "bench", "cli").main(arguments[1:]))
+        if arguments[:1] == ["trace"]:
+            return int(_part("bench", "bench", "cli").main(arguments))
         if arguments[:1] == ["sim"]:
             return int(_part("ptxsim", "ptxsim/ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
         options, unknown = _parser(arguments).parse_known_args(arguments)
@@ -120,6 +125,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
+    add("trace", _demo, "show what each warp of a kernel waits for: see `mla-cupy trace --help`", json_too=False)
     return parser
 
 

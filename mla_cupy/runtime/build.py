@@ -38,7 +38,7 @@ class BuildRequest:
     """One kernel to compile: an entry point of a source file, for one target, with its macros.
 
     `label` is the variant's canonical name; `arch` a target such as "sm_90a". `spill_bytes` is what it may spill: of
-    stores, as ptxas counts them.
+    stores, as ptxas counts them. `prelude` is a header that is compiled before the source, which does not include it.
     """
 
     entry: str
@@ -47,10 +47,20 @@ class BuildRequest:
     defines: tuple[tuple[str, str], ...]
     label: str
     spill_bytes: int = 0
+    prelude: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.entry}-{self.label}-{self.arch}"
+        after = f"-{self.prelude.removesuffix('.cuh').replace('/', '-')}" if self.prelude else ""
+        return f"{self.entry}-{self.label}-{self.arch}{after}"
+
+    def files(self) -> dict[str, bytes]:
+        """Name and text of every file that it is made of; the first one is compiled, and includes the others."""
+        own = sources.gather(self.source)
+        if not self.prelude:
+            return own
+        both = "".join(f'#include "{name}"\n' for name in (self.prelude, self.source))
+        return {"with_prelude.cu": both.encode(), **sources.gather(self.prelude), **own}
 
 
 class Resources(TypedDict):
@@ -150,11 +160,11 @@ def compile_kernel(request: BuildRequest, nvrtc: Nvrtc | None = None) -> Build:
         `cta_group`, or is not exactly one entry point.
     """
     nvrtc = load(find_nvrtc()) if nvrtc is None else nvrtc
-    files = sources.gather(request.source)
-    headers = {name: text for name, text in files.items() if name != request.source}
+    files = request.files()
+    main, *headers = files
     flags = options(request)
     start = time.perf_counter()
-    output = nvrtc.compile(request.source, files[request.source], headers, flags)
+    output = nvrtc.compile(main, files[main], {name: files[name] for name in headers}, flags)
     seconds = time.perf_counter() - start
     if not output.ok:
         raise KernelCompileError(f"{request.name} does not compile:\n{output.log}")

@@ -87,7 +87,7 @@ def cache_dir() -> Path | None:
 
 def image_key(request: BuildRequest) -> str:
     """Key of a cubin's inputs, whichever compiler made it: sources, entry, target and macros."""
-    digest = sources.digest(sources.gather(request.source))
+    digest = sources.digest(request.files())
     return _hash([digest, request.entry, request.source, request.arch, request.defines])
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
-import numpy as np
 import pytest
 
-from bench.core import report
+from bench.core import host, report
 from bench.core.implementation import Choices, Prepared, make
 from bench.core.limits import Limits
-from bench.core.recorders import GRAPH, Eager
 from bench.core.runner import Options, run_case
 from bench.ops.decode.inputs import Outputs
 from bench.ops.sparse.inputs import SparseOutputs
@@ -37,50 +34,15 @@ class FakeClock:
         return self.now_us - self.begin
 
 
-class HostDevice:
-    """What `bench.core.device.Device` asks for, in NumPy."""
-
-    name, arch, l2_bytes, stream, method = "host", "sm_0", 1000, None, GRAPH
+class HostDevice(host.HostDevice):
+    """The host with a clock that the fake implementations set."""
 
     def __init__(self) -> None:
         self.watch = FakeClock()
         self.empty_launches = 0
 
-    def current(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def recorder(self) -> Eager:
-        return Eager()
-
     def clock(self) -> FakeClock:
         return self.watch
-
-    def synchronize(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.dtype(dtype))
-
-    def upload(self, array: Any) -> Any:
-        return array.copy()
-
-    def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        made = np.empty(shape, np.dtype(dtype))
-        self.poison(made)
-        return made
-
-    def poison(self, array: Any) -> None:
-        bits = np.dtype(f"uint{8 * array.itemsize}")
-        array.view(bits)[...] = np.iinfo(bits).max
-
-    def to_host(self, array: Any) -> Any:
-        return np.array(array)
-
-    def take(self, array: Any, rows: Any) -> Any:
-        return array[rows]
 
     def allocated_by(self, call: Callable[[], object]) -> int:
         call()
@@ -88,9 +50,6 @@ class HostDevice:
 
     def launch_empty(self) -> None:
         self.empty_launches += 1
-
-    def count_not_finite(self, array: Any) -> int:
-        return int((~np.isfinite(array.astype(np.float32))).sum())
 
 
 def answer(case: Any, inputs: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from mla_cupy.kernels import KERNELS
 from mla_cupy.selftest import catalog
 
 #: From the bottom up: a header may include headers of its own folder and of those before it.
-HEADERS = ("common", "ptx", "tile", "attention")
+HEADERS = ("common", "ptx", "tile", "trace", "attention")
 #: The folders with kernels: one per family of operations, the probes', and `attention`, whose kernels families share.
 FAMILIES = tuple(
     dict.fromkeys(kernel.source.partition("/")[0] for kernel in (*KERNELS.values(), *catalog.KERNELS.values()))
@@ -54,7 +54,7 @@ def includes(text: str) -> list[str]:
 def namespaces(name: str) -> list[str]:
     """The namespaces that a file may open: that of its folder and, in a family, one within it for its instructions."""
     *folders, stem = name.removesuffix(".cuh").removesuffix(".cu").split("/")
-    if folders[0] in ("common", "ptx", "tile"):
+    if folders[0] in ("common", "ptx", "tile", "trace"):
         return ["mla"]
     space = "::".join(["mla", *folders])
     arch = stem.partition("_")[0]

@@ -1,0 +1,1 @@
+"""Traces: when each warp of a kernel waits, and for what."""

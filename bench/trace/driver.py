@@ -1,0 +1,236 @@
+"""A driver that loads traced builds in place of the plain ones, and reads what they have recorded."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_cupy import arrays
+from mla_cupy.runtime import cache, nvrtc, worker
+from mla_cupy.runtime.build import Build, BuildRequest
+from mla_cupy.runtime.launching import ArgumentBlock, Dim3, Driver, LoadedKernel, PreparedLaunch
+from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.simulation import SimDriver
+
+from ..core.errors import BenchError
+
+PRELUDE = "trace/waits.cuh"
+SYMBOL = "mla_trace_target"
+WARP_THREADS = 32
+SPILL_BYTES = 1 << 16
+"""Allowance of traced builds: they may spill, and the report says so."""
+
+RECORD = np.dtype([("end", "u4"), ("cycles", "u4"), ("site", "u4"), ("barrier", "u4")])
+"""`WaitRecord` of `trace/waits.cuh`."""
+MOMENT = np.dtype([("nanoseconds", "u8"), ("clock", "u4"), ("sm", "u4")])
+"""`Moment`."""
+MOMENTS = 2
+TARGET = np.dtype([(name, "u8") for name in ("records", "moments", "counts")] + [
+    (name, "u4") for name in ("blocks", "warps", "capacity", "min_cycles")
+])  # fmt: skip
+"""`TraceTarget`."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is kept: blocks of a launch, records of a warp, and the shortest wait in cycles."""
+
+    blocks: int = 264
+    capacity: int = 1024
+    min_cycles: int = 20
+
+
+class Access(Protocol):
+    """Memory of the device and variables of a loaded module."""
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Return what lies at an address, once all work has ended."""
+
+    def set_variable(self, kernel: LoadedKernel, name: str, data: bytes) -> None:
+        """Write a variable of the kernel's module."""
+
+
+class CudaAccess:
+    """Through the CUDA driver."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """See `Access.read`."""
+        self._check(self._driver.cuCtxSynchronize())
+        data = ctypes.create_string_buffer(nbytes)
+        self._check(self._driver.cuMemcpyDtoH(ctypes.addressof(data), address, nbytes))
+        return data.raw
+
+    def set_variable(self, kernel: LoadedKernel, name: str, data: bytes) -> None:
+        """See `Access.set_variable`."""
+        module = self._check(self._driver.cuFuncGetModule(self._driver.CUfunction(kernel.handle)))
+        address, nbytes = self._check(self._driver.cuModuleGetGlobal(module, name.encode()))
+        if nbytes != len(data):
+            raise BenchError(f"{name} of {kernel.entry}: got {nbytes} bytes, expected {len(data)}")
+        self._check(self._driver.cuMemcpyHtoD(address, data, len(data)))
+
+    @staticmethod
+    def _check(result: tuple[Any, ...]) -> Any:
+        status, *values = result
+        if int(status):
+            raise BenchError(f"the CUDA driver reports {status.name} ({int(status)})")
+        return values[0] if len(values) == 1 else values
+
+
+class SimulatedAccess:
+    """Through the simulator's memory."""
+
+    def __init__(self, target: SimDriver) -> None:
+        self._memory = target.memory
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """See `Access.read`."""
+        return bytes(self._memory.slice(address, nbytes))
+
+    def set_variable(self, kernel: LoadedKernel, name: str, data: bytes) -> None:
+        """See `Access.set_variable`."""
+        module: Any = kernel.owner
+        _, at = module.offsets[name]
+        module.constants.bytes[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Records of the last launch of a kernel.
+
+    Attributes
+    ----------
+    request : BuildRequest
+    spills : int
+        Bytes of stores that the traced build spills.
+    counts : ndarray, (blocks, warps)
+        Records that each warp has made, also those for which there was no room.
+    records : ndarray, (blocks, warps, capacity), `RECORD`
+    moments : ndarray, (blocks, warps, 2), `MOMENT`
+        When the warp began, and when it let the next kernel begin; zeros where it did not say.
+    """
+
+    request: BuildRequest
+    spills: int
+    counts: Array
+    records: Array
+    moments: Array
+
+
+class _Traced:
+    """A loaded traced kernel, and the memory that it writes to."""
+
+    def __init__(self, request: BuildRequest, build: Build, kernel: LoadedKernel) -> None:
+        self.request, self.build, self.kernel = request, build, kernel
+        self.grid_blocks = 0
+        self.warps = 0
+        self.places: dict[str, tuple[Any, int]] = {}
+
+    def allocate(self, limits: Limits, warps: int) -> bytes:
+        """Take zeroed memory for so many warps of a block; returns the target's bytes."""
+        self.warps = warps
+        rows = limits.blocks * warps
+        sizes = {
+            "records": rows * limits.capacity * RECORD.itemsize,
+            "moments": rows * MOMENTS * MOMENT.itemsize,
+            "counts": rows * 4,
+        }
+        family = arrays.cupy_family()
+        target = np.zeros((), TARGET)
+        for name, nbytes in sizes.items():
+            memory = family.own_memory(nbytes, self.kernel.device)
+            family.write(memory.ptr, np.zeros(nbytes, np.uint8), self.kernel.device)
+            self.places[name] = memory, nbytes
+            target[name] = memory.ptr
+        for name, value in dataclasses.asdict(limits).items():
+            target[name] = value
+        target["warps"] = warps
+        return target.tobytes()
+
+
+class TracingDriver:
+    """Another driver, whose kernels are replaced by traced builds of them."""
+
+    def __init__(self, inner: Driver, access: Access, limits: Limits) -> None:
+        self._inner, self._access, self._limits = inner, access, limits
+        self._kernels: dict[int, _Traced] = {}
+        self.launched: list[str] = []
+
+    def load(self, build: Build, device: int) -> LoadedKernel:
+        """Load the traced build of the same kernel."""
+        request = traced_request(build)
+        places = cache.places()
+        traced, _ = worker.build_here(request, nvrtc.find_nvrtc(), places.read, places.write)
+        kernel = self._inner.load(traced, device)
+        self._kernels[id(kernel)] = _Traced(request, traced, kernel)
+        return kernel
+
+    def prepare(
+        self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+    ) -> PreparedLaunch:
+        """Prepare a launch, and memory for its records."""
+        traced = self._kernels[id(kernel)]
+        warps = -(-block[0] * block[1] * block[2] // WARP_THREADS)
+        if traced.warps != warps:
+            self._access.set_variable(kernel, SYMBOL, traced.allocate(self._limits, warps))
+        traced.grid_blocks = grid[0] * grid[1] * grid[2]
+        return self._inner.prepare(kernel, grid, block, cluster, smem, args, pdl)
+
+    def recorded(self) -> list[Recorded]:
+        """Return what each kernel's last launch has left, in the order in which kernels were loaded."""
+        return [self._read(traced) for traced in self._kernels.values() if traced.places]
+
+    def _read(self, traced: _Traced) -> Recorded:
+        limits, blocks = self._limits, min(self._limits.blocks, traced.grid_blocks)
+        shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+            "counts": (np.dtype("u4"), ()),
+            "records": (RECORD, (limits.capacity,)),
+            "moments": (MOMENT, (MOMENTS,)),
+        }
+        found = {}
+        for name, (kind, inner) in shapes.items():
+            memory, nbytes = traced.places[name]
+            raw = np.frombuffer(self._access.read(memory.ptr, nbytes), kind)
+            found[name] = raw.reshape(limits.blocks, traced.warps, *inner)[:blocks]
+        return Recorded(traced.request, traced.build.info["spill_stores"], **found)
+
+    def encode_tiled(self, spec: TensorMapSpec) -> bytes:
+        """See `Driver.encode_tiled`."""
+        return self._inner.encode_tiled(spec)
+
+    def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
+        """See `Driver.memset`."""
+        self._inner.memset(ptr, value, nbytes, stream)
+
+    def in_order(self, launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
+        """See `Driver.in_order`."""
+        return self._inner.in_order(launches)
+
+    def is_capturing(self, stream: int) -> bool:
+        """See `Driver.is_capturing`."""
+        return self._inner.is_capturing(stream)
+
+    def device_guard(self, device: int) -> AbstractContextManager[object]:
+        """See `Driver.device_guard`."""
+        return self._inner.device_guard(device)
+
+
+def traced_request(build: Build) -> BuildRequest:
+    """Return what a traced build of the same kernel is made of."""
+    info = build.info
+    defines = tuple((name, value) for name, value in info["defines"])
+    plain = BuildRequest(info["entry"], info["source"], info["arch"], defines, info["label"])
+    return dataclasses.replace(plain, spill_bytes=SPILL_BYTES, prelude=PRELUDE)

@@ -1,0 +1,187 @@
+"""Waits of warps on one axis of time, from what kernels have recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .driver import Recorded
+from .sites import UNKNOWN, Site, sites
+
+_BEGINS, _DEPENDENTS = 0, 1
+_LONG_ENOUGH_NS = 1000
+"""Shortest time between two moments that tells a clock rate: the timer has steps of 32 ns or more."""
+
+Array = npt.NDArray[Any]
+
+
+class Unit(NamedTuple):
+    """Unit of time of a report: its name, and its length in what counts as a nanosecond."""
+
+    name: str
+    nanoseconds: float
+
+
+MICROSECOND = Unit("us", 1000.0)
+BASIC_BLOCK = Unit("basic blocks", 1.0)
+"""The simulator's clock and timer both count executed basic blocks."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait: nanoseconds since the first warp of the launch began, and cycles."""
+
+    begin: float
+    end: float
+    cycles: int
+    site: Site
+    barrier: int
+
+
+@dataclass(frozen=True)
+class Warp:
+    """One warp of one block, from its beginning to its last sign of life."""
+
+    block: int
+    warp: int
+    sm: int
+    begin: float
+    end: float
+    waits: tuple[Wait, ...]
+
+    @property
+    def waiting(self) -> float:
+        """Nanoseconds of all waits."""
+        return sum(wait.end - wait.begin for wait in self.waits)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The last launch of one kernel.
+
+    Attributes
+    ----------
+    kernel, label : str
+        Entry without "mla_", and the variant.
+    ghz : float
+        Rate of the SM's clock.
+    warps : tuple of Warp
+        Those that have left something and whose time is known.
+    dropped : int
+        Records for which there was no room.
+    spills : int
+        Bytes of stores that the traced build spills.
+    unit : Unit
+    """
+
+    kernel: str
+    label: str
+    ghz: float
+    warps: tuple[Warp, ...]
+    dropped: int
+    spills: int
+    unit: Unit = MICROSECOND
+
+    @cached_property
+    def roles(self) -> dict[str, list[Warp]]:
+        """Warps by role, in all blocks together: neighbours that wait at some place that not every warp comes to."""
+        places: dict[int, set[Site]] = {}
+        for warp in self.warps:
+            places.setdefault(warp.warp, set()).update(wait.site for wait in warp.waits)
+        shared = set.intersection(*places.values()) if len(places) > 1 else set()
+        own = {index: sites - shared for index, sites in places.items()}
+        groups: list[list[int]] = []
+        for index in sorted(own):
+            before = own.get(index - 1)
+            if before is not None and (before & own[index] or not (before or own[index])):
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        names = {index: _name(group) for group in groups for index in group}
+        found: dict[str, list[Warp]] = {name: [] for name in dict.fromkeys(names.values())}
+        for warp in self.warps:
+            found[names[warp.warp]].append(warp)
+        return found
+
+
+def _name(warps: list[int]) -> str:
+    return f"warp {warps[0]}" if len(warps) == 1 else f"warps {warps[0]}-{warps[-1]}"
+
+
+def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> Trace:
+    """Return the waits of a launch.
+
+    Parameters
+    ----------
+    recorded : Recorded
+    clock_ghz : float
+        Rate of the clock where the launch does not tell it.
+    unit : Unit
+        Unit of the reports.
+    """
+    ghz = clock_rate(recorded.moments) or clock_ghz
+    begun = recorded.moments[..., _BEGINS]["nanoseconds"]
+    first = int(begun[begun > 0].min(initial=np.iinfo(np.uint64).max))
+    known = sites(recorded.request.files())
+    room = recorded.records.shape[-1]
+    return Trace(
+        recorded.request.entry.removeprefix("mla_"),
+        recorded.request.label,
+        ghz,
+        tuple(_warps(recorded, known, ghz, first)),
+        int(np.maximum(recorded.counts.astype(np.int64) - room, 0).sum()),
+        recorded.spills,
+        unit,
+    )
+
+
+def clock_rate(moments: Array) -> float | None:
+    """Return cycles per nanosecond, the median over warps that tell of two moments far enough apart."""
+    both = moments[(moments["nanoseconds"] > 0).all(axis=-1)]
+    nanoseconds = both["nanoseconds"][:, _DEPENDENTS].astype(np.int64) - both["nanoseconds"][:, _BEGINS].astype(
+        np.int64
+    )
+    cycles = np.diff(both["clock"], axis=-1)[:, 0].astype(np.int64)  # modulo 2^32, like the clock
+    far = nanoseconds >= _LONG_ENOUGH_NS
+    return float(np.median(cycles[far] / nanoseconds[far])) if far.any() else None
+
+
+def _warps(recorded: Recorded, known: Mapping[int, Site], ghz: float, first: int) -> Iterator[Warp]:
+    for block in range(len(recorded.counts)):
+        own = recorded.moments[block]
+        timed = np.flatnonzero(own[:, _BEGINS]["nanoseconds"])
+        if not timed.size:
+            continue  # not launched, or without a sign of when
+        for warp in range(own.shape[0]):
+            count = int(recorded.counts[block, warp])
+            if count or warp in timed:
+                start = own[warp if warp in timed else timed[0], _BEGINS]  # one clock for all warps of an SM
+                records = recorded.records[block, warp, :count]
+                yield _warp(block, warp, start, own[warp, _DEPENDENTS], records, known, ghz, first)
+
+
+def _warp(
+    block: int, warp: int, start: Any, last: Any, records: Array, known: Mapping[int, Site], ghz: float, first: int
+) -> Warp:
+    start_ns = float(int(start["nanoseconds"]) - first)
+    ends = start_ns + unwrapped(records["end"], int(start["clock"])) / ghz
+    waits = tuple(
+        Wait(end - cycles / ghz, end, cycles, known.get(site, UNKNOWN), barrier)
+        for end, cycles, site, barrier in zip(
+            ends.tolist(), *(records[name].tolist() for name in ("cycles", "site", "barrier")), strict=True
+        )
+    )
+    said = float(int(last["nanoseconds"]) - first) if last["nanoseconds"] else start_ns
+    times = [start_ns, said, *(wait.begin for wait in waits), *ends.tolist()]  # some let the next kernel begin at once
+    return Warp(block, warp, int(start["sm"]), min(times), max(times), waits)
+
+
+def unwrapped(clocks: Array, start: int) -> Array:
+    """Return cycles since `start`, from clocks modulo 2^32 in ascending order."""
+    steps = np.diff(clocks.astype(np.uint32), prepend=np.uint32(start))  # modulo 2^32
+    return np.cumsum(steps.astype(np.int64))

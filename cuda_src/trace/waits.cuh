@@ -1,0 +1,177 @@
+// Records of when each warp waits, and for what.
+//
+// No kernel includes this file. A traced build is compiled from a text of two lines, this file and then the kernel, and
+// the names of whatever waits stand for the functions below from here on: so a trace needs no change of a kernel, and a
+// build without it is the same to the last bit.
+//
+// A record has the clock at the end of a wait, how long it took, where in the source it is, and the barrier. The warp's
+// lowest active lane writes it. Waits below the host's limit leave none: a warp that finds its data there pays for two
+// readings of the clock.
+#pragma once
+#include "common/types.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/control.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/tcgen05.cuh"
+#include "ptx/timer.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/ring.cuh"
+
+namespace mla {
+struct WaitRecord {
+    u32 end;      // clock
+    u32 cycles;   // from the beginning of the wait
+    u32 site;     // `Site`
+    u32 barrier;  // address of an mbarrier in shared memory, number of a named barrier, or 0
+};
+
+// Two of them relate the clock of an SM to the time of all.
+struct Moment {
+    u64 nanoseconds;
+    u32 clock;
+    u32 sm;
+};
+
+// Where records go. The host writes it into the loaded module. Rows are those of warps: block * warps + warp.
+struct TraceTarget {
+    WaitRecord* records;  // [blocks * warps][capacity]
+    Moment* moments;      // [blocks * warps][2], when a warp began, and when it let the next kernel begin
+    u32* counts;          // [blocks * warps], also of records for which there was no room
+    u32 blocks;           // blocks behind these leave no records
+    u32 warps;            // of a block
+    u32 capacity;
+    u32 min_cycles;
+};
+extern "C" __constant__ TraceTarget mla_trace_target = {};
+
+// Place of a call in the sources: a hash of file and line, which the host computes of all lines that there are.
+struct Site {
+    u32 value;
+
+    MLA_DEVICE constexpr Site(const char* file = __builtin_FILE(), i32 line = __builtin_LINE()) : value(2166136261u) {
+        for (; *file; ++file) value = (value ^ (u8)*file) * 16777619u;
+        value = (value ^ (u32)line) * 16777619u;
+    }
+};
+
+MLA_DEVICE u32 trace_row() {
+    const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    return block < mla_trace_target.blocks ? block * mla_trace_target.warps + threadIdx.x / kWarpThreads : ~0u;
+}
+
+MLA_DEVICE bool is_lowest_active_lane() { return (__activemask() & ((1u << own_lane()) - 1)) == 0; }
+
+MLA_DEVICE void record_wait(u32 begin, Site site, u32 barrier) {
+    const u32 end = sm_clock();
+    if (end - begin < mla_trace_target.min_cycles || !is_lowest_active_lane()) return;
+    const u32 row = trace_row();
+    if (row == ~0u) return;
+    const u32 count = mla_trace_target.counts[row];
+    mla_trace_target.counts[row] = count + 1;
+    if (count >= mla_trace_target.capacity) return;
+    auto* to = reinterpret_cast<uint4*>(mla_trace_target.records + (u64)row * mla_trace_target.capacity + count);
+    *to = uint4{end, end - begin, site.value, barrier};
+}
+
+enum MomentOf : u32 { kBegins, kDependents, kMoments };
+
+MLA_DEVICE void record_moment(MomentOf which) {
+    const u32 row = trace_row();
+    if (row == ~0u || !is_lowest_active_lane()) return;
+    mla_trace_target.moments[row * kMoments + which] = Moment{global_timer(), sm_clock(), sm_id()};
+    if (which == kBegins) mla_trace_target.counts[row] = 0;  // the last launch is the one that is kept
+}
+
+// ---- What waits, under the same names with "traced_" before them ------------------------------------------------
+MLA_DEVICE void traced_griddepcontrol_wait(Site site = Site()) {
+    record_moment(kBegins);
+    const u32 begin = sm_clock();
+    griddepcontrol_wait();
+    record_wait(begin, site, 0);
+}
+
+MLA_DEVICE void traced_griddepcontrol_launch_dependents() {
+    record_moment(kDependents);
+    griddepcontrol_launch_dependents();
+}
+
+MLA_DEVICE void traced_mbarrier_wait(MBarrier& barrier, u32 parity, Site site = Site()) {
+    const u32 begin = sm_clock();
+    mbarrier_wait(barrier, parity);
+    record_wait(begin, site, smem_addr(&barrier).value);
+}
+
+MLA_DEVICE void traced_bar_sync(i32 id, i32 threads, Site site = Site()) {
+    const u32 begin = sm_clock();
+    bar_sync(id, threads);
+    record_wait(begin, site, id);
+}
+
+#define MLA_TRACED(name, ...)                           \
+    MLA_DEVICE void traced_##name(Site site = Site()) { \
+        const u32 begin = sm_clock();                   \
+        name();                                         \
+        record_wait(begin, site, 0);                    \
+    }
+MLA_TRACED(__syncthreads)
+MLA_TRACED(cluster_wait)
+MLA_TRACED(cluster_sync)
+MLA_TRACED(cp_async_wait_all)
+MLA_TRACED(cp_async_bulk_wait_group)
+MLA_TRACED(cp_async_bulk_wait_read)
+MLA_TRACED(tcgen05_wait_ld)
+MLA_TRACED(tcgen05_wait_st)
+#undef MLA_TRACED
+
+template <i32 kGroups>
+MLA_DEVICE void traced_cp_async_wait_group(Site site = Site()) {
+    const u32 begin = sm_clock();
+    cp_async_wait_group<kGroups>();
+    record_wait(begin, site, 0);
+}
+
+template <i32 kGroups>
+MLA_DEVICE void traced_wgmma_wait_group(Site site = Site()) {
+    const u32 begin = sm_clock();
+    wgmma_wait_group<kGroups>();
+    record_wait(begin, site, 0);
+}
+// Rings wait themselves.
+template <i32 kStages>
+struct TracedRingPosition : RingPosition<kStages> {
+    MLA_DEVICE void wait_full(MBarrier (&full)[kStages], Site site = Site()) const {
+        traced_mbarrier_wait(full[this->stage], this->ring.full_parity(this->stage), site);
+    }
+    MLA_DEVICE void wait_empty(MBarrier (&empty)[kStages], Site site = Site()) const {
+        traced_mbarrier_wait(empty[this->stage], this->ring.empty_parity(this->stage), site);
+    }
+};
+
+template <i32 kStages>
+struct TracedRingCount : RingCount<kStages> {
+    MLA_DEVICE void wait_full(MBarrier (&full)[kStages], Site site = Site()) const {
+        traced_mbarrier_wait(full[this->stage()], this->full_parity(), site);
+    }
+    MLA_DEVICE void wait_empty(MBarrier (&empty)[kStages], Site site = Site()) const {
+        traced_mbarrier_wait(empty[this->stage()], this->full_parity() ^ 1u, site);
+    }
+};
+}  // namespace mla
+
+#define RingPosition TracedRingPosition
+#define RingCount TracedRingCount
+#define griddepcontrol_launch_dependents traced_griddepcontrol_launch_dependents
+#define griddepcontrol_wait traced_griddepcontrol_wait
+#define mbarrier_wait traced_mbarrier_wait
+#define bar_sync traced_bar_sync
+#define __syncthreads traced___syncthreads
+#define cluster_wait traced_cluster_wait
+#define cluster_sync traced_cluster_sync
+#define cp_async_wait_all traced_cp_async_wait_all
+#define cp_async_bulk_wait_group traced_cp_async_bulk_wait_group
+#define cp_async_bulk_wait_read traced_cp_async_bulk_wait_read
+#define tcgen05_wait_ld traced_tcgen05_wait_ld
+#define tcgen05_wait_st traced_tcgen05_wait_st
+#define cp_async_wait_group traced_cp_async_wait_group
+#define wgmma_wait_group traced_wgmma_wait_group

@@ -1,0 +1,208 @@
+"""Traces: waits are found where the kernel waits, on one axis of time, and a build without a trace is as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.cli import main
+from bench.core.errors import BenchError
+from bench.trace import report
+from bench.trace.driver import MOMENT, PRELUDE, RECORD, TARGET, Recorded
+from bench.trace.sites import UNKNOWN, number, sites
+from bench.trace.waits import BASIC_BLOCK, clock_rate, trace_of, unwrapped
+from mla_cupy.kernels import KERNELS
+from mla_cupy.runtime import cache, sources
+from mla_cupy.runtime.build import BuildRequest
+
+GHZ = 2.0
+#: Stands for a kernel: what counts are its lines.
+TEXT = b"""MLA_DEVICE void run_load_role(Block& block) {
+    mbarrier_wait(s.kv_empty[stage].left, ring.empty_parity(stage));
+    wgmma_wait_group<0>();
+}
+    mla_toy(const Params p) {
+    __syncthreads();
+"""
+
+
+class Request(BuildRequest):
+    """A request whose source is `TEXT`."""
+
+    def files(self) -> dict[str, bytes]:
+        return {"toy/a.cu": TEXT}
+
+
+def recorded(waits: dict[tuple[int, int], list[tuple[int, int, int]]], shape: tuple[int, int] = (2, 3)) -> Recorded:
+    """Waits (end, cycles, line) by block and warp; every warp with waits begins at 1,000 ns and clock 2^32 - 100."""
+    room = 4
+    counts = np.zeros(shape, "u4")
+    records = np.zeros((*shape, room), RECORD)
+    moments = np.zeros((*shape, 2), MOMENT)
+    for place, each in waits.items():
+        counts[place] = len(each)
+        moments[place][0] = (1000 + 10 * place[0], 2**32 - 100, 7)
+        for index, (end, cycles, line) in enumerate(each[:room]):
+            records[place][index] = ((2**32 - 100 + end) % 2**32, cycles, number("toy/a.cu", line), 64)
+    return Recorded(Request("mla_toy", "toy/a.cu", "sm_90a", (), "plain"), 0, counts, records, moments)
+
+
+def test_places_have_their_calls() -> None:
+    found = sites({"toy/a.cu": TEXT})
+    assert str(found[number("toy/a.cu", 2)]) == "mbarrier_wait(s.kv_empty[stage].left) (a.cu:2)"
+    assert found[number("toy/a.cu", 3)].text == "wgmma_wait_group<0>()"
+    assert found[number("toy/a.cu", 3)].function == "run_load_role"
+    assert found[number("toy/a.cu", 6)].function == "mla_toy"
+
+
+def test_no_two_places_of_the_package_have_one_number() -> None:
+    names = {name for spec in KERNELS.values() for name in sources.gather(spec.source)}
+    texts = {name: sources.gather(name)[name] for name in names}
+    assert len(sites(texts)) == sum(len(text.decode().splitlines()) for text in texts.values())
+
+
+def test_clocks_wrap() -> None:
+    assert unwrapped(np.array([2**32 - 1, 4, 4, 2], "u4"), 2**32 - 6).tolist() == [5, 10, 10, 10 + 2**32 - 2]
+    moments = np.zeros((3, 2), MOMENT)
+    moments[0] = [(5000, 2**32 - 1000, 0), (7000, 2500, 0)]
+    moments[1] = [(5000, 10, 0), (0, 0, 0)]  # never said when it let the next kernel begin
+    moments[2] = [(5000, 10, 0), (5032, 10_000, 0)]  # too close
+    assert clock_rate(moments) == 1.75
+    assert clock_rate(moments[1:]) is None
+
+
+def test_waits_lie_on_one_axis() -> None:
+    trace = trace_of(recorded({(0, 0): [(200, 50, 2)], (1, 0): [(400, 100, 3), (500, 20, 99)]}), GHZ)
+    first, second = trace.warps
+    assert (first.begin, second.begin) == (0.0, 10.0)
+    assert [(w.begin, w.end, w.cycles) for w in first.waits] == [(75.0, 100.0, 50)]
+    assert [(w.begin, w.end) for w in second.waits] == [(160.0, 210.0), (250.0, 260.0)]
+    assert second.waits[1].site == UNKNOWN
+    assert list(report.running(second)) == [(10.0, 160.0), (210.0, 250.0)]
+    assert second.waiting == 60.0
+
+
+def test_a_warp_that_did_not_say_when_it_began_has_its_blocks_clock() -> None:
+    given = recorded({(0, 1): [(200, 50, 2)], (0, 2): [(300, 10, 3)]})
+    given.moments[0, 2] = 0
+    given.counts[1, 0] = 3  # of a block whose time nobody knows
+    assert [(warp.block, warp.warp, warp.end) for warp in trace_of(given, GHZ).warps] == [(0, 1, 100.0), (0, 2, 150.0)]
+
+
+def test_a_next_kernel_may_begin_before_this_one() -> None:
+    given = recorded({(0, 0): [(200, 50, 2)]})
+    given.moments[0, 0, 1] = (960, 2**32 - 180, 7)
+    (warp,) = trace_of(given, GHZ).warps
+    assert (warp.begin, warp.end) == (-40.0, 100.0)
+
+
+def test_roles_are_neighbours_that_wait_at_one_place() -> None:
+    waits = {(0, 0): [(10, 5, 2), (20, 5, 6)], (0, 1): [(10, 5, 6), (20, 5, 2)], (0, 2): [(10, 5, 3), (30, 5, 6)]}
+    trace = trace_of(recorded({**waits, (1, 0): [(50, 5, 6)]}), GHZ)
+    assert {role: [(w.block, w.warp) for w in warps] for role, warps in trace.roles.items()} == {
+        "warps 0-1": [(0, 0), (0, 1), (1, 0)],
+        "warp 2": [(0, 2)],
+    }
+
+
+def test_shares_add_up_and_what_had_no_room_is_counted() -> None:
+    given = recorded({(0, 0): [(100 * n, 40, 2 + n % 2) for n in range(1, 7)]})
+    trace = trace_of(given, GHZ)
+    assert trace.dropped == 2
+    rows = report.rows(trace)
+    assert sum(row["share"] for row in rows) == pytest.approx(1.0)
+    assert [row["waits_per_warp"] for row in rows] == [0, 2, 2]
+    assert rows[1]["time_per_wait"] == pytest.approx(0.020)  # us
+    assert len(report.rows(trace, most=1)) == 2
+
+
+def test_a_chrome_trace_has_a_bar_for_each_wait(tmp_path: Path) -> None:
+    trace = trace_of(recorded({(0, 0): [(200, 50, 2)], (1, 2): [(300, 10, 3)]}), GHZ)
+    report.write_chrome_trace(tmp_path / "t.json", [trace])
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    bars = [event for event in events if event.get("cat") == "wait"]
+    assert [(bar["name"], bar["dur"]) for bar in bars] == [
+        ("mbarrier_wait(s.kv_empty[stage].left) (a.cu:2)", 0.025),
+        ("wgmma_wait_group<0>() (a.cu:3)", 0.005),
+    ]
+    assert bars[0]["args"] == {
+        "file": "toy/a.cu",
+        "line": 2,
+        "function": "run_load_role",
+        "barrier": "0x40",
+        "cycles": 50,
+    }
+
+
+def test_a_drawing_names_the_blocks_that_there_are(tmp_path: Path) -> None:
+    trace = trace_of(recorded({(1, 0): [(200, 50, 2)]}), GHZ)
+    report.draw(tmp_path / "t.svg", trace, 1, (0.0, 0.2))
+    assert "kv_empty" in (tmp_path / "t.svg").read_text()
+    with pytest.raises(BenchError, match=r"block 0 of toy: got no record, expected one of \[1\]"):
+        report.draw(tmp_path / "t.svg", trace, 0, None)
+
+
+def test_plain_builds_know_nothing_of_it() -> None:
+    spec = KERNELS["decode_sm90_seesaw"]
+    request = spec.request(spec.variants[0], "sm_90a")
+    traced = BuildRequest(request.entry, request.source, request.arch, request.defines, request.label, prelude=PRELUDE)
+    assert request.files() == sources.gather(request.source)
+    assert PRELUDE not in {name for each in KERNELS.values() for name in sources.gather(each.source)}
+    assert cache.image_key(traced) != cache.image_key(request)
+    assert traced.name == f"{request.name}-trace-waits"
+
+
+def test_structs_are_those_of_the_header() -> None:
+    """A pointer has 8 bytes, everything else in them 4, in the order of the header."""
+    header = sources.gather(PRELUDE)[PRELUDE].decode()
+    sizes = {"u32": 4, "u64": 8}
+    for name, layout in {"WaitRecord": RECORD, "Moment": MOMENT, "TraceTarget": TARGET}.items():
+        body = header.partition(f"struct {name} {{")[2].partition("};")[0]
+        members = [line.partition("//")[0].split() for line in body.splitlines() if ";" in line]
+        expected = [(words[-1].rstrip(";"), 8 if "*" in words[0] else sizes[words[0]]) for words in members]
+        assert [(n, layout.fields[n][0].itemsize) for n in layout.names] == expected, name
+
+
+def simulated(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "trace.json"
+    case = ["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1"]
+    return main([*case, "--json", str(path), *options]), json.loads(path.read_text())
+
+
+def test_a_simulated_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = simulated(tmp_path, "--perfetto", str(tmp_path / "p.json"), "--min-cycles", "0")
+    assert status == 0
+    assert found["wrong"] == ""
+    assert "equal to the oracle's" in capsys.readouterr().out
+    kernels = {kernel["kernel"]: kernel["rows"] for kernel in found["kernels"]}
+    assert "decode_sm90_small" in kernels
+    rows = kernels["decode_sm90_small"]
+    for place in ("kv_full", "q_full", "kv_empty", "wgmma_wait_group<0>()", "griddepcontrol_wait()"):
+        assert any(place in row["site"] for row in rows), place
+    assert all("unknown" not in row["site"] for each in kernels.values() for row in each)
+    assert all(row["unit"] == BASIC_BLOCK.name and row["share"] >= 0 for each in kernels.values() for row in each)
+    bars = [e for e in json.loads((tmp_path / "p.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert all(bar["dur"] >= 0 for bar in bars)
+
+
+def test_wrong_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "decode", "b1", "--simulate", "1"]) == 2
+    assert "expected b<N>-sq<N>" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["trace", "decode", "b1-sq1-hq16-skv130", "--window", "3,3"])
+    assert "FROM below TO" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_decode_on_a_gpu(tmp_path: Path, gpu: object) -> None:
+    path = tmp_path / "trace.json"
+    assert main(["trace", "decode", "b64-sq1-hq128-skv4096", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["traced_us"] < 1.2 * found["plain_us"]
+    rows = [row for kernel in found["kernels"] for row in kernel["rows"] if kernel["kernel"].startswith("decode")]
+    assert rows
+    assert all(0.2 < kernel["clock_ghz"] < 4 for kernel in found["kernels"])
