@@ -75,6 +75,43 @@ SMALL = Chart(
     note="Not to scale. Each warpgroup has half of the columns; they meet once per tile, to add their shares of S.",
 )
 
+DENSE = Chart(
+    "Dense attention on Hopper: three tiles of keys, the last one first",
+    {
+        "math_0": (
+            Span(0, 2, "S = Q K2ᵀ", "mma"),
+            Span(2, 4, "softmax 2", "softmax"),
+            Span(4, 8, "Q K1ᵀ, O += P2 V2", "mma"),
+            Span(8, 10, "softmax 1", "softmax"),
+            Span(10, 14, "Q K0ᵀ, O += P1 V1", "mma"),
+            Span(14, 16, "softmax 0", "softmax"),
+            Span(16, 18, "O += P0 V0", "mma"),
+        ),
+        "math_1": (
+            Span(0, 2, "wait turn", "wait"),
+            Span(2, 4, "S = Q K2ᵀ", "mma"),
+            Span(4, 6, "softmax 2", "softmax"),
+            Span(6, 8, "wait turn", "wait"),
+            Span(8, 10, "Q K1ᵀ", "mma"),
+            Span(10, 12, "O += P2 V2", "mma"),
+            Span(12, 14, "softmax 1", "softmax"),
+            Span(14, 18, "Q K0ᵀ, O += P1 V1", "mma"),
+        ),
+        "load": (
+            Span(0, 4, "K1, V1", "copy"),
+            Span(4, 8, "K0", "copy"),
+            Span(8, 14, "V0", "copy"),
+            Span(14, 18, "next item: K, V, Q", "copy"),
+        ),
+        "clean": (
+            Span(0, 4, "V2: what the mask hides", "add"),
+            Span(4, 18, "nothing to do: no mask in the other tiles", "wait"),
+        ),
+    },
+    (Arrow(0, 2, 1, 2), Arrow(1, 4, 0, 4), Arrow(0, 8, 1, 8)),
+    note="Not to scale. Blue: tensor cores; orange: softmax; green: TMA; purple: what the mask hides; grey: waiting.",
+)
+
 BACKWARD_SM90 = Chart(
     "The sparse backward on Hopper, 64 heads: one tile of 64 keys",
     {
@@ -180,7 +217,7 @@ TENSOR_MEMORY = (
 )
 
 CALL = Chart(
-    "The way of a call, from the public function to the driver",
+    "The path of a call, from the public function to the driver",
     {
         "first call": (
             Span(0, 2, "ops/decode.py|options", "free"),
@@ -204,9 +241,8 @@ CALL = Chart(
 MLA = Flow(
     "Multi-head latent attention: one cache, two orders of the same products",
     (
-        Node(20, 40, 130, "hidden state|of a token", "free"),
-        Node(20, 130, 130, "latent c|512 numbers", "add"),
-        Node(20, 220, 130, "RoPE key r|64 numbers", "add"),
+        Node(20, 40, 140, "hidden state|of a token", "free"),
+        Node(20, 130, 140, "cached: latent c, 512,|and RoPE key r, 64", "add"),
         Node(200, 40, 340, "un-absorbed: keys and values of each head", "free"),
         Node(200, 130, 150, "keys: W_UK c and r|128 + 64, per head", "mma"),
         Node(390, 130, 150, "values: W_UV c|128, per head", "mma"),
@@ -218,7 +254,7 @@ MLA = Flow(
         Node(590, 220, 160, "scores|q' . (c, r), 576 wide", "mma"),
         Node(780, 220, 160, "sum of p c|512 wide", "mma"),
     ),
-    ((0, 1), (1, 4), (4, 6), (5, 7), (6, 7), (9, 11), (11, 12), (12, 10)),
+    ((0, 1), (1, 3), (3, 5), (4, 6), (5, 6), (8, 10), (10, 11), (11, 9)),
     note="Purple: what is cached, 576 numbers per token. Orange: weights moved to the queries and to the output.",
 )
 
@@ -226,6 +262,7 @@ DRAWINGS = {
     "mla": flow(MLA),
     "seesaw": chart(SEESAW),
     "sparse-forward-small": chart(SMALL),
+    "dense-sm90": chart(DENSE),
     "sparse-backward-sm90": chart(BACKWARD_SM90),
     "sparse-backward-sm100": chart(BACKWARD_SM100),
     "tensor-memory": tensor_memory("Tensor memory of the Blackwell kernels", TENSOR_MEMORY),
