@@ -6,6 +6,8 @@ before any kernel is launched. Each kind is also the built-in exception that a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MlaError(Exception):
     """Base of every exception that mla_cupy raises on purpose."""
@@ -49,6 +51,20 @@ class UnsupportedDeviceError(MlaError, RuntimeError):
 
 class ParallelError(MlaError, RuntimeError):
     """Another rank of a group is gone, has made another call, or an exchange with it has failed."""
+
+
+def kind_of(value: object) -> str:
+    """Name a value's type, with its article: "a list", "an int", "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def either(choices: Sequence[object]) -> str:
+    """List what is allowed, each once: "1", "1 or 2", "1, 2 or 3"."""
+    *others, last = dict.fromkeys(map(str, choices))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:

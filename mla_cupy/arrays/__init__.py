@@ -18,7 +18,7 @@ from mla_cupy.arrays.dynamo import breaks_graphs, leave_alone, runs_as_it_is
 from mla_cupy.arrays.numpy import NUMPY, NumpyFamily
 from mla_cupy.arrays.torch import TORCH_CPU, check_tensor, torch_family
 from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Family, Matcher, Native, Signature, View
-from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, explain
+from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, explain, kind_of
 
 __all__ = [
     "ARRAY_ALIGNMENT",
@@ -83,10 +83,8 @@ def family_of(x: Any, argument: str) -> Family:
         if _is_on_gpu(x, argument):
             return DLPACK
         remedy = "convert it with numpy.from_dlpack"
-        raise DTypeError(
-            explain(argument, f"a {type(x).__name__} on the CPU", "one on a GPU, or an array of NumPy", remedy)
-        )
-    raise DTypeError(explain(argument, f"a {type(x).__name__}", _KNOWN))
+        raise DTypeError(explain(argument, f"{kind_of(x)} on the CPU", "one on a GPU, or an array of NumPy", remedy))
+    raise DTypeError(explain(argument, kind_of(x), _KNOWN))
 
 
 def _is_on_gpu(x: Any, argument: str) -> bool:
@@ -94,7 +92,7 @@ def _is_on_gpu(x: Any, argument: str) -> bool:
         return bool(x.__dlpack_device__()[0] == CUDA_DEVICE_TYPE)
     except Exception as error:
         remedy = "under jit, grad, vmap or shard_map call the function of that name of mla_cupy.jax"
-        raise DTypeError(explain(argument, f"a {type(x).__name__} without memory", _KNOWN, remedy)) from error
+        raise DTypeError(explain(argument, f"{kind_of(x)} without memory", _KNOWN, remedy)) from error
 
 
 def common_family(arrays: Mapping[str, Any], optional: Collection[str] = ()) -> Family:

@@ -214,7 +214,7 @@ def check_dense(x: Any, argument: str) -> None:
 
 
 _DETACH = (
-    "detach it, or call under torch.no_grad(); sparse_mla_forward, indexer_warmup_objective and "
+    "detach it, or call under torch.no_grad(); mla_prefill, sparse_mla_forward, indexer_warmup_objective and "
     "indexer_sparse_objective of mla_cupy.torch have gradients"
 )
 _BINDING = "call the function of that name of mla_cupy.torch"

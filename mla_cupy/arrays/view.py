@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ShapeError, explain
 
 HOST = -1
@@ -54,6 +55,8 @@ def view_of(
     ShapeError
         If the array does not start at, or does not step by, whole elements: kernels count in elements.
     """
+    if dtype not in TABLE:  # no kernel takes it: the check of dtypes says so
+        return View(ptr, tuple(shape), (0,) * len(shape), dtype, device)
     if ptr % itemsize:
         remedy = f"copy {argument}"
         raise ShapeError(explain(f"{argument}'s address", hex(ptr), f"a multiple of its {itemsize}-byte items", remedy))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.cache_formats import FORMATS, CacheFormat
-from mla_cupy.errors import ArgumentError, DTypeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, explain, kind_of
 from mla_cupy.ops.checks import check_count
 
 MAX_SLOTS = 2**31 - 1
@@ -49,7 +49,7 @@ def whole_numbers(argument: str, given: Any, expected: str) -> npt.NDArray[np.in
     try:
         values = np.asarray(given)
     except Exception as error:  # whatever arrays of other libraries, and nested lists, raise
-        got, remedy = f"a {type(given).__name__}", "it is read on the host: a list or an array of NumPy"
+        got, remedy = kind_of(given), "it is read on the host: a list or an array of NumPy"
         raise ArgumentError(explain(argument, got, expected, remedy)) from error
     if values.dtype.kind not in "iu" and values.size:
         raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", expected))

@@ -16,7 +16,7 @@ from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
 from mla_cupy.cache.reports import CacheStats, CacheStep, next_number, numbered
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
 from mla_cupy.cache_formats import CacheFormat
-from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, ShapeError, explain, kind_of
 from mla_cupy.ops.checks import check_count, check_flag
 
 Array = npt.NDArray[Any]
@@ -457,7 +457,7 @@ class PagedKVCache:
 
     def _check_newest(self, step: Any) -> None:
         if not isinstance(step, CacheStep):
-            raise ArgumentError(explain("step", f"a {type(step).__name__}", "the CacheStep that `extend` returned"))
+            raise ArgumentError(explain("step", kind_of(step), "the CacheStep that `extend` returned"))
         if step.number != self._newest:
             newest = f"number {self._newest}, its newest" if self._newest else "one that `extend` has yet to return"
             remedy = "append before the next `extend`; threads hold `cache.lock` from one to the other"

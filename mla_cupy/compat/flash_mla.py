@@ -25,7 +25,7 @@ from mla_cupy.compat.flash_mla_varlen import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
 from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.shapes import D_V
@@ -366,7 +366,7 @@ def _check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
         remedy = "pass get_mla_metadata()[0] of this module"
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
     if num_splits is not None:
-        raise ArgumentError(explain("num_splits", f"a {type(num_splits).__name__}", "None", "the schedule holds all"))
+        raise ArgumentError(explain("num_splits", kind_of(num_splits), "None", "the schedule holds all"))
     if not (is_integer(head_dim_v) and head_dim_v == D_V):
         raise ArgumentError(explain("head_dim_v", repr(head_dim_v), str(D_V)))
 

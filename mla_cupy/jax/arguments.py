@@ -10,7 +10,7 @@ import numpy as np
 
 from mla_cupy import arrays
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import DTypeError, explain
+from mla_cupy.errors import DTypeError, explain, kind_of
 from mla_cupy.ops.schema import narrowed
 
 
@@ -29,7 +29,7 @@ def as_jax(argument: str, x: Any) -> Any:
     if x is None or isinstance(x, jax.Array):
         return x
     if not isinstance(x, np.ndarray):
-        raise DTypeError(explain(argument, f"a {type(x).__name__}", "an array of JAX or NumPy"))
+        raise DTypeError(explain(argument, kind_of(x), "an array of JAX or NumPy"))
     dtype = arrays.family_of(x, argument).native.view(x, argument).dtype
     if dtype == "int64" and not jax.config.jax_enable_x64:
         return jnp.asarray(narrowed(argument, x))

@@ -77,7 +77,7 @@ def _checked(straight_through: Any, given: Mapping[str, Any]) -> Iterator[jax.Ar
     for name, x in zip(_SCORED, straight_through, strict=False):
         argument = f"straight_through, of {name},"
         if x is None or given[name] is None:
-            raise DTypeError(explain(argument if x is None else name, "a NoneType", "an array of JAX or NumPy"))
+            raise DTypeError(explain(argument if x is None else name, "None", "an array of JAX or NumPy"))
         array, like = as_jax(argument, x), given[name]
         if array.shape != like.shape:
             raise ShapeError(explain(argument, array.shape, f"{like.shape}, like {name}"))

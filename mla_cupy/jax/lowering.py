@@ -72,7 +72,7 @@ def signature_of(operation: Operation, arrays: Mapping[str, Any], options: Mappi
     """A call, checked, by JAX's arrays."""
     for array in operation.inputs:
         if not array.optional and arrays.get(array.name) is None:
-            raise DTypeError(explain(array.name, "a NoneType", "an array of JAX or NumPy"))
+            raise DTypeError(explain(array.name, "None", "an array of JAX or NumPy"))
     shaped = tuple(_shaped(name, arrays.get(name)) for name in operation.names)
     signature = Signature(operation.name, shaped, options_of(operation, options))
     signature.request  # noqa: B018 (raises what does not fit, before anything is traced)

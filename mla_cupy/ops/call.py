@@ -390,6 +390,8 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
     """Compute on the GPU and copy back, or by the oracle."""
     operation, plan = call.operation, call.plan
     request = _examine(call, family.native)
+    if call.stream is not None:
+        families.stream_handle(call.stream)  # refuses what is no stream, whether or not one is needed
     if backend.use_gpu():
         return _on_gpu_and_back(call, request)
     if plan is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain, kind_of
 from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.runtime import device as devices
 from mla_cupy.shapes import MAX_INT32, TILE_TOKENS
@@ -115,7 +115,7 @@ def shared_prefixes(
 def _integers(argument: str, x: Any) -> Array:
     """An array of the host as NumPy's; raises DTypeError unless it has integers."""
     if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, list, tuple)):
-        raise DTypeError(explain(argument, f"a {type(x).__name__}", "a NumPy array of integers", "copy it to the host"))
+        raise DTypeError(explain(argument, kind_of(x), "a NumPy array of integers", "copy it to the host"))
     try:
         array = np.asarray(x)
     except ValueError:  # of lists of several lengths

@@ -10,7 +10,7 @@ import numpy as np
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
 from mla_cupy.ops.checks import absorbing, check_dtype
 from mla_cupy.ops.operation import Input, Operation, Output, Views
 
@@ -182,7 +182,7 @@ def _with_head_axis(names: list[str]) -> str:
 
 
 def _size_text(operation: Operation, name: str) -> str:
-    return " or ".join(map(str, operation.sizes[name])) if name in operation.sizes else name
+    return " or ".join(dict.fromkeys(map(str, operation.sizes[name]))) if name in operation.sizes else name
 
 
 def _check_rank(operation: Operation, array: Input, view: View) -> None:
@@ -210,7 +210,7 @@ def _check_dtype(array: Input, view: View, given: Views) -> None:
         wanted.append((like.dtype, f"{like.dtype}, like {name[1:]}") if like else (name, name))
     if view.dtype not in [dtype for dtype, _ in wanted]:
         remedy = "view 16-bit words as ml_dtypes.bfloat16" if view.dtype == "uint16" else f"convert {array.name}"
-        expected = " or ".join([*(text for _, text in wanted), *["int64"] * _takes_wide(array)])
+        expected = either([*(text for _, text in wanted), *["int64"] * _takes_wide(array)])
         raise DTypeError(explain(f"{array.name}.dtype", view.dtype, expected, remedy))
 
 
@@ -274,7 +274,8 @@ def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:
 def _output_dtype(operation: Operation, output: Output, view: View | None, first: View, chosen: Any) -> str:
     allowed = output.dtypes(first.dtype)
     like = operation.inputs[0].name
-    expected = " or ".join(f"{dtype}, like {like}" if dtype == first.dtype else dtype for dtype in allowed)
+    same = [f"{dtype}, like {like}" for dtype in allowed if dtype == first.dtype]
+    expected = either([*(dtype for dtype in allowed if dtype != first.dtype), *same])
     chosen = check_dtype(output.dtype_option, chosen)
     if chosen is not None and chosen not in allowed:
         raise DTypeError(explain(output.dtype_option, chosen, expected))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla_cupy.arrays.torch import check_dense
-from mla_cupy.errors import ArgumentError, DTypeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, explain, kind_of
 from mla_cupy.ops.checks import check_count, check_dtype, check_flag, check_float
 from mla_cupy.torch.derivatives import refuse, refuse_beside, refuse_tangents, refuse_transforms, transformed
 from mla_cupy.torch.library import Operators
@@ -164,7 +164,7 @@ def _of_kind(kind: str, key: str, value: Any) -> Any:
     kind = kind.rstrip("?")
     if kind == "Tensor":
         if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):  # the second takes a microsecond
-            raise DTypeError(explain(key, f"a {type(value).__name__}", "a tensor"))
+            raise DTypeError(explain(key, kind_of(value), "a tensor"))
         check_dense(value, key)
     elif isinstance(value, _SYMBOLS):
         return value

@@ -301,7 +301,7 @@ DENSE_MISTAKES = [
     ({"cache_seqlens": None}, ArgumentError, "cache_seqlens: got None"),
     ({"block_table": np.zeros((B, 1, 1), "i4")}, ShapeError, "block_table.shape"),
     ({"q": np.zeros((B, HEADS, 576), ml_dtypes.bfloat16)}, ShapeError, r"q.shape: got \(3, 4, 576\)"),
-    ({"k_cache": None}, DTypeError, "k_cache: got a NoneType, expected an array"),
+    ({"k_cache": None}, DTypeError, "k_cache: got None, expected an array"),
     ({"q": [1.0]}, DTypeError, "q: got a list, expected an array"),
     ({"softmax_scale": 0.0}, ArgumentError, "scale: got 0.0"),
 ]

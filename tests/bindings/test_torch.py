@@ -264,7 +264,7 @@ def test_the_public_call_points_to_the_binding(torch: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"q": None}, "q: got a NoneType, expected a tensor"),
+        ({"q": None}, "q: got None, expected a tensor"),
         ({"q": np.zeros(3)}, "q: got a ndarray, expected a tensor"),
         ({"indices": (1,)}, "indices: got a tuple, expected a tensor"),
         ({"topk_length": "x"}, "topk_length: got a str, expected a tensor"),

@@ -122,7 +122,7 @@ CALLS: tuple[tuple[str, Call], ...] = (
     ("counts", lambda c, s: c.extend([], 2**70)),
     ("counts: got a list", lambda c, s: c.extend([s], [[1], [1, 2]])),
     ("lengths: got 18446744073709551615", lambda c, s: c.truncate([s], np.array([2**64 - 1], np.uint64))),
-    ("step: got a NoneType, expected the CacheStep", lambda c, s: c.append(None, 0, np.ones((1, 512)))),  # type: ignore[arg-type]
+    ("step: got None, expected the CacheStep", lambda c, s: c.append(None, 0, np.ones((1, 512)))),  # type: ignore[arg-type]
     ("step: got a list", lambda c, s: c.append_keys([0], 0, np.ones((1, 128)))),  # type: ignore[arg-type]
     (r"pool: got \[\], expected one of kv", lambda c, s: c.layer(0, [])),  # type: ignore[arg-type]
     ("device: got 'yes', expected True or False", lambda c, s: c.verify(device="yes")),  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ DECODE = [
         ("out.strides", "513", "16 bytes"),
     ),
     # libraries
-    Bad("q number", swap("q", lambda x: 3), DTypeError, ("q", "a int", "an array")),
+    Bad("q number", swap("q", lambda x: 3), DTypeError, ("q", "an int", "an array")),
     Bad("out str", swap("out", lambda x: "out"), DTypeError, ("out", "a str", "an array")),
     Bad("kv foreign host", swap("kv_cache", lambda x: HostForeign()), DTypeError, ("kv_cache", "a HostForeign")),
     # numbers
@@ -106,6 +106,7 @@ DECODE = [
     Bad("empty_lse huge", option("empty_lse", 1e300), MlaError, ("empty_lse", "1e+300", "float32")),
     Bad("kernel", option("kernel", "fastest"), ArgumentError, ("kernel", "'fastest'", "attention_generic")),
     Bad("plan", option("plan", "a plan"), MlaError, ("plan", "'a plan'", "plan_decode")),
+    Bad("stream", option("stream", "a stream"), ArgumentError, ("stream", "'a stream'", "a raw handle or a stream")),
     # values
     Bad(
         "check low", lambda c: (c.update(check=True), c["seqlens"].fill(-5)), ArgumentError, ("seqlens[0]", "-5", "64")
@@ -136,6 +137,23 @@ def test_decode_refuses(bad: Bad, place: str) -> None:
     if place == "cupy" and bad.id == "too many tokens":
         pytest.skip("uploading makes the broadcast real")
     raises(bad, mla_cupy.mla_decode, good_decode(), place)
+
+
+@pytest.mark.parametrize("text", ["a", "abc"])
+def test_strings_are_refused_for_their_dtype(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings of three characters have 12 bytes, which nothing is aligned to: that is not what is wrong."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    table = np.full(good_decode()["block_table"].shape, text)
+    with pytest.raises(DTypeError, match=r"^block_table\.dtype: got .*, expected int32"):
+        mla_cupy.mla_decode(**{**good_decode(), "block_table": table})
+
+
+def test_a_size_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two cache formats have 576 elements."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    with pytest.raises(ShapeError, match=r"^kv_cache\.shape: got \(2, 3\)") as caught:
+        mla_cupy.mla_decode(**{**good_decode(), "kv_cache": np.ones((2, 3), BF16)})
+    assert str(caught.value).count("576") == 1
 
 
 def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.MonkeyPatch) -> None:

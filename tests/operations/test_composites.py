@@ -59,8 +59,8 @@ def cascade(**changes: Any) -> dict[str, Any]:
         ({"indices": np.zeros((2, 4), np.int32).T}, ShapeError, r"indices\.strides\[-1\]"),
         ({"indices": "x"}, DTypeError, "indices: got a str"),
         ({"counts": np.zeros(4, np.int64)}, DTypeError, "counts.dtype: got int64"),
-        ({"weights": None}, DTypeError, "weights: got a NoneType"),
-        ({"ks": 3}, DTypeError, "ks: got a int"),
+        ({"weights": None}, DTypeError, "weights: got None"),
+        ({"ks": 3}, DTypeError, "ks: got an int"),
         ({"topk": 0}, ArgumentError, "topk: got 0"),
         ({"kernel": "fastest"}, ArgumentError, "kernel: got 'fastest', expected None, one of .*indexer_topk_select"),
         ({"kernel": {"top-k": None}}, ArgumentError, "kernel: got a stage 'top-k', expected one of logits, topk"),
@@ -127,7 +127,11 @@ def test_kernels_of_stages(kernel: Any, generic: bool, recorder: Recorder) -> No
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"out": np.zeros((4, 1, 2, 512), np.float16)}, DTypeError, "out.dtype: got float16, expected bfloat16"),
+        (
+            {"out": np.zeros((4, 1, 2, 512), np.float16)},
+            DTypeError,
+            "out.dtype: got float16, expected float32 or bfloat16, like q",
+        ),
         ({"out_dtype": "float16"}, DTypeError, "out_dtype: got float16"),
         ({"out": []}, DTypeError, "out: got a list"),
         ({"groups": None}, ArgumentError, "groups: got None"),
