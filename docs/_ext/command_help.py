@@ -13,8 +13,8 @@ from mla_cupy import cli
 
 
 def help_of(command: list[str]) -> str:
-    """Help text that `mla-cupy COMMAND --help` prints, 100 columns wide."""
-    os.environ["COLUMNS"] = "100"
+    """Help text that `mla-cupy COMMAND --help` prints, 92 columns wide."""
+    os.environ["COLUMNS"] = "92"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         cli.main([*command, "--help"])
