@@ -10,6 +10,7 @@ RULES = {
     "cta-group": "a kernel mixes .cta_group::1 and .cta_group::2",
     "dealloc-warp": "tensor memory is freed by another warp than the one that allocated it",
     "lane-store": "lanes of one store write different values to one address, and any of them may stay",
+    "ld-no-wait": "what comes of a tcgen05.ld is stored, and no tcgen05.wait::ld has run before that",
     "ld-wait": "registers of a tcgen05.ld are used before tcgen05.wait::ld (compilers move instructions ahead of it)",
     "mbarrier-init": "an mbarrier is initialised again without mbarrier.inval, or by several lanes",
     "mbarrier-init-fence": "an mbarrier is used asynchronously or remotely before a fence of its initialisation",
@@ -33,6 +34,9 @@ LENIENT = frozenset(RULES) - {"poison"}
 
 CLOCKED = frozenset(("copy-proxy", "relaxed-order", "tcgen05-fence"))
 """Rules about what orders accesses: the detector keeps a second set of clocks in which the bent ones order, too."""
+
+ORDERING = CLOCKED | {"scope"}
+"""Rules about what orders accesses, with that which no clock can tell: whose scopes include whom."""
 
 
 def allowed(strict: bool, allow: Collection[str]) -> frozenset[str]:

@@ -72,11 +72,15 @@ class Simulation:
         SimError
             What the simulator finds wrong; or the module has several kernels and none is named.
         """
+        __tracebackhide__ = True  # pytest shows the line of the test, not where the simulator noticed
         module = load(source, arch)
         if not kernel and len(module.kernels) != 1:
             raise SimError(f"name one of the kernels {', '.join(module.kernels) or '(there is none)'}")
         options = {"mode": self.mode, "seed": self.seed, **options}
-        return module.launch(kernel or module.kernels[0], grid, block, args, **options)
+        try:
+            return module.launch(kernel or module.kernels[0], grid, block, args, **options)
+        except SimError as error:
+            raise error.with_traceback(None) from None
 
 
 def load(source: Module | Path | str, arch: str) -> Module:

@@ -288,9 +288,13 @@ def _wait(cg: Codegen, ins: Instr, mods: Mods, kind: str) -> None:
         if fragment.last_wait == key:
             fragment.last_wait = None
             watch = [(b, p) for b, _, p in held]
-            what = f"waits for parity {held[0][1] & 1} of {held[0][0].state()}"
-            name = f"mbarrier at shared byte {held[0][0].offset}"
-            return Park(lambda: any(b.phase != p for b, p in watch), what, True, name)
+            first, parity_of = held[0][:2]
+            return Park(
+                lambda: any(b.phase != p for b, p in watch),
+                lambda: f"waits for parity {parity_of & 1} of {first.state()}",
+                True,
+                f"mbarrier at shared byte {first.offset}",
+            )
         fragment.last_wait = key
         return result, None
 

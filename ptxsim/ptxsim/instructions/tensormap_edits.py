@@ -106,22 +106,33 @@ def edited(W: Warp, address: int) -> None:
 
 
 def check_fenced(W: Warp, ins: Instr, address: int) -> None:
-    """Refuse the use of a map in global memory that was edited since this warp's last acquiring fence on it."""
+    """Refuse the use of a map in global memory that was edited since the last acquiring fence on it before this.
+
+    The fence may be another warp's of the block, if a barrier or the like orders it before the use: it lies on the
+    base causality path from the edit to the use then, and more the ISA does not ask (8.9.5, proxy-preserved base
+    causality order). In another block it does not count: proxies belong to a block.
+    """
     version = W.launch.maps.get(address, 0)
-    if W.state.get("maps", {}).get(address, 0) < version:
-        W.bend(
-            "tensormap-fence",
-            SyncError,
-            ins,
-            f"the tensor map at {address:#x} was edited; no fence.proxy.tensormap::generic.acquire makes that visible",
-        )
+    if not version:
+        return
+    detector = W.cta.cluster.detector
+    fences = W.home.state.get("maps", {}).get(address, {}).items()
+    current = [(agent, clock) for agent, (seen, clock) in fences if seen >= version]
+    if any(agent == W.agent or not detector or detector.knows(W.agent, agent) >= clock for agent, clock in current):
+        return
+    why = f"the tensor map at {address:#x} was edited; no fence.proxy.tensormap::generic.acquire makes that visible"
+    if current:
+        why += " here (another warp's fence has, and nothing orders it before this)"
+    W.bend("tensormap-fence", SyncError, ins, why)
 
 
 def acquire_maps(W: Warp, address: np.ndarray) -> None:
     """fence.proxy.tensormap::generic.acquire of some maps."""
-    seen = W.state.setdefault("maps", {})
+    maps = W.home.state.setdefault("maps", {})
+    detector = W.cta.cluster.detector
+    clock = int(detector.V[W.agent, W.agent]) if detector else 0
     for each in {int(a) for a in address}:
-        seen[each] = W.launch.maps.get(each, 0)
+        maps.setdefault(each, {})[W.agent] = W.launch.maps.get(each, 0), clock
 
 
 @op("tensormap", "call", dsts=0)

@@ -108,11 +108,15 @@ class Sink:
 SINK = Sink()
 
 
+Loc = tuple[tuple[int, int], ...]
+"""File and line of an instruction, then of each call that it was inlined at; empty where no ``.loc`` tells."""
+
+
 @dataclass(eq=False)
 class Instr:
     """One PTX instruction.
 
-    ``mods`` is the dotted tail of the opcode, in order; ``loc`` the file and line that ``.loc`` tells, ``number`` its
+    ``mods`` is the dotted tail of the opcode, in order; ``loc`` what ``.loc`` tells, ``number`` its
     place in its kernel, ``registers`` those it reads and writes (once somebody has asked for them).
     """
 
@@ -124,7 +128,7 @@ class Instr:
     guard: Reg | None = None
     guard_neg: bool = False
     targets: list[int] = field(default_factory=list)
-    loc: tuple[int, int] | None = None
+    loc: Loc = ()
     number: int = -1
     registers: tuple[list[Reg], list[Reg]] | None = None
 

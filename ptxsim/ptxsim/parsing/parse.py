@@ -8,12 +8,12 @@ import struct
 from typing import Any
 
 from ..errors import PtxSyntaxError
-from .ir import TYPE_BITS, Function, Imm, Instr, ModuleIR, Not, Param, Reg, Sym, Variable
+from .ir import TYPE_BITS, Function, Imm, Instr, Loc, ModuleIR, Not, Param, Reg, Sym, Variable
 from .scan import matching, parse_number, parse_operand, split_top, statements, strip_comments
 
 _LINKAGE = re.compile(r"\.(visible|extern|weak|common)\s+")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
 """Errors that taking apart a text that is not PTX may raise."""
 
@@ -245,8 +245,9 @@ class _BodyParser:
                 param.reg = self._register(param.name, param.type)
             else:
                 self.scope.names[param.name] = Sym(param.name)
-        self.raw: list[tuple[str, int, _Scope, tuple[int, int] | None]] = []
-        self.loc: tuple[int, int] | None = None
+        self.raw: list[tuple[str, int, _Scope, Loc]] = []
+        self.loc: Loc = ()
+        self.places: dict[tuple[str, ...], Loc] = {}
         self.label = ""
         self.tables: dict[str, tuple[str, _Scope]] = {}
 
@@ -295,7 +296,18 @@ class _BodyParser:
             else:
                 self.raw.append((text, at, self.scope, self.loc))
         elif kind == "line" and (match := _LOC.match(text)):
-            self.loc = int(match[1]), int(match[2])
+            self._locate(match)
+
+    def _locate(self, match: re.Match) -> None:
+        """Keep the source line of what follows, and of the calls that were inlined around it.
+
+        A call is named by its place alone; a ``.loc`` before has told what that is inlined at in turn.
+        """
+        own, caller = match.groups()[:3], match.groups()[3:]
+        self.loc = ((int(own[0]), int(own[1])),)
+        if caller[0]:
+            self.loc += self.places.get(caller, ((int(caller[0]), int(caller[1])),))
+        self.places[own] = self.loc
 
     def _registers(self, text: str) -> None:
         match = re.match(r"\.reg\s+(\.v[24]\s+)?\.(\w+)\s*(.*)$", text, re.S)

@@ -11,7 +11,7 @@ from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault, PoisonError, RaceError, SimError, SyncError
 from ..parsing.ir import Instr
 from ..translation.cfg import uses_defs
-from .findings import Finding, Place, origins, place_of, short_name
+from .findings import Finding, Place, brief, origins, place_of, short_name
 
 
 class Faults:
@@ -28,7 +28,7 @@ class Faults:
     def where(self, ins: Instr, lanes: LaneSet = None) -> str:
         """Return the place of an error: kernel, line, block, warp, lanes, instruction."""
         which = "" if lanes is None else f" lanes {list(map(int, lanes))}"
-        return f"kernel {short_name(self.program.name)}, line {ins.line}, {self.name}{which}: {ins.text}\n  "
+        return f"kernel {short_name(self.program.name)}, line {ins.line}, {self.name}{which}: {brief(ins.text)}\n  "
 
     def fail(self, kind: type[SimError], ins: Instr, why: str, lanes: LaneSet = None) -> NoReturn:
         """Raise an error of a kind at an instruction."""

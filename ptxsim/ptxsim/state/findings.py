@@ -21,7 +21,7 @@ class Place:
     source: str = ""
 
     def __str__(self) -> str:
-        return f"line {self.line}{f' ({self.source})' if self.source else ''}: {self.text}"
+        return f"line {self.line}{f' ({self.source})' if self.source else ''}: {brief(self.text)}"
 
 
 @dataclass
@@ -89,14 +89,32 @@ class Finding:
         source = f" ({self.at.source})" if self.at.source else ""
         rule = f" [{self.rule}]" if self.rule else ""
         head = f"kernel {self.kernel}, line {self.at.line}{source}, block {self.block} warp {self.warp}{lanes}"
-        lines = [f"{head}: {self.at.text}", f"  {self.message}{rule}"]
+        lines = [f"{head}: {brief(self.at.text)}", f"  {self.message}{rule}"]
         if self.other_at:
             lines.append(f"  the other access: {self.other}, {self.other_at}")
         for who, places in ((f"warp {self.warp}", self.synchronised), ("the other warp", self.other_synchronised)):
             if places:
                 lines.append(f"  {who} synchronised last at {'; '.join(map(str, reversed(places)))}")
         lines += [f"  the value comes from {place}" for place in self.origin]
+        if self.rule and self.severity == "error":
+            lines.append(f'  allow={{"{self.rule}"}}, or --allow {self.rule}, makes this a warning')
         return "\n".join(lines)
+
+
+_LISTED = 8
+"""Registers of a list that are told."""
+
+
+def brief(text: str) -> str:
+    """Return an instruction with long lists of registers cut down to their ends."""
+
+    def cut(match: re.Match) -> str:
+        items = match[1].split(",")
+        if len(items) <= _LISTED:
+            return match[0]
+        return f"{{{items[0].strip()}, ..., {items[-1].strip()}}}"
+
+    return re.sub(r"\{([^{}]*)\}", cut, text)
 
 
 def short_name(name: str) -> str:

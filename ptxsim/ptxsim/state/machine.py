@@ -19,7 +19,7 @@ from ..synchronisation.detector import Detector
 from ..synchronisation.global_races import GlobalShadows
 from ..synchronisation.lanes import Lanes
 from ..synchronisation.shadow import Shadow
-from .findings import Finding
+from .findings import Finding, brief, short_name
 from .warp import Warp
 
 _PATIENCE = 4
@@ -364,9 +364,9 @@ class Launch:
         if self.steps > self.step_limit:
             left = len(self.waiting)
             hint = f"; {left} clusters have not begun: if these wait for them, launch with resident={left + 1}"
+            name = short_name(self.program.name)
             raise StepLimitError(
-                f"kernel {self.program.name} ran {self.steps} basic blocks: over the step limit{hint if left else ''}\n"
-                f"{self.dump()}"
+                f"kernel {name} ran {self.steps} basic blocks: over the step limit{hint if left else ''}\n{self.dump()}"
             )
         self.stale = self.stale + 1 if moved else 0
         if moved:
@@ -377,7 +377,7 @@ class Launch:
             return
         order = self.rng.permutation(len(self.clusters))
         if not any(self.clusters[i].progress_any() for i in order) and any(c.alive for c in self.clusters):
-            raise DeadlockError(f"kernel {self.program.name}: deadlock\n{self.dump()}")
+            raise DeadlockError(f"kernel {short_name(self.program.name)}: deadlock\n{self.dump()}")
 
     def _relieve(self, warps: list[Warp]) -> None:
         """Finish a piece of work of each cluster when some warps wait while others keep running.
@@ -397,7 +397,9 @@ class Launch:
                     ins = self.program.blocks[fragment.block].instrs[0]
                     why = fragment.park.what if fragment.park else "missing lanes" if fragment.waiting else "running"
                     lanes = "all lanes" if fragment.lanes is None else f"lanes {list(map(int, fragment.lanes))}"
-                    lines.append(f"  {warp.name} {lanes}: line {ins.line}: {why} [{ins.text[:90]}]")
+                    source = self.program.source_line(ins)
+                    place = f"line {ins.line}{f' ({source})' if source else ''}"
+                    lines.append(f"  {warp.name} {lanes}: {place}: {why} [{brief(ins.text)}]")
             if cluster.barrier.arrived:
                 lines.append(f"  {cluster.barrier.state()}")
             for cta in cluster.ctas:

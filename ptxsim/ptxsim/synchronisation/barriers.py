@@ -239,7 +239,7 @@ class ClusterBarrier:
             detector.publish(warp.agent, self.gathered)
         elif detector:
             # A relaxed arrive orders nothing by the letter; production kernels rely on it for their own block.
-            loosely = detector.loose_snapshot(warp.agent) if "relaxed-order" in detector.allow else []
+            loosely = detector.loose_snapshot(warp.agent) if "relaxed-order" in detector.bent else []
             for known in (detector.flags.fenced(warp.agent, "cluster"), loosely):
                 if known:
                     detector.merge(self.gathered, known)

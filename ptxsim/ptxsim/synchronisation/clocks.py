@@ -4,9 +4,9 @@ An *agent* is anything that orders its own accesses: a warp, the matrix operatio
 bytes that bulk copies write), a thread's bulk groups, a warp's tensor-core pipe. ``V[a, b]`` is how far agent ``a`` has
 seen agent ``b``. ``P[a, b]`` is the same through a proxy fence: what generic accesses of ``b`` the asynchronous proxy
 sees in shared memory when ``a`` issues an operation; ``G[a, b]`` is that of global memory; ``T[a, b]`` is what
-tensor-memory operations of ``a`` may rely on. Where rules of order are allowed to be broken (rules.CLOCKED), ``loose``
-holds a second V, P and G in which the broken ones order, too, and
-``loose_T`` a second T.
+tensor-memory operations of ``a`` may rely on. ``loose`` holds a second V, P and G, and ``loose_T`` a second T, in which
+rules of order that are broken (rules.CLOCKED) order, too: those that may be, or, where none may, all, to name the one
+whose breach an error is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..rules import CLOCKED
+from ..rules import CLOCKED, ORDERING
 from .shadow import PENDING
 
 
@@ -38,6 +38,7 @@ class Clocks:
 
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         self.allow = allow
+        self.bent = allow & ORDERING or ORDERING
         self.names: list[str] = []
         self.homes: list[Any] = []
         self.warps: list[Any] = []
@@ -45,7 +46,7 @@ class Clocks:
         self.generic = np.zeros(64, bool)
         self.soft = np.zeros(64, bool)
         self.V, self.P, self.G, self.T = (np.zeros((64, 64), np.uint32) for _ in range(4))
-        self.loose = [np.zeros((64, 64), np.uint32) for _ in range(3)] if allow & CLOCKED else []
+        self.loose = [np.zeros((64, 64), np.uint32) for _ in range(3)] if self.bent & CLOCKED else []
         self.loose_T = self.T.copy()
         self.new_agent("initial state", False)
 
@@ -74,7 +75,7 @@ class Clocks:
         self.names.append(name)
         self.homes.append(home)
         self.warps.append(warp)
-        self.generic[index], self.soft[index] = generic, soft and "copy-proxy" in self.allow
+        self.generic[index], self.soft[index] = generic, soft and "copy-proxy" in self.bent
         for matrix in (self.V, *self.loose[:1]):
             matrix[index, index] = 1
         return index
@@ -94,7 +95,7 @@ class Clocks:
         """Note that tensor-memory loads or stores of a warp are done: others know only after before_thread_sync."""
         self.fenced.add(own)
         self.tensor_learn(agent, own, clock)
-        if "tcgen05-fence" in self.allow:
+        if "tcgen05-fence" in self.bent:
             self.learn_loosely(agent, own, clock)
 
     def learn_loosely(self, agent: int, other: int, clock: int) -> None:
@@ -104,7 +105,8 @@ class Clocks:
 
     def knows(self, agent: int, other: int) -> int:
         """Return how far an agent has seen another."""
-        return int((self.loose or [self.V])[0][agent, other])
+        matrix = self.loose[0] if self.allow & CLOCKED else self.V
+        return int(matrix[agent, other])
 
     def snapshot(self, agent: int) -> list:
         """Return an agent's knowledge as it publishes it, and start a new epoch of the agent."""
@@ -204,12 +206,12 @@ class Clocks:
 
     def tensor_knows(self, agent: int, other: int) -> int:
         """Return how far a warp's tensor-memory operations have seen an agent."""
-        loosely = self._loose_tensor(agent)[other] if self.loose else 0
+        loosely = self._loose_tensor(agent)[other] if self.allow & CLOCKED else 0
         return int(max(self.T[agent, other], loosely))
 
     def _loose_tensor(self, agent: int) -> np.ndarray:
         """Return what a warp's tensor-memory operations may rely on where broken rules order."""
-        return (self.loose[0] if "tcgen05-fence" in self.allow else self.loose_T)[agent]
+        return (self.loose[0] if "tcgen05-fence" in self.bent else self.loose_T)[agent]
 
     def tensor_learn(self, agent: int, other: int, clock: int) -> None:
         """Let a warp's tensor-memory operations rely on another agent's up to a clock."""

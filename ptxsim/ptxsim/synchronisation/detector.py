@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..arithmetic.numeric import count_nonzero
-from ..rules import CLOCKED
 from .clocks import Clocks, View
 from .shadow import PENDING, Box, Shadow
 from .strong import SCOPES, Flags, includes
@@ -35,7 +34,6 @@ class Detector(Clocks):
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         super().__init__(allow)
         self.flags = Flags(self)
-        self.judges = bool(allow & (CLOCKED | {"scope"}))
         self.watch: Callable | None = None
 
     # ---- generic accesses --------------------------------------------------------------------------------------
@@ -264,7 +262,7 @@ class Detector(Clocks):
         """Tell which words' last writes are strong enough not to conflict with a strong access."""
         both = np.minimum(shadow.strength[words], np.uint8(strength))
         fine = both > 0
-        if not (loosely and "scope" in self.allow) and count_nonzero(fine & (both < 3)):
+        if not (loosely and "scope" in self.bent) and count_nonzero(fine & (both < 3)):
             for i in np.flatnonzero(fine):
                 writer = self.homes[shadow.writer[words[i]]]
                 fine[i] = writer is None or includes(SCOPES[int(both[i]) - 1], self.homes[agent], writer)
@@ -311,7 +309,7 @@ class Detector(Clocks):
         if conflict is None:
             return
         rule = ""
-        if self.judges and find(view.clocks if view.loose is None else view.loose, True) is None:
+        if find(view.clocks if view.loose is None else view.loose, True) is None:
             rule = self._rule(find, agent, conflict, shadow, view)
         other = self.names[conflict.agent]
         place = shadow.space(conflict.word)

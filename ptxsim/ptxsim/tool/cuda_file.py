@@ -30,7 +30,7 @@ def compile_cuda(path: Path, arch: str, includes: Sequence[Path] = (), defines: 
         ) from None
 
     error, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, None, None)
-    options = [f"-arch={arch}", "-std=c++17", *(f"-D{each}" for each in defines)]
+    options = [f"-arch={arch}", "-std=c++17", "-lineinfo", *(f"-D{each}" for each in defines)]
     options += [f"-I{each}" for each in (*includes, path.parent, *toolkit_headers())]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [each.encode() for each in options])
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -30,15 +31,21 @@ WIDTH = 32
 class Park:
     """Returned by a synchronising instruction: the fragment waits until ``ready()``; ``redo`` repeats the block.
 
-    ``what`` describes the wait in a deadlock report; ``name`` is what statistics count it under.
+    ``what`` describes the wait in a deadlock report, or is called for that when there is one; ``name`` is what
+    statistics count it under.
     """
 
-    __slots__ = ("name", "ready", "redo", "since", "what")
+    __slots__ = ("_what", "name", "ready", "redo", "since")
 
-    def __init__(self, ready: Any, what: str, redo: bool = False, name: str | None = None) -> None:
-        self.ready, self.what, self.redo = ready, what, redo
-        self.name = name or what.removeprefix("waits for ")
+    def __init__(self, ready: Any, what: str | Callable[[], str], redo: bool = False, name: str | None = None) -> None:
+        self.ready, self._what, self.redo = ready, what, redo
+        self.name = name or self.what.removeprefix("waits for ")
         self.since = 0
+
+    @property
+    def what(self) -> str:
+        """What the fragment waits for, as that is now."""
+        return self._what if isinstance(self._what, str) else self._what()
 
 
 @lru_cache(maxsize=1 << 14)

@@ -13,6 +13,7 @@ from ..parsing.ir import (
     Addr,
     Function,
     Instr,
+    Loc,
     ModuleIR,
     Neg,
     Not,
@@ -96,7 +97,7 @@ def lower(module: ModuleIR, function: Function) -> Lowered:
         One instruction list; labels map to positions in it.
     """
     out = Lowered(function)
-    _emit_body(module, function, out, {}, {}, None, 0)
+    _emit_body(module, function, out, {}, {}, None, 0, ())
     out.instrs.append(Instr("exit", [], [], function.line, "exit"))
     return out
 
@@ -109,8 +110,9 @@ def _emit_body(
     names: dict[str, str],
     return_label: str | None,
     depth: int,
+    called: Loc,
 ) -> None:
-    """Append a function's instructions, renamed for this inlining."""
+    """Append a function's instructions, renamed for this inlining, which ``called`` tells the source of."""
     at: dict[int, list[str]] = {}
     for label, position in function.labels.items():
         at.setdefault(position, []).append(label)
@@ -120,7 +122,7 @@ def _emit_body(
         # A kernel's own names stay (only calls rename what they inline); its instructions are copied all the same.
         args = [rewrite(arg, regs, names) for arg in ins.args] if depth else [*ins.args]
         guard = regs.get(ins.guard, ins.guard) if ins.guard else None
-        new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=ins.loc)
+        new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=ins.loc + called)
         if new.op in ("addc", "subc", "madc") or (new.op in ("add", "sub", "mad") and "cc" in new.mods):
             new = _lower_carry(new, out)
         if new.op == "ret":
@@ -197,7 +199,7 @@ def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None
         clone.name = names[name] = out.fresh(name)
         out.variables[clone.name] = clone
     end = out.fresh("return")
-    _emit_body(module, target, out, regs, names, end, depth + 1)
+    _emit_body(module, target, out, regs, names, end, depth + 1, ins.loc)
     out.label_here(end)
     out.instrs += copies_back
 

@@ -17,6 +17,15 @@ from .codegen import Codegen, Park
 from .lower import lower
 from .registry import OPS
 
+_STORES = frozenset(("st", "red", "atom", "stmatrix"))
+"""Opcodes of instructions after which values are elsewhere than in registers (with those that begin ``tcgen05.st``)."""
+
+_MOST_STATES = 10_000
+"""Blocks, with what registers hold in them, after which a search for uses of a load gives up."""
+
+_MAX_CALLS = 5
+"""Source lines of an instruction that are told; of more, the first and the last two, which are the kernel's own."""
+
 
 def _put(old: np.ndarray, lanes: np.ndarray, value: np.ndarray) -> np.ndarray:
     new = old.copy()
@@ -90,7 +99,8 @@ class Program:
         self.full: dict[int, tuple[Callable, tuple[int, ...]]] = {}
         self.poisoned: dict[int, Callable] = {}
         self.partial: list[Callable | None] = [None] * len(self.blocks)
-        self._early: dict[int, Instr | None] = {}
+        self._early: dict[Instr, Instr | None] = {}
+        self._stored: dict[Instr, Instr | None] = {}
         self._moved: dict[bool, list[int]] = {}
         self._layout(module)
         self.instructions = [ins for block in self.blocks for ins in block.instrs]
@@ -152,11 +162,11 @@ class Program:
         return self._writers
 
     def source_line(self, ins: Instr) -> str:
-        """Return file and line of an instruction's source ('' where no ``.loc`` tells)."""
-        if ins.loc is None:
-            return ""
-        file, line = ins.loc
-        return f"{self.files.get(file, f'file {file}')}:{line}"
+        """Return file and line of an instruction's source, and of the calls around it ('' where no ``.loc`` tells)."""
+        places = [f"{self.files.get(file, f'file {file}')}:{line}" for file, line in ins.loc]
+        if len(places) > _MAX_CALLS:
+            places[1:-2] = ["..."]
+        return ", inlined at ".join(places)
 
     def initial_registers(self) -> list[np.ndarray]:
         """Return a register file of zeros (all of it poison)."""
@@ -175,18 +185,28 @@ class Program:
 
         Instructions that only move or pack them are none; what they write counts as the load's.
         """
-        if id(load) not in self._early:
-            self._early[id(load)] = self._search_use(load)
-        return self._early[id(load)]
+        if load not in self._early:
+            self._early[load] = self._search_use(load, lambda ins: ins.op != "mov")
+        return self._early[load]
 
-    def _search_use(self, load: Instr) -> Instr | None:
+    def early_store(self, load: Instr) -> Instr | None:
+        """Return the first instruction that stores what was made of a tcgen05.ld and may run before a tcgen05.wait::ld.
+
+        Compilers move arithmetic ahead of the wait, but no stores: the wait is not there.
+        """
+        if load not in self._stored:
+            self._stored[load] = self._search_use(load, lambda ins: ins.op in _STORES or ins.mods[:1] == ["st"])
+        return self._stored[load]
+
+    def _search_use(self, load: Instr, ends: Callable[[Instr], bool]) -> Instr | None:
+        """Return the first instruction of a kind that a load's values reach before a tcgen05.wait::ld."""
         registers = frozenset(r.index for r in operand_regs(load.args[0]))
         start = next(b.index for b in self.blocks if any(ins is load for ins in b.instrs))
         after = self.blocks[start].instrs
         place = next(i for i, ins in enumerate(after) if ins is load)
         work = [(start, place + 1, registers)]
         seen: set[tuple] = set()
-        while work:
+        while work and len(seen) < _MOST_STATES:
             index, first, registers = work.pop()
             block = self.blocks[index]
             for ins in block.instrs[first:]:
@@ -194,7 +214,7 @@ class Program:
                     break
                 uses, defs = uses_defs(ins)
                 used, defined = {r.index for r in uses}, {r.index for r in defs}
-                if registers & used and ins.op != "mov":
+                if registers & used and ends(ins):
                     return ins
                 registers = registers | defined if registers & used else registers - defined
             else:

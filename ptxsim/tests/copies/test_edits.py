@@ -25,13 +25,13 @@ BLANK = "st.shared.u32 [%r4], 0;"
 COPY = "mul.wide.u32 %rd5, %r0, 4; mov.u64 %rd6, tm; cvta.param.u64 %rd6, %rd6; add.u64 %rd6, %rd6, %rd5; ld.u32 %r6, [%rd6]; st.shared.u32 [%r4], %r6;"
 
 
-def launch(code: str, array: np.ndarray, **more: object) -> np.ndarray:
+def launch(code: str, array: np.ndarray, threads: int = 32, **more: object) -> np.ndarray:
     """Run a warp; ``tm`` is a map of 8 x 6 words with boxes of 8 x 4."""
     out, place = np.zeros(32, "u4"), np.zeros(128, "u1")
     params = ".param .align 64 .b8 tm[128], .param .u64 array, .param .u64 place, .param .u64 out"
     module = ptxsim.Module(HEADER + f".visible .entry k({params})\n{{\n{REGS} {START}\n{code}\nret;\n}}\n")
     tmap = ptxsim.encode_tiled("uint32", module.memory.map(array), [8, 6], [32], [8, 4])
-    module.launch("k", 1, 32, [tmap, array, place, out], **more)
+    module.launch("k", 1, threads, [tmap, array, place, out], **more)
     return out
 
 
@@ -100,6 +100,25 @@ def test_an_edited_map_needs_an_acquiring_fence() -> None:
         launch(edit("", acquire="fence.proxy.tensormap::generic.release.gpu;"), ARRAY)
     with pytest.warns(ptxsim.StrictWarning):
         launch(edit("", acquire=""), ARRAY, strict=False)
+
+
+@pytest.mark.parametrize("mode", ["early", "late"])
+def test_another_warps_fence_counts_behind_a_barrier(mode: str) -> None:
+    """The fence lies on the path from the edit to the use; without the barrier between them it does not."""
+    idle = "mov.u32 %r9, 0; Z: add.u32 %r9, %r9, 1; setp.lt.u32 %p2, %r9, 300; @%p2 bra Z; "  # for more than a turn
+    use = idle + "sub.u32 %r0, %r0, 32; setp.eq.u32 %p1, %r0, 0; " + LOAD.replace("{size}", "128").replace("{x}", "0")
+    code = (
+        "setp.ge.u32 %p3, %r0, 32; @%p3 bra B; "
+        + COPY
+        + "bar.warp.sync -1;"
+        + PUBLISH
+        + "{before} B: bar.sync 0; {after}"
+        "@!%p3 bra X; " + use + "X:"
+    )
+    launch(code.replace("{before}", ACQUIRE).replace("{after}", ""), ARRAY, threads=64, mode=mode)
+    for before, after, why in (("", f"@!%p3 {ACQUIRE}", "another warp's fence"), ("", "", "edited")):
+        with pytest.raises(ptxsim.SyncError, match=why):
+            launch(code.replace("{before}", before).replace("{after}", after), ARRAY, threads=64, mode=mode)
 
 
 @pytest.mark.parametrize(

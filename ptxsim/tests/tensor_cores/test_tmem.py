@@ -228,9 +228,10 @@ MOVED = (
 )
 
 
+@pytest.mark.filterwarnings("ignore::ptxsim.StrictWarning")
 @pytest.mark.parametrize("mode", ["early", "late"])
 def test_use_ahead_of_the_wait_is_a_rule(mode: str) -> None:
-    """Compilers move arithmetic ahead of tcgen05.wait::ld, or leave it out; moves alone are no use."""
+    """Compilers move arithmetic ahead of tcgen05.wait::ld; moves alone are no use; that there is no wait is another rule."""
     use, move, wait = "shl.b32 %r11, %r10, 1;", "mov.b32 %r12, %r10;", "tcgen05.wait::ld.sync.aligned;"
     out = np.zeros(32, "u4")
 
@@ -241,11 +242,13 @@ def test_use_ahead_of_the_wait_is_a_rule(mode: str) -> None:
 
     with pytest.raises(ptxsim.PoisonError):
         run(use, wait)
-    for after in (wait, ""):
+    for after, rules in ((wait, ["ld-wait"]), ("", ["ld-wait", "ld-no-wait"])):
         with pytest.warns(ptxsim.StrictWarning, match=r"shl.b32 %r11[^$]*tcgen05.ld in line[^$]*\[ld-wait\]"):
             report = run(use, after, strict=False)
-        assert [each.rule for each in report.findings] == ["ld-wait"]
+        assert [each.rule for each in report.findings] == rules
         assert set(out) == {2 * 0x40400000 & 0xFFFFFFFF}
+    with pytest.warns(ptxsim.StrictWarning), pytest.raises(ptxsim.PoisonError, match=r"st.global[^$]*\[ld-no-wait\]"):
+        run(use, "", allow={"ld-wait"})
     assert run(move, wait + use.replace("%r10", "%r12"), strict=False).findings == []
     assert run("", wait + use, strict=False).findings == []
     assert set(out) == {2 * 0x40400000 & 0xFFFFFFFF}

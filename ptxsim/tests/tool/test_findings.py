@@ -11,7 +11,8 @@ import pytest
 
 import ptxsim
 from ptxsim.__main__ import main
-from ptxsim.state.findings import short_name
+from ptxsim.state.findings import brief, short_name
+from ptxsim.testing import Simulation
 from simtest.single import HEADER
 
 RACE = """.file 1 "race.cu"
@@ -44,7 +45,7 @@ def test_a_race_names_both_accesses() -> None:
     finding = caught.value.finding
     assert finding.kernel == "ns::race"
     assert finding.kind == "RaceError"
-    assert finding.at.source == "race.cu:9"
+    assert finding.at.source == "race.cu:9, inlined at race.cu:20"
     assert finding.at.text == "@!%p1 ld.shared.u32 %r2, [%r1]"
     assert finding.other_at is not None
     assert finding.other_at.source == "race.cu:7"
@@ -52,7 +53,7 @@ def test_a_race_names_both_accesses() -> None:
     assert [place.text for place in finding.synchronised] == ["bar.sync 0"]
     assert [place.text for place in finding.other_synchronised] == ["bar.sync 0"]
     text = str(caught.value)
-    assert "kernel ns::race, line 14 (race.cu:9), block (0, 0, 0) warp 0" in text
+    assert "kernel ns::race, line 14 (race.cu:9, inlined at race.cu:20), block (0, 0, 0) warp 0" in text
     assert "the other access: block (0, 0, 0) warp 1, line 12 (race.cu:7)" in text
     assert "synchronised last at line 9: bar.sync 0" in text
     assert json.loads(json.dumps(finding.as_dict()))["other_at"]["line"] == 12
@@ -88,6 +89,93 @@ def test_the_origin_of_an_undefined_value() -> None:
         with pytest.warns(ptxsim.StrictWarning, match="poison"):
             report = ptxsim.Module(text).launch("k", 1, 32, [np.zeros(1, "u4")], allow="poison")
         assert [each.rule for each in report.findings] == ["poison"]
+
+
+def test_source_lines_of_calls_around_an_inlined_instruction() -> None:
+    """A call is told once, by its place: the lines that it was inlined at in turn are those of that place."""
+    head = ".loc 1 30 2\n.loc 1 20 1, function_name $L__a, inlined_at 1 30 2\n"
+    text = HEADER + ONE_LANE.replace(".loc 1 9 5", head + ".loc 1 9 5")
+    with pytest.raises(ptxsim.RaceError) as caught:
+        ptxsim.Module(text).launch(KERNEL, 1, 64, [np.zeros(1, "u4")])
+    assert caught.value.finding.at.source == "race.cu:9, inlined at race.cu:20, inlined at race.cu:30"
+    deep = "".join(f".loc 1 {k} 1, function_name $L__a, inlined_at 1 {k + 1} 1\n" for k in range(28, 19, -1))
+    text = HEADER + ONE_LANE.replace(".loc 1 9 5", deep + ".loc 1 9 5")
+    with pytest.raises(ptxsim.RaceError) as caught:
+        ptxsim.Module(text).launch(KERNEL, 1, 64, [np.zeros(1, "u4")])
+    assert caught.value.finding.at.source.split(", inlined at ") == ["race.cu:9", "...", "race.cu:28", "race.cu:29"]
+
+
+def test_a_function_that_is_called_tells_its_caller() -> None:
+    function = ".func f(.param .b32 x)\n{\n.reg .b32 %r<3>;\n.loc 1 3 1\nld.shared.u32 %r1, [4];\nret;\n}\n"
+    kernel = ".visible .entry k()\n{\n.param .b32 p;\n.loc 1 8 1\nst.param.b32 [p], 0;\ncall f, (p);\nret;\n}\n"
+    with pytest.raises(ptxsim.MemoryFault) as caught:
+        ptxsim.Module(HEADER + '.file 1 "a.cu"\n' + function + kernel).launch("k", 1, 32, [])
+    assert caught.value.finding.at.source == "a.cu:3, inlined at a.cu:8"
+
+
+def test_long_lists_of_registers_are_cut() -> None:
+    many = "{" + ", ".join(f"%f{k}" for k in range(64)) + "}"
+    assert brief(f"wgmma {many}, %rd1;") == "wgmma {%f0, ..., %f63}, %rd1;"
+    assert brief("st.v4.u32 [%r1], {%r1, %r2, %r3, %r4}") == "st.v4.u32 [%r1], {%r1, %r2, %r3, %r4}"
+
+
+RULES = """.visible .entry k()
+{
+.reg .b32 %r<9>; .reg .pred %p<4>; .shared .align 16 .b8 s[16];
+mov.u32 %r0, %tid.x; mov.u32 %r1, s; setp.lt.u32 %p1, %r0, 32; mov.u32 %r3, 0;
+@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; bar.sync 0;
+@%p1 bra E;
+tcgen05.st.sync.aligned.32x32b.x1.b32 [0x200000], {%r0}; tcgen05.wait::st.sync.aligned;
+E: tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 32;
+ret;
+}
+"""
+
+
+def test_an_error_names_the_rule_and_how_to_allow_it() -> None:
+    module = ptxsim.Module(HEADER + RULES)
+    with pytest.raises(ptxsim.RaceError, match=r"\[tcgen05-fence\]") as caught:
+        module.launch("k", 1, 64, [])
+    assert caught.value.finding.rule == "tcgen05-fence"
+    assert 'allow={"tcgen05-fence"}, or --allow tcgen05-fence' in str(caught.value)
+    with pytest.warns(ptxsim.StrictWarning) as told:
+        module.launch("k", 1, 64, [], allow={"tcgen05-fence"})
+    assert "--allow" not in str(told[0].message)
+    with pytest.raises(ptxsim.RaceError) as caught:
+        launch()
+    assert caught.value.finding.rule == ""
+    assert "--allow" not in str(caught.value)
+
+
+def test_a_deadlock_tells_the_state_of_now() -> None:
+    """A warp parks before another one's arrival: the count that it is told to wait for is that of the end."""
+    code = (
+        '.file 1 "dead.cu"\n.visible .entry _Z4deadv()\n{\n.reg .b32 %r<9>; .reg .b64 %rd<4>; .reg .pred %p<4>;'
+        " .shared .align 8 .b8 m[8];\nmov.u32 %r0, %tid.x; mov.u32 %r1, m; setp.eq.u32 %p1, %r0, 0;"
+        " setp.eq.u32 %p3, %r0, 32; @%p1 mbarrier.init.shared::cta.b64 [%r1], 3; bar.sync 0;\n"
+        "setp.lt.u32 %p2, %r0, 32; @%p2 bra W;\nbar.sync 1, 32;\n@%p3 mbarrier.arrive.shared::cta.b64 %rd1, [%r1];\n"
+        ".loc 1 12 1\nW: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0;\n@!%p2 bra W;\nret;\n}\n"
+    )
+    with pytest.raises(ptxsim.DeadlockError) as caught:
+        ptxsim.Module(HEADER + code).launch("_Z4deadv", 1, 64, [])
+    text = str(caught.value)
+    assert text.startswith("kernel dead: deadlock")
+    assert text.count("(dead.cu:12): waits for parity 0") == 2
+    assert "3 of 3 arrivals pending" not in text
+    assert text.count("2 of 3 arrivals pending") == 3
+
+
+def test_a_cuda_file_is_compiled_with_source_lines(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    file = tmp_path / "k.cu"
+    file.write_text(
+        "__device__ void put(int* x, int v)\n{\n    x[threadIdx.x] = v;\n}\n"
+        'extern "C" __global__ void k(int* x)\n{\n    put(x, 1);\n}\n'
+    )
+    with pytest.raises(ptxsim.MemoryFault) as caught:
+        Simulation("early", 0)(file, block=32, args=[np.zeros(8, "i4")])
+    assert [Path(each).name for each in caught.value.finding.at.source.split(", inlined at ")] == ["k.cu:3", "k.cu:7"]
 
 
 def test_a_watchpoint_lists_every_access() -> None:
