@@ -26,9 +26,9 @@ _STEPS_KEPT = 256
 class PagedKVCache:
     """Pages for the tokens of many sequences, in all layers, on a GPU or in the host's memory.
 
-    Several pools, of latent records and of indexer keys, say, lie under one block table: whatever is done to a
-    sequence is done in all of them. Sequences may share pages, by `fork` or because they begin with the same tokens. A
-    page that others have, too, is copied when one of them writes to it, in all layers of a pool by one launch.
+    Several pools, such as latent records and indexer keys, share one block table: what happens to a sequence
+    happens in all of them. Sequences may share pages, by `fork` or because they begin with the same tokens. A shared
+    page is copied when one of its sequences writes to it, in all layers of a pool by one launch.
 
     Parameters
     ----------
@@ -50,10 +50,10 @@ class PagedKVCache:
     ----------
     block_table : array, (max_seqs, max_pages), int32
     seqlens : array, (max_seqs,), int32
-        Of all sequences, by `row`, as of the latest step: for graphs of a fixed size. Rows without a sequence have
-        length 0.
+        Of all sequences, by `row`, after the latest step; for CUDA graphs of a fixed batch. Rows without a sequence
+        have length 0.
     lock : context manager
-        What each method holds while it runs. A thread that holds it keeps the others' steps away from its own.
+        Each method holds it while it runs. A thread that holds it keeps other threads from making steps.
 
     Raises
     ------
@@ -64,9 +64,9 @@ class PagedKVCache:
 
     Notes
     -----
-    Each method may be called from several threads. A step's arrays are overwritten by the next step, whoever's it is,
-    so where several threads make steps, each holds `lock` from `extend` to the last call that takes anything of the
-    step, and all use one stream::
+    Each method may be called from several threads. The next step, of any thread, overwrites a step's arrays. So where
+    several threads make steps, each holds `lock` from `extend` to the last call that uses the step, and all use one
+    stream::
 
         with cache.lock:
             step = cache.extend(sequences, 1)
@@ -158,22 +158,24 @@ class PagedKVCache:
         return self._memory.view(self._memory.pools[pool], record, index, self.page_size)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
-        """Begin a sequence, with the pages of a prefix that is cached.
+        """Begin a sequence, with the pages of its longest cached prefix.
 
         Parameters
         ----------
         tokens : array of int, optional
-            All tokens of the prompt. Pages are found by what `commit` was told of earlier sequences.
+            All tokens of the prompt. Pages are found by the tokens that `commit` got for earlier sequences.
             Token ids are integers of up to 64 bits, with a sign, so that hashes of images may stand for their tokens.
         key : bytes
-            Whatever else the numbers depend on, such as a LoRA adapter: only sequences of equal keys share.
+            Anything else that the cached numbers depend on, such as a LoRA adapter: only sequences with equal keys
+            share pages.
 
         Returns
         -------
         sequence : int
             For all other calls.
         cached : int
-            How many tokens are in the cache already: whole pages, and never all tokens. `extend` it by the rest.
+            Number of tokens that are in the cache already: whole pages, and never all tokens. `extend` the sequence by
+            the rest.
 
         Raises
         ------
@@ -197,7 +199,7 @@ class PagedKVCache:
         sequences : sequence of int
             Each once.
         counts : int or array, (b,)
-            Tokens that each sequence gets; 0 is fine, and gives the arrays for a call without new tokens.
+            Tokens to add to each sequence; 0 is allowed, and returns the arrays for a call without new tokens.
         stream : int or stream object, optional
             Where to enqueue. Default: CuPy's current stream.
 
@@ -306,7 +308,7 @@ class PagedKVCache:
         Raises
         ------
         CacheFullError
-            If there are not as many places for sequences; nothing has changed.
+            If the cache has no room for so many sequences; nothing has changed.
         """
         count = check_count("count", count, 0, MAX_SLOTS)
         with self.lock:
@@ -339,7 +341,7 @@ class PagedKVCache:
                 self._book.truncate(row, length)
 
     def free(self, sequences: Sequence[int] | Array) -> None:
-        """End sequences. Pages that can be found by their hash stay, until their room is needed.
+        """End sequences. Pages that can be found by their hash stay until they are evicted for others.
 
         Parameters
         ----------
@@ -350,7 +352,7 @@ class PagedKVCache:
                 self._book.close(row)
 
     def commit(self, sequence: int, tokens: Any) -> None:
-        """Make the full pages of a sequence findable for later ones.
+        """Let later sequences find the full pages of this one.
 
         Parameters
         ----------
@@ -371,7 +373,7 @@ class PagedKVCache:
             self._book.commit(row, given)
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Take pages ahead, so that extending the sequence by as many tokens does not lack any.
+        """Take pages ahead, so that the sequence can be extended by as many tokens.
 
         Parameters
         ----------
@@ -429,13 +431,13 @@ class PagedKVCache:
         Parameters
         ----------
         device : bool
-            Whether `block_table` and `seqlens` are checked, too, wherever they must agree with the host. This waits for
-            all work on the device. Lengths that a model has lowered in `seqlens` itself are found, too.
+            Check `block_table` and `seqlens` on the device, too, wherever they must agree with the host. This waits for
+            all work on the device. Lengths that a model has lowered in `seqlens` are reported, too.
 
         Raises
         ------
         AssertionError
-            That says what is wrong, with the row, and the column of the block table: a bug of the package.
+            If there is a bug in the package. The message has the row, and the column of the block table.
         """
         with self.lock:
             wrong = self._book.verify()

@@ -17,9 +17,9 @@ class CacheStep:
     Attributes
     ----------
     slots : array, (n,), int32
-        Where the step's tokens go, sequence after sequence: for `cache_append`.
+        Slots of the step's tokens, sequence after sequence, for `cache_append`.
     positions : array, (n,), int32
-        Their positions in their sequences: for RoPE.
+        Their positions in their sequences, for RoPE.
     block_table : array, (b, max_pages), int32
     seqlens : array, (b,), int32
         For `mla_decode`, in the order of the sequences. Lengths include the step's tokens. A model may lower them on
@@ -60,7 +60,7 @@ class CacheStats:
     pages_shared, pages_reserved : int
         Of those used: by several sequences; beyond the tokens.
     tokens_wasted : int
-        Places in used pages that hold no token. In a page of several sequences, those that none of them has filled.
+        Places in used pages that hold no token; in a page of several sequences, those that none of them has filled.
     copies, evictions : int
         Pages copied on a write, and cached pages evicted, so far.
     prefix_hits, prefix_lookups : int

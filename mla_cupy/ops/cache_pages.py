@@ -24,8 +24,8 @@ def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
         The last axis is contiguous; layers and pages may be any distance apart. Multiples of 16 bytes are fastest.
     pairs : array, (n, 2), int32
         (source, destination). Read on the device, so that a captured call copies what they say at each replay. A pair
-        with a page outside of the pool, such as (-1, -1), is skipped. No page may be both a destination and anything
-        else: what such a page then holds is not defined.
+        with a page outside of the pool, such as (-1, -1), is skipped. No page may be a destination twice, or both a
+        source and a destination: its contents are then undefined.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -66,16 +66,16 @@ def cache_slots(
     block_table : array, (b, max_pages), int32
         Pages of the sequences, in the order of their tokens.
     starts : array, (b,), int32
-        The first position of each sequence that is wanted.
+        First position of each sequence.
     lengths : array, (b,), int32
-        How many positions are wanted from there on; below 0 is none.
+        Number of positions from there on; a negative number means none.
     page_size : int
         Tokens in a page.
     max_tokens : int
-        How many slots there are. Where `lengths` want more, those at the end are left out.
+        Length of `slots`. If `lengths` ask for more, those at the end are left out.
     num_pages : int, optional
-        Of the cache: entries of `block_table` outside of [0, num_pages) are no pages. Default: as many as slots of 32
-        bits can name.
+        Pages of the cache: entries of `block_table` outside of [0, num_pages) are no pages. Default: as many as 32-bit
+        slots can name.
     slots : array, (max_tokens,), int32, optional
         Where the slots go.
     cu_seqlens : array, (b + 1,), int32, optional
@@ -87,7 +87,7 @@ def cache_slots(
     -------
     slots : array, (max_tokens,), int32
         For `cache_gather` and `cache_append`: page * page_size + place of the tokens of sequence 0, then of sequence
-        1, and so on. A position that has no page, in the table or in the cache, has -1, and so has what follows the
+        1, and so on. A position without a page, in the table or in the cache, is -1, and so are the entries after the
         last token.
     cu_seqlens : array, (b + 1,), int32
         For `mla_prefill`: sequence n has the slots from cu_seqlens[n] to cu_seqlens[n + 1]. At most `max_tokens`.

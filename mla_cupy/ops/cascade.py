@@ -37,28 +37,28 @@ def cascade_decode(
     check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Do what `mla_decode` does, with the shared prefix of each group read once.
+    """Decode like `mla_decode`, but read the shared prefix of each group once.
 
     Parameters
     ----------
     q, kv_cache, block_table, seqlens, scale, causal, lse_base, empty_lse, out, lse, out_dtype, stream
         As for `mla_decode`. The page tables of a group's sequences begin with the same pages, and every query token
-        sees all of these: what `shared_prefixes` says of them on the host. Queries of a group whose
-        first two axes do not step evenly are copied.
+        sees all of these; `shared_prefixes` finds such groups on the host. Queries of a group whose first two axes do
+        not step evenly are copied.
     groups : sequence of PrefixGroup
-        Disjoint, in the order of the batch. Without any it is a call of `mla_decode`.
+        Disjoint, in the order of the batch. Without groups this is a call of `mla_decode`.
     plan : CascadePlan, optional
-        From `plan_cascade`, after its `update`, whose lengths count: it saves the schedules, the lengths behind the
-        prefixes and the allocations. `stream` is then that of the update.
+        From `plan_cascade`, after its `update`, whose lengths are used. It saves making the schedules, computing the
+        lengths behind the prefixes, and allocating. `stream` is then that of the update.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(cascade_decode, ...)` bytes. Not with a
         plan, which has its own.
     kernel : str or mapping, optional
-        Name of a kernel to run, see `mla-cupy list`; or names by stage, the stages being "prefix", "rest", "merge" and,
-        of sequences in no group, "alone".
+        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "prefix", "rest", "merge" and,
+        for sequences in no group, "alone".
     check : bool
-        Look at the values of `block_table` and `seqlens` first, which synchronises: they must be good for `mla_decode`,
-        and the groups' prefixes shared and seen.
+        Look at the values of `block_table` and `seqlens` first, which synchronises: they must be valid for
+        `mla_decode`, and each group's prefix must be shared by all its sequences and seen by all their queries.
 
     Returns
     -------
@@ -72,11 +72,11 @@ def cascade_decode(
 
     Notes
     -----
-    Of each group: one call of `mla_decode` in which the queries of all its sequences are those of one, over the pages
-    of the first sequence's prefix; one over what each has behind it; and `merge_states`. With `out`, `lse`, and a plan
-    or a `workspace`, a call can be captured in a CUDA graph, whose replays are right as long as the prefixes stay;
-    lengths may change. Workspace: 4 KB per query row of the largest group, for partial results in float32, and what
-    `mla_decode` needs.
+    Each group takes one call of `mla_decode` over the pages of its prefix, with the queries of all its sequences as
+    those of one; one call over what each sequence has behind the prefix; and one of `merge_states`. With `out`, `lse`,
+    and a plan or a `workspace`, a call can be captured in a CUDA graph, whose replays are right as long as the prefixes
+    stay; lengths may change. Workspace: 4 KB per query row of the largest group, for partial results in float32, and
+    what `mla_decode` needs.
 
     Examples
     --------

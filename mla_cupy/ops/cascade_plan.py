@@ -282,7 +282,7 @@ def plan_cascade(
     Parameters
     ----------
     groups : sequence of PrefixGroup
-        As of the calls; another batch, or other prefixes, need another plan.
+        Those of the calls; another batch, or other prefixes, need another plan.
     b : int
         Sequences of the batch.
     s_q, h_q, d_qk, record, max_pages, page_size, dtype, device
@@ -301,8 +301,8 @@ def plan_cascade(
 
     Notes
     -----
-    Workspace: 4 KB per query row of the largest group, and that of two plans for each group and one for what lies
-    between.
+    Workspace: 4 KB per query row of the largest group, the workspaces of two plans for each group, and that of one for
+    the sequences between groups.
 
     Examples
     --------

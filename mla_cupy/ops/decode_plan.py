@@ -287,22 +287,22 @@ def plan_decode(
     cp_world, cp_rank : int
         As in the calls.
     tree_mask : bool
-        Whether the calls have one.
+        True if the calls pass one.
     batch_invariant : bool
-        Whether `out` and `lse` of a sequence have the same bits whatever else is in the batch, and wherever in the
-        batch it is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
-        workspace holds a partial result of each piece that `max_b` sequences may have. The bits depend on the
-        sequence, on the arguments of this function but `max_b` and `max_pages`, and on the GPU's architecture.
+        Give `out` and `lse` of a sequence the same bits whatever else is in the batch, and wherever in the batch the
+        sequence is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
+        workspace holds a partial result of each piece that `max_b` sequences may have. The bits depend on the sequence,
+        on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's architecture.
     split_tokens : int
-        A multiple of 64, and at least 1/256 of max_pages * page_size. Without effect unless `batch_invariant`.
+        A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     device : int, optional
         CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend.
     workspace : array, uint8, or function, optional
-        Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or what
-        allocates it: `workspace(nbytes)`, which is called once.
+        Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or a function
+        that allocates it, `workspace(nbytes)`, called once.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which `max_b` and
-        max_pages * page_size count, too: short sequences in small batches have kernels of their own.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on `max_b`
+        and on max_pages * page_size, too: there are kernels for short sequences in small batches.
 
     Returns
     -------

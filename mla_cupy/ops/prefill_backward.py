@@ -56,8 +56,8 @@ def mla_prefill_backward(
     dout : array, (s_q, h_q, d_v), dtype of q
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
-        As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and gives
-        none.
+        As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and
+        contributes none.
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse`, as for a loss of its own or for a merge outside.
     deterministic : bool
@@ -81,7 +81,7 @@ def mla_prefill_backward(
     Returns
     -------
     dq : array, shape and dtype of q
-        Of the caller's library; 0 for a query without a key.
+        Array of the caller's library; 0 for a query without a key.
     dk, dv : array, shapes of k and v
         0 for a key that no query sees.
     dq_rope, dk_rope : array, shapes of q_rope and k_rope, or None

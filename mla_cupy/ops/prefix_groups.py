@@ -57,17 +57,17 @@ def shared_prefixes(
     seqlens : numpy.ndarray, (b,), integers
         Tokens of each sequence, the query tokens included; on the host.
     page_size, h_q, s_q : int
-        As of the calls of `cascade_decode`.
+        As in the calls of `cascade_decode`.
     always : bool
-        Every prefix of a page or more that two neighbours share; by default those with which a model of the GPU says
-        that the call gets faster.
+        Return every prefix of a page or more that two neighbours share. Default: only those that make the call faster,
+        by a model of the GPU.
     device : int, optional
-        CUDA ordinal of the GPU that the model is asked about. Default: a GPU with 132 multiprocessors.
+        CUDA ordinal of the GPU to model. Default: a GPU with 132 multiprocessors.
 
     Returns
     -------
     tuple of PrefixGroup
-        Disjoint, in the order of the batch; empty if nothing is to be gained.
+        Disjoint, in the order of the batch; empty if there is nothing to gain.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def shared_prefixes(
 
     Notes
     -----
-    Only whole pages count which every query token sees. Where a few neighbours share more than all do, the groups are
+    Only whole pages that every query token sees count. Where a few neighbours share more than all do, the groups are
     those that save the most, each with one prefix.
 
     Examples

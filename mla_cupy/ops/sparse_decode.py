@@ -98,9 +98,9 @@ def sparse_mla_decode(
     Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
     to run. Workspace: the pieces of split queries.
 
-    On Hopper keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4" to the
-    dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond 65504
-    overflow there. The kernel for other GPUs computes in float32.
+    On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
+    to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond
+    65504 overflow there. The plain kernel computes in float32.
 
     Examples
     --------

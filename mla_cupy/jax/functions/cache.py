@@ -44,7 +44,7 @@ def cache_append(
         step by, multiples of 16 bytes.
     slots : array, (n,), int32 or int64
         Token i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
-        the usual mark, is skipped. Which of several tokens with one slot wins is not defined.
+        the usual mark, is skipped. If several tokens have the same slot, which of them wins is undefined.
     cos, sin : array, (max_position, 32), float32, optional
         Apply RoPE to `rope` first: a pair (x, y) becomes (x * cos - y * sin, x * sin + y * cos). The last axis is
         contiguous.
@@ -53,9 +53,10 @@ def cache_append(
     record : str, optional
         Name of the record. Default: the one of this dtype and width.
     scales : str, optional
-        Of the record "v32": "power_of_2", the default, gives the bytes of FlashMLA's quantiser; "plain" those of vLLM.
+        For the record "v32": "power_of_2", the default, gives the bytes of FlashMLA's quantiser; "plain" those of
+        vLLM's.
     kv_scale : float
-        Of the record "fp8": what the stored numbers are multiplied by when they are read.
+        For the record "fp8": the scale by which the stored numbers are multiplied when they are read.
     interleaved : bool
         Pairs that RoPE turns: elements (2i, 2i + 1), as in DeepSeek's models, or, if False, (i, i + 32).
     exportable : bool
@@ -125,7 +126,7 @@ def cache_gather(
     Returns
     -------
     array, (n, d_qk)
-        Latent, then RoPE: of an e4m3 element its value times its scale, rounded to float32 and then to `out_dtype`.
+        Latent, then RoPE. An e4m3 element is its value times its scale, rounded to float32 and then to `out_dtype`.
 
     Raises
     ------

@@ -60,11 +60,11 @@ def mla_decode(
         Tokens of each sequence in the cache, the query tokens included; clamped to [0, max_pages * page_size * cp_world
         + cp_rank].
     tree_mask : array, (b, s_q), uint64 or int64, optional
-        Where the last s_q tokens of a sequence are drafts that form a tree, to be verified in one call: query i sees
-        draft j iff bit j of tree_mask[b, i] is set, and every token before the drafts. This takes the place of
-        `causal`. Up to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n
-        drafts: token t is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect. It
-        has 64 bits, which JAX has with `jax_enable_x64` only.
+        For sequences whose last s_q tokens are drafts that form a tree, to be verified in one call: query i sees every
+        token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
+        to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
+        is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect. It has 64 bits, which
+        JAX has with `jax_enable_x64` only.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -76,7 +76,7 @@ def mla_decode(
         `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The results
         of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has `empty_lse`.
     kv_scale : float
-        Of the record "fp8": what its numbers are multiplied by.
+        Scale of the record "fp8", by which its numbers are multiplied.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
         Whose memory the result takes over.
     lse : array, (b, h_q, s_q), float32, optional
@@ -88,14 +88,15 @@ def mla_decode(
     empty_lse : float
         `lse` of a row that sees no token; its `out` is 0.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits, for which b and the tokens that
-        a line of `block_table` has room for count, too.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on b and on
+        the tokens that a row of `block_table` has room for, too.
     exportable : bool
         Whether `jax.export` can serialise the call: see `disabled_checks`.
 
     Returns
     -------
     out : array, (b, s_q, h_q, 512)
+        Array of the caller's library.
     lse : array, (b, h_q, s_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`.
 

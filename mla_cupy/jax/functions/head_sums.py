@@ -61,7 +61,7 @@ def indexer_head_sums(
     causal : bool, optional
         As for the losses, whose defaults are those here: True for all keys, False with indices.
     buffer_bytes : int
-        The tokens are taken in chunks whose sums fit; a chunk has one token at least.
+        The tokens are processed in chunks whose sums fit; a chunk has at least one token.
     head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
         Whose memory the result takes over.
     kernel : str, optional

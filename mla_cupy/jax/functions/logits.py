@@ -48,9 +48,9 @@ def indexer_logits(
     k_scale : array, (s_kv,), float32, optional
         Scales of the keys' codes. Default: 1.
     accumulate : str
-        What products of codes are added up in: "float32" or, faster, "float16", for queries of `indexer_prepare_q(...,
-        accumulate="float16")`. Of others the caller must know that no product exceeds 65,504, nor does a part of one:
-        with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
+        The type in which products of codes are added up: "float32" or, faster, "float16", for queries of
+        `indexer_prepare_q(..., accumulate="float16")`. For other queries the caller must know that no product, nor a
+        part of one, exceeds 65,504: with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
     clean : bool
         Write -inf where a query does not see a key. Otherwise these logits keep what the memory held. If False, give
         `logits`: the rest of it stays.
@@ -66,6 +66,7 @@ def indexer_logits(
     Returns
     -------
     array, (s_q, s_kv)
+        Array of the caller's library.
 
     Raises
     ------

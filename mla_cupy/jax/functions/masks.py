@@ -31,15 +31,16 @@ def prefill_mask(
     ----------
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The keys of each query, in any order, as `indexer_select` and `indexer_topk` return them. Any topk, any strides.
-        What is no key of the query's sequence is skipped, -1 being the usual mark; a key may occur more than once.
+        Entries that are no key of the query's sequence are skipped, -1 being the usual mark; a key may occur more than
+        once.
     max_keys : int
         The most keys that a sequence has; one sequence: s_kv. Keys that have no bit are skipped as well.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
         Where the sequences begin, as for `mla_prefill`. A query of no sequence gets no key. Both or none; default: one
         sequence.
     relative : bool
-        What the indices count from: the first key of the query's sequence, or of all keys. Pass what `indexer_select`
-        or `indexer_topk` got.
+        True if indices count from the first key of the query's sequence, False if from the first of all keys. Pass the
+        same as to `indexer_select` or `indexer_topk`.
     mask : array, (s_q, mask_bytes), uint8, optional
         Whose memory the result takes over.
     exportable : bool
@@ -48,7 +49,7 @@ def prefill_mask(
     Returns
     -------
     array, (s_q, mask_bytes), uint8
-        Mask_bytes is 16 for every 128 keys of `max_keys`, rounded up.
+        Array of the caller's library; mask_bytes is 16 for every 128 keys of `max_keys`, rounded up.
 
     Raises
     ------

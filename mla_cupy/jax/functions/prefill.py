@@ -44,34 +44,35 @@ def mla_prefill(
     ----------
     q : array, (s_q, h_q, d_qk), bfloat16 or float16
         Queries. With `q_rope`, all columns but the last 64. (d_qk, d_v) is (192, 128), (256, 256) or (128, 128). The
-        last axis is contiguous; other strides are free (multiples of 16 bytes are fast, on Hopper). So are those of
+        last axis is contiguous; other strides are free (multiples of 16 bytes are fast, on Hopper). The same holds for
         `q_rope`, `k`, `k_rope` and `v`.
     k : array, (s_kv, h_kv, d_qk), dtype of q
         Keys. With `k_rope`, all columns but the last 64. h_q is a multiple of h_kv.
     v : array, (s_kv, h_kv, d_v), dtype of q
         Values. Keys and values may be views of one array, such as a projection's (s_kv, h_kv, 128 + 128).
     q_rope : array, (s_q, h_q, 64), dtype of q, optional
-        The queries' last columns.
+        Last 64 columns of the queries.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), dtype of q, optional
-        The keys' last columns: the same for all heads, or those of each.
+        Last 64 columns of the keys: the same for all heads, or those of each head.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
         Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the keys from cu_seqlens_kv[n] to
         cu_seqlens_kv[n + 1]. They are read on the device: clamped to [0, s_q] and [0, s_kv], and one below its
         predecessor is raised to it. A query of no sequence sees no key. Both or none; default: one sequence.
     state_out : array, (s_q, h_q, d_v), dtype of q or float32, optional
-        The attention of the same queries to other keys, such as an earlier chunk's. The result is that to all of them.
-        It may be `out` itself.
+        The attention of the same queries to other keys, such as those of an earlier chunk. The result is the attention
+        to all keys. It may be `out` itself.
     state_lse : array, (s_q, h_q), float32, optional
         Its log-sum-exps. Both infinities mean that the query saw no key; its `state_out` is then not read. It may be
         `lse` itself.
     mask : array, (s_q, mask_bytes), uint8, optional
-        Which keys of its sequence each query sees, for all heads, beside what `causal` says: bit j % 8 (the lowest is
-        0) of byte j // 8 is 1 for key j, counted from the sequence's first key. `prefill_mask` makes one of indices, or
-        `numpy.packbits(seen, axis=1, bitorder="little")` with a multiple of 128 keys. Rows start at, step by, and have
-        multiples of 16 bytes. Keys beyond mask_bytes are hidden; without `cu_seqlens_kv` it has all of them.
+        Keys of its sequence that each query sees, in all heads, in addition to the limit of `causal`: bit j % 8 (0 is
+        the lowest) of byte j // 8 is 1 for key j, counted from the sequence's first key. `prefill_mask` makes one from
+        indices; so does `numpy.packbits(seen, axis=1, bitorder="little")`, for a multiple of 128 keys. Rows start at,
+        step by, and have multiples of 16 bytes. Keys beyond 8 * mask_bytes are hidden; without `cu_seqlens_kv` the mask
+        must have all keys.
     causal : bool
-        Whether a query is blind to the keys after its own position, the queries being the last of their sequence: query
-        i of n sees the first s - n + i + 1 of its s keys.
+        Hide the keys after a query's own position, the queries being the last of their sequence: query i of n sees the
+        first s - n + i + 1 of its s keys.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     out : array, (s_q, h_q, d_v), dtype of q or float32, optional
@@ -90,7 +91,7 @@ def mla_prefill(
     Returns
     -------
     out : array, (s_q, h_q, d_v)
-        0 for a query without a key.
+        Array of the caller's library; 0 for a query without a key.
     lse : array, (s_q, h_q), float32
         log(sum_j exp(scale * q . k[j])), natural; -inf for a query without a key.
 

@@ -84,6 +84,7 @@ def sparse_mla_backward(
     Returns
     -------
     dq : array, shape and dtype of q
+        Array of the caller's library.
     dkv : array, shape of kv
         0 in rows that no query selects.
     d_sink : array, (h_q,), float32, or None

@@ -93,6 +93,7 @@ def sparse_mla_forward(
     Returns
     -------
     out : array, (s_q, h_q, 512)
+        Array of the caller's library.
     lse : array, (s_q, h_q), float32
         log(sum_j exp(scale * q . kv[j])), in base `lse_base`, without the sink. The backward takes it.
     max_logits : array, (s_q, h_q), float32

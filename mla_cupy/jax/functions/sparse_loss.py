@@ -61,19 +61,19 @@ def indexer_sparse_loss(
     index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. Of codes, with all
+        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. For codes, with all
         factors.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
         selected twice counts twice.
     k_scale, q_scale : array, (s_kv,) and (s_q, h_i), float32, optional
-        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients are by.
+        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients refer to.
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head with
         an infinite one has no part in p. Default: computed, over the selected keys.
     head_sums : array, (s_q, topk), float32, optional
-        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
-        a share of the attention's heads. The last axis is contiguous.
+        Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has a
+        share of the attention's heads. The last axis is contiguous.
     topk_length : array, (s_q,), int32, optional
         Only the first topk_length[t] entries of a list count; clamped to [0, topk].
     row_weights : array, (s_q,), float32, optional
@@ -83,13 +83,13 @@ def indexer_sparse_loss(
     scale : float, optional
         Factor of the main attention's scores; default: d**-0.5.
     causal : bool
-        Whether keys after a token's own position do not count.
+        Leave out keys after a token's own position.
     gradients : bool
-        Whether to compute them.
+        Compute the gradients.
     deterministic : bool
-        Whether `d_index_k` has the same bits in every run; all other results have them anyway.
+        Give `d_index_k` the same bits in every run; all other results have them anyway.
     buffer_bytes : int
-        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+        The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
     kl, mass, index_lse : array, (s_q,), float32, optional
         Whose memory the results take over.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
@@ -106,7 +106,7 @@ def indexer_sparse_loss(
     kl : array, (s_q,), float32
         0 for a token without a target: one that selects no key, or whose target has no mass.
     mass : array, (s_q,), float32
-        What the target was divided by.
+        Divisor of the target.
     index_lse : array, (s_q,), float32
         log(sum_s exp(I[t, s])); -inf for a token that selects no key.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16; or None
@@ -192,19 +192,19 @@ def indexer_sparse_objective(
     index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. Of codes, with all
+        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. For codes, with all
         factors.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
         selected twice counts twice.
     k_scale, q_scale : array, (s_kv,) and (s_q, h_i), float32, optional
-        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients are by.
+        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients refer to.
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head with
         an infinite one has no part in p. Default: computed, over the selected keys.
     head_sums : array, (s_q, topk), float32, optional
-        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
-        a share of the attention's heads. The last axis is contiguous.
+        Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has a
+        share of the attention's heads. The last axis is contiguous.
     topk_length : array, (s_q,), int32, optional
         Only the first topk_length[t] entries of a list count; clamped to [0, topk].
     row_weights : array, (s_q,), float32, optional
@@ -214,11 +214,11 @@ def indexer_sparse_objective(
     scale : float, optional
         Factor of the main attention's scores; default: d**-0.5.
     causal : bool
-        Whether keys after a token's own position do not count.
+        Leave out keys after a token's own position.
     deterministic : bool
-        Whether `d_index_k` has the same bits in every run; all other results have them anyway.
+        Give `d_index_k` the same bits in every run; all other results have them anyway.
     buffer_bytes : int
-        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+        The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
     kernel : str, optional
         Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     straight_through : (array, array), optional

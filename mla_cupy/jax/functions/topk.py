@@ -41,16 +41,16 @@ def indexer_topk(
     logits : array, (s_q, s_kv), float32 or bfloat16
         Scores of every key for every query. The last axis is contiguous.
     k : int
-        How many to select: 1 to 8192.
+        Number of keys to select: 1 to 8192.
     ks, ke : array, (s_q,), int32, optional
         Row t selects among the keys ks[t] <= s < ke[t]; both are clamped to [0, s_kv]. Default: all. Logits outside are
         not read. ke may have one number for each of b sequences, b dividing s_q, as `indexer_logits_paged` takes
-        `seqlens`: it is that of the last of the sequence's s_q / b rows in a line, and each row before sees one key
+        `seqlens`: it is that of the last of the sequence's s_q / b consecutive rows, and each row before sees one key
         less than the next.
     block_table : array, (b, max_pages), int32, optional
         Return places in a paged cache: key s of a row becomes block_table[., s // page_size] * page_size + s %
-        page_size, or -1 past the table's end and where that is no int32 from 0 on. b divides s_q; each sequence has s_q
-        / b rows in a line.
+        page_size, or -1 past the table's end and where the result is negative or exceeds int32. b divides s_q; each
+        sequence has s_q / b consecutive rows.
     order : str
         "index": ascending, as sparse attention reads its rows fastest; "value": the largest logit first, behind the
         keys of `keep_first` and `keep_last`, which come in ascending order, whatever their logits.
@@ -62,7 +62,7 @@ def indexer_topk(
         As many keys at the beginning and at the end of each range are selected before all others; where there are more
         than k of them, those with the lowest indices.
     return_values : bool
-        Whether to return the logits at the indices, too.
+        Return the logits at the indices, too.
     indices : array, (s_q, k), int32, optional
         Whose memory the result takes over.
     counts : array, (s_q,), int32, optional

@@ -73,20 +73,20 @@ def indexer_warmup_loss(
         Its keys: those that all heads share, as of absorbed queries, (s_kv, 576); or un-absorbed, (s_kv, h, 192), where
         each KV head serves h / h_kv heads. With `k_rope`, all columns but the last 64.
     index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8
-        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes. Of codes, see the notes.
+        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes: see the notes.
     index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign, without the factors of W. Of codes, with all factors.
+        Weights of its heads, of any sign, without the factors of W; for codes, with all factors.
     q_rope : array, (s_q, h, 64), bfloat16, optional
         The queries' last columns, as for `mla_prefill`.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), bfloat16, optional
-        The keys' last columns: the same for all heads, or those of each.
+        Last 64 columns of the keys: the same for all heads, or those of each head.
     k_scale : array, (s_kv,), float32, optional
         Scales of `index_k`, such as its codes', above 0: factors of the scores. Default: 1.
     q_scale : array, (s_q, h_i), float32, optional
-        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient by q_scale * index_q.
-        Default: 1, the gradient by index_q as it is. Nothing else depends on them.
+        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient with respect to
+        q_scale * index_q. Default: 1, the gradient with respect to index_q. Nothing else depends on them.
     v : array, (s_kv, d_v), or per KV head (s_kv, h_kv, d_v), bfloat16, optional
         Values of the main attention, d_v at most 512, for `out` and `attention_lse`; of as many heads as `k`. They may
         be part of `k`.
@@ -94,8 +94,8 @@ def indexer_warmup_loss(
         The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
         with an infinite one has no part in p. Default: computed, over the keys that are seen.
     head_sums : array, (s_q, s_kv), float32, optional
-        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
-        a share of the attention's heads. The last axis is contiguous.
+        Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has a
+        share of the attention's heads. The last axis is contiguous.
     row_weights : array, (s_q,), float32, optional
         Factors of the losses in the gradients. Default: 1.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
@@ -108,11 +108,11 @@ def indexer_warmup_loss(
     target_scale : float
         The same for the targets of "per_head".
     causal : bool
-        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+        Hide the keys after a query's own position, the queries being the last of their sequence.
     gradients : bool
-        Whether to compute them.
+        Compute the gradients.
     buffer_bytes : int
-        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+        The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
     kl, mass, index_lse : array, (s_q,) or per head (s_q, h), float32, optional
         Whose memory the results take over.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
@@ -133,7 +133,7 @@ def indexer_warmup_loss(
     kl : array, (s_q,) or per head (s_q, h), float32
         0 for a row without a target: one that sees no key, or whose target has no mass.
     mass : array, shape of kl, float32
-        What the target was divided by. Per head: the log-sum-exp of its scores.
+        Divisor of the target. Per head: the log-sum-exp of its scores.
     index_lse : array, shape of kl, float32
         -inf for a row that sees no key.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16; or None
@@ -228,26 +228,26 @@ def indexer_warmup_objective(
         Its keys: those that all heads share, as of absorbed queries, (s_kv, 576); or un-absorbed, (s_kv, h, 192), where
         each KV head serves h / h_kv heads. With `k_rope`, all columns but the last 64.
     index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8
-        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes. Of codes, see the notes.
+        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes: see the notes.
     index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign, without the factors of W. Of codes, with all factors.
+        Weights of its heads, of any sign, without the factors of W; for codes, with all factors.
     q_rope : array, (s_q, h, 64), bfloat16, optional
         The queries' last columns, as for `mla_prefill`.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), bfloat16, optional
-        The keys' last columns: the same for all heads, or those of each.
+        Last 64 columns of the keys: the same for all heads, or those of each head.
     k_scale : array, (s_kv,), float32, optional
         Scales of `index_k`, such as its codes', above 0: factors of the scores. Default: 1.
     q_scale : array, (s_q, h_i), float32, optional
-        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient by q_scale * index_q.
-        Default: 1, the gradient by index_q as it is. Nothing else depends on them.
+        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient with respect to
+        q_scale * index_q. Default: 1, the gradient with respect to index_q. Nothing else depends on them.
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
         with an infinite one has no part in p. Default: computed, over the keys that are seen.
     head_sums : array, (s_q, s_kv), float32, optional
-        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
-        a share of the attention's heads. The last axis is contiguous.
+        Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has a
+        share of the attention's heads. The last axis is contiguous.
     row_weights : array, (s_q,), float32, optional
         Factors of the losses in the gradients. Default: 1. For a mean, 1 / s_q.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
@@ -260,9 +260,9 @@ def indexer_warmup_objective(
     target_scale : float
         The same for the targets of "per_head".
     causal : bool
-        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+        Hide the keys after a query's own position, the queries being the last of their sequence.
     buffer_bytes : int
-        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+        The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
     kernel : str, optional
         Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     straight_through : (array, array), optional

@@ -71,7 +71,7 @@ def indexer_head_sums(
     causal : bool, optional
         As for the losses, whose defaults are those here: True for all keys, False with indices.
     buffer_bytes : int
-        The tokens are taken in chunks whose sums fit; a chunk has one token at least.
+        The tokens are processed in chunks whose sums fit; a chunk has at least one token.
     head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
         Where the result goes; the last axis is contiguous.
     workspace : array, (n,), uint8, optional
@@ -97,8 +97,8 @@ def indexer_head_sums(
     Notes
     -----
     Over all keys the result has 4 * s_q * s_kv bytes. For long sequences take some queries at a time, [a, b) with the
-    keys [0, b) for both this and the loss: as the last of their sequence they see the same keys, and the gradients by
-    index keys of all pieces add up.
+    keys [0, b), for both this and the loss: as the last of their sequence they see the same keys, and the pieces'
+    gradients with respect to the index keys add up.
 
     Results are the same in every run. NumPy arrays are computed on the GPU if there is one, else by the NumPy oracle.
     On Hopper, with arrays that start at and step by multiples of 16 bytes, it runs on tensor cores; with indices for up

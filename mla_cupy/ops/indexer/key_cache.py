@@ -52,7 +52,7 @@ def indexer_cache_append(
         As for `indexer_logits_paged`. It is changed in place.
     slots : array, (n,), int32 or int64
         Key i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
-        the usual mark, is skipped. Which of several keys with one slot wins is not defined.
+        the usual mark, is skipped. If several keys have the same slot, which of them wins is undefined.
     cos, sin : array, (max_position, rope_pairs), float32, optional
         As for `indexer_prepare_k`. Default: no RoPE, as for keys that have been rotated.
     positions : array, (n,), int32, optional

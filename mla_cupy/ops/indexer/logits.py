@@ -51,9 +51,9 @@ def indexer_logits(
     k_scale : array, (s_kv,), float32, optional
         Scales of the keys' codes. Default: 1.
     accumulate : str
-        What products of codes are added up in: "float32" or, faster, "float16", for queries of
-        `indexer_prepare_q(..., accumulate="float16")`. Of others the caller must know that no product exceeds 65,504,
-        nor does a part of one: with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
+        The type in which products of codes are added up: "float32" or, faster, "float16", for queries of
+        `indexer_prepare_q(..., accumulate="float16")`. For other queries the caller must know that no product, nor a
+        part of one, exceeds 65,504: with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
     clean : bool
         Write -inf where a query does not see a key. Otherwise these logits keep what the memory held.
     logits : array, (s_q, s_kv), float32 or bfloat16, optional
@@ -70,7 +70,7 @@ def indexer_logits(
     Returns
     -------
     array, (s_q, s_kv)
-        Of the caller's library.
+        Array of the caller's library.
 
     Raises
     ------
@@ -88,11 +88,11 @@ def indexer_logits(
     `indexer_logits_paged` are the same, with "float32".
 
     With "float16" many queries of many keys take 0.8 of the time on Hopper; with few it may lose.
-    It is a permission, which the kernel for Hopper takes: products and sums of a quarter of the heads are float16,
-    of weights that are scaled for it, so that no sum overflows where no product does. Logits are off by about 1e-3 of a
+    It is a permission that only the kernel for Hopper uses: it computes products, and sums over a quarter of the heads,
+    in float16, with weights scaled so that no sum overflows where no product does. Logits are off by about 1e-3 of a
     row's largest, less than by the quantisation to e4m3. Nothing checks the codes: a product of which a part exceeds
-    65,504 becomes infinite; +inf makes the logit infinite (or NaN, beside another), -inf counts as 0 as ever.
-    Other kernels add up in float32.
+    65,504 becomes infinite; +inf makes the logit infinite (or NaN, together with another one), -inf counts as 0 as
+    usual. Other kernels add up in float32.
 
     Source: DeepSeek-V3.2-Exp's report and DeepGEMM's fp8_mqa_logits.
 

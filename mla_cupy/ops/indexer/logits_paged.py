@@ -50,8 +50,8 @@ def indexer_logits_paged(
     weights : array, (b, s_q, h), float32
         As for `indexer_logits`.
     seqlens : array, (b,) or (b, s_q), int32
-        How many keys each token sees. From one number n per sequence, token i sees n - s_q + 1 + i. Each token's number
-        is clamped to [0, max_pages * page_size], after that subtraction.
+        Number of keys that each token sees. With one number n per sequence, token i sees n - s_q + 1 + i keys. Each
+        token's number is clamped to [0, max_pages * page_size], after that subtraction.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries that no token needs are not read; a page that does not exist has logits
         of 0.
@@ -65,7 +65,7 @@ def indexer_logits_paged(
     Returns
     -------
     array, (b, s_q, max_pages * page_size)
-        Of the caller's library.
+        Array of the caller's library.
 
     Raises
     ------

@@ -60,21 +60,21 @@ def indexer_prepare_q(
     interleaved : bool
         Pairs that RoPE turns: elements (2i, 2i + 1), or, if False, (i, i + rope_pairs), as in DeepSeek-V3.2.
     hadamard : bool
-        Whether to apply the Hadamard transform, which spreads outliers and leaves exact scores alone.
+        Apply the Hadamard transform, which spreads outliers and does not change exact scores.
     scales : str
         "plain": s = amax * r, where r is 1 / 448 rounded to float32 and so is the product, which may differ from
         amax / 448 in the last bit; "power_of_2": 2**ceil(log2(amax * r)). amax is at least 1e-4.
     reference_rounding : bool
         Round to bfloat16 after RoPE and after the transform, as the models' own code does.
     accumulate : str
-        What `indexer_logits` will add products up in. "float16" makes codes of at most 128 / d, which takes the place
-        of 448 in s: then no product with any keys' codes exceeds 57,344, and float16 ends at 65,504.
+        The type in which `indexer_logits` will add up products. With "float16" codes are at most 128 / d, which takes
+        the place of 448 in s. Then no product with codes of keys exceeds 57,344, and float16 reaches 65,504.
     codes : array, (s_q, h, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     folded : array, (s_q, h), float32, optional
         Where the weights go.
     workspace : array, (n,), uint8, optional
-        As for the other operations; 0 bytes are needed.
+        As for the other operations; none is needed.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

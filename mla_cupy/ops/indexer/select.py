@@ -61,13 +61,13 @@ def indexer_select(
     q, k, weights, ks, ke, k_scale, accumulate
         As for `indexer_logits`.
     topk : int
-        How many keys to select: 1 to 8192.
+        Number of keys to select: 1 to 8192.
     order, relative, keep_first, keep_last
         As for `indexer_topk`.
     buffer_bytes : int
-        The queries are taken in chunks whose logits fit, whatever `topk` is; a chunk has one query at least.
+        The queries are processed in chunks whose logits fit, whatever `topk` is; a chunk has at least one query.
     logits : array, (rows, s_kv), float32, optional
-        The buffer, of which the rows are a chunk; the last axis is contiguous. Default: in the workspace, by
+        The buffer, whose rows are a chunk; the last axis is contiguous. Default: a part of the workspace, of
         `buffer_bytes`.
     indices : array, (s_q, topk), int32, optional
         Where the result goes; the last axis is contiguous.
@@ -76,7 +76,7 @@ def indexer_select(
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select, ...)` bytes.
     kernel : str or mapping, optional
-        Name of a kernel to run, see `mla-cupy list`; or names by stage, the stages being "logits" and "topk".
+        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "logits" and "topk".
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

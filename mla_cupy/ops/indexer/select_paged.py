@@ -53,17 +53,17 @@ def indexer_select_paged(
     q, cache, weights, seqlens, block_table
         As for `indexer_logits_paged`. The first two axes of seqlens (b, s_q) step evenly.
     topk : int
-        How many keys to select: 1 to 8192.
+        Number of keys to select: 1 to 8192.
     slots : bool
-        Whether to return places in the cache, page * page_size + token: what `sparse_mla_decode` takes as `indices` of
-        a cache with the same block table. Else positions in the sequences.
+        Return places in the cache, page * page_size + token, which `sparse_mla_decode` takes as `indices` of a cache
+        with the same block table; if False, positions in the sequences.
     order, keep_first, keep_last
         As for `indexer_topk`; "index" is the order of positions, whatever `slots`.
     buffer_bytes : int
-        The sequences are taken in chunks whose logits fit; a chunk has one sequence at least.
+        The sequences are processed in chunks whose logits fit; a chunk has at least one sequence.
     logits : array, (rows, max_pages * page_size), float32, optional
-        The buffer; a chunk is as many sequences as there are s_q rows for; the last axis is contiguous. Default: in the
-        workspace, by `buffer_bytes`.
+        The buffer; a chunk is as many sequences as there are s_q rows for; the last axis is contiguous. Default: a part
+        of the workspace, of `buffer_bytes`.
     indices : array, (b, s_q, topk), int32, optional
         Where the result goes; the first two axes step evenly, the last one is contiguous.
     counts : array, (b, s_q), int32, optional
@@ -71,7 +71,7 @@ def indexer_select_paged(
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select_paged, ...)` bytes.
     kernel : str or mapping, optional
-        Name of a kernel to run, see `mla-cupy list`; or names by stage, the stages being "logits" and "topk".
+        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "logits" and "topk".
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

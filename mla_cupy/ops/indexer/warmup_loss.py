@@ -79,20 +79,20 @@ def indexer_warmup_loss(
         Its keys: those that all heads share, as of absorbed queries, (s_kv, 576); or un-absorbed, (s_kv, h, 192), where
         each KV head serves h / h_kv heads. With `k_rope`, all columns but the last 64.
     index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8
-        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes. Of codes, see the notes.
+        Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes: see the notes.
     index_k : array, (s_kv, d_i), dtype of index_q
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign, without the factors of W. Of codes, with all factors.
+        Weights of its heads, of any sign, without the factors of W; for codes, with all factors.
     q_rope : array, (s_q, h, 64), bfloat16, optional
         The queries' last columns, as for `mla_prefill`.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), bfloat16, optional
-        The keys' last columns: the same for all heads, or those of each.
+        Last 64 columns of the keys: the same for all heads, or those of each head.
     k_scale : array, (s_kv,), float32, optional
         Scales of `index_k`, such as its codes', above 0: factors of the scores. Default: 1.
     q_scale : array, (s_q, h_i), float32, optional
-        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient by q_scale * index_q.
-        Default: 1, the gradient by index_q as it is. Nothing else depends on them.
+        Scales of `index_q` that `weights` contain, above 0: with them `d_index_q` is the gradient with respect to
+        q_scale * index_q. Default: 1, the gradient with respect to index_q. Nothing else depends on them.
     v : array, (s_kv, d_v), or per KV head (s_kv, h_kv, d_v), bfloat16, optional
         Values of the main attention, d_v at most 512, for `out` and `attention_lse`; of as many heads as `k`. They may
         be part of `k`.
@@ -100,7 +100,7 @@ def indexer_warmup_loss(
         The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
         with an infinite one has no part in p. Default: computed, over the keys that are seen.
     head_sums : array, (s_q, s_kv), float32, optional
-        What p is made of in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
+        Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
         a share of the attention's heads. The last axis is contiguous.
     row_weights : array, (s_q,), float32, optional
         Factors of the losses in the gradients. Default: 1.
@@ -114,15 +114,15 @@ def indexer_warmup_loss(
     target_scale : float
         The same for the targets of "per_head".
     causal : bool
-        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+        Hide the keys after a query's own position, the queries being the last of their sequence.
     gradients : bool
-        Whether to compute them.
+        Compute the gradients.
     buffer_bytes : int
-        The tokens are taken in chunks whose targets and scores fit; a chunk has one token at least.
+        The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
     kl, mass, index_lse : array, (s_q,) or per head (s_q, h), float32, optional
         Where these results go.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
-        Where the gradients go; the last axes are contiguous. Of codes, too, in these dtypes.
+        Where the gradients go, in these dtypes for codes, too; the last axes are contiguous.
     d_weights : array, (s_q, h_i), float32, optional
         The same.
     out : array, (s_q, h, d_v), bfloat16, optional
@@ -141,7 +141,7 @@ def indexer_warmup_loss(
     kl : array, (s_q,) or per head (s_q, h), float32
         0 for a row without a target: one that sees no key, or whose target has no mass.
     mass : array, shape of kl, float32
-        What the target was divided by. Per head: the log-sum-exp of its scores.
+        Divisor of the target. Per head: the log-sum-exp of its scores.
     index_lse : array, shape of kl, float32
         -inf for a row that sees no key.
     d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16; or None
@@ -164,7 +164,7 @@ def indexer_warmup_loss(
     -----
     Loss and gradients come from one call because a separate backward would repeat its larger part, the scores of the
     main attention. `mla_cupy.torch.indexer_warmup_objective` and `mla_cupy.jax.indexer_warmup_objective` make a scalar
-    of it whose derivative multiplies these gradients. Nothing flows to q, k or v. The derivative of max(x, 0) at
+    of it whose derivative multiplies these gradients. No gradient flows to q, k or v. The derivative of max(x, 0) at
     x = 0 is 0: a product index_q . index_k of exactly 0 passes no gradient.
 
     Keys per head make the same loss at less cost where the heads' keys are at hand, as after a prefill: of DeepSeek's
@@ -175,20 +175,21 @@ def indexer_warmup_loss(
     `k_scale`, and weights its folded ones. Then I[t, s] = k_scale[s] * sum_j weights[t, j] * max(index_q[t, j] .
     index_k[s], 0), the score that `indexer_logits` serves (its products, bit for bit on Hopper; the sum over heads has
     another order), and W is `weights`, without further factors, also "per_head". Gradients go straight through the
-    rounding: they are those by the numbers that the codes stand for, k_scale * index_k and q_scale * index_q, for the
-    vectors before they were rounded. `d_weights` is not scaled: the gradient by `weights` as they are; times
-    h_i**-0.5 * d_i**-0.5 and the queries' scales it is that by the weights before these were folded in.
+    rounding: they are taken with respect to the numbers that the codes stand for, k_scale * index_k and q_scale *
+    index_q, for the vectors before they were rounded. `d_weights` is not scaled: it is the gradient with respect to
+    `weights`; multiplied by h_i**-0.5 * d_i**-0.5 and the queries' scales, it is that with respect to the weights
+    before these were folded in.
 
     All results are the same in every run, and `kl`, `d_index_q` and `d_weights` for any `buffer_bytes`. NumPy arrays
     are computed on the GPU if there is one, else by the NumPy oracle. On Hopper, with arrays that start at and step by
     multiples of 16 bytes, everything that is summed over heads runs on tensor cores, in all forms (pairs with first
     columns in multiples of 64); "per_head" and the attention's output where d and d_v are at most 128, keys are whole
-    and shared by all heads and, "per_head", the indexer is bfloat16. The gradients by the scores are rounded to
-    bfloat16. For the output of keys per head take `mla_prefill`, whose `lse` serves here.
+    and shared by all heads and, "per_head", the indexer is bfloat16. Gradients with respect to the scores are rounded
+    to bfloat16. For the output of keys per head take `mla_prefill`, whose `lse` serves here.
 
     Without `lse` the scores of the attention are computed twice: give it where attention has it at hand, as
-    `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` it comes along with the
-    output; a wide one of a plain kernel, which takes longer than all the rest.
+    `sparse_mla_forward` does, or `mla_decode` of all queries over the keys as pages. With `v` it is computed with the
+    output; a plain kernel computes a wide output, which takes longer than all the rest.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 10 * s_kv bytes, per head 8 * h * s_kv; per head on
     Hopper nothing), 8 * s_q bytes, for gradients up to 2 * s_kv * d_i and either 64 MB or 4 * s_kv * d_i, 4 * s_q * h

@@ -46,8 +46,8 @@ def indexer_logits_paged(
     weights : tensor, (b, s_q, h), float32
         As for `indexer_logits`.
     seqlens : tensor, (b,) or (b, s_q), int32
-        How many keys each token sees. From one number n per sequence, token i sees n - s_q + 1 + i. Each token's number
-        is clamped to [0, max_pages * page_size], after that subtraction.
+        Number of keys that each token sees. With one number n per sequence, token i sees n - s_q + 1 + i keys. Each
+        token's number is clamped to [0, max_pages * page_size], after that subtraction.
     block_table : tensor, (b, max_pages), int32
         The pages of each sequence. Entries that no token needs are not read; a page that does not exist has logits of
         0.
@@ -61,6 +61,7 @@ def indexer_logits_paged(
     Returns
     -------
     tensor, (b, s_q, max_pages * page_size)
+        Array of the caller's library.
 
     Raises
     ------

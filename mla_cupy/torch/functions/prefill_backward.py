@@ -59,8 +59,8 @@ def mla_prefill_backward(
     dout : tensor, (s_q, h_q, d_v), dtype of q
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : tensor, (s_q, h_q), float32
-        As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and gives
-        none.
+        As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and
+        contributes none.
     dlse : tensor, (s_q, h_q), float32, optional
         Gradient with respect to `lse`, as for a loss of its own or for a merge outside.
     deterministic : bool
@@ -78,7 +78,7 @@ def mla_prefill_backward(
     Returns
     -------
     dq : tensor, shape and dtype of q
-        0 for a query without a key.
+        Array of the caller's library; 0 for a query without a key.
     dk, dv : tensor, shapes of k and v
         0 for a key that no query sees.
     dq_rope, dk_rope : tensor, shapes of q_rope and k_rope, or None

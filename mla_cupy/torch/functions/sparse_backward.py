@@ -87,6 +87,7 @@ def sparse_mla_backward(
     Returns
     -------
     dq : tensor, shape and dtype of q
+        Array of the caller's library.
     dkv : tensor, shape of kv
         0 in rows that no query selects.
     d_sink : tensor, (h_q,), float32, or None
