@@ -107,7 +107,7 @@ def _add_plot(commands: Any) -> None:
     plot = commands.add_parser("plot", help="draw result files: a roofline and bars for each operation (matplotlib)")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
     plot.add_argument(
-        "-o", "--output", type=Path, default=Path(), metavar="DIR", help="where to (default: the current directory)"
+        "-o", "--output", type=Path, default=Path(), metavar="DIR", help="directory (default: the current one)"
     )
     plot.add_argument("--format", choices=FORMATS, default="png", help="default %(default)s")
     plot.set_defaults(handler=plot_files)

@@ -38,7 +38,7 @@ examples:
   mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
   mla-cupy compile --arch sm_90a              compile every kernel for Hopper into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
-  mla-cupy demo                               kernels on the GPU, or simulated without one, beside the oracle
+  mla-cupy demo                               run some kernels and check them; simulated without a GPU
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
 Planned = tuple["KernelSpec[Any]", "Variant", BuildRequest]
@@ -108,16 +108,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add = functools.partial(_add_command, commands)
 
-    add("info", _info, "versions, NVRTC, GPUs, the cache and the environment variables")
+    add("info", _info, "show versions, NVRTC, GPUs, the cache and the environment variables")
     command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
     _add_selection(command)
     jobs = min(8, os.cpu_count() or 1)
-    command.add_argument("-j", "--jobs", type=_positive, default=jobs, metavar="N", help=f"at a time (default: {jobs})")
+    command.add_argument("-j", "--jobs", type=_positive, default=jobs, metavar="N", help=f"jobs (default: {jobs})")
     command.add_argument("--out", type=Path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
-    _add_selection(add("list", _list, "the kernels, their variants, and which of them are built"))
-    add("formats", _formats, "the records of paged caches, byte by byte")
+    _add_selection(add("list", _list, "list the kernels, their variants, and which of them are built"))
+    add("formats", _formats, "show the records of paged caches, byte by byte")
     add("clear-cache", _clear_cache, "delete the compiled kernels of the cache")
-    demo = add("demo", _demo, "run kernels on the GPU, or in the simulator without one, beside the oracle")
+    demo = add("demo", _demo, "run kernels on the GPU, or simulated without one, and check them")
     if arguments[:1] == ["demo"]:
         _demo_module().add_arguments(demo)
     selftest.add_arguments(

@@ -18,9 +18,9 @@ status is 1 if a result is wrong or a kernel does not compile.
 
 examples:
   mla-cupy demo                      on the GPU, or in the simulator
-  mla-cupy demo --simulate           in the simulator in any case
-  mla-cupy demo --html decode.html   simulated: who ran, who waited, what was in flight, as a page
-  mla-cupy demo --png decode.png     the same of one block as a picture; with a GPU the times in a roofline (matplotlib)
+  mla-cupy demo --simulate           in the simulator, even if there is a GPU
+  mla-cupy demo --html decode.html   write the simulated timeline as a page: who ran, who waited
+  mla-cupy demo --png decode.png     draw the timeline of one block or, with a GPU, the roofline (needs matplotlib)
 """
 
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the simulator's inputs (default: %(default)s)")
-    parser.add_argument("--simulate", action="store_true", help="in the simulator even if there is a GPU")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the simulated inputs (default: %(default)s)")
+    parser.add_argument("--simulate", action="store_true", help="use the simulator even if there is a GPU")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline or, with a GPU, the roofline")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the timeline as a page; simulator only")
     parser.add_argument(

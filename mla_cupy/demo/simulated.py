@@ -207,12 +207,10 @@ def _show(rows: Sequence[dict[str, Any]], comparisons: Sequence[Comparison], fou
     keys = ("kernel", "blocks", "threads", "registers", "smem", "spills", "seconds", "state", "instructions")
     heads = ("kernel", "blocks", "threads", "registers", "smem bytes", "spills", "compile s", "state", "instructions")
     shown = ([f"{row[key]:,}" if isinstance(row[key], int) else row[key] for key in keys] for row in rows)
-    errors = (
-        (c.result, f"{c.error:.2e}", f"{c.tolerance:.2e}", "equal" if c.right else "DIFFERENT") for c in comparisons
-    )
+    errors = ((c.result, f"{c.error:.2e}", f"{c.tolerance:.2e}", "right" if c.right else "WRONG") for c in comparisons)
     show(
         table(f"kernels for {ARCH}, and the warp-instructions simulated in {found.seconds:.1f} s", heads, shown),
-        table("beside the float64 oracle", ("result", "largest error", "tolerance", ""), errors),
+        table("compared with the float64 oracle", ("result", "largest error", "tolerance", ""), errors),
     )
     print("\nNo race, no access out of bounds, no undefined value: the simulator stops at the first.")
     if ATTENTION in found.launched:

@@ -37,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--probes", default="*", metavar="GLOB", help="only probes with such names, as 'mma/*'")
     command.add_argument("--list", action="store_true", help="show the probes, run none")
     command.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE, as JSON")
-    command.add_argument("--simulate", action="store_true", help="in the simulator even if there is such a GPU")
+    command.add_argument("--simulate", action="store_true", help="use the simulator even if there is such a GPU")
     command.add_argument("--keep-going", action="store_true", help="run also what needs a probe that has failed")
 
 

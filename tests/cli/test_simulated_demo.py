@@ -67,7 +67,7 @@ def test_everything_is_shown(replayed: dict[str, Any], capsys: pytest.CaptureFix
     row = next(line.split() for line in said.splitlines() if line.startswith("decode_sm90_seesaw"))
     assert row[:6] == ["decode_sm90_seesaw", "4", "384", "168", "231,424", "0"]
     results = [line.split() for line in said.splitlines() if re.match(r"(out|lse) ", line)]
-    assert [row[-1] for row in results] == ["equal", "equal"]
+    assert [row[-1] for row in results] == ["right", "right"]
     assert all(0 < float(error) < float(tolerance) for _, error, tolerance, _ in results)
     for lane in ("left: even tiles", "right: odd tiles", "load", "wgmma in flight"):
         assert lane in said
@@ -90,7 +90,7 @@ def test_a_wrong_result_is_said_and_is_the_exit_status(
 ) -> None:
     replayed[result][sequence].flat[7] += np.asarray(0.25, replayed[result].dtype)
     assert demo.run(options()) == 1
-    assert len([line for line in capsys.readouterr().out.splitlines() if line.endswith("DIFFERENT")]) == 1
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.endswith("WRONG")]) == 1
 
 
 def test_one_key_too_few_is_a_wrong_result(replayed: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def test_without_nvrtc_the_oracle_computes_and_nothing_is_called_simulated(
     said = capsys.readouterr().out
     assert "pip install something" in said
     assert "none ran" in said
-    assert "equal" not in said
+    assert "right" not in said
     assert demo.run(options("--json")) == 0
     assert json.loads(capsys.readouterr().out)["place"] == "numpy"
 
