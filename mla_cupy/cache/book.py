@@ -139,7 +139,7 @@ class Book:
     def row_of(self, handle: Any) -> int:
         """The row of one sequence; errors as for `rows_of`."""
         if not is_integer(handle):
-            raise ArgumentError(explain("sequence", repr(handle), "one that `allocate` or `fork` gave"))
+            raise ArgumentError(explain("sequence", repr(handle), "one that `allocate` or `fork` returned"))
         row = int(handle) % self.max_seqs
         if int(handle) // self.max_seqs != self.generation[row] or not self.active[row]:
             raise ArgumentError(explain("sequence", int(handle), "one that is alive", "it has been freed"))
@@ -446,7 +446,7 @@ def _spread(begin: Array, end: Array) -> tuple[Array, Array]:
 
 def _handles(given: Any) -> Array:
     """A list of sequences as an array."""
-    expected = "a list of those that `allocate` or `fork` gave"
+    expected = "a list of those that `allocate` or `fork` returned"
     if isinstance(given, np.ndarray):
         values = whole_numbers("sequences", given, expected)
         if values.ndim == 1:

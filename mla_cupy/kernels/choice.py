@@ -20,7 +20,7 @@ def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
     """Raise ArgumentError unless `name` is that of one of the kernels, or None."""
     if name is not None and not (isinstance(name, str) and name in [kernel.name for kernel in kernels]):
         expected = "None, or one of " + ", ".join(kernel.name for kernel in kernels)
-        raise ArgumentError(explain("kernel", repr(name), expected, "`mla-cupy list` says what they are"))
+        raise ArgumentError(explain("kernel", repr(name), expected, "see `mla-cupy list`"))
 
 
 def choose(

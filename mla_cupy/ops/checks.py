@@ -92,9 +92,9 @@ def check_flag(argument: str, value: Any) -> bool:
 def check_shard(cp_world: Any, cp_rank: Any) -> tuple[int, int]:
     """Check the number of ranks that share the tokens of the sequences, and which of them this one is."""
     if not is_integer(cp_world) or not 1 <= cp_world <= MAX_CP_WORLD:
-        raise ArgumentError(explain("cp_world", repr(cp_world), f"an integer of 1 to {MAX_CP_WORLD}"))
+        raise ArgumentError(explain("cp_world", repr(cp_world), f"an integer from 1 to {MAX_CP_WORLD}"))
     if not is_integer(cp_rank) or not 0 <= cp_rank < cp_world:
-        raise ArgumentError(explain("cp_rank", repr(cp_rank), f"an integer of 0 to cp_world - 1 = {cp_world - 1}"))
+        raise ArgumentError(explain("cp_rank", repr(cp_rank), f"an integer from 0 to cp_world - 1 = {cp_world - 1}"))
     return int(cp_world), int(cp_rank)
 
 
@@ -107,7 +107,7 @@ def check_drafts(tree_mask: bool, s_q: int) -> None:
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:
     """Check a whole number in [minimum, maximum]."""
     if not (is_integer(value) and minimum <= value <= maximum):
-        raise ArgumentError(explain(argument, repr(value), f"an integer of {minimum} to {maximum}"))
+        raise ArgumentError(explain(argument, repr(value), f"an integer from {minimum} to {maximum}"))
     return int(value)
 
 

@@ -349,7 +349,7 @@ def check_kernels(pipeline: CompositePipeline, kernel: Any) -> Kernels:
         isinstance(x, tuple) and len(x) == 2 for x in _items(kernel)
     ):
         expected = f"None, a name, or a mapping from {', '.join(known)} to names"
-        raise ArgumentError(explain("kernel", repr(kernel), expected, "`mla-cupy list` says what they are"))
+        raise ArgumentError(explain("kernel", repr(kernel), expected, "see `mla-cupy list`"))
     for stage, name in _items(kernel):
         if not (isinstance(stage, str) and stage in known):
             raise ArgumentError(explain("kernel", f"a stage {stage!r}", "one of " + ", ".join(known)))

@@ -200,7 +200,9 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         kv_scale=check_factor("kv_scale", given.kv_scale),
     )
     if h_q % h_kv:
-        raise ShapeError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}", "every KV head serves as many query heads"))
+        raise ShapeError(
+            explain("h_q", h_q, f"a multiple of h_kv={h_kv}", "every KV head serves the same number of query heads")
+        )
     tree_mask = views["tree_mask"] is not None
     check_drafts(tree_mask, s_q)
     if tree_mask and not options.causal:
@@ -223,7 +225,7 @@ def _record(kv_cache: View, q: View) -> str:
     d_qk = q.shape[-1]
     if kv_cache.dtype not in BYTE_DTYPES:
         if width != d_qk:
-            raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as of q"))
+            raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as in q"))
         return ""
     record = record_read(kv_cache, d_qk, READ, "kv_cache", "read it by cache_gather")
     if h_kv != 1:
@@ -272,7 +274,7 @@ def check_values(arrays: Arrays, world: int, rank: int) -> None:
         bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
         if bad.size:
             where = f"block_table[{request}, {bad[0]}]"
-            raise ArgumentError(explain(where, int(pages[bad[0]]), f"a page of 0 to {num_pages - 1}"))
+            raise ArgumentError(explain(where, int(pages[bad[0]]), f"a page from 0 to {num_pages - 1}"))
 
 
 OPERATION = Operation(

@@ -202,7 +202,7 @@ class DecodePlan(Plan):
             mine, theirs = self._problem.told, problem.told
             differing = [name for name in mine if mine[name] != theirs[name]]
             got, expected = (", ".join(f"{name}={told[name]!r}" for name in differing) for told in (mine, theirs))
-            raise PlanError(explain("plan", got, f"{expected}, as of the call", "make a plan for these sizes"))
+            raise PlanError(explain("plan", got, f"{expected}, as in the call", "make a plan for these sizes"))
         if (sizes["page_size"], sizes["max_pages"]) != (limits.page_size, limits.max_pages):
             got = f"page_size={limits.page_size}, max_pages={limits.max_pages}"
             expected = f"page_size={sizes['page_size']}, max_pages={sizes['max_pages']}"

@@ -168,7 +168,7 @@ def check_groups(groups: Any, b: int, max_pages: int) -> tuple[PrefixGroup, ...]
         first, count, pages = (int(value) for value in group)
         if not (end <= first and count >= 1 and first + count <= b):
             got = f"sequences [{first}, {first + count})"
-            raise ArgumentError(explain(argument, got, f"some of [{end}, {b}), behind those of the group before"))
+            raise ArgumentError(explain(argument, got, f"sequences within [{end}, {b}), after the group before"))
         if not 1 <= pages <= max_pages:
             raise ArgumentError(explain(f"{argument}.pages", pages, f"1 to max_pages = {max_pages}"))
         end = first + count

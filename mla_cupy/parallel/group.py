@@ -64,7 +64,7 @@ def check_world(world: Any, rank: Any) -> tuple[int, int]:
     """Both as Python's numbers; raises ArgumentError unless `rank` is one of `world` ranks."""
     world = check_count("world", world, 1, MAX_CP_WORLD)
     if not is_integer(rank) or not 0 <= rank < world:
-        raise ArgumentError(explain("rank", repr(rank), f"an integer of 0 to world - 1 = {world - 1}"))
+        raise ArgumentError(explain("rank", repr(rank), f"an integer from 0 to world - 1 = {world - 1}"))
     return world, int(rank)
 
 

@@ -106,5 +106,7 @@ def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> 
     if lses != (b, h_q, s_q):
         raise ShapeError(explain("lses.shape", lses, f"(b, h_q, s_q) = {(b, h_q, s_q)}"))
     if h_q % world:
-        raise ShapeError(explain("h_q", h_q, f"a multiple of world={world}", "every rank gets as many heads"))
+        raise ShapeError(
+            explain("h_q", h_q, f"a multiple of world={world}", "every rank gets the same number of heads")
+        )
     return h_q // world

@@ -403,7 +403,7 @@ def test_strict_sparse_forward() -> None:
 def test_no_such_indexer_topk(indexer_topk: Any) -> None:
     given = sparse_decode_inputs()
     arguments = (given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576))
-    with pytest.raises(ArgumentError, match=f"indexer_topk: got .*, expected an integer of 0 to {TOPK}"):
+    with pytest.raises(ArgumentError, match=f"indexer_topk: got .*, expected an integer from 0 to {TOPK}"):
         flash_mla_sparse_fwd(*arguments, given["indices"].reshape(-1, 1, TOPK), SCALE, indexer_topk=indexer_topk)
 
 

@@ -88,7 +88,7 @@ def test_no_such_width(head_dim_qk: Any) -> None:
     call = good_call()
     starts = call["cu_seqlens_qo"]
     qkv = np.concatenate([call[name] for name in ("q", "k", "v")], axis=2)
-    with pytest.raises(ArgumentError, match=r"head_dim_qk: got .*, expected an integer of 1 to 191"):
+    with pytest.raises(ArgumentError, match=r"head_dim_qk: got .*, expected an integer from 1 to 191"):
         flash_attn_varlen_qkvpacked_func(qkv, starts, 4, head_dim_qk)
     with pytest.raises(ShapeError, match=r"kv.shape: got \(2, 384\)"):
         flash_attn_varlen_kvpacked_func(call["q"], qkv[0], starts, starts, 4, 4, 128)

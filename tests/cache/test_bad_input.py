@@ -155,15 +155,18 @@ GATHER = [
     Bad("kv_scale", option("kv_scale", -1), ArgumentError, ("kv_scale", "-1")),
 ]  # fmt: skip
 UPDATE = [
-    Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "an integer of 1 to")),
+    Bad("page_size", option("page_size", 0), ArgumentError, ("page_size", "0", "an integer from 1 to")),
     Bad(
-        "a large page_size", option("page_size", 2**63), ArgumentError, ("page_size", str(2**63), "an integer of 1 to")
+        "a large page_size",
+        option("page_size", 2**63),
+        ArgumentError,
+        ("page_size", str(2**63), "an integer from 1 to"),
     ),
     Bad("short", swap("packed", lambda x: x[:20].copy()), ShapeError, ("packed.shape[0]", "20", "at least 34")),
 ]
 SLOTS = [
     *(
-        Bad(f"{name} {value!r}", option(name, value), ArgumentError, (name, repr(value), "an integer of"))
+        Bad(f"{name} {value!r}", option(name, value), ArgumentError, (name, repr(value), "an integer from"))
         for name, values in {
             "page_size": (0, -1, 1.0, True, None, 2**31),
             "max_tokens": (-1, "3", None, 2**31),

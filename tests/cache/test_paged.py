@@ -251,7 +251,7 @@ MISTAKES: tuple[tuple[str, Any], ...] = (
     ("tokens", lambda c, s: c.reserve(s, -1)),
     ("tokens: got 100", lambda c, s: c.reserve(s, 100)),
     ("count", lambda c, s: c.fork(s, -1)),
-    ("index: got 1, expected an integer of 0 to 0", lambda c, s: c.layer(1)),
+    ("index: got 1, expected an integer from 0 to 0", lambda c, s: c.layer(1)),
     ("pool: got 'x', expected one of kv", lambda c, s: c.layer(0, "x")),
     ("num_pages", lambda c, s: cache(num_pages=0)),
     ("max_seqs", lambda c, s: cache(max_seqs=True)),

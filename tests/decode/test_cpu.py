@@ -149,7 +149,7 @@ def test_a_plan_is_for_one_rank() -> None:
     [
         ({"cp_world": 0}, "cp_world: got 0"),
         ({"cp_world": 2.0}, "cp_world: got 2.0"),
-        ({"cp_world": 2, "cp_rank": 2}, "cp_rank: got 2, expected an integer of 0 to cp_world - 1 = 1"),
+        ({"cp_world": 2, "cp_rank": 2}, "cp_rank: got 2, expected an integer from 0 to cp_world - 1 = 1"),
         ({"cp_rank": -1}, "cp_rank: got -1"),
     ],
     ids=str,

@@ -189,7 +189,7 @@ def test_a_thread_that_never_comes() -> None:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: LocalGroup(2**31), r"world: got 2147483648, expected an integer of 1 to"),
+        (lambda: LocalGroup(2**31), r"world: got 2147483648, expected an integer from 1 to"),
         (lambda: LocalGroup(2, timeout="x"), "timeout: got 'x', expected seconds"),
         (lambda: LocalGroup(2, timeout=float("nan")), "timeout: got nan"),
         (lambda: Rendezvous(1, 0, ("127.0.0.1", 9), timeout=None), "timeout: got None"),

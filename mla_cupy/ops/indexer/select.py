@@ -163,7 +163,7 @@ def _examine(views: Views, options: SelectOptions) -> Examined:
     logits_operation.OPERATION.examine(views, _of_logits(options))
     keys = present(views, "k").shape[0]
     if keys > MAX_SIZE:
-        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "the top-k counts so far"))
+        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "the top-k takes no more"))
     resolved = options._replace(kernel=check_kernels(_PIPELINE, options.kernel))
     return Examined(None, resolved, sizes={"topk": options.topk})
 

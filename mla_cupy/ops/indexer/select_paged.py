@@ -135,7 +135,7 @@ def _examine(views: Views, options: PagedSelectOptions) -> Examined:
     s_q, keys = q.shape[1], table.shape[1] * cache.shape[1]
     if s_q > MAX_SIZE or keys > MAX_SIZE:
         got = f"s_q={s_q}, max_pages * page_size={keys}"
-        raise ShapeError(explain("q and block_table", got, f"at most {MAX_SIZE}", "the top-k counts so far"))
+        raise ShapeError(explain("q and block_table", got, f"at most {MAX_SIZE}", "the top-k takes no more"))
     buffer = views["logits"]
     if buffer is not None and buffer.shape[0] < max(1, s_q):
         raise ShapeError(explain("logits.shape[0]", buffer.shape[0], f"at least s_q={s_q} rows, of a sequence"))

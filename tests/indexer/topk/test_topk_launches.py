@@ -71,6 +71,6 @@ def test_mistakes(recorder: Recorder) -> None:
         mla_cupy.indexer_topk(logits, block_table=table)
     with pytest.raises(ArgumentError, match="relative: got True, with a block_table"):
         mla_cupy.indexer_topk(logits[:4], block_table=table, relative=True)
-    with pytest.raises(ArgumentError, match="k: got 8193, expected an integer of 1 to 8192"):
+    with pytest.raises(ArgumentError, match="k: got 8193, expected an integer from 1 to 8192"):
         mla_cupy.indexer_topk(logits, 8193)
     assert recorder.launches == []
