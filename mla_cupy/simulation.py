@@ -22,8 +22,8 @@ from mla_cupy.arrays import Signature
 from mla_cupy.dtypes import TABLE
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device as devices
-from mla_cupy.runtime import driver, launching, loader
-from mla_cupy.runtime.build import Build
+from mla_cupy.runtime import driver, env, launching, loader, worker
+from mla_cupy.runtime.build import Build, BuildRequest
 from mla_cupy.runtime.device import DeviceInfo, smem_per_block
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -68,6 +68,15 @@ class SimDriver:
     race_global: bool = False
     race_lanes: bool = False
     timeline: Any = None
+    _wanted: dict[BuildRequest, BuildRequest] = field(default_factory=dict, repr=False)
+
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        """Its PTX alone, unless there is a whole build already, or none may be made."""
+        found = self._wanted.get(request)
+        if found is None:
+            whole = env.get("JIT") == "off" or worker.cached(request) is not None
+            found = self._wanted[request] = request if whole else request.as_virtual()
+        return found
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         """The PTX of `build`, parsed."""

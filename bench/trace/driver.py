@@ -169,6 +169,10 @@ class TracingDriver:
         self._kernels: dict[int, _Traced] = {}
         self.launched: list[str] = []
 
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        """See `Driver.wanted`."""
+        return self._inner.wanted(request)
+
     def load(self, build: Build, device: int) -> LoadedKernel:
         """Load the traced build of the same kernel."""
         request = traced_request(build)

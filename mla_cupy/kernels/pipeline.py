@@ -296,8 +296,9 @@ def bind(
     Threads, blocks per cluster and shared memory are the kernel's own facts. Every kernel waits for its predecessor
     before it reads, so all of them can be programmatic dependents.
     """
-    kernel = loader.loaded(request, device, stream)
-    build = loader.obtain(request)
+    wanted = driver.current().wanted(request)
+    kernel = loader.loaded(wanted, device, stream)
+    build = loader.obtain(wanted)
     block, cluster = (int(build.facts["threads"]), 1, 1), (int(build.facts.get("cluster", 1)), 1, 1)
     pdl = dependent and has_programmatic_launch(request.arch)
     return driver.current().prepare(kernel, grid, block, cluster, build.dynamic_smem, args, pdl)
@@ -306,7 +307,8 @@ def bind(
 def load(builds: Iterable[tuple[KernelSpec[Any], Variant]], device: DeviceInfo, stream: int) -> None:
     """Build and load kernels, so that later calls can be captured; not while `stream` is being captured."""
     for kernel, variant in builds:
-        loader.loaded(kernel.request(variant, device.arch), device.ordinal, stream)
+        wanted = driver.current().wanted(kernel.request(variant, device.arch))
+        loader.loaded(wanted, device.ordinal, stream)
 
 
 def has_programmatic_launch(arch: str) -> bool:

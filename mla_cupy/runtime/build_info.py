@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mla_cupy.runtime import elf
-from mla_cupy.runtime.build import facts
+from mla_cupy.runtime.build import VIRTUAL, entries, facts
 
 
 def _is_count(value: object) -> bool:
@@ -38,8 +37,8 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
 }
 
 
-def problem(info: dict[str, Any], cubin: bytes) -> str:
-    """Explain why `info` is not that of `cubin`, or "".
+def problem(info: dict[str, Any], cubin: bytes, ptx: bytes) -> str:
+    """Explain why `info` is not that of `cubin`, or of `ptx` where that is all that a virtual target has, or "".
 
     A field is missing or of another type than `build` writes, or it says something else than the cubin itself does:
     a kernel that is launched with wrong facts computes wrong numbers.
@@ -50,10 +49,11 @@ def problem(info: dict[str, Any], cubin: bytes) -> str:
         if not is_right(info[name]):
             return f"its build info has a wrong {name}"
     try:
-        entries = [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]
-        known = facts(cubin)
+        if bool(cubin) == info["arch"].startswith(VIRTUAL):
+            return "it has a cubin although its target is virtual" if cubin else "its cubin is empty"
+        found, known = entries(cubin, ptx), facts(cubin, ptx)
     except ValueError as error:
         return f"its cubin is {error}"
-    if entries != [info["entry"]]:
+    if found != [info["entry"]]:
         return "its cubin has other entries than its build info"
     return "" if info.get("facts") == known else "its cubin has other facts than its build info"

@@ -276,7 +276,7 @@ def _damage(found: Any, cubin: bytes, ptx: bytes) -> str:
         return "its build info is no object"
     if found.get("sha256") != _digests(cubin, ptx):
         return "its digest is wrong"
-    return build_info.problem(found, cubin)
+    return build_info.problem(found, cubin, ptx)
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import tensormap
-from mla_cupy.runtime.build import Build
+from mla_cupy.runtime.build import Build, BuildRequest
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch, one_by_one
 from mla_cupy.runtime.remedies import INSTALL_CUPY
 
@@ -127,6 +127,10 @@ class CudaDriver:
         self._bindings = bindings
         self._thread = _PerThread()
         self._images: list[int] = []
+
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        """All of it."""
+        return request
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         """Load the kernel of `build` on `device`.

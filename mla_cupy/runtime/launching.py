@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mla_cupy.runtime.build import Build
+from mla_cupy.runtime.build import Build, BuildRequest
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 Dim3 = tuple[int, int, int]
@@ -75,6 +75,9 @@ PreparedLaunch = Callable[[int], None]
 
 class Driver(Protocol):
     """Interface to a GPU for launchers. Streams are raw handles; 0 is the legacy default stream."""
+
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        """What is to be built of a kernel: all of `request`, or its PTX alone."""
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         """Load a kernel on a device, allowing the dynamic shared memory that its facts ask for."""

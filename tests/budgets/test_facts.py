@@ -12,6 +12,7 @@ from mla_cupy.kernels import KERNELS
 from mla_cupy.kernels.attention import schedule
 from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.runtime import sources
+from mla_cupy.runtime.build import facts as facts_of
 from mla_cupy.selftest import catalog
 from tests.budgets.builds import TARGETS, Target
 from tests.budgets.test_budgets import built, to_build
@@ -34,6 +35,7 @@ def test_facts_are_the_launchers(target: Target) -> None:
     assert facts.keys() - READ - COUNTED - of_variant == known, "a fact that nobody compares"
     assert all(facts[name] == getattr(target.variant, name) for name in of_variant)
     assert facts["threads"] % 32 == 0
+    assert facts_of(b"", built(target).ptx) == facts, "the simulator reads them off the PTX"
     assert 32 <= facts["threads"] <= 1024
 
 

@@ -26,7 +26,7 @@ def test_only_where_the_gpu_knows_them(monkeypatch: pytest.MonkeyPatch, arch: st
 
     monkeypatch.setattr(loader, "loaded", lambda request, device, stream: object())
     monkeypatch.setattr(loader, "obtain", lambda request: SimpleNamespace(facts={"threads": 32}, dynamic_smem=0))
-    with driver.use(SimpleNamespace(prepare=prepare)):  # type: ignore[arg-type]
+    with driver.use(SimpleNamespace(prepare=prepare, wanted=lambda request: request)):  # type: ignore[arg-type]
         bind(schedule.KERNEL.request(PLAIN[0], arch), 0, (1, 1, 1), ArgumentBlock((8,)), 0, dependent=True)
         bind(schedule.KERNEL.request(PLAIN[0], arch), 0, (1, 1, 1), ArgumentBlock((8,)), 0, dependent=False)
     assert asked == [dependent, False]

@@ -68,6 +68,16 @@ def test_record(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
     assert [symbol.name for symbol in elf.symbols(made.cubin) if symbol.is_entry] == ["mla_tiny"]
 
 
+def test_a_virtual_target_has_ptx_alone(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
+    """The same PTX and facts as the whole build has, for the simulator."""
+    whole, made = (compile_kernel(each, nvrtc_line) for each in (TINY_REQUEST, TINY_REQUEST.as_virtual()))
+    assert (made.cubin, made.facts, made.info["registers"]) == (b"", whole.facts, 0)
+    assert made.ptx == whole.ptx
+    assert made.info["name"] == "mla_tiny-3-compute_90a"
+    with pytest.raises(KernelCompileError, match=r"entries of generic/bad\.cu: got none, expected mla_bad"):
+        compile_kernel(bad(cuda_src, "").as_virtual(), nvrtc_line)
+
+
 def test_macros_and_target_reach_the_code(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
     three = compile_kernel(TINY_REQUEST, nvrtc_line)
     five = compile_kernel(replace(TINY_REQUEST, defines=(("MLA_FACTOR", "5.0f"),)), nvrtc_line)

@@ -11,6 +11,7 @@ import pytest
 from tiny_kernels import TINY_REQUEST, tiny_build
 
 from mla_cupy.runtime import build_info, cache, loader, nvrtc
+from mla_cupy.runtime.build import compile_kernel
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "entry": (None, 3, "mla_other", ["mla_tiny"]),
@@ -92,5 +93,15 @@ def test_an_entry_under_the_name_of_another_is_built_again(entry: Path) -> None:
 def test_a_broken_cubin_is_no_entry(cuda_src: Path, harm: Callable[[bytes], bytes]) -> None:
     made = tiny_build()
     whole = {**made.info, "image_key": "key"}
-    assert build_info.problem(whole, made.cubin) == ""
-    assert build_info.problem(whole, harm(made.cubin)) != ""
+    assert build_info.problem(whole, made.cubin, made.ptx) == ""
+    assert build_info.problem(whole, harm(made.cubin), made.ptx) != ""
+
+
+def test_ptx_alone_is_that_of_a_virtual_target(cuda_src: Path) -> None:
+    """What has no image is never taken for a build that the driver can load, nor the other way round."""
+    whole, virtual = tiny_build(), compile_kernel(TINY_REQUEST.as_virtual())
+    assert build_info.problem({**virtual.info, "image_key": "key"}, b"", virtual.ptx) == ""
+    for info, cubin in ((whole.info, b""), (virtual.info, whole.cubin)):
+        assert "cubin" in build_info.problem({**info, "image_key": "key"}, cubin, whole.ptx)
+    other = virtual.ptx.replace(b"mla_fact_threads = 128", b"mla_fact_threads = 64")
+    assert build_info.problem({**virtual.info, "image_key": "key"}, b"", other) != ""

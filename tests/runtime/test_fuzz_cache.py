@@ -169,7 +169,7 @@ def fuzz(directory: Path, seed: int, turns: int) -> None:
         try:
             found = cache.read(entry)
             if found is not None:
-                assert build_info.problem(found.info, found.cubin) == ""
+                assert build_info.problem(found.info, found.cubin, found.ptx) == ""
             with lock.building(entry):
                 cache.write(entry, made, "key")
             again = cache.read(entry)

@@ -13,9 +13,10 @@ from tiny_kernels import TINY_REQUEST
 
 from mla_cupy.errors import KernelCompileError, KernelNotBuiltError
 from mla_cupy.runtime import cache, driver, loader, nvrtc, worker
-from mla_cupy.runtime.build import Build
+from mla_cupy.runtime.build import Build, BuildRequest
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.simulation import SimDriver
 
 
 class RecordingDriver:
@@ -24,6 +25,9 @@ class RecordingDriver:
     def __init__(self) -> None:
         self.loads: list[tuple[bytes, str, int, int]] = []  # image, entry, device, dynamic shared memory
         self.capturing: set[int] = set()
+
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        return request
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         self.loads.append((build.cubin, build.entry, device, build.dynamic_smem))
@@ -184,3 +188,19 @@ def test_loading_during_capture_says_what_to_do(fresh: Path, recording: Recordin
     assert recording.loads == []
     loader.loaded(TINY_REQUEST, 0, stream=6)
     loader.loaded(TINY_REQUEST, 0, stream=5)  # loaded by now: a capture may launch it
+
+
+def test_a_simulator_wants_ptx_alone_unless_there_is_more(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = TINY_REQUEST.as_virtual()
+    assert SimDriver().wanted(TINY_REQUEST) == virtual
+    made = loader.obtain(virtual)
+    assert (made.cubin, made.facts["threads"]) == (b"", 128)
+    loader.forget()
+    again = worker.cached(virtual)
+    assert again is not None, "it is in the cache, for the next process"
+    assert again.ptx == made.ptx
+    loader.obtain(TINY_REQUEST)
+    assert SimDriver().wanted(TINY_REQUEST) == TINY_REQUEST
+    cache.clear()
+    monkeypatch.setenv("MLA_CUPY_JIT", "off")
+    assert SimDriver().wanted(TINY_REQUEST) == TINY_REQUEST, "what is refused is what can be built beforehand"
