@@ -6,11 +6,13 @@ from typing import Any
 
 from mla_cupy.torch import TorchDecodePlan, plan_decode
 
+_spare: dict[tuple[Any, ...], Plans] = {}
+
 
 class Plans:
     """Plans for one model on one device, made when they are first needed.
 
-    None is ever dropped: a captured graph may replay in its workspace.
+    None is ever dropped that has been used: a captured graph may replay in its workspace.
 
     Parameters
     ----------
@@ -25,6 +27,7 @@ class Plans:
     def __init__(self, **sizes: Any) -> None:
         self.sizes = sizes
         self._made: dict[tuple[int, int, int], TorchDecodePlan] = {}
+        self._unused: dict[tuple[int, int, int], TorchDecodePlan] = {}
 
     def __len__(self) -> int:
         return len(self._made)
@@ -33,5 +36,51 @@ class Plans:
         """The plan for steps of up to `max_b` sequences with `s_q` query tokens each."""
         key = (max_b, s_q, max_pages)
         if key not in self._made:
-            self._made[key] = plan_decode(max_b=max_b, s_q=s_q, max_pages=max_pages, **self.sizes)
+            found = self._unused.pop(key, None)
+            if found is None:  # first give back what has been set aside for it
+                self._unused = {other: plan for other, plan in self._unused.items() if other[1] != s_q}
+                found = self._make(*key)
+            self._made[key] = found
         return self._made[key]
+
+    def set_aside(self, max_b: int, s_q: int, max_pages: int) -> None:
+        """Make a plan before it is needed: its kernels are loaded, its memory is taken."""
+        key = (max_b, s_q, max_pages)
+        if key not in self._unused:
+            self._unused[key] = self._make(*key)
+
+    def _make(self, max_b: int, s_q: int, max_pages: int) -> TorchDecodePlan:
+        return plan_decode(max_b=max_b, s_q=s_q, max_pages=max_pages, **self.sizes)
+
+
+def set_aside(max_b: int, lengths: tuple[int, ...], max_tokens: int, **sizes: Any) -> None:
+    """Make plans while a model is loaded, before its engine measures how much memory is left for the cache.
+
+    Parameters
+    ----------
+    max_b : int
+    lengths : tuple of int
+        Query tokens per sequence, of the steps to come.
+    max_tokens : int
+        Tokens of the longest sequence.
+    **sizes
+        As for `Plans`. What is set aside once is not set aside again.
+    """
+    key = tuple(sizes.values())
+    if key not in _spare:
+        _spare[key] = Plans(**sizes)
+        for s_q in lengths:
+            _spare[key].set_aside(max_b, s_q, -(-max_tokens // sizes["page_size"]))
+
+
+def claim(**sizes: Any) -> Plans:
+    """The plans that were set aside for these sizes, for the first who asks; others, and other sizes, get new ones.
+
+    Two may not share: a plan has one schedule at a time. What was set aside for other sizes is given back, since its
+    memory is needed for these.
+    """
+    found = _spare.pop(tuple(sizes.values()), None)
+    if found is None:
+        _spare.clear()
+        return Plans(**sizes)
+    return found

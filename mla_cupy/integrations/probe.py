@@ -1,43 +1,140 @@
-"""Check that an engine's interface is the one that a plugin was written for."""
+"""Check that an engine's interface is one that a plugin can serve.
+
+Engines move their interfaces with most releases: parameters are added, reordered, renamed. What counts is whether each
+call that the engine may make of its own method also reaches ours with the same meaning. So signatures are not compared
+by their spelling: calls are bound to them.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from inspect import Parameter
+from typing import Any
 
 logger = logging.getLogger("mla_cupy")
 
-Parameters = tuple[str, ...]
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_Call = tuple[list[str], dict[str, str]]
 
 
-def difference(owner: object, wanted: Mapping[str, Parameters]) -> str:
-    """Differences of the owner's methods from those `wanted`, which maps names to parameters; "" if they do not."""
-    label = getattr(owner, "__name__", repr(owner))
-    for name, parameters in wanted.items():
-        method = getattr(owner, name, None)
-        if method is None:
-            return f"{label} has no {name}"
-        found = tuple(inspect.signature(method).parameters)
-        if found != parameters:
-            return f"{label}.{name} takes {', '.join(found)} instead of {', '.join(parameters)}"
+def misfit(ours: Callable[..., Any], theirs: Callable[..., Any], *, shortest_only: bool = False) -> str:
+    """Say what keeps `ours` from taking the calls that `theirs` is made for; "" if nothing does.
+
+    Parameters
+    ----------
+    ours : callable
+        What is called in place of `theirs`. Parameters that it does not name may go to its * and **: it ignores them.
+    theirs : callable
+        The engine's own.
+    shortest_only : bool
+        Leave out what may be left out: for constructors, which an engine calls as its abstract classes say, whatever
+        else a base class of ours can be told.
+
+    Returns
+    -------
+    str
+    """
+    parameters = [x for x in inspect.signature(theirs).parameters.values() if x.kind not in _VARIADIC]
+    wanted = inspect.signature(ours)
+    for positional, named in _calls(parameters, shortest_only):
+        try:
+            bound = wanted.bind(*positional, **named)
+        except TypeError as error:
+            names = ", ".join(x.name for x in parameters)
+            return f"takes {names}, which ours cannot be called with: {error}"
+        for name, value in bound.arguments.items():
+            if wanted.parameters[name].kind not in _VARIADIC and name != value:
+                return f"passes {value} where ours takes {name}"
     return ""
 
 
-def offer(engine: str, probe: Callable[[], str], register: Callable[[], None]) -> None:
-    """Register if the probe finds no difference; otherwise log one line that says why not."""
+def _calls(parameters: list[Parameter], shortest_only: bool) -> Iterator[_Call]:
+    """The calls at the corners: all or only what is required, by position or by name. Each value is its own name."""
+    required = [x for x in parameters if x.default is Parameter.empty]
+    for given in (required,) if shortest_only else (parameters, required):
+        for by_position in (True, False):
+            allowed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)[: 1 + by_position]
+            positional = [x.name for x in given if x.kind in allowed]
+            yield positional, {x.name: x.name for x in given if x.kind not in allowed}
+
+
+def overridden(ours: type, *needed: str) -> str:
+    """Say which method of a class does not fit the one that it overrides; "" if each does.
+
+    Parameters
+    ----------
+    ours : type
+    *needed : str
+        Methods that must override something: if the engine has another name for one, it never calls ours.
+    """
+    for name in needed:
+        if _inherited(ours, name) is None:
+            return f"{ours.__mro__[1].__name__} has no {name}"
+    for name, method in vars(ours).items():
+        theirs = _inherited(ours, name)
+        if theirs is None or not callable(getattr(ours, name)) or isinstance(method, type):
+            continue
+        found = misfit(getattr(ours, name), theirs, shortest_only=name == "__init__")
+        if found:
+            return f"{ours.__mro__[1].__name__}.{name} {found}"
+    return ""
+
+
+def _inherited(ours: type, name: str) -> Callable[..., Any] | None:
+    """The method that a class would have without its own; None if there is none but `object`'s."""
+    for base in ours.__mro__[1:-1]:
+        if name in vars(base):
+            found = getattr(base, name)
+            return found if callable(found) else None
+    return None
+
+
+def absent(owner: object, *names: str) -> str:
+    """Say which of these attributes an object does not have; "" if it has all."""
+    label = getattr(owner, "__name__", repr(owner))
+    return next((f"{label} has no {name}" for name in names if not hasattr(owner, name)), "")
+
+
+def refused(function: Callable[..., Any], *arguments: object) -> str:
+    """Say why a function cannot be called with these arguments by position; "" if it can."""
     try:
-        found = probe()
-        if not found:
-            register()
-    except (ImportError, AttributeError) as error:
-        found = f"{type(error).__name__}: {error}"
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return f"{getattr(function, '__name__', function)}: {error}"
+    return ""
+
+
+def offer(engine: str, probe: Callable[[], str], register: Callable[[], None]) -> bool:
+    """Register if the probe finds no difference; otherwise log one line that says why not.
+
+    Returns
+    -------
+    bool
+        Whether it is registered.
+    """
+
+    def attempt() -> str:
+        register()
+        return ""
+
+    found = explained(probe) or explained(attempt)
     if found:
         logger.warning("mla_cupy is no attention backend for this %s: %s", engine, found)
+    return not found
 
 
-def attribute(module: str, name: str) -> object:
+def explained(probe: Callable[[], str]) -> str:
+    """Run a probe; a module or a name that is not there is a difference, too."""
+    try:
+        return probe()
+    except (ImportError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def attribute(module: str, name: str) -> Any:
     """Import a module's attribute.
 
     Raises
@@ -45,5 +142,4 @@ def attribute(module: str, name: str) -> object:
     ImportError, AttributeError
         If there is no such module, or nothing of that name.
     """
-    found: object = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)

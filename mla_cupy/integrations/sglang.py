@@ -2,7 +2,7 @@
 
 SGLang loads it through the entry point `sglang.srt.plugins`, in every process and before its layers. The plugin
 therefore only checks that it can register; the backend's interface is compared when a model is loaded. If either
-differs from what the plugin was written for, the log says so.
+is one that the plugin cannot serve, the log says so.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ import importlib
 from typing import Any
 
 from mla_cupy.errors import UnsupportedDeviceError
-from mla_cupy.integrations.probe import attribute, difference, logger, offer
+from mla_cupy.integrations.probe import absent, attribute, explained, logger, offer, overridden, refused
 
 BACKEND = "mla_cupy"
+STOCK = "flashmla"
+"""The backend of SGLang's that ours descends from: what it does by name for that one is right for ours, too."""
+PAGE_SIZE = 64
+"""The fastest one, and the only one of SGLang's FlashMLA backend, which makes the drafts."""
+NEEDED = (
+    *("init_forward_metadata", "init_forward_metadata_out_graph", "init_cuda_graph_state"),
+    *("forward_decode", "forward_extend"),
+)
+"""Methods that SGLang must have for ours to be called."""
 _ARGUMENTS = "sglang.srt.server_args"
 _REGISTRY = "sglang.srt.layers.attention.attention_registry"
-_BASE = "sglang.srt.layers.attention.flashmla_backend"
-_FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
-INTERFACE = {
-    "__init__": ("self", "model_runner", "skip_prefill", "kv_indptr_buf", "kv_last_page_len_buf"),
-    "init_forward_metadata": ("self", "forward_batch"),
-    "init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
-    "init_cuda_graph_state": ("self", "max_bs", "max_num_tokens", "block_kv_indices"),
-    "forward_decode": _FORWARD,
-    "forward_extend": _FORWARD,
-}
+_HOOKS = "sglang.srt.plugins.hook_registry"
+_DISPATCH = "sglang.srt.models.deepseek_common.attention_backend_handler"
+_SETTLED = f"{_ARGUMENTS}.ServerArgs.__post_init__"
 
 
 def register() -> None:
     """Offer the backend to SGLang; changes nothing for those who do not choose it."""
-    offer("SGLang", _difference, _register)
+    offer("SGLang", difference, _register)
 
 
 def create(model_runner: Any) -> Any:
@@ -41,29 +43,69 @@ def create(model_runner: Any) -> Any:
     UnsupportedDeviceError
         If this SGLang's interface is another one; one line in the log says what differs.
     """
-    try:
-        found = difference(attribute(_BASE, "FlashMLABackend"), INTERFACE)
-    except (ImportError, AttributeError) as error:
-        found = f"{type(error).__name__}: {error}"
+    found = explained(backend_difference)
     if found:
         message = f"mla_cupy is no attention backend for this SGLang: {found}"
         logger.warning(message)
         raise UnsupportedDeviceError(f"{message}; choose another --attention-backend")
-    kind: Any = attribute("mla_cupy.integrations.sglang_backend", "MlaCupyBackend")
-    return kind(model_runner)
+    _dispatch_prefixes()
+    return _backend()(model_runner)
 
 
-def _difference() -> str:
+def settle(arguments: Any, *_: Any, **__: Any) -> None:
+    """Give a server with this backend its defaults: pages of 64 tokens, and a backend that makes drafts.
+
+    SGLang calls it before it settles its own. Without it, it would take pages of one token, the slowest, and refuse
+    drafts: it knows only its own backends there. They verify nothing; that is ours.
+    """
+    if BACKEND not in (arguments.attention_backend, arguments.decode_attention_backend):
+        return
+    if arguments.page_size is None:
+        arguments.page_size = PAGE_SIZE
+    if arguments.speculative_algorithm and arguments.speculative_draft_attention_backend is None:
+        arguments.speculative_draft_attention_backend = STOCK if arguments.page_size == PAGE_SIZE else "triton"
+
+
+def difference() -> str:
+    """Say why the plugin cannot register with this SGLang; "" if it can."""
     arguments, registry = importlib.import_module(_ARGUMENTS), importlib.import_module(_REGISTRY)
-    return difference(arguments, {"add_attention_backend_choices": ("choices",)}) or difference(
-        registry, {"register_attention_backend": ("name",)}
+    hooks: Any = importlib.import_module(_HOOKS)
+    return (
+        absent(arguments, "ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices")
+        or absent(registry, "register_attention_backend")
+        or absent(arguments.ServerArgs, "__post_init__")
+        or refused(arguments.add_attention_backend_choices, [BACKEND])
+        or refused(registry.register_attention_backend, BACKEND)
+        or refused(hooks.HookRegistry.register, _SETTLED, settle, hooks.HookType.BEFORE)
     )
 
 
+def backend_difference() -> str:
+    """Say why the backend does not fit this SGLang's; "" if it does."""
+    return overridden(_backend(), *NEEDED)
+
+
+def _backend() -> Any:
+    return attribute("mla_cupy.integrations.sglang_backend", "MlaCupyBackend")
+
+
 def _register() -> None:
-    choices: Any = attribute(_ARGUMENTS, "ATTENTION_BACKEND_CHOICES")
-    if BACKEND not in choices:
-        add: Any = attribute(_ARGUMENTS, "add_attention_backend_choices")
-        add([BACKEND])
-    enter: Any = attribute(_REGISTRY, "register_attention_backend")
-    enter(BACKEND)(create)
+    arguments = importlib.import_module(_ARGUMENTS)
+    if BACKEND not in arguments.ATTENTION_BACKEND_CHOICES:
+        arguments.add_attention_backend_choices([BACKEND])
+        hooks: Any = importlib.import_module(_HOOKS)
+        hooks.HookRegistry.register(_SETTLED, settle, hooks.HookType.BEFORE)
+        # Where SGLang lets others say so here: the base class reads prefixes in chunks.
+        chunked = getattr(arguments, "add_chunked_prefix_cache_attention_backend", None)
+        if chunked is not None:
+            chunked(BACKEND)
+    attribute(_REGISTRY, "register_attention_backend")(BACKEND)(create)
+
+
+def _dispatch_prefixes() -> None:
+    """Have prefills dispatched as for the base class. SGLang treats names that it does not know as Triton's."""
+    try:
+        registry = attribute(_DISPATCH, "AttentionBackendRegistry")
+        registry.register(BACKEND, registry.get_handler(STOCK))
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning("mla_cupy: prefills with a cached prefix take SGLang's slower path: %s", error)

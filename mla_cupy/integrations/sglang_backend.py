@@ -1,16 +1,17 @@
 """An MLA backend of SGLang: its own prefill and cache, our decode and verification of drafts.
 
 Caches of bfloat16, float16, or e4m3 without a scale, which is how SGLang keeps them; pages of any size, chains of draft
-tokens, full CUDA graphs, the LSE for context parallelism. Imported when SGLang makes the backend. Not run with SGLang
-itself yet.
+tokens, full CUDA graphs. Imported when SGLang makes the backend. Not run with SGLang itself yet.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+from sglang.srt.mem_cache import memory_pool
 
 from mla_cupy.integrations.plans import Plans
 from mla_cupy.shapes import D_QK, D_V
@@ -80,10 +81,14 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             raise NotImplementedError(
                 f"mla_cupy decodes keys of {expected} elements from a cache of {self.data_type}, not {sizes}"
             )
-        if (getattr(model_runner.server_args, "speculative_eagle_topk", None) or 1) > 1:
-            raise NotImplementedError("mla_cupy verifies chains of draft tokens, not trees")
-        if self.dcp_world_size > 1 and self.num_draft_tokens:
-            raise NotImplementedError("mla_cupy verifies no draft tokens under decode context parallelism")
+        if (_speculation(model_runner).speculative_eagle_topk or 1) > 1:
+            raise NotImplementedError("mla_cupy verifies chains of draft tokens, not trees: --speculative-eagle-topk 1")
+        # The locations of tokens are those of all ranks then, and the pool's are those of one.
+        if getattr(self, "dcp_world_size", 1) > 1:
+            raise NotImplementedError("mla_cupy reads no cache that is spread over ranks: leave --dcp-size at 1")
+        translator = getattr(self, "kv_index_translator", None)
+        if getattr(translator, "reads_are_translated", False):
+            raise NotImplementedError("mla_cupy reads no unified pool, whose tokens lie where a translator says")
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, block_kv_indices: torch.Tensor | None = None
@@ -115,7 +120,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
 
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """Decode one token per request.
 
         Parameters
@@ -127,16 +132,14 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         Returns
         -------
         out : tensor, (tokens, heads * 512)
-        lse : tensor, (b, heads, tokens per request), float32
-            Natural, -inf for a request without tokens. Only under context parallelism.
         """
         if k is not None and save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
         step = self._step
         assert step is not None, "init_forward_metadata comes first"
         heads = layer.tp_q_head_num
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        out, lse = mla_decode(
+        out, _ = mla_decode(
             q.view(forward_batch.batch_size, -1, heads, layer.head_dim),
             cache.view(-1, self._page_size, layer.head_dim),
             step.block_table,
@@ -144,8 +147,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             plan=step.plan if heads == self.num_q_heads else None,
             scale=layer.scaling,
         )
-        flat = out.view(-1, heads * D_V)
-        return (flat, lse) if self.dcp_world_size > 1 else flat
+        return out.view(-1, heads * D_V)
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -178,3 +180,19 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
 
 def _is_ours(mode: Any) -> bool:
     return bool(mode.is_decode_or_idle() or mode.is_target_verify())
+
+
+def _speculation(model_runner: Any) -> Any:
+    """Holder of SGLang's settled options of speculation: its context, or in older versions the server's arguments."""
+    try:
+        return importlib.import_module("sglang.srt.runtime_context").get_spec()
+    except (ImportError, AttributeError):
+        return model_runner.server_args
+
+
+def _write_location(forward_batch: Any) -> Any:
+    """Places of new tokens: in newer versions the pool wants to be told that they are its own."""
+    kind: Any = getattr(memory_pool, "KVWriteLoc", None)
+    if hasattr(kind, "for_batch"):
+        return kind.for_batch(forward_batch)
+    return forward_batch.out_cache_loc

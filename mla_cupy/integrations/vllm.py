@@ -1,55 +1,69 @@
-"""The plugin of vLLM: dense or sparse MLA as `--attention-backend CUSTOM`.
+"""The plugin of vLLM: dense MLA as `--attention-backend CUSTOM`, and sparse MLA in the place of FLASHMLA_SPARSE.
 
-vLLM loads it through the entry point `vllm.general_plugins`. It has one place for backends from outside;
-`MLA_CUPY_VLLM=sparse` puts the sparse backend there, for models with sparse attention (DSA), in place of the dense one.
-The interfaces have moved before: if one differs from what the backend was written for, the plugin logs the difference
-and declines.
+vLLM loads it through the entry point `vllm.general_plugins`. It has one name for backends from outside, CUSTOM, which
+the dense backend has. With `MLA_CUPY_VLLM=sparse` models with sparse attention (DSA) that vLLM would serve by its
+backend FLASHMLA_SPARSE are served by ours, under that name.
+
+The interfaces move with most releases: if calls of the engine's own methods would not fit those that override them,
+the plugin logs what differs and declines.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from mla_cupy.integrations.probe import attribute, difference, offer
+from mla_cupy.integrations.probe import absent, attribute, offer, overridden, refused
 from mla_cupy.runtime import env
 
 BACKENDS = {
-    "dense": "mla_cupy.integrations.vllm_backend.MlaCupyBackend",
-    "sparse": "mla_cupy.integrations.vllm_sparse_backend.MlaCupySparseBackend",
+    "CUSTOM": "mla_cupy.integrations.vllm_backend.MlaCupyBackend",
+    "FLASHMLA_SPARSE": "mla_cupy.integrations.vllm_sparse_backend.MlaCupySparseBackend",
 }
 _REGISTRY = "vllm.v1.attention.backends.registry"
-_LAYER = "vllm.model_executor.layers.attention.mla_attention"
-_SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse"
-FORWARD = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
-BUILD = (
-    *("self", "block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu"),
-    *("query_start_loc_device", "num_decode_tokens", "dcp_tot_seq_lens_device"),
-)
-KERNEL = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "topk_length", "actual_num_heads")
-FP8_KERNEL = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata")
 
 
 def register() -> None:
-    """Offer the backend to vLLM; changes nothing for those who do not choose it."""
-    kind = env.get("VLLM")
-    offer("vLLM", {"dense": _dense_difference, "sparse": _sparse_difference}[kind], lambda: _register(BACKENDS[kind]))
+    """Offer the backends to vLLM; changes nothing for those who do not choose them."""
+    _offer("CUSTOM", dense_difference)
+    if env.get("VLLM") == "sparse":
+        _offer("FLASHMLA_SPARSE", sparse_difference)
 
 
-def _register(path: str) -> None:
-    kinds: Any = attribute(_REGISTRY, "AttentionBackendEnum")
-    enter: Any = attribute(_REGISTRY, "register_backend")
-    enter(kinds.CUSTOM, path)
+def _offer(name: str, difference: Any) -> None:
+    offer("vLLM", lambda: _registry_difference(name) or difference(), lambda: _register(name))
 
 
-def _dense_difference() -> str:
-    impl, builder = attribute(_LAYER, "MLACommonImpl"), attribute(_LAYER, "MLACommonMetadataBuilder")
-    methods = [name for name in ("forward_mqa", "_forward_decode") if hasattr(impl, name)]
-    if not methods:
-        return "MLACommonImpl has neither forward_mqa nor _forward_decode"
-    return difference(impl, dict.fromkeys(methods, FORWARD)) or difference(builder, {"_build_decode": BUILD})
+def _register(name: str) -> None:
+    attribute(_REGISTRY, "register_backend")(_place(name), BACKENDS[name])
 
 
-def _sparse_difference() -> str:
-    attribute(_SPARSE, "FlashMLASparseBackend")
-    wanted = {"forward_mqa": FORWARD, "_bf16_flash_mla_kernel": KERNEL, "_fp8_flash_mla_kernel": FP8_KERNEL}
-    return difference(attribute(_SPARSE, "FlashMLASparseImpl"), wanted)
+def _place(name: str) -> Any:
+    return getattr(attribute(_REGISTRY, "AttentionBackendEnum"), name)
+
+
+def _registry_difference(name: str) -> str:
+    registry: Any = importlib.import_module(_REGISTRY)
+    return absent(registry.AttentionBackendEnum, name) or refused(
+        registry.register_backend, _place(name), BACKENDS[name]
+    )
+
+
+def dense_difference() -> str:
+    """Say why the dense backend does not fit this vLLM; "" if it does."""
+    ours = importlib.import_module("mla_cupy.integrations.vllm_backend")
+    return (
+        overridden(ours.MlaCupyBackend, "get_builder_cls", "get_impl_cls")
+        or overridden(ours.MlaCupyMetadataBuilder, "build_for_cudagraph_capture", "_build_decode")
+        or overridden(ours.MlaCupyImpl, "forward_mqa")
+    )
+
+
+def sparse_difference() -> str:
+    """Say why the sparse backend does not fit this vLLM; "" if it does."""
+    ours = importlib.import_module("mla_cupy.integrations.vllm_sparse_backend")
+    return (
+        overridden(ours.MlaCupySparseBackend, "get_impl_cls")
+        or overridden(ours.MlaCupySparseImpl, "_bf16_flash_mla_kernel", "_fp8_flash_mla_kernel")
+        or str(ours.difference())
+    )

@@ -1,8 +1,9 @@
 """An MLA backend of vLLM: its own prefill and cache, our decode. Imported by vLLM when it is chosen.
 
-Queries of one length per step, caches of bfloat16, float16, or e4m3 with one scale per layer, pages of any multiple of
-16 tokens, full CUDA graphs: the schedule is made on the device, in a workspace that all layers and all replays share.
-Where vLLM wants batch invariance, the plans are of that kind.
+Queries of one length per step, short ones on long prefixes included; caches of bfloat16, float16, or e4m3 with one
+scale per layer; pages of any multiple of 16 tokens, 64 unless the user says otherwise; full CUDA graphs: the schedule
+is made on the device, in a workspace that all layers and all replays share. Where vLLM wants batch invariance, the
+plans are of that kind.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -22,13 +24,17 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
-from mla_cupy.integrations.plans import Plans
-from mla_cupy.shapes import D_QK
+from mla_cupy.integrations.plans import claim, set_aside
+from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes that an FP8 cache has in vLLM: the one of its memory, and the one that layers see."""
 _SWITCH = "VLLM_BATCH_INVARIANT"
+_PAGE_SIZE = 64
+"""Tokens that vLLM is asked for: with its default of 16 a tile of 64 keys takes four copies."""
+_LONGEST_QUERY = 128
+"""Up to here queries on a cached prefix are decoded, as in vLLM's FlashMLA backend: prefill projects the prefix up."""
 
 
 class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
@@ -53,9 +59,28 @@ class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
         return MlaCupyImpl
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
-        """Pages."""
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Pages that the kernels take; newer versions of vLLM say what the cache is."""
         return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Pages where the user says nothing."""
+        return _PAGE_SIZE
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Widths of the keys: 512, with or without a RoPE part of 64."""
+        return [D_V, D_QK]
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: Any, kv_cache_dtype: str | None, *_: Any, **__: Any
+    ) -> str | None:
+        """Say what cannot be decoded together, None if all can."""
+        if str(kv_cache_dtype).startswith("fp8") and head_size != D_QK:
+            return f"mla_cupy decodes FP8 rows of {D_QK} elements, not {head_size}"
+        return None
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -76,8 +101,30 @@ def _wants_batch_invariance() -> bool:
 class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
     """The decode part of a step: with the plan, and the number of query heads that it is for."""
 
-    plan: TorchDecodePlan
+    plan: TorchDecodePlan | None
     plan_heads: int
+
+
+def _sizes(heads: int, head_size: int, record: str | None, page_size: int, dtype: Any, device: Any) -> dict[str, Any]:
+    """Sizes that all plans of a group of layers have in common."""
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return {
+        "h_q": heads,
+        "d_qk": head_size,
+        "record": record,
+        "page_size": page_size,
+        "dtype": dtype,
+        "batch_invariant": _wants_batch_invariance(),
+        "device": place,
+    }
+
+
+def _planned_lengths(config: Any) -> tuple[int, ...]:
+    """Query tokens per sequence of the steps that come again and again: one, and those of drafts."""
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+    return tuple({1: None, 1 + drafts: None})
 
 
 class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
@@ -90,21 +137,20 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         record = "fp8" if kv_cache_spec.dtype in _BYTES else None
         if record and kv_cache_spec.head_size != D_QK:
             raise NotImplementedError(f"mla_cupy decodes FP8 rows of {D_QK} elements, not {kv_cache_spec.head_size}")
+        if not _wants_batch_invariance():  # which has a plan for every step, and each takes memory
+            self.reorder_batch_threshold = _LONGEST_QUERY  # the base class lowers it again where ranks share the cache
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
-        parallel = vllm_config.parallel_config
-        heads = vllm_config.model_config.get_num_attention_heads(parallel)
-        # Under decode context parallelism the queries of all ranks are gathered.
-        self._heads = heads * getattr(parallel, "decode_context_parallel_size", 1)
+        # Where ranks share the cache the queries of all of them are gathered.
+        self._heads = self.num_heads * self.dcp_world_size
         self._max_b = vllm_config.scheduler_config.max_num_seqs
-        self._plans = Plans(
-            h_q=self._heads,
-            d_qk=kv_cache_spec.head_size,
-            record=record,
-            page_size=kv_cache_spec.block_size,
-            dtype=vllm_config.model_config.dtype,
-            batch_invariant=_wants_batch_invariance(),
-            device=device,
-        )
+        self._planned = set(_planned_lengths(vllm_config))
+        page_size, dtype = kv_cache_spec.block_size, vllm_config.model_config.dtype
+        self._plans = claim(**_sizes(self._heads, kv_cache_spec.head_size, record, page_size, dtype, device))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Prepare a step that is about to be captured: those that replay it have a plan, whatever their length."""
+        self._planned.add(common_attn_metadata.max_query_len)
+        return super().build_for_cudagraph_capture(common_attn_metadata)
 
     def _build_decode(
         self,
@@ -114,17 +160,24 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         query_start_loc_cpu: torch.Tensor,
         query_start_loc_device: torch.Tensor,
         num_decode_tokens: int,
-        dcp_tot_seq_lens_device: torch.Tensor | None,
+        *newer: Any,
+        dcp_tot_seq_lens_device: torch.Tensor | None = None,
+        **ignored: Any,
     ) -> MlaCupyDecodeMetadata:
-        """Runs before every step, and before a capture: outside of the graph."""
+        """Runs before every step, and before a capture: outside of the graph.
+
+        vLLM adds parameters before the last one; ours are the first six and that.
+        """
         b, max_pages = block_table_tensor.shape
-        longest = int((query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]).max())
-        plan = self._plans.get(max(self._max_b, b), max(1, longest), max_pages)
-        plan.update(seq_lens_device)
+        s_q = max(1, num_decode_tokens // b)  # all have one length; rows that fill up a graph's batch count
+        plan = None
+        if s_q in self._planned or _wants_batch_invariance():
+            plan = self._plans.get(max(self._max_b, b), s_q, max_pages)
+            plan.update(seq_lens_device)
         return MlaCupyDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
-            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            dcp_tot_seq_lens=newer[-1] if newer else dcp_tot_seq_lens_device,
             plan=plan,
             plan_heads=self._heads,
         )
@@ -134,6 +187,8 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
     """One layer's attention."""
 
     can_return_lse_for_decode = True
+    supports_dcp = True
+    lse_base_on_e = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,6 +200,19 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
             expected = ", ".join(MlaCupyBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"mla_cupy decodes caches of {expected}, not {self.kv_cache_dtype}")
         self.supports_quant_query_input = False  # an FP8 cache is read by 16-bit queries
+        self._set_plans_aside()
+
+    def _set_plans_aside(self) -> None:
+        """Load kernels and take memory while the model is loaded: vLLM sizes the cache by what is left after that."""
+        config = get_current_vllm_config()
+        cache = config.cache_config
+        page_size = cache.block_size if cache.user_specified_block_size else _PAGE_SIZE
+        heads = self.num_heads * config.parallel_config.decode_context_parallel_size
+        record = "fp8" if self.kv_cache_dtype.startswith("fp8") else None
+        dtype, device = config.model_config.dtype, config.device_config.device
+        sizes = _sizes(heads, self.head_size, record, page_size, dtype, device)
+        limits = config.scheduler_config.max_num_seqs, _planned_lengths(config), config.model_config.max_model_len
+        set_aside(*limits, **sizes)
 
     def forward_mqa(
         self,
@@ -166,9 +234,9 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         -------
         out : tensor, (tokens, heads, 512)
         lse : tensor, (tokens, heads), float32
-            In the base that vLLM merges it with.
+            Natural; -inf for a sequence without tokens.
         """
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        query = _joined(q) if isinstance(q, tuple) else q
         tokens, heads, _ = query.shape
         decode = attn_metadata.decode
         plan = decode.plan if heads == decode.plan_heads else None
@@ -182,8 +250,11 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
             plan=plan,
             scale=self.scale,
             kv_scale=float(layer._k_scale_float) if kv_c_and_k_pe_cache.dtype in _BYTES else 1.0,
-            lse_base="2" if getattr(self, "_use_fi_prefill", False) else "e",
         )
         return out.flatten(0, 1), lse.transpose(1, 2).reshape(tokens, heads)
 
-    _forward_decode = forward_mqa  # its name in older versions
+
+def _joined(parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Latent and RoPE part of the queries in one tensor; without a copy where a model has no RoPE part."""
+    latent, rope = parts
+    return torch.cat(parts, dim=-1) if rope.shape[-1] else latent

@@ -1,11 +1,13 @@
 """Sparse MLA (DSA) for vLLM: its FlashMLA backend, with our attention in place of FlashMLA's kernels.
 
 The indexer, the cache, the metadata and the translation of indices are vLLM's. What changes: heads are not padded to
-a multiple of 64. Imported by vLLM when it is chosen. Not run with vLLM itself yet.
+a multiple of 64. It has the name of what it replaces: vLLM decides by that name how the cache is kept and which
+kernels warm up. Not run with vLLM itself yet.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -13,16 +15,22 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 
 from mla_cupy.torch import sparse_mla_decode, sparse_mla_forward
 
+_GIVES = str(inspect.signature(FlashMLASparseImpl._bf16_flash_mla_kernel).return_annotation)
+WITH_LSE = "tuple" in _GIVES.lower()
+"""True if this vLLM's 16-bit kernel returns the LSE, too: before 0.29 it returns the output alone."""
+
+
+def difference() -> str:
+    """Say what a probe of parameters cannot see: a kernel that returns something else; "" if it does not."""
+    if WITH_LSE or "Tensor" in _GIVES:
+        return ""
+    return f"FlashMLASparseImpl._bf16_flash_mla_kernel returns {_GIVES}, neither a tensor nor a tuple"
+
 
 class MlaCupySparseBackend(FlashMLASparseBackend):  # type: ignore[misc]
     """Description by which vLLM chooses a backend."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8_ds_mla"]
-
-    @staticmethod
-    def get_name() -> str:
-        """The one name that vLLM has for backends from outside."""
-        return "CUSTOM"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8", "fp8_ds_mla"]
 
     @staticmethod
     def get_impl_cls() -> type[MlaCupySparseImpl]:
@@ -45,7 +53,8 @@ class MlaCupySparseImpl(FlashMLASparseImpl):  # type: ignore[misc]
         topk_indices: torch.Tensor,
         topk_length: torch.Tensor | None = None,
         actual_num_heads: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend to the selected rows.
 
         Parameters
@@ -57,21 +66,24 @@ class MlaCupySparseImpl(FlashMLASparseImpl):  # type: ignore[misc]
         topk_indices : tensor, (tokens, topk), int32
             Rows; -1 is none.
         topk_length : tensor, (tokens,), int32, optional
+        out : tensor, optional
+            Memory for padded heads, which FlashMLA writes to; vLLM reads what is returned.
 
         Returns
         -------
-        out : tensor, (tokens, actual_num_heads, 512)
+        attended : tensor, (tokens, actual_num_heads, 512)
         lse : tensor, (tokens, actual_num_heads), float32
-            Natural; -inf, which counts for nothing when ranks are merged, for a query without rows.
+            Natural; -inf, which counts for nothing when ranks are merged, for a query without rows. Not before vLLM
+            0.29.
         """
-        out, lse, _ = sparse_mla_forward(
+        attended, lse, _ = sparse_mla_forward(
             q[:, :actual_num_heads],
             kv_c_and_k_pe_cache.view(-1, kv_c_and_k_pe_cache.shape[-1]),
             topk_indices.view(q.shape[0], -1),
             scale=self.softmax_scale,
             topk_length=topk_length,
         )
-        return out, lse
+        return (attended, lse) if WITH_LSE else attended
 
     def _fp8_flash_mla_kernel(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any

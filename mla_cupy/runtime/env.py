@@ -55,7 +55,12 @@ VARIABLES: Mapping[str, Variable] = {
             "where NumPy arrays are computed: cuda, numpy, or auto (the GPU if there is one)",
             ("auto", "cuda", "numpy"),
         ),
-        Variable("VLLM", "dense", "which attention backend vLLM is offered as CUSTOM", ("dense", "sparse")),
+        Variable(
+            "VLLM",
+            "dense",
+            "what vLLM is offered: dense is CUSTOM, sparse also takes the place of FLASHMLA_SPARSE",
+            ("dense", "sparse"),
+        ),
     )
 }
 

@@ -1,9 +1,13 @@
-"""The part of SGLang's interface that the backend implements, as of its repository in autumn 2026."""
+"""The part of SGLang's interface that the plugin implements and calls.
+
+As of the newest version that `tests/engines` has records of, and held against that record there.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +33,7 @@ class FlashMLABackend:
         self.q_data_type = model_runner.dtype
         self.num_draft_tokens = model_runner.server_args.speculative_num_draft_tokens
         self.dcp_world_size = model_runner.dcp_world_size
+        self.kv_index_translator = SimpleNamespace(reads_are_translated=model_runner.is_unified)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.left.append("init_forward_metadata")
@@ -45,6 +50,65 @@ class FlashMLABackend:
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Any:
         self.left.append("forward_extend")
+
+
+class ServerArgs:
+    """A server's arguments, which settle when they are made."""
+
+    def __init__(self, **given: Any) -> None:
+        self.attention_backend = self.decode_attention_backend = self.page_size = None
+        self.speculative_algorithm = self.speculative_draft_attention_backend = None
+        vars(self).update(given)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        self.page_size = self.page_size or 1
+
+
+class HookType(Enum):
+    BEFORE = "before"
+
+
+class HookRegistry:
+    """Hooks on `ServerArgs.__post_init__`, the only ones that are registered."""
+
+    hooks: dict[str, Any]
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: HookType = HookType.BEFORE, *, source: Any = None) -> None:
+        assert target == "sglang.srt.server_args.ServerArgs.__post_init__"
+        cls.hooks[target] = hook
+
+    @classmethod
+    def apply_hooks(cls, patch: pytest.MonkeyPatch) -> None:
+        inner = ServerArgs.__post_init__
+        for hook in cls.hooks.values():
+            patch.setattr(ServerArgs, "__post_init__", lambda self, hook=hook: (hook(self), inner(self)))
+
+
+class KVWriteLoc:
+    """Where new tokens go, as newer pools want it said."""
+
+    def __init__(self, loc: Any, physical: bool = False) -> None:
+        self.loc, self.physical = loc, physical
+
+    @classmethod
+    def for_batch(cls, forward_batch: Any) -> KVWriteLoc:
+        return cls(forward_batch.out_cache_loc, physical=True)
+
+
+class AttentionBackendRegistry:
+    """Which way a prefill takes, by the backend's name; the names of others are Triton's."""
+
+    handlers: dict[str, str]
+
+    @classmethod
+    def register(cls, backend_name: str, handler_func: str) -> None:
+        cls.handlers[backend_name] = handler_func
+
+    @classmethod
+    def get_handler(cls, backend_name: str) -> str:
+        return cls.handlers.get(backend_name, "triton's")
 
 
 class Mode:
@@ -74,23 +138,39 @@ class Pool:
     def get_key_buffer(self, layer_id: int) -> Any:
         return self.rows
 
-    def set_kv_buffer(self, layer: Any, slots: Any, k: Any, v: Any) -> None:
-        self.rows.view(self.stored)[slots] = k.to(self.rows.dtype).view(self.stored)
+    def set_kv_buffer(self, layer: Any, loc_info: Any, cache_k: Any, cache_v: Any) -> None:
+        slots = loc_info
+        if isinstance(loc_info, KVWriteLoc):
+            assert loc_info.physical
+            slots = loc_info.loc
+        self.rows.view(self.stored)[slots] = cache_k.to(self.rows.dtype).view(self.stored)
 
 
 def install(patch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Put the stand-in where SGLang would be; returns what has been registered."""
-    found = SimpleNamespace(choices=["flashmla"], backends={})
+    found = SimpleNamespace(choices=["flashmla"], backends={}, chunked=["flashmla"])
+    patch.setattr(HookRegistry, "hooks", {}, raising=False)
+    patch.setattr(AttentionBackendRegistry, "handlers", {"flashmla": "FlashMLA's"}, raising=False)
     modules = {
         "sglang.srt.server_args": {
             "ATTENTION_BACKEND_CHOICES": found.choices,
-            "add_attention_backend_choices": lambda choices: found.choices.extend(choices),
+            "add_attention_backend_choices": found.choices.extend,
+            "add_chunked_prefix_cache_attention_backend": found.chunked.append,
+            "ServerArgs": ServerArgs,
+        },
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.models.deepseek_common.attention_backend_handler": {
+            "AttentionBackendRegistry": AttentionBackendRegistry
         },
         "sglang.srt.layers.attention.attention_registry": {
             "register_attention_backend": lambda name: lambda create: found.backends.setdefault(name, create)
         },
         "sglang.srt.layers.attention.flashmla_backend": {"FlashMLABackend": FlashMLABackend},
+        "sglang.srt.mem_cache": {},
+        "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
     }
     install_modules(patch, modules)
+    memory_pool = sys.modules["sglang.srt.mem_cache.memory_pool"]
+    patch.setattr(sys.modules["sglang.srt.mem_cache"], "memory_pool", memory_pool, raising=False)
     patch.delitem(sys.modules, "mla_cupy.integrations.sglang_backend", raising=False)
     return found

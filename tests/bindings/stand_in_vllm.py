@@ -1,6 +1,6 @@
 """The part of vLLM's interface that the backends implement: names, parameters, class attributes.
 
-Dense: as of version 0.25. Sparse: as of vLLM's repository in autumn 2026.
+As of the newest version that `tests/engines` has records of, and held against that record there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,59 @@ import pytest
 
 from tests.bindings.stand_in import install_modules
 
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    model_config=SimpleNamespace(get_num_attention_heads=lambda parallel: 4, dtype=None, max_model_len=640),
+    scheduler_config=SimpleNamespace(max_num_seqs=8),
+    cache_config=SimpleNamespace(block_size=16, user_specified_block_size=False),
+    device_config=SimpleNamespace(device="cpu"),
+    speculative_config=None,
+)
+"""What vLLM tells a layer; `install` gives it the dtype."""
 
-class MLACommonBackend:
-    pass
+
+class AttentionBackend:
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return []
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return default_block_size
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [320, 512, 576]
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None: ...
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return True
+
+
+class MLACommonBackend(AttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_builder_cls() -> Any: ...
+
+    @staticmethod
+    def get_impl_cls() -> Any: ...
 
 
 @dataclass
@@ -32,10 +82,25 @@ class MLACommonMetadata:
 
 
 class MLACommonMetadataBuilder:
+    reorder_batch_threshold = 1
+
     def __init__(
-        self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any, metadata_cls: Any = None
+        self,
+        kv_cache_spec: Any,
+        layer_names: Any,
+        vllm_config: Any,
+        device: Any,
+        metadata_cls: Any = None,
+        supports_dcp_with_varlen: bool = False,
     ) -> None:
         self.metadata_cls = metadata_cls
+        self.num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self.dcp_world_size = vllm_config.parallel_config.decode_context_parallel_size
+        if vllm_config.speculative_config is not None:
+            drafts = vllm_config.speculative_config.num_speculative_tokens
+            self.reorder_batch_threshold = max(self.reorder_batch_threshold, 1 + drafts)
+        if self.dcp_world_size > 1:
+            self.reorder_batch_threshold = 1
 
     def _build_decode(
         self,
@@ -45,8 +110,27 @@ class MLACommonMetadataBuilder:
         query_start_loc_cpu: Any,
         query_start_loc_device: Any,
         num_decode_tokens: Any,
+        max_query_len: Any,
         dcp_tot_seq_lens_device: Any,
     ) -> Any: ...
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """All requests of the step decode."""
+        given = common_attn_metadata
+        decode = self._build_decode(
+            block_table_tensor=given.block_table_tensor,
+            seq_lens_device=given.seq_lens,
+            max_seq_len=int(given.seq_lens.max()),
+            query_start_loc_cpu=given.query_start_loc,
+            query_start_loc_device=given.query_start_loc,
+            num_decode_tokens=int(given.query_start_loc[-1]),
+            max_query_len=given.max_query_len,
+            dcp_tot_seq_lens_device=given.dcp_tot_seq_lens,
+        )
+        return SimpleNamespace(decode=decode, num_decodes=len(given.seq_lens))
 
 
 class MLACommonImpl:
@@ -64,17 +148,25 @@ class MLACommonImpl:
         kv_sharing_target_layer_name: Any,
         **mla_args: Any,
     ) -> None:
+        self.num_heads, self.head_size = num_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = scale, sliding_window, kv_cache_dtype
         self.supports_quant_query_input = True  # what vLLM then sends is no query of ours
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any) -> Any: ...
 
 
-class FlashMLASparseBackend:
-    supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
+class FlashMLASparseBackend(AttentionBackend):
+    supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int]:
+    def get_name() -> str:
+        return "FLASHMLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> Any: ...
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [64]
 
 
@@ -110,24 +202,47 @@ class FlashMLASparseImpl:
                 kernel_metadata=None,
             )
             return out.squeeze(0), lse.squeeze(0).transpose(0, 1)
-        lengths = attn_metadata.topk_length
-        return self._bf16_flash_mla_kernel(q, kv_c_and_k_pe_cache, rows, lengths, heads)
+        return self._attend(q, kv_c_and_k_pe_cache, rows, attn_metadata.topk_length, heads)
+
+    def _attend(self, q: Any, cache: Any, rows: Any, lengths: Any, heads: int) -> Any:
+        return self._bf16_flash_mla_kernel(q, cache, rows, lengths, heads)
 
     def _bf16_flash_mla_kernel(
-        self, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, topk_length: Any = None, actual_num_heads: Any = None
-    ) -> Any: ...
+        self,
+        q: Any,
+        kv_c_and_k_pe_cache: Any,
+        topk_indices: Any,
+        topk_length: Any = None,
+        actual_num_heads: Any = None,
+        out: Any = None,
+    ) -> tuple[Any, Any]: ...
 
     def _fp8_flash_mla_kernel(
         self, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, kernel_metadata: Any
     ) -> Any: ...
 
 
+class OlderSparseImpl(FlashMLASparseImpl):
+    """As before version 0.29: its 16-bit kernel takes unpadded heads, and returns no LSE."""
+
+    PADDED = 4
+
+    def _attend(self, q: Any, cache: Any, rows: Any, lengths: Any, heads: int) -> Any:
+        return self._bf16_flash_mla_kernel(q, cache, rows, lengths), None
+
+    def _bf16_flash_mla_kernel(  # type: ignore[override]
+        self, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, topk_length: Any = None
+    ) -> torch.Tensor:  # noqa: F821  by its name only
+        ...
+
+
 class MultipleOf(int):
     pass
 
 
-def install(patch: pytest.MonkeyPatch) -> dict[Any, str]:
+def install(patch: pytest.MonkeyPatch, sparse_impl: type = FlashMLASparseImpl) -> dict[Any, str]:
     """Put the stand-in where vLLM would be; returns its registry."""
+    patch.setattr(CONFIG.model_config, "dtype", importlib.import_module("torch").bfloat16)
     registered: dict[Any, str] = {}
     dense = (
         *(MLACommonBackend, MLACommonDecodeMetadata, MLACommonMetadata),
@@ -135,6 +250,7 @@ def install(patch: pytest.MonkeyPatch) -> dict[Any, str]:
     )
     modules = {
         "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
+        "vllm.config": {"get_current_vllm_config": lambda: CONFIG},
         "vllm.model_executor.layers.attention.mla_attention": {
             **{kind.__name__: kind for kind in dense},
             "QueryLenSupport": SimpleNamespace(UNIFORM="uniform"),
@@ -145,11 +261,14 @@ def install(patch: pytest.MonkeyPatch) -> dict[Any, str]:
             "MultipleOf": MultipleOf,
         },
         "vllm.v1.attention.backends.registry": {
-            "AttentionBackendEnum": SimpleNamespace(CUSTOM="CUSTOM"),
-            "register_backend": registered.__setitem__,
+            "AttentionBackendEnum": SimpleNamespace(CUSTOM="CUSTOM", FLASHMLA_SPARSE="FLASHMLA_SPARSE"),
+            "register_backend": lambda backend, class_path=None, is_mamba=False: registered.update(
+                {backend: class_path}
+            ),
         },
         "vllm.v1.attention.backends.mla.flashmla_sparse": {
-            kind.__name__: kind for kind in (FlashMLASparseBackend, FlashMLASparseImpl)
+            "FlashMLASparseBackend": FlashMLASparseBackend,
+            "FlashMLASparseImpl": sparse_impl,
         },
     }
     install_modules(patch, modules)

@@ -43,6 +43,7 @@ def runner(
         server_args=SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=drafts and 1),
         page_size=page_size,
         dcp_world_size=1,
+        is_unified=False,
     )
     for name, value in changes.items():
         setattr(made, name, value)
@@ -155,20 +156,76 @@ def test_new_tokens_are_kept_first(torch: Any, make: Any) -> None:
     assert torch.equal(rows[forward.out_cache_loc], new)
 
 
-def test_context_parallelism_gets_the_lse(torch: Any, make: Any) -> None:
-    """Of gathered heads, for which there is no plan; a rank without a request's tokens counts for nothing."""
-    backend = make(dcp_world_size=2)
+def test_more_heads_than_the_plan_is_for(torch: Any, make: Any) -> None:
+    """Without a plan for them, and with a request that has no tokens."""
+    backend = make()
     forward = batch(torch, [70, 20, 0])
     backend.init_forward_metadata(forward)
     q = np.random.default_rng(1).standard_normal((3, HEADS, 576)).astype(ml_dtypes.bfloat16)
     doubled = np.concatenate([q, q], axis=1)
-    out, lse = backend.forward_decode(tensor(torch, doubled).flatten(1), None, None, layer_of(2 * HEADS), forward)
+    out = backend.forward_decode(tensor(torch, doubled).flatten(1), None, None, layer_of(2 * HEADS), forward)
     exact, rounded = (oracle(torch, backend, q, [70, 20, 0], rounding) for rounding in (None, "bfloat16"))
-    assert (out.shape, lse.shape) == ((3, 2 * HEADS * 512), (3, 2 * HEADS, 1))
+    assert out.shape == (3, 2 * HEADS * 512)
     for half in (slice(HEADS), slice(HEADS, None)):
-        got = array(torch, out.view(3, 1, 2 * HEADS, 512))[:, :, half], array(torch, lse)[:, half]
+        got = array(torch, out.view(3, 1, 2 * HEADS, 512))[:, :, half], exact[1]
         check(got, exact, rounded, "bfloat16")
-    assert (lse[2] == -torch.inf).all()
+
+
+def test_a_version_whose_pool_takes_plain_slots(torch: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that knows no ranks that share a cache, and no translator: 0.5.13."""
+    monkeypatch.delattr(sys.modules["sglang.srt.mem_cache.memory_pool"], "KVWriteLoc")
+    inner = stand_in_sglang.FlashMLABackend.__init__
+
+    def older(
+        self: Any,
+        model_runner: Any,
+        skip_prefill: Any = False,
+        kv_indptr_buf: Any = None,
+        kv_last_page_len_buf: Any = None,
+    ) -> None:
+        inner(self, model_runner)
+        del self.dcp_world_size, self.kv_index_translator
+
+    monkeypatch.setattr(stand_in_sglang.FlashMLABackend, "__init__", older)
+    backend = make()
+    forward, new = batch(torch, [70, 20]), torch.ones(2, 1, 576).bfloat16()
+    backend.init_forward_metadata(forward)
+    backend.forward_decode(torch.zeros(2, HEADS * 576).bfloat16(), new, new[..., :512], layer_of(), forward)
+    assert torch.equal(backend.token_to_kv_pool.rows[forward.out_cache_loc], new)
+
+
+def test_prefills_are_dispatched_as_for_the_base_class(make: Any) -> None:
+    make()
+    assert stand_in_sglang.AttentionBackendRegistry.get_handler("mla_cupy") == "FlashMLA's"
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        ({"attention_backend": "mla_cupy"}, (64, None)),
+        ({"decode_attention_backend": "mla_cupy", "page_size": 16}, (16, None)),
+        ({"attention_backend": "mla_cupy", "speculative_algorithm": "EAGLE"}, (64, "flashmla")),
+        ({"attention_backend": "mla_cupy", "speculative_algorithm": "EAGLE", "page_size": 16}, (16, "triton")),
+        (
+            {
+                "attention_backend": "mla_cupy",
+                "speculative_algorithm": "EAGLE",
+                "speculative_draft_attention_backend": "fa3",
+            },
+            (64, "fa3"),
+        ),
+        ({"attention_backend": "flashmla", "speculative_algorithm": "EAGLE"}, (1, None)),
+    ],
+)
+def test_defaults_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], settled: tuple[int, str | None]
+) -> None:
+    """Pages of 64 and a backend that can make drafts, where the user says nothing; nothing for other backends."""
+    stand_in_sglang.install(monkeypatch)
+    plugin.register()
+    stand_in_sglang.HookRegistry.apply_hooks(monkeypatch)
+    made = stand_in_sglang.ServerArgs(**given)
+    assert (made.page_size, made.speculative_draft_attention_backend) == settled
 
 
 def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
@@ -199,7 +256,8 @@ def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
             {"server_args": SimpleNamespace(speculative_num_draft_tokens=4, speculative_eagle_topk=2)},
             "chains of draft tokens",
         ),
-        ({"dcp_world_size": 2, "drafts": 3}, "no draft tokens under decode context parallelism"),
+        ({"dcp_world_size": 2}, "no cache that is spread over ranks: leave --dcp-size at 1"),
+        ({"is_unified": True}, "no unified pool"),
     ],
 )
 def test_what_it_cannot_do(torch: Any, make: Any, changes: dict[str, Any], message: str) -> None:
@@ -216,21 +274,23 @@ def test_registration(torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytes
         plugin.register()
         plugin.register()
         backend = found.backends["mla_cupy"](runner(torch))
-    assert found.choices == ["flashmla", "mla_cupy"]
+    assert found.choices == found.chunked == ["flashmla", "mla_cupy"]
     assert caplog.records == []
     assert isinstance(backend, importlib.import_module("mla_cupy.integrations.sglang_backend").MlaCupyBackend)
 
 
-@pytest.mark.parametrize("what", ["choices", "registry", "absent"])
+@pytest.mark.parametrize("what", ["choices", "registry", "hooks", "absent"])
 def test_another_registry_is_declined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     """With one line in the log, and nothing registered."""
     found = stand_in_sglang.install(monkeypatch)
     if what == "choices":
-        monkeypatch.setattr(sys.modules[plugin._ARGUMENTS], "add_attention_backend_choices", lambda *names: None)
+        monkeypatch.setattr(sys.modules[plugin._ARGUMENTS], "add_attention_backend_choices", lambda: None)
     elif what == "registry":
         monkeypatch.delattr(sys.modules[plugin._REGISTRY], "register_attention_backend")
+    elif what == "hooks":
+        monkeypatch.setattr(stand_in_sglang.HookRegistry, "register", lambda target: None)
     else:
         monkeypatch.setitem(sys.modules, plugin._ARGUMENTS, None)
     with caplog.at_level(logging.WARNING, "mla_cupy"):
@@ -252,7 +312,7 @@ def test_another_backend_interface_is_declined(
     elif what == "method":
         monkeypatch.delattr(stand_in_sglang.FlashMLABackend, name)
     else:
-        monkeypatch.setitem(sys.modules, plugin._BASE, None)
+        monkeypatch.setitem(sys.modules, "sglang.srt.layers.attention.flashmla_backend", None)
     with caplog.at_level(logging.WARNING, "mla_cupy"), pytest.raises(UnsupportedDeviceError, match="choose another"):
         plugin.create(None)
     (record,) = caplog.records

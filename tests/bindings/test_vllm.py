@@ -1,4 +1,4 @@
-"""The plugin of vLLM against a stand-in of its interface; vLLM itself has not run it."""
+"""The plugin of vLLM against a stand-in of its interface; `tests/engines` has what is held against vLLM itself."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def backend(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("mla_cupy.integrations.vllm_backend")
 
 
+@pytest.fixture
+def plans(torch: Any) -> Any:
+    return importlib.import_module("mla_cupy.integrations.plans")
+
+
 def builder_of(
     backend: Any,
     torch: Any,
@@ -51,21 +56,32 @@ def builder_of(
     device: str = "cpu",
     cache_dtype: str = "bfloat16",
     head_size: int = 576,
+    drafts: int = 1,
 ) -> Any:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
         model_config=SimpleNamespace(get_num_attention_heads=lambda parallel: heads, dtype=torch.bfloat16),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
     )
     spec = SimpleNamespace(block_size=64, head_size=head_size, dtype=getattr(torch, cache_dtype))
     return backend.MlaCupyBackend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
 
 
-def build(builder: Any, torch: Any, table: Any, seqlens: Any, s_q: int) -> Any:
+def step(torch: Any, table: Any, seqlens: Any, s_q: int) -> SimpleNamespace:
+    """What vLLM tells a builder."""
     b = len(seqlens)
-    starts = torch.arange(0, (b + 1) * s_q, s_q, dtype=torch.int32)
-    decode = builder._build_decode(table, seqlens, int(seqlens.max()), starts, starts, b * s_q, None)
-    return SimpleNamespace(decode=decode, num_decodes=b)
+    return SimpleNamespace(
+        block_table_tensor=table,
+        seq_lens=seqlens,
+        query_start_loc=torch.arange(0, (b + 1) * s_q, s_q, dtype=torch.int32),
+        max_query_len=s_q,
+        dcp_tot_seq_lens=None,
+    )
+
+
+def build(builder: Any, torch: Any, table: Any, seqlens: Any, s_q: int) -> Any:
+    return builder.build(0, step(torch, table, seqlens, s_q))
 
 
 @pytest.mark.parametrize("s_q", [1, 2])
@@ -90,16 +106,84 @@ def test_a_step(torch: Any, backend: Any, s_q: int, split_query: bool) -> None:
     assert again.decode.plan is metadata.decode.plan
 
 
-def test_the_base_that_vllm_merges_with(torch: Any, backend: Any) -> None:
-    inputs = cases.make(cases.DecodeCase(b=2, h_q=4, seqlens=70, strides="dense", head_axis=False))
+def test_what_vllm_is_asked_for(backend: Any) -> None:
+    """Pages of 64, whoever asks how; what it takes; widths that it has kernels for, others in words."""
+    kinds = backend.MlaCupyBackend
+    assert kinds.get_preferred_block_size(16) == 64
+    assert kinds.get_supported_kernel_block_sizes() == kinds.get_supported_kernel_block_sizes(object()) == [16]
+    assert kinds.get_supported_head_sizes() == [512, 576]
+    said = [kinds.supports_combination(x, None, y, *[None] * 6) for x, y in ((512, "auto"), (576, "fp8"), (512, "fp8"))]
+    assert said == [None, None, "mla_cupy decodes FP8 rows of 576 elements, not 512"]
+    assert (backend.MlaCupyImpl.lse_base_on_e, backend.MlaCupyImpl.supports_dcp) == (True, True)
+
+
+def test_short_queries_are_decoded(torch: Any, backend: Any) -> None:
+    """Up to 128 tokens on a cached prefix; lengths that no step has again and again get no plan of their own."""
+    builder = builder_of(backend, torch, drafts=3)
+    assert builder.reorder_batch_threshold == 128
+    assert builder_of(backend, torch, dcp=2).reorder_batch_threshold == 1
+    inputs = cases.make(cases.DecodeCase(b=3, s_q=5, h_q=4, seqlens="ragged-200", strides="dense", head_axis=False))
     q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
-    layer = backend.MlaCupyImpl(**IMPL)
-    found = []
-    for flashinfer in (False, True):
-        layer._use_fi_prefill = flashinfer
-        metadata = build(builder_of(backend, torch), torch, table, seqlens, 1)
-        found.append(layer._forward_decode(q.flatten(0, 1), cache, metadata, None)[1])
-    assert torch.allclose(found[1], found[0] * np.log2(np.e), rtol=1e-5)
+    metadata = build(builder, torch, table, seqlens, 5)
+    assert (metadata.decode.plan, len(builder._plans)) == (None, 0)
+    out, lse = backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
+    got = array(torch, out.view(3, 5, 4, 512)), array(torch, lse.view(3, 5, 4).transpose(1, 2))
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+    for s_q in (1, 4):
+        assert build(builder, torch, table, seqlens, s_q).decode.plan is not None
+    captured = builder.build_for_cudagraph_capture(step(torch, table, seqlens, 7))
+    assert captured.decode.plan is build(builder, torch, table, seqlens, 7).decode.plan is not None
+
+
+def test_a_graph_filled_up_with_rows_that_have_no_query(torch: Any, backend: Any) -> None:
+    """Two requests of two tokens in a graph for four: the schedule is for all rows that the kernel gets."""
+    table, seqlens = torch.zeros((4, 3), dtype=torch.int32), torch.tensor([70, 2, 0, 0], dtype=torch.int32)
+    given = step(torch, table, seqlens, 2)
+    builder = builder_of(backend, torch)
+    built = builder._build_decode(table, seqlens, 70, given.query_start_loc, given.query_start_loc, 8, 2, None)
+    assert build(builder, torch, table, seqlens, 2).decode.plan is built.plan is not None
+    with_totals = builder._build_decode(table, seqlens, 70, given.query_start_loc, given.query_start_loc, 8, 2, seqlens)
+    older = builder._build_decode(table, seqlens, 70, given.query_start_loc, given.query_start_loc, 8, seqlens)
+    assert with_totals.dcp_tot_seq_lens is older.dcp_tot_seq_lens is seqlens
+    assert built.dcp_tot_seq_lens is None
+
+
+def test_plans_are_made_before_the_cache_is_sized(
+    torch: Any, backend: Any, plans: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the layers are made, once for all of them; the first builder gets them, the second its own."""
+    made: list[dict[str, Any]] = []
+    inner = plans.plan_decode
+    monkeypatch.setattr(plans, "plan_decode", lambda **sizes: made.append(sizes) or inner(**sizes))
+    monkeypatch.setattr(plans, "_spare", {})
+    monkeypatch.setattr(stand_in_vllm.CONFIG, "speculative_config", SimpleNamespace(num_speculative_tokens=3))
+    for _ in range(3):
+        backend.MlaCupyImpl(**IMPL)
+    assert [(x["max_b"], x["s_q"], x["max_pages"], x["page_size"]) for x in made] == [(8, 1, 10, 64), (8, 4, 10, 64)]
+    table, seqlens = torch.zeros((3, 10), dtype=torch.int32), torch.tensor([9, 70, 3], dtype=torch.int32)
+    first, second = (builder_of(backend, torch, drafts=3) for _ in range(2))
+    build(first, torch, table, seqlens, 1)
+    assert len(made) == 2
+    build(second, torch, table, seqlens, 1)
+    assert len(made) == 3
+    build(first, torch, table[:, :7].contiguous(), seqlens, 4)  # another table than was foreseen
+    assert [x["max_pages"] for x in made] == [10, 10, 10, 7]
+    assert first._plans._unused == {}
+
+
+def test_plans_for_other_sizes_are_given_back(backend: Any, plans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_spare", {})
+    backend.MlaCupyImpl(**IMPL)
+    assert len(plans._spare) == 1
+    sizes = {**dict.fromkeys(("h_q", "d_qk", "record", "page_size", "dtype", "batch_invariant", "device")), "h_q": 9}
+    assert len(plans.claim(**sizes)) == 0
+    assert plans._spare == {}
+
+
+def test_queries_without_a_rope_part_are_not_copied(torch: Any, backend: Any) -> None:
+    latent = torch.zeros(3, 4, 512)
+    assert backend._joined((latent, latent[..., :0])) is latent
+    assert backend._joined((latent, latent[..., :64])).shape == (3, 4, 576)
 
 
 def test_gathered_heads(torch: Any, backend: Any) -> None:
@@ -157,7 +241,11 @@ def test_batch_invariance(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPa
     assert backend.MlaCupyBackend.supports_batch_invariance()
     for wanted in (False, True):
         monkeypatch.setattr(backend.envs, "VLLM_BATCH_INVARIANT", wanted)
-        assert builder_of(backend, torch)._plans.sizes["batch_invariant"] is wanted
+        builder = builder_of(backend, torch)
+        assert (builder._plans.sizes["batch_invariant"], builder.reorder_batch_threshold) == (
+            wanted,
+            2 if wanted else 128,
+        )
     metadata = build(builder_of(backend, torch, heads=4), torch, table, seqlens, 1)
     with pytest.raises(NotImplementedError, match="batch-invariant with 4 heads, not 8"):
         backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
@@ -182,10 +270,16 @@ def sparse_backend(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("mla_cupy.integrations.vllm_sparse_backend")
 
 
+@pytest.mark.parametrize("impl", [stand_in_vllm.FlashMLASparseImpl, stand_in_vllm.OlderSparseImpl])
 @pytest.mark.parametrize("split_query", [False, True])
 @pytest.mark.parametrize("with_lengths", [False, True])
-def test_sparse_attention(torch: Any, sparse_backend: Any, split_query: bool, with_lengths: bool) -> None:
+def test_sparse_attention(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, impl: type, split_query: bool, with_lengths: bool
+) -> None:
     """Two requests whose pages are mixed, padded heads that hold NaN, and a token without rows."""
+    stand_in_vllm.install(monkeypatch, impl)
+    sparse_backend = importlib.import_module("mla_cupy.integrations.vllm_sparse_backend")
+    assert sparse_backend.difference() == ""
     tokens, heads, topk, pages, size = 5, 4, 7, 6, 64
     rng = np.random.default_rng(8)
     q = rng.standard_normal((tokens, heads, 576)).astype(ml_dtypes.bfloat16)
@@ -214,7 +308,9 @@ def test_sparse_attention(torch: Any, sparse_backend: Any, split_query: bool, wi
         mla_cupy.reference.sparse_mla_forward(*arguments, scale=0.07, topk_length=lengths, rounding=rounding)
         for rounding in (None, "bfloat16")
     )
-    check((array(torch, out), array(torch, lse)), exact[:2], rounded[:2], "bfloat16")
+    older = impl is stand_in_vllm.OlderSparseImpl
+    assert (lse is None) == older
+    check((array(torch, out), exact[1] if older else array(torch, lse)), exact[:2], rounded[:2], "bfloat16")
     assert np.isneginf(exact[1]).any()
 
 
@@ -257,41 +353,65 @@ def test_sparse_attention_from_an_fp8_cache(torch: Any, sparse_backend: Any, spl
 
 def test_what_the_sparse_backend_takes(sparse_backend: Any) -> None:
     kinds = sparse_backend.MlaCupySparseBackend
-    assert kinds.get_name() == "CUSTOM"
-    assert kinds.supported_kv_cache_dtypes == ["auto", "bfloat16", "fp8_ds_mla"]
+    assert kinds.get_name() == "FLASHMLA_SPARSE"
+    assert kinds.supported_kv_cache_dtypes == ["auto", "bfloat16", "fp8", "fp8_ds_mla"]
     assert [kinds.supports_compute_capability(SimpleNamespace(major=x)) for x in (9, 10, 12)] == [True, False, False]
     assert kinds.get_supported_kernel_block_sizes() == [64]
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_registration(torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    registered = stand_in_vllm.install(monkeypatch)
-    monkeypatch.setenv("MLA_CUPY_VLLM", kind)
-    with caplog.at_level(logging.WARNING, "mla_cupy"):
-        plugin.register()
-    assert registered == {"CUSTOM": plugin.BACKENDS[kind]}
-    assert caplog.records == []
-    module, _, name = plugin.BACKENDS[kind].rpartition(".")
-    assert getattr(importlib.import_module(module), name).get_name() == "CUSTOM"
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-@pytest.mark.parametrize("what", ["parameters", "method", "absent"])
-def test_another_interface_is_declined(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, kind: str
+@pytest.mark.parametrize(("kind", "names"), [("dense", ["CUSTOM"]), ("sparse", ["CUSTOM", "FLASHMLA_SPARSE"])])
+def test_registration(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, names: list[str]
 ) -> None:
-    """With one line in the log, and nothing registered."""
+    """Dense and sparse at once, each under its name."""
     registered = stand_in_vllm.install(monkeypatch)
     monkeypatch.setenv("MLA_CUPY_VLLM", kind)
-    impl = {"dense": stand_in_vllm.MLACommonImpl, "sparse": stand_in_vllm.FlashMLASparseImpl}[kind]
-    if what == "parameters":
-        monkeypatch.setattr(impl, "forward_mqa", lambda self, q, cache: None)
-    elif what == "method":
-        monkeypatch.delattr(impl, "forward_mqa")
-    else:
-        monkeypatch.setitem(sys.modules, {"dense": plugin._LAYER, "sparse": plugin._SPARSE}[kind], None)
     with caplog.at_level(logging.WARNING, "mla_cupy"):
         plugin.register()
-    assert registered == {}
+    assert registered == {name: plugin.BACKENDS[name] for name in names}
+    assert caplog.records == []
+    for name, path in registered.items():
+        module, _, kind = path.rpartition(".")
+        assert getattr(importlib.import_module(module), kind).get_name() == name
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *(
+            (name, what)
+            for name in plugin.BACKENDS
+            for what in ("parameters", "method", "unknown", "absent", "registry")
+        ),
+        ("FLASHMLA_SPARSE", "result"),
+    ],
+)
+def test_another_interface_is_declined(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, what: str
+) -> None:
+    """With one line in the log that says what differs, and nothing registered; the other backend is not touched."""
+    registered = stand_in_vllm.install(monkeypatch)
+    monkeypatch.setenv("MLA_CUPY_VLLM", "sparse")
+    dense = name == "CUSTOM"
+    impl = stand_in_vllm.MLACommonImpl if dense else stand_in_vllm.FlashMLASparseImpl
+    method = "forward_mqa" if dense else "_fp8_flash_mla_kernel"
+    registry = sys.modules[plugin._REGISTRY]
+    if what == "parameters":
+        monkeypatch.setattr(impl, method, lambda self, q, cache: None)
+    elif what == "method":
+        monkeypatch.delattr(impl, method)
+    elif what == "unknown":
+        monkeypatch.setattr(impl, method, lambda self, q, kv_c_and_k_pe_cache, attn_metadata, layer, sinks: None)
+    elif what == "absent":
+        module = "vllm.model_executor.layers.attention.mla_attention"
+        module = module if dense else "vllm.v1.attention.backends.mla.flashmla_sparse"
+        monkeypatch.setitem(sys.modules, module, None)
+    elif what == "registry":
+        monkeypatch.delattr(registry.AttentionBackendEnum, name)
+    else:
+        monkeypatch.setitem(impl._bf16_flash_mla_kernel.__annotations__, "return", "None")
+    with caplog.at_level(logging.WARNING, "mla_cupy"):
+        plugin.register()
+    assert list(registered) == ["FLASHMLA_SPARSE" if dense else "CUSTOM"]
     (record,) = caplog.records
     assert "mla_cupy is no attention backend for this vLLM" in record.getMessage()
