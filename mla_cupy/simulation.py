@@ -1,7 +1,8 @@
-"""The driver Protocol on the PTX simulator, and NumPy arrays that pass for a GPU's: the public calls then run whole.
+"""A driver that runs the PTX simulator, and NumPy arrays in place of a GPU's, so that whole public calls run.
 
 Launchers, argument packing, tensor maps, grids and workspaces are those of a GPU; only the instructions are simulated.
-The self-test and the tests run kernels so where there is no GPU for them. It is slow: a million times, about.
+The self-test and the tests run kernels so where there is no GPU for them. It is about a million times slower than a
+GPU.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def simulated(
     seed: int = 0,
     l2_bytes: int = 50 << 20,
 ) -> Iterator[SimDriver]:
-    """Within a with statement, NumPy arrays live on a simulated GPU with `sm_count` multiprocessors.
+    """Put NumPy arrays, within a with statement, on a simulated GPU with `sm_count` multiprocessors.
 
     That holds for the whole process: no other thread should call the package meanwhile.
 

@@ -2,12 +2,12 @@
 
     from mla_cupy.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-More is taken than FlashMLA takes: any number of heads, any page size, any `topk`, float16 everywhere, dense decode
+It takes more than FlashMLA does: any number of heads, any page size, any `topk`, float16 everywhere, dense decode
 from an FP8 cache, and sparse decode from a 16-bit cache. `strict=True` refuses what FlashMLA refuses on Hopper, for
-engines that probe what a call can do.
+engines that probe what a library can do.
 
-The LSE is natural. A query that sees nothing has `out` 0 and the LSE +inf, as in FlashMLA; `mla_cupy` itself has -inf,
-and so have both libraries in `flash_attn_varlen_func`.
+The LSE is natural. A query that sees nothing has an `out` of 0 and an LSE of +inf, as in FlashMLA; `mla_cupy` itself
+returns -inf, as do both libraries in `flash_attn_varlen_func`.
 
 This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev.
 """

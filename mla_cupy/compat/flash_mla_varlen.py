@@ -39,7 +39,7 @@ def flash_attn_varlen_func(
         Whole keys of each head. h_q is a multiple of h_kv.
     v : array, (s_kv, h_kv, d_v), dtype of q
     cu_seqlens_qo, cu_seqlens_kv : array, (b + 1,), int32
-        Where the sequences begin, and the last one ends.
+        Where the sequences begin, and where the last one ends.
     max_seqlen_qo, max_seqlen_kv : int
         Not used: lengths are read on the device.
     dropout_p : float
@@ -47,10 +47,10 @@ def flash_attn_varlen_func(
     softmax_scale : float, optional
         Default: d_qk**-0.5.
     causal : bool
-        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+        Hide the keys after a query's own position, the queries being the last of their sequence.
     deterministic : bool
-        Whether the results must be the same bits in every run. Without gradients they are. Those of k and v are, too;
-        for that of q, True asks for `torch.use_deterministic_algorithms(True)`, which autograd goes by.
+        Ask for the same bits in every run. The forward has them always, and so have the gradients of k and v; for that
+        of q, True needs `torch.use_deterministic_algorithms(True)`, which autograd follows.
     is_varlen : bool
         Not used: sequences of one length are like any others.
 

@@ -22,8 +22,8 @@ class ContextParallel:
     transport : Transport
         `PeerTransport`, `NcclTransport` or `HostTransport`.
     partial_dtype : str, optional
-        "float32", or the dtype of the queries: what travels. Default "float32", which rounds once, at the end; 16 bits
-        halve the bytes, and round once more.
+        Dtype in which partial results travel: "float32", the default, which rounds once, at the end; or the dtype of
+        the queries, which halves the bytes and rounds once more.
 
     Notes
     -----
@@ -81,7 +81,7 @@ class ContextParallel:
         check: bool = False,
         stream: Any = None,
     ) -> tuple[Any, Any]:
-        """Attend to the tokens of all ranks; the result is that of this rank's heads.
+        """Attend to the tokens of all ranks, and return the result for this rank's heads.
 
         Parameters
         ----------
@@ -96,8 +96,8 @@ class ContextParallel:
         scale, causal, kernel, check
             As for `mla_decode`.
         local_seqlens : bool
-            `seqlens` count this rank's own tokens, any of the sequence's in any order. Every query sees all of them,
-            so it takes s_q = 1 or `causal=False`. The same on every rank. Default False.
+            `seqlens` count this rank's own tokens, any of the sequence's in any order. Every query sees all of them, so
+            s_q must be 1 or `causal` False. The same on every rank. Default False.
         plan : DecodePlan, optional
             From `plan_decode` with this world and rank, updated for these `seqlens`; with `local_seqlens` from
             `plan_decode` without either.
@@ -167,7 +167,7 @@ class ContextParallel:
         empty_lse: float = -math.inf,
         stream: Any = None,
     ) -> tuple[Any, Any]:
-        """Exchange and merge partial results of the caller's, such as ones that are projected already.
+        """Exchange and merge partial results of the caller's, such as projected ones.
 
         The projection of values, 512 to 128 per head, is linear: applied before the exchange it makes a quarter of
         the bytes.

@@ -41,7 +41,7 @@ class Group(Protocol):
         """Raise ParallelError if a member is gone."""
 
     def on_loss(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, from another thread, as soon as a member is gone."""
+        """Register a callback to be called, from another thread, as soon as a member is gone."""
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -49,7 +49,7 @@ class PeerTransport(OfGroup):
     After a decode one launch stores each rank's partial results into the others' memory, waits for theirs and merges.
     Where the decode has a plan, that launch also merges the requests that were split, in place of the decode's own
     merge. The host takes no part, so it can be captured in a CUDA graph. A wait is bounded: a rank whose wait has
-    failed returns NaN from then on, and says why at the next call or `check`.
+    failed returns NaN from then on, and the next call or `check` says why.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class PeerTransport(OfGroup):
 
     @classmethod
     def for_devices(cls, devices: Sequence[int], **options: Any) -> list[PeerTransport]:
-        """One transport per device, all in this process; one thread may make the calls of all ranks in turn.
+        """Make one transport per device, all in this process; one thread may make the calls of all ranks in turn.
 
         `options` are those of the class. A call of one rank only completes once all ranks have made it.
         """

@@ -54,7 +54,7 @@ class Rendezvous:
     Raises
     ------
     ArgumentError
-        If `rank` is not one of `world`, or the address or the timeout is none.
+        If `rank`, the address or the timeout is not valid.
     ParallelError
         If rank 0 cannot listen at the address, or the others do not come within the time, or differ in `world` or in
         the version of the package.
@@ -81,7 +81,7 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, *, timeout: float = DEFAULT_TIMEOUT) -> Rendezvous:
-        """The group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as launchers set them.
+        """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as launchers set them.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class Rendezvous:
             raise ParallelError(explain("the group", self._lost, f"all {self.world} ranks", "start all of them anew"))
 
     def on_loss(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, from another thread, as soon as a process is gone."""
+        """Register a callback to be called, from another thread, as soon as a process is gone."""
         with self._lock:
             self._callbacks.append(callback)
             lost = bool(self._lost)
@@ -123,7 +123,7 @@ class Rendezvous:
             callback()
 
     def close(self) -> None:
-        """Leave; the others go on until they need this process."""
+        """Leave the group; the others go on until they need this process."""
         if self._closed.is_set():
             return
         self._closed.set()

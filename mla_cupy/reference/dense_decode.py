@@ -62,7 +62,7 @@ def mla_decode(
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     causal : bool
-        Whether a query token is blind to the query tokens after it (which are the last of the cache).
+        Hide from each query token the query tokens after it, which are the last of the cache.
     cp_world, cp_rank : int
         Token j of the cache is token j * cp_world + cp_rank of the sequence; `seqlens`, and i + length - s_q, count the
         tokens of the whole sequence.
@@ -74,8 +74,8 @@ def mla_decode(
         The `lse` of a row that sees no token.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
-        against the running maximum, and `out` to the dtype of `q`; of records the keys, too. It yields the error that a
-        right kernel may have.
+        against the running maximum, and `out` to the dtype of `q`; of records the keys, too. The difference from the
+        exact result is the error that a correct kernel may have.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def mla_decode(
 
     Notes
     -----
-    Not a number or infinity in a token that a query does not see has no effect on it.
+    NaN or infinity in a token that a query does not see has no effect on the query.
     """
     q, cache, block_table, seqlens = map(np.asarray, (q, kv_cache, block_table, seqlens))
     is_record = str(cache.dtype) in BYTE_DTYPES

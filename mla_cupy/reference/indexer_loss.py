@@ -107,13 +107,14 @@ def indexer_warmup_loss(
     weights : array, (s_q, h_i)
         Of codes, with the scales of the queries and all other factors.
     q_rope : array, (s_q, h, d_rope), optional
-        The queries' last columns.
+        Last columns of the queries.
     k_rope : array, (s_kv, d_rope), (s_kv, 1, d_rope) or (s_kv, h_kv, d_rope), optional
-        The keys' last columns.
+        Last columns of the keys.
     k_scale : array, (s_kv,), optional
         Scales of the keys' codes. Default: 1.
     q_scale : array, (s_q, h_i), optional
-        Of codes: those that are in `weights`, for the gradient by what the codes stand for. Default: 1, by the codes.
+        For codes: the scales that `weights` contain, for the gradient with respect to the numbers that the codes stand
+        for. Default: 1, the gradient with respect to the codes.
     v : array, (s_kv, d_v), or per KV head (s_kv, h_kv, d_v), optional
         Values, for the attention's output and log-sum-exps.
     lse : array, (s_q, h), optional
@@ -128,9 +129,9 @@ def indexer_warmup_loss(
         Default: d**-0.5.
     target_scale : float
     causal : bool
-        Whether a query is blind to the rows after its own position, the queries being the last of their sequence.
+        Hide the rows after a query's own position, the queries being the last of their sequence.
     gradients : bool
-        Whether there are any.
+        Compute the gradients.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
 
     Returns
@@ -140,12 +141,12 @@ def indexer_warmup_loss(
     Notes
     -----
     With G = row_weights * (softmax(I) - p) and m = [index_q . index_k > 0]: d_index_q[t, j] = W sum_s G m index_k[s],
-    d_index_k[s] = sum_tj G W m index_q[t, j], and dW[t, j] = sum_s G m index_q[t, j] . index_k[s]. Nothing flows to q
-    and k.
+    d_index_k[s] = sum_tj G W m index_q[t, j], and dW[t, j] = sum_s G m index_q[t, j] . index_k[s]. No gradient flows to
+    q and k.
 
     Of codes, I[t, s] = k_scale[s] * sum_j weights[t, j] * max(index_q[t, j] . index_k[s], 0), as `indexer_logits` has
-    it, "per_head" likewise. The gradients are those by the numbers that the codes stand for, as if they had not been
-    rounded: by q_scale * index_q, by k_scale * index_k, and by `weights` as they are.
+    it, "per_head" likewise. The gradients are taken with respect to the numbers that the codes stand for, q_scale *
+    index_q and k_scale * index_k, as if these had not been rounded, and with respect to `weights`.
     """
     s_q, s_kv = len(np.asarray(q)), len(np.asarray(k))
     every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv))
@@ -190,7 +191,7 @@ def indexer_sparse_loss(
     head_sums : array, (s_q, topk), optional
         sum_h A_h, as of `indexer_head_sums`: a row's n-th number is that of the n-th of the indices that count.
     gradients : bool
-        Whether there are any.
+        Compute the gradients.
 
     Returns
     -------

@@ -45,23 +45,23 @@ def mla_prefill(
     v : array, (s_kv, h_kv, d_v)
         Values.
     q_rope : array, (s_q, h_q, d_rope), optional
-        The queries' last columns.
+        Last columns of the queries.
     k_rope : array, (s_kv, d_rope), (s_kv, 1, d_rope) or (s_kv, h_kv, d_rope), optional
-        The keys' last columns, the same for all heads or those of each.
+        Last columns of the keys: the same for all heads, or those of each head.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
         Where the sequences begin, and where the last one ends. Default: one sequence. Numbers are clamped to
         [0, s_q] or [0, s_kv], and one below its predecessor is raised to it.
     state_out, state_lse : arrays, (s_q, h_q, d_v) and (s_q, h_q), optional
-        The attention of the same queries to other keys. The result is that to all of them. A `state_lse` of either
-        infinity says that there were none.
+        The attention of the same queries to other keys. The result is the attention to all keys. A `state_lse` of
+        either infinity says that there were none.
     mask : array, (s_q, mask_bytes), uint8, optional
         Bit j % 8 of byte j // 8 says whether a query sees key j of its sequence; keys beyond are hidden.
     causal : bool
-        Whether a query is blind to the keys after its own position, the queries being the last of their sequence.
+        Hide the keys after a query's own position, the queries being the last of their sequence.
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     out_dtype : str, optional
-        What the rounding mode rounds `out` to; the dtype of `q` by default.
+        Dtype to which the rounding mode rounds `out`; default: that of `q`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`.
 
@@ -74,7 +74,7 @@ def mla_prefill(
 
     Notes
     -----
-    Not a number or infinity in a key or value that a query does not see has no effect on it.
+    NaN or infinity in a key or value that a query does not see has no effect on the query.
     """
     exact = np.float64 if rounding is None else np.float32
     queries, keys = joined(q, q_rope).astype(exact), joined(k, k_rope).astype(exact)
@@ -108,13 +108,13 @@ def prefill_mask(
     Parameters
     ----------
     indices : array, (s_q, topk), integers
-        What is no key of the query's sequence, or has no bit, is skipped.
+        Entries that are no key of the query's sequence, or have no bit, are skipped.
     max_keys : int
         The most keys of a sequence.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
         As for `mla_prefill`.
     relative : bool
-        Whether indices count from the first key of the query's sequence, or of all keys.
+        True if indices count from the first key of the query's sequence, False if from the first of all keys.
 
     Returns
     -------

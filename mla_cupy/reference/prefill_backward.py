@@ -46,7 +46,7 @@ def mla_prefill_backward(
     out, dout : array, (s_q, h_q, d_v)
         What the forward returned, or a merge of it with the attention to other keys, and the gradient of that.
     lse, dlse : array, (s_q, h_q)
-        The same of `lse`. Either infinity marks a query without a key: it has no gradient, and gives none.
+        The same of `lse`. Either infinity marks a query without a key: it has no gradient, and contributes none.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 throughout, but P rounded to that format, and dS,
         which is made of it, and the results rounded to the dtype of `q`.

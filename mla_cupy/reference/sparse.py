@@ -61,7 +61,7 @@ def sparse_mla_forward(
     attn_sink : array, (h_q,), optional
         Logits of one more key per head that has no value: it takes weight away. -inf has no effect, +inf gives out 0.
     causal : bool
-        Whether a query is blind to the rows after its own position, the queries being the last of their sequence.
+        Hide the rows after a query's own position, the queries being the last of their sequence.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
         Where the sequences begin, and where the last one ends, in `q` and in `kv`. Default: one sequence.
     lse_base : str
@@ -69,7 +69,7 @@ def sparse_mla_forward(
     empty_lse : float
         The `lse` of a query without a row.
     out_dtype : str, optional
-        What the rounding mode rounds `out` to; the dtype of `q` by default.
+        Dtype to which the rounding mode rounds `out`; default: that of `q`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`.
 
@@ -84,7 +84,7 @@ def sparse_mla_forward(
 
     Notes
     -----
-    Not a number or infinity in a row that a query does not select has no effect on it.
+    NaN or infinity in a row that a query does not select has no effect on the query.
     """
     q, kv, indices = np.asarray(q), np.asarray(kv), _without_head_axis(indices)
     s_q, h_q, d_qk = q.shape
@@ -150,7 +150,7 @@ def sparse_mla_backward(
     d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     dkv_dtype : str, optional
-        What the rounding mode rounds `dkv` to; the dtype of `kv` by default.
+        Dtype to which the rounding mode rounds `dkv`; default: that of `kv`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 throughout, but P rounded to that format, and dS,
         which is made of it, and `dq` rounded to the dtype of `q`.

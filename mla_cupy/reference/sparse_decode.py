@@ -42,7 +42,7 @@ def sparse_mla_decode(
         Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
         occur.
     topk_length : array, (b,), integers, optional
-        How many entries of each list are read; clamped to [0, topk].
+        Number of entries of each list that are read; clamped to [0, topk].
     attn_sink : array, (h_q,), optional
         Logits of a key without a value.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
