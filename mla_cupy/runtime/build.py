@@ -20,7 +20,7 @@ FACT_PREFIX = "mla_fact_"
 """Prefix of a kernel's facts for the host. Each is a constant `extern "C" __constant__ const int mla_fact_<name>`."""
 
 VIRTUAL = "compute_"
-"""What the names of virtual targets begin with, for which there is PTX alone."""
+"""Prefix of the names of virtual targets, for which only PTX is made."""
 
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
@@ -62,7 +62,7 @@ class BuildRequest:
         return f"{self.entry}-{self.label}-{self.arch}{after}"
 
     def as_virtual(self) -> BuildRequest:
-        """The same kernel's PTX alone, which takes less than half the time."""
+        """Request only the kernel's PTX, which takes less than half the time."""
         return replace(self, arch=self.arch.replace("sm_", VIRTUAL))
 
     def files(self) -> dict[str, bytes]:

@@ -77,7 +77,7 @@ class Driver(Protocol):
     """Interface to a GPU for launchers. Streams are raw handles; 0 is the legacy default stream."""
 
     def wanted(self, request: BuildRequest) -> BuildRequest:
-        """What is to be built of a kernel: all of `request`, or its PTX alone."""
+        """Choose what to build of a kernel: all of `request`, or only its PTX."""
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         """Load a kernel on a device, allowing the dynamic shared memory that its facts ask for."""

@@ -44,7 +44,7 @@ class Park:
 
     @property
     def what(self) -> str:
-        """What the fragment waits for, as that is now."""
+        """Describe what the fragment waits for, as it is now."""
         return self._what if isinstance(self._what, str) else self._what()
 
 
