@@ -86,6 +86,8 @@ BAD = [
     Bad("q of v4", swap("q", lambda x: x[..., :512].copy()), ShapeError, ("q.shape[-1]", "512", "576 for v32")),
     Bad("rows", lambda c: c.update(rows_of_fp8()), ShapeError, ("kv_cache", "pages of fp8")),
     Bad("extra of v4", swap("extra_kv_cache", lambda x: np.zeros((4, 5, 584), np.uint8)), ShapeError, ("width", )),
+    Bad("no tokens", swap("kv_cache", lambda x: x[:, :0]), ShapeError, ("kv_cache.shape[1]", "page_size=0", "1")),
+    Bad("no extra tokens", swap("extra_kv_cache", lambda x: x[:, :0]), ShapeError, ("extra_page_size=0", "at least 1")),
     Bad("no extra cache", option("extra_kv_cache", None), ArgumentError, ("extra_kv_cache", "give both")),
     Bad("no extra indices", option("extra_indices", None), ArgumentError, ("extra_indices", "give both")),
     Bad("q in steps", swap("q", lambda x: np.repeat(x, 2, axis=0)[::2]), ShapeError, ("q.strides[0]", "2 times")),
