@@ -140,11 +140,11 @@ class Loop:
         made = Table("what", "now", title=f"step {self.step}")
         for what, value in (
             ("requests that have arrived", f"{self.arrived}"),
-            ("samples of theirs running, finished", f"{len(self.running)}, {self.finished}"),
-            ("put off where pages were short", f"{self.waited}"),
+            ("their samples running, finished", f"{len(self.running)}, {self.finished}"),
+            ("postponed for lack of pages", f"{self.waited}"),
             ("pages used, cached, free", f"{stats.pages_used}, {stats.pages_cached}, {stats.pages_free}"),
             ("pages shared", f"{stats.pages_shared}"),
-            ("pages copied on a write, evicted", f"{stats.copies}, {stats.evictions}"),
+            ("pages copied on write, evicted", f"{stats.copies}, {stats.evictions}"),
             ("prompt tokens found in the cache", f"{self.cached}"),
             ("tokens per second, in the latest steps", f"{self.course.rates[-1]:.0f}" if self.course.rates else ""),
         ):

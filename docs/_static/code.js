@@ -30,7 +30,13 @@ function fit(pre) {
   if (scale < 1 && scale >= SMALLEST) pre.style.fontSize = `${0.99 * scale * parseFloat(style.fontSize)}px`;
 }
 
+// In tables of many columns names may break after an underscore.
+function letBreak(name) {
+  name.innerHTML = name.innerHTML.replaceAll("_", "_<wbr>");
+}
+
 document.addEventListener("DOMContentLoaded", () => {
+  document.querySelectorAll("table:has(th:nth-child(6)) code span.pre").forEach(letBreak);
   for (const block of document.querySelectorAll("div.highlight")) {
     if (!block.closest(".highlight-none, .highlight-text, .output")) addCopyButton(block);
   }

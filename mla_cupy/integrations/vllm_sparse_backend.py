@@ -7,7 +7,6 @@ kernels warm up. Not run with vLLM itself yet.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,8 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 
 from mla_cupy.torch import sparse_mla_decode, sparse_mla_forward
 
-_GIVES = str(inspect.signature(FlashMLASparseImpl._bf16_flash_mla_kernel).return_annotation)
+# Not inspect.signature, which refuses the stand-in that the documentation is built with.
+_GIVES = str(FlashMLASparseImpl._bf16_flash_mla_kernel.__annotations__.get("return", "nothing that it names"))
 WITH_LSE = "tuple" in _GIVES.lower()
 """True if this vLLM's 16-bit kernel returns the LSE, too: before 0.29 it returns the output alone."""
 

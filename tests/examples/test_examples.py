@@ -88,7 +88,7 @@ def check_continuous_batching(backend: str, *arguments: str) -> None:
     found = re.findall(r"(\d+) requests, (\d+) tokens; (\d+) pages copied, (\d+) tokens reused", text)
     assert all(int(number) > 0 for number in found[0]), "requests share prompts, and samples write to shared pages"
     (arrived,) = re.findall(r"requests that have arrived +\D? *(\d+)", text)[-1:]
-    running, finished = re.findall(r"samples of theirs running, finished +\D? *(\d+), (\d+)", text)[-1]
+    running, finished = re.findall(r"their samples running, finished +\D? *(\d+), (\d+)", text)[-1]
     assert arrived == found[0][0]
     assert int(running) + int(finished) >= int(arrived), "a request has one sample or more"
 
