@@ -1,4 +1,4 @@
-"""The command line: `mla-cupy info | compile | list | formats | clear-cache | demo | selftest | bench | ...`.
+"""The command line: `mla-cupy info | compile | export | list | formats | clear-cache | demo | selftest | ...`.
 
 `bench`, `trace` and `sim` are commands of other parts of the package.
 """
@@ -38,6 +38,8 @@ examples:
   mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
   mla-cupy compile --arch sm_90a              compile every kernel for Hopper into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
+  mla-cupy export --op decode --h-q 16 --page-size 64 --arch sm_90a --out DIR
+                                              kernels and what launches them as C sources, for programs without Python
   mla-cupy demo                               run some kernels and check them; simulated without a GPU
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
@@ -111,9 +113,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     add("info", _info, "show versions, NVRTC, GPUs, the cache and the environment variables")
     command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
     _add_selection(command)
-    jobs = min(8, os.cpu_count() or 1)
-    command.add_argument("-j", "--jobs", type=_positive, default=jobs, metavar="N", help=f"jobs (default: {jobs})")
+    _add_jobs(command)
     command.add_argument("--out", type=Path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
+    command = add("export", _export, "write an operation as C sources, kernels included; needs no GPU")
+    if arguments[:1] == ["export"]:
+        _export_module().add_arguments(command)
+    _add_archs(command)
+    _add_jobs(command)
     _add_selection(add("list", _list, "list the kernels, their variants, and which of them are built"))
     add("formats", _formats, "show the records of paged caches, byte by byte")
     add("clear-cache", _clear_cache, "delete the compiled kernels of the cache")
@@ -139,13 +145,22 @@ def _add_command(commands: Any, name: str, run: Any, summary: str, *, json_too: 
     return command
 
 
-def _add_selection(command: argparse.ArgumentParser) -> None:
+def _add_jobs(command: argparse.ArgumentParser) -> None:
+    jobs = min(8, os.cpu_count() or 1)
+    command.add_argument("-j", "--jobs", type=_positive, default=jobs, metavar="N", help=f"jobs (default: {jobs})")
+
+
+def _add_archs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--arch",
         type=_names,
         metavar="ARCH[,ARCH...]",
         help=f"targets, such as sm_90a,sm_100a (default: the GPUs of this machine, or {_DEFAULT_ARCH})",
     )
+
+
+def _add_selection(command: argparse.ArgumentParser) -> None:
+    _add_archs(command)
     command.add_argument(
         "--kernels", type=_names, default=("all",), metavar="NAME[,NAME...]", help="kernels by name, or all (default)"
     )
@@ -345,6 +360,18 @@ def _built(request: BuildRequest) -> bool | str:
         return worker.cached(request) is not None
     except KernelCompileError:
         return "unknown: no NVRTC"
+
+
+# -- export ----------------------------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> int:
+    with _writing(options.out):
+        return int(_export_module().run(options, _archs(options.arch), options.jobs))
+
+
+def _export_module() -> Any:
+    return importlib.import_module("mla_cupy.export.command")
 
 
 # -- demo, bench -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.merge.exchange import Splits
-from mla_cupy.kernels.pipeline import Prepared, load
+from mla_cupy.kernels.pipeline import Prepared, Step, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import check_drafts, check_flag, check_memory, check_shard, is_integer
@@ -37,7 +37,7 @@ __all__ = ["DecodePlan", "plan_decode"]
 _MAX_GRID_Y = 65535
 
 
-class _Limits(NamedTuple):
+class Limits(NamedTuple):
     """The largest batch that a plan serves, and the sizes that every call must have."""
 
     max_b: int
@@ -71,7 +71,7 @@ class DecodePlan(Plan):
     operation = "mla_decode"
 
     def __init__(
-        self, problem: DecodeProblem, limits: _Limits, device: int, config: DecodeConfig | None, memory: tuple[Any, int]
+        self, problem: DecodeProblem, limits: Limits, device: int, config: DecodeConfig | None, memory: tuple[Any, int]
     ) -> None:
         self.device = device
         self._problem = problem
@@ -140,13 +140,7 @@ class DecodePlan(Plan):
         if not family.on_gpu:
             lent = narrowed("seqlens", lent)
         lengths = low_words(native.view(lent, "seqlens"))
-        if len(lengths.shape) != 1:
-            raise ShapeError(explain("seqlens.shape", lengths.shape, "(b,)"))
-        if lengths.dtype != "int32":
-            raise DTypeError(explain("seqlens.dtype", lengths.dtype, "int32 or int64", "convert seqlens"))
-        b, max_b = lengths.shape[0], self._limits.max_b
-        if b > max_b:
-            raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={max_b}", "make a larger plan"))
+        b = self.check_lengths(lengths)
         if self._config is not None:
             if not family.on_gpu:
                 native, lent = arrays.cupy_family(), backend.sent({"seqlens": lent}, self.device, stream)["seqlens"]
@@ -156,6 +150,26 @@ class DecodePlan(Plan):
             if b:
                 self._enqueue_schedule(self._config, native, lengths, address, stream)
                 family.settle((lent,))
+        self.mark_scheduled(b)
+
+    def check_lengths(self, lengths: View) -> int:
+        """Check the lengths of a step, and return how many there are.
+
+        Raises
+        ------
+        ShapeError, DTypeError, PlanError
+        """
+        if len(lengths.shape) != 1:
+            raise ShapeError(explain("seqlens.shape", lengths.shape, "(b,)"))
+        if lengths.dtype != "int32":
+            raise DTypeError(explain("seqlens.dtype", lengths.dtype, "int32 or int64", "convert seqlens"))
+        b, max_b = lengths.shape[0], self._limits.max_b
+        if b > max_b:
+            raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={max_b}", "make a larger plan"))
+        return b
+
+    def mark_scheduled(self, b: int | None) -> None:
+        """Serve calls with `b` sequences from now on."""
         self._scheduled_b = b
         self.state = (self._identity, b)
 
@@ -179,12 +193,16 @@ class DecodePlan(Plan):
             if len(self._updates.prepared) >= MAX_ENTRIES:
                 self._updates.prepared.clear()
             b, stride = key
-            max_tokens = self._limits.max_pages * self._limits.page_size
-            shard = self._limits.cp_world, self._limits.cp_rank
-            steps = DECODE.schedule(config, stride, max_tokens, b, shard)
+            steps = self.steps(config, stride, b)
             info, layout = devices.describe(self.device), DECODE.workspace(config)
             prepared = self._updates.prepared[key] = Prepared(steps, ("seqlens",), layout, info, handle)
         prepared.enqueue([0, lengths.ptr], address, handle)
+
+    def steps(self, config: DecodeConfig, stride: int, b: int) -> list[Step]:
+        """The steps of an update for `b` lengths that are `stride` elements apart."""
+        limits = self._limits
+        shard = limits.cp_world, limits.cp_rank
+        return DECODE.schedule(config, stride, limits.max_pages * limits.page_size, b, shard)
 
     def configuration(self, request: Request) -> DecodeConfig | None:
         """The plan's own, if the plan, as last updated, serves such a call.
@@ -320,28 +338,22 @@ def plan_decode(
     >>> import mla_cupy
     >>> plan = mla_cupy.plan_decode(max_b=8, s_q=1, h_q=128, max_pages=64, page_size=64, dtype="bfloat16")
     """
-    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "max_pages": max_pages, "page_size": page_size}
-    for argument, value in sizes.items():
-        if not is_integer(value) or not 1 <= value <= MAX_INT32:
-            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
-    max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
-    if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
-        raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
-    if h_q % h_kv:
-        raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
-    if max_pages * page_size > MAX_TOKENS:
-        tokens = max_pages * page_size
-        raise ArgumentError(explain("max_pages * page_size", tokens, f"at most {MAX_TOKENS} = 2^31 - 64"))
-    check_kernel(DECODE.kernels, kernel)
-    shard = check_shard(cp_world, cp_rank)
-    pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
-    masked = check_flag("tree_mask", tree_mask)
-    check_drafts(masked, s_q)
-    chosen = _record(record, d_qk, h_kv)
-    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=chosen, tree_mask=masked)
-    if not batch_invariant:  # with it, results must not depend on these sizes
-        problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
-    limits = _Limits(max_b, max_pages, page_size, *shard)
+    problem, limits, pieces = examine_plan(
+        max_b=max_b,
+        s_q=s_q,
+        h_q=h_q,
+        h_kv=h_kv,
+        d_qk=d_qk,
+        record=record,
+        max_pages=max_pages,
+        page_size=page_size,
+        dtype=dtype,
+        shard=(cp_world, cp_rank),
+        tree_mask=tree_mask,
+        batch_invariant=batch_invariant,
+        split_tokens=split_tokens,
+        kernel=kernel,
+    )
     if device is None and not backend.use_gpu():
         if workspace is not None and not callable(workspace):
             raise PlanError(explain("workspace", "an array", "None: a plan of the NumPy backend needs no memory"))
@@ -364,6 +376,48 @@ def plan_decode(
         return plan
     memory = workspace(nbytes) if callable(workspace) else workspace
     return DecodePlan(problem, limits, ordinal, config, (memory, _workspace_address(memory, nbytes, ordinal)))
+
+
+def examine_plan(
+    *,
+    max_b: int,
+    s_q: int,
+    h_q: int,
+    h_kv: int,
+    d_qk: int,
+    record: str | None,
+    max_pages: int,
+    page_size: int,
+    dtype: Any,
+    shard: tuple[int, int],
+    tree_mask: bool,
+    batch_invariant: bool,
+    split_tokens: int,
+    kernel: str | None,
+) -> tuple[DecodeProblem, Limits, Pieces | None]:
+    """Every check of a plan that needs no device: what it is for, and its pieces if it is batch-invariant."""
+    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "max_pages": max_pages, "page_size": page_size}
+    for argument, value in sizes.items():
+        if not is_integer(value) or not 1 <= value <= MAX_INT32:
+            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
+    max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
+    if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
+        raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
+    if h_q % h_kv:
+        raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
+    if max_pages * page_size > MAX_TOKENS:
+        tokens = max_pages * page_size
+        raise ArgumentError(explain("max_pages * page_size", tokens, f"at most {MAX_TOKENS} = 2^31 - 64"))
+    check_kernel(DECODE.kernels, kernel)
+    shard = check_shard(*shard)
+    pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
+    masked = check_flag("tree_mask", tree_mask)
+    check_drafts(masked, s_q)
+    chosen = _record(record, d_qk, h_kv)
+    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=chosen, tree_mask=masked)
+    if not batch_invariant:  # with it, results must not depend on these sizes
+        problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
+    return problem, Limits(max_b, max_pages, page_size, *shard), pieces
 
 
 def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int) -> Pieces | None:

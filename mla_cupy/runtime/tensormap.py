@@ -85,6 +85,11 @@ class TensorMapSpec:
         _demand(row <= span, "box", self.box, f"rows of at most {span} bytes with swizzle {self.swizzle}, not of {row}")
 
 
+def codes(dtype: str, swizzle: str, l2: str) -> tuple[int, int, int]:
+    """The driver's numbers for an element type, a swizzle and a promotion."""
+    return _ELEMENT[dtype][0], _SWIZZLE[swizzle][0], _L2[l2]
+
+
 @functools.lru_cache(maxsize=4096)
 def encode(spec: TensorMapSpec) -> bytes:
     """The 128 bytes of `spec`, by the driver. The same arrays come again and again, so they are kept.

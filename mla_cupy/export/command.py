@@ -1,0 +1,125 @@
+"""The command `mla-cupy export`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_cupy.compiling import compile_all
+from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
+from mla_cupy.export import c_module, interface, manifest, module
+from mla_cupy.export.module import Module
+from mla_cupy.export.numbers import CannotRecordError
+from mla_cupy.export.operations import OPERATIONS, exported, subject_of
+from mla_cupy.export.record import Target
+from mla_cupy.runtime.build import Build, BuildRequest
+from mla_cupy.terminal import show, table
+
+_PREFIX = re.compile(r"[a-z][a-z0-9_]*")
+_INTEGERS = {
+    "h_q": "query heads",
+    "h_kv": "KV heads (default: 1)",
+    "s_q": "query tokens of each sequence (default: 1)",
+    "d_qk": "width of the keys: 576 or 512 (default: 576, or the record's)",
+    "page_size": "tokens of a page",
+}
+_TEXTS = {
+    "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16",
+    "records": "FP8 record of the cache, such as v32; default: 16-bit rows",
+    "out_dtype": "of the result: the dtype (default), or float32",
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    command.add_argument("--op", required=True, metavar="NAME", help="operation: " + ", ".join(OPERATIONS))
+    for name, says in _INTEGERS.items():
+        command.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=says)
+    for name, says in _TEXTS.items():
+        command.add_argument("--" + name.replace("_", "-"), metavar="NAME", help=says)
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go; it is made")
+    command.add_argument("--prefix", default="mla_", help="of the names of functions and files (default: mla_)")
+    command.add_argument("--ptx", action="store_true", help="PTX in place of machine code: for the simulator")
+
+
+def run(options: argparse.Namespace, archs: Sequence[str], jobs: int) -> int:
+    """Export; returns the exit status."""
+    if not _PREFIX.fullmatch(options.prefix):
+        raise ArgumentError(explain("--prefix", repr(options.prefix), "lower-case letters, digits and underscores"))
+    given = {name: getattr(options, name) for name in (*_INTEGERS, *_TEXTS)}
+    subject, operation = subject_of(options.op, given), exported(options.op)
+    targets = tuple(_recorded(operation.record, subject, arch) for arch in archs)
+    builds = _compiled([request for *_, request in module.requests(targets)], jobs, quiet=options.json)
+    made = module.built(options.prefix, subject, targets, builds.__getitem__, ptx=options.ptx)
+    paths = write(made, options.out)
+    if options.json:
+        print(json.dumps({"files": [str(path) for path in paths], "kernels": _rows(made)}, indent=1))
+        return 0
+    heads = ("kernel", "variant", "target", "image bytes")
+    show(table("kernels", heads, ([row[key] for key in row] for row in _rows(made))))
+    size = sum(len(image) for image in {kernel.image for kernel in made.kernels})
+    print(f"Written: {', '.join(map(str, paths))}; {size} bytes of images.")
+    return 0
+
+
+def texts(made: Module) -> dict[str, str]:
+    """The files of a module: name -> text."""
+    name = made.name
+    told = manifest.manifest(made, c_module.image_names(made))
+    return {
+        f"{name}.h": interface.header(made, c_module.banner(made, "Interface")),
+        f"{name}.c": c_module.source(made),
+        f"{name}_images.c": c_module.images(made),
+        f"{name}.json": json.dumps(told, separators=(",", ":")) + "\n",
+    }
+
+
+def write(made: Module, folder: Path) -> list[Path]:
+    """Write the files of a module into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in texts(made).items():
+        path = folder / name
+        path.write_text(text)
+        paths.append(path)
+    return paths
+
+
+def _recorded(record: Any, subject: Any, arch: str) -> Target:
+    """Record an operation for a target. What a fallback is slow at is not said here: nothing is called."""
+    logger = logging.getLogger("mla_cupy")
+    before, logger.disabled = logger.disabled, True
+    try:
+        target: Target = record(subject, arch).target
+    except CannotRecordError as error:
+        raise MlaError(f"{subject.operation.name} cannot be exported with these options: {error}") from error
+    finally:
+        logger.disabled = before
+    return target
+
+
+def _compiled(requests: Sequence[BuildRequest], jobs: int, *, quiet: bool) -> dict[BuildRequest, Build]:
+    """The builds of the kernels, from the cache or made now."""
+    builds: dict[BuildRequest, Build] = {}
+    for outcome in compile_all(requests, jobs, quiet=quiet):
+        if outcome.build is None:
+            raise KernelCompileError(outcome.error)
+        builds[outcome.request] = outcome.build
+    return builds
+
+
+def _rows(made: Module) -> list[dict[str, Any]]:
+    return [
+        {
+            "kernel": kernel.spec.name,
+            "variant": str(kernel.variant),
+            "target": made.targets[kernel.target].arch,
+            "bytes": len(kernel.image),
+        }
+        for kernel in made.kernels
+    ]

@@ -1,0 +1,171 @@
+"""Dense decode: what an export of it fixes, and the procedures of its plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import FORMATS
+from mla_cupy.dtypes import HALF
+from mla_cupy.export.plain import choice
+from mla_cupy.export.record import (
+    Found,
+    Memory,
+    Recorder,
+    addresses_of,
+    check_present,
+    check_workspace,
+    memory_of,
+    record_call,
+)
+from mla_cupy.export.subject import (
+    DEVICE,
+    PLAN_ARGUMENTS,
+    WORKSPACE,
+    WORKSPACE_BYTES,
+    Argument,
+    Array,
+    Subject,
+    size_argument,
+)
+from mla_cupy.kernels.attention.records import DENSE_RECORDS as FORMATS_READ
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.pipeline import DecodeConfig
+from mla_cupy.kernels.pipeline import Layout
+from mla_cupy.ops.call import examine
+from mla_cupy.ops.decode import OPERATION
+from mla_cupy.ops.decode_plan import DecodePlan, examine_plan
+from mla_cupy.shapes import D_QK, D_V
+
+_MAX_B, _MAX_PAGES, _CP_WORLD, _CP_RANK, _SCHEDULED_B = PLAN_ARGUMENTS
+_LENGTHS = Array("seqlens", ("b",), "int32", 1, False)
+_B = size_argument("b")
+_ANY_SPLIT_TOKENS = 4096
+"""Tokens of a split, without effect on plans that are not batch-invariant."""
+
+
+def subject(
+    *,
+    h_q: int,
+    page_size: int,
+    s_q: int | None = None,
+    h_kv: int | None = None,
+    d_qk: int | None = None,
+    dtype: str | None = None,
+    records: str | None = None,
+    out_dtype: str | None = None,
+) -> Subject:
+    """Dense decode with these sizes and dtypes fixed; None is the default."""
+    s_q, h_kv, dtype = s_q or 1, h_kv or 1, dtype or HALF[0]
+    record = choice("--records", records, (None, *FORMATS_READ))
+    d_qk = d_qk or (FORMATS[record].d_qk if record else D_QK)
+    choice("--dtype", dtype, HALF)
+    choice("--out-dtype", out_dtype, (None, dtype, "float32"))
+    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V}
+    dtypes = {
+        "q": dtype,
+        "kv_cache": "uint8" if record else dtype,
+        "block_table": "int32",
+        "seqlens": "int32",
+        "out": out_dtype or dtype,
+        "lse": "float32",
+    }
+    return Subject(
+        OPERATION,
+        {**sizes, "d_kv": FORMATS[record].width if record else d_qk},
+        dtypes,
+        fixed={"d_v": D_V, "out_dtype": None, "lse_base": "e", "kernel": None},
+        free={
+            "scale": "real",
+            "causal": "integer",
+            "cp_world": "integer",
+            "cp_rank": "integer",
+            "kv_scale": "real",
+            "empty_lse": "real",
+        },
+        defaults={
+            "scale": d_qk**-0.5,
+            "causal": 1,
+            "cp_world": 1,
+            "cp_rank": 0,
+            "kv_scale": 1.0,
+            "empty_lse": -math.inf,
+        },
+        notes={"record": record or ""},
+    )
+
+
+def record(given: Subject, arch: str) -> Recorder:
+    """Record calls, plans, their updates, and calls with a plan."""
+    recorder = record_call(given, arch)
+    planned = _Planned(given, recorder)
+    own = [*(argument for argument in PLAN_ARGUMENTS if argument.kind != "plan"), WORKSPACE, WORKSPACE_BYTES]
+    recorder.record("plan_make", own, planned.make)
+    lengths = [_B, *_arguments(_LENGTHS)]
+    memory = Memory(_LENGTHS.name, False, lambda: given.view(_LENGTHS), lambda: given.check_items(_LENGTHS))
+    workspace = memory_of(given)[-1]
+    recorder.record("plan_update", [*own, *lengths], planned.update, [memory, workspace])
+    recorder.record("call_planned", [*given.arguments(), *own, _SCHEDULED_B], planned.call, memory_of(given))
+    return recorder
+
+
+def _arguments(array: Array) -> list[Argument]:
+    return [array.address, *array.strides]
+
+
+class _Planned:
+    """Procedures of plans: what the package does, over recorded numbers."""
+
+    def __init__(self, given: Subject, recorder: Recorder) -> None:
+        self._subject, self._recorder = given, recorder
+
+    def make(self) -> Found:
+        """A plan: its checks, and its workspace."""
+        _, _, layout = self._plan()
+        return self._recorder.found(layout, [], {})
+
+    def update(self) -> Found:
+        """The schedule of a step."""
+        plan, config, layout = self._plan()
+        lengths = self._subject.view(_LENGTHS)
+        check_present(_LENGTHS.name, lengths)
+        b = plan.check_lengths(lengths)
+        steps = plan.steps(config, lengths.strides[0], b) if b != 0 else []
+        return self._recorder.found(layout, steps, {_LENGTHS.name: _LENGTHS.address.number})
+
+    def call(self) -> Found:
+        """A call with a plan."""
+        plan, _, layout = self._plan()
+        plan.mark_scheduled(None if _SCHEDULED_B.number < 0 else _SCHEDULED_B.number)
+        views: Mapping[str, View | None] = self._subject.views()
+        request = examine(OPERATION, views, self._subject.options())
+        config = plan.configuration(request)
+        steps = DECODE.steps(config, replace(request, planned=True)) if config else []
+        return self._recorder.found(layout, steps, addresses_of(self._subject))
+
+    def _plan(self) -> tuple[DecodePlan, DecodeConfig, Layout]:
+        given, sizes = self._subject, self._subject.sizes
+        problem, limits, _ = examine_plan(
+            max_b=_MAX_B.number,
+            s_q=sizes["s_q"],
+            h_q=sizes["h_q"],
+            h_kv=sizes["h_kv"],
+            d_qk=sizes["d_qk"],
+            record=given.notes["record"] or None,
+            max_pages=_MAX_PAGES.number,
+            page_size=sizes["page_size"],
+            dtype=given.dtypes["q"],
+            shard=(_CP_WORLD.number, _CP_RANK.number),
+            tree_mask=False,
+            batch_invariant=False,
+            split_tokens=_ANY_SPLIT_TOKENS,
+            kernel=None,
+        )
+        config = DECODE.configure(problem, self._recorder.device)
+        layout = DECODE.workspace(config)
+        check_workspace(layout)
+        address: Any = WORKSPACE.number
+        return DecodePlan(problem, limits, DEVICE, config, (None, address)), config, layout

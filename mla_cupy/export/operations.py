@@ -1,0 +1,78 @@
+"""The operations that can be exported, by the name that the command line has for them, and what each fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.export import decode, plain
+from mla_cupy.export.record import Recorder, record_call
+from mla_cupy.export.subject import Subject
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An operation that can be exported.
+
+    Attributes
+    ----------
+    subject : callable
+        Makes its subject of the command's options, which it takes by name.
+    record : callable
+        `record(subject, arch)`.
+    options : tuple of str
+        The options that it takes.
+    required : tuple of str
+        Those among them that must be given.
+    """
+
+    subject: Callable[..., Subject]
+    record: Callable[[Subject, str], Recorder]
+    options: tuple[str, ...]
+    required: tuple[str, ...]
+
+
+OPERATIONS: Mapping[str, Exported] = {
+    "decode": Exported(
+        decode.subject,
+        decode.record,
+        ("h_q", "s_q", "h_kv", "d_qk", "page_size", "dtype", "records", "out_dtype"),
+        ("h_q", "page_size"),
+    ),
+    "merge_states": Exported(plain.merge, record_call, ("h_q", "dtype", "out_dtype"), ("h_q",)),
+}
+
+
+def exported(name: str) -> Exported:
+    """An operation by its name.
+
+    Raises
+    ------
+    ArgumentError
+        If it cannot be exported.
+    """
+    if name not in OPERATIONS:
+        expected = "one of " + ", ".join(OPERATIONS)
+        raise ArgumentError(explain("--op", name, expected, "the other operations are called from Python only"))
+    return OPERATIONS[name]
+
+
+def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
+    """The subject of an operation for the options that are given; None for one that is not.
+
+    Raises
+    ------
+    ArgumentError
+        If one is missing, or is not one of the operation's.
+    """
+    operation = exported(name)
+    for option, value in given.items():
+        spelled = "--" + option.replace("_", "-")
+        if value is not None and option not in operation.options:
+            takes = ", ".join("--" + each.replace("_", "-") for each in operation.options)
+            raise ArgumentError(explain(spelled, value, f"only the options of {name}: {takes}"))
+        if value is None and option in operation.required:
+            raise ArgumentError(explain(spelled, "nothing", f"a value: {name} is exported for one"))
+    return operation.subject(**{option: given.get(option) for option in operation.options})

@@ -1,0 +1,92 @@
+"""The examples in C and C++, exported, compiled, and run by the simulator with the real kernels: no GPU, no Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mla_cupy import cli, reference
+from mla_cupy.export.manifest import SCHEMA, Manifest
+from tests.export.library import FLAGS, compiled, compiler
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+BATCH = (EXAMPLES / "c" / "batch.h").read_text()
+COMMAND = ("export", "--op", "decode", "--h-q", "16", "--page-size", "64", "--arch", "sm_90a", "--ptx", "--out")
+_IMAGE_BYTES = 2_000_000
+"""The goal for the kernels of one model's decode."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dense decode, exported by the command line, as PTX."""
+    made = tmp_path_factory.mktemp("examples") / "decode"
+    assert cli.main([*COMMAND, str(made)]) == 0
+    return made
+
+
+def simulated(program: Path) -> str:
+    """What a program prints whose CUDA calls go to the simulator; the simulator must find nothing wrong."""
+    command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", str(program)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing found" in done.stderr
+    return done.stdout
+
+
+def test_c(folder: Path) -> None:
+    sources = [EXAMPLES / "c" / "decode.c", folder / "mla_decode.c", folder / "mla_decode_images.c"]
+    printed = simulated(compiled(folder / "example", sources, f"-I{folder}", "-ldl", "-lm"))
+    assert "refused: kv_cache: got NULL, expected an address" in printed
+    assert printed.endswith("all as expected\n")
+
+
+def test_cpp(folder: Path) -> None:
+    """With a plan."""
+    objects = [folder / "mla_decode.o", folder / "mla_decode_images.o"]
+    for each in objects:
+        compiled(each, [each.with_suffix(".c")], "-c")
+    command = [compiler("g++"), "-std=c++17", *FLAGS, f"-I{folder}", f"-I{EXAMPLES / 'c'}"]
+    program = folder / "example_cpp"
+    command += [str(EXAMPLES / "cpp" / "decode.cpp"), *map(str, objects), "-ldl", "-o", str(program)]
+    subprocess.run(command, check=True)
+    assert simulated(program).endswith("all as expected\n")
+
+
+def test_the_manifest_is_read(folder: Path) -> None:
+    """The files are those that it names, and the images are small."""
+    found = Manifest.read(folder / "mla_decode.json")
+    assert (found.data["schema"], found.data["operation"]) == (SCHEMA, "mla_decode")
+    images = (folder / "mla_decode_images.c").read_text()
+    for kernel in found.data["kernels"]:
+        assert f"{kernel['image']}[" in images
+    assert sum(kernel["bytes"] for kernel in found.data["kernels"]) < _IMAGE_BYTES
+
+
+def elements(shape: tuple[int, ...], first: int) -> Any:
+    """The numbers of `batch.h`."""
+    positions = np.arange(np.prod(shape), dtype=np.uint64) + np.uint64(first)
+    mixed = (positions * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
+    return (((mixed >> np.uint64(16)) % np.uint64(17)).astype(np.float64) - 8).reshape(shape) / 8
+
+
+def test_the_expected_numbers_are_the_oracles() -> None:
+    q, cache = elements((2, 1, 16, 576), 0), elements((4, 64, 576), 1 << 20)
+    table, seqlens = np.array([[3, 0], [2, 0]], np.int32), np.array([70, 5], np.int32)
+    out, lse = reference.mla_decode(q, cache, table, seqlens, scale=192**-0.5)
+    rows = re.findall(r"\{(\d+), (\d+), (\d+), (-?[\d.]+)f\}", BATCH)
+    assert len(rows) == 6
+    for i, h, column, number in rows:
+        assert float(number) == pytest.approx(float(out[int(i), 0, int(h), int(column)]), abs=1e-6)
+    rows = re.findall(r"\{(\d+), (\d+), (-?[\d.]+)f\}", BATCH)
+    assert len(rows) == 3
+    for i, h, number in rows:
+        assert float(number) == pytest.approx(float(lse[int(i), int(h), 0]), abs=1e-6)
