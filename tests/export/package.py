@@ -58,6 +58,9 @@ class Writer:
         log, self.log = bytes(self.log), bytearray()
         return log
 
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        return request
+
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         spec.validate()
         element, swizzle, l2 = tensormap.codes(spec.dtype, spec.swizzle, spec.l2)

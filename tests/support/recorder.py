@@ -18,6 +18,7 @@ from mla_cupy.kernels import KERNELS
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device, driver, launching, loader
+from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from tests.support.calls import no_launch
@@ -63,6 +64,9 @@ class Recorder:
     @property
     def entries(self) -> list[str]:
         return [launch.entry.removeprefix("mla_") for launch in self.launches]
+
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        return request
 
     def encode_tiled(self, tensor_map: TensorMapSpec) -> bytes:
         self.maps.append(tensor_map)
