@@ -12,7 +12,7 @@ POINT_BYTES = 8
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_schedule",
-    "cuts the tiles of a batch into splits, the longest of which is as short as possible",
+    "cuts the tiles of a batch into splits, the longest as short as possible",
     "attention/schedule.cu",
     DecodeScheduleParams,
     core=PLAIN,

@@ -16,7 +16,7 @@ WINDOW_BYTES = 8192
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "dense_mask",
-    "makes the mask of dense attention of the keys that indices select",
+    "makes a mask of the keys that indices select, for dense attention",
     "dense/mask.cu",
     MaskParams,
     facts={"window_bytes": WINDOW_BYTES},

@@ -57,7 +57,7 @@ DLSE_THREADS = 256
 
 DLSE: KernelSpec[object] = KernelSpec(
     "sparse_backward_dlse",
-    "takes a gradient with respect to lse into the statistics of each query and head",
+    "adds a gradient with respect to lse to the statistics of each query and head",
     "sparse_backward/dlse.cu",
     DlseParams,
     facts={"pairs_per_block": DLSE_THREADS},

@@ -90,7 +90,7 @@ KERNEL = BackwardKernel(
 WEIGHT_STATIONARY = replace(
     KERNEL,
     name="sparse_backward_sm100_ws",
-    about="the same with weight-stationary products, in 464 columns of tensor memory, for comparison",
+    about="gradients of sparse attention with weight-stationary tcgen05 products, for comparison; simulated",
     source="sparse_backward/sm100_ws.cu",
     core=(),
     on_request=True,

@@ -67,43 +67,43 @@ RANGES = _kernel(
 )
 ROWS = _kernel(
     "indexer_loss_rows",
-    "divergence of each row, and the gradient by its scores",
+    "divergence of each row, and the gradient of its scores",
     lambda problem, tokens: (problem.rows_per_token, _in_turns(tokens), 1),
     padded_keys=TILE_KEYS,
 )
 BOUNDS = _kernel(
     "indexer_loss_bounds",
-    "for deterministic sums: an upper bound of what a token adds to the gradient by index keys",
+    "for deterministic sums: an upper bound of what a token adds to the gradient of the index keys",
     _warp_per_token,
     block_tokens=WARPS,
 )
 FINITE_KEYS = _kernel(
     "indexer_loss_finite_keys",
-    "a copy of the index keys without what is not finite",
+    "a copy of the index keys with zeros in place of NaN and infinity",
     _elements,
     block_elems=THREADS,
 )
 DECODED_QUERIES = _kernel(
     "indexer_loss_decoded_queries",
-    "a copy of index queries in bf16, of e4m3 codes",
+    "a bf16 copy of index queries that are e4m3 codes",
     _codes,
     block_elems=THREADS * CODES_AT_ONCE,
 )
 FINITE_VALUES = _kernel(
     "indexer_loss_finite_values",
-    "a copy of the attention's values without what is not finite",
+    "a copy of the attention's values with zeros in place of NaN and infinity",
     lambda problem, tokens: (_blocks(problem.s_kv, TILE_KEYS), 1, 1),
     block_keys=TILE_KEYS,
 )
 KEYS_SUM = _kernel(
     "indexer_loss_keys_sum",
-    "gradient by index keys from the sums of all splits",
+    "gradient of the index keys from the sums of all splits",
     _elements,
     block_elems=THREADS,
 )
 HEAD_SUMS = _kernel(
     "indexer_loss_head_sums",
-    "targets of the indexer's losses, for others to add to",
+    "sums over heads for the indexer's losses, to be added up over ranks",
     lambda problem, tokens: (_blocks(problem.keys, THREADS), _in_turns(tokens), 1),
     block_keys=THREADS,
 )
@@ -125,21 +125,21 @@ ATTENTION = _kernel(
 )
 QUERIES = _kernel(
     "indexer_loss_generic_queries",
-    "gradients by index queries and weights on any GPU, in fp32",
+    "gradients of index queries and weights on any GPU, in fp32",
     lambda problem, tokens: (_blocks(problem.index_heads, WARPS), _in_turns(tokens), 1),
     block_heads=WARPS,
     max_index_dim=MAX_INDEX_DIM,
 )
 KEYS = _kernel(
     "indexer_loss_generic_keys",
-    "gradient by index keys on any GPU, in fp32",
+    "gradient of the index keys on any GPU, in fp32",
     lambda problem, tokens: (_blocks(problem.s_kv, WARPS), 1, 1),
     block_keys=WARPS,
     max_index_dim=MAX_INDEX_DIM,
 )
 SCATTER = _kernel(
     "indexer_loss_generic_scatter",
-    "gradient by the index keys of lists on any GPU, in fp32",
+    "gradient of the index keys in lists on any GPU, in fp32",
     _warp_per_token_and_key,
     block_keys=WARPS,
     max_index_dim=MAX_INDEX_DIM,

@@ -268,7 +268,7 @@ SCORES = _kernel(
 )
 QUERIES = _kernel(
     "indexer_loss_sm90_queries",
-    "gradients by index queries and weights with WGMMA and TMA",
+    "gradients of index queries and weights with WGMMA and TMA",
     variants=_INDEX_PIECES,
     facts={"block_tokens": BLOCK_TOKENS, "block_heads": BLOCK_HEADS},
     unsupported=_summed_over_heads,
@@ -278,7 +278,7 @@ QUERIES = _kernel(
 )
 KEYS = _kernel(
     "indexer_loss_sm90_keys",
-    "gradient by index keys with WGMMA and TMA: sums over splits of the tokens",
+    "gradient of the index keys with WGMMA and TMA: sums over splits of the tokens",
     variants=_INDEX_PIECES,
     facts={"block_keys": TILE_KEYS},
     unsupported=_summed_over_heads,
@@ -298,7 +298,7 @@ HEADS = _kernel(
 )
 HEAD_QUERIES = _kernel(
     "indexer_loss_sm90_head_queries",
-    "gradients per head by index queries and weights with WGMMA and TMA",
+    "gradients per head of index queries and weights with WGMMA and TMA",
     variants=_INDEX_PIECES,
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_per_head,
@@ -308,7 +308,7 @@ HEAD_QUERIES = _kernel(
 )
 HEAD_KEYS = _kernel(
     "indexer_loss_sm90_head_keys",
-    "gradient per head by index keys with WGMMA and TMA: sums over splits of the tokens' heads",
+    "gradient per head of the index keys with WGMMA and TMA: sums over splits of the tokens' heads",
     variants=_INDEX_PIECES,
     facts={"block_keys": TILE_KEYS, "tile_tokens": TILE_TOKENS},
     unsupported=_per_head,
