@@ -157,7 +157,7 @@ class CupyFamily(NativeFamily):
                 cupy.copyto(self._seen(out), self._seen(source))
 
     def _seen(self, view: View) -> Any:
-        """The array that a view is of."""
+        """The array under a view."""
         cuda, dtype = self._cupy.cuda, DTYPES[view.dtype]
         memory = cuda.UnownedMemory(
             view.ptr, 0, None, view.device

@@ -103,7 +103,7 @@ class DlpackFamily:
         return x
 
     def settle(self, lent: Iterable[Any]) -> None:
-        """Hold them: a library that nothing is known of may reuse the memory of a dropped array at once."""
+        """Hold them: an unknown library may reuse the memory of a dropped array at once."""
         held = tuple(x for x in lent if x is not None)
         event = cupy_family().event(_device_of(held))
         if event is not None:

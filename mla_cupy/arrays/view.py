@@ -130,17 +130,17 @@ class Family(Protocol):
         """Array library that computes on its arrays, in place of its own."""
 
     def adopt(self, x: Any) -> Any:
-        """Lend an array: return one of `native` over the same memory."""
+        """Return an array of `native` over the same memory."""
 
     def release(self, x: Any) -> Any:
         """A result of `native` as an array of this family."""
 
     def settle(self, lent: Iterable[Any]) -> None:
-        """Work on adopted arrays is enqueued on the current stream: keep their memory from new use until it is done."""
+        """Keep the memory of adopted arrays from new use until the work enqueued on the current stream is done."""
 
 
 class NativeFamily:
-    """A family that is native itself: nothing to lend."""
+    """A family that is native itself: nothing to adopt."""
 
     mutable = takes_stream = True
 

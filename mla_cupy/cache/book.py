@@ -244,7 +244,7 @@ class Book:
         self.length[plan.rows] = plan.after
 
     def _copy(self, plan: Extension, taken: list[int]) -> None:
-        """Pages for those that others have, too."""
+        """Pages in place of those that others have, too."""
         for (row, column), page in zip(plan.copies, taken, strict=True):
             source = int(self.table[row, column])
             self.refs[source] -= 1
@@ -267,7 +267,7 @@ class Book:
         self.owned[rows] = end
 
     def undo(self, plan: Extension) -> None:
-        """The state before, but for cached pages that were given up; the device is told everything anew."""
+        """Restore the state before, except for cached pages that were evicted; the device is told everything anew."""
         for (row, column), (source, page) in zip(plan.copies, plan.copied, strict=True):
             self.table[row, column] = source
             self.refs[source] += 1
@@ -293,7 +293,7 @@ class Book:
         return missing
 
     def reserve(self, row: int, pages: int) -> None:
-        """Take pages ahead, of which the device hears with the next step, whoever's it is."""
+        """Take pages ahead; the next step, of any sequence, tells the device."""
         if pages:
             owned = int(self.owned[row])
             self.table[row, owned : owned + pages] = self._take(pages)

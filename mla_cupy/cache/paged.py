@@ -1,4 +1,4 @@
-"""A paged latent cache that sequences share pages of."""
+"""A paged latent cache whose pages sequences can share."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Invocation:
         return self.arrays[len(self.operation.inputs) :]
 
     def adopted(self, family: Family) -> Invocation:
-        """Invocation with arrays that the family has lent to a native one."""
+        """Invocation with arrays of the native family over the same memory."""
         arrays = tuple(None if x is None else family.adopt(x) for x in self.arrays)
         workspace = None if self.workspace is None else family.adopt(self.workspace)
         return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan, self.check)
@@ -368,7 +368,8 @@ def forget() -> None:
 
 
 def fixed(call: Invocation, native: Native) -> Callable[[int], None]:
-    """A call of these very arrays, checked and prepared once: what enqueues it on a stream, for one thread at a time.
+    """Check and prepare a call of these very arrays once; return what enqueues it on a stream, for one thread at a
+    time.
 
     The operation allocates nothing. The kernels are built and loaded now; the call's stream, a raw handle, must not be
     being captured.

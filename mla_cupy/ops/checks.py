@@ -76,7 +76,7 @@ def check_empty_lse(empty_lse: Any) -> float:
 
 
 def check_accumulate(accumulate: Any) -> str:
-    """Check what products of 8-bit codes are added up in."""
+    """Check the type in which products of 8-bit codes are added up."""
     if not (isinstance(accumulate, str) and accumulate in ACCUMULATE):
         raise ArgumentError(explain("accumulate", repr(accumulate), '"float32" or "float16"'))
     return accumulate
@@ -112,7 +112,7 @@ def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:
 
 
 def check_float(argument: str, value: Any) -> float:
-    """Check that it is a number, whichever."""
+    """Check that it is a number of any value."""
     try:
         if is_number(value):
             return float(value)
