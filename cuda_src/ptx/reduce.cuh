@@ -26,6 +26,17 @@ MLA_DEVICE void red_add_v2(float* to, float x, float y, i32 wanted) {
         : "memory");
 }
 
+// Two neighbours, on any GPU: one instruction from sm_90 on, two before.
+MLA_DEVICE void red_add_x2(float* to, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#else
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n red.relaxed.gpu.global.add.f32 [%0 + 4], %2;" ::"l"(to),
+                 "f"(x), "f"(y)
+                 : "memory");
+#endif
+}
+
 // By one. The hardware adds up what lanes add to the same address.
 MLA_DEVICE void red_shared_inc(SmemAddr to) {
     asm volatile("red.relaxed.cta.shared.add.u32 [%0], 1;" ::"r"(to.value) : "memory");

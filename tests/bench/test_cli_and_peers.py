@@ -137,7 +137,7 @@ def test_what_cannot_run_says_why(arguments, text, capsys):
         ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
         ("sparse-forward", ["--peers", "cudnn"], "generic, flashmla, tilelang"),
         ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
-        ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, cudnn, tilelang"),
+        ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, sparse_backward_mma_163kb, "),
     ],
 )
 def test_what_a_sparse_run_cannot_do(operation, arguments, text, capsys, monkeypatch):
@@ -172,7 +172,7 @@ def test_nothing_heavy_is_imported_for_list():
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
     from bench.ops.decode.own import INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
-    from bench.ops.sparse_backward.own import SparseBackward
+    from bench.ops.sparse_backward import own as backwards
     from bench.ops.sparse_forward.own import SparseForward
     from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
@@ -185,7 +185,7 @@ def test_adapters_meet_the_protocol():
     own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     forward = {"mla_cupy": SparseForward, "generic": SparseForward}
-    backward = dict.fromkeys(("mla_cupy", "deterministic", "generic"), SparseBackward)
+    backward = dict.fromkeys(("mla_cupy", "deterministic", "generic", *backwards.NAMED), backwards.SparseBackward)
     adapters = {
         DECODE: {**decode, "fa3": FlashAttention3, "triton": TritonMla},
         SPARSE_FORWARD: {**forward, "flashmla": FlashMlaSparse},

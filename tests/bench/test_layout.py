@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "model": {"core", "ops"},
     "trees": {"core", "operations"},
     "context_parallel": {"core"},
-    "cli": {"context_parallel", "core", "model", "operations", "trees"},
+    "trace": {"core", "operations"},
+    "cli": {"context_parallel", "core", "model", "operations", "trace", "trees"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -13,9 +13,10 @@ import mla_cupy
 from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
-from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, sm90
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, mma, sm90
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.simulation import fake_gpu
 from tests.support.gradients import problem_of, reason_against
 from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL
 from tests.support.recorder import B200, H200, Recorder
@@ -262,11 +263,21 @@ def test_the_generic_grid_covers_queries_and_heads() -> None:
         assert config.grid == (s_q * math.ceil(h_q / 8), 1, 1)
 
 
-@pytest.mark.parametrize(("cc", "aligned"), [((7, 5), True), ((8, 0), True), ((9, 0), False), ((10, 0), False)])
+@pytest.mark.parametrize(("cc", "aligned"), [((7, 5), True), ((8, 0), False), ((9, 0), False), ((10, 0), False)])
 def test_the_generic_kernel_takes_what_no_other_can(cc: tuple[int, int], aligned: bool) -> None:
     gpu = dataclasses.replace(H200, name=f"a fake {cc}", cc=cc)
     problem = SparseBackwardProblem(5, 300, 16, 64, 576, "bfloat16", aligned=aligned)
     assert configure(problem, gpu).kernel.name == GENERIC
+
+
+@pytest.mark.parametrize(
+    ("cc", "smem_kb"), [((8, 0), 163), ((8, 6), 99), ((8, 7), 163), ((8, 9), 99), ((12, 0), 99), ((12, 1), 99)]
+)
+def test_gpus_without_wgmma_get_mma_sync(cc: tuple[int, int], smem_kb: int) -> None:
+    config = configure(SparseBackwardProblem(5, 300, 33, 64, 576, "bfloat16"), fake_gpu(7, cc))
+    assert config.kernel.variant(config.problem).smem_kb == smem_kb
+    assert config.kernel in mma.KERNELS
+    assert config.grid == (5 * 2, 1, 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

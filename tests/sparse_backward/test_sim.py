@@ -16,6 +16,7 @@ from mla_cupy import reference
 from mla_cupy.arrays import View
 from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Prepared
+from mla_cupy.kernels.sparse_backward import mma
 from mla_cupy.kernels.sparse_backward.passes import launch_dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime import sources
@@ -27,7 +28,9 @@ from tests.support.sparse_cases import SparseCase, SparseInputs, lower_scores, m
 
 HOPPER = on_hopper(BACKWARD_KERNELS)
 GENERIC = "sparse_backward_generic"
-ALL = (GENERIC, *HOPPER, *BLACKWELL)
+#: Those with mma.sync, on the oldest GPU of each kind.
+MMA = dict(zip((kernel.name for kernel in mma.KERNELS), ((8, 0), (8, 6)), strict=True))
+ALL = (GENERIC, *HOPPER, *BLACKWELL, *MMA)
 DETERMINISTIC = tuple(
     name for name, kernel in BACKWARD_KERNELS.items() if any(build.deterministic for build in kernel.variants)
 )
@@ -56,7 +59,7 @@ WIDE = [
 
 def cc_of(kernel: str) -> tuple[int, int]:
     """A compute capability on which the kernel runs."""
-    return (10, 0) if kernel in BLACKWELL else (9, 0)
+    return MMA.get(kernel) or ((10, 0) if kernel in BLACKWELL else (9, 0))
 
 
 def takes(kernel: str, case: SparseCase, deterministic: bool = False) -> bool:
@@ -72,9 +75,11 @@ def narrow(case: SparseCase) -> SparseCase:
 
 
 def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], bool]]:
-    """Each case with each kernel once; modes and determinism take turns."""
-    for i, (kernel, case) in enumerate(itertools.product(ALL, [*CASES, *WIDE])):
-        if kernel != GENERIC or case in CASES:
+    """Each case with each kernel once, but that those with mma.sync share them; modes and determinism take turns."""
+    cases = [*CASES, *WIDE]
+    for i, (kernel, case) in enumerate(itertools.product(ALL, cases)):
+        others = kernel in MMA and (cases.index(case) + list(MMA).index(kernel)) % len(MMA)
+        if not others and (case in CASES or kernel not in (GENERIC, *MMA)):
             shape = narrow(case) if kernel == GENERIC else case
             yield shape, kernel, MODES[i % len(MODES)], i % 4 == 1 and takes(kernel, shape, True)
 

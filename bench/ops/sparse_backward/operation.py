@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.recorders import EVENTS
@@ -10,7 +12,7 @@ from ...peers.cudnn_sparse import CudnnSparse
 from ...peers.tilelang import tilelang
 from ..sparse.cases import CASE_OPTIONS, FORM
 from . import cases, check, inputs
-from .own import DETERMINISTIC, GENERIC, SparseBackward
+from .own import DETERMINISTIC, GENERIC, NAMED, SparseBackward
 
 EXAMPLES = """examples:
   run sparse-backward --peers cudnn --deterministic    all cases, cudnn-frontend and our deterministic call beside us
@@ -24,6 +26,7 @@ def implementations(choices: Choices) -> Known:
         OWN: lambda: SparseBackward(choices.kernel),
         DETERMINISTIC: lambda: SparseBackward(choices.kernel, DETERMINISTIC, deterministic=True),
         "generic": lambda: SparseBackward(GENERIC, "generic"),
+        **{name: partial(SparseBackward, name, name) for name in NAMED},
         "cudnn": CudnnSparse,
         "tilelang": tilelang,
     }
@@ -33,7 +36,7 @@ SPARSE_BACKWARD = BenchOperation(
     name="sparse-backward",
     title="sparse backward, the whole call: pre- and post-processing kernels included",
     examples=EXAMPLES,
-    peers="cudnn (imports torch and cudnn-frontend), tilelang, generic. Default: none",
+    peers=f"cudnn (imports torch and cudnn-frontend), tilelang, generic, {', '.join(NAMED)}. Default: none",
     suites=cases.SUITES,
     case_form=FORM,
     parse=cases.parse,

@@ -15,6 +15,7 @@ from .inputs import GradientInputs, Gradients
 
 GENERIC = "sparse_backward_generic"  # without tensor cores
 DETERMINISTIC = "deterministic"
+NAMED = ("sparse_backward_mma_163kb", "sparse_backward_mma")  # of GPUs without WGMMA
 
 
 class SparseBackward:

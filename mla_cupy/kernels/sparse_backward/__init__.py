@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_backward import generic, passes, sm90, sm90_pair, sm100
+from mla_cupy.kernels.sparse_backward import generic, mma, passes, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.pipeline import SPARSE_BACKWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -14,6 +14,7 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
+    *mma.KERNELS,
     *passes.KERNELS,
     *sm100.KERNELS,
     sm90.KERNEL,

@@ -17,7 +17,7 @@ from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
-from mla_cupy.kernels.sparse_backward import generic, passes, sm90, sm90_pair, sm100
+from mla_cupy.kernels.sparse_backward import generic, mma, passes, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
@@ -64,6 +64,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         sm100.WEIGHT_STATIONARY,
         sm90_pair.KERNEL,
         sm90.KERNEL,
+        *mma.KERNELS,
         generic.KERNEL,
     )
 
