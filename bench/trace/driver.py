@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import arrays
-from mla_cupy.runtime import cache, nvrtc, worker
+from mla_cupy.runtime import sources
 from mla_cupy.runtime.build import Build, BuildRequest
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, Driver, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -113,7 +113,10 @@ class Recorded:
 
     Attributes
     ----------
-    request : BuildRequest
+    entry, label : str
+        Of the kernel and its variant.
+    files : mapping
+        Texts of the sources, by name.
     spills : int
         Bytes of stores that the traced build spills.
     counts : ndarray, (blocks, warps)
@@ -123,7 +126,9 @@ class Recorded:
         When the warp began, and when it let the next kernel begin; zeros where it did not say.
     """
 
-    request: BuildRequest
+    entry: str
+    label: str
+    files: Mapping[str, bytes]
     spills: int
     counts: Array
     records: Array
@@ -133,8 +138,8 @@ class Recorded:
 class _Traced:
     """A loaded traced kernel, and the memory that it writes to."""
 
-    def __init__(self, request: BuildRequest, build: Build, kernel: LoadedKernel) -> None:
-        self.request, self.build, self.kernel = request, build, kernel
+    def __init__(self, build: Build, kernel: LoadedKernel) -> None:
+        self.build, self.kernel = build, kernel
         self.grid_blocks = 0
         self.warps = 0
         self.places: dict[str, tuple[Any, int]] = {}
@@ -167,38 +172,34 @@ class TracingDriver:
     def __init__(self, inner: Driver, access: Access, limits: Limits) -> None:
         self._inner, self._access, self._limits = inner, access, limits
         self._kernels: dict[int, _Traced] = {}
-        self.launched: list[str] = []
 
     def wanted(self, request: BuildRequest) -> BuildRequest:
-        """See `Driver.wanted`."""
-        return self._inner.wanted(request)
+        """See `Driver.wanted`: the traced build."""
+        return self._inner.wanted(traced(request))
 
     def load(self, build: Build, device: int) -> LoadedKernel:
-        """Load the traced build of the same kernel."""
-        request = traced_request(build)
-        places = cache.places()
-        traced, _ = worker.build_here(request, nvrtc.find_nvrtc(), places.read, places.write)
-        kernel = self._inner.load(traced, device)
-        self._kernels[id(kernel)] = _Traced(request, traced, kernel)
+        """See `Driver.load`."""
+        kernel = self._inner.load(build, device)
+        self._kernels[id(kernel)] = _Traced(build, kernel)
         return kernel
 
     def prepare(
         self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
     ) -> PreparedLaunch:
         """Prepare a launch, and memory for its records."""
-        traced = self._kernels[id(kernel)]
+        own = self._kernels[id(kernel)]
         warps = -(-block[0] * block[1] * block[2] // WARP_THREADS)
-        if traced.warps != warps:
-            self._access.set_variable(kernel, SYMBOL, traced.allocate(self._limits, warps))
-        traced.grid_blocks = grid[0] * grid[1] * grid[2]
+        if own.warps != warps:
+            self._access.set_variable(kernel, SYMBOL, own.allocate(self._limits, warps))
+        own.grid_blocks = grid[0] * grid[1] * grid[2]
         return self._inner.prepare(kernel, grid, block, cluster, smem, args, pdl)
 
     def recorded(self) -> list[Recorded]:
         """Return what each kernel's last launch has left, in the order in which kernels were loaded."""
-        return [self._read(traced) for traced in self._kernels.values() if traced.places]
+        return [self._read(each) for each in self._kernels.values() if each.places]
 
-    def _read(self, traced: _Traced) -> Recorded:
-        limits, blocks = self._limits, min(self._limits.blocks, traced.grid_blocks)
+    def _read(self, kernel: _Traced) -> Recorded:
+        limits, blocks = self._limits, min(self._limits.blocks, kernel.grid_blocks)
         shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
             "counts": (np.dtype("u4"), ()),
             "records": (RECORD, (limits.capacity,)),
@@ -206,10 +207,11 @@ class TracingDriver:
         }
         found = {}
         for name, (kind, inner) in shapes.items():
-            memory, nbytes = traced.places[name]
+            memory, nbytes = kernel.places[name]
             raw = np.frombuffer(self._access.read(memory.ptr, nbytes), kind)
-            found[name] = raw.reshape(limits.blocks, traced.warps, *inner)[:blocks]
-        return Recorded(traced.request, traced.build.info["spill_stores"], **found)
+            found[name] = raw.reshape(limits.blocks, kernel.warps, *inner)[:blocks]
+        info = kernel.build.info
+        return Recorded(info["entry"], info["label"], sources.gather(info["source"]), info["spill_stores"], **found)
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         """See `Driver.encode_tiled`."""
@@ -232,9 +234,6 @@ class TracingDriver:
         return self._inner.device_guard(device)
 
 
-def traced_request(build: Build) -> BuildRequest:
-    """Return what a traced build of the same kernel is made of."""
-    info = build.info
-    defines = tuple((name, value) for name, value in info["defines"])
-    plain = BuildRequest(info["entry"], info["source"], info["arch"], defines, info["label"])
-    return dataclasses.replace(plain, spill_bytes=SPILL_BYTES, prelude=PRELUDE)
+def traced(request: BuildRequest) -> BuildRequest:
+    """Return the request of a traced build of the same kernel."""
+    return dataclasses.replace(request, spill_bytes=SPILL_BYTES, prelude=PRELUDE)

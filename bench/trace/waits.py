@@ -127,11 +127,11 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> 
     ghz = clock_rate(recorded.moments) or clock_ghz
     begun = recorded.moments[..., _BEGINS]["nanoseconds"]
     first = int(begun[begun > 0].min(initial=np.iinfo(np.uint64).max))
-    known = sites(recorded.request.files())
+    known = sites(recorded.files)
     room = recorded.records.shape[-1]
     return Trace(
-        recorded.request.entry.removeprefix("mla_"),
-        recorded.request.label,
+        recorded.entry.removeprefix("mla_"),
+        recorded.label,
         ghz,
         tuple(_warps(recorded, known, ghz, first)),
         int(np.maximum(recorded.counts.astype(np.int64) - room, 0).sum()),

@@ -12,12 +12,11 @@ import pytest
 from bench.cli import main
 from bench.core.errors import BenchError
 from bench.trace import report
-from bench.trace.driver import MOMENT, PRELUDE, RECORD, TARGET, Recorded
+from bench.trace.driver import MOMENT, PRELUDE, RECORD, TARGET, Recorded, traced
 from bench.trace.sites import UNKNOWN, number, sites
 from bench.trace.waits import BASIC_BLOCK, clock_rate, trace_of, unwrapped
 from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import cache, sources
-from mla_cupy.runtime.build import BuildRequest
 
 GHZ = 2.0
 #: Stands for a kernel: what counts are its lines.
@@ -28,13 +27,6 @@ TEXT = b"""MLA_DEVICE void run_load_role(Block& block) {
     mla_toy(const Params p) {
     __syncthreads();
 """
-
-
-class Request(BuildRequest):
-    """A request whose source is `TEXT`."""
-
-    def files(self) -> dict[str, bytes]:
-        return {"toy/a.cu": TEXT}
 
 
 def recorded(waits: dict[tuple[int, int], list[tuple[int, int, int]]], shape: tuple[int, int] = (2, 3)) -> Recorded:
@@ -48,7 +40,7 @@ def recorded(waits: dict[tuple[int, int], list[tuple[int, int, int]]], shape: tu
         moments[place][0] = (1000 + 10 * place[0], 2**32 - 100, 7)
         for index, (end, cycles, line) in enumerate(each[:room]):
             records[place][index] = ((2**32 - 100 + end) % 2**32, cycles, number("toy/a.cu", line), 64)
-    return Recorded(Request("mla_toy", "toy/a.cu", "sm_90a", (), "plain"), 0, counts, records, moments)
+    return Recorded("mla_toy", "plain", {"toy/a.cu": TEXT}, 0, counts, records, moments)
 
 
 def test_places_have_their_calls() -> None:
@@ -149,11 +141,10 @@ def test_a_drawing_names_the_blocks_that_there_are(tmp_path: Path) -> None:
 def test_plain_builds_know_nothing_of_it() -> None:
     spec = KERNELS["decode_sm90_seesaw"]
     request = spec.request(spec.variants[0], "sm_90a")
-    traced = BuildRequest(request.entry, request.source, request.arch, request.defines, request.label, prelude=PRELUDE)
     assert request.files() == sources.gather(request.source)
     assert PRELUDE not in {name for each in KERNELS.values() for name in sources.gather(each.source)}
-    assert cache.image_key(traced) != cache.image_key(request)
-    assert traced.name == f"{request.name}-trace-waits"
+    assert cache.image_key(traced(request)) != cache.image_key(request)
+    assert traced(request).name == f"{request.name}-trace-waits"
 
 
 def test_structs_are_those_of_the_header() -> None:
