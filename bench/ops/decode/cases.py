@@ -128,6 +128,12 @@ NOPE = tuple(DecodeCase(b, 1, h_q, 8192, d_qk=D_V) for h_q in (16, 64, 128) for 
 SMALL_BATCHES = tuple(
     DecodeCase(b, 1, h_q, s_kv) for h_q in (16, 32, 128) for b in (1, 2, 4, 8) for s_kv in (1024, 8192, 32768)
 )
+# Engines ask for pages of 16 tokens; the same keys in larger pages beside them.
+PAGES = tuple(
+    DecodeCase(b, 1, h_q, s_kv, page_size=page_size)
+    for b, h_q, s_kv in ((64, 128, 8192), (128, 128, 4096), (128, 16, 8192), (1, 128, 8192), (1, 16, 8192))
+    for page_size in (16, 32, 64, 128)
+)
 
 
 def _mix(number: int) -> DecodeCase:
@@ -152,6 +158,7 @@ SUITES: dict[str, tuple[DecodeCase, ...]] = {
     "heads": HEADS,
     "nope": NOPE,
     "small-batches": SMALL_BATCHES,
+    "pages": PAGES,
     "mixes": MIXES,
     "table": tuple(dict.fromkeys((*CASES, *HEADS, *NOPE, *MIXES))),
 }

@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   run decode --peers-dir peers --json h200.jsonl       all cases, FlashMLA and FlashAttention-3 beside us
   run decode --case b128-sq1-hq128-skv4096 --peers generic
   run decode --suite small-batches --peers decode_sm90_small,decode_sm90_small_cluster8
+  run decode --suite pages                             pages of 16 to 128 tokens
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
 """
 
