@@ -129,6 +129,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     selftest.add_arguments(
         add("selftest", selftest.run, "try instructions, then kernels, on a GPU or simulated", json_too=False)
     )
+    engines = add("engines", _engines, "check whether the installed vLLM and SGLang are served")
+    if arguments[:1] == ["engines"]:
+        _engines_module().add_arguments(engines)
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
     add("trace", _demo, "show what each warp of a kernel waits for: see `mla-cupy trace --help`", json_too=False)
@@ -372,6 +375,17 @@ def _export(options: argparse.Namespace) -> int:
 
 def _export_module() -> Any:
     return importlib.import_module("mla_cupy.export.command")
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+
+def _engines(options: argparse.Namespace) -> int:
+    return int(_engines_module().run(options))
+
+
+def _engines_module() -> Any:
+    return importlib.import_module("mla_cupy.integrations.check")
 
 
 # -- demo, bench -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def misfit(ours: Callable[..., Any], theirs: Callable[..., Any], *, shortest_onl
     ours : callable
         What is called in place of `theirs`. Parameters that it does not name may go to its * and **: it ignores them.
     theirs : callable
-        The engine's own.
+        The engine's own. If it takes anything, by * or **, its parameters say nothing of the calls.
     shortest_only : bool
         Leave out what may be left out: for constructors, which an engine calls as its abstract classes say, whatever
         else a base class of ours can be told.
@@ -37,7 +37,9 @@ def misfit(ours: Callable[..., Any], theirs: Callable[..., Any], *, shortest_onl
     -------
     str
     """
-    parameters = [x for x in inspect.signature(theirs).parameters.values() if x.kind not in _VARIADIC]
+    parameters = list(inspect.signature(theirs).parameters.values())
+    if any(x.kind in _VARIADIC for x in parameters):
+        return ""
     wanted = inspect.signature(ours)
     for positional, named in _calls(parameters, shortest_only):
         try:

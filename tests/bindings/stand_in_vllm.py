@@ -57,6 +57,10 @@ class AttentionBackend:
     def supports_compute_capability(cls, capability: Any) -> bool:
         return True
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
 
 class MLACommonBackend(AttentionBackend):
     @staticmethod

@@ -349,7 +349,9 @@ def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> 
         assert f"got {command[-1]!r}, expected a whole number from 1 on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "info", "compile", "list", "formats", "clear-cache", "demo", "bench"])
+@pytest.mark.parametrize(
+    "command", ["", "info", "compile", "list", "formats", "clear-cache", "demo", "engines", "bench"]
+)
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"] if command else ["--help"])

@@ -1,0 +1,104 @@
+"""One run of the real vLLM on a CPU: `python -m tests.engines.cpu.run BACKEND RESULT CASE`, a case being JSON.
+
+It is a process of its own, since vLLM keeps for its whole life what it is told: `python -m tests.engines cpu` starts
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("MLA_CUPY_BACKEND", "numpy")
+
+VOCABULARY = 4096
+SHARED = ((0, 5), (64, 40), (100, 1), (0, 150), (37, 0), (130, 3))
+"""Prompts: tokens that they share from their start on, and tokens of their own."""
+
+
+def main(backend: str, result: str, case: dict[str, Any]) -> None:
+    """Generate, and write down tokens, logprobs, and what has run."""
+    from tests.engines.cpu import attention, operators, platform, smaller
+
+    operators.install()
+    platform.without_pinned_memory()
+    platform.install()
+    attention.install()
+    smaller.install()
+    from vllm import LLM, SamplingParams
+
+    shapes = _count_our_calls() if backend == "CUSTOM" else Counter()
+    made = LLM(
+        model=case["model"],
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        max_model_len=512,
+        enforce_eager=True,
+        max_num_seqs=8,
+        enable_prefix_caching=True,
+        seed=0,
+        **case["options"],
+    )
+    config = made.llm_engine.vllm_config
+    wanted = SamplingParams(temperature=0, max_tokens=case["new"], ignore_eos=True, logprobs=4, detokenize=False)
+    rounds = []
+    for _ in range(2):  # the second round finds its prompts in the prefix cache
+        outputs = made.generate([{"prompt_token_ids": x} for x in prompts()], wanted, use_tqdm=False)
+        rounds.append([_told(x) for x in outputs])
+    layers = config.compilation_config.static_forward_context.values()
+    kinds = {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers if hasattr(x, "impl")}
+    facts = {
+        "implementation": sorted(kinds),
+        "page_size": config.cache_config.block_size,
+        "second_runner": bool(config.use_v2_model_runner),
+        "called": dict(operators.CALLS),
+        "shapes": dict(shapes),
+    }
+    Path(result).write_text(json.dumps({"facts": facts, "rounds": rounds}))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads have nothing to put away
+
+
+def prompts() -> list[list[int]]:
+    """Tokens, the same in every run."""
+    draw = random.Random(1)
+    shared = [draw.randrange(VOCABULARY) for _ in range(max(x for x, _ in SHARED))]
+    return [shared[:n] + [draw.randrange(VOCABULARY) for _ in range(own)] for n, own in SHARED]
+
+
+def _told(output: Any) -> dict[str, Any]:
+    first = output.outputs[0]
+    steps = [{str(token): x.logprob for token, x in step.items()} for step in first.logprobs]
+    return {"tokens": list(first.token_ids), "cached": output.num_cached_tokens, "logprobs": steps}
+
+
+def _count_our_calls() -> Counter[str]:
+    """Count the calls of our decode by what they are given."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    import mla_cupy.integrations.vllm_backend as ours
+
+    shapes: Counter[str] = Counter()
+    inner = ours.mla_decode
+
+    def counted(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -> Any:
+        planned = "planned" if options.get("plan") is not None else "unplanned"
+        shapes[f"q {tuple(q.shape)}, pages of {cache.shape[1]}, {str(cache.dtype)[6:]}, {planned}"] += 1
+        return inner(q, cache, table, lengths, **options)
+
+    ours.mla_decode = counted
+    return shapes
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
