@@ -31,6 +31,14 @@ MLA_DEVICE u32 mul_x2(bfloat16, u32 a, u32 b) {
     return product;
 }
 
+// Two sums at once, each rounded to nearest even.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-add
+MLA_DEVICE u32 add_x2(float16, u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
 // a * b + c of two pairs, rounded once.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-fma
 MLA_DEVICE u32 fma_x2(float16, u32 a, u32 b, u32 c) {

@@ -41,6 +41,10 @@ def _single(tokens: int) -> DecodeProblem:
     return DecodeProblem(1, 128, 1, "bfloat16", batch=Batch(1, tokens))
 
 
+def _fp8_math() -> DecodeProblem:
+    return DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
+
+
 def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
     sizes = {"s_q": 4096, "s_kv": 8192, "topk": 2048, **changes}
     return SparseForwardProblem(h_q=h_q, d_qk=576, dtype="bfloat16", **sizes)
@@ -69,6 +73,7 @@ SITUATIONS = (
     ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, 1, "bfloat16", record="v32")),
     ("`mla_decode`, 128 heads, FP8 records", DECODE, DecodeProblem(1, 128, 1, "bfloat16", record="v32")),
     ("`mla_decode`, 4 queries, 16 heads, FP8 records", DECODE, DecodeProblem(4, 16, 1, "bfloat16", record="v32")),
+    ('`mla_decode`, records "fp8", math="fp8"', DECODE, _fp8_math()),
     ("`mla_decode`, 16 heads, 4 drafts that form a tree", DECODE, DecodeProblem(4, 16, 1, "bfloat16", tree_mask=True)),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),

@@ -77,7 +77,7 @@ def subject(
         OPERATION,
         {**sizes, "d_kv": FORMATS[record].width if record else d_qk},
         dtypes,
-        fixed={"d_v": D_V, "out_dtype": None, "lse_base": "e", "kernel": None},
+        fixed={"d_v": D_V, "math": "exact", "out_dtype": None, "lse_base": "e", "kernel": None},
         free={
             "scale": "real",
             "causal": "integer",
@@ -160,6 +160,7 @@ class _Planned:
             dtype=given.dtypes["q"],
             shard=(_CP_WORLD.number, _CP_RANK.number),
             tree_mask=False,
+            math="exact",
             batch_invariant=False,
             split_tokens=_ANY_SPLIT_TOKENS,
             kernel=None,

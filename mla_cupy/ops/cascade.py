@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ArgumentError, explain
@@ -26,8 +26,9 @@ def cascade_decode(
     *,
     scale: float | None = None,
     causal: bool = True,
+    math: str = "exact",
     lse_base: str = "e",
-    empty_lse: float = -math.inf,
+    empty_lse: float = -inf,
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
@@ -41,7 +42,7 @@ def cascade_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, scale, causal, lse_base, empty_lse, out, lse, out_dtype, stream
+    q, kv_cache, block_table, seqlens, scale, causal, math, lse_base, empty_lse, out, lse, out_dtype, stream
         As for `mla_decode`. The page tables of a group's sequences begin with the same pages, and every query token
         sees all of these; `shared_prefixes` finds such groups on the host. Queries of a group whose first two axes do
         not step evenly are copied.
@@ -88,7 +89,7 @@ def cascade_decode(
     >>> [round(float(x), 3) for x in lse[:, 0, 0]]
     [28.605, 28.248]
     """
-    options = (_hashable(groups), scale, causal, lse_base, empty_lse, out_dtype, hashable(kernel))
+    options = (_hashable(groups), scale, causal, math, lse_base, empty_lse, out_dtype, hashable(kernel))
     arrays = (q, kv_cache, block_table, seqlens, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
@@ -100,6 +101,7 @@ class CascadeOptions(NamedTuple):
     groups: Any
     scale: Any
     causal: Any
+    math: Any
     lse_base: Any
     empty_lse: Any
     out_dtype: Any
@@ -120,7 +122,7 @@ def _examine(views: Views, options: CascadeOptions) -> Examined:
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])
     resolved = options._replace(
-        **{name: getattr(of_decode.options, name) for name in ("scale", "causal", "lse_base", "empty_lse")},
+        **{name: getattr(of_decode.options, name) for name in ("scale", "causal", "math", "lse_base", "empty_lse")},
         groups=groups,
         kernel=check_kernels(_PIPELINE, options.kernel),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
@@ -148,9 +148,10 @@ class _Batch:
                 cp_world=1,
                 cp_rank=0,
                 kv_scale=1.0,
+                math=options.math,
                 out_dtype=None,
                 lse_base=options.lse_base,
-                empty_lse=options.empty_lse if alone else -math.inf,
+                empty_lse=options.empty_lse if alone else -inf,
                 kernel=None,
             )
         )
@@ -272,6 +273,7 @@ def plan_cascade(
     h_q: int,
     d_qk: int = D_QK,
     record: str | None = None,
+    math: str = "exact",
     max_pages: int,
     page_size: int,
     dtype: Any,
@@ -285,7 +287,7 @@ def plan_cascade(
         Those of the calls; another batch, or other prefixes, need another plan.
     b : int
         Sequences of the batch.
-    s_q, h_q, d_qk, record, max_pages, page_size, dtype, device
+    s_q, h_q, d_qk, record, math, max_pages, page_size, dtype, device
         As for `plan_decode`.
 
     Returns
@@ -317,8 +319,8 @@ def plan_cascade(
     given = (("b", b), ("s_q", s_q), ("max_pages", max_pages), ("page_size", page_size))
     b, s_q, max_pages, page_size = (check_count(argument, value, 1, MAX_INT32) for argument, value in given)
     groups = check_groups(groups, b, max_pages)
-    shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "record": record, "page_size": page_size, "dtype": dtype}
-    shape["device"] = device
+    shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "record": record, "math": math}
+    shape |= {"page_size": page_size, "dtype": dtype, "device": device}
 
     def planned(section: Section) -> Section:
         n, group = section.part.stop - section.part.start, section.group

@@ -67,6 +67,22 @@ def check_lse_base(lse_base: Any) -> str:
     return lse_base
 
 
+def check_math(math: Any) -> str:
+    """Check the arithmetic of the products."""
+    if not (isinstance(math, str) and math in ("exact", "fp8")):
+        raise ArgumentError(explain("math", repr(math), '"exact" or "fp8"'))
+    return math
+
+
+def check_math_of_record(math: str, record: str) -> None:
+    """Check that a cache of this FP8 record, "" for 16-bit rows, can be multiplied so."""
+    if math == "exact" or record == "fp8":
+        return
+    what = f"the record {record}" if record else "16-bit rows"
+    remedy = 'leave math out, or keep the cache in the record "fp8", see cache_append'
+    raise ArgumentError(explain("math", repr(math), f'"exact" for {what}', remedy))
+
+
 def check_empty_lse(empty_lse: Any) -> float:
     """Check that it is a number; inf and NaN are allowed."""
     if is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:

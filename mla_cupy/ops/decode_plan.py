@@ -24,7 +24,15 @@ from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, Step, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
-from mla_cupy.ops.checks import check_drafts, check_flag, check_memory, check_shard, is_integer
+from mla_cupy.ops.checks import (
+    check_drafts,
+    check_flag,
+    check_math,
+    check_math_of_record,
+    check_memory,
+    check_shard,
+    is_integer,
+)
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.ops.operation import Views, present
 from mla_cupy.ops.schema import low_words, misstep, narrowed
@@ -280,6 +288,7 @@ def plan_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     tree_mask: bool = False,
+    math: str = "exact",
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: int | None = None,
@@ -306,6 +315,8 @@ def plan_decode(
         As in the calls.
     tree_mask : bool
         True if the calls pass one.
+    math : str
+        "fp8" if the calls have it.
     batch_invariant : bool
         Give `out` and `lse` of a sequence the same bits whatever else is in the batch, and wherever in the batch the
         sequence is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
@@ -350,6 +361,7 @@ def plan_decode(
         dtype=dtype,
         shard=(cp_world, cp_rank),
         tree_mask=tree_mask,
+        math=math,
         batch_invariant=batch_invariant,
         split_tokens=split_tokens,
         kernel=kernel,
@@ -391,6 +403,7 @@ def examine_plan(
     dtype: Any,
     shard: tuple[int, int],
     tree_mask: bool,
+    math: str,
     batch_invariant: bool,
     split_tokens: int,
     kernel: str | None,
@@ -414,7 +427,9 @@ def examine_plan(
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
     chosen = _record(record, d_qk, h_kv)
-    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=chosen, tree_mask=masked)
+    arithmetic = check_math(math)
+    check_math_of_record(arithmetic, chosen)
+    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic)
     if not batch_invariant:  # with it, results must not depend on these sizes
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
     return problem, Limits(max_b, max_pages, page_size, *shard), pieces

@@ -30,6 +30,8 @@ def attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | Non
 
 def attend_values(rows: Array, keys: Array, values: Array, scale: float, rounding: str | None) -> Attended:
     """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk) with `values` (n, d_v)."""
+    if rounding == "float8_e4m3fn":
+        return _attend_fp8(rows, keys, values, scale)
     if rounding is not None:
         return _attend_rounded(rows, keys, values, scale, rounding)
     if len(keys) == 0:
@@ -61,6 +63,53 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
         top = new_top
     ln2 = np.float32(np.log(2.0))
     return Attended(_normalise(out, total), (_shift(top) + np.log2(total)) * ln2, top * ln2)
+
+
+def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float) -> Attended:
+    """Attention with weights in e4m3, of which the largest of each block of tokens is 2^8.
+
+    `out` is divided by the sum of the rounded weights; the log-sum-exp is of the weights before that.
+    """
+    scores = scale * np.log2(np.e) * _fp8_products(rows, keys)
+    top = scores.max(axis=1, initial=-np.inf)
+    sums, out = np.zeros((2, len(rows))), np.zeros((len(rows), values.shape[1]))
+    for start in range(0, len(keys), BLOCK_TOKENS):
+        block = scores[:, start : start + BLOCK_TOKENS]
+        largest = _shift(block.max(axis=1))
+        weights = np.exp2(block - largest[:, None] + 8)
+        kept = round_to(weights, "float8_e4m3fn")
+        factor = np.exp2(largest - _shift(top) - 8)
+        sums += [weights.sum(axis=1) * factor, kept.sum(axis=1) * factor]
+        out += kept @ values[start : start + BLOCK_TOKENS] * factor[:, None]
+    return Attended(_normalise(out, sums[1]), (_shift(top) + np.log2(sums[0])) * np.log(2.0), top * np.log(2.0))
+
+
+def _fp8_products(rows: Array, keys: Array) -> Array:
+    """rows @ keys.T in three thirds of the columns, as tensor cores sum products of e4m3 numbers.
+
+    Of each 32 terms, and the sum before, what lies 13 bits below the largest is cut off; and so it is of their sum. A
+    product counts as large as its factors without their fractions.
+    """
+    total = np.zeros((len(rows), len(keys)))
+    for third in np.split(np.arange(rows.shape[1]), 3):
+        sums = np.zeros_like(total)
+        for columns in third.reshape(-1, 32):
+            a, b = rows[:, None, columns], keys[None, :, columns]
+            for start in range(0, len(keys), BLOCK_TOKENS):
+                part = slice(start, start + BLOCK_TOKENS)
+                largest = (_magnitude(a) * _magnitude(b[:, part])).max(axis=2)
+                unit = np.maximum(largest, _magnitude(sums[:, part])) * 2.0**-13
+                terms = np.trunc(a * b[:, part] / unit[..., None]).sum(axis=2) + np.trunc(sums[:, part] / unit)
+                terms *= unit
+                unit = _magnitude(terms) * 2.0**-13
+                sums[:, part] = np.trunc(terms / unit) * unit
+        total += sums
+    return total
+
+
+def _magnitude(x: Array) -> Array:
+    """The powers of two below numbers; of 0 next to nothing."""
+    return np.where(x == 0, 2.0**-500, np.ldexp(0.5, np.frexp(x)[1]))
 
 
 def _shift(top: Array) -> Array:

@@ -13,6 +13,7 @@ from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
 
 Array = npt.NDArray[Any]
@@ -32,6 +33,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1.0,
+    math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     rounding: str | None = None,
@@ -68,6 +70,8 @@ def mla_decode(
         tokens of the whole sequence.
     kv_scale : float
         Scale of the record "fp8".
+    math : str
+        "exact", or "fp8": queries as `quantise_queries` leaves them.
     lse_base : str
         "e" or "2".
     empty_lse : float
@@ -75,7 +79,8 @@ def mla_decode(
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
         against the running maximum, and `out` to the dtype of `q`; of records the keys, too. The difference from the
-        exact result is the error that a correct kernel may have.
+        exact result is the error that a correct kernel may have. With math="fp8" weights are
+        rounded to e4m3, whatever the name.
 
     Returns
     -------
@@ -98,6 +103,10 @@ def mla_decode(
         raise ShapeError(explain("q", f"{h_q} heads", f"a multiple of the cache's {h_kv}"))
     group = h_q // h_kv
     scale = d_qk**-0.5 if scale is None else scale
+    queries = dequantised(q) if math == "fp8" else q
+    weights, factor = rounding, 1.0
+    if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored
+        weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
 
     out = np.zeros((b, s_q, h_q, d_v))
     lse = np.full((b, h_q, s_q), -np.inf)
@@ -111,9 +120,9 @@ def mla_decode(
         for tokens, visible in _visible(positions, length, s_q, causal, words):
             for h in range(h_kv):
                 heads = slice(h * group, (h + 1) * group)
-                rows = q[i, tokens, heads].astype(keys.dtype)
-                row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible, h], d_v, scale, rounding)
-                out[i, tokens, heads] = row_out.reshape(*rows.shape[:2], d_v)
+                rows = queries[i, tokens, heads].astype(keys.dtype)
+                row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible, h], d_v, scale, weights)
+                out[i, tokens, heads] = factor * row_out.reshape(*rows.shape[:2], d_v)
                 lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
     if rounding is not None:
         out = round_to(out, dtype_name(q.dtype))
@@ -129,6 +138,7 @@ def cascade_decode(
     groups: Sequence[tuple[int, int, int]],
     scale: float | None = None,
     causal: bool = True,
+    math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
 ) -> tuple[Array, Array]:
@@ -136,7 +146,7 @@ def cascade_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, scale, causal, lse_base, empty_lse
+    q, kv_cache, block_table, seqlens, scale, causal, math, lse_base, empty_lse
         As for `mla_decode`.
     groups : sequence of (int, int, int)
         First sequence, number of sequences, and pages that they share.
@@ -145,7 +155,7 @@ def cascade_decode(
     for first, count, pages in groups:
         table[first : first + count, :pages] = table[first, :pages]
     numbers: dict[str, Any] = {"scale": scale, "causal": causal, "lse_base": lse_base, "empty_lse": empty_lse}
-    return mla_decode(q, kv_cache, table, seqlens, **numbers)
+    return mla_decode(q, kv_cache, table, seqlens, math=math, **numbers)
 
 
 def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:

@@ -232,7 +232,7 @@ def test_kv_map_boxes_tile_a_page(page_size: int) -> None:
 
 def test_promotion_of_fetches_is_the_kernels() -> None:
     cache = View(1 << 20, (10, 64, 1, 576), (64 * 576, 576, 576, 1), "bfloat16", HOST)
-    assert {name: DECODE_KERNELS[name].kv_map(cache).l2 for name in HOPPER} == {SMALL: "none", SEESAW: "128B"}
+    assert {name: DECODE_KERNELS[name].kv_maps(cache)[0].l2 for name in HOPPER} == {SMALL: "none", SEESAW: "128B"}
 
 
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:

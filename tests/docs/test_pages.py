@@ -101,9 +101,12 @@ def test_the_choice_of_kernels() -> None:
     assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ada) == "`attention_mma`"
     assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], blackwell) == "`dense_mma_163kb`"
     assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], ada) == "`dense_mma`"
-    for call in table.values():
+    for label, call in table.items():
         plain = kernel_choice.chosen(*call, turing)
-        assert "generic" in plain or plain == "`indexer_topk_select`"
+        if "math=" in label:  # products in FP8 are of Hopper alone
+            assert plain == "none"
+        else:
+            assert "generic" in plain or plain == "`indexer_topk_select`"
 
 
 def test_the_table_has_every_kernel_that_a_call_may_get() -> None:

@@ -44,6 +44,7 @@ def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
         "d_qk": case.d_qk,
         "dtype": case.dtype,
         "record": case.record or None,
+        "math": case.math,
     }
     return mla_cupy.plan_decode(**{**sizes, **options})
 

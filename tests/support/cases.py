@@ -43,7 +43,7 @@ class DecodeCase:
         False drops the cache's head axis; needs h_kv 1.
     record, scales
         "v32", "v4" or "fp8" for a cache of FP8 records, and the rule of its scales; needs h_kv 1, "v4" a d_qk of 512.
-    kv_scale
+    kv_scale, math
         Of "fp8".
     """
 
@@ -66,6 +66,7 @@ class DecodeCase:
     record: str = ""
     scales: str | None = None
     kv_scale: float = 1.0
+    math: str = "exact"
 
     @property
     def id(self) -> str:
@@ -81,6 +82,7 @@ class DecodeCase:
             self.record,
             self.scales or "",
             f"scale{self.kv_scale:g}" if self.kv_scale != 1 else "",
+            self.math if self.math != "exact" else "",
             f"seed{self.seed}" if self.seed else "",
         ]
         return "-".join(part for part in parts if part)
@@ -89,7 +91,8 @@ class DecodeCase:
     def options(self) -> dict[str, Any]:
         """The options of `mla_decode` that say which tokens there are and who sees them."""
         options = {"causal": self.causal, "cp_world": self.cp_world, "cp_rank": self.cp_rank}
-        return options if self.kv_scale == 1 else {**options, "kv_scale": self.kv_scale}
+        others = {"kv_scale": (self.kv_scale, 1.0), "math": (self.math, "exact")}
+        return options | {name: value for name, (value, usual) in others.items() if value != usual}
 
     def lengths(self) -> Array:
         """The lengths themselves, (b,) int32."""

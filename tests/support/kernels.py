@@ -27,8 +27,12 @@ def on_hopper(kernels: dict[str, Any]) -> tuple[str, ...]:
 
 
 #: Those of dense decode that read 16-bit rows, and those that read FP8 records.
-DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" not in k}
+DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {
+    k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"
+}
 RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
+#: Those whose products are in FP8.
+FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if v.math == "fp8"}
 #: Those that need no schedule; they have tests of their own.
 CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
 SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}

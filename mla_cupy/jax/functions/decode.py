@@ -27,6 +27,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1,
+    math: str = "exact",
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
     out_dtype: Any = None,
@@ -77,6 +78,9 @@ def mla_decode(
         of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has `empty_lse`.
     kv_scale : float
         Scale of the record "fp8", by which its numbers are multiplied.
+    math : str
+        "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper,
+        multiplies in e4m3: queries and weights are rounded to it, see the notes.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
         Whose memory the result takes over.
     lse : array, (b, h_q, s_q), float32, optional
@@ -122,6 +126,6 @@ def mla_decode(
     ((1, 1, 16, 512), 1.0, 28.605)
     """
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, out_dtype, lse_base, empty_lse, kernel)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, math, out_dtype, lse_base, empty_lse, kernel)
     out, lse = run(OPERATION, arrays, options, exportable)
     return out, lse

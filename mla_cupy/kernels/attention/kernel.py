@@ -57,11 +57,13 @@ class AttentionKernel(KernelSpec[ProblemT]):
         Query rows of a block.
     blocks_per_sm : int
         Blocks that are resident on an SM at once.
-    kv_map : callable, optional
-        `kv_map(kv_cache)`: the tensor map through which it fetches, if it does.
+    kv_maps : callable
+        `kv_maps(kv_cache)`: the tensor maps through which it fetches, if it does.
     cluster_blocks : int
         Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
         neither a schedule nor a combine.
+    math : str
+        Arithmetic of its products: "exact" for those of 16-bit elements, or "fp8".
     counts_partials : bool
         Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
     """
@@ -69,8 +71,9 @@ class AttentionKernel(KernelSpec[ProblemT]):
     variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
     block_rows: int = 64
     blocks_per_sm: int = 1
-    kv_map: Callable[[View], TensorMapSpec] | None = None
+    kv_maps: Callable[[View], tuple[TensorMapSpec, ...]] = lambda kv_cache: ()
     cluster_blocks: int = 1
+    math: str = "exact"
     counts_partials: bool = False
 
     def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:

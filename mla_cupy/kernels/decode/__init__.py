@@ -3,7 +3,15 @@
 
 from typing import Any
 
-from mla_cupy.kernels.decode import combine_pieces, records, schedule_pieces, sm90, sm90_small, sm90_small_cluster8
+from mla_cupy.kernels.decode import (
+    combine_pieces,
+    records,
+    schedule_pieces,
+    sm90,
+    sm90_fp8,
+    sm90_small,
+    sm90_small_cluster8,
+)
 from mla_cupy.kernels.decode.pipeline import DECODE
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -17,6 +25,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
     schedule_pieces.KERNEL,
     sm90.KERNEL,
+    sm90_fp8.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,
 )

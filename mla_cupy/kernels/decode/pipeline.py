@@ -7,6 +7,7 @@ from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, generic, heuristics, mma, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
@@ -17,6 +18,7 @@ from mla_cupy.kernels.decode import (
     records,
     schedule_pieces,
     sm90,
+    sm90_fp8,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -74,6 +76,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90.KERNEL,
         *mma.KERNELS,
         generic.KERNEL,
+        sm90_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
         records.MMA_163KB,
@@ -83,10 +86,20 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
         """See `Pipeline.configure`."""
-        chosen = choice.choose("decode", self.kernels, problem, device, kernel)
+        chosen = choice.choose("decode", self._computing(problem.math, kernel), problem, device, kernel)
         splits = chosen.splits(problem.rows, device, problem.h_kv)
         blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
         return DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks)
+
+    def _computing(self, math: str, kernel: str | None) -> tuple[AttentionKernel[DecodeProblem], ...]:
+        """The kernels whose products have this arithmetic; `kernel`, if named, must be one of them."""
+        choice.check_kernel(self.kernels, kernel)
+        found = tuple(candidate for candidate in self.kernels if candidate.math == math)
+        names = [candidate.name for candidate in found]
+        if kernel is not None and kernel not in names:
+            expected = f"for math={math!r} one of " + ", ".join(names)
+            raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or math out"))
+        return found
 
     def in_pieces(self, config: DecodeConfig, pieces: Pieces, device: DeviceInfo) -> DecodeConfig:
         """Configuration of a batch-invariant call, in pieces."""
@@ -209,8 +222,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             empty_lse=options.empty_lse,
             value_scale=options.kv_scale,
         )
-        kv_map = config.kernel.kv_map
-        return LaunchArgs(params, maps=(("kv_cache", kv_map(kv_cache)),) if kv_map else ())
+        return LaunchArgs(params, maps=tuple(("kv_cache", spec) for spec in config.kernel.kv_maps(kv_cache)))
 
 
 def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:

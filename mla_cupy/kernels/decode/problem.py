@@ -28,7 +28,7 @@ class DecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one.
+    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8".
 
     `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
     nothing else are equal, since a plan serves smaller batches than its own.
@@ -42,12 +42,13 @@ class DecodeProblem:
     d_qk: int = D_QK
     record: str = ""
     tree_mask: bool = False
+    math: str = "exact"
     batch: Batch | None = field(default=None, compare=False, repr=False)
 
     @property
     def told(self) -> dict[str, Any]:
         """Properties that a caller knows, by name."""
-        names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask")
+        names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask", "math")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -65,6 +66,7 @@ class DecodeOptions(NamedTuple):
     cp_world: int
     cp_rank: int
     kv_scale: float
+    math: str
     out_dtype: str | None
     lse_base: str
     empty_lse: float

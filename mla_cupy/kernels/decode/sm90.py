@@ -51,6 +51,11 @@ def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
     )
 
 
+def kv_maps(kv_cache: View, l2: str = "128B") -> tuple[TensorMapSpec]:
+    """The one map of 16-bit rows."""
+    return (kv_map(kv_cache, l2),)
+
+
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw",
     "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
@@ -63,6 +68,6 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     unsupported=unsupported,
     variant=tree_variant,
     block_rows=BLOCK_M,
-    kv_map=kv_map,
+    kv_maps=kv_maps,
     counts_partials=True,
 )

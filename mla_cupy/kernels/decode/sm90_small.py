@@ -70,6 +70,6 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     preferred=preferred,
     variant=variant,
     block_rows=BLOCK_ROWS[-1],
-    kv_map=partial(sm90.kv_map, l2="none"),
+    kv_maps=partial(sm90.kv_maps, l2="none"),
     counts_partials=True,
 )

@@ -58,6 +58,6 @@ KERNEL = ClusterKernel(
     preferred=preferred,
     variant=variant,
     block_rows=BLOCK_ROWS,
-    kv_map=sm90_small.KERNEL.kv_map,
+    kv_maps=sm90_small.KERNEL.kv_maps,
     cluster_blocks=BLOCKS,
 )

@@ -1,0 +1,140 @@
+// Attention in FP8 on Hopper: the roles of two math warpgroups, which score tiles in turn and own half of the columns.
+//
+// Each scores its own tile, leaves P, and then adds the other's tile before its own: while one of them has products to
+// issue, the other has weights to compute.
+//
+//   left     | S0 | weights 0 | O_L += P0 V0_L |    S2     | weights 2 | O_L += P1 V1_L | O_L += P2 V2_L | S4 ...
+//   right    | S1 |    weights 1   | O_R += P0 V0_R | O_R += P1 V1_R | S3 | weights 3  | O_R += P2 V2_R | ...
+//
+// The sums in registers are of float32, and so is their merge: see attention/sm90/fp8_math.cuh.
+#pragma once
+#include "attention/sm90/fp8_math.cuh"
+
+namespace mla::attention::sm90 {
+// ---- Epilogue --------------------------------------------------------------------------------------------------
+// The thread's row of the block: final or partial results of both sides' sums. `out_reference` is this side's.
+template <class Block>
+MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 side, float out_reference, i32 row) {
+    auto &left = block.s.side[0].stats, &right = block.s.side[1].stats;
+    auto& own = block.s.side[side].stats;
+    own.factor[row] = 0.f;
+    if (block.row0 + row >= block.s.rows) return;
+    const DecodeParams& p = block.p;
+    const float reference = fmaxf(left.reference[row], right.reference[row]);
+    const float of_left = ex2_approx(left.reference[row] - reference);
+    const float of_right = ex2_approx(right.reference[row] - reference);
+    const float sum = fmaf(left.sum[row], of_left, right.sum[row] * of_right);
+    const float rounded = fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right);
+    const i32 global_row = block.row0 + row;
+    const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
+    own.factor[row] = factor * ex2_approx(out_reference - reference) * p.value_scale;
+    if (side == 0) store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
+}
+
+// Writes this side's columns of the rows: two neighbouring ones of a row by each thread.
+template <class Element, class Math>
+MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
+    const auto& block = math.block;
+    const DecodeParams& p = block.p;
+    const bool whole = item.partial_index == kNotSplit, wide = !whole || p.out_is_fp32;
+    i64 offsets[Math::kRowsOfLane];
+#pragma unroll
+    for (i32 i = 0; i < Math::kRowsOfLane; ++i) {
+        const i32 row = min(block.row0 + own_lane() + i * kWarpThreads, block.s.rows - 1);
+        offsets[i] = whole ? out_offset(p, item.request, block.kv_head, row)
+                           : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+    }
+#pragma unroll
+    for (i32 i = 0; i < Math::kSums; i += 4) {
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+            const i32 row = math.head_of(i) + e;
+            const i64 offset = __shfl_sync(kFullWarp, offsets[2 * i / kWarpThreads], row % kWarpThreads);
+            if (block.row0 + row >= block.s.rows) continue;
+            const float factor = math.s.side[math.side].stats.factor[row];
+#pragma unroll
+            for (i32 b = 0; b < Math::kBlocks; ++b) {
+                const i64 at = offset + math.column_of(b);
+                const float x = math.out[b][i + e] * factor, y = math.out[b][i + e + 2] * factor;
+                if (wide) {
+                    float* to = whole ? static_cast<float*>(p.out) : p.partial_out;
+                    *reinterpret_cast<float2*>(to + at) = make_float2(x, y);
+                } else {
+                    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = cvt_x2(Element{}, x, y);
+                }
+            }
+        }
+    }
+}
+
+template <class Element, class Math>
+MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
+    auto& stats = math.s.side[math.side].stats;
+    math.sync_side();  // the side's factors have been read: `stats` take their place
+    if (math.active()) {
+        const i32 lane = own_lane();
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const i32 row = math.score_row() + 8 * r;
+            float* const to = lane % 4 == 0 ? stats.sum : lane % 4 == 1 ? stats.rounded_sum : stats.reference;
+            if (lane % 4 < 3) to[row] = math.quad_state[r];
+        }
+    }
+    bar_sync(Fp8BothSides, kFp8MathThreads);
+    const i32 thread = math.thread();
+    if (thread < Math::kRows) finish_fp8_row(math.block, item, math.side, math.own_reference(), thread);
+    math.sync_side();
+    store_fp8_out<Element>(math, item);
+}
+
+// ---- Roles -----------------------------------------------------------------------------------------------------
+// A work item's tiles, the first one in `stage`; returns the stage after the last one.
+template <class Math>
+MLA_DEVICE i32 add_fp8_tiles(Math& math, const WorkItem& item, i32 stage) {
+    i32 next = item.tile_begin;  // to be added; lies in `stage`
+#pragma unroll 1
+    for (i32 tile = item.tile_begin + math.side; next < item.tile_end; tile += 2) {
+        if (tile < item.tile_end) {
+            const i32 scored = tile > next ? math.block.ring.next(stage) : stage;
+            math.score(scored);
+            math.publish(item, tile, scored);
+        }
+        const i32 end = min(tile + 1, item.tile_end);
+#pragma unroll 1
+        for (; next < end; ++next, stage = math.block.ring.next(stage)) {
+            math.add_values(item, next, stage, (next - item.tile_begin) & 1);
+        }
+    }
+    return stage;
+}
+
+// What rows see of the two tiles that may have drafts, by a thread per row.
+template <class Block>
+MLA_DEVICE void store_fp8_tree_words(const Block& block, const WorkItem& item, i32 row) {
+    if constexpr (Block::kTree) {
+        if (row >= Block::kRows) return;
+        const SeenTokens seen = seen_of_tree(block.p, item, block.row0 + row);
+        const i32 first_tile = first_tile_of_drafts(seen.first);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) block.s.tree.of_tile[i][row] = seen.of_tile((first_tile + i) * kTileTokens);
+    }
+}
+
+// A math warpgroup, by its warp of both.
+template <class Element, class Block>
+MLA_DEVICE void run_fp8_side(const Block& block, i32 warp) {
+    Fp8Math<Block> math(block, warp);
+    i32 stage = 0;
+    WorkItem item;
+    for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
+        if (item.tile_begin < item.tile_end) {
+            load_fp8_query<Element>(block, item.request, warp, own_lane());
+            if (math.side == 0) store_fp8_tree_words(block, item, math.thread());
+        }
+        bar_sync(Fp8BothSides, kFp8MathThreads);
+        math.reset();
+        stage = add_fp8_tiles(math, item, stage);
+        finish_fp8_item<Element>(math, item);
+    }
+}
+}  // namespace mla::attention::sm90

@@ -1,0 +1,139 @@
+// A thread block of attention in FP8 on Hopper: up to 64 query rows, tiles of 64 tokens of e4m3, in a ring.
+//
+// A tile is four SW128 tiles of 128 latent columns and the RoPE columns. These lie in a half SW128 tile, unless pages
+// have an odd number of tokens: then a box of one token would begin at no multiple of 128 bytes, and they get an SW128
+// tile, half of it zeros, and the ring a stage less.
+#pragma once
+#include "attention/decode_output.cuh"
+#include "attention/row_block.cuh"
+#include "attention/tree_mask.cuh"
+#include "common/limits.cuh"
+#include "tile/byte_fragments.cuh"
+#include "tile/ring.cuh"
+
+namespace mla::attention::sm90 {
+// ---- Sizes -----------------------------------------------------------------------------------------------------
+constexpr i32 kFp8MmaRows = 64;                                   // of Q in a product, whatever the block has
+constexpr i32 kFp8Panels = kHeadDimV / kSw128ByteColumns;         // 4: SW128 tiles of latent columns
+constexpr i32 kFp8PanelsOfSide = kFp8Panels / 2;                  // each warpgroup owns half of the values
+constexpr u32 kFp8LatentBytes = kFp8Panels * kSw128Bytes;         // 32 KB
+constexpr u32 kFp8TileBytes = kFp8LatentBytes + kSw64Bytes;       // 36 KB
+constexpr u32 kFp8WideTileBytes = kFp8LatentBytes + kSw128Bytes;  // 40 KB: with RoPE columns in an SW128 tile
+constexpr i32 kFp8Stages = 5, kFp8FewerStages = 4;                // of the ring
+constexpr i32 kFp8MathThreads = 2 * kWarpgroupThreads;
+static_assert(kHeadDimRope == kSw64ByteColumns, "RoPE columns are a half SW128 tile");
+static_assert(kFp8FewerStages * kFp8WideTileBytes <= kFp8Stages * kFp8TileBytes, "fit in its place");
+
+// P = 2^8 at a tile's largest score: e4m3 has no more than 448.
+constexpr float kFp8WeightLog2 = 8.f;
+// References of sums follow a tile's maximum when that is more than 2^64 larger, which float32 bears: a rescale is
+// rare.
+constexpr float kFp8ReferenceLog2 = 64.f;
+
+// Which ring a launch has.
+struct Fp8Ring {
+    i32 stages;
+    u32 tile_bytes;
+    u64 rope_desc;  // the descriptor of RoPE columns without their address
+
+    MLA_DEVICE i32 next(i32 stage) const { return stage + 1 == stages ? 0 : stage + 1; }
+
+    MLA_DEVICE static Fp8Ring of(const DecodeParams& p, bool spare_a_stage) {
+        const bool wide = p.page_size % 2 != 0;
+        return {wide || spare_a_stage ? kFp8FewerStages : kFp8Stages, wide ? kFp8WideTileBytes : kFp8TileBytes,
+                wide ? k_major_desc(SmemAddr{0}).bits : sw64_desc(SmemAddr{0}).bits};
+    }
+};
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// barrier          arrives (count)       carries   waits            first phase
+// kv_full[s]       load (1)              a tile    left, right      blocked
+// kv_empty[s]      math warps (8)        -         load             free
+// p_full[side]     warps of the side (4) -         left, right      blocked
+// p_empty[side]    math warps (8)        -         the side         free
+//
+// The side that scores a tile leaves P and the tile's maxima.
+template <i32 kRows>
+struct Fp8Stats {
+    float reference[kRows];  // base 2
+    float sum[kRows];        // of weights before they are rounded, and after
+    float rounded_sum[kRows];
+    float factor[kRows];  // what turns the sum of weighted values into the result
+};
+
+template <bool kTree, i32 kRows>
+struct Fp8TreeWords {};
+template <i32 kRows>
+struct Fp8TreeWords<true, kRows> {
+    u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
+};
+
+template <i32 kRows_, bool kTree_>
+struct Fp8Storage {
+    static constexpr i32 kRows = kRows_;
+    static constexpr bool kTree = kTree_;
+    static constexpr i32 kStages = kTree ? kFp8FewerStages : kFp8Stages;
+    static constexpr u32 kRingBytes = kTree ? kFp8FewerStages * kFp8WideTileBytes : kFp8Stages * kFp8TileBytes;
+
+    alignas(kSwizzleAtomBytes) u8 q[kFp8LatentBytes + kSw64Bytes];
+    alignas(kSwizzleAtomBytes) u8 kv[kRingBytes];
+    alignas(kSwizzleAtomBytes) u8 p[2][kRows * kSw64RowBytes];
+    float tile_max[2][kRows];  // of the tile of each side's P, base 2
+    float q_factors[kRows];
+    union Shared {
+        float factors[kWarpgroupWarps][kRows];  // of each warp's, by which it adds a tile's sums
+        Fp8Stats<kRows> stats;                  // at the end of a work item
+    } side[2];
+    u64 present[kStages];  // bit t: token t of the tile is there
+    MBarrier kv_full[kStages], kv_empty[kStages];
+    MBarrier p_full[2], p_empty[2];
+    i32 rows;  // of the KV head: math warpgroups have no register for it
+    Fp8TreeWords<kTree, kRows> tree;
+
+    MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
+};
+
+template <class Storage>
+MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
+    s.rows = rows;
+    init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps);
+    init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
+    fence_mbarrier_init();
+}
+
+// A number that is the same in a warp, in a uniform register: others are short.
+MLA_DEVICE i32 same(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
+
+// Work as the schedule has it.
+struct Fp8Work : ScheduledWork {
+    MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) {
+        const SchedulePoint at = ScheduledWork::begin(p, split);
+        return {same(at.request), same(at.tile)};
+    }
+    MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 request) {
+        const RequestLength found = ScheduledWork::length(p, request);
+        return {same(found.tokens), same(found.behind_last)};
+    }
+};
+
+using Fp8WorkIterator = WorkIteratorOf<Fp8Work>;
+
+// What every role knows.
+template <class Memory_>
+struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
+    using Memory = Memory_;
+    Memory& s;
+    Fp8Ring ring;
+
+    MLA_DEVICE Fp8Block(const DecodeParams& p, Memory& s)
+        : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
+        this->kv_head = same(this->kv_head), this->row0 = same(this->row0);
+        this->hidden = same(this->hidden);
+    }
+
+    MLA_DEVICE Fp8WorkIterator items() const { return Fp8WorkIterator(this->p, this->split); }
+};
+
+// Named barriers: each side's own, and that of both.
+enum Fp8NamedBarrier : i32 { Fp8LeftOnly = 1, Fp8RightOnly, Fp8BothSides };
+}  // namespace mla::attention::sm90

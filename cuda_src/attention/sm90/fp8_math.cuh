@@ -1,0 +1,349 @@
+// The steps of a math warpgroup of an attention block in FP8 on Hopper: scores, weights, its half of the output.
+//
+//   S = Q K^T              64 rows x 64 tokens, both operands in e4m3 and in shared memory
+//   P = 2^(8 + S - m)      in e4m3; m: the tile's maximum of the row
+//   O^T += f (V^T P^T)     64 columns at a time; V^T comes from tile/byte_fragments.cuh
+//
+// The tensor cores cut sums of e4m3 products off after 13 fraction bits, towards zero, after each 32 terms: sums over a
+// whole sequence would shrink. So a tile's sum is theirs, and is added in float32, by the factor f = 2^(m - reference)
+// of its row: a tile's weights have its own maximum, whatever came before.
+#pragma once
+#include "attention/online_softmax.cuh"
+#include "attention/sm90/fp8_query.cuh"
+#include "ptx/control.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace mla::attention::sm90 {
+// A reference after a tile: see kFp8ReferenceLog2.
+MLA_DEVICE float moved_reference(float reference, float tile_max) {
+    return tile_max > reference + kFp8ReferenceLog2 ? tile_max : reference;
+}
+
+// The bytes of a word without those that are e4m3's NaN.
+MLA_DEVICE u32 without_nan(u32 codes) {
+    const u32 nan = ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    return codes & ~((nan >> 7) * 0xffu);
+}
+
+template <class Owner>
+struct Fp8Math {
+    using Memory = typename Owner::Memory;
+    static constexpr i32 kRows = Memory::kRows;
+    static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // that have rows of the block
+    static constexpr i32 kScoreParts = 3;                      // of the columns
+    static constexpr i32 kScores = kFp8MmaRows * kTileTokens / kWarpgroupThreads;
+    static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;                   // 64 columns of the output each
+    static constexpr i32 kSums = kFp8MmaRows * kRows / kWarpgroupThreads;  // of a block
+    static constexpr i32 kRowsOfLane = ceil_div(kRows, kWarpThreads);      // lane, lane + 32
+
+    // In `phases`: kv_full's come first, then p_full's of both sides and p_empty's of this one.
+    static constexpr i32 kPFull = Memory::kStages, kPEmpty = kPFull + 2, kPhases = kPEmpty + 1;
+
+    const Owner& block;
+    Memory& s;
+    i32 side, warp;  // 0: left, 1: right; of the side's warps. Both sides run the same instructions.
+    float scores[kScores];
+    float out[kBlocks][kSums];  // O^T: see `head_of`
+    // Of the rows of scores, what this side has scored. The lanes of a quad share a register: the sum of the weights,
+    // that of the rounded weights, and (twice) the reference of both.
+    float quad_state[kFragmentRows];
+    float out_reference[kRowsOfLane];  // of the rows of `out`: the same in each warp
+    Ring<kPhases> phases;
+
+    MLA_DEVICE Fp8Math(const Owner& block, i32 warp)
+        : block(block), s(block.s), side(warp / kWarpgroupWarps), warp(warp % kWarpgroupWarps) {}
+
+    MLA_DEVICE bool active() const { return kActiveWarps == kWarpgroupWarps || warp < kActiveWarps; }
+    MLA_DEVICE i32 thread() const { return warp * kWarpThreads + own_lane(); }
+    MLA_DEVICE i32 score_row() const { return warp * kWarpColumns + own_lane() / 4; }  // and eight on
+
+    MLA_DEVICE void sync_side() const { bar_sync(side == 0 ? Fp8LeftOnly : Fp8RightOnly, kWarpgroupThreads); }
+
+    MLA_DEVICE void reset() {
+#pragma unroll
+        for (i32 b = 0; b < kBlocks; ++b) {
+#pragma unroll
+            for (i32 i = 0; i < kSums; ++i) out[b][i] = 0.f;
+        }
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            quad_state[r] = own_lane() % 4 < 2 ? 0.f : kLowestMax;
+        }
+#pragma unroll
+        for (i32 i = 0; i < kRowsOfLane; ++i) out_reference[i] = kLowestMax;
+    }
+
+    // ---- Scores ------------------------------------------------------------------------------------------------
+    // Q and the keys of a tile: latent and RoPE columns.
+    struct ScoreOperands {
+        SmemDesc q, k, q_rope, k_rope;
+
+        MLA_DEVICE ScoreOperands(const Memory& s, const Fp8Ring& ring, i32 stage)
+            : q(uniform(k_major_desc(smem_addr(s.q)))),
+              k(uniform(k_major_desc(s.tile(ring, stage)))),
+              q_rope(uniform(sw64_desc(smem_addr(s.q) + kFp8LatentBytes))),
+              k_rope(uniform(advance(SmemDesc{ring.rope_desc}, s.tile(ring, stage).value + kFp8LatentBytes))) {}
+    };
+
+    // Starts the sum of third `part` of the columns.
+    MLA_DEVICE void start_scores(float (&to)[kScores], const ScoreOperands& of, i32 part) {
+        constexpr i32 kOfPanel = kSw128ByteColumns / kMmaKBytes, kLatentSteps = kFp8Panels * kOfPanel;
+        constexpr i32 kSteps = kMaxHeadDimQk / kMmaKBytes / kScoreParts;
+        pin(to);
+        wgmma_fence();
+#pragma unroll
+        for (i32 i = 0; i < kSteps; ++i) {
+            const i32 step = part * kSteps + i, rope_step = step - kLatentSteps;
+            const u32 bytes = step / kOfPanel * kSw128Bytes + step % kOfPanel * kMmaKBytes;
+            const SmemDesc a = rope_step < 0 ? advance(of.q, bytes) : advance(of.q_rope, rope_step * kMmaKBytes);
+            const SmemDesc b = rope_step < 0 ? advance(of.k, bytes) : advance(of.k_rope, rope_step * kMmaKBytes);
+            wgmma_mma_async(float8_e4m3fn{}, to, a, b, i > 0);
+        }
+        wgmma_commit_group();
+    }
+
+    MLA_DEVICE void finish_scores(float (&part)[kScores]) {
+        wgmma_wait_group<0>();
+        pin(scores);
+        pin(part);
+#pragma unroll
+        for (i32 i = 0; i < kScores; ++i) scores[i] += part[i];
+    }
+
+    // In three sums of 192 columns, added in float32: of terms of one sign, the tensor cores' own sum of all 576 would
+    // lose 0.5 %, these lose 0.1 % at most. There are registers for two at a time.
+    MLA_DEVICE void score(i32 stage) {
+        const ScoreOperands operands(s, block.ring, stage);
+        float part[kScores];
+        mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
+        start_scores(scores, operands, 0);
+        start_scores(part, operands, 1);
+        finish_scores(part);
+        start_scores(part, operands, 2);
+        finish_scores(part);
+    }
+
+    // Most tiles hide nothing.
+    MLA_DEVICE void mask(const WorkItem& item, i32 tile, i32 stage) {
+        const u64 present = s.present[stage];
+        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+        const i32 row = score_row(), thread = this->thread();
+        if constexpr (Memory::kTree) {
+            const i32 place = tile - first_tile_of_drafts(item.seen_by_all);
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                const u64 seen = place < 0 ? ~0ull : s.tree.of_tile[place][row + 8 * r];
+                mask_row(scores, r, seen & present, thread);
+            }
+        } else {
+            TileMask mask;
+            mask.present = present;
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                const i32 visible = visible_tokens(block.p, item, block.row0 + row + 8 * r);
+                mask.visible[r] = min(visible, item.tokens) - tile * kTileTokens;
+            }
+            mask_scores(scores, mask, thread);
+        }
+    }
+
+    // ---- Weights -----------------------------------------------------------------------------------------------
+    // P of row r, four tokens a word. Returns the tile's sum for the row: in even lanes of the weights, in odd ones of
+    // the rounded weights, added in f16: eight numbers of four bits each, so what is lost is below 2^-10 of a sum.
+    MLA_DEVICE float weights(u32 (&words)[8], i32 r, float scale_log2, float tile_max, i32 lane) {
+        const float shift = kFp8WeightLog2 - tile_max;
+        u32 halves = 0;
+        float before = 0.f;
+#pragma unroll
+        for (i32 i = 0; i < kTileTokens / 16; ++i) {
+            float x[4];
+#pragma unroll
+            for (i32 k = 0; k < 4; ++k) {
+                x[k] = ex2_approx(fmaf(scores[8 * i + k / 2 * 4 + 2 * r + k % 2], scale_log2, shift));
+                before += x[k];
+            }
+            const u32 word = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
+            halves = add_x2(float16{}, halves, cvt_f16_x2_e4m3(word));
+            halves = add_x2(float16{}, halves, cvt_f16_x2_e4m3_high(word));
+            words[2 * i + r] = word;
+        }
+        const float2 pair = unpack<float16>(halves);
+        const float after = pair.x + pair.y;
+        const bool odd = lane % 2 != 0;
+        const float own = odd ? after : before, others = odd ? before : after;
+        const float of_two = own + __shfl_xor_sync(kFullWarp, others, 1);
+        return of_two + __shfl_xor_sync(kFullWarp, of_two, 2);
+    }
+
+    // Leaves P and the tile's maxima for both sides.
+    MLA_DEVICE void publish(const WorkItem& item, i32 tile, i32 stage) {
+        const i32 lane = own_lane();
+        u32 words[8];
+        float tops[kFragmentRows];
+        if (active()) {
+            mask(item, tile, stage);
+            float scale_log2[kFragmentRows];
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                scale_log2[r] = block.p.scale_log2 * s.q_factors[score_row() + 8 * r];
+            }
+            tile_max(tops, scores, scale_log2);
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                tops[r] = fmaxf(tops[r], kLowestMax);
+                const float tile_sum = weights(words, r, scale_log2[r], tops[r], lane);
+                const float reference = __shfl_sync(kFullWarp, quad_state[r], lane | 2);
+                const float moved = moved_reference(reference, tops[r]);
+                const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
+                quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : moved;
+            }
+        }
+        mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));  // no earlier: the other side may still add it
+        phases.advance(kPEmpty);
+        if (active()) {
+            if (lane % 4 == 0) s.tile_max[side][score_row()] = tops[0], s.tile_max[side][score_row() + 8] = tops[1];
+            store_byte_words(smem_addr(s.p[side]), words, warp, lane);
+        }
+        release(s.p_full[side], lane);
+    }
+
+    // ---- Values ------------------------------------------------------------------------------------------------
+    // The row of O that element i of a block of `out` belongs to, and of its first element. Its columns are
+    // `column_of(b)` and, where i / 2 is odd, the next one.
+    MLA_DEVICE i32 head_of(i32 i) const { return fragment_column(own_lane(), i); }
+    MLA_DEVICE i32 column_of(i32 b) const {
+        return side * (kHeadDimV / 2) + b * (kSw128ByteColumns / 2) + warp * kWarpColumns + own_lane() / 4 * 2;
+    }
+
+    // Multiplies blocks [begin, end) of the output by the warp's factors.
+    MLA_DEVICE void rescale_out() {
+        const float* factors = s.side[side].factors[warp] + head_of(0);
+#pragma unroll
+        for (i32 i = 0; i < kSums; i += 4) {
+            const float2 by = *reinterpret_cast<const float2*>(factors + 2 * i);
+#pragma unroll
+            for (i32 b = 0; b < kBlocks; ++b) {
+                out[b][i] *= by.x, out[b][i + 1] *= by.y, out[b][i + 2] *= by.x, out[b][i + 3] *= by.y;
+            }
+        }
+    }
+
+    MLA_DEVICE void share(const float (&values)[kRowsOfLane]) {
+        const i32 lane = own_lane();
+        __syncwarp();
+#pragma unroll
+        for (i32 i = 0; i < kRowsOfLane; ++i) {
+            if (kRows % kWarpThreads == 0 || lane < kRows)
+                s.side[side].factors[warp][lane + i * kWarpThreads] = values[i];
+        }
+        __syncwarp();
+    }
+
+    // The reference of the sums of row `thread`.
+    MLA_DEVICE float own_reference() const {
+        return kRowsOfLane > 1 && warp > 0 ? out_reference[kRowsOfLane - 1] : out_reference[0];
+    }
+
+    // The factors of a tile of side `of` become the warp's.
+    MLA_DEVICE void take_factors(i32 of) {
+        const i32 lane = own_lane();
+        float moved[kRowsOfLane], factors[kRowsOfLane];
+        bool any = false;
+#pragma unroll
+        for (i32 i = 0; i < kRowsOfLane; ++i) {
+            const i32 row = kRows % kWarpThreads == 0 ? lane + i * kWarpThreads : lane % kRows;
+            const float top = s.tile_max[of][row];
+            moved[i] = moved_reference(out_reference[i], top);
+            factors[i] = ex2_approx(top - moved[i]);
+            any |= moved[i] != out_reference[i];
+        }
+        if (__any_sync(kFullWarp, any)) {
+            float decay[kRowsOfLane];
+#pragma unroll
+            for (i32 i = 0; i < kRowsOfLane; ++i) {
+                decay[i] = ex2_approx(out_reference[i] - moved[i]);
+                out_reference[i] = moved[i];
+            }
+            share(decay);
+            rescale_out();
+        }
+        share(factors);
+    }
+
+    // 0 * NaN is not 0: NaN becomes 0 in what not every row of the block sees. A row that sees it is NaN by its score.
+    MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, u8* values) {
+        const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
+        if (first >= kTileTokens) return;
+        for (i32 i = thread(); i < (kTileTokens - first) * kSw128Chunks; i += kWarpgroupThreads) {
+            const i32 row = first + i / kSw128Chunks;
+#pragma unroll
+            for (i32 panel = 0; panel < kFp8PanelsOfSide; ++panel) {
+                uint4& chunk =
+                    *reinterpret_cast<uint4*>(values + panel * kSw128Bytes + sw128_offset(row, i % kSw128Chunks));
+                uint4 finite = make_uint4(0, 0, 0, 0);
+                if (row < end) {
+                    finite = make_uint4(without_nan(chunk.x), without_nan(chunk.y), without_nan(chunk.z),
+                                        without_nan(chunk.w));
+                }
+                chunk = finite;
+            }
+        }
+        fence_proxy_async();  // before the next tile's copies
+        sync_side();
+    }
+
+    // Starts a tile's sum for 64 columns.
+    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], SmemAddr values, SmemDesc p, i32 b) {
+#pragma unroll
+        for (i32 step = 0; step < 2; ++step) {
+            load_bytes_transposed(a[step], values + b / 2 * kSw128Bytes, step, b % 2 != 0);
+        }
+        pin(sums);
+        wgmma_fence();
+#pragma unroll
+        for (i32 step = 0; step < 2; ++step) {
+            wgmma_mma_async(float8_e4m3fn{}, sums, a[step], advance(p, step * kMmaKBytes), step > 0);
+        }
+        wgmma_commit_group();
+    }
+
+    MLA_DEVICE void add_sum(float (&to)[kSums], float (&sums)[kSums]) {
+        const float* factors = s.side[side].factors[warp] + head_of(0);
+        pin(sums);
+#pragma unroll
+        for (i32 i = 0; i < kSums; i += 4) {
+            const float2 by = *reinterpret_cast<const float2*>(factors + 2 * i);
+            to[i] = fmaf(by.x, sums[i], to[i]), to[i + 1] = fmaf(by.y, sums[i + 1], to[i + 1]);
+            to[i + 2] = fmaf(by.x, sums[i + 2], to[i + 2]), to[i + 3] = fmaf(by.y, sums[i + 3], to[i + 3]);
+        }
+    }
+
+    // Adds what a tile, scored by side `of`, has for this side's columns: two blocks of 64 are under way at a time.
+    MLA_DEVICE void add_values(const WorkItem& item, i32 tile, i32 stage, i32 of) {
+        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
+        phases.advance(kPFull + of);
+        mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
+        phases.advance(stage);
+        const u32 offset = stage * block.ring.tile_bytes + side * kFp8PanelsOfSide * kSw128Bytes;
+        sanitize(item, tile, s.kv + offset);
+        take_factors(of);
+        const SmemAddr values = smem_addr(s.kv) + offset + byte_matrix_offset(warp, own_lane());
+        const SmemDesc p = uniform(sw64_desc(smem_addr(s.p[of])));
+        float sums[2][kSums];
+        u32 a[2][2][4];
+        start_sum(sums[0], a[0], values, p, 0);
+#pragma unroll
+        for (i32 b = 0; b < kBlocks; ++b) {
+            if (b + 1 < kBlocks) {
+                start_sum(sums[(b + 1) % 2], a[(b + 1) % 2], values, p, b + 1);
+                wgmma_wait_group<1>();
+            } else {
+                wgmma_wait_group<0>();
+            }
+            add_sum(out[b], sums[b % 2]);
+        }
+        release(s.p_empty[of], own_lane());
+        release(s.kv_empty[stage], own_lane());
+    }
+};
+}  // namespace mla::attention::sm90

@@ -1,0 +1,113 @@
+// Dense MLA decode on Hopper with both products in FP8, over records of e4m3 with one scale for all.
+//
+//   S = Q K^T * scale            (rows x 576) (576 x 64) per tile of 64 tokens; Q in e4m3, a power of two for each row
+//   P = 2^(8 + S log2(e) - m)    m: the tile's maximum of the row; in e4m3
+//   l = sum of P,  O = P V       V is K's first 512 columns
+//   out = O / l,   lse = ln 2 (m - 8 + log2 of the sum of P before it is rounded)
+//
+// Grid: x = blocks of up to 64 rows of all KV heads (rows of one KV head = s_q * h_q / h_kv), y = splits. One block per
+// SM iterates over the work items of its split (attention/split_work.cuh). No cluster. Two math warpgroups and a warp
+// that loads tiles by TMA, see attention/sm90/fp8.cuh.
+//
+// Source: two warpgroups that each own half of the output are FlashMLA's idea; sums that leave the tensor cores before
+// they lose bits, DeepGEMM's. What differs: no pass transposes values, and each tile's weights have a maximum of their
+// own (cuda_src/decode/fp8.md).
+#include "attention/sm90/fp8.cuh"
+#include "attention/token_record.cuh"
+#include "decode/sm90_load.cuh"
+#include "tile/warp.cuh"
+
+// A mask says which drafts a query sees, if a variant says so.
+#ifndef MLA_TREE_MASK
+#define MLA_TREE_MASK 0
+#endif
+
+namespace mla::decode {
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Element = MLA_DTYPE;
+using BlockStorage = Fp8Storage<MLA_BLOCK_ROWS, MLA_TREE_MASK>;
+using OwnBlock = Fp8Block<BlockStorage>;
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role      warps    regs   does
+// left      0..3     232    even tiles: scores, weights; O[:, :256]
+// right     4..7     232    odd tiles;  O[:, 256:]
+// load      8        40     tiles, page by page; 9..11 have nothing to do
+constexpr i32 kBlockThreads = 3 * kWarpgroupThreads;
+constexpr i32 kLoadWarp = 2 * kWarpgroupWarps;
+constexpr i32 kRegsMath = 232;
+constexpr i32 kRegsLoad = 40;
+static_assert(2 * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kBlockThreads), "what the block has at entry");
+static_assert(sizeof(BlockStorage) <= kMaxDynamicSmem, "shared memory");
+
+MLA_DECODE_FACTS();
+MLA_FACT(threads, kBlockThreads);
+MLA_FACT(smem_bytes, sizeof(BlockStorage));
+MLA_FACT(block_m, MLA_BLOCK_ROWS);
+MLA_RECORD_FACT(fp8);
+
+// ---- Load role -------------------------------------------------------------------------------------------------
+struct TileLoader {
+    const OwnBlock& block;
+    const TensorMap &latent_map, &rope_map;
+    Ring<BlockStorage::kStages> phases;
+    i32 stage = 0;
+
+    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
+        BlockStorage& s = block.s;
+        const u64 present = boxes.present_tokens();
+        MBarrier& full = s.kv_full[stage];
+        const SmemAddr to = s.tile(block.ring, stage);
+        mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));
+        if (boxes.lane == 0) {
+            s.present[stage] = present;
+            mbarrier_arrive_expect_tx(full, block.ring.tile_bytes);
+        }
+        __syncwarp();
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            if (boxes.contains(boxes.box(i))) load_box(boxes, to, full, i);
+        }
+        phases.advance(stage);
+        stage = block.ring.next(stage);
+    }
+
+    MLA_DEVICE void load_box(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 i) const {
+        const u32 first = boxes.box(i) * boxes.rows, rope_row_bytes = (block.ring.tile_bytes - kFp8LatentBytes) / 64;
+        const i32 page = boxes.window.page[i], token = boxes.window.offset[i];
+        for (i32 panel = 0; panel < kFp8Panels; ++panel) {
+            cp_async_bulk_tensor_4d(to + (panel * kSw128Bytes + first * kSw128RowBytes), latent_map, full,
+                                    panel * kSw128ByteColumns, token, block.kv_head, page, boxes.l2_policy);
+        }
+        cp_async_bulk_tensor_4d(to + (kFp8LatentBytes + first * rope_row_bytes), rope_map, full, kHeadDimV, token,
+                                block.kv_head, page, boxes.l2_policy);
+    }
+};
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
+    mla_decode_sm90_fp8(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap latent_map,
+                        const __grid_constant__ TensorMap rope_map) {
+    extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
+    auto& s = *reinterpret_cast<BlockStorage*>(smem);
+    const OwnBlock block(p, s);
+    clear_fp8_query(s);
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(latent_map);
+        prefetch_tensormap(rope_map);
+        init_fp8_storage(s, block.rows);
+    }
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp();
+    if (warp < kLoadWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_fp8_side<Element>(block, warp);
+    } else {
+        setmaxnreg_dec<kRegsLoad>();
+        if (warp == kLoadWarp) run_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::decode

@@ -1,0 +1,79 @@
+"""Host side of `decode/sm90_fp8.cu`."""
+
+from __future__ import annotations
+
+from mla_cupy.arrays.view import View
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel, narrowest
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.tensormap import TensorMapSpec
+from mla_cupy.shapes import D_QK, D_ROPE, TILE_TOKENS
+
+BLOCK_ROWS = (16, 32, 64)
+"""Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
+PANEL_COLUMNS = 128
+"""Columns of one TMA box of latent columns: the span of the swizzle."""
+
+
+def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    if problem.record != "fp8":
+        return Reason('reads the record "fp8"') if problem.record else READS_RECORDS
+    if device.arch not in HOPPER:
+        return Reason(f"{needs_cc(device, '9.0')}: leave math out for kernels that convert")
+    return None
+
+
+def variant(problem: DecodeProblem) -> Variant:
+    """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
+    if problem.tree_mask:
+        return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS[-1], tree_mask=1)
+    return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows))
+
+
+def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
+    """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
+
+    Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
+    where a box begins at a multiple of that; what is past the record's end comes as zeros.
+    """
+    num_pages, page_size, _, width = kv_cache.shape
+    page, token, _, _ = kv_cache.strides
+    rows = min(TILE_TOKENS, page_size & -page_size)
+    rope, swizzle = (PANEL_COLUMNS, "128B") if rows == 1 else (D_ROPE, "64B")
+
+    def boxes(columns: int, swizzle: str) -> TensorMapSpec:
+        return TensorMapSpec(
+            "uint8",
+            kv_cache.ptr,
+            dims=(D_QK, page_size, 1, num_pages),
+            strides_bytes=(token if page_size > 1 else width, width, page if num_pages > 1 else width),
+            box=(columns, rows, 1, 1),
+            swizzle=swizzle,
+            l2="128B",
+        )
+
+    return boxes(PANEL_COLUMNS, "128B"), boxes(rope, swizzle)
+
+
+KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_fp8",
+    'dense decode from records "fp8" with both products in FP8 (math="fp8"), promoted to float32 tile by tile',
+    "decode/sm90_fp8.cu",
+    DecodeParams,
+    HOPPER,
+    (
+        *variants(dtype=HALF, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, block_rows=BLOCK_ROWS[-1:], tree_mask=(1,)),
+    ),
+    facts={"tile_tokens": TILE_TOKENS},
+    facts_of=lambda build: {"block_m": build.block_rows},
+    unsupported=unsupported,
+    variant=variant,
+    block_rows=BLOCK_ROWS[-1],
+    kv_maps=kv_maps,
+    math="fp8",
+)

@@ -1,0 +1,573 @@
+"""Dense decode with both products in FP8: the rule for queries, refusals, the kernel in the simulator and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, PlanError, UnsupportedDeviceError, dtypes, reference
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.sm90_fp8 import kv_maps
+from mla_cupy.reference.fp8_queries import dequantised, quantise_queries
+from tests.decode.test_tree_mask import tree_inputs
+from tests.support.calls import assert_same, oracle, plan_of
+from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.gpu import run_and_check
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.recorder import H200, Recorder, address
+from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
+from tests.support.tolerance import check, check_lse
+
+Array = npt.NDArray[Any]
+
+KERNEL = "decode_sm90_fp8"
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def fp8(**changes: Any) -> DecodeCase:
+    return DecodeCase(**{"record": "fp8", "math": "fp8", "kv_scale": 0.03, **changes})
+
+
+CASES = (
+    fp8(b=1, seqlens=129, h_q=16),  # an odd number of tiles, the last one with a single token
+    fp8(b=3, seqlens=(200, 0, 70), h_q=5, page_size=24),  # boxes of 8 tokens; a sequence without any
+    fp8(b=1, seqlens=66, h_q=3, page_size=1, strides="odd", kv_scale=1.0),  # boxes of one token; queries anywhere
+    fp8(b=2, seqlens=(3, 130), s_q=3, h_q=5, page_size=16, missing_pages=1),
+    fp8(b=3, seqlens=(189, 1, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
+    fp8(b=1, seqlens=400, h_q=16),  # split
+    fp8(b=2, seqlens=(3, 130), s_q=2, h_q=40, page_size=16, missing_pages=1),  # the causal edge; two blocks of rows
+    fp8(b=1, seqlens=66, h_q=64, head_axis=False, causal=False),
+)
+#: In all modes, and with other types and widths: where builds are many.
+MORE_CASES = (
+    fp8(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    fp8(b=2, seqlens=(129, 2), s_q=2, h_q=12, causal=False),
+    fp8(b=5, seqlens=(70, 1, 0, 200, 130), h_q=7, dtype="float16"),
+    fp8(b=4, seqlens=(257, 321, 64, 1), h_q=128),
+    fp8(b=2, seqlens=(700, 130), h_q=64, dtype="float16", page_size=1),
+    fp8(b=1, seqlens=1100, h_q=64, page_size=65, strides="dense"),
+)
+
+
+# ---- Queries ---------------------------------------------------------------------------------------------------
+
+
+def _by_hand(row: Array) -> tuple[Array, float]:
+    """The rule, element by element, from the 256 codes."""
+    values = row.astype(np.float64)
+    if not np.isfinite(values).all():
+        return np.full(len(row), 0x7F, np.uint8), np.nan
+    scale = 2.0**-100
+    while np.abs(values).max(initial=0.0) > 448 * scale:
+        scale *= 2
+    codes = np.arange(256)[np.isfinite(E4M3)]
+    out = []
+    for x in values / scale:
+        distance = np.abs(E4M3[codes] - x)
+        nearest = codes[(distance == distance.min()) & ((codes >= 0x80) == np.signbit(x))]
+        out.append(min(nearest, key=lambda code: code % 2))  # a tie goes to the even one
+    return np.array(out, np.uint8), scale
+
+
+def hostile_rows(dtype: str) -> Array:
+    """Ties, zeros, the largest and the smallest numbers, and a largest magnitude on both sides of 448."""
+    kind = dtypes.numpy_dtype(dtype)
+    info = ml_dtypes.finfo(kind)
+    rng = np.random.default_rng(3)
+    rows = [
+        rng.standard_normal(24),
+        np.zeros(24),
+        -np.zeros(24),
+        np.r_[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 2.0**-7 + 2.0**-10, -(2.0**-10), np.zeros(16)],  # ties
+        np.r_[449.0 if dtype == "float16" else 450.0, rng.standard_normal(23)],
+        np.r_[447.0, rng.standard_normal(23)],
+        np.full(24, float(info.max)),
+        np.r_[float(info.max), np.full(23, float(info.smallest_subnormal))],
+        np.full(24, float(info.smallest_subnormal)),
+        np.r_[np.nan, np.ones(23)],
+        np.r_[np.ones(3), -np.inf, np.ones(20)],
+    ]
+    return np.array(rows).astype(kind)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_queries_are_rounded_by_the_rule(dtype: str) -> None:
+    rows = hostile_rows(dtype)
+    codes, scales = quantise_queries(rows)
+    for row, mine, scale in zip(rows, codes, scales, strict=True):
+        expected, expected_scale = _by_hand(row)
+        np.testing.assert_array_equal(mine, expected)
+        np.testing.assert_equal(float(scale), expected_scale)
+    assert (codes[3, 1:3] == [0x58, 0x5A]).all()  # 17 and 19 lie between 16, 18 and 20
+    np.testing.assert_array_equal(dequantised(rows)[5, 0], 448.0)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=lambda case: case.id)
+def test_the_oracle_attends_with_rounded_queries(case: DecodeCase) -> None:
+    inputs = make(case)
+    options = {**case.options, "math": "exact"}
+    expected = reference.mla_decode(dequantised(inputs.q), *inputs.arguments[1:], **options)
+    for mine, other in zip(inputs.exact, expected, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    plain = reference.mla_decode(*inputs.arguments, **options)
+    assert np.abs(plain[0] - expected[0]).max() > 1e-3
+
+
+def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    inputs = make(CASES[3])
+    plan = plan_of(inputs)
+    plan.update(inputs.seqlens)
+    for given in (None, plan):
+        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, plan=given)
+        for mine, expected in zip(got, oracle(inputs, **inputs.case.options), strict=True):
+            assert_same(mine, expected)
+
+
+# ---- Refusals --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        (DecodeCase(b=1, seqlens=5), r"math: got 'fp8', expected \"exact\" for 16-bit rows.*leave math out"),
+        (DecodeCase(b=1, seqlens=5, record="v32"), r"math: got 'fp8', expected \"exact\" for the record v32"),
+        (DecodeCase(b=1, seqlens=5, record="v4", d_qk=512), r"expected \"exact\" for the record v4.*cache_append"),
+    ],
+    ids=["rows", "v32", "v4"],
+)
+def test_other_caches_are_refused(case: DecodeCase, match: str, recorder: Recorder) -> None:
+    inputs = make(case)
+    with pytest.raises(ArgumentError, match=match):
+        mla_cupy.mla_decode(*inputs.arguments, math="fp8")
+    with pytest.raises(ArgumentError, match=match):
+        plan_of(inputs, math="fp8", device=0)
+    assert recorder.launches == []
+
+
+def test_other_kernels_are_refused(recorder: Recorder) -> None:
+    inputs = make(CASES[0])
+    for kernel in ("decode_sm90_records", "decode_generic_records"):
+        with pytest.raises(ArgumentError, match=f"kernel: got '{kernel}', expected for math='fp8' one of {KERNEL}"):
+            mla_cupy.mla_decode(*inputs.arguments, math="fp8", kernel=kernel)
+    with pytest.raises(ArgumentError, match=f"kernel: got '{KERNEL}', expected for math='exact' one of"):
+        mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize(("cc", "arch"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((7, 5), "7.5")])
+def test_other_gpus_are_refused(cc: tuple[int, int], arch: str) -> None:
+    problem = DecodeProblem(1, 16, 1, "bfloat16", record="fp8", math="fp8")
+    with pytest.raises(UnsupportedDeviceError, match=f"needs compute capability 9.0.* has {arch}: leave math out"):
+        DECODE.configure(problem, replace(H200, cc=cc))
+
+
+def test_a_plan_is_for_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    inputs = make(CASES[0])
+    plan = plan_of(inputs, math="exact")
+    plan.update(inputs.seqlens)
+    with pytest.raises(PlanError, match="plan: got math='exact', expected math='fp8'"):
+        mla_cupy.mla_decode(*inputs.arguments, math="fp8", plan=plan)
+
+
+# ---- Launches --------------------------------------------------------------------------------------------------
+
+
+def test_a_launch(recorder: Recorder) -> None:
+    """The record's two maps, the scale of keys and values, and the build for the rows."""
+    inputs = make(fp8(b=2, seqlens=(300, 70), h_q=8, page_size=48))
+    mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, scale=0.25)
+    assert recorder.entries[:2] == ["attention_schedule", KERNEL]
+    p = recorder.launches[1].params
+    assert p["scale_log2"] == pytest.approx(0.25 * 0.03 / np.log(2), rel=1e-6)
+    assert p["value_scale"] == pytest.approx(0.03, rel=1e-6)
+    latent, rope = recorder.maps
+    assert {latent.base, rope.base} == {address(inputs.kv_cache)}
+    assert (latent.box, latent.swizzle) == ((128, 16, 1, 1), "128B")
+    assert (rope.box, rope.swizzle) == ((64, 16, 1, 1), "64B")
+    assert latent.dims == (576, 48, 1, len(inputs.kv_cache))
+    assert latent.strides_bytes == (inputs.kv_cache.strides[1], 576, inputs.kv_cache.strides[0])
+
+
+@pytest.mark.parametrize(("page_size", "rope"), [(1, (128, "128B")), (65, (128, "128B")), (2, (64, "64B"))])
+def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tuple[int, str]) -> None:
+    """Since a box begins at a multiple of 128 bytes of shared memory."""
+    cache = make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache
+    from mla_cupy import arrays
+
+    _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"))
+    assert (spec.box[0], spec.swizzle) == rope
+    spec.validate()
+
+
+@pytest.mark.parametrize(("s_q", "h_q", "rows"), [(1, 1, 16), (1, 16, 16), (2, 16, 32), (1, 33, 64), (2, 128, 64)])
+def test_builds_by_rows(s_q: int, h_q: int, rows: int) -> None:
+    config = DECODE.configure(DecodeProblem(s_q, h_q, 1, "bfloat16", record="fp8", math="fp8"), H200)
+    assert (config.kernel.name, config.kernel.variant(config.problem).block_rows) == (KERNEL, rows)
+    assert config.row_blocks == -(-s_q * h_q // 64)
+
+
+# ---- The kernel in the simulator -------------------------------------------------------------------------------
+
+
+def run(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
+        got = mla_cupy.mla_decode(*inputs.arguments, **{**inputs.case.options, **options})
+    assert f"mla_{KERNEL}" in target.launched
+    return got
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_kernel(case: DecodeCase) -> None:
+    inputs, number = make(case), CASES.index(case)
+    got = run(inputs, (1, 3)[number % 2], MODES[number % len(MODES)])
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.id)
+def test_kernel_in_all_modes(case: DecodeCase, mode: tuple[str, int]) -> None:
+    inputs = make(case)
+    for sm_count in (1, 3, 5):
+        check(run(inputs, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
+def test_hostile_queries() -> None:
+    """Each row beside keys of a single 1: `lse` is then a number of the rounded query."""
+    columns = np.array([0, 63, 127, 128, 400, 511, 512, 575])
+    rows = hostile_rows("bfloat16")
+    inputs = make(fp8(b=len(columns), seqlens=1, h_q=len(rows), kv_scale=1.0))
+    inputs.q[...] = 0
+    inputs.q[:, 0, :, columns] = rows.T[: len(columns), None]
+    first, one = inputs.block_table[:, 0], 0x38
+    inputs.kv_cache[first, 0] = 0
+    inputs.kv_cache[first, 0, 0, columns] = one
+    _, lse = run(inputs, 3, ("random", 1), scale=0.125)  # the largest score, in base 2, is a float
+    rounded = dequantised(inputs.q[0, 0])[:, columns].T
+    assert np.isnan(rounded).all(axis=0).sum() == 2
+    np.testing.assert_allclose(lse[:, :, 0], rounded / 8, rtol=1e-6, atol=1e-6)
+
+
+def test_results_in_float32() -> None:
+    """They are not rounded to 16 bits on the way."""
+    inputs = make(fp8(b=2, seqlens=(90, 3), h_q=13))
+    got = run(inputs, 1, ("early", 0), out_dtype="float32")
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+    assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
+
+
+def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:
+    """NaN in a latent and in the RoPE part of a token that the first of three queries does not see."""
+    inputs = make(fp8(b=1, seqlens=193, s_q=3, h_q=4))
+    page, token = inputs.block_table[0, 191 // 64], 191 % 64
+    inputs.kv_cache[page, token, 0, [3, 300]] = 0x7F, 0xFF
+    inputs.kv_cache[page, token, 0, 570] = 0x7F
+    got = run(inputs, 1, ("late", 0))
+    assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
+    assert np.isnan(got[0][:, 1:].astype(np.float32)).all()
+    first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
+    check(*first, "bfloat16")
+
+
+@pytest.mark.parametrize("rising", [True, False])
+def test_scores_of_all_sizes(rising: bool) -> None:
+    """Each tile's scores lie 90 above, or below, those of the tile before: beyond where references stay."""
+    inputs = make(fp8(b=1, seqlens=250, h_q=4, kv_scale=1.0))
+    inputs.q[..., 575] = 448.0
+    tiles = np.arange(250) // 64 * (1 if rising else -1)
+    inputs.kv_cache[inputs.block_table[0, np.arange(250) // 64], np.arange(250) % 64, 0, 575] = (
+        (tiles * 4.0).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    )
+    got = run(inputs, 1, ("early", 0), scale=90 / (448 * 4))
+    exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=90 / (448 * 4))
+    rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=90 / (448 * 4), rounding="bfloat16")
+    assert np.ptp(exact[1]) < 100
+    assert abs(exact[1].max()) > 250 if rising else True
+    check(got, exact, rounded, "bfloat16")
+
+
+def test_trees_of_drafts() -> None:
+    for case in (
+        fp8(b=2, s_q=5, h_q=3, seqlens=(3, 70), page_size=16, missing_pages=1),
+        fp8(b=1, s_q=7, h_q=2, seqlens=201, cp_world=3, cp_rank=1),
+    ):
+        inputs = tree_inputs(case)
+        got = run(inputs.base, 1, ("random", 2), tree_mask=inputs.masks)
+        check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
+def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
+    """Pieces of 64 tokens, three of the same sequence in different batches."""
+    inputs = make(fp8(b=3, seqlens=(130, 0, 129), h_q=3))
+    with simulated(2):
+        plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
+        plan.update(inputs.seqlens)
+        out, lse = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, plan=plan)
+        assert plan.kernel == KERNEL
+    check((out, lse), inputs.exact, inputs.rounded, "bfloat16")
+    with simulated(3, mode="late"):
+        plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
+        plan.update(inputs.seqlens[2:])
+        q, cache, table, _ = inputs.arguments
+        got = mla_cupy.mla_decode(q[2:], cache, table[2:], inputs.seqlens[2:], **inputs.case.options, plan=plan)
+    assert (got[0].tobytes(), got[1].tobytes()) == (out[2:].tobytes(), lse[2:].tobytes())
+
+
+def test_a_shared_prefix() -> None:
+    inputs = make(fp8(b=2, seqlens=(100, 90), h_q=4, page_size=32, kv_scale=1.0))
+    inputs.block_table[1, 0] = inputs.block_table[0, 0]
+    groups = (mla_cupy.PrefixGroup(0, 2, 1),)
+    with simulated(1) as target:
+        plan = mla_cupy.plan_cascade(
+            groups,
+            b=2,
+            h_q=4,
+            record="fp8",
+            math="fp8",
+            max_pages=inputs.block_table.shape[1],
+            page_size=32,
+            dtype="bfloat16",
+            device=0,
+        )
+        plan.update(inputs.seqlens)
+        for given in (None, plan):
+            got = mla_cupy.cascade_decode(*inputs.arguments, groups, math="fp8", plan=given)
+            check(got, inputs.exact, inputs.rounded, "bfloat16")
+    assert f"mla_{KERNEL}" in target.launched
+
+
+# ---- Bias ------------------------------------------------------------------------------------------------------
+
+
+def with_values(tokens: int, mean: float, spread: float, one_sided: bool = False, heads: int = 8) -> DecodeInputs:
+    """A sequence whose values have this mean, and scores of deviation 1 or so, from the RoPE columns alone."""
+    inputs = make(fp8(b=1, seqlens=tokens, h_q=heads, kv_scale=1.0, page_size=64, spare_pages=0))
+    rng = np.random.default_rng([tokens, int(10 * mean)])
+    values = rng.standard_normal((tokens, 512)) * spread + mean
+    positions = np.arange(tokens)
+    rows = inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0]
+    stored = (np.abs(values) if one_sided else values).astype(ml_dtypes.float8_e4m3fn)
+    rows[:, :512] = stored.view(np.uint8)
+    inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0] = rows
+    inputs.q[..., :512] = 0
+    inputs.q[..., 512:] = rng.standard_normal((1, 1, heads, 64)).astype(inputs.q.dtype)
+    return inputs
+
+
+def errors(got: Array, exact: Array) -> tuple[float, float]:
+    """The signed bias, by the projection on the exact result, and the root mean square, relative."""
+    mine = got.astype(np.float64)
+    size = float((mine * exact).sum() / (exact * exact).sum())
+    return size - 1, float(np.sqrt(((mine - exact) ** 2).sum() / (exact * exact).sum()))
+
+
+def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
+    """Scores of deviation `spread`: the bias is at most 7e-4, unless the rounding of P has more, as may the error."""
+    scale = spread / 8
+    out, lse = run(inputs, sm_count, ("early", 0), scale=scale, out_dtype="float32")
+    exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=scale)
+    rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=scale, rounding="bfloat16")
+    bias, rms = errors(out, exact[0])
+    bias_of_p, rms_of_p = errors(rounded[0], exact[0])
+    assert abs(bias - bias_of_p) <= 7e-4, (bias, bias_of_p)
+    assert rms <= 1.5 * rms_of_p + 7e-4, (rms, rms_of_p)
+    check_lse(lse, exact[1], rounded[1])
+
+
+MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
+
+
+def test_sums_are_not_shortened() -> None:
+    """Values of mean 1, which the tensor cores' own sums over 1,024 tokens would leave at 0.986 of their size."""
+    inputs = with_values(1024, 1.0, 0.5)
+    check_bias(inputs, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("mean", MEANS)
+def test_sums_of_values_of_a_mean(mean: str, spread: float) -> None:
+    check_bias(with_values(2048, *MEANS[mean]), spread)
+    check_bias(with_values(2048, *MEANS[mean]), spread, sm_count=5)
+
+
+@pytest.mark.slow
+def test_sums_of_one_sided_values() -> None:
+    check_bias(with_values(2048, 0.0, 1.0, one_sided=True), 1.0)
+
+
+@pytest.mark.slow
+def test_sums_over_8192_tokens() -> None:
+    check_bias(with_values(8192, 1.0, 0.5), 0.3)
+
+
+def test_equal_weights_are_exact() -> None:
+    """All scores are 0 but one, which is a bit below a step of e4m3: what rounding adds to each weight must cancel."""
+    inputs = with_values(192, 1.0, 0.0)
+    inputs.q[...] = 0
+    out, lse = run(inputs, 1, ("late", 0), out_dtype="float32")
+    np.testing.assert_allclose(out, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log(192), rtol=1e-6)
+
+
+def test_scores_of_a_common_mean() -> None:
+    """Queries and keys of mean 1 and scores of 40, of which sums over all columns would lose 0.5 %."""
+    inputs = make(fp8(b=1, seqlens=100, h_q=4, kv_scale=1.0))
+    rng = np.random.default_rng(5)
+    inputs.q[...] = (1 + rng.standard_normal(inputs.q.shape) / 4).astype(inputs.q.dtype)
+    keys = 1 + rng.standard_normal((100, 576)) / 4
+    positions = np.arange(100)
+    inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0] = keys.astype(
+        ml_dtypes.float8_e4m3fn
+    ).view(np.uint8)
+    _, lse = run(inputs, 1, ("early", 0), scale=1 / 16)
+    _, exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 16)
+    assert 35 < exact.min() < exact.max() < 50
+    assert np.abs(lse / exact - 1).max() < 1e-3
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+BLOCK, MATH, QUERY, BYTES = (
+    *(f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math", "query")),
+    "tile/byte_fragments.cuh",
+)
+ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
+MUTANTS = (
+    Mutant("P without a proxy fence", BYTES, "    fence_proxy_async();\n", ""),
+    Mutant("queries without a proxy fence", QUERY, "    fence_proxy_async();\n}\n\n// Rows", "}\n\n// Rows"),
+    Mutant("P overwritten early", MATH, "mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));", ""),
+    Mutant("P read early", MATH, "mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));", ""),
+    Mutant(
+        "scores before the tile",
+        MATH,
+        "mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));\n        start_scores",
+        "start_scores",
+    ),
+    Mutant(
+        "a tile released by one side",
+        BLOCK,
+        "init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps)",
+        "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
+    ),
+    Mutant("tiles overwritten", LOADER, "mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));", ""),
+    Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, s.kv + offset);\n", ""),
+    Mutant("tokens of other positions", BYTES, "pairs[2], pairs[3], 0x6420", "pairs[2], pairs[3], 0x6240"),
+    Mutant(
+        "factors of a row's neighbour",
+        MATH,
+        "factors[warp][lane + i * kWarpThreads] = values[i]",
+        "factors[warp][(lane ^ 2) + i * kWarpThreads] = values[i]",
+    ),
+    Mutant("sums not rescaled", MATH, "            rescale_out();\n", ""),
+    Mutant(
+        "references of the left side", ROLES, "fmaxf(left.reference[row], right.reference[row])", "left.reference[row]"
+    ),
+    Mutant("sums of weights before rounding", ROLES, "right.rounded_sum[row] * of_right", "right.sum[row] * of_right"),
+    Mutant(
+        "an operand of the last item",
+        ROLES,
+        "        bar_sync(Fp8BothSides, kFp8MathThreads);\n        math.reset",
+        "        math.reset",
+    ),
+    Mutant("448 taken for 256", QUERY, "kAbove = 0x1fffff", "kAbove = 0"),
+    Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
+    Mutant(
+        "RoPE columns of one token",
+        BLOCK,
+        "wide ? k_major_desc(SmemAddr{0}).bits",
+        "wide ? sw64_desc(SmemAddr{0}).bits",
+    ),
+)
+#: Tiles more than stages; hidden tokens with NaN; a page of one token, missing pages; scores that rise.
+CASES_OF_MUTANTS = (CASES[0], CASES[2], CASES[3], CASES[5], fp8(b=2, seqlens=(700, 70), h_q=3))
+
+
+@as_verdict
+def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
+    """What a run shows; empty if nothing."""
+    inputs = make(case)
+    if case.s_q > 1:
+        last = int(inputs.seqlens[1]) - 1  # seen by the last query alone
+        inputs.kv_cache[inputs.block_table[1, last // case.page_size], last % case.page_size, 0, 7] = 0x7F
+    check(run(inputs, 1, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
+@as_verdict
+def verdict_of_special_cases() -> None:
+    """The same of tests that have inputs of their own."""
+    test_scores_of_all_sizes(rising=True)
+    test_hostile_queries()
+    test_equal_weights_are_exact()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    found = itertools.chain(
+        (verdict(mode, case) for case, mode in itertools.product(CASES_OF_MUTANTS, MODES)),
+        (verdict_of_special_cases() for _ in range(1)),
+    )
+    assert any(found), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES_OF_MUTANTS, ids=lambda case: case.id)
+def test_kernel_as_it_is(case: DecodeCase) -> None:
+    for mode in MODES:
+        assert verdict(mode, case) == ""
+    assert verdict_of_special_cases() == ""
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------
+
+EDGES = tuple(64 * blocks + off for blocks in range(1, 9) for off in (-1, 0, 1))
+ON_GPU = (
+    *CASES,
+    *MORE_CASES,
+    *(
+        fp8(b=len(EDGES), seqlens=EDGES, h_q=h_q, dtype=d)
+        for h_q, d in ((16, "bfloat16"), (64, "float16"), (128, "bfloat16"))
+    ),
+    *(fp8(s_q=s_q, h_q=h_q) for s_q, h_q in ((1, 1), (2, 16), (4, 128), (1, 64))),
+    *(fp8(page_size=page_size, s_q=2, b=5, seqlens="ragged-500") for page_size in (1, 2, 16, 65, 256)),
+    fp8(b=1, h_q=64, seqlens=9000),
+    fp8(b=300, h_q=8, seqlens="ragged-200", kv_scale=1.0),
+    fp8(b=4, missing_pages=2, page_size=16, seqlens="ragged-300"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.id)
+def test_kernel_on_a_gpu(hopper: object, case: DecodeCase) -> None:
+    run_and_check(case, kernel=KERNEL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1024, 8192, 131072])
+@pytest.mark.parametrize("mean", MEANS)
+def test_sums_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
+    import cupy
+
+    from tests.support.gpu import uploaded
+
+    inputs = with_values(tokens, *MEANS[mean])
+    out, _ = mla_cupy.mla_decode(*uploaded(inputs), math="fp8", out_dtype="float32", scale=1 / 8)
+    exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8)
+    rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8, rounding="bfloat16")
+    bias, rms = errors(cupy.asnumpy(out), exact[0])
+    bias_of_p, rms_of_p = errors(rounded[0], exact[0])
+    assert abs(bias - bias_of_p) <= 7e-4
+    assert rms <= 1.5 * rms_of_p + 7e-4
