@@ -9,6 +9,7 @@ from bench.core.errors import BenchError
 from bench.operations import DENSE_DECODE_FP8
 from bench.ops.dense_decode_fp8.cases import CASES, Fp8DecodeCase
 from mla_cupy import reference
+from mla_cupy.reference.fp8_queries import dequantised
 
 SMALL = "b2-sq2-hq3-skv20-page16"
 
@@ -19,6 +20,9 @@ def test_names_round_trip():
         assert DENSE_DECODE_FP8.parse(case.name) is case
     assert DENSE_DECODE_FP8.parse(SMALL) == Fp8DecodeCase(2, 2, 3, 20, page_size=16)
     assert DENSE_DECODE_FP8.parse(SMALL + "-fp8") == Fp8DecodeCase(2, 2, 3, 20, page_size=16, one_scale=True)
+    both = Fp8DecodeCase(2, 2, 3, 20, page_size=16, one_scale=True, fp8_math=True)
+    assert DENSE_DECODE_FP8.parse(SMALL + "-fp8-math") == both
+    assert both.name == SMALL + "-fp8-math"
 
 
 @pytest.mark.parametrize("name", ["", "b1-sq1-hq2-skv20-hkv2", "b1-sq1-hq2-skv20-dqk512"])
@@ -52,3 +56,14 @@ def test_ours_and_ours_over_rows(rows_of, name):
     rows = rows_of(DENSE_DECODE_FP8, name, ["rows"])
     assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 2
     assert list(rows) == ["mla_cupy", "rows"]
+
+
+def test_products_in_fp8_beside_conversion(rows_of, device, numpy_backend):
+    """Queries are numbers of e4m3, which rounding leaves as they are: all compute the same."""
+    name = "b1-sq1-hq2-skv9-page16-fp8-math"
+    rows = rows_of(DENSE_DECODE_FP8, name, ["exact", "rows"])
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 3
+    assert {row["shape"]["math"] for row in rows.values()} == {"fp8"}
+    q = DENSE_DECODE_FP8.inputs(DENSE_DECODE_FP8.parse(name), "bfloat16", 1, device).q
+    np.testing.assert_array_equal(dequantised(q), q.astype(np.float64))
+    assert len(np.unique(q.astype(np.float32))) > 50

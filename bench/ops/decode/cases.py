@@ -40,6 +40,11 @@ class DecodeCase:
         return "mla_decode"
 
     @property
+    def math(self) -> str:
+        """Arithmetic of our own call, and of the oracle."""
+        return "exact"
+
+    @property
     def name(self) -> str:
         """The canonical name, which `parse` reads; fields at their default are left out."""
         name = f"b{self.b}-sq{self.s_q}-hq{self.h_q}-skv{self.s_kv}"

@@ -13,16 +13,26 @@ from ...core.errors import BenchError
 from ..decode import cases as rows
 from ..decode.cases import DecodeCase
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8[-math]]"
 
-_SUFFIX = f"-{FP8.name}"
+_SUFFIX, _MATH_SUFFIX = f"-{FP8.name}", f"-{FP8.name}-math"
 
 
 @dataclass(frozen=True)
 class Fp8DecodeCase(DecodeCase):
-    """Case over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token."""
+    """Case over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token.
+
+    With `fp8_math`, too, our own call has both products in FP8. The queries are numbers of e4m3, so that all compute
+    the same.
+    """
 
     one_scale: bool = False
+    fp8_math: bool = False
+
+    @property
+    def math(self) -> str:
+        """Arithmetic of our own call, and of the oracle."""
+        return "fp8" if self.fp8_math else "exact"
 
     @property
     def record(self) -> CacheFormat:
@@ -31,7 +41,7 @@ class Fp8DecodeCase(DecodeCase):
 
     @property
     def name(self) -> str:
-        return super().name + _SUFFIX * self.one_scale
+        return super().name + (_MATH_SUFFIX if self.fp8_math else _SUFFIX * self.one_scale)
 
     @property
     def cost(self) -> Cost:
@@ -41,7 +51,7 @@ class Fp8DecodeCase(DecodeCase):
         return Cost(super().cost.flops, tokens * self.record.token_bytes + queries_and_out)
 
     def shape(self) -> dict[str, Any]:
-        return {**super().shape(), "record": self.record.name}
+        return {**super().shape(), "record": self.record.name, **({"math": self.math} if self.fp8_math else {})}
 
 
 CASES: tuple[Fp8DecodeCase, ...] = (
@@ -53,14 +63,20 @@ CASES: tuple[Fp8DecodeCase, ...] = (
     Fp8DecodeCase(16, 1, 128, 8192),
     *(Fp8DecodeCase(1, 1, 16, s_kv) for s_kv in (8192, 131072)),
     *(Fp8DecodeCase(128, 1, h_q, 8192, one_scale=True) for h_q in (16, 8, 32, 64, 128)),
+    *(Fp8DecodeCase(128, 1, h_q, 8192, one_scale=True, fp8_math=True) for h_q in (16, 8, 32, 64, 128)),
+    Fp8DecodeCase(128, 1, 128, 4096, one_scale=True, fp8_math=True),
+    Fp8DecodeCase(64, 1, 128, 16384, one_scale=True, fp8_math=True),
+    *(Fp8DecodeCase(b, 1, 128, 8192, one_scale=True, fp8_math=True) for b in (16, 4, 1)),
 )
 SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CASES[:2]}
 
 
 def parse(name: str) -> Fp8DecodeCase:
     """The case of that name: one of `CASES`, or any other shape written in the same form."""
-    rest = name.removesuffix(_SUFFIX)
-    case = Fp8DecodeCase(**vars(rows.parse(rest)), one_scale=rest != name)
+    rest = name.removesuffix(_MATH_SUFFIX)
+    fp8_math = rest != name
+    rest = rest.removesuffix(_SUFFIX)
+    case = Fp8DecodeCase(**vars(rows.parse(rest)), one_scale=rest != name, fp8_math=fp8_math)
     if case.h_kv != 1 or case.d_qk != D_QK:
         raise BenchError(f"case {name!r}: records have one KV head, and keys of {D_QK}; expected {FORM}")
     return next((known for known in CASES if known == case), case)

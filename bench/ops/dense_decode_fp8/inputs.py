@@ -35,7 +35,7 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
         mla_cupy.cache_append(latent, rope, records, slots, record=case.record.name)
         rows = mla_cupy.cache_gather(records, slots, record=case.record.name, out_dtype=dtype)
     return Fp8InputSet(
-        q=device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, 3 * seed + 1),
+        q=_queries(case, dtype, 3 * seed + 1, device),
         kv_cache=rows.reshape(case.num_pages, case.page_size, 1, D_QK),
         block_table=device.upload(table),
         seqlens=device.upload(seqlens),
@@ -43,3 +43,18 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
         host_seqlens=seqlens,
         records=records,
     )
+
+
+def _queries(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Any:
+    """Random queries; for products in FP8 numbers of e4m3, rounded as the tokens of a cache are."""
+    shape = (case.b, case.s_q, case.h_q, D_QK)
+    queries = device.normal(shape, dtype, seed)
+    if not case.fp8_math:
+        return queries
+    rows = case.b * case.s_q * case.h_q
+    flat = queries.reshape(rows, D_QK)
+    records = device.empty((rows, 1, D_QK), "uint8")
+    slots = device.upload(np.arange(rows, dtype=np.int32))
+    with device.current():
+        mla_cupy.cache_append(flat[:, :D_V], flat[:, D_V:], records, slots, record="fp8")
+        return mla_cupy.cache_gather(records, slots, record="fp8", out_dtype=dtype).reshape(shape)

@@ -12,12 +12,13 @@ from ..decode import check
 from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import Decode
 from . import cases, inputs
-from .own import GENERIC, NAMED, Fp8Decode
+from .own import EXACT, GENERIC, NAMED, Fp8Decode
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
   run dense-decode-fp8 --quick --peers rows
   run dense-decode-fp8 --case b128-sq1-hq16-skv8192-fp8   records with one scale for all
+  run dense-decode-fp8 --case b128-sq1-hq128-skv8192-fp8-math --peers exact,rows   products in FP8 beside conversion
   run dense-decode-fp8 --case b64-sq1-hq24-skv4096     any other shape, named in the same form
 """
 
@@ -28,6 +29,7 @@ def implementations(choices: Choices) -> Known:
         OWN: lambda: Fp8Decode(choices.kernel),
         "rows": lambda: Decode(None, "rows"),
         **{name: partial(Decode, name, name) for name in NAMED_ROWS},
+        EXACT: lambda: Fp8Decode(None, EXACT),
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
         **{name: partial(Fp8Decode, name, name) for name in NAMED},
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
@@ -39,7 +41,8 @@ DENSE_DECODE_FP8 = BenchOperation(
     name="dense-decode-fp8",
     title="dense paged decode from FP8 records; the peers read 16-bit rows of the same numbers",
     examples=EXAMPLES,
-    peers="rows (our own over 16-bit rows), flashmla, fa3 (they import torch and need --peers-dir), generic, "
+    peers="rows (our own over 16-bit rows), flashmla, fa3 (they import torch and need --peers-dir), "
+    "exact (our own with conversion, of cases with products in FP8), generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     "Default: rows, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,

@@ -14,6 +14,7 @@ from ..decode.own import Decode
 from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
+EXACT = "exact"  # our own with conversion, where the case has products in FP8
 GENERIC = "decode_generic_records"  # without tensor cores
 NAMED = "decode_mma_records", "decode_mma_records_163kb"  # of GPUs without WGMMA
 
@@ -26,7 +27,14 @@ class Fp8Decode(Decode):
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         assert isinstance(case, Fp8DecodeCase)
-        return {"record": case.record.name}
+        return {"record": case.record.name, **self._math(case)}
+
+    def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        return self._math(case)
+
+    def _math(self, case: DecodeCase) -> dict[str, Any]:
+        """Arithmetic of a call: that of the case, but of a peer that converts; older trees know one."""
+        return {"math": case.math} if self.name == OWN and case.math != "exact" else {}
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         def over_records(inputs: InputSet) -> InputSet:
