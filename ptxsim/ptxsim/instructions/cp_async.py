@@ -17,6 +17,11 @@ from .bulk_copies import read_bytes
 from .mbarrier import find, groups
 
 _ALL, _EVERY = np.arange(32), np.ones(32, bool)
+_DEFINED = 0x01010101
+_STEPS = {size: np.arange(size // 4) for size in (4, 8, 16)}
+"""Words of a copy of some bytes, from its first on."""
+_WHOLE = {size: np.full(32, size) for size in _STEPS}
+"""Sizes of what 32 lanes copy when each copies all."""
 
 
 class Copy:
@@ -30,42 +35,40 @@ class Copy:
         self.complete: Callable | None = None
         self.left = np.zeros(32, bool)
         self.left[lanes] = True
-        self.code = f"u{size}" if size < 16 else "u4"
-        width = int(self.code[1:])
-        self.index = offset[:, None] // width + np.arange(size // width)
-        self.words = offset[:, None] // 4 + np.arange(size // 4)
+        self.words = (offset >> 2)[:, None] + _STEPS[size]
 
     def finish(self, W: Warp, ins: Instr, take: np.ndarray, wanted: np.ndarray) -> None:
         """Perform the copies of the wanted lanes that are still open; bytes past ``take`` are zeros."""
         pick = wanted[self.lanes] & self.left[self.lanes]
-        if not pick.any():
+        count = int(count_nonzero(pick))
+        if not count:
             return
+        words, source = self.words, self.source
+        if count < len(pick):
+            words, source, take = words[pick], source[pick], take[pick]
         self.left[self.lanes[pick]] = False
-        data = np.zeros((int(count_nonzero(pick)), self.size), "u1")
-        whole = self._gathered(W, pick, take)
-        if whole is not None:
-            data = whole
-        else:
-            for row, count, address in zip(data, take[pick], self.source[pick], strict=True):
-                if count:
-                    row[:count] = read_bytes(W, ins, int(address), int(count))
-        shared, width = self.cta.shared, int(self.code[1:])
-        shared.view(self.code)[self.index[pick]] = data.view(self.code)
-        shared.init_view(width)[self.index[pick]] = int.from_bytes(b"\1" * width, "little")
+        data = self._gathered(W, source, take)
+        if data is None:
+            raw = np.zeros((count, self.size), "u1")
+            for row, size, address in zip(raw, take, source, strict=True):
+                if size:
+                    row[:size] = read_bytes(W, ins, int(address), int(size))
+            data = raw.view("u4")
+        self.cta.shared.view("u4")[words] = data
+        self.cta.shared.init_view(4)[words] = _DEFINED
         if self.cta.shadow is not None:
             state = cp_state(W)
-            W.cta.cluster.detector.finish_write(self.cta.shadow, self.words[pick].reshape(-1), state.agent, self.number)
+            W.cta.cluster.detector.finish_write(self.cta.shadow, words.reshape(-1), state.agent, self.number)
 
-    def _gathered(self, W: Warp, pick: np.ndarray, take: np.ndarray) -> np.ndarray | None:
-        """Return the bytes of lanes that all copy their full size from inside one array (None: they do not)."""
-        source = self.source[pick]
-        buffer = W.memory.find(int(source[0])) if count_nonzero(take[pick] == self.size) == len(source) else None
-        if buffer is None:
+    def _gathered(self, W: Warp, source: np.ndarray, take: np.ndarray) -> np.ndarray | None:
+        """Return the words of lanes that all copy their full size from inside one array (None: they do not)."""
+        buffer = W.memory.find(int(source[0])) if count_nonzero(take == self.size) == len(source) else None
+        if buffer is None or buffer.base % 4:
             return None
         offset = source - np.uint64(buffer.base)  # what lies below the array wraps to a large number
         if int(offset.max()) + self.size > buffer.size:
             return None
-        return buffer.bytes[offset.view(np.intp)[:, None] + np.arange(self.size)]
+        return buffer.view("u4")[(offset.view(np.intp) >> 2)[:, None] + _STEPS[self.size]]
 
 
 class CpAsync:
@@ -92,7 +95,7 @@ class CpAsync:
             if number > last:
                 break
             wanted = need >= number
-            if (copy.left & ~wanted).any():
+            if count_nonzero(copy.left & ~wanted):
                 copy.complete(wanted)
             else:
                 W.cta.cluster.progress(("cp", id(W), number))
@@ -144,11 +147,11 @@ def cp_async_copy(
     offset = (dst - cta.shared_base).astype("i8")
     if count_nonzero(dst & np.uint32(size - 1)):
         W.misaligned(ins, dst, size, L)
-    if int(offset.max()) + size > cta.shared.limit or int(offset.min()) < 0:
+    if int(offset.max()) + size > cta.shared.limit:  # what lies below the window has wrapped to a large number
         W.out_of_shared(ins, dst, L)
     if count_nonzero(src & np.uint64(size - 1)):
         W.misaligned(ins, src, size, L)
-    take = np.full(len(dst), size)
+    take = _WHOLE[size][: len(dst)]
     if source_size is not None and source_size.dtype == bool:
         take = np.where(source_size, 0, size)
     elif source_size is not None:
@@ -160,12 +163,11 @@ def cp_async_copy(
     state.newest[lanes] = state.issued
     copy = state.open[state.issued] = Copy(W, state.issued, lanes, offset, src, size)
     _tell(W, ins, copy, take)
-    shared, width = cta.shared, int(copy.code[1:])
-    shared.init_view(width)[copy.index] = 0
+    cta.shared.init_view(4)[copy.words] = 0
 
     def finish(wanted: np.ndarray = _EVERY) -> None:
         copy.finish(W, ins, take, wanted)
-        if not copy.left.any():
+        if not count_nonzero(copy.left):
             state.open.pop(copy.number, None)
 
     copy.complete = finish

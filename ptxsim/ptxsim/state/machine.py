@@ -219,6 +219,7 @@ class Launch:
         self.registers: int = registers_of(program.function.directives, int(np.prod(self.block)))
         self.steps = self.stale = 0
         self.counts = [0] * len(program.blocks)
+        self.runs = [0] * len(program.blocks)  # of superblocks, by the block that they begin with
         self.traffic = [0] * 8
         self.counters: Counter = Counter()
         self.waits: dict[str, list[int]] = {}
@@ -321,8 +322,16 @@ class Launch:
             with np.errstate(all="ignore"):
                 self._run_all()
         finally:
+            self._count_blocks()
             for cluster in self.clusters:
                 cluster.free()
+
+    def _count_blocks(self) -> None:
+        """Count the blocks of the superblocks that have run."""
+        for start, times in enumerate(self.runs):
+            for index in self.program.full[start][1] if times else ():
+                self.counts[index] += times
+        self.runs = [0] * len(self.runs)
 
     def _run_all(self) -> None:
         waiting = self.waiting

@@ -173,14 +173,13 @@ class Warp(Faults, Accesses):
         """Run a fragment for up to ``quota`` blocks, until it splits, parks or joins others."""
         program, ran = self.program, 0
         R, Q = self.R, self.Q
-        counts, full = self.launch.counts, program.full
+        counts, runs, full = self.launch.counts, self.launch.runs, program.full
         alone = len(self.fragments) == 1
         index, lanes = fragment.block, fragment.lanes
         while ran < quota:
             if lanes is None:
-                function, run = full.get(index) or program.superblock(index)
-                for b in run:
-                    counts[b] += 1
+                function, _ = full.get(index) or program.superblock(index)
+                runs[index] += 1
             else:
                 if program.blocks[index].gather is not None and not self._gathered(fragment):
                     fragment.waiting = True

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..rules import CLOCKED, ORDERING
-from .shadow import PENDING
+from .shadow import PENDING, Shadow
+
+_AGENTS = 128
+"""Agents for which there is room at first: most clusters have fewer, and to make room costs more than the room."""
 
 
 class View:
@@ -39,14 +42,15 @@ class Clocks:
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         self.allow = allow
         self.bent = allow & ORDERING or ORDERING
+        self.tolerant = bool(allow & CLOCKED)
         self.names: list[str] = []
         self.homes: list[Any] = []
         self.warps: list[Any] = []
         self.fenced: set[int] = set()
-        self.generic = np.zeros(64, bool)
-        self.soft = np.zeros(64, bool)
-        self.V, self.P, self.G, self.T = (np.zeros((64, 64), np.uint32) for _ in range(4))
-        self.loose = [np.zeros((64, 64), np.uint32) for _ in range(3)] if self.bent & CLOCKED else []
+        self.generic = np.zeros(_AGENTS, bool)
+        self.soft = np.zeros(_AGENTS, bool)
+        self.V, self.P, self.G, self.T = (np.zeros((_AGENTS, _AGENTS), np.uint32) for _ in range(4))
+        self.loose = [np.zeros_like(self.V) for _ in range(3)] if self.bent & CLOCKED else []
         self.loose_T = self.T.copy()
         self.new_agent("initial state", False)
 
@@ -105,7 +109,7 @@ class Clocks:
 
     def knows(self, agent: int, other: int) -> int:
         """Return how far an agent has seen another."""
-        matrix = self.loose[0] if self.allow & CLOCKED else self.V
+        matrix = self.loose[0] if self.tolerant else self.V
         return int(matrix[agent, other])
 
     def snapshot(self, agent: int) -> list:
@@ -184,19 +188,31 @@ class Clocks:
 
     def _through(self, agent: int, fenced: np.ndarray, which: int) -> View:
         clocks = np.where(self.generic, fenced[agent], self.V[agent])
-        if not self.loose:
-            return View(clocks)
-        return View(clocks, np.where(self.generic & ~self.soft, self.loose[which][agent], self.loose[0][agent]))
+        return View(clocks, self._loose_through(agent, which) if self.tolerant else None)
+
+    def _loose_through(self, agent: int, which: int) -> np.ndarray:
+        return np.where(self.generic & ~self.soft, self.loose[which][agent], self.loose[0][agent])
 
     def tensor_view(self, agent: int, *own: int) -> View:
         """Return what a warp's tensor-memory operations may rely on; its own in-order agents are always seen."""
         views = [self.T[agent].copy()]
-        if self.loose:
+        if self.tolerant:
             views.append(np.maximum(self.T[agent], self._loose_tensor(agent)))
         for each in views:
             each[0] = 0
             each[list(own)] = PENDING
         return View(*views)
+
+    def loose_view(self, agent: int, view: View, shadow: Shadow) -> np.ndarray:
+        """Return what an access may rely on where broken rules order.
+
+        Where none may be broken that is only found when an error is to name one, from what the agent knows by then.
+        """
+        if view.loose is not None or not self.loose:
+            return view.clocks if view.loose is None else view.loose
+        if shadow.columns:
+            return np.maximum(view.clocks, self._loose_tensor(agent))
+        return np.maximum(view.clocks, self._loose_through(agent, 2 if shadow.name else 1))
 
     def freeing_view(self, agent: int, *own: int) -> View:
         """Return what a warp that frees tensor memory may rely on: also what no tcgen05 fence makes visible."""
@@ -206,7 +222,7 @@ class Clocks:
 
     def tensor_knows(self, agent: int, other: int) -> int:
         """Return how far a warp's tensor-memory operations have seen an agent."""
-        loosely = self._loose_tensor(agent)[other] if self.allow & CLOCKED else 0
+        loosely = self._loose_tensor(agent)[other] if self.tolerant else 0
         return int(max(self.T[agent, other], loosely))
 
     def _loose_tensor(self, agent: int) -> np.ndarray:

@@ -285,7 +285,8 @@ class Detector(Clocks):
         if not count_nonzero(late):
             return
         rows = np.flatnonzero(late)
-        clocks, agents = np.stack([shadow.reads[i][0][words] for i in rows]), shadow.row_agents[rows]
+        agents = shadow.row_agents[rows]
+        clocks = np.concatenate([shadow.reads[i][0][words] for i in rows]).reshape(len(rows), -1)
         if not count_nonzero(clocks > row[agents][:, None]):
             return
 
@@ -309,7 +310,7 @@ class Detector(Clocks):
         if conflict is None:
             return
         rule = ""
-        if find(view.clocks if view.loose is None else view.loose, True) is None:
+        if find(self.loose_view(agent, view, shadow), True) is None:
             rule = self._rule(find, agent, conflict, shadow, view)
         other = self.names[conflict.agent]
         place = shadow.space(conflict.word)

@@ -13,6 +13,13 @@ PENDING = np.uint32(0xFFFFFFFF)
 """The clock of a write that has not finished."""
 
 
+def _with_one_more(array: np.ndarray, value: int) -> np.ndarray:
+    """Return an array with another element at its end, of the same dtype."""
+    longer = np.empty(len(array) + 1, array.dtype)
+    longer[:-1], longer[-1] = array, value
+    return longer
+
+
 @dataclass(frozen=True)
 class Box:
     """Lanes and columns of tensor memory that lie side by side, ``width`` columns a lane."""
@@ -110,10 +117,8 @@ class Shadow:
         if index is None:
             index = self.rows[key] = len(self.rows)
             self.reads.append((np.zeros(len(self.clock), np.uint32), np.zeros(len(self.clock), np.int32)))
-            self.row_agents = np.append(self.row_agents, agent)
-            self.strong_rows = np.append(self.strong_rows, strong)
-            self.row_masks = np.append(self.row_masks, np.uint8(mask))
-            self.row_tops = np.append(self.row_tops, np.uint32(0))
+            for name, value in (("row_agents", agent), ("strong_rows", strong), ("row_masks", mask), ("row_tops", 0)):
+                setattr(self, name, _with_one_more(getattr(self, name), value))
         return index
 
     def update(self, agent: int, words: np.ndarray, clock: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ class Form:
 
     def __init__(self, ins: Instr, n: int, depth: int, kinds: tuple[str, str], out: str, d: list[Reg]) -> None:
         self.ins, self.n, self.depth, self.kinds, self.out, self.d = ins, n, depth, kinds, out, d
+        self.of_d = operator.itemgetter(*(reg.index for reg in d))  # of a list by register
         self.a_regs: list[Reg] | None = None
         self.scale_a = self.scale_b = 1
         self.a_mn = self.b_mn = self.saturate = False
@@ -51,8 +54,8 @@ class Accumulator:
         self.bad: np.ndarray | None = None
         self.fresh: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self.count = n // 4 if out == "f16" else n // 2
-        code = "u4" if out == "f16" else "f4" if out == "f32" else "i4"
-        self.buffers = [np.zeros((self.count, 32), code) for _ in range(4)]
+        self.code = "u4" if out == "f16" else "f4" if out == "f32" else "i4"
+        self.buffers = [np.zeros((self.count, 32), self.code) for _ in range(4)]
         self.rows = [list(b) for b in self.buffers]
         self.pending = [np.ones(32, bool) for _ in range(4)]
         self.delivered = [False] * 4
@@ -136,7 +139,7 @@ def issue(W: Warp, form: Form, L: LaneSet, desc_a: int | None, desc_b: int, scal
     elif operation.key != key:
         W.fail(SyncError, ins, "the four warps of a warpgroup issue different wgmma instructions or descriptors")
     if form.a_regs is not None:
-        values = np.stack([W.R[r.index].view("u4") for r in form.a_regs])
+        values = np.concatenate([W.R[r.index].view("u4") for r in form.a_regs]).reshape(len(form.a_regs), 32)
         operation.a_parts[w] = (values, _stack_poison(W, form.a_regs))
     _bind_accumulator(W, group, operation, w, scale_d)
     detector = W.cta.cluster.detector
@@ -171,7 +174,7 @@ def _bind_accumulator(W: Warp, group: Warpgroup, operation: Operation, w: int, s
     if in_flight:
         if found.n != form.n or found.out != form.out:
             W.fail(SyncError, form.ins, "D is the accumulator of a wgmma of another shape that is still in flight")
-        if any(W.Q[r.index] is not found.pending[w] for r in regs):
+        if not all(map(operator.is_, form.of_d(W.Q), itertools.repeat(found.pending[w]))):
             W.fail(SyncError, form.ins, "some D registers were written while a wgmma on them is in flight")
         acc = found
     else:
@@ -180,13 +183,15 @@ def _bind_accumulator(W: Warp, group: Warpgroup, operation: Operation, w: int, s
             group.recent = [*(old for old in group.recent if not all(old.delivered)), acc]
         if scale_d:
             code = acc.buffers[w].dtype
-            values = np.stack([W.R[r.index] for r in regs]).view(code)
+            values = np.concatenate(form.of_d(W.R)).reshape(len(regs), 32).view(code)
             acc.fresh[w] = (values, _stack_poison(W, regs))
-        storage = W.program.cfg.storage
+        storage, own, pending = W.program.cfg.storage, acc.code, acc.pending[w]
+        R, Q = W.R, W.Q
         for reg, row in zip(regs, acc.rows[w], strict=False):
-            code = storage[reg.index]
-            W.R[reg.index] = row if row.dtype == np.dtype(code) else row.view(code)
-            W.Q[reg.index] = acc.pending[w]
+            index = reg.index
+            code = storage[index]
+            R[index] = row if code == own else row.view(code)
+            Q[index] = pending
     if operation.acc is None:
         operation.acc = acc
     elif operation.acc is not acc:
@@ -245,7 +250,7 @@ def _register_a(operation: Operation, form: Form) -> tuple[np.ndarray, np.ndarra
 
     Register j of a warp holds, for lane (g, c), row g + 8*(j & 1) and the 32-bit column c + 4*(j >> 1).
     """
-    words = np.stack([operation.a_parts[w][0] for w in range(4)]).reshape(4, 2, 2, 8, 4)
+    words = np.concatenate([operation.a_parts[w][0] for w in range(4)]).reshape(4, 2, 2, 8, 4)
     rows = np.ascontiguousarray(words.transpose(0, 2, 3, 1, 4)).reshape(64, 8)
     kind = form.kinds[0]
     values = rows.view({"tf32": "u4", "f16": "u2", "bf16": "u2"}.get(kind, "u1"))

@@ -408,7 +408,7 @@ class Codegen:
     def _epilogue(self, last: Block) -> list[str]:
         lines = []
         for index, reg in self.dirty.items():
-            if index not in last.live_out:
+            if not last.live_out >> index & 1:
                 continue
             self.body, at = [], self.number(index)
             value = self._view(reg, self.cfg.storage[index])
