@@ -86,9 +86,9 @@ def load(
     if early is not None:
         why = f"it uses registers of the tcgen05.ld in line {ins.line}, and no tcgen05.wait::ld need have run before"
         W.bend("ld-wait", PoisonError, early, why)
-        if (stored := W.program.early_store(ins)) is not None:
-            why = f"it stores what comes of the tcgen05.ld in line {ins.line}, and no tcgen05.wait::ld has run between"
-            W.bend("ld-no-wait", PoisonError, stored, why)
+        if (release := W.program.early_release(ins)) is not None:
+            why = f"it comes after the tcgen05.ld in line {ins.line}, and no tcgen05.wait::ld need have run between"
+            W.bend("ld-no-wait", SyncError, release, why)
         masks = [None if row.all() else ~row for row in tmem.defined.reshape(-1)[index].all(2)]
     bad: list[np.ndarray] = []
 

@@ -16,6 +16,9 @@ from ..translation.codegen import Park
 from .pipe import check_group, pair, pipe_of
 from .tmem import COLUMNS, LANES, TensorMemory, tmem_of
 
+_WRITER = "tcgen05.alloc"
+"""Key under which a warp keeps the agent of the addresses that its allocations write."""
+
 
 class Call:
     """A collective call of two peer blocks: who asked for what, and (alloc) the first column that both got."""
@@ -124,8 +127,21 @@ def _write_address(W: Warp, ins: Instr, start: int, address: int) -> None:
         W.fail(MemoryFault, ins, "the address for tcgen05.alloc is not a multiple of 4")
     if cta.shadow is not None:
         W.shared_write(cta.shadow, np.array([offset], "u4"), 4, 1, ins)
+        _sign(W, cta, offset // 4)
     cta.shared.view("u4")[offset // 4] = start
     cta.shared.init[offset : offset + 4] = 1
+
+
+def _sign(W: Warp, cta: Any, word: int) -> None:
+    """Have the address written by an agent of its own: Triton lets copies overwrite it without a proxy fence."""
+    detector = W.home.cluster.detector
+    agent = W.state.get(_WRITER)
+    if agent is None:
+        agent = W.state[_WRITER] = detector.new_agent(f"tcgen05.alloc of {W.name}", True, soft=True)
+    clock = int(detector.V[agent, agent])
+    cta.shadow.writer[word], cta.shadow.clock[word] = agent, clock
+    detector.learn(W.agent, agent, clock)
+    detector.tick(agent)
 
 
 def _take(W: Warp, tmem: TensorMemory, start: int, columns: int) -> None:

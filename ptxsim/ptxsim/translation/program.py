@@ -17,11 +17,8 @@ from .codegen import Codegen, Park
 from .lower import lower
 from .registry import OPS
 
-_STORES = frozenset(("st", "red", "atom", "stmatrix"))
-"""Opcodes of instructions after which values are elsewhere than in registers (with those that begin ``tcgen05.st``)."""
-
-_MOST_STATES = 10_000
-"""Blocks, with what registers hold in them, after which a search for uses of a load gives up."""
+_RELEASES = frozenset(("bar", "barrier", "exit"))
+"""Opcodes after which others may write what this warp has read (and arrivals on mbarriers)."""
 
 _MAX_CALLS = 5
 """Source lines of an instruction that are told; of more, the first and the last two, which are the kernel's own."""
@@ -100,7 +97,7 @@ class Program:
         self.poisoned: dict[int, Callable] = {}
         self.partial: list[Callable | None] = [None] * len(self.blocks)
         self._early: dict[Instr, Instr | None] = {}
-        self._stored: dict[Instr, Instr | None] = {}
+        self._released: dict[Instr, Instr | None] = {}
         self._moved: dict[bool, list[int]] = {}
         self._layout(module)
         self.instructions = [ins for block in self.blocks for ins in block.instrs]
@@ -186,27 +183,43 @@ class Program:
         Instructions that only move or pack them are none; what they write counts as the load's.
         """
         if load not in self._early:
-            self._early[load] = self._search_use(load, lambda ins: ins.op != "mov")
+            self._early[load] = self._search_use(load)
         return self._early[load]
 
-    def early_store(self, load: Instr) -> Instr | None:
-        """Return the first instruction that stores what was made of a tcgen05.ld and may run before a tcgen05.wait::ld.
+    def early_release(self, load: Instr) -> Instr | None:
+        """Return the first instruction that tells others of a tcgen05.ld's end and may run before a tcgen05.wait::ld.
 
-        Compilers move arithmetic ahead of the wait, but no stores: the wait is not there.
+        Compilers move arithmetic and stores ahead of the wait, but not it behind a barrier: there is none.
         """
-        if load not in self._stored:
-            self._stored[load] = self._search_use(load, lambda ins: ins.op in _STORES or ins.mods[:1] == ["st"])
-        return self._stored[load]
+        if load not in self._released:
+            self._released[load] = self._search_release(load)
+        return self._released[load]
 
-    def _search_use(self, load: Instr, ends: Callable[[Instr], bool]) -> Instr | None:
-        """Return the first instruction of a kind that a load's values reach before a tcgen05.wait::ld."""
-        registers = frozenset(r.index for r in operand_regs(load.args[0]))
+    def _after(self, load: Instr) -> tuple[int, int]:
+        """Return the block of an instruction and its place behind it."""
         start = next(b.index for b in self.blocks if any(ins is load for ins in b.instrs))
-        after = self.blocks[start].instrs
-        place = next(i for i, ins in enumerate(after) if ins is load)
-        work = [(start, place + 1, registers)]
+        return start, 1 + next(i for i, ins in enumerate(self.blocks[start].instrs) if ins is load)
+
+    def _search_release(self, load: Instr) -> Instr | None:
+        work, seen = [self._after(load)], set[int]()
+        while work:
+            index, first = work.pop()
+            for ins in self.blocks[index].instrs[first:]:
+                if ins.op == "tcgen05" and "wait::ld" in ins.mods:
+                    break
+                if ins.op in _RELEASES or (ins.op == "mbarrier" and ins.mods[0].startswith("arrive")):
+                    return ins
+            else:
+                new = [each for each in self.blocks[index].succ if each not in seen]
+                seen.update(new)
+                work += [(each, 0) for each in new]
+        return None
+
+    def _search_use(self, load: Instr) -> Instr | None:
+        registers = frozenset(r.index for r in operand_regs(load.args[0]))
+        work = [(*self._after(load), registers)]
         seen: set[tuple] = set()
-        while work and len(seen) < _MOST_STATES:
+        while work:
             index, first, registers = work.pop()
             block = self.blocks[index]
             for ins in block.instrs[first:]:
@@ -214,7 +227,7 @@ class Program:
                     break
                 uses, defs = uses_defs(ins)
                 used, defined = {r.index for r in uses}, {r.index for r in defs}
-                if registers & used and ends(ins):
+                if registers & used and ins.op != "mov":
                     return ins
                 registers = registers | defined if registers & used else registers - defined
             else:

@@ -247,7 +247,7 @@ def test_use_ahead_of_the_wait_is_a_rule(mode: str) -> None:
             report = run(use, after, strict=False)
         assert [each.rule for each in report.findings] == rules
         assert set(out) == {2 * 0x40400000 & 0xFFFFFFFF}
-    with pytest.warns(ptxsim.StrictWarning), pytest.raises(ptxsim.PoisonError, match=r"st.global[^$]*\[ld-no-wait\]"):
+    with pytest.warns(ptxsim.StrictWarning), pytest.raises(ptxsim.SyncError, match=r"\[ld-no-wait\]"):
         run(use, "", allow={"ld-wait"})
     assert run(move, wait + use.replace("%r10", "%r12"), strict=False).findings == []
     assert run("", wait + use, strict=False).findings == []

@@ -12,8 +12,8 @@ ROOT = Path(ptxsim.__file__).parent
 #: From the bottom up.
 LAYERS = (
     ("_version",), ("errors",), ("rules",), ("parsing",), ("arithmetic",), ("translation",), ("memory",),
-    ("synchronisation",), ("state",), ("instructions",), ("tensor_cores",), ("module",), ("tool",), ("host", "testing"),
-    ("__init__", "__main__"),
+    ("synchronisation",), ("state",), ("instructions",), ("tensor_cores",), ("module",), ("tool",),
+    ("host", "testing", "triton"), ("__init__", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LAZY = {("__main__", "host")}

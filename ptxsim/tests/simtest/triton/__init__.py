@@ -1,0 +1,5 @@
+"""What Triton 3.9.0 has compiled: PTX and descriptions of the kernels in kernels.py."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
