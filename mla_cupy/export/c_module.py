@@ -111,10 +111,10 @@ def _struct(name: str, layout: ParamLayout) -> list[str]:
     fields: Any = layout.dtype.fields
     lines, end = ["", f"struct {name} {{"], 0
     for member, (kind, at, *_) in fields.items():
+        lines += _padding(end, at)
         lines.append(f"    {_MEMBERS[str(kind)]} {member};")
         end = at + kind.itemsize
-    if layout.size > end:
-        lines.append(f"    char padding[{layout.size - end}];")
+    lines += _padding(end, layout.size)
     last, (_, at, *_) = list(fields.items())[-1]
     return [
         *lines,
@@ -122,6 +122,11 @@ def _struct(name: str, layout: ParamLayout) -> list[str]:
         f'_Static_assert(sizeof(struct {name}) == {layout.size}, "as the kernels have it");',
         f'_Static_assert(offsetof(struct {name}, {last}) == {at}, "as the kernels have it");',
     ]
+
+
+def _padding(start: int, end: int) -> list[str]:
+    """Bytes between members, as a member: what is not named would not be set to zero."""
+    return [f"    char padding_{start}[{end - start}];"] if end > start else []
 
 
 class _Functions:

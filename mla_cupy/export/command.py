@@ -27,6 +27,8 @@ _INTEGERS = {
     "s_q": "query tokens of each sequence (default: 1)",
     "d_qk": "width of the keys: 576 or 512 (default: 576, or the record's)",
     "page_size": "tokens of a page",
+    "topk": "selected tokens of each query",
+    "d_index": "width of the indexer's keys (default: 128)",
 }
 _TEXTS = {
     "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16",

@@ -107,8 +107,9 @@ def record(given: Subject, arch: str) -> Recorder:
     lengths = [_B, *_arguments(_LENGTHS)]
     memory = Memory(_LENGTHS.name, False, lambda: given.view(_LENGTHS), lambda: given.check_items(_LENGTHS))
     workspace = memory_of(given)[-1]
-    recorder.record("plan_update", [*own, *lengths], planned.update, [memory, workspace])
-    recorder.record("call_planned", [*given.arguments(), *own, _SCHEDULED_B], planned.call, memory_of(given))
+    recorder.record("plan_update", [*own, *lengths], planned.update, [memory, workspace], [planned.make])
+    checks = [planned.make, lambda: examine(OPERATION, given.views(), given.options())]
+    recorder.record("call_planned", [*given.arguments(), *own, _SCHEDULED_B], planned.call, memory_of(given), checks)
     return recorder
 
 

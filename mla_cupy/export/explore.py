@@ -7,7 +7,7 @@ so does one of which a side cannot happen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +44,10 @@ NEVER = Leaf("never")
 """A side that cannot happen, or of which nobody asks what happens on it."""
 
 
-def explore(function: Callable[[], Hashable]) -> list[Path]:
+def explore(function: Callable[[], Hashable], given: Sequence[Diagram] = ()) -> list[Path]:
     """Run a function along every path: the decisions of each, in order, and what the function returned.
+
+    `given` are rules that are known to come to None: what they forbid is not explored again.
 
     Raises
     ------
@@ -55,7 +57,7 @@ def explore(function: Callable[[], Hashable]) -> list[Path]:
     paths: list[Path] = []
     forced: list[bool] = []
     while True:
-        explorer = _Explorer(forced)
+        explorer = _Explorer(forced, given)
         with _deciding(explorer):
             outcome = function()
         paths.append((tuple(explorer.trace), outcome))
@@ -72,8 +74,9 @@ def explore(function: Callable[[], Hashable]) -> list[Path]:
 class _Explorer:
     """The decisions of one run: those that are forced, then True, as far as earlier ones leave a choice."""
 
-    def __init__(self, forced: list[bool]) -> None:
+    def __init__(self, forced: list[bool], given: Sequence[Diagram]) -> None:
         self._forced = forced
+        self._given = [*given]
         self._known: dict[Expression, bool] = {}
         self._narrowed: dict[Expression, Span] = {}
         self._spans: dict[Expression, Span] = {}
@@ -84,6 +87,8 @@ class _Explorer:
         known = self._known.get(condition)
         if known is None:
             known = self._implied(condition)
+        if known is None:
+            known = self._left(condition)
         if known is not None:
             return known
         at = len(self.trace)
@@ -91,6 +96,33 @@ class _Explorer:
         self.trace.append((condition, taken))
         self._learn(condition, taken)
         return taken
+
+    def _left(self, condition: Expression) -> bool | None:
+        """The one side that the given rules leave; None if both can be, and where none can."""
+        for at, rule in enumerate(self._given):
+            while isinstance(rule, Branch) and rule.condition in self._known:
+                rule = rule.then if self._known[rule.condition] else rule.otherwise
+            self._given[at] = rule
+        sides = [side for side in (True, False) if all(self._can_be(rule, condition, side) for rule in self._given)]
+        if len(sides) != 1:
+            return None
+        self._learn(condition, sides[0])
+        return sides[0]
+
+    def _can_be(self, rule: Diagram, condition: Expression, side: bool) -> bool:
+        """True if a rule may come to None with this decision, and those that have been made."""
+        pending, seen = [rule], set[int]()
+        while pending:
+            part = pending.pop()
+            if isinstance(part, Leaf):
+                if part.outcome is None:
+                    return True
+            elif id(part) not in seen:
+                seen.add(id(part))
+                known = side if part.condition is condition else self._known.get(part.condition)
+                pending += [part.then] if known is not False else []
+                pending += [part.otherwise] if known is not True else []
+        return False
 
     def _implied(self, condition: Expression) -> bool | None:
         """Truth of a condition, as far as constants and spans tell; None if they do not."""

@@ -42,6 +42,22 @@ OPERATIONS: Mapping[str, Exported] = {
         ("h_q", "page_size"),
     ),
     "merge_states": Exported(plain.merge, record_call, ("h_q", "dtype", "out_dtype"), ("h_q",)),
+    "cache_append": Exported(
+        plain.cache_append, record_call, ("records", "page_size", "dtype"), ("records", "page_size")
+    ),
+    "sparse_forward": Exported(
+        plain.sparse_forward, record_call, ("h_q", "topk", "d_qk", "dtype", "out_dtype"), ("h_q", "topk")
+    ),
+    "sparse_decode": Exported(
+        plain.sparse_decode,
+        record_call,
+        ("h_q", "records", "page_size", "topk", "s_q", "dtype"),
+        ("h_q", "records", "page_size", "topk"),
+    ),
+    "indexer_logits_paged": Exported(
+        plain.logits_paged, record_call, ("h_q", "page_size", "s_q", "d_index"), ("h_q", "page_size")
+    ),
+    "indexer_topk": Exported(plain.topk, record_call, ("topk",), ("topk",)),
 }
 
 

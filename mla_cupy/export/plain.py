@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.export.subject import Subject
+from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
+from mla_cupy.ops.cache import APPEND_OPERATION as APPEND
+from mla_cupy.ops.indexer.key_cache import SCALE_BYTES
+from mla_cupy.ops.indexer.logits_paged import OPERATION as LOGITS_PAGED
+from mla_cupy.ops.indexer.topk import OPERATION as TOPK
 from mla_cupy.ops.merge import OPERATION as MERGE
-from mla_cupy.shapes import D_V
+from mla_cupy.ops.sparse_decode import OPERATION as SPARSE_DECODE
+from mla_cupy.ops.sparse_forward import OPERATION as SPARSE_FORWARD
+from mla_cupy.shapes import D_QK, D_V
 
 
 def choice(option: str, value: str | None, among: Sequence[str | None]) -> str | None:
@@ -35,4 +44,92 @@ def merge(*, h_q: int, dtype: str | None = None, out_dtype: str | None = None) -
         fixed={"lse_base": "e", "out_dtype": None},
         free={"empty_lse": "real"},
         defaults={"empty_lse": -math.inf},
+    )
+
+
+def cache_append(*, records: str, page_size: int, dtype: str | None = None) -> Subject:
+    """Writing tokens to a paged cache of FP8 records, their RoPE part turned before."""
+    record = FORMATS[choice("--records", records, tuple(FORMATS)) or ""]
+    dtype = choice("--dtype", dtype or HALF[0], FLOATS) or ""
+    rope = {"rope": dtype} if record.d_rope else {}
+    scales = [name for name in record.scales if name != "none"]
+    return Subject(
+        APPEND,
+        {"d_latent": record.d_latent, "d_rope": record.d_rope, "page_size": page_size, "width": record.width},
+        {"latent": dtype, **rope, "cache": record.dtype, "slots": "int64"},
+        fixed={"record": record.name, "scales": scales[0] if scales else None, "interleaved": True},
+        free={"kv_scale": "real"},
+        defaults={"kv_scale": 1.0},
+        notes={"record": record.name},
+    )
+
+
+def sparse_forward(
+    *, h_q: int, d_qk: int | None = None, topk: int, dtype: str | None = None, out_dtype: str | None = None
+) -> Subject:
+    """Attention of each query to the rows that its indices select, of 16 bits."""
+    dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
+    out_dtype = choice("--out-dtype", out_dtype or dtype, (dtype, "float32")) or ""
+    width = d_qk or D_QK
+    arrays = {"q": dtype, "kv": dtype, "indices": "int32", "out": out_dtype}
+    return Subject(
+        SPARSE_FORWARD,
+        {"h_q": h_q, "d_qk": width, "d_kv": width, "page_tokens": 1, "topk": topk, "d_v": D_V},
+        {**arrays, "lse": "float32", "max_logits": "float32"},
+        fixed={"d_v": D_V, "lse_base": "e", "out_dtype": None, "kernel": None},
+        free={"scale": "real", "causal": "integer", "empty_lse": "real"},
+        defaults={"scale": width**-0.5, "causal": 0, "empty_lse": -math.inf},
+    )
+
+
+def sparse_decode(
+    *, h_q: int, records: str, page_size: int, topk: int, s_q: int | None = None, dtype: str | None = None
+) -> Subject:
+    """Attention of new tokens to the records of a cache that their indices select, as many as `topk_length` says."""
+    record = FORMATS[choice("--records", records, SPARSE_RECORDS) or ""]
+    dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
+    sizes = {"s_q": s_q or 1, "h_q": h_q, "d_qk": record.d_qk, "page_size": page_size, "width": record.width}
+    arrays = {"q": dtype, "kv_cache": "uint8", "indices": "int32"}
+    return Subject(
+        SPARSE_DECODE,
+        {**sizes, "topk": topk, "d_v": D_V},
+        {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
+        fixed={"lse_base": "e", "out_dtype": None, "kernel": None},
+        free={"scale": "real", "empty_lse": "real"},
+        defaults={"scale": record.d_qk**-0.5, "empty_lse": -math.inf},
+        notes={"record": record.name},
+    )
+
+
+def logits_paged(*, h_q: int, page_size: int, s_q: int | None = None, d_index: int | None = None) -> Subject:
+    """Logits of the lightning indexer over the paged cache of its keys."""
+    width = d_index or HEAD_DIMS[0]
+    sizes = {"s_q": s_q or 1, "h": h_q, "d": width, "page_size": page_size, "d+4": width + SCALE_BYTES}
+    arrays = {"q": "float8_e4m3fn", "cache": "uint8", "weights": "float32", "seqlens": "int32"}
+    return Subject(
+        LOGITS_PAGED,
+        {**sizes, "lengths": 1},
+        {**arrays, "block_table": "int32", "logits": "float32"},
+        fixed={"out_dtype": None, "kernel": None},
+        free={"clean": "integer"},
+        defaults={"clean": 1},
+    )
+
+
+def topk(*, topk: int) -> Subject:
+    """The exact top-k of the indexer's logits, by the number of keys of each row."""
+    return Subject(
+        TOPK,
+        {"k": topk},
+        {"logits": "float32", "ke": "int32", "indices": "int32", "counts": "int32"},
+        fixed={
+            "k": topk,
+            "order": "index",
+            "relative": False,
+            "page_size": 1,
+            "keep_first": 0,
+            "keep_last": 0,
+            "return_values": False,
+            "kernel": None,
+        },
     )

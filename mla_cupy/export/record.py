@@ -15,7 +15,7 @@ from mla_cupy.export.apart import Apart
 from mla_cupy.export.explore import NEVER, Diagram, Leaf, Reducer, explore
 from mla_cupy.export.expressions import Expression
 from mla_cupy.export.lending import lent
-from mla_cupy.export.numbers import expression_of, pieces
+from mla_cupy.export.numbers import expression_of, number_of, pieces
 from mla_cupy.export.subject import DEVICE, WORKSPACE, WORKSPACE_BYTES, Argument, Subject, recorded_device
 from mla_cupy.kernels.param_layout import NULL, layout_of, values_of
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs, Layout, Step, has_programmatic_launch
@@ -146,7 +146,12 @@ class Recorder:
         self._reducer = Reducer()
 
     def record(
-        self, name: str, arguments: Iterable[Argument], run: Callable[[], Found], memory: Sequence[Memory] = ()
+        self,
+        name: str,
+        arguments: Iterable[Argument],
+        run: Callable[[], Found],
+        memory: Sequence[Memory] = (),
+        checks: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Record a procedure.
 
@@ -159,8 +164,10 @@ class Recorder:
             Does what the package does, with `self.device`; raises its errors.
         memory : sequence of Memory, optional
             The arrays: they are checked to be there, and to be apart.
+        checks : sequence of callable, optional
+            Parts of `run` that may raise. They are explored before it, each by itself, so that `run` is explored on
+            paths without their errors alone: few, where errors of one part would be met on every path of another.
         """
-
         apart = Apart(_refusal)
 
         def outcome() -> Found | Refusal:
@@ -173,14 +180,17 @@ class Recorder:
             return found
 
         with lent(apart):
-            paths = explore(outcome)
+            given: list[Diagram] = []
+            for check in checks:
+                given.append(self._reducer.diagram(explore(_ruled(check), given)))
+            paths = explore(outcome, given)
             single = [*apart.rules, *(explore(_ruled(rule)) for rule in _rules(memory))]
-        rules = [self._reducer.diagram(each) for each in single]
+        rules = [*(self._reducer.diagram(each) for each in single), *given]
         refused = self._reducer.diagram(paths, lambda found: found if isinstance(found, Refusal) else None)
         self.target.procedures[name] = Procedure(
             name,
             tuple(argument for argument in arguments if argument.is_bounded),
-            [*(rule for rule in rules if rule != _FINE), refused],
+            [rule for rule in (*rules, refused) if rule != _FINE],
             self._reducer.diagram(paths, lambda found: found.steps if isinstance(found, Found) else NEVER.outcome),
             self._reducer.diagram(paths, lambda found: found.nbytes if isinstance(found, Found) else NEVER.outcome),
         )
@@ -233,7 +243,9 @@ def call_of(subject: Subject, recorder: Recorder) -> Found:
 def record_call(subject: Subject, arch: str) -> Recorder:
     """Record the procedure `call` of an operation."""
     recorder = Recorder(arch)
-    recorder.record("call", call_arguments(subject), lambda: call_of(subject, recorder), memory_of(subject))
+    checks = [lambda: examine(subject.operation, subject.views(), subject.options())]
+    run = partial(call_of, subject, recorder)
+    recorder.record("call", call_arguments(subject), run, memory_of(subject), checks)
     return recorder
 
 
@@ -339,7 +351,8 @@ def _args(args: LaunchArgs, places: Mapping[str, Any]) -> RecordedArgs:
     count = layout.num_addresses
     kinds = [str(kind) for kind, *_ in (layout.dtype.fields or {}).values()]
     names = layout.dtype.names or ()
-    for name, kind, value in list(zip(names, kinds, values, strict=True))[count:]:
+    for name, kind, given in list(zip(names, kinds, values, strict=True))[count:]:
+        value = number_of(expression_of(given))  # a truth is 0 or 1
         if kind == "int32" and not -MAX_INT32 - 1 <= value <= MAX_INT32:
             raise ArgumentError(explain(f"{struct.__name__}.{name}", value, "what 32 bits hold", "less work"))
     maps = []

@@ -11,7 +11,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.export.subject import Array, Subject
 from tests.export.package import Call
 
-_REGION = 1 << 44
+_REGION = 1 << 48
 """Address space of each array: none reaches the next one's."""
 _SMALL = (0, 1, 1, 2, 3, 5, 8, 17, 64, 127, 200, 1000, 5000)
 Values = dict[str, Any]
@@ -23,6 +23,8 @@ def values(subject: Subject, rng: random.Random, limits: dict[str, int]) -> Valu
     for size in subject.free_sizes:
         most = limits.get(size.name, _SMALL[-1])
         drawn[size.name] = max(size.low, min(most, rng.choice(_SMALL)))
+    if "ends" in drawn and rng.random() < 0.9:  # of the top-k: as many as rows, or one for several
+        drawn["ends"] = drawn["s_q"] if rng.random() < 0.5 else max(1, drawn["s_q"] // 4)
     for option in subject.free_options:
         drawn[option.name] = _option(option.name, subject, rng, drawn)
     call = Call(subject, drawn)
@@ -43,6 +45,7 @@ def _option(name: str, subject: Subject, rng: random.Random, drawn: Values) -> A
         "cp_world": lambda: rng.choice((1, 1, 2, 8, 65536)),
         "cp_rank": lambda: rng.randrange(drawn["cp_world"]),
         "kv_scale": lambda: math.exp(rng.uniform(-5, 5)) if subject.notes.get("record") == "fp8" else 1.0,
+        "clean": lambda: rng.randrange(2),
         "empty_lse": lambda: rng.choice((-math.inf, math.inf, 0.0, -1e30, 3.25)),
     }
     return choices[name]()
@@ -58,6 +61,8 @@ def _strides(call: Call, array: Array, rng: random.Random, aligned: bool) -> Val
             reach = max(1, shape[axis])
             continue
         stride = -(-reach // step) * step + step * rng.choice((0, 0, 0, 1, 7, 1000))
+        if "d+4" in array.axes and rng.random() < 0.95:  # of the indexer's keys: pages without gaps
+            stride = reach
         strides.insert(0, stride)
         reach = stride * max(1, shape[axis])
     return {f"{array.name}_strides[{axis}]": stride for axis, stride in enumerate(strides)}

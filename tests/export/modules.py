@@ -21,3 +21,8 @@ def made(operation: str, archs: tuple[str, ...], **options: int | str) -> Module
 def decode() -> Module:
     """Dense decode of 16 heads, for Hopper and for the A100."""
     return made("decode", ("sm_90a", "sm_80"), h_q=16, page_size=64)
+
+
+def merge() -> Module:
+    """The smallest module."""
+    return made("merge_states", ("sm_90a",), h_q=16)

@@ -105,20 +105,21 @@ def test_defaults(library: Library) -> None:
     assert args.struct_bytes == ctypes.sizeof(args)
 
 
-def test_modules_link_into_one_program(made: Module, tmp_path: Path) -> None:
+def test_modules_link_into_one_program(tmp_path: Path) -> None:
     """Their names with external linkage begin with the prefix."""
+    made = modules.merge()
     other = replace(made, prefix="other_")
     sources = []
     for each in (made, other):
         sources += [path for path in command.write(each, tmp_path / each.prefix) if path.suffix == ".c"]
     includes = "".join(f'#include "{each.prefix}/{each.name}.h"\n' for each in (made, other))
     main = tmp_path / "main.c"
-    main.write_text(f"{includes}int main(void) {{ return mla_decode_why() == other_decode_why(); }}\n")
+    main.write_text(f"{includes}int main(void) {{ return mla_merge_states_why() == other_merge_states_why(); }}\n")
     program = compiled(tmp_path / "program", [main, *sources], f"-I{tmp_path}", "-ldl")
     assert subprocess.run([program], check=False).returncode == 0
     symbols = subprocess.run(["nm", "--defined-only", "-g", program], capture_output=True, text=True, check=True).stdout
     names = {line.split()[-1] for line in symbols.splitlines()}
-    assert {name for name in names if "decode" in name} >= {"mla_decode_open", "other_decode_open"}
+    assert {name for name in names if "merge" in name} >= {"mla_merge_states_open", "other_merge_states_open"}
     assert not names & {"launch", "refuse", "KERNELS", "open_module"}
 
 
@@ -129,14 +130,15 @@ def test_the_header_is_cpp(made: Module, tmp_path: Path) -> None:
     subprocess.run([*check, str(EXAMPLES / "cpp" / "decode.cpp")], check=True)
 
 
-def test_without_a_driver(made: Module, tmp_path: Path) -> None:
-    command.write(made, tmp_path)
+def test_without_a_driver(tmp_path: Path) -> None:
+    command.write(modules.merge(), tmp_path)
     main = tmp_path / "main.c"
     main.write_text(
-        '#include <stdio.h>\n#include "mla_decode.h"\nint main(void) { mla_decode_module* m;\n'
-        "int status = mla_decode_open(&m); puts(mla_decode_why()); return status == MLA_DECODE_DEVICE_ERROR; }\n"
+        '#include <stdio.h>\n#include "mla_merge_states.h"\nint main(void) { mla_merge_states_module* m;\n'
+        "int status = mla_merge_states_open(&m); puts(mla_merge_states_why());\n"
+        "return status == MLA_MERGE_STATES_DEVICE_ERROR; }\n"
     )
-    sources = [main, tmp_path / "mla_decode.c", tmp_path / "mla_decode_images.c"]
+    sources = [main, tmp_path / "mla_merge_states.c", tmp_path / "mla_merge_states_images.c"]
     program = compiled(tmp_path / "program", sources, '-DMLA_CUDA_LIBRARY="libnone.so.1"', "-ldl")
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,0 +1,79 @@
+"""Every other operation in C: the same launches as the package's, byte for byte, and the same refusals."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_cupy.export import explore
+from mla_cupy.export.operations import OPERATIONS
+from tests.export import compare, modules, package
+from tests.export.library import Library
+
+GPUS = [package.device("sm_90a", 132), package.device("sm_90a", 78, l2_bytes=4 << 20)]
+LIMITS = {"b": 2000, "num_pages": 5000, "max_pages": 3000, "n": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", "s_q": 2}),
+    "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "records": "fp8", "out_dtype": "float32"}),
+    "decode-512": ("decode", {"h_q": 32, "h_kv": 2, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
+    "merge_states": ("merge_states", {"h_q": 16, "dtype": "bfloat16"}),
+    "cache_append": ("cache_append", {"records": "v32", "page_size": 64}),
+    "cache_append-fp8": ("cache_append", {"records": "fp8", "page_size": 16, "dtype": "float16"}),
+    "sparse_forward": ("sparse_forward", {"h_q": 64, "topk": 2048}),
+    "sparse_decode": ("sparse_decode", {"h_q": 16, "records": "v32", "page_size": 64, "topk": 2048}),
+    "indexer_logits_paged": ("indexer_logits_paged", {"h_q": 64, "page_size": 64}),
+    "indexer_topk": ("indexer_topk", {"topk": 2048}),
+}
+SELDOM = ("decode-fp8", "decode-512", "cache_append-fp8")
+"""Cases of `-m slow` alone."""
+
+
+@functools.cache
+def library(case: str, folder: Path) -> Library:
+    operation, options = CASES[case]
+    return Library(modules.made(operation, ("sm_90a",), **options), folder / case)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("operations")
+
+
+def cases(**marked: Any) -> Any:
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize("case", [pytest.param(c, marks=[slow] * (c in SELDOM)) for c in CASES], **marked)
+
+
+def test_every_operation_has_a_case() -> None:
+    assert {operation for operation, _ in CASES.values()} == OPERATIONS.keys()
+
+
+@cases()
+def test_calls(case: str, folder: Path) -> None:
+    assert compare.calls(library(case, folder), GPUS, LIMITS, 1000) > 300
+
+
+@cases()
+@pytest.mark.slow
+def test_many_calls(case: str, folder: Path) -> None:
+    assert compare.calls(library(case, folder), GPUS, LIMITS, 10_000) > 3000
+
+
+@cases()
+def test_wrong_calls(case: str, folder: Path) -> None:
+    compare.wrong_calls(library(case, folder), GPUS[0], LIMITS, 1000)
+
+
+@cases()
+def test_every_kernel_that_a_call_may_launch_is_there(case: str, folder: Path) -> None:
+    """Of each outcome of the recorded choice, also those that random calls may not meet."""
+    module = library(case, folder).module
+    (target,) = module.targets
+    for procedure in target.procedures.values():
+        for steps in explore.outcomes(procedure.steps):
+            for step in steps:
+                if hasattr(step, "build"):
+                    assert module.kernels[module.index(0, step.build)].spec.supports_arch("sm_90a")
