@@ -58,6 +58,7 @@ OPERATIONS: Mapping[str, Exported] = {
         plain.logits_paged, record_call, ("h_q", "page_size", "s_q", "d_index"), ("h_q", "page_size")
     ),
     "indexer_topk": Exported(plain.topk, record_call, ("topk",), ("topk",)),
+    "prefill": Exported(plain.prefill, record_call, ("h_q", "h_kv", "d_qk", "dtype", "out_dtype"), ("h_q",)),
 }
 
 
@@ -71,7 +72,7 @@ def exported(name: str) -> Exported:
     """
     if name not in OPERATIONS:
         expected = "one of " + ", ".join(OPERATIONS)
-        raise ArgumentError(explain("--op", name, expected, "the other operations are called from Python only"))
+        raise ArgumentError(explain("--op", name, expected, "the guide From C and C++ says what is not exported"))
     return OPERATIONS[name]
 
 

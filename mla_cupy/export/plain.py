@@ -10,15 +10,17 @@ from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.export.subject import Subject
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.dense.problem import GEOMETRIES
 from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.ops.cache import APPEND_OPERATION as APPEND
 from mla_cupy.ops.indexer.key_cache import SCALE_BYTES
 from mla_cupy.ops.indexer.logits_paged import OPERATION as LOGITS_PAGED
 from mla_cupy.ops.indexer.topk import OPERATION as TOPK
 from mla_cupy.ops.merge import OPERATION as MERGE
+from mla_cupy.ops.prefill import OPERATION as PREFILL
 from mla_cupy.ops.sparse_decode import OPERATION as SPARSE_DECODE
 from mla_cupy.ops.sparse_forward import OPERATION as SPARSE_FORWARD
-from mla_cupy.shapes import D_QK, D_V
+from mla_cupy.shapes import D_QK, D_UNABSORBED, D_V
 
 
 def choice(option: str, value: str | None, among: Sequence[str | None]) -> str | None:
@@ -132,4 +134,30 @@ def topk(*, topk: int) -> Subject:
             "return_values": False,
             "kernel": None,
         },
+    )
+
+
+def prefill(
+    *,
+    h_q: int,
+    h_kv: int | None = None,
+    d_qk: int | None = None,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
+) -> Subject:
+    """Dense attention over prompts that lie one after another, with whole queries and keys, and values, per head."""
+    dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
+    out_dtype = choice("--out-dtype", out_dtype or dtype, (dtype, "float32")) or ""
+    width = d_qk or D_UNABSORBED
+    widths = dict(GEOMETRIES)
+    if width not in widths:
+        raise ArgumentError(explain("--d-qk", width, "one of " + ", ".join(map(str, widths))))
+    arrays = {"q": dtype, "k": dtype, "v": dtype, "cu_seqlens_q": "int32", "cu_seqlens_kv": "int32"}
+    return Subject(
+        PREFILL,
+        {"h_q": h_q, "h_kv": h_kv or h_q, "d_q": width, "d_k": width, "d_v": widths[width]},
+        {**arrays, "out": out_dtype, "lse": "float32"},
+        fixed={"out_dtype": None, "kernel": None},
+        free={"causal": "integer", "scale": "real"},
+        defaults={"causal": 1, "scale": width**-0.5},
     )

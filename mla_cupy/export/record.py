@@ -185,6 +185,7 @@ class Recorder:
                 given.append(self._reducer.diagram(explore(_ruled(check), given)))
             paths = explore(outcome, given)
             single = [*apart.rules, *(explore(_ruled(rule)) for rule in _rules(memory))]
+        _check_possible([outcome for _, outcome in paths])
         rules = [*(self._reducer.diagram(each) for each in single), *given]
         refused = self._reducer.diagram(paths, lambda found: found if isinstance(found, Refusal) else None)
         self.target.procedures[name] = Procedure(
@@ -281,13 +282,29 @@ def memory_of(subject: Subject) -> list[Memory]:
 _FINE = Leaf(None)
 
 
+def _check_possible(outcomes: Iterable[Any]) -> None:
+    """Check that some call would not be refused: else what is fixed is wrong, and some refusal says so.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    refusals: list[Refusal] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Found):
+            return
+        refusals.append(outcome)
+    fixed = next((refusal for refusal in refusals if len(refusal.text) == 1), refusals[-1])
+    raise ArgumentError("".join(piece if isinstance(piece, str) else "..." for piece in fixed.text))
+
+
 def _refusal(error: Exception) -> Refusal:
     """An error with the numbers in its text. A division by zero is one that Python finds by itself."""
     kind = type(error) if isinstance(error, MlaError) else ArgumentError
     return Refusal(kind.__name__, pieces(str(error)))
 
 
-def _ruled(rule: Callable[[], None]) -> Callable[[], Refusal | None]:
+def _ruled(rule: Callable[[], object]) -> Callable[[], Refusal | None]:
     def outcome() -> Refusal | None:
         try:
             rule()

@@ -150,7 +150,7 @@ class Subject:
     @cached_property
     def free_sizes(self) -> list[Argument]:
         """The sizes that a caller gives, in the order in which the arrays have them."""
-        names = [name for array in self.arrays for axis in array.axes for name in _factors(axis)]
+        names = [name for array in self.arrays for axis in array.axes for name in self._factors(axis)]
         wanted = dict.fromkeys(name for name in names if name not in self.sizes and name not in self.derived)
         return [size_argument(name) for name in wanted]
 
@@ -162,9 +162,9 @@ class Subject:
     def size(self, axis: str) -> Any:
         """The size of an axis: a number, or a recorded one."""
         product: Any = 1
-        for name in _factors(axis):
+        for name in self._factors(axis):
             product = product * self._size(name)
-        return product
+        return product + self._added(axis)
 
     def _size(self, name: str) -> Any:
         if name in self.sizes:
@@ -173,6 +173,14 @@ class Subject:
         if isinstance(found, str):
             return next(option.number for option in self.free_options if option.name == found)
         return size_argument(name).number if found is None else found
+
+    def _factors(self, axis: str) -> list[str]:
+        """The axes that an axis is the product of; of "b+1" the first term."""
+        name = axis.removesuffix("?")
+        return [name] if name in self.sizes else name.partition("+")[0].split("*")
+
+    def _added(self, axis: str) -> int:
+        return 0 if axis in self.sizes else int(axis.partition("+")[2] or 0)
 
     def shape(self, array: Array) -> tuple[Any, ...]:
         """The shape of an array."""
@@ -244,8 +252,3 @@ def recorded_device(arch: str) -> DeviceInfo:
     cc = divmod(number_of(arch), 10)
     sms, l2, memory = (argument.number for argument in DEVICE_ARGUMENTS)
     return DeviceInfo(DEVICE, f"a GPU for {arch}", cc, sms, smem_per_block(cc), l2, memory)
-
-
-def _factors(axis: str) -> list[str]:
-    """The axes that an axis is the product of."""
-    return axis.removesuffix("?").split("*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from mla_cupy.export import explore
 from mla_cupy.export.module import Module
 from mla_cupy.export.record import RecordedLaunch
 from mla_cupy.export.subject import Subject
-from mla_cupy.kernels.indexer.logits.problem import no_maps
 from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.ops import overlap
 from mla_cupy.ops.call import examine
@@ -136,7 +136,8 @@ def parameters(module: Module) -> dict[str, list[int]]:
 
 def takes_maps(kernel: KernelSpec[Any]) -> bool:
     """Whether a kernel fetches through tensor maps."""
-    return getattr(kernel, "kv_map", None) is not None or getattr(kernel, "maps", no_maps) is not no_maps
+    fields = type(kernel).__dataclass_fields__
+    return any(getattr(kernel, name) is not fields[name].default for name in ("kv_map", "maps") if name in fields)
 
 
 class Call:
@@ -160,11 +161,12 @@ class Call:
 
     def size(self, axis: str) -> int:
         """The size of an axis."""
-        product = 1
-        for name in axis.removesuffix("?").split("*"):
-            found = self.subject.sizes.get(name, self.subject.derived.get(name, name))
-            product *= self.values[found] if isinstance(found, str) else found
-        return product
+        name = axis.removesuffix("?")
+        if name in self.subject.sizes:
+            return self.subject.sizes[name]
+        base, _, more = name.partition("+")
+        factors = [self.subject.sizes.get(factor, self.values.get(factor, 0)) for factor in base.split("*")]
+        return math.prod(factors) + int(more or 0)
 
     def options(self) -> tuple[Any, ...]:
         """The options."""

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { kMaxEntries = 256, kMaxFunctions = 4096, kMaxParameters = 4, kEntryBytes = 96, kLogBytes = 1 << 20 };
+enum { kMaxEntries = 256, kMaxFunctions = 4096, kMaxParameters = 8, kEntryBytes = 96, kLogBytes = 1 << 20 };
 
 struct entry {
     char name[kEntryBytes];

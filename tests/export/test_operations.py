@@ -26,8 +26,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse_decode": ("sparse_decode", {"h_q": 16, "records": "v32", "page_size": 64, "topk": 2048}),
     "indexer_logits_paged": ("indexer_logits_paged", {"h_q": 64, "page_size": 64}),
     "indexer_topk": ("indexer_topk", {"topk": 2048}),
+    "prefill": ("prefill", {"h_q": 16}),
+    "prefill-256": ("prefill", {"h_q": 16, "h_kv": 4, "d_qk": 256, "dtype": "float16", "out_dtype": "float32"}),
 }
-SELDOM = ("decode-fp8", "decode-512", "cache_append-fp8")
+SELDOM = ("decode-fp8", "decode-512", "cache_append-fp8", "prefill-256")
 """Cases of `-m slow` alone."""
 
 

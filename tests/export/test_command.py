@@ -1,0 +1,53 @@
+"""The command `mla-cupy export`: what it refuses, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mla_cupy import cli
+from mla_cupy.export.operations import OPERATIONS
+
+DECODE = ("--op", "decode", "--h-q", "16", "--page-size", "64")
+WRONG = {
+    ("--op", "sparse_mla_backward"): "--op: got sparse_mla_backward, expected one of decode, ",
+    ("--op", "decode", "--h-q", "16"): "--page-size: got nothing, expected a value",
+    ("--op", "merge_states", "--h-q", "16", "--topk", "5"): "--topk: got 5, expected only the options of merge_states",
+    (*DECODE, "--dtype", "int8"): "--dtype: got 'int8', expected one of bfloat16, float16",
+    (*DECODE, "--records", "v9"): "--records: got 'v9', expected one of v32, v4, fp8",
+    (*DECODE, "--prefix", "9-"): "--prefix: got '9-', expected lower-case letters",
+    (*DECODE, "--arch", "sm_1"): "--arch: got sm_1, expected some of ",
+    ("--op", "prefill", "--h-q", "16", "--d-qk", "100"): "--d-qk: got 100, expected one of ",
+    ("--op", "decode", "--h-q", "0", "--page-size", "64"): "q.shape[2]: got h_q=0, expected at least 1",
+    ("--op", "decode", "--h-q", "16", "--h-kv", "3", "--page-size", "64"): "h_q: got 16, expected a multiple of h_kv=3",
+    ("--op", "decode", "--h-q", "16", "--page-size", "64", "--d-qk", "99"): "expected 576 or 512",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_usage(arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The status is 2, nothing is written, and what was wrong is said."""
+    more = () if "--arch" in arguments else ("--arch", "sm_90a")
+    assert cli.main(["export", *arguments, *more, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert WRONG[arguments] in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--op", "merge_states", "--h-q", "16", "--arch", "sm_90a", "--out", str(tmp_path / "file")]
+    assert cli.main(["export", *arguments]) == 1
+    assert "expected a directory with room that you can write" in capsys.readouterr().err
+
+
+def test_the_guide_has_every_operation() -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "c.md").read_text()
+    for name, operation in OPERATIONS.items():
+        row = next(line for line in guide.splitlines() if line.startswith(f"| `{name}` |"))
+        spelled = ["--" + option.replace("_", "-") for option in operation.options]
+        required = ["--" + option.replace("_", "-") for option in operation.required]
+        given, _, optional = row.split("|")[3].partition(";")
+        assert [x.strip(" `,") for x in given.split(",")] == required
+        assert sorted([*required, *(x.strip(" `,") for x in optional.split(",") if x.strip())]) == sorted(spelled)
