@@ -14,7 +14,7 @@ import pytest
 
 from mla_cupy.export import command
 from mla_cupy.export.module import Module
-from mla_cupy.export.subject import PLAN_ARGUMENTS, Argument
+from mla_cupy.export.subject import PLAN_ARGUMENTS, Argument, Subject
 from mla_cupy.runtime.device import DeviceInfo
 from tests.export import package
 
@@ -111,6 +111,41 @@ class Library:
         """What has been launched since."""
         length = self.stub.stub_log(self._log, _LOG_BYTES)
         return self._log.raw[:length]
+
+
+class RealLibrary:
+    """A module that the command line has written, with the GPU's own driver."""
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        sources = sorted(folder.glob("*.c"))
+        path = compiled(folder / "module.so", sources, "-shared", "-fPIC", "-O2", "-ldl")
+        self._library = ctypes.CDLL(str(path))
+        self._name = sources[0].stem
+        self.Args = _struct([*subject.arguments()])
+        self.Plan = _struct(list(PLAN_ARGUMENTS[:-1]), last=PLAN_ARGUMENTS[-1])
+        self.Lengths = _lengths()
+
+    def function(self, name: str) -> Any:
+        """A function of the module, by its name without the prefix."""
+        found = getattr(self._library, f"{self._name}_{name}")
+        if name == "why":
+            found.restype = ctypes.c_char_p
+        return found
+
+    def open(self) -> ctypes.c_void_p:
+        """Open the module in the current context."""
+        handle = ctypes.c_void_p()
+        assert self.function("open")(ctypes.byref(handle)) == 0, self.why()
+        return handle
+
+    def call(self, name: str, handle: ctypes.c_void_p, *arguments: Any) -> int:
+        """Call a function with structs, and a stream last where it takes one."""
+        given = [ctypes.c_void_p(x) if isinstance(x, int) else ctypes.byref(x) for x in arguments]
+        return int(self.function(name)(handle, *given))
+
+    def why(self) -> str:
+        """What the last call was refused for."""
+        return str(self.function("why")().decode())
 
 
 def _struct(arguments: Sequence[Argument], last: Argument | None = None) -> type[ctypes.Structure]:

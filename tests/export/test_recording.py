@@ -102,7 +102,8 @@ def test_nan_takes_the_path_that_python_takes() -> None:
         assert explore.outcome(found, {"r": value}.__getitem__) == expected
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explore, "MAX_PATHS", 50)
     for needs_value in (lambda: range(X), lambda: [1, 2][X], lambda: int(X), lambda: float(R), lambda: {X: 1}):
         with pytest.raises((CannotRecordError, TypeError)):
             needs_value()

@@ -1,0 +1,158 @@
+"""Exported modules on a GPU: bit-equal with the package's calls, in CUDA graphs and on two streams."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import cli
+from mla_cupy.export.subject import Subject
+from mla_cupy.runtime.device import DeviceInfo
+from tests.export import modules
+from tests.export.library import RealLibrary, filled
+
+pytestmark = pytest.mark.gpu
+CALLS = 50
+_HEADS, _PAGE = 16, 64
+
+
+@pytest.fixture(scope="module")
+def library(hopper: DeviceInfo, tmp_path_factory: pytest.TempPathFactory) -> RealLibrary:
+    """Dense decode, exported by the command line, with the GPU's driver."""
+    folder = tmp_path_factory.mktemp("gpu") / "decode"
+    sizes = ("--h-q", str(_HEADS), "--page-size", str(_PAGE))
+    assert cli.main(["export", "--op", "decode", *sizes, "--arch", "sm_90a", "--out", str(folder)]) == 0
+    return RealLibrary(folder, modules.decode().subject)
+
+
+class Batch:
+    """A random batch on the GPU, with the results and the workspace of a call."""
+
+    def __init__(self, rng: Any) -> None:
+        import cupy as cp
+
+        self.b, self.max_pages, self.num_pages = (int(rng.integers(1, most)) for most in (40, 60, 400))
+        tokens = self.max_pages * _PAGE
+        self.q = cp.asarray(rng.standard_normal((self.b, 1, _HEADS, 576), np.float32)).astype(cp.float16)
+        self.cache = cp.asarray(rng.standard_normal((self.num_pages, _PAGE, 576), np.float32)).astype(cp.float16)
+        self.table = cp.asarray(rng.integers(0, self.num_pages, (self.b, self.max_pages)).astype(np.int32))
+        self.seqlens = cp.asarray(rng.integers(0, tokens + 1, self.b).astype(np.int32))
+        self.out = cp.full((self.b, 1, _HEADS, 512), np.nan, cp.float16)
+        self.lse = cp.full((self.b, _HEADS, 1), np.nan, cp.float32)
+        self.workspace = cp.full(64 << 20, 0xFF, cp.uint8)
+
+    def args(self, library: RealLibrary) -> Any:
+        """The struct of a call."""
+        args = library.Args()
+        library.function("defaults")(ctypes.byref(args))
+        args.b, args.num_pages, args.max_pages = self.b, self.num_pages, self.max_pages
+        arrays = {"q": self.q, "kv_cache": self.cache, "block_table": self.table, "seqlens": self.seqlens}
+        for name, array in {**arrays, "out": self.out, "lse": self.lse, "workspace": self.workspace}.items():
+            setattr(args, name, array.data.ptr)
+        args.workspace_bytes = self.workspace.nbytes
+        library.function("contiguous")(ctypes.byref(args))
+        return args
+
+    def expected(self) -> tuple[Any, Any]:
+        """What the package computes."""
+        return mla_cupy.mla_decode(self.q, self.cache, self.table, self.seqlens)
+
+    def check(self) -> None:
+        """The results are the package's, bit by bit."""
+        import cupy as cp
+
+        for got, expected in zip((self.out, self.lse), self.expected(), strict=True):
+            assert cp.array_equal(got.view(cp.uint8), expected.view(cp.uint8))
+
+
+@pytest.fixture(scope="module")
+def half(hopper: DeviceInfo, tmp_path_factory: pytest.TempPathFactory) -> RealLibrary:
+    """The same in float16, which CuPy has."""
+    folder = tmp_path_factory.mktemp("gpu") / "half"
+    sizes = ("--h-q", str(_HEADS), "--page-size", str(_PAGE), "--dtype", "float16")
+    assert cli.main(["export", "--op", "decode", *sizes, "--arch", "sm_90a", "--out", str(folder)]) == 0
+    subject: Subject = modules.made("decode", ("sm_90a",), h_q=_HEADS, page_size=_PAGE, dtype="float16").subject
+    return RealLibrary(folder, subject)
+
+
+def test_calls_are_bit_equal(half: RealLibrary) -> None:
+    import cupy as cp
+
+    handle, rng = half.open(), np.random.default_rng(34)
+    for _ in range(CALLS):
+        batch = Batch(rng)
+        assert half.call("call", handle, batch.args(half), cp.cuda.get_current_stream().ptr) == 0, half.why()
+        batch.check()
+    half.function("close")(handle)
+
+
+def test_graphs(half: RealLibrary) -> None:
+    """A captured plan, update and call, replayed for other lengths."""
+    import cupy as cp
+
+    handle, rng = half.open(), np.random.default_rng(35)
+    for _ in range(5):
+        batch = Batch(rng)
+        plan = filled(half.Plan, {"max_b": batch.b, "max_pages": batch.max_pages, "cp_world": 1, "cp_rank": 0})
+        plan.workspace, plan.workspace_bytes = batch.workspace.data.ptr, batch.workspace.nbytes
+        lengths = half.Lengths(ctypes.sizeof(half.Lengths), batch.b, batch.seqlens.data.ptr, (ctypes.c_int64 * 1)(1))
+        assert half.call("plan_make", handle, plan) == 0, half.why()
+        stream = cp.cuda.Stream(non_blocking=True)
+        cp.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            assert half.call("plan_update", handle, plan, lengths, stream.ptr) == 0, half.why()
+            assert half.call("call_planned", handle, batch.args(half), plan, stream.ptr) == 0, half.why()
+            graph = stream.end_capture()
+            for step in range(3):
+                batch.seqlens[:] = cp.minimum(batch.seqlens + step, batch.max_pages * _PAGE)
+                graph.launch(stream)
+                stream.synchronize()
+                planned = mla_cupy.plan_decode(
+                    max_b=batch.b,
+                    s_q=1,
+                    h_q=_HEADS,
+                    max_pages=batch.max_pages,
+                    page_size=_PAGE,
+                    dtype="float16",
+                )
+                planned.update(batch.seqlens)
+                out, lse = mla_cupy.mla_decode(batch.q, batch.cache, batch.table, batch.seqlens, plan=planned)
+                stream.synchronize()
+                assert cp.array_equal(batch.out.view(cp.uint8), out.view(cp.uint8))
+                assert cp.array_equal(batch.lse.view(cp.uint8), lse.view(cp.uint8))
+    half.function("close")(handle)
+
+
+def test_two_streams(half: RealLibrary) -> None:
+    """Calls in flight at once, each with a workspace of its own."""
+    import cupy as cp
+
+    handle, rng = half.open(), np.random.default_rng(36)
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    batches = [[Batch(rng) for _ in range(10)] for _ in streams]
+    cp.cuda.Device().synchronize()
+    for pair in zip(*batches, strict=True):
+        for batch, stream in zip(pair, streams, strict=True):
+            assert half.call("call", handle, batch.args(half), stream.ptr) == 0, half.why()
+    cp.cuda.Device().synchronize()
+    for each in batches:
+        for batch in each:
+            batch.check()
+    half.function("close")(handle)
+
+
+def test_refusals_launch_nothing(library: RealLibrary, tmp_path: Path) -> None:
+    handle = library.open()
+    batch = Batch(np.random.default_rng(37))
+    args = batch.args(library)
+    args.lse = 0
+    assert library.call("call", handle, args, 0) == -1
+    assert library.why() == "lse: got NULL, expected an address"
+    assert np.isnan(batch.out.get()).all()
+    library.function("close")(handle)
