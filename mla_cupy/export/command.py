@@ -44,6 +44,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=says)
     for name, says in _TEXTS.items():
         command.add_argument("--" + name.replace("_", "-"), metavar="NAME", help=says)
+    command.add_argument(
+        "--with",
+        dest="arrays",
+        action="append",
+        default=[],
+        metavar="ARRAY",
+        help="an optional input that calls have, such as attn_sink; may be given several times",
+    )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go; it is made")
     command.add_argument("--prefix", default="mla_", help="of the names of functions and files (default: mla_)")
     command.add_argument("--ptx", action="store_true", help="PTX in place of machine code: for the simulator")
@@ -54,7 +62,7 @@ def run(options: argparse.Namespace, archs: Sequence[str], jobs: int) -> int:
     if not _PREFIX.fullmatch(options.prefix):
         raise ArgumentError(explain("--prefix", repr(options.prefix), "lower-case letters, digits and underscores"))
     given = {name: getattr(options, name) for name in (*_INTEGERS, *_TEXTS)}
-    subject, operation = subject_of(options.op, given), exported(options.op)
+    subject, operation = subject_of(options.op, given, options.arrays), exported(options.op)
     targets = tuple(_recorded(operation.record, subject, arch) for arch in archs)
     builds = _compiled([request for *_, request in module.requests(targets)], jobs, quiet=options.json)
     made = module.built(options.prefix, subject, targets, builds.__getitem__, ptx=options.ptx)

@@ -160,7 +160,7 @@ class _Planned:
             page_size=sizes["page_size"],
             dtype=given.dtypes["q"],
             shard=(_CP_WORLD.number, _CP_RANK.number),
-            tree_mask=False,
+            tree_mask="tree_mask" in given.dtypes,
             math="exact",
             batch_invariant=False,
             split_tokens=_ANY_SPLIT_TOKENS,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
@@ -76,8 +76,10 @@ def exported(name: str) -> Exported:
     return OPERATIONS[name]
 
 
-def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
+def subject_of(name: str, given: Mapping[str, Any], arrays: Sequence[str] = ()) -> Subject:
     """The subject of an operation for the options that are given; None for one that is not.
+
+    `arrays` are optional inputs that its calls have, too.
 
     Raises
     ------
@@ -92,4 +94,21 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
             raise ArgumentError(explain(spelled, value, f"only the options of {name}: {takes}"))
         if value is None and option in operation.required:
             raise ArgumentError(explain(spelled, "nothing", f"a value: {name} is exported for one"))
-    return operation.subject(**{option: given.get(option) for option in operation.options})
+    subject = operation.subject(**{option: given.get(option) for option in operation.options})
+    return replace(subject, dtypes={**subject.dtypes, **_dtypes(subject, arrays)})
+
+
+def _dtypes(subject: Subject, arrays: Sequence[str]) -> dict[str, str]:
+    """The dtypes of further inputs: the first that the operation takes."""
+    optional = {
+        each.name: each for each in subject.operation.inputs if each.optional and each.name not in subject.dtypes
+    }
+    found = {}
+    for name in arrays:
+        if name not in optional:
+            raise ArgumentError(
+                explain("--with", name, "one of " + (", ".join(optional) or "nothing: it has them all"))
+            )
+        dtype = optional[name].dtypes[0]
+        found[name] = subject.dtypes[dtype[1:]] if dtype.startswith("=") else dtype
+    return found

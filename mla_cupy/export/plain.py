@@ -57,7 +57,13 @@ def cache_append(*, records: str, page_size: int, dtype: str | None = None) -> S
     scales = [name for name in record.scales if name != "none"]
     return Subject(
         APPEND,
-        {"d_latent": record.d_latent, "d_rope": record.d_rope, "page_size": page_size, "width": record.width},
+        {
+            "d_latent": record.d_latent,
+            "d_rope": record.d_rope,
+            "page_size": page_size,
+            "width": record.width,
+            "pairs": record.d_rope // 2,
+        },
         {"latent": dtype, **rope, "cache": record.dtype, "slots": "int64"},
         fixed={"record": record.name, "scales": scales[0] if scales else None, "interleaved": True},
         free={"kv_scale": "real"},

@@ -51,6 +51,7 @@ def wrong_calls(library: Library, gpu: DeviceInfo, limits: dict[str, int], count
     handle, subject = library.open(gpu), library.module.subject
     rng = random.Random(36)
     reasons = set()
+    library.log()
     for _ in range(count):
         values = draws.values(subject, rng, limits)
         struct_bytes = draws.spoil(subject, values, rng)

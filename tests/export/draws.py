@@ -23,8 +23,7 @@ def values(subject: Subject, rng: random.Random, limits: dict[str, int]) -> Valu
     for size in subject.free_sizes:
         most = limits.get(size.name, _SMALL[-1])
         drawn[size.name] = max(size.low, min(most, rng.choice(_SMALL)))
-    if "ends" in drawn and rng.random() < 0.9:  # of the top-k: as many as rows, or one for several
-        drawn["ends"] = drawn["s_q"] if rng.random() < 0.5 else max(1, drawn["s_q"] // 4)
+    drawn |= _fitting(drawn, rng) if rng.random() < 0.9 else {}
     for option in subject.free_options:
         drawn[option.name] = _option(option.name, subject, rng, drawn)
     call = Call(subject, drawn)
@@ -38,10 +37,22 @@ def values(subject: Subject, rng: random.Random, limits: dict[str, int]) -> Valu
     return drawn
 
 
+def _fitting(drawn: Values, rng: random.Random) -> Values:
+    """Sizes that fit others, which few random ones would."""
+    found: Values = {}
+    if "ends" in drawn:  # of the top-k: as many as rows, or one for several
+        found["ends"] = drawn["s_q"] if rng.random() < 0.5 else max(1, drawn["s_q"] // 4)
+    if "tables" in drawn:
+        found["tables"] = drawn["s_q"] if rng.random() < 0.5 else 1
+    if "mask_bytes" in drawn:
+        found["mask_bytes"] = 16 * (-(-max(1, drawn["s_kv"]) // 128) + rng.randrange(2))
+    return found
+
+
 def _option(name: str, subject: Subject, rng: random.Random, drawn: Values) -> Any:
     choices: dict[str, Callable[[], Any]] = {
         "scale": lambda: math.exp(rng.uniform(-9, 4)),
-        "causal": lambda: rng.randrange(2),
+        "causal": lambda: 1 if "tree_mask" in subject.dtypes else rng.randrange(2),
         "cp_world": lambda: rng.choice((1, 1, 2, 8, 65536)),
         "cp_rank": lambda: rng.randrange(drawn["cp_world"]),
         "kv_scale": lambda: math.exp(rng.uniform(-5, 5)) if subject.notes.get("record") == "fp8" else 1.0,
@@ -61,7 +72,7 @@ def _strides(call: Call, array: Array, rng: random.Random, aligned: bool) -> Val
             reach = max(1, shape[axis])
             continue
         stride = -(-reach // step) * step + step * rng.choice((0, 0, 0, 1, 7, 1000))
-        if "d+4" in array.axes and rng.random() < 0.95:  # of the indexer's keys: pages without gaps
+        if ("d+4" in array.axes or (axis and shape[-1] % step)) and rng.random() < 0.95:  # no gaps within pages
             stride = reach
         strides.insert(0, stride)
         reach = stride * max(1, shape[axis])
@@ -84,7 +95,8 @@ def spoil(subject: Subject, values: Values, rng: random.Random) -> int:
         {array.name: values[array.name] | 1} if TABLE[array.dtype].nbytes > 1 else {array.name: 0},
         {f"{written.name}_strides[0]": 0},
     ]
-    others = [each.name for each in subject.arrays if each is not written]
+    place = subject.operation.in_place.get(written.name)
+    others = [each.name for each in subject.arrays if each is not written and each.name != place]
     mistakes += [{written.name: values[name]} for name in others]
     for option in subject.free_options:
         bad = {"real": (math.nan,), "integer": (-1, 1 << 30)}[option.kind] if option.name != "empty_lse" else (1e39,)

@@ -11,9 +11,9 @@ from tests.export import package
 
 
 @functools.cache
-def made(operation: str, archs: tuple[str, ...], **options: int | str) -> Module:
+def made(operation: str, archs: tuple[str, ...], arrays: tuple[str, ...] = (), **options: int | str) -> Module:
     """A module of an operation, by the options of the command line."""
-    subject = subject_of(operation, options)
+    subject = subject_of(operation, options, arrays)
     targets = tuple(exported(operation).record(subject, arch).target for arch in archs)
     return module.built("mla_", subject, targets, package.fake_build)
 

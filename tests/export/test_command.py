@@ -14,6 +14,7 @@ WRONG = {
     ("--op", "sparse_mla_backward"): "--op: got sparse_mla_backward, expected one of decode, ",
     ("--op", "decode", "--h-q", "16"): "--page-size: got nothing, expected a value",
     ("--op", "merge_states", "--h-q", "16", "--topk", "5"): "--topk: got 5, expected only the options of merge_states",
+    (*DECODE, "--with", "seqlens"): "--with: got seqlens, expected one of tree_mask",
     (*DECODE, "--dtype", "int8"): "--dtype: got 'int8', expected one of bfloat16, float16",
     (*DECODE, "--records", "v9"): "--records: got 'v9', expected one of v32, v4, fp8",
     (*DECODE, "--prefix", "9-"): "--prefix: got '9-', expected lower-case letters",

@@ -19,17 +19,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", "s_q": 2}),
     "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "records": "fp8", "out_dtype": "float32"}),
     "decode-512": ("decode", {"h_q": 32, "h_kv": 2, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
+    "decode-tree": ("decode", {"h_q": 16, "s_q": 4, "page_size": 64, "arrays": ("tree_mask",)}),
     "merge_states": ("merge_states", {"h_q": 16, "dtype": "bfloat16"}),
     "cache_append": ("cache_append", {"records": "v32", "page_size": 64}),
     "cache_append-fp8": ("cache_append", {"records": "fp8", "page_size": 16, "dtype": "float16"}),
     "sparse_forward": ("sparse_forward", {"h_q": 64, "topk": 2048}),
+    "sparse_forward-all": (
+        "sparse_forward",
+        {"h_q": 16, "topk": 512, "arrays": ("topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")},
+    ),
+    "sparse_decode-all": (
+        "sparse_decode",
+        {
+            "h_q": 16,
+            "records": "v4",
+            "page_size": 64,
+            "topk": 512,
+            "arrays": ("attn_sink", "extra_kv_cache", "extra_indices", "extra_topk_length"),
+        },
+    ),
     "sparse_decode": ("sparse_decode", {"h_q": 16, "records": "v32", "page_size": 64, "topk": 2048}),
     "indexer_logits_paged": ("indexer_logits_paged", {"h_q": 64, "page_size": 64}),
     "indexer_topk": ("indexer_topk", {"topk": 2048}),
+    "indexer_topk-paged": ("indexer_topk", {"topk": 2048, "arrays": ("block_table", "ks")}),
+    "cache_append-rope": (
+        "cache_append",
+        {"records": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
+    ),
+    "prefill-state": ("prefill", {"h_q": 16, "arrays": ("state_out", "state_lse", "mask")}),
     "prefill": ("prefill", {"h_q": 16}),
     "prefill-256": ("prefill", {"h_q": 16, "h_kv": 4, "d_qk": 256, "dtype": "float16", "out_dtype": "float32"}),
 }
-SELDOM = ("decode-fp8", "decode-512", "cache_append-fp8", "prefill-256")
+SELDOM = tuple(case for case in CASES if "-" in case and case != "decode-v32")
 """Cases of `-m slow` alone."""
 
 
