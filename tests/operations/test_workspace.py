@@ -91,7 +91,7 @@ def test_a_workspace_that_does_not_fit(operation: Operation, recorder: Recorder)
         (aligned_bytes(2 * nbytes + 512).reshape(2, -1), ShapeError, "contiguous vector of uint8"),
         (aligned_bytes(nbytes + 512).view(Elsewhere), DeviceError, "device"),
         ([0] * 8, mla_cupy.DTypeError, "a list"),
-        (nbytes, mla_cupy.DTypeError, "a int"),
+        (nbytes, mla_cupy.DTypeError, "an int"),
     ]
     if nbytes:
         bad += [
