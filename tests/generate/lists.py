@@ -220,7 +220,18 @@ def _binding_init(root: Path, library: str, of_ops: list[Module]) -> Texts:
         bound = [one.name for one in described(module) if one.bound]
         objectives = [OBJECTIVES[name][0] for name in bound if name in OBJECTIVES]
         names.append((f"{PACKAGE}.{library}.functions.{module.stem}", sorted([*bound, *objectives])))
-    return _names_of_modules(folder / "__init__.py", "names of the modules", names)
+    page = root / "docs" / "reference" / f"{library}.md"
+    return {
+        **_names_of_modules(folder / "__init__.py", "names of the modules", names),
+        page: _reference(page.read_text(), sorted(name for _, found in names for name in found)),
+    }
+
+
+def _reference(text: str, names: list[str]) -> str:
+    """A page of reference with a table of a module's names, each with a page of its own."""
+    rows = "".join(f"   {name}\n" for name in names)
+    table = f".. autosummary::\n   :toctree: ../_generated\n   :nosignatures:\n\n{rows}\n"
+    return with_block(text, "functions", table, ".. ")
 
 
 def _names_of_modules(init: Path, block: str, names: list[tuple[str, list[str]]]) -> Texts:

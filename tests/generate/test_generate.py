@@ -11,7 +11,7 @@ from tests.generate import LISTS, MADE_OF_RECORDS
 from tests.generate.__main__ import ROOT
 from tests.generate.files import outdated, with_block
 
-READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "setup.cfg", "ruff.toml")
+READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "docs/reference", "setup.cfg", "ruff.toml")
 
 
 def test_nothing_is_out_of_date() -> None:
@@ -42,7 +42,7 @@ def toy_scale() -> None: ...
 
 
 def test_new_files_are_listed(tree: Path) -> None:
-    """A family with a kernel and a pipeline, an operation, its oracle: eight files list them."""
+    """A family with a kernel and a pipeline, an operation, its oracle: ten files list them."""
     family = tree / "mla_cupy" / "kernels" / "toy"
     family.mkdir()
     (family / "__init__.py").write_text('"""A toy."""\n')
@@ -52,6 +52,8 @@ def test_new_files_are_listed(tree: Path) -> None:
     (tree / "mla_cupy" / "reference" / "toy.py").write_text('"""An oracle."""\n\n\ndef toy_scale() -> None: ...\n')
     found = {path.relative_to(tree).as_posix(): text for path, text in outdated(tree, LISTS).items()}
     assert set(found) == {
+        "docs/reference/jax.md",
+        "docs/reference/torch.md",
         "mla_cupy/__init__.py",
         "mla_cupy/jax/__init__.py",
         "mla_cupy/kernels/__init__.py",
@@ -67,6 +69,7 @@ def test_new_files_are_listed(tree: Path) -> None:
     assert "    toy.OPERATION,\n" in found["mla_cupy/ops/__init__.py"]
     assert "from mla_cupy.reference.toy import toy_scale\n" in found["mla_cupy/reference/__init__.py"]
     assert "from mla_cupy.torch.functions.toy import toy_scale\n" in found["mla_cupy/torch/__init__.py"]
+    assert "\n   toy_scale\n" in found["docs/reference/jax.md"]
     assert "    mla_cupy.kernels.toy\n" in found["setup.cfg"]
 
 
