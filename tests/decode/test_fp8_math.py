@@ -412,13 +412,17 @@ def test_sums_over_8192_tokens() -> None:
     check_bias(with_values(8192, 1.0, 0.5), 0.3)
 
 
-def test_equal_weights_are_exact() -> None:
-    """All scores are 0 but one, which is a bit below a step of e4m3: what rounding adds to each weight must cancel."""
+def test_the_common_part_of_weights_cancels() -> None:
+    """In each tile one token's weight is 256 and those of the others 242, of which rounding makes 240."""
     inputs = with_values(192, 1.0, 0.0)
-    inputs.q[...] = 0
-    out, lse = run(inputs, 1, ("late", 0), out_dtype="float32")
+    inputs.q[..., :575] = 0
+    inputs.q[..., 575] = 1
+    zero, one = 0x00, 0x38
+    tokens = np.arange(192)
+    inputs.kv_cache[inputs.block_table[0, tokens // 64], tokens % 64, 0, 575] = np.where(tokens % 64, zero, one)
+    out, lse = run(inputs, 1, ("late", 0), out_dtype="float32", scale=0.08 * np.log(2))
     np.testing.assert_allclose(out, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(lse, np.log(192), rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log(3 * 2**0.08 + 189), rtol=1e-6)
 
 
 def test_scores_of_a_common_mean() -> None:
@@ -509,7 +513,7 @@ def verdict_of_special_cases() -> None:
     """The same of tests that have inputs of their own."""
     test_scores_of_all_sizes(rising=True)
     test_hostile_queries()
-    test_equal_weights_are_exact()
+    test_the_common_part_of_weights_cancels()
 
 
 @pytest.mark.slow
