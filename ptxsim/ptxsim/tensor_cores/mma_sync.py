@@ -192,13 +192,16 @@ def _movmatrix(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 
 #: Bits of an element and how registers hold it.
-_MMA_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f64": 64}
+_MMA_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1,
+             "f64": 64}  # fmt: skip
 _MMA_SHAPES = {
     "f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32), "s8": (16, 32), "u8": (16, 32),
-    "f64": (4, 8, 16),
+    "s4": (32, 64), "u4": (32, 64), "b1": (128, 256), "f64": (4, 8, 16),
 }  # fmt: skip
+_SMALL_SHAPES = {"f64": 4, "s8": 16, "u8": 16, "s4": 32, "u4": 32, "b1": 128}
+"""Depths of the shapes with eight rows."""
 _ACCUMULATORS = {"f16": ("f16", "f32"), "e4m3": ("f16", "f32"), "e5m2": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",),
-                 "f64": ("f64",)}  # fmt: skip
+                 "s4": ("s32",), "u4": ("s32",), "b1": ("s32",), "f64": ("f64",)}  # fmt: skip
 
 
 @op("mma", "call", collective=True)
@@ -215,17 +218,23 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     mods.choose("row")
     mods.choose("col")
     clamp = mods.flag("satfinite")
+    bitwise = ""
+    if "b1" in mods.left:
+        bitwise = mods.choose("xor", "and")
+        mods.choose("popc")
     types, mods.left = mods.left, []
     rows, depth = (int(v) for v in re.findall(r"[mk](\d+)", shape))
     if len(types) != 4 or {types[1], types[2]} - set(_MMA_BITS):
         mods.fail("operand types are not modelled")
     out, kind_a, kind_b, _ = types
-    small = rows == 8 and (kind_a, depth) in (("f64", 4), ("s8", 16), ("u8", 16))
+    small = rows == 8 and _SMALL_SHAPES.get(kind_a) == depth
     if not small and (rows == 8 or depth not in _MMA_SHAPES[kind_a]):
         mods.fail(f"shape {shape} of .{kind_a} is not modelled")
     if types[3] != out or out not in _ACCUMULATORS.get(kind_a, ("f32",)) or _MMA_BITS[kind_a] != _MMA_BITS[kind_b]:
         mods.fail("this combination of types is not modelled")
-    form = _form_of(rows, depth, kind_a, kind_b, out, clamp)
+    if (kind_a == "b1") != (kind_b == "b1") or (clamp and kind_a == "b1"):
+        mods.fail("this combination of types is not modelled")
+    form = _form_of(rows, depth, kind_a, kind_b, out, clamp, bitwise == "xor")
     d, a, b, c = mods.args(4)
     counts = [len(v.items) for v in (d, a, b, c)]
     if counts != [form.outputs, form.a_count, form.b_count, form.outputs]:
@@ -250,8 +259,11 @@ class _MmaForm:
     g + 8 (j / 2) and column 2c + j % 2 (ISA: matrix fragments of mma).
     """
 
-    def __init__(self, rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool) -> None:
+    def __init__(
+        self, rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool, differing: bool = False
+    ) -> None:
         self.rows, self.depth, self.kinds, self.out, self.clamp = rows, depth, (kind_a, kind_b), out, clamp
+        self.differing = differing  # single bits are counted where they differ, not where both are set
         self.wide = kind_a == "f64"
         self.per_register = max(1, 32 // _MMA_BITS[kind_a])
         self.b_count = depth // (4 * self.per_register)
@@ -263,7 +275,7 @@ class _MmaForm:
     def _native(self) -> tuple[Callable, MmaForm] | None:
         """Return the product in C and what it is told of the form; None: it is left to NumPy."""
         bits = _MMA_BITS[self.kinds[0]]
-        if not native.available() or self.out not in ("f32", "s32") or bits > 32:
+        if not native.available() or self.out not in ("f32", "s32") or not 8 <= bits <= 32:
             return None
         form = MmaForm(self.rows, self.depth, bits, self.out == "s32", self.clamp)
         tables = [widen(np.arange(1 << bits, dtype=f"u{bits // 8}"), kind) for kind in self.kinds] if bits < 32 else []
@@ -291,7 +303,12 @@ class _MmaForm:
         raw = np.ascontiguousarray(np.stack(words, 1))
         if kind == "f64":
             return raw.view("f8")[..., None]
-        values = raw.view(f"u{_MMA_BITS[kind] // 8}").reshape(32, len(words), self.per_register)
+        bits = _MMA_BITS[kind]
+        if bits < 8:
+            values = raw[..., None] >> (bits * np.arange(self.per_register)).astype("u4") & ((1 << bits) - 1)
+            numbers = values.astype("f8")
+            return np.where(numbers > 7, numbers - 16, numbers) if kind == "s4" else numbers
+        values = raw.view(f"u{bits // 8}").reshape(32, len(words), self.per_register)
         return widen(values, kind).astype("f8")
 
     def _a(self, lanes: np.ndarray) -> np.ndarray:
@@ -313,7 +330,10 @@ class _MmaForm:
         b = self._b(self._unpack(words[na : na + nb], self.kinds[1]))
         raw = np.ascontiguousarray(np.stack(words[na + nb :], 1))
         code = {"f32": "f4", "s32": "i4", "f64": "f8", "f16": "f2"}[self.out]
-        total = a @ b + self._c(raw.view(code).astype("f8"))
+        products = a @ b
+        if self.differing:
+            products = a.sum(1)[:, None] + b.sum(0) - 2 * products
+        total = products + self._c(raw.view(code).astype("f8"))
         if self.out == "s32":
             total = np.clip(total, -(2**31), 2**31 - 1) if self.clamp else total
             total = total.astype("i8")
@@ -337,6 +357,8 @@ class _MmaForm:
 
 
 @functools.cache
-def _form_of(rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool) -> _MmaForm:
+def _form_of(
+    rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool, differing: bool = False
+) -> _MmaForm:
     """Return the one object of a form, which all its instructions share."""
-    return _MmaForm(rows, depth, kind_a, kind_b, out, clamp)
+    return _MmaForm(rows, depth, kind_a, kind_b, out, clamp, differing)

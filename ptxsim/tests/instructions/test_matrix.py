@@ -116,6 +116,46 @@ def test_integer_mma_wraps_or_saturates() -> None:
     assert run(code.replace("{sat}", ".satfinite"), [ones, high], np.zeros(32, "u4"))[0] == 0x7FFFFFFF
 
 
+@pytest.mark.parametrize(("rows", "wide"), [(8, False), (16, False), (16, True)])
+@pytest.mark.parametrize("kinds", [("s4", "s4"), ("u4", "s4"), ("s4", "u4"), ("b1", "and"), ("b1", "xor")], ids=str)
+def test_mma_of_less_than_a_byte(kinds: tuple[str, str], wide: bool, rows: int) -> None:
+    """Elements of 4 bits and single bits, by the same tables of fragments: 8 or 32 of them are a register."""
+    rng, bits = np.random.default_rng(4), 1 if kinds[0] == "b1" else 4
+    per = 32 // bits
+    depth = 4 * per * (1 + wide)
+    nb, na, nc = depth // (4 * per), depth // (4 * per) * rows // 8, rows // 4
+    a, b = rng.integers(0, 1 << bits, (rows, depth)), rng.integers(0, 1 << bits, (depth, 8))
+    c = rng.integers(-1000, 1000, (rows, 8))
+    words = np.zeros((32, na + nb + nc), "u8")
+    for lane in range(32):
+        for i in range(na * per):
+            words[lane, i // per] |= np.uint64(int(a[row_of_a(i, lane, per, rows)]) << bits * (i % per))
+        for i in range(nb * per):
+            words[lane, na + i // per] |= np.uint64(int(b[row_of_b(i, lane, per)]) << bits * (i % per))
+        for i in range(nc):
+            words[lane, na + nb + i] = np.uint64(int(c[row_of_c(i, lane)]) & 0xFFFFFFFF)
+    types = "b1.b1" if bits == 1 else ".".join(kinds)
+    tail = f".{kinds[1]}.popc" if bits == 1 else ""
+    names = [f"%r{10 + k}" for k in range(na + nb + nc)]
+    groups = [", ".join(names[i:j]) for i, j in ((0, na), (na, na + nb), (na + nb, na + nb + nc))]
+    given, out = words.astype("u4"), np.zeros((32, nc), "i4")
+    load = "".join(f"ld.global.u32 {name}, [%rd1+{4 * k}];" for k, name in enumerate(names))
+    store = "".join(f"st.global.u32 [%rd2+{4 * k}], {name};" for k, name in enumerate(names[na + nb :]))
+    launch(
+        f"ld.param.u64 %rd1, [p0]; mad.wide.u32 %rd1, %r0, {4 * len(names)}, %rd1; {load}"
+        f"mma.sync.aligned.m{rows}n8k{depth}.row.col.s32.{types}.s32{tail}"
+        f" {{{groups[2]}}}, {{{groups[0]}}}, {{{groups[1]}}}, {{{groups[2]}}};"
+        f"ld.param.u64 %rd2, [p1]; mad.wide.u32 %rd2, %r0, {4 * nc}, %rd2; {store}",
+        given,
+        out,
+    )
+    left, right = (np.where((m > 7) & (k == "s4"), m - 16, m) for m, k in ((a, kinds[0]), (b, kinds[1])))
+    want = (a[:, :, None] ^ b[None]).sum(1) if kinds[1] == "xor" else left @ right
+    for lane in range(32):
+        for i in range(nc):
+            assert out[lane, i] == (want + c)[row_of_c(i, lane)]
+
+
 def test_poison_of_an_mma_follows_rows_and_columns() -> None:
     code = (
         "setp.eq.u32 %p1, %t0, 5; mov.b32 %t1, %a; @%p1 mov.b32 %t1, %t8; mov.b32 %t2, 0;"
