@@ -1,4 +1,4 @@
-"""The plugins against the real engines: `python -m tests.engines fetch | compare | record | cpu`. See --help."""
+"""The plugins against the real engines: `python -m tests.engines --help` lists the commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mla_cupy.terminal import show, table
 from tests.engines import packages, records
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "record": (_record, "write down the interfaces of all versions, for the ordinary tests"),
         "cpu": (_cpu, "run the real vLLM on the CPU with the NumPy kernels, beside the definition of decode"),
     }
+    _add_parcel(commands)
     for name, (run, summary) in said.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         command.set_defaults(run=run)
@@ -54,6 +56,22 @@ def _parser() -> argparse.ArgumentParser:
         if name == "cpu":
             _add_cases(command)
     return parser
+
+
+def _add_parcel(commands: Any) -> None:
+    command = commands.add_parser("parcel", help="build a parcel of vLLM for a machine with an H200 and no network")
+    command.set_defaults(run=_parcel)
+    command.add_argument("out", type=Path, help="folder to make: part1, part2, ...")
+    command.add_argument("--work", type=Path, default=packages.folder() / "parcel", help="wheels and unpacked files")
+    command.add_argument("--whole", action="store_true", help="the extensions with the code for other GPUs, too")
+    command.add_argument("--mixture", action="store_true", help="also what models with experts need")
+
+
+def _parcel(options: argparse.Namespace) -> int:
+    from tests.engines.gpu import parcel
+
+    parcel.build(options.work, options.out, whole=options.whole, mixture=options.mixture)
+    return 0
 
 
 def _defaults(name: str) -> str:

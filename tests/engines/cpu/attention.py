@@ -81,6 +81,7 @@ def install() -> None:
     import vllm.v1.attention.backends.fa_utils as flash
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    mla.current_platform = _NotCpu(mla.current_platform)
     mla.merge_attn_states = counted(merge_attn_states)
     mla.mask_empty_context = counted(mask_empty_context)
     for name in ("compile_flash_attn_varlen_func_from_specs", "flash_attn_varlen_func"):
@@ -88,6 +89,20 @@ def install() -> None:
             setattr(flash, name, None)
     _install_prefill()
     register_backend(getattr(AttentionBackendEnum, REFERENCE), "tests.engines.cpu.reference.Backend")
+
+
+class _NotCpu:
+    """A platform that does not say that it is a CPU: newer versions gather rows another way there, of 16 bits only."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cpu(self) -> bool:
+        """Take the GPU's way."""
+        return False
 
 
 def _install_prefill() -> None:

@@ -27,16 +27,12 @@ SHARED = ((0, 5), (64, 40), (100, 1), (0, 150), (37, 0), (130, 3))
 
 def main(backend: str, result: str, case: dict[str, Any]) -> None:
     """Generate, and write down tokens, logprobs, and what has run."""
-    from tests.engines.cpu import attention, operators, platform, smaller
+    from tests.engines.cpu import operators
 
-    operators.install()
-    platform.without_pinned_memory()
-    platform.install()
-    attention.install()
-    smaller.install()
+    stand_in()
     from vllm import LLM, SamplingParams
 
-    shapes = _count_our_calls() if backend == "CUSTOM" else Counter()
+    shapes = count_our_calls() if backend == "CUSTOM" else Counter()
     made = LLM(
         model=case["model"],
         skip_tokenizer_init=True,
@@ -53,7 +49,7 @@ def main(backend: str, result: str, case: dict[str, Any]) -> None:
     rounds = []
     for _ in range(2):  # the second round finds its prompts in the prefix cache
         outputs = made.generate([{"prompt_token_ids": x} for x in prompts()], wanted, use_tqdm=False)
-        rounds.append([_told(x) for x in outputs])
+        rounds.append([told(x) for x in outputs])
     layers = config.compilation_config.static_forward_context.values()
     kinds = {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers if hasattr(x, "impl")}
     facts = {
@@ -68,6 +64,17 @@ def main(backend: str, result: str, case: dict[str, Any]) -> None:
     os._exit(0)  # vLLM's threads have nothing to put away
 
 
+def stand_in() -> None:
+    """Put everything that a CPU lacks in its place: before anything else of vLLM is imported."""
+    from tests.engines.cpu import attention, operators, platform, smaller
+
+    operators.install()
+    platform.without_pinned_memory()
+    platform.install()
+    attention.install()
+    smaller.install()
+
+
 def prompts() -> list[list[int]]:
     """Tokens, the same in every run."""
     draw = random.Random(1)
@@ -75,13 +82,14 @@ def prompts() -> list[list[int]]:
     return [shared[:n] + [draw.randrange(VOCABULARY) for _ in range(own)] for n, own in SHARED]
 
 
-def _told(output: Any) -> dict[str, Any]:
+def told(output: Any) -> dict[str, Any]:
+    """Tokens and logprobs of one of vLLM's outputs."""
     first = output.outputs[0]
     steps = [{str(token): x.logprob for token, x in step.items()} for step in first.logprobs]
     return {"tokens": list(first.token_ids), "cached": output.num_cached_tokens, "logprobs": steps}
 
 
-def _count_our_calls() -> Counter[str]:
+def count_our_calls() -> Counter[str]:
     """Count the calls of our decode by what they are given."""
     from vllm.plugins import load_general_plugins
 

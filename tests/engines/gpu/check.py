@@ -1,0 +1,236 @@
+"""Tokens and step times of attention backends in the real vLLM on a GPU.
+
+    python -m tests.engines.gpu.check tokens --backends TRITON_MLA,CUSTOM,FLASHMLA,FLASH_ATTN_MLA [--graphs]
+    python -m tests.engines.gpu.check tokens --kv fp8 --backends TRITON_MLA,CUSTOM
+    python -m tests.engines.gpu.check tokens --drafts 3 --graphs --backends FLASHMLA,CUSTOM
+    python -m tests.engines.gpu.check tokens --no-prefix-cache --backends FLASHMLA,FLASHMLA
+    python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
+
+Each backend runs in a process of its own; the first of the list is the reference, which is named twice to see whether
+it agrees with itself. Results and logs are in --out. With --cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.engines.cpu.cases import NEAR, compared
+from tests.engines.cpu.run import count_our_calls, stand_in, told
+from tests.engines.model import PLAIN, build
+
+VOCABULARY = PLAIN["vocab_size"]
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 257, 500, 777, 1024, 1500, 2048, 3000)
+"""Of prompts: around the pages' sizes, and longer than a chunk."""
+MEMORY = 0.6
+"""Share of the GPU's: room for the allocator of a process that ends while the next one starts."""
+SHORT, LONG = 32, 160
+"""Tokens that are generated, less and more: a step's time is the difference of two generations."""
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu.check", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("tokens", "speed"))
+    parser.add_argument("--backends", default="TRITON_MLA,CUSTOM,FLASHMLA,FLASH_ATTN_MLA")
+    parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--kv", default="auto", help="dtype of the cache")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--graphs", action="store_true", help="full CUDA graphs of decode, nothing compiled")
+    parser.add_argument("--compiled", action="store_true", help="vLLM's own default: compiled, both kinds of graphs")
+    parser.add_argument("--block", type=int, default=0, help="page size (default: what vLLM asks the backend for)")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that the model drafts")
+    parser.add_argument("--older-runner", action="store_true", help="vLLM's first model runner")
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--heads", default="16")
+    parser.add_argument("--batch", type=int, default=64, help="requests of `speed`")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
+    parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
+    parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
+    parser.add_argument("--timeout", type=int, default=280, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=Path("engines-out"))
+    return parser.parse_args(given)
+
+
+def label(options: argparse.Namespace, backend: str, heads: int) -> str:
+    """A name for a run's files that says what is special about it."""
+    flags = ("graphs", "compiled", "older_runner", "no_prefix_cache")
+    parts = [options.what, backend, f"h{heads}", options.kv, options.dtype]
+    parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
+    return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
+
+
+def engine_options(options: argparse.Namespace, sequences: int) -> dict[str, Any]:
+    """Those of vLLM's `LLM` that depend on what is asked for."""
+    made: dict[str, Any] = {"enable_prefix_caching": not options.no_prefix_cache}
+    if not options.cpu:
+        made["gpu_memory_utilization"] = MEMORY
+    if options.block:
+        made["block_size"] = options.block
+    if options.drafts:
+        made["speculative_config"] = {"method": "mtp", "num_speculative_tokens": options.drafts}
+    if options.graphs:
+        sizes = [n * (1 + options.drafts) for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= sequences]
+        made["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    elif not options.compiled:
+        made["enforce_eager"] = True
+    return made
+
+
+def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, sequences: int) -> Any:
+    """The engine, with a model of that many heads."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0" if options.older_runner else "1"
+    from vllm import LLM
+
+    layers = 2 if options.what == "tokens" else 8
+    name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts)
+    model = build(
+        options.out / "models" / name,
+        drafting=bool(options.drafts),
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        torch_dtype=options.dtype,
+    )
+    return LLM(
+        model=str(model),
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv,
+        max_model_len=longest,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=8192 if options.what == "speed" else 1024,
+        seed=0,
+        **engine_options(options, sequences),
+    )
+
+
+def facts(made: Any) -> dict[str, Any]:
+    """What really runs, read off the engine."""
+    config = made.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context.values()
+    kinds = {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers if hasattr(x, "impl")}
+    return {
+        "implementation": sorted(kinds),
+        "page_size": config.cache_config.block_size,
+        "second_runner": bool(config.use_v2_model_runner),
+        "graphs": str(config.compilation_config.cudagraph_mode),
+    }
+
+
+def prompts(longest: int) -> list[list[int]]:
+    """Every other prompt shares its first two thirds with the others."""
+    draw = random.Random(1)
+    base = [draw.randrange(VOCABULARY) for _ in range(longest)]
+    made = []
+    for number, length in enumerate(min(x, longest) for x in LENGTHS):
+        shared = 2 * length // 3 if number % 2 else 0
+        made.append(base[:shared] + [draw.randrange(VOCABULARY) for _ in range(length - shared)])
+    return made
+
+
+def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, Any]:
+    """Greedy tokens in two rounds: the second finds its prompts in the prefix cache."""
+    from vllm import SamplingParams
+
+    shapes = count_our_calls() if backend == "CUSTOM" else {}
+    made = engine(options, backend, heads, options.longest + options.new + 8, 32)
+    wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
+    given = [{"prompt_token_ids": x} for x in prompts(options.longest)]
+    rounds = [[told(x) for x in made.generate(given, wanted, use_tqdm=False)] for _ in range(2)]
+    return {"facts": facts(made), "shapes": dict(shapes), "rounds": rounds}
+
+
+def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, Any]:
+    """Milliseconds of a decode step, with a short context and with a long one."""
+    from vllm import SamplingParams
+
+    made = engine(options, backend, heads, options.context + LONG + SHORT, options.batch)
+    draw, steps = random.Random(2), {}
+    for context in (64, options.context):
+        given = [
+            {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(context)]} for _ in range(options.batch)
+        ]
+
+        def seconds(count: int, given: Any = given) -> float:
+            begun = time.perf_counter()
+            wanted = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            made.generate(given, wanted, use_tqdm=False)
+            return time.perf_counter() - begun
+
+        seconds(1)  # fills the prefix cache: what follows is decode
+        seconds(SHORT)
+        steps[str(context)] = step_times([(seconds(SHORT), seconds(LONG)) for _ in range(3)])
+    return {"facts": facts(made), "batch": options.batch, "steps": steps}
+
+
+def step_times(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Milliseconds of a step, from the seconds of a short and of a long generation: the median, and all."""
+    found = sorted((long - short) / (LONG - SHORT) * 1e3 for short, long in pairs)
+    return {"ms": found[len(found) // 2], "all_ms": found}
+
+
+def process(options: argparse.Namespace, given: list[str], backend: str, heads: int, number: int) -> Any:
+    """Run one backend in a process of its own; its result, or None."""
+    name = f"{label(options, backend, heads)}-{number}"
+    result, log = options.out / f"{name}.json", options.out / f"{name}.log"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.engines.gpu.check", *given, "--heads", str(heads)]
+    command += ["--one", backend, "--out", str(result)]
+    with log.open("w") as file:
+        try:
+            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=options.timeout, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: more than {options.timeout} s")
+    if not result.exists():
+        print(f"{name}: FAILED", *log.read_text().splitlines()[-6:], sep="\n    ")
+        return None
+    found = json.loads(result.read_text())
+    print(f"{name}: {json.dumps(found['facts'])}", flush=True)
+    return found
+
+
+def main(given: list[str]) -> int:
+    """Run all backends and compare; returns 1 if one failed or parts far from the reference."""
+    options = arguments(given)
+    if options.one:
+        result, options.out = options.out, options.out.parent
+        if options.cpu:
+            stand_in()
+        found = {"tokens": tokens, "speed": speed}[options.what](options, options.one, int(options.heads))
+        result.write_text(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's threads have nothing to put away
+    options.out.mkdir(parents=True, exist_ok=True)
+    status = 0
+    for heads in map(int, options.heads.split(",")):
+        names = options.backends.split(",")
+        results = [process(options, given, name, heads, number) for number, name in enumerate(names)]
+        status |= any(x is None for x in results)
+        for name, found in zip(names, results, strict=True):
+            if found and options.what == "speed":
+                print(
+                    f"h{heads} {name}: " + "; ".join(f"{x} tokens {y['ms']:.3f} ms" for x, y in found["steps"].items())
+                )
+        for name, found in zip(names[1:], results[1:], strict=True):
+            if found and results[0] and options.what == "tokens":
+                said = compared(results[0], found)
+                status |= any(x["gap"] > NEAR for x in said["partings"])
+                print(f"h{heads} {name} against {names[0]}: {json.dumps(said)}", flush=True)
+    return int(status)
+
+
+if __name__ == "__main__":
+    for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
+    # Where FlashInfer is missing, vLLM's sampler imports it all the same.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    sys.exit(main(sys.argv[1:]))

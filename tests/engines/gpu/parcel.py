@@ -1,0 +1,156 @@
+"""Parcels that carry vLLM to a machine with a GPU but without a network: built, never committed.
+
+A parcel is a folder with slices of an archive, their checksum and `setup.sh`, which unpacks them. In it are vLLM's
+Python, its extensions without code for other GPUs than Hopper, the Python packages that a machine with PyTorch,
+transformers and CuPy lacks, this package, and these tests. It is for Python 3.12 and PyTorch 2.11.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.engines.gpu.keep_sm90 import shorten
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+VERSION = "0.26.0"
+SLICE_BYTES = 58_000_000
+PACKAGES = [
+    "pydantic==2.14.3",
+    "pydantic-core==2.50.4",
+    "annotated-types",
+    "typing-inspection",
+    "cbor2",
+    "pyzmq",
+    "openai-harmony",
+    "openai==3.54.0",
+    "httpx2",
+    "sniffio",
+    "msgspec",
+    "pybase64",
+    "cachetools",
+    "llguidance<1.8",
+    "xgrammar==0.2.1",
+    "apache-tvm-ffi==0.1.10",
+    "fastapi==0.165.0",
+    "starlette==1.10.0",
+    "opentelemetry-api",
+    "partial-json-parser",
+    "platformdirs",
+    "compressed-tensors",
+    "loguru",
+]
+"""What vLLM imports beside what such a machine has."""
+EXTENSIONS = (
+    *("_C_stable_libtorch", "_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"),
+    *("cumem_allocator", "spinloop", "fs_io_C"),
+)
+WITHOUT_DEVICE_CODE = ("cumem_allocator", "spinloop", "fs_io_C")
+MIXTURE = ("_moe_C_stable_libtorch",)
+"""Needed by models with experts, and by those with sparse attention."""
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
+
+
+def run(*command: Any, **options: Any) -> None:
+    """Run a command, shown."""
+    print("+", " ".join(map(str, command))[:160], flush=True)
+    subprocess.run([str(x) for x in command], check=True, **options)
+
+
+def download(folder: Path) -> None:
+    """Fetch the wheels with pip."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
+    if not list(folder.glob(f"vllm-{VERSION}-*.whl")):
+        run(*pip, f"vllm=={VERSION}")
+    tags = [x for platform in _PLATFORMS for x in ("--platform", platform)]
+    run(*pip, "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *tags, *PACKAGES)
+
+
+def kept(name: str, mixture: bool) -> bool:
+    """Whether an extension travels; `name` is its path in vLLM's package, without its suffixes."""
+    return name in EXTENSIONS + (MIXTURE if mixture else ())
+
+
+def assemble(work: Path, wheels: Path, *, whole: bool, mixture: bool) -> Path:
+    """The folder that is to be on the machine's path."""
+    raw, site = work / "raw", work / "site"
+    for folder in (raw, site):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    engine = next(wheels.glob(f"vllm-{VERSION}-*.whl"))
+    run("unzip", "-q", "-o", engine, "-d", raw)
+    for wheel in sorted(wheels.glob("*.whl")):
+        if wheel != engine and not wheel.name.startswith("mla_cupy"):
+            run("unzip", "-q", "-o", wheel, "-d", site)
+    for path in site.rglob("*.a"):
+        path.unlink()
+    for path in (site / "xgrammar").rglob("*.so"):
+        run("strip", "--strip-unneeded", path)
+    _thin_out(raw / "vllm", whole=whole, mixture=mixture)
+    for name in ("vllm", f"vllm-{VERSION}.dist-info"):
+        shutil.move(raw / name, site / name)
+    _add_ours(work, wheels, site)
+    return site
+
+
+def _thin_out(package: Path, *, whole: bool, mixture: bool) -> None:
+    for path in list(package.rglob("*.so")):
+        name = str(path.relative_to(package)).removesuffix(".so").removesuffix(".abi3")
+        if not kept(name, mixture):
+            path.unlink()
+        elif not whole and name not in WITHOUT_DEVICE_CODE:
+            shorten(path)
+    (package / "vllm-rs").unlink(missing_ok=True)
+    for name in ("fmha_sm100", "deep_gemm"):
+        shutil.rmtree(package / "third_party" / name, ignore_errors=True)
+
+
+def _add_ours(work: Path, wheels: Path, site: Path) -> None:
+    """Add this package as it is committed, and these tests."""
+    clone = work / "clone"
+    shutil.rmtree(clone, ignore_errors=True)
+    run("git", "clone", "-q", REPOSITORY, clone)
+    for old in wheels.glob("mla_cupy*.whl"):
+        old.unlink()
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, clone)
+    run("unzip", "-q", "-o", next(wheels.glob("mla_cupy*.whl")), "-d", site)
+    (site / "tests").mkdir()
+    shutil.copy(clone / "tests" / "__init__.py", site / "tests")
+    shutil.copytree(clone / "tests" / "engines", site / "tests" / "engines")
+    commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    (site / "MLA_CUPY_COMMIT").write_text(commit.stdout)
+
+
+def pack(work: Path, site: Path, out: Path) -> None:
+    """Write the slices, each in a folder of its own with what unpacks them."""
+    archive = work / "site.tar.xz"
+    tar = f"tar -C {work} --sort=name --owner=0 --group=0 --exclude=__pycache__ -c {site.name}"
+    run("bash", "-c", f"set -o pipefail; {tar} | xz -9e -T2 > {archive}")
+    shutil.rmtree(out, ignore_errors=True)
+    slices(archive.read_bytes(), out, SLICE_BYTES)
+
+
+def slices(data: bytes, out: Path, size: int) -> list[Path]:
+    """Cut an archive into folders of at most `size` bytes."""
+    digest, count, made = hashlib.sha256(data).hexdigest(), -(-len(data) // size), []
+    for number in range(count):
+        part = out / f"part{number + 1}"
+        part.mkdir(parents=True)
+        name = f"slice{number + 1:02d}of{count:02d}"
+        (part / name).write_bytes(data[number * size : (number + 1) * size])
+        (part / "PARCEL.sha256").write_text(f"{digest}  site.tar.xz\n")
+        shutil.copy(Path(__file__).with_name("setup.sh"), part)
+        made.append(part)
+        print(f"{part}: {sum(x.stat().st_size for x in part.iterdir()) / 1e6:.1f} MB")
+    return made
+
+
+def build(work: Path, out: Path, *, whole: bool, mixture: bool) -> None:
+    """Build the parcel in `out`; `work` keeps the wheels for the next time."""
+    download(work / "wheels")
+    pack(work, assemble(work, work / "wheels", whole=whole, mixture=mixture), out)

@@ -1,0 +1,101 @@
+"""The scripts for a machine with a GPU, as far as they run without one."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engines.gpu import check, parcel
+from tests.engines.gpu.keep_sm90 import CONTAINER, ELF, PTX, containers, shortened
+
+
+def entry(kind: int, arch: int, size: int) -> bytes:
+    header = struct.pack("<HHIQ", kind, 0, 64, size) + bytes(12) + struct.pack("<I", arch) + bytes(32)
+    assert len(header) == 64
+    return header + bytes([kind + arch]) * size
+
+
+def fat_binary(*entries: bytes) -> bytes:
+    payload = b"".join(entries)
+    return CONTAINER + struct.pack("<HHQ", 1, 16, len(payload)) + payload
+
+
+def test_code_for_other_gpus_is_dropped() -> None:
+    """Hopper's stays; else the newest PTX that it loads; else something small. Nothing moves."""
+    native, portable, small = entry(ELF, 90, 64), entry(PTX, 80, 40), entry(ELF, 100, 8)
+    before = [
+        fat_binary(entry(ELF, 80, 96), native, entry(PTX, 90, 32)),
+        fat_binary(entry(PTX, 75, 24), portable, entry(PTX, 100, 72)),
+        fat_binary(entry(ELF, 100, 80), small),
+    ]
+    data = b"head" * 4 + b"".join(before) + b"tail"
+    made = shortened(data, 16, sum(map(len, before)))
+    assert (len(made), made[:16], made[-4:]) == (len(data), data[:16], b"tail")
+    at = 16
+    for old, kept in zip(before, (native, portable, small), strict=True):
+        assert made[at + 16 : at + 16 + len(kept)] == kept
+        assert not any(made[at + 16 + len(kept) : at + len(old)])
+        ((_, header, stop, found),) = containers(made, at, 16 + len(kept))
+        assert (header, stop - at, len(found)) == (16, 16 + len(kept), 1)
+        at += len(old)
+
+
+def test_an_unknown_entry_is_no_code() -> None:
+    with pytest.raises(ValueError, match="got an entry of kind 7, expected 1 or 2"):
+        shortened(fat_binary(entry(7, 90, 8)), 0, 88)
+
+
+def test_slices_and_their_setup(tmp_path: Path) -> None:
+    """Whatever the order in which they come; nothing is unpacked before all are there, or if one is broken."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "hello.py").write_text("greeting = 1\n")
+    subprocess.run(["tar", "-C", tmp_path, "-cJf", tmp_path / "site.tar.xz", "site"], check=True)
+    data = (tmp_path / "site.tar.xz").read_bytes()
+    parts = parcel.slices(data, tmp_path / "parts", len(data) // 2 + 1)
+    assert [x.name for x in parts] == ["part1", "part2"]
+    assert hashlib.sha256(data).hexdigest() in (parts[0] / "PARCEL.sha256").read_text()
+    for home, broken in (("good", False), ("bad", True)):
+        if broken:
+            (parts[0] / "slice01of02").write_bytes(data[1 : len(data) // 2 + 2])
+        environment = {"PATH": "/usr/bin:/bin", "MLA_ENGINES": str(tmp_path / home), "HOME": str(tmp_path)}
+        for number, part in enumerate(reversed(parts)):
+            command = ["bash", str(part / "setup.sh")]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            assert (done.returncode == 0) == (not broken or number == 0)
+        assert (tmp_path / home / "site" / "hello.py").exists() == (not broken)
+
+
+def test_which_extensions_travel() -> None:
+    assert parcel.kept("vllm_flash_attn/_vllm_fa3_C", mixture=False)
+    assert [parcel.kept("_moe_C_stable_libtorch", mixture=x) for x in (False, True)] == [False, True]
+    assert not parcel.kept("vllm_flash_attn/_vllm_fa2_C", mixture=True)
+
+
+def test_what_vllm_is_asked_for() -> None:
+    options = check.arguments(["tokens", "--graphs", "--drafts", "3", "--block", "64", "--no-prefix-cache"])
+    made = check.engine_options(options, 4)
+    assert made["compilation_config"]["cudagraph_capture_sizes"] == [4, 8, 16]
+    assert (made["block_size"], made["enable_prefix_caching"]) == (64, False)
+    assert check.label(options, "CUSTOM", 16) == (
+        "tokens-CUSTOM-h16-auto-bfloat16-block64-drafts3-graphs-no_prefix_cache"
+    )
+    assert check.engine_options(check.arguments(["tokens"]), 4)["enforce_eager"]
+    assert "enforce_eager" not in check.engine_options(check.arguments(["speed", "--compiled"]), 4)
+
+
+def test_prompts_share_their_starts() -> None:
+    made = check.prompts(300)
+    assert [len(x) for x in made][:10] == [1, 2, 15, 16, 17, 63, 64, 65, 100, 257]
+    assert made[7][:43] == made[9][:43]
+    assert made[9] != made[8][:257]
+
+
+def test_step_times_are_differences() -> None:
+    told = check.step_times([(1.0, 2.28), (1.0, 1.64), (2.0, 4.56)])
+    assert told["ms"] == pytest.approx(10.0)
+    assert told["all_ms"] == pytest.approx([5.0, 10.0, 20.0])
