@@ -86,6 +86,7 @@ class Module:
         image, constants = constant_image(self.ir)
         self.constants = Buffer(self.memory.store("", image), 0, "constant memory")
         self.offsets: dict[str, tuple[str, int]] = {name: ("const", at) for name, at in constants.items()}
+        self.offsets |= {name: ("function", self.ir.address_of(name)) for name in self.ir.taken}
         self.globals: dict[str, np.ndarray] = {}
         for var in self.ir.variables.values():
             if var.space == "global" and not var.extern:
@@ -99,7 +100,7 @@ class Module:
         for var in self.ir.variables.values():
             for at, width, name, generic, addend in var.relocs:
                 kind, value = self.offsets.get(name, ("global", 0))
-                value += addend + (GENERIC_BASE[kind] if generic else 0)
+                value += addend + (GENERIC_BASE[kind] if generic and kind != "function" else 0)
                 raw = np.frombuffer(value.to_bytes(8, "little")[:width], np.uint8)
                 if var.space == "const":
                     start = constants[var.name] + at

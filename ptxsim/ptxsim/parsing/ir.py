@@ -182,6 +182,10 @@ class Function:
     line: int = 0
 
 
+FIRST_FUNCTION, FUNCTION_STEP = 1 << 32, 16
+"""Address of a module's first function, and how far the next one is."""
+
+
 @dataclass(eq=False)
 class ModuleIR:
     """A whole PTX file."""
@@ -191,6 +195,20 @@ class ModuleIR:
     functions: dict[str, Function]
     variables: dict[str, Variable]
     files: dict[int, str] = field(default_factory=dict)
+
+    def address_of(self, name: str) -> int:
+        """Return the address by which a function is called: in no state space, so that nothing else has it."""
+        return FIRST_FUNCTION + FUNCTION_STEP * list(self.functions).index(name)
+
+    @cached_property
+    def taken(self) -> set[str]:
+        """Names of the functions whose addresses are put into variables or registers."""
+        names = {name for var in self.variables.values() for *_, name, _, _ in var.relocs}
+        for function in self.functions.values():
+            for ins in function.instrs:
+                if ins.op != "call":
+                    names.update(arg.name for arg in ins.args if isinstance(arg, Sym))
+        return names & set(self.functions)
 
 
 def operand_regs(operand: Any) -> list[Reg]:

@@ -41,7 +41,7 @@ def survey(module: ModuleIR, function: Function) -> tuple[int, list[Unknown]]:
     Raises
     ------
     SimError
-        The kernel as a whole cannot be taken, such as for an indirect call.
+        The kernel as a whole cannot be taken, such as for a recursive call.
     """
     code = lower(module, function)
     found: Counter = Counter()

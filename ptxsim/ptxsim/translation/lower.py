@@ -12,6 +12,7 @@ from ..parsing.ir import (
     TYPE_BITS,
     Addr,
     Function,
+    Imm,
     Instr,
     Loc,
     ModuleIR,
@@ -97,7 +98,7 @@ def lower(module: ModuleIR, function: Function) -> Lowered:
         One instruction list; labels map to positions in it.
     """
     out = Lowered(function)
-    _emit_body(module, function, out, {}, {}, None, 0, ())
+    _emit_body(module, function, out, {}, {}, None, (), ())
     out.instrs.append(Instr("exit", [], [], function.line, "exit"))
     return out
 
@@ -109,10 +110,13 @@ def _emit_body(
     regs: dict[Reg, Reg],
     names: dict[str, str],
     return_label: str | None,
-    depth: int,
+    stack: tuple[str, ...],
     called: Loc,
 ) -> None:
-    """Append a function's instructions, renamed for this inlining, which ``called`` tells the source of."""
+    """Append a function's instructions, renamed for this inlining.
+
+    ``stack`` holds the names of the functions that it is inlined in, ``called`` the source of the call.
+    """
     at: dict[int, list[str]] = {}
     for label, position in function.labels.items():
         at.setdefault(position, []).append(label)
@@ -120,7 +124,7 @@ def _emit_body(
         for label in at.get(position, ()):
             out.label_here(names.get(label, label))
         # A kernel's own names stay (only calls rename what they inline); its instructions are copied all the same.
-        args = [rewrite(arg, regs, names) for arg in ins.args] if depth else [*ins.args]
+        args = [rewrite(arg, regs, names) for arg in ins.args] if stack else [*ins.args]
         guard = regs.get(ins.guard, ins.guard) if ins.guard else None
         new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=ins.loc + called)
         if new.op in ("addc", "subc", "madc") or (new.op in ("add", "sub", "mad") and "cc" in new.mods):
@@ -134,7 +138,7 @@ def _emit_body(
             out.instrs.append(Instr("bra", [], [Sym(skip)], new.line, text, new.guard, not new.guard_neg))
             new = replace(new, guard=None, guard_neg=False)
         if new.op == "call":
-            _inline_call(module, new, out, depth)
+            _inline_call(module, new, out, stack)
         else:
             out.instrs.append(new)
         if skip is not None:
@@ -158,17 +162,63 @@ def _lower_return(ins: Instr, return_label: str | None) -> Instr:
     return replace(ins, op="bra", mods=[], args=[Sym(return_label)])
 
 
-def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None:
+def _operands(ins: Instr) -> tuple[list, Any, list]:
+    """Return what a call gives back, whom it calls, and with what."""
+    args = list(ins.args)
+    returns = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
+    callee = args.pop(0)
+    return returns, callee, list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
+
+
+def _candidates(module: ModuleIR, ins: Instr, out: Lowered) -> list[Function]:
+    """Return the functions that an indirect call may call: of its prototype, and with an address that is taken."""
+    returns, _, actual = _operands(ins)
+
+    def fits(params: list[Param], given: list) -> bool:
+        sizes = [out.variables[each.name].size if isinstance(each, Sym) else None for each in given]
+        return len(params) == len(given) and all(
+            size in (None, param.size) for param, size in zip(params, sizes, strict=True)
+        )
+
+    taken = module.taken
+    functions = [each for each in module.functions.values() if not each.entry and each.instrs and each.name in taken]
+    return [each for each in functions if fits(each.params, actual) and fits(each.returns, returns)]
+
+
+def _indirect_call(module: ModuleIR, ins: Instr, out: Lowered, stack: tuple[str, ...]) -> None:
+    """Compare the address with that of each function that it may be, and inline each; another address is an error.
+
+    A function that calls itself so cannot be inlined: that it is reached is an error, too.
+    """
+    end, callee = out.fresh("called"), _operands(ins)[1]
+    for function in _candidates(module, ins, out):
+        other, differs = out.fresh("other"), Reg("%callee", "pred", len(out.regs))
+        out.regs.append(differs)
+        text = f"(calls {function.name}?) {ins.text}"
+        address = Imm(module.address_of(function.name))
+        out.instrs.append(Instr("setp", ["ne", "u64"], [differs, callee, address], ins.line, text, loc=ins.loc))
+        out.instrs.append(Instr("bra", [], [Sym(other)], ins.line, text, differs, loc=ins.loc))
+        if function.name in stack:
+            out.instrs.append(replace(ins, op="trap", mods=[], args=[], text=f"(recursion is not modelled) {ins.text}"))
+        else:
+            args = [Sym(function.name) if arg is callee else arg for arg in ins.args]
+            _inline_call(module, replace(ins, args=args), out, stack)
+        out.instrs.append(Instr("bra", [], [Sym(end)], ins.line, text, loc=ins.loc))
+        out.label_here(other)
+    text = f"(no function of this prototype is at the address) {ins.text}"
+    out.instrs.append(replace(ins, op="trap", mods=[], args=[], text=text))
+    out.label_here(end)
+
+
+def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, stack: tuple[str, ...]) -> None:
     """Replace one ``call`` by the callee's body; formal parameters become the caller's variables or registers."""
     where = f"kernel {out.name}, line {ins.line}"
-    if depth > _MAX_DEPTH:
+    if len(stack) > _MAX_DEPTH:
         raise UnknownInstruction(f"{where}: recursive calls are not modelled: {ins.text}")
-    args = list(ins.args)
-    actual_returns = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
-    callee = args.pop(0)
-    actual = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
+    actual_returns, callee, actual = _operands(ins)
     if not isinstance(callee, Sym):
-        raise UnknownInstruction(f"{where}: indirect calls are not modelled: {ins.text}")
+        _indirect_call(module, ins, out, stack)
+        return
     if callee.name in BUILTIN_CALLS:
         places = [Addr(given) for given in (*actual, *actual_returns)]
         out.instrs.append(Instr("builtin_call", [callee.name], places, ins.line, ins.text))
@@ -199,7 +249,7 @@ def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, depth: int) -> None
         clone.name = names[name] = out.fresh(name)
         out.variables[clone.name] = clone
     end = out.fresh("return")
-    _emit_body(module, target, out, regs, names, end, depth + 1, ins.loc)
+    _emit_body(module, target, out, regs, names, end, (*stack, target.name), ins.loc)
     out.label_here(end)
     out.instrs += copies_back
 

@@ -50,13 +50,62 @@ def test_a_guarded_call_and_a_call_of_a_call() -> None:
     [
         (".func f() { call f; ret; }\n", "call f; mov.b32 %r9, 0;", "recursive calls"),
         (".extern .func g();\n", "call g; mov.b32 %r9, 0;", "'g' has no body"),
-        (AFFINE, "P: .callprototype (.reg .b32 _) _ (.reg .b32 _, .reg .b32 _); mov.u64 %rd2, affine; call (%r9), %rd2, (%r0, %r0), P;", "indirect calls"),
         (AFFINE, "call (%r9), affine, (%r0);", "argument count"),
     ],
 )  # fmt: skip
 def test_calls_that_are_refused_name_their_line(functions: str, code: str, why: str) -> None:
     with pytest.raises(ptxsim.UnknownInstruction, match=rf"kernel k, line \d+: .*{why}"):
         module(functions, code).program("k")
+
+
+VIRTUAL = r"""
+struct Shape { __device__ virtual int size(int) const = 0; };
+struct Scaled : Shape { int by; __device__ Scaled(int by) : by(by) {} __device__ int size(int x) const override { return x * by; } };
+struct Shifted : Shape { __device__ int size(int x) const override { return x + 100; } };
+typedef int (*Function)(int);
+__device__ int twice(int x) { return 2 * x; }
+__device__ int thrice(int x) { return 3 * x; }
+__device__ Function table[2] = {twice, thrice};
+extern "C" __global__ void k(int *out) {
+    Scaled scaled(7);
+    Shifted shifted;
+    const Shape *shape = threadIdx.x % 3 == 0 ? (const Shape *)&scaled : (const Shape *)&shifted;
+    out[threadIdx.x] = shape->size(threadIdx.x) + table[threadIdx.x & 1](threadIdx.x);
+}
+"""
+
+
+@pytest.mark.parametrize("mode", ["early", "random"])
+@pytest.mark.parametrize("major", nvrtc.available())
+def test_virtual_functions_and_tables_of_functions(major: int, mode: str) -> None:
+    """Lanes of one warp call different functions, by addresses in tables of the module."""
+    out, t = np.zeros(32, "i4"), np.arange(32)
+    ptxsim.Module(nvrtc.compile_ptx(VIRTUAL, "sm_90a", major)).launch("k", 1, 32, [out], mode=mode)
+    assert (out == np.where(t % 3 == 0, 7 * t, t + 100) + np.where(t & 1, 3 * t, 2 * t)).all()
+
+
+PROTOTYPE = "P: .callprototype (.reg .b32 _) _ (.reg .b32 _, .reg .b32 _);"
+
+
+@pytest.mark.parametrize("function", [AFFINE, STACK], ids=["registers", "stack"])
+def test_a_call_by_an_address_in_a_register(function: str) -> None:
+    other = AFFINE.replace("affine", "other").replace("7", "9")
+    code = f"{PROTOTYPE} mov.u64 %rd2, affine; mov.u64 %rd3, other; setp.gt.u32 %p1, %r0, 20; selp.u64 %rd2, %rd2, %rd3, %p1; call (%r9), %rd2, (%r0, %r0), P;"
+    assert run(function + other, code) == [t * t + (7 if t > 20 else 9) for t in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "code", "why"),
+    [
+        (AFFINE, "mov.u64 %rd2, affine; add.u64 %rd2, %rd2, 8; call (%r9), %rd2, (%r0, %r0), P;", "no function of this prototype"),
+        (AFFINE + ".func one(.reg .b32 %x) { ret; }\n", "mov.u64 %rd3, affine; mov.u64 %rd2, one; call (%r9), %rd2, (%r0, %r0), P;", "no function of this prototype"),
+        (".func (.reg .b32 %y) again(.reg .b32 %x, .reg .b32 %a) { .reg .b64 %z; mov.u64 %z, again; call (%y), %z, (%x, %a); ret; }\n",
+         "call (%r9), again, (%r0, %r0);", "recursion is not modelled"),
+    ],
+)  # fmt: skip
+def test_indirect_calls_of_what_cannot_be_called(functions: str, code: str, why: str) -> None:
+    with pytest.raises(ptxsim.KernelTrap, match=why):
+        run(functions, PROTOTYPE + code)
 
 
 TABLE = "and.b32 %r1, %r0, {mask}; T: .branchtargets A, B, A, C; brx.idx %r1, T; A: add.u32 %r9, %r0, 100; bra E; B: add.u32 %r9, %r0, 200; bra E; C: add.u32 %r9, %r0, 300; E:"
