@@ -1,0 +1,138 @@
+"""Exported operations with their kernels, run by the simulator in a program of their own, beside the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mla_cupy import cli, reference
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+Arrays = dict[str, Any]
+RNG = np.random.default_rng(34)
+
+
+def normal(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype(np.float16)
+
+
+def merge() -> tuple[Arrays, Mapping[str, Any]]:
+    outs, lses = normal(3, 2, 1, 16, 512), RNG.standard_normal((3, 2, 16, 1)).astype(np.float32)
+    lses[1, 0] = -np.inf
+    out, lse = reference.merge_states(outs.astype(np.float64), lses.astype(np.float64))
+    sizes = {"n": 3, "b": 2, "s_q": 1}
+    return {"outs": outs, "lses": lses, **sized(sizes)}, {"out": out, "lse": lse}
+
+
+def records() -> Any:
+    """A cache of four pages of "v32"."""
+    cache = np.zeros((4, 64, 656), np.uint8)
+    reference.cache_append(normal(256, 512), normal(256, 64), cache, np.arange(256))
+    return cache
+
+
+def decode_records() -> tuple[Arrays, Mapping[str, Any]]:
+    q, cache = normal(2, 1, 16, 576), records()
+    table, seqlens = np.array([[2, 0], [1, 3]], np.int32), np.array([70, 9], np.int32)
+    out, lse = reference.mla_decode(q, cache, table, seqlens)
+    arrays = {"q": q, "kv_cache": cache, "block_table": table, "seqlens": seqlens}
+    return arrays | sized({"b": 2, "num_pages": 4, "max_pages": 2}), {"out": out, "lse": lse}
+
+
+def sparse_decode() -> tuple[Arrays, Mapping[str, Any]]:
+    q, cache = normal(2, 1, 16, 576), records()
+    indices, length = RNG.integers(-1, 256, (2, 1, 64)).astype(np.int32), np.array([60, 3], np.int32)
+    out, lse = reference.sparse_mla_decode(q, cache, indices, topk_length=length)
+    arrays = {"q": q, "kv_cache": cache, "indices": indices, "topk_length": length}
+    return arrays | sized({"b": 2, "num_pages": 4}), {"out": out, "lse": lse}
+
+
+def sparse_forward() -> tuple[Arrays, Mapping[str, Any]]:
+    q, kv = normal(3, 16, 576), normal(200, 576)
+    indices = RNG.integers(-1, 200, (3, 64)).astype(np.int32)
+    out, lse, maxima = reference.sparse_mla_forward(q, kv, indices)
+    found = {"out": out, "lse": lse, "max_logits": maxima}
+    return {"q": q, "kv": kv, "indices": indices} | sized({"s_q": 3, "s_kv": 200}), found
+
+
+def append() -> tuple[Arrays, Mapping[str, Any]]:
+    latent, rope, slots = normal(5, 512), normal(5, 64), np.array([3, -1, 130, 7, 255])
+    cache = np.full((4, 64, 656), 7, np.uint8)
+    expected = cache.copy()
+    reference.cache_append(latent, rope, expected, slots)
+    arrays = {"latent": latent, "rope": rope, "cache": cache, "slots": slots}
+    return arrays | sized({"n": 5, "num_pages": 4}), {"cache": expected}
+
+
+def topk() -> tuple[Arrays, Mapping[str, Any]]:
+    logits, ke = RNG.standard_normal((3, 500)).astype(np.float32), np.array([500, 40, 100], np.int32)
+    logits[0, 10:60] = 0.5  # ties
+    indices, counts = reference.indexer_topk(logits, k=64, ke=ke)[:2]
+    return {"logits": logits, "ke": ke} | sized({"s_q": 3, "s_kv": 500, "ends": 3}), {
+        "indices": indices,
+        "counts": counts,
+    }
+
+
+def prefill() -> tuple[Arrays, Mapping[str, Any]]:
+    q, k, v, starts = normal(40, 2, 192), normal(40, 2, 192), normal(40, 2, 128), np.array([0, 33, 40], np.int32)
+    out, lse = reference.mla_prefill(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    arrays = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    return arrays | sized({"s_q": 40, "s_kv": 40, "b": 2}), {"out": out, "lse": lse}
+
+
+def sized(sizes: dict[str, int]) -> Arrays:
+    """Sizes among the arrays of a file."""
+    return {f"size.{name}": np.int64(size) for name, size in sizes.items()}
+
+
+HALF = {"dtype": "float16"}
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[], tuple[Arrays, Mapping[str, Any]]]]] = {
+    "merge_states": ("merge_states", {"h_q": 16, **HALF}, merge),
+    "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", **HALF}, decode_records),
+    "sparse_decode": (
+        "sparse_decode",
+        {"h_q": 16, "records": "v32", "page_size": 64, "topk": 64, **HALF},
+        sparse_decode,
+    ),
+    "sparse_forward": ("sparse_forward", {"h_q": 16, "topk": 64, **HALF}, sparse_forward),
+    "cache_append": ("cache_append", {"records": "v32", "page_size": 64, **HALF}, append),
+    "indexer_topk": ("indexer_topk", {"topk": 64}, topk),
+    "prefill": ("prefill", {"h_q": 2, **HALF}, prefill),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_the_oracles(case: str, tmp_path: Path) -> None:
+    """To the precision of float16; numbers that are whole are equal."""
+    operation, options, make = CASES[case]
+    given, expected = make()
+    flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    folder = tmp_path / "module"
+    assert cli.main(["export", "--op", operation, *flags, "--arch", "sm_90a", "--ptx", "--out", str(folder)]) == 0
+    np.savez(tmp_path / "inputs.npz", **given)
+    program = [sys.executable, "-m", "tests.export.host_program", str(folder), operation, json.dumps(options)]
+    command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", *program]
+    files = [str(tmp_path / "inputs.npz"), str(tmp_path / "outputs.npz")]
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "ptxsim")])
+    environment = {**os.environ, "PYTHONPATH": paths, "MLA_CUPY_JIT": "off", "MLA_CUPY_BACKEND": "numpy"}
+    done = subprocess.run(
+        [*command, *files], env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing found" in done.stderr
+    with np.load(tmp_path / "outputs.npz") as found:
+        for name, right in expected.items():
+            if found[name].dtype.kind in "iu":
+                assert np.array_equal(found[name], right)
+            else:
+                np.testing.assert_allclose(found[name].astype(np.float64), right, rtol=4e-3, atol=4e-3)
