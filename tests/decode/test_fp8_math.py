@@ -353,7 +353,7 @@ def test_a_shared_prefix() -> None:
 def with_values(tokens: int, mean: float, spread: float, one_sided: bool = False, heads: int = 8) -> DecodeInputs:
     """A sequence whose values have this mean, and scores of deviation 1 or so, from the RoPE columns alone."""
     inputs = make(fp8(b=1, seqlens=tokens, h_q=heads, kv_scale=1.0, page_size=64, spare_pages=0))
-    rng = np.random.default_rng([tokens, int(10 * mean)])
+    rng = np.random.default_rng([tokens, int(10 * abs(mean))])
     values = rng.standard_normal((tokens, 512)) * spread + mean
     positions = np.arange(tokens)
     rows = inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0]
