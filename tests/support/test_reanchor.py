@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests import reanchor
@@ -51,3 +54,10 @@ def test_a_test_is_rewritten(mutant: Mutant) -> None:
 def test_what_is_no_literal_is_left(mutant: Mutant) -> None:
     source = 'OLD = "x = 1;"\nM = Mutant("a bug", "a.cuh", OLD, "x = 2;")\n'
     assert reanchor.rewrite(source, mutant, Anchored("a.cuh", "y = 1;", "y = 2;")) is None
+
+
+def test_the_command_finds_every_text() -> None:
+    """In a process of its own, as it is called: all bugs are known there, and none has lost its text."""
+    command = [sys.executable, "-m", "tests.reanchor"]
+    done = subprocess.run(command, cwd=reanchor.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "every planted bug has its text\n"), done.stderr
