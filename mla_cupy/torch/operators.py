@@ -5,7 +5,7 @@ Written by `python -m tests.generate` from the operations' records.
 
 from __future__ import annotations
 
-import math
+from math import inf
 from typing import Any
 
 from mla_cupy.ops import BOUND_OPERATIONS
@@ -125,7 +125,7 @@ def _mla_decode(
     lse: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    empty_lse = -math.inf if empty_lse is None else empty_lse
+    empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, math, out_dtype, lse_base, empty_lse, kernel)
     return Invocation(BOUND_OPERATIONS["mla_decode"], arrays, options, workspace)
@@ -183,7 +183,7 @@ def _merge_states(
     lse: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    empty_lse = -math.inf if empty_lse is None else empty_lse
+    empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (outs, lses, out, lse)
     options = (lse_base, empty_lse, out_dtype)
     return Invocation(BOUND_OPERATIONS["merge_states"], arrays, options, workspace)
@@ -357,7 +357,7 @@ def _sparse_mla_decode(
     lse: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    empty_lse = -math.inf if empty_lse is None else empty_lse
+    empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length, out, lse)
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
@@ -399,7 +399,7 @@ def _sparse_mla_forward(
     max_logits: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    empty_lse = -math.inf if empty_lse is None else empty_lse
+    empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
     options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)

@@ -72,7 +72,7 @@ def operators(every: Sequence[Bound]) -> str:
     return (
         '"""Operators of all operations.\n\n'
         'Written by `python -m tests.generate` from the operations\' records.\n"""\n\n'
-        "from __future__ import annotations\n\nimport math\nfrom typing import Any\n\n"
+        "from __future__ import annotations\n\nfrom math import inf\nfrom typing import Any\n\n"
         "from mla_cupy.ops import BOUND_OPERATIONS\nfrom mla_cupy.ops.call import Invocation\n"
         "from mla_cupy.torch.library import Operators\n\n" + "\n".join(_operator(one) for one in every)
     )
@@ -86,7 +86,8 @@ def _operator(one: Bound) -> str:
     ]
     results = "".join(f", {name}: Any = None" for name in [*one.outputs, "workspace"]) if one.outputs else ""
     arrays, options = tuple_of([*one.inputs, *one.outputs]), tuple_of(one.options)
-    lines = [f"{name} = -math.inf if {name} is None else {name}" for name in unwritten]
+    # `inf` by its own name: an option may be called `math`.
+    lines = [f"{name} = -inf if {name} is None else {name}" for name in unwritten]
     rest = f", options{', workspace' if one.outputs else ''}"
     lines += [f"arrays = {arrays}", f"options = {options}"]
     lines.append(f'return Invocation(BOUND_OPERATIONS["{one.name}"], arrays{rest})')
