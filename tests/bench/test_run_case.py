@@ -98,9 +98,9 @@ def test_a_chain_of_drafts_as_a_tree_is_the_causal_mask(device, numpy_backend, m
     assert np.array_equal(found[0].lse, found[1].lse)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
-def test_host_times_of_every_operation(device, options, numpy_backend, monkeypatch, operation):
-    """A repeated call is one with the same arrays; the empty launch is measured beside it. Read by a scripted clock."""
+@pytest.fixture
+def briefly(options, monkeypatch):
+    """Options of few replays, with no warm-up and with host times by a scripted clock; and what that was asked."""
     asked = []
 
     def scripted(calls, synchronize, *, per_batch=20):
@@ -110,6 +110,14 @@ def test_host_times_of_every_operation(device, options, numpy_backend, monkeypat
         return 10.0 * len(asked)
 
     monkeypatch.setattr("bench.core.runner.host_us", scripted)
+    monkeypatch.setattr("bench.core.runner.WARMUP", 0)
+    return replace(options, replays=1), asked
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
+def test_host_times_of_every_operation(device, briefly, numpy_backend, operation):
+    """A repeated call is one with the same arrays; the empty launch is measured beside it."""
+    options, asked = briefly
     small = {
         "absorption": "sq3-skv70-hq2",
         "cache": "append-v32-n70",
@@ -301,7 +309,7 @@ def test_spaced():
     assert spaced(128).tolist() == [0, 64, 127]
 
 
-def test_the_project_through_its_public_call(device, options, monkeypatch):
+def test_the_project_through_its_public_call(device, briefly, monkeypatch):
     """The real adapters on the NumPy backend: plans, results in place, further figures."""
     from bench.ops.decode.own import GENERIC, Decode
 
@@ -310,7 +318,7 @@ def test_the_project_through_its_public_call(device, options, monkeypatch):
     small = DecodeCase(b=2, s_q=2, h_q=4, s_kv=20, h_kv=2, page_size=16)
     rows = {
         row["implementation"]: row
-        for row in run_case(DECODE, small, [Decode(), Decode(GENERIC, "generic")], device, replace(options, replays=5))
+        for row in run_case(DECODE, small, [Decode(), Decode(GENERIC, "generic")], device, briefly[0])
     }
     assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
     assert rows["mla_cupy"]["kernel"] == "numpy"
