@@ -46,8 +46,9 @@ BLACKWELL = tuple(name for name in BACKWARD_KERNELS if "sm100" in name)
 
 def takes(kernel: str, case: DecodeCase) -> bool:
     """Whether a decode kernel takes the case, on a Hopper."""
-    problem = DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype, d_qk=case.d_qk, record=case.record)
-    return not {**DECODE_KERNELS, **RECORD_KERNELS}[kernel].unsupported(problem, fake_gpu(1))
+    sizes: dict[str, Any] = {"d_qk": case.d_qk, "record": case.record, "math": case.math}
+    problem = DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype, **sizes)
+    return not {**DECODE_KERNELS, **RECORD_KERNELS, **FP8_KERNELS}[kernel].unsupported(problem, fake_gpu(1))
 
 
 def fitting(case: DecodeCase, kernel: str) -> DecodeCase:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.stress.sanitized import Call
 from tests.stress.sanitized.decode import ROWS, SHAPES, calls_of
-from tests.support.kernels import RECORD_KERNELS
+from tests.support.kernels import FP8_KERNELS, RECORD_KERNELS
 
 
 def calls() -> Iterator[Call]:
@@ -17,3 +17,5 @@ def calls() -> Iterator[Call]:
             for record, width, kv_scale in (("v32", 576, 1.0), ("v4", 512, 1.0), ("fp8", 576, 0.5)):
                 case = replace(shape, **rows, record=record, d_qk=width, kv_scale=kv_scale)
                 yield from calls_of(case, RECORD_KERNELS, one_item)
+            case = replace(shape, **rows, record="fp8", math="fp8", kv_scale=0.5)
+            yield from calls_of(case, FP8_KERNELS, one_item)
