@@ -27,7 +27,6 @@ _ARGUMENTS = "sglang.srt.server_args"
 _REGISTRY = "sglang.srt.layers.attention.attention_registry"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _DISPATCH = "sglang.srt.models.deepseek_common.attention_backend_handler"
-_SETTLED = f"{_ARGUMENTS}.ServerArgs.__post_init__"
 
 
 def register() -> None:
@@ -73,16 +72,26 @@ def difference() -> str:
     return (
         absent(arguments, "ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices")
         or absent(registry, "register_attention_backend")
-        or absent(arguments.ServerArgs, "__post_init__")
+        or absent(arguments.ServerArgs, _settling(arguments.ServerArgs))
         or refused(arguments.add_attention_backend_choices, [BACKEND])
         or refused(registry.register_attention_backend, BACKEND)
-        or refused(hooks.HookRegistry.register, _SETTLED, settle, hooks.HookType.BEFORE)
+        or refused(hooks.HookRegistry.register, _settled(arguments), settle, hooks.HookType.BEFORE)
     )
 
 
 def backend_difference() -> str:
     """Say why the backend does not fit this SGLang's; "" if it does."""
     return overridden(_backend(), *NEEDED)
+
+
+def _settled(arguments: Any) -> str:
+    """Path of the method in which a server's arguments settle."""
+    return f"{_ARGUMENTS}.ServerArgs.{_settling(arguments.ServerArgs)}"
+
+
+def _settling(kind: type) -> str:
+    """Name of that method. From 0.5.20 on the class remembers its first `__post_init__`, and calls no hook on it."""
+    return "resolve_once" if hasattr(kind, "resolve_once") else "__post_init__"
 
 
 def _backend() -> Any:
@@ -94,7 +103,7 @@ def _register() -> None:
     if BACKEND not in arguments.ATTENTION_BACKEND_CHOICES:
         arguments.add_attention_backend_choices([BACKEND])
         hooks: Any = importlib.import_module(_HOOKS)
-        hooks.HookRegistry.register(_SETTLED, settle, hooks.HookType.BEFORE)
+        hooks.HookRegistry.register(_settled(arguments), settle, hooks.HookType.BEFORE)
         # Where SGLang lets others say so here: the base class reads prefixes in chunks.
         chunked = getattr(arguments, "add_chunked_prefix_cache_attention_backend", None)
         if chunked is not None:

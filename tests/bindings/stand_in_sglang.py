@@ -59,6 +59,25 @@ class ServerArgs:
         self.attention_backend = self.decode_attention_backend = self.page_size = None
         self.speculative_algorithm = self.speculative_draft_attention_backend = None
         vars(self).update(given)
+        _FIRST_POST_INIT(self)
+
+    def __post_init__(self) -> None:
+        """Settle nothing; the class goes on calling this one, whatever takes its place."""
+
+    def resolve_once(self) -> None:
+        self.page_size = self.page_size or 1
+
+
+_FIRST_POST_INIT = ServerArgs.__post_init__
+
+
+class OlderServerArgs:
+    """As before 0.5.19: they settle when they are made."""
+
+    def __init__(self, **given: Any) -> None:
+        self.attention_backend = self.decode_attention_backend = self.page_size = None
+        self.speculative_algorithm = self.speculative_draft_attention_backend = None
+        vars(self).update(given)
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -70,20 +89,21 @@ class HookType(Enum):
 
 
 class HookRegistry:
-    """Hooks on `ServerArgs.__post_init__`, the only ones that are registered."""
+    """Hooks on one of the methods of `ServerArgs`, the only ones that are registered."""
 
     hooks: dict[str, Any]
 
     @classmethod
     def register(cls, target: str, hook: Any, hook_type: HookType = HookType.BEFORE, *, source: Any = None) -> None:
-        assert target == "sglang.srt.server_args.ServerArgs.__post_init__"
-        cls.hooks[target] = hook
+        assert target.startswith("sglang.srt.server_args.ServerArgs.")
+        cls.hooks[target.rpartition(".")[2]] = hook
 
     @classmethod
     def apply_hooks(cls, patch: pytest.MonkeyPatch) -> None:
-        inner = ServerArgs.__post_init__
-        for hook in cls.hooks.values():
-            patch.setattr(ServerArgs, "__post_init__", lambda self, hook=hook: (hook(self), inner(self)))
+        kind = sys.modules["sglang.srt.server_args"].ServerArgs
+        for name, hook in cls.hooks.items():
+            inner = getattr(kind, name)
+            patch.setattr(kind, name, lambda self, hook=hook, inner=inner: (hook(self), inner(self)))
 
 
 class KVWriteLoc:
@@ -146,7 +166,7 @@ class Pool:
         self.rows.view(self.stored)[slots] = cache_k.to(self.rows.dtype).view(self.stored)
 
 
-def install(patch: pytest.MonkeyPatch) -> SimpleNamespace:
+def install(patch: pytest.MonkeyPatch, arguments: type = ServerArgs) -> SimpleNamespace:
     """Put the stand-in where SGLang would be; returns what has been registered."""
     found = SimpleNamespace(choices=["flashmla"], backends={}, chunked=["flashmla"])
     patch.setattr(HookRegistry, "hooks", {}, raising=False)
@@ -156,7 +176,7 @@ def install(patch: pytest.MonkeyPatch) -> SimpleNamespace:
             "ATTENTION_BACKEND_CHOICES": found.choices,
             "add_attention_backend_choices": found.choices.extend,
             "add_chunked_prefix_cache_attention_backend": found.chunked.append,
-            "ServerArgs": ServerArgs,
+            "ServerArgs": arguments,
         },
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.models.deepseek_common.attention_backend_handler": {

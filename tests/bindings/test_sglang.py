@@ -217,14 +217,17 @@ def test_prefills_are_dispatched_as_for_the_base_class(make: Any) -> None:
         ({"attention_backend": "flashmla", "speculative_algorithm": "EAGLE"}, (1, None)),
     ],
 )
+@pytest.mark.parametrize("arguments", [stand_in_sglang.ServerArgs, stand_in_sglang.OlderServerArgs])
 def test_defaults_of_a_server(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], settled: tuple[int, str | None]
+    monkeypatch: pytest.MonkeyPatch, arguments: type, given: dict[str, Any], settled: tuple[int, str | None]
 ) -> None:
     """Pages of 64 and a backend that can make drafts, where the user says nothing; nothing for other backends."""
-    stand_in_sglang.install(monkeypatch)
+    stand_in_sglang.install(monkeypatch, arguments)
     plugin.register()
     stand_in_sglang.HookRegistry.apply_hooks(monkeypatch)
-    made = stand_in_sglang.ServerArgs(**given)
+    made: Any = arguments(**given)
+    if arguments is stand_in_sglang.ServerArgs:
+        made.resolve_once()
     assert (made.page_size, made.speculative_draft_attention_backend) == settled
 
 

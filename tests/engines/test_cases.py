@@ -34,6 +34,7 @@ def test_equal_and_near_tokens_pass() -> None:
         "of": 6,
         "partings": [],
         "max_logprob_difference": 0.0,
+        "partings_of_rounds": {"reference": [], "ours": []},
         "cached_tokens": 64,
         "page_size": 64,
         "second_runner": True,
@@ -44,12 +45,18 @@ def test_equal_and_near_tokens_pass() -> None:
     assert (found["passed"], found["partings"]) == (True, [{"round": 1, "prompt": 0, "step": 1, "gap": 0.0625}])
 
 
-@pytest.mark.parametrize("what", ["far", "unknown", "often", "nothing cached", "another", "another shape"])
+@pytest.mark.parametrize("what", ["far", "both far", "unknown", "often", "nothing cached", "another", "another shape"])
 def test_what_does_not_pass(what: str) -> None:
-    ours = result()
+    reference, ours = result(), result()
     case: Case = CASES["plain"]
+    if what == "both far":  # equal, and not what they were in the first round
+        for told in (reference, ours):
+            told["rounds"][1][0] |= {"tokens": [5, 4, 5]}
+            told["rounds"][1][0]["logprobs"][0] = {"5": -0.1}
     if what in ("far", "unknown"):
-        ours["rounds"][0][1]["tokens"][0] = 8 if what == "far" else 99
+        for told in ours["rounds"]:
+            told[1]["tokens"][0] = token = 8 if what == "far" else 99
+            told[1]["logprobs"][0][str(token)] = -0.4
     elif what == "often":
         for sequence in (x for told in ours["rounds"] for x in told):
             sequence["tokens"][0] += 1
@@ -59,4 +66,4 @@ def test_what_does_not_pass(what: str) -> None:
         ours["facts"]["implementation"] = ["vllm.v1.attention.backends.mla.flashmla.FlashMLAImpl"]
     else:
         case = CASES["fp8"]
-    assert judged(case, result(), copy.deepcopy(ours))["passed"] is False
+    assert judged(case, reference, copy.deepcopy(ours))["passed"] is False

@@ -6,6 +6,9 @@
     python -m tests.engines.gpu.check tokens --no-prefix-cache --backends FLASHMLA,FLASHMLA
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
 
+With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runner loses cached prefixes, whatever the
+backend.
+
 Each backend runs in a process of its own; the first of the list is the reference, which is named twice to see whether
 it agrees with itself. Results and logs are in --out. With --cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
 """
@@ -22,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.engines.cpu.cases import NEAR, compared
+from tests.engines.cpu.cases import NEAR, between_rounds, compared
 from tests.engines.cpu.run import count_our_calls, stand_in, told
 from tests.engines.model import PLAIN, build
 
@@ -220,6 +223,9 @@ def main(given: list[str]) -> int:
                 print(
                     f"h{heads} {name}: " + "; ".join(f"{x} tokens {y['ms']:.3f} ms" for x, y in found["steps"].items())
                 )
+        for name, found in zip(names, results, strict=True):
+            if found and options.what == "tokens":
+                print(f"h{heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")
         for name, found in zip(names[1:], results[1:], strict=True):
             if found and results[0] and options.what == "tokens":
                 said = compared(results[0], found)
