@@ -17,6 +17,7 @@ NEAR = 0.125
 """Two tokens whose logprobs are no further apart may change places: two steps of bfloat16 for logits of 8 to 16."""
 
 
+OURS = "mla_cupy.integrations.vllm_backend.MlaCupyImpl"
 MISORDERED = ("0.24.0", "0.25.1", "0.26.0", "0.27.1")
 """Versions whose second runner orders prefills by length, while their merge with cached prefixes takes those that have
 one to come first: prompts lose their prefixes, whatever the backend. Cases run with the first runner there."""
@@ -115,7 +116,8 @@ def judged(case: Case, reference: dict[str, Any], ours: dict[str, Any]) -> dict[
     facts = ours["facts"]
     seen = any(case.seen in shape for shape in facts["shapes"])
     cached = [sum(x["cached"] for x in told["rounds"][1]) for told in (reference, ours)]
-    implementations = facts["implementation"] == ["mla_cupy.integrations.vllm_backend.MlaCupyImpl"]
+    used = facts["implementation"]  # with the older runner a drafter has a backend of its own
+    implementations = OURS in used and (case.drafting or len(used) == 1)
     partings = found["partings"]
     repeated = [between_rounds(told)["partings"] for told in (reference, ours)]
     near = all(x["gap"] <= NEAR for x in [*partings, *repeated[0], *repeated[1]])
