@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import random
 import subprocess
 from dataclasses import replace
@@ -143,6 +144,24 @@ def test_without_a_driver(tmp_path: Path) -> None:
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.startswith("no CUDA driver: libnone.so.1")
+
+
+def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
+    """With MLA_CUDA_H the compiler compares them, sizes and numbers, with the header's."""
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    headers = [path.parent for place in places or () for path in sorted(Path(place).glob("*/include/cuda.h"))]
+    if not headers:
+        pytest.skip("no cuda.h is installed")
+    command.write(modules.merge(), tmp_path)
+    source = tmp_path / "mla_merge_states.c"
+    for headers_of in headers:
+        include = ("-isystem", str(headers_of))
+        compiled(source.with_suffix(".o"), [source], "-c", "-DMLA_CUDA_H", *include)
+    wrong = source.read_text().replace("kAttributeSms = 16,", "kAttributeSms = 17,")
+    source.write_text(wrong)
+    with pytest.raises(subprocess.CalledProcessError):
+        compiled(source.with_suffix(".o"), [source], "-c", "-DMLA_CUDA_H", "-isystem", str(headers[0]))
 
 
 def test_clean_under_asan(made: Module, tmp_path: Path) -> None:
