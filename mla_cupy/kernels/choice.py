@@ -49,5 +49,5 @@ def choose(
 
 @functools.cache
 def _say_slow(operation: str, device: str, kernel: str, reason: str) -> None:
-    """Once for each of them."""
+    """Log each kernel and reason once."""
     logger.warning("%s runs on the slow kernel %s on %s: the fast one %s", operation, kernel, device, reason)

@@ -245,7 +245,7 @@ class _Block:
         ]
 
     def write(self, places: list[int]) -> None:
-        """Put the addresses in."""
+        """Write the addresses into the block."""
         self._pack(self._view, 0, *self._pick(places))
         for tensor_map in self._maps:
             if places[tensor_map.index] != tensor_map.base:

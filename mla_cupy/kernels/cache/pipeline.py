@@ -79,7 +79,7 @@ class CachePipeline(Pipeline[CacheConfig]):
         return CacheConfig(table.COPY_BLOCKS_PER_SM * device.sm_count)
 
     def workspace(self, config: CacheConfig) -> Layout:
-        """None is needed."""
+        """See `Pipeline.workspace`: a call needs none."""
         return Layout({})
 
 

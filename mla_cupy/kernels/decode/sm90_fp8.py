@@ -28,7 +28,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: DecodeProblem) -> Variant:
-    """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
+    """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
     if problem.tree_mask:
         return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS[-1], tree_mask=1)
     return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows))

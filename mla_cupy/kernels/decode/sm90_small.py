@@ -42,7 +42,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
 
 
 def variant(problem: DecodeProblem) -> Variant:
-    """The build that it takes, the narrowest; more rows than it has are divided among blocks."""
+    """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
     wide = problem.d_qk == D_QK
     builds = BLOCK_ROWS if wide and not problem.tree_mask else NARROW_BLOCK_ROWS
     rows = narrowest(builds, problem.rows)

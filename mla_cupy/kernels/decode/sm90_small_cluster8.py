@@ -34,7 +34,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
 
 
 def variant(problem: DecodeProblem) -> Variant:
-    """The build that it takes; more rows than it has are divided among blocks."""
+    """The build of a problem; more rows than it has are divided among blocks."""
     return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS, head_dim_qk=problem.d_qk)
 
 

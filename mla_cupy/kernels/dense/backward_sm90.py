@@ -28,7 +28,10 @@ def needs_hopper(problem: DenseBackwardProblem, device: DeviceInfo) -> Reason | 
 
 
 def _maps(problem: DenseBackwardProblem, call: Call, query_rows: int, key_rows: int) -> Maps:
-    """Queries, keys and values in panels, and dout. Where there is none of a kind, another: nobody looks."""
+    """Queries, keys and values in panels, and dout.
+
+    An operand that is missing has another one's map, which no thread uses.
+    """
     queries, keys = bool(problem.s_q), bool(problem.s_kv)
     q, k = "q" if queries else "k", "k" if keys else "q"
     q_rope, k_rope = call.name("q_rope") if queries else "", call.name("k_rope") if keys else ""

@@ -41,7 +41,7 @@ class QueriesKernel(KernelSpec[DenseBackwardProblem]):
 
 @dataclass(frozen=True)
 class KeysKernel(QueriesKernel):
-    """One that makes the gradients of keys and values.
+    """A kernel that makes the gradients of keys and values.
 
     Attributes
     ----------

@@ -51,7 +51,7 @@ class MaskPipeline(Pipeline[MaskProblem]):
         return problem
 
     def workspace(self, config: MaskProblem) -> Layout:
-        """None is needed."""
+        """See `Pipeline.workspace`: a call needs none."""
         return Layout({})
 
     def steps(self, config: MaskProblem, call: Call) -> list[Step]:

@@ -53,7 +53,7 @@ class DensePipeline(Pipeline[DenseConfig]):
         return Layout(schedule_sizes(config.problem))
 
     def steps(self, config: DenseConfig, call: Call) -> list[Step]:
-        """Nothing without a query."""
+        """No launch if there is no query."""
         problem, kernel = config.problem, config.kernel
         if problem.s_q == 0:
             return []

@@ -50,7 +50,7 @@ class DenseProblem:
 
     @property
     def variant(self) -> Variant:
-        """The build that it takes."""
+        """The build that a problem takes."""
         return Variant(dtype=self.dtype, head_dim_qk=self.d_qk, head_dim_v=self.d_v)
 
     @property

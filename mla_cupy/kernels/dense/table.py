@@ -94,7 +94,10 @@ def persistent_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
 
 
 def row_maps(problem: DenseProblem, call: Call) -> Maps:
-    """Queries, their last columns, keys, their last columns, values. Without keys, queries instead: nobody looks."""
+    """Queries, their last columns, keys, their last columns, values.
+
+    Without keys these have the queries' map, which no thread uses.
+    """
     keys, values = ("k", "v") if problem.s_kv else ("q", "q")
     q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") if problem.s_kv else ""
     names = ("q", q_rope, keys, k_rope or keys, values)

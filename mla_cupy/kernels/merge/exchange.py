@@ -131,7 +131,7 @@ class Splits(NamedTuple):
 
 
 UNSPLIT = Splits(0, 0, 0, 0, 0, 1)
-"""Every row has its result."""
+"""Splits of a decode that has merged everything itself."""
 
 
 def max_blocks(sm_count: int) -> int:

@@ -49,7 +49,7 @@ class MergePipeline(Pipeline[MergeProblem]):
         return problem
 
     def workspace(self, config: MergeProblem) -> Layout:
-        """None is needed."""
+        """See `Pipeline.workspace`: a call needs none."""
         return Layout({})
 
     def steps(self, config: MergeProblem, call: Call) -> list[Step]:

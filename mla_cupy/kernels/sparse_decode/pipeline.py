@@ -86,7 +86,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         )
 
     def steps(self, config: SparseDecodeConfig, call: Call) -> list[Step]:
-        """Nothing without a query."""
+        """No launch if there is no query."""
         problem, splits = config.problem, config.cuts.num_splits
         if problem.queries == 0:
             return []

@@ -98,7 +98,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         )
 
     def steps(self, config: SparseForwardConfig, call: Call) -> list[Step]:
-        """Nothing without a query."""
+        """No launch if there is no query."""
         problem, options = config.problem, call.options
         if problem.s_q == 0:
             return []

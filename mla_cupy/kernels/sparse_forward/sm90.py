@@ -47,7 +47,7 @@ def _not_by_small(problem: SparseForwardProblem, device: DeviceInfo) -> Reason |
 
 
 def _small_variant(problem: SparseForwardProblem) -> Variant:
-    """The build that it takes."""
+    """The build that a problem takes."""
     heads = next(heads for heads in BLOCK_HEADS if problem.h_q <= heads)
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, block_heads=heads)
 

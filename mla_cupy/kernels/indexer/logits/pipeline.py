@@ -58,7 +58,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         return Layout({"cuts": schedule.nbytes(config.num_splits) if config.num_splits else 0})
 
     def steps(self, config: LogitsConfig, call: Call) -> list[Step]:
-        """Nothing without a logit."""
+        """No launch if there is no logit."""
         problem, kernel = config.problem, config.kernel
         if problem.num_tokens == 0 or problem.num_keys == 0:
             return []

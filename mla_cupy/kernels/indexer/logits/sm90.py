@@ -44,7 +44,7 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: LogitsProblem) -> Variant:
-    """The build that it takes."""
+    """The build that a problem takes."""
     return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float")
 
 

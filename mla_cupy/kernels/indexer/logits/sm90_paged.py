@@ -46,7 +46,7 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: LogitsProblem) -> Variant:
-    """The build that it takes."""
+    """The build that a problem takes."""
     block = block_heads(problem.heads)
     few, many = (build for build in _VARIANTS if build.block_heads == block)
     return few if _QUERY_STAGES * problem.block_tokens <= few.query_tiles else many

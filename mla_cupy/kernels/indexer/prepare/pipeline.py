@@ -39,7 +39,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         return problem
 
     def workspace(self, config: PrepareProblem) -> Layout:
-        """None is needed."""
+        """See `Pipeline.workspace`: a call needs none."""
         return Layout({})
 
     def steps(self, config: PrepareProblem, call: Call) -> list[Step]:
@@ -153,7 +153,7 @@ class GatherKeysPipeline(Pipeline[None]):
         choice.choose("reading index keys", self.kernels, problem, device, kernel)
 
     def workspace(self, config: None) -> Layout:
-        """None is needed."""
+        """See `Pipeline.workspace`: a call needs none."""
         return Layout({})
 
     def steps(self, config: None, call: Call) -> list[Step]:

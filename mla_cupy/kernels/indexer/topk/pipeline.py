@@ -33,7 +33,7 @@ class TopkPipeline(Pipeline[TopkConfig]):
         return TopkConfig(chosen, select.variant(chosen, problem))
 
     def workspace(self, config: TopkConfig) -> Layout:
-        """None is needed."""
+        """See `Pipeline.workspace`: a call needs none."""
         return Layout({})
 
     def steps(self, config: TopkConfig, call: Call) -> list[Step]:
