@@ -154,7 +154,7 @@ def test_wheel_is_whole_and_small(wheel: Path) -> None:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     expected = {
-        *files_of("mla_cupy", ".py"),
+        *files_of("mla_cupy", ".py", ".c"),
         "mla_cupy/py.typed",
         *(f"mla_cupy/{name}" for name in files_of("bench", ".py")),
         *(
