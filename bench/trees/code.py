@@ -91,11 +91,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def read(folder: Path) -> Builds:
-    """The code of each cubin of a folder, by the file's name without its suffix."""
-    cubins = sorted(folder.glob("*.cubin"))
+    """The code of each build of a folder, which has a folder of its own in it."""
+    cubins = sorted(folder.glob("*/*.cubin"))
     if not cubins:
-        raise BenchError(f"{folder}: no *.cubin in it; expected what `mla-cupy compile --out {folder}` writes")
-    return {path.stem: _code(path) for path in cubins}
+        raise BenchError(f"{folder}: no build in it; expected what `mla-cupy compile --out {folder}` writes")
+    return {path.parent.name: _code(path) for path in cubins}
 
 
 def _code(path: Path) -> Code:

@@ -20,7 +20,8 @@ def target(kernel, arch="sm_90a"):
 def write(folder, **cubins):
     folder.mkdir()
     for name, made in cubins.items():
-        (folder / f"{name}.cubin").write_bytes(made.cubin)
+        (folder / name).mkdir(parents=True)
+        (folder / name / "kernel.cubin").write_bytes(made.cubin)
     return str(folder)
 
 
@@ -71,7 +72,8 @@ def test_the_command_counts_and_names_builds(two_builds, tmp_path, capsys):
 
 def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     assert main(["compare-code", str(tmp_path), str(tmp_path)]) == 2
-    assert "no *.cubin in it" in capsys.readouterr().err
-    (tmp_path / "text.cubin").write_text("no cubin")
+    assert "no build in it" in capsys.readouterr().err
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "kernel.cubin").write_text("no cubin")
     assert main(["compare-code", str(tmp_path), str(tmp_path)]) == 2
     assert "expected a cubin" in capsys.readouterr().err
