@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from mla_cupy.runtime import device
 from tests import durations, skips
-from tests.support.mutants import plant, sound  # noqa: F401 (fixtures)
+from tests.support.mutants import plant  # noqa: F401 (fixture)
 from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
 

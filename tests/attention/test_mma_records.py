@@ -185,7 +185,6 @@ def test_is_caught(gpu: Gpu, mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(gpu, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.usefixtures("sound")
 @pytest.mark.parametrize("gpu", [TWO_TILES, ONE_TILE], ids=str)
 @pytest.mark.parametrize("mode", MODES[:2], ids=str)
 def test_kernels_as_they_are(gpu: Gpu, mode: tuple[str, int]) -> None:

@@ -183,7 +183,6 @@ AS_THEY_ARE = {
 }
 
 
-@pytest.mark.usefixtures("sound")
 @pytest.mark.parametrize("mutant", AS_THEY_ARE.values())
 def test_as_it_is(mutant: Mutant) -> None:
     attempt(mutant)

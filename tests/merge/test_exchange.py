@@ -226,7 +226,6 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert shown not in ("nothing", "KernelCompileError"), f"{shown} shows that {mutant.name}"
 
 
-@pytest.mark.usefixtures("sound")
 @pytest.mark.parametrize("ranks", [WHOLE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(mode: tuple[str, int], ranks: Ranks) -> None:

@@ -7,25 +7,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import pytest
 
 import ptxsim
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import loader, nvrtc, sources
-from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel, facts, options
+from mla_cupy.runtime import loader, sources
+from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 
 Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
 CAUGHT = (AssertionError, ptxsim.SimError)
 """What a test raises that has caught one."""
-
-QUICK = "-Ofc=mid"
-"""Option of NVRTC for less optimisation, which takes a third of the time. A bug of the source is in such code, too."""
-ASYNCHRONOUS = ("ptx/wgmma.cuh", "ptx/tcgen05.cuh")
-"""Headers of instructions whose results come at a wait: code that is made the quick way moves registers before it."""
 
 _STATIC_ASSERTION = "static assertion failed"
 
@@ -75,15 +70,6 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
     loader.forget()
 
 
-@pytest.fixture
-def sound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels without a bug, built as those with one are: what shows nothing here shows the bugs there."""
-    monkeypatch.setattr(loader, "_obtain", _sound)
-    loader.forget()
-    yield
-    loader.forget()
-
-
 @functools.cache
 def _sound(request: BuildRequest) -> Build:
     """Of sources that the bug is not in: the other kernels of a call, the same for all mutants."""
@@ -91,18 +77,8 @@ def _sound(request: BuildRequest) -> Build:
 
 
 def to_ptx(request: BuildRequest) -> Build:
-    """What the simulator asks of a build, by the quick way; not in the cache, where bugs have no place."""
-    files = request.files()
-    if any(name in files for name in ASYNCHRONOUS):
-        return compile_kernel(request.as_virtual())
-    first = next(iter(files))
-    headers = {name: text for name, text in files.items() if name != first}
-    flags = (*options(request.as_virtual()), QUICK)
-    output = nvrtc.load(nvrtc.find_nvrtc()).compile(first, files[first], headers, flags)
-    if not output.ok:
-        raise KernelCompileError(f"{request.name} does not compile:\n{output.log}")
-    info: Any = {"entry": request.entry, "facts": facts(b"", output.ptx)}  # what the simulator asks for
-    return Build(b"", output.ptx, info)
+    """What the simulator asks of a build; not in the cache, where bugs have no place."""
+    return compile_kernel(request.as_virtual())
 
 
 def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
