@@ -215,7 +215,7 @@ struct Fp8Math {
         return side * (kHeadDimV / 2) + b * (kSw128ByteColumns / 2) + warp * kWarpColumns + own_lane() / 4 * 2;
     }
 
-    // Multiplies blocks [begin, end) of the output by the warp's factors.
+    // Multiplies the output by the warp's factors.
     MLA_DEVICE void rescale_out() {
         const float* factors = s.side[side].factors[warp] + head_of(0);
 #pragma unroll
