@@ -10,8 +10,8 @@
 //   weights  thread = pairs of (head, key)                                 P, dS -> shared memory
 //   dq       warp = all heads, 64 columns and 8 of RoPE                    sums stay in registers
 //   dkv      warp = all keys of the step, the same columns                 added to memory
-//   copies   one stage:            the next keys, from dq on, over dkv
-//            two stages:   the next keys, from the scores on
+//   copies   one stage:  the next keys, once dq has read these, beside dkv
+//            two stages: the next keys, from the scores on
 //
 // A barrier of the block lies between the phases. P and dS are rounded to 16 bits; what 32 heads contribute to a key is
 // added to memory once.
@@ -151,7 +151,7 @@ struct KeyCopy {
 };
 
 // ---- Scores ----------------------------------------------------------------------------------------------------
-// Parts of q k^T or dO v^T: kColumns / kHalves columns of 16 heads, with all keys of the step.
+// A part of q k^T or dO v^T: kColumns / kHalves columns of 16 heads, with all keys of the step.
 template <i32 kColumns>
 MLA_DEVICE void score(const Block& block, const u8* heads, i32 head_tile, i32 half, const u8* keys) {
     constexpr i32 kSteps = kColumns / kMmaDepth / kHalves;
