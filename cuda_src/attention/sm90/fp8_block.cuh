@@ -10,6 +10,7 @@
 #include "common/limits.cuh"
 #include "tile/byte_fragments.cuh"
 #include "tile/ring.cuh"
+#include "tile/uniform.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Sizes -----------------------------------------------------------------------------------------------------
@@ -101,18 +102,15 @@ MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
     fence_mbarrier_init();
 }
 
-// A number that is the same in a warp, in a uniform register: others are short.
-MLA_DEVICE i32 same(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
-
-// Work as the schedule has it.
+// Work as the schedule has it, in uniform registers: others are short.
 struct Fp8Work : ScheduledWork {
     MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) {
         const SchedulePoint at = ScheduledWork::begin(p, split);
-        return {same(at.request), same(at.tile)};
+        return {in_uniform(at.request), in_uniform(at.tile)};
     }
     MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 request) {
         const RequestLength found = ScheduledWork::length(p, request);
-        return {same(found.tokens), same(found.behind_last)};
+        return {in_uniform(found.tokens), in_uniform(found.behind_last)};
     }
 };
 
@@ -127,8 +125,8 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
 
     MLA_DEVICE Fp8Block(const DecodeParams& p, Memory& s)
         : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
-        this->kv_head = same(this->kv_head), this->row0 = same(this->row0);
-        this->hidden = same(this->hidden);
+        this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
+        this->hidden = in_uniform(this->hidden);
     }
 
     MLA_DEVICE Fp8WorkIterator items() const { return Fp8WorkIterator(this->p, this->split); }

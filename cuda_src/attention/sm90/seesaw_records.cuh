@@ -19,6 +19,7 @@
 #include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
+#include "tile/uniform.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention::sm90 {
@@ -124,9 +125,6 @@ MLA_DEVICE i32 query_rows_of_warp(const Block<C>& block, i32 warp) {
 }
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
-// The same in all lanes: a reduction over the warp writes a uniform register.
-MLA_DEVICE i32 in_uniform(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
-
 // Finds the 16 rows of each tile that one dequantising warp reads, one per lane (the upper lanes repeat that).
 template <class C>
 struct Scout {
