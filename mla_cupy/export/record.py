@@ -14,8 +14,8 @@ from mla_cupy.errors import ArgumentError, MlaError, ShapeError, explain
 from mla_cupy.export.apart import Apart
 from mla_cupy.export.explore import NEVER, Diagram, Leaf, Reducer, explore
 from mla_cupy.export.expressions import Expression
-from mla_cupy.export.lending import lent
 from mla_cupy.export.numbers import expression_of, number_of, pieces
+from mla_cupy.export.patching import patched_builtins
 from mla_cupy.export.subject import DEVICE, WORKSPACE, WORKSPACE_BYTES, Argument, Subject, recorded_device
 from mla_cupy.kernels.param_layout import NULL, layout_of, values_of
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs, Layout, Step, has_programmatic_launch
@@ -180,7 +180,7 @@ class Recorder:
             apart.end()
             return found
 
-        with lent(apart):
+        with patched_builtins(apart):
             given: list[Diagram] = []
             for check in checks:
                 given.append(self._reducer.diagram(explore(_ruled(check), given)))

@@ -51,10 +51,10 @@ def create(model_runner: Any) -> Any:
     return _backend()(model_runner)
 
 
-def settle(arguments: Any, *_: Any, **__: Any) -> None:
+def set_defaults(arguments: Any, *_: Any, **__: Any) -> None:
     """Give a server with this backend its defaults: pages of 64 tokens, and a backend that makes drafts.
 
-    SGLang calls it before it settles its own. Without it, it would take pages of one token, the slowest, and refuse
+    SGLang calls it before it resolves its own. Without it, it would take pages of one token, the slowest, and refuse
     drafts: it knows only its own backends there. They verify nothing; that is ours.
     """
     if BACKEND not in (arguments.attention_backend, arguments.decode_attention_backend):
@@ -72,10 +72,10 @@ def difference() -> str:
     return (
         absent(arguments, "ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices")
         or absent(registry, "register_attention_backend")
-        or absent(arguments.ServerArgs, _settling(arguments.ServerArgs))
+        or absent(arguments.ServerArgs, _resolving_method(arguments.ServerArgs))
         or refused(arguments.add_attention_backend_choices, [BACKEND])
         or refused(registry.register_attention_backend, BACKEND)
-        or refused(hooks.HookRegistry.register, _settled(arguments), settle, hooks.HookType.BEFORE)
+        or refused(hooks.HookRegistry.register, _resolution(arguments), set_defaults, hooks.HookType.BEFORE)
     )
 
 
@@ -84,12 +84,12 @@ def backend_difference() -> str:
     return overridden(_backend(), *NEEDED)
 
 
-def _settled(arguments: Any) -> str:
-    """Path of the method in which a server's arguments settle."""
-    return f"{_ARGUMENTS}.ServerArgs.{_settling(arguments.ServerArgs)}"
+def _resolution(arguments: Any) -> str:
+    """Path of the method that resolves a server's arguments."""
+    return f"{_ARGUMENTS}.ServerArgs.{_resolving_method(arguments.ServerArgs)}"
 
 
-def _settling(kind: type) -> str:
+def _resolving_method(kind: type) -> str:
     """Name of that method. From 0.5.20 on the class remembers its first `__post_init__`, and calls no hook on it."""
     return "resolve_once" if hasattr(kind, "resolve_once") else "__post_init__"
 
@@ -103,7 +103,7 @@ def _register() -> None:
     if BACKEND not in arguments.ATTENTION_BACKEND_CHOICES:
         arguments.add_attention_backend_choices([BACKEND])
         hooks: Any = importlib.import_module(_HOOKS)
-        hooks.HookRegistry.register(_settled(arguments), settle, hooks.HookType.BEFORE)
+        hooks.HookRegistry.register(_resolution(arguments), set_defaults, hooks.HookType.BEFORE)
         # Where SGLang lets others say so here: the base class reads prefixes in chunks.
         chunked = getattr(arguments, "add_chunked_prefix_cache_attention_backend", None)
         if chunked is not None:

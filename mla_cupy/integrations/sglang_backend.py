@@ -183,7 +183,7 @@ def _is_ours(mode: Any) -> bool:
 
 
 def _speculation(model_runner: Any) -> Any:
-    """Holder of SGLang's settled options of speculation: its context, or in older versions the server's arguments."""
+    """Holder of SGLang's resolved options of speculation: its context, or in older versions the server's arguments."""
     try:
         return importlib.import_module("sglang.srt.runtime_context").get_spec()
     except (ImportError, AttributeError):

@@ -53,7 +53,7 @@ class FlashMLABackend:
 
 
 class ServerArgs:
-    """A server's arguments, which settle when they are made."""
+    """A server's arguments, which are resolved when they are made."""
 
     def __init__(self, **given: Any) -> None:
         self.attention_backend = self.decode_attention_backend = self.page_size = None
@@ -62,7 +62,7 @@ class ServerArgs:
         _FIRST_POST_INIT(self)
 
     def __post_init__(self) -> None:
-        """Settle nothing; the class goes on calling this one, whatever takes its place."""
+        """Resolve nothing; the class goes on calling this one, whatever takes its place."""
 
     def resolve_once(self) -> None:
         self.page_size = self.page_size or 1
@@ -72,7 +72,7 @@ _FIRST_POST_INIT = ServerArgs.__post_init__
 
 
 class OlderServerArgs:
-    """As before 0.5.19: they settle when they are made."""
+    """As before 0.5.19: they are resolved when they are made."""
 
     def __init__(self, **given: Any) -> None:
         self.attention_backend = self.decode_attention_backend = self.page_size = None

@@ -200,7 +200,7 @@ def test_prefills_are_dispatched_as_for_the_base_class(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "settled"),
+    ("given", "resolved"),
     [
         ({"attention_backend": "mla_cupy"}, (64, None)),
         ({"decode_attention_backend": "mla_cupy", "page_size": 16}, (16, None)),
@@ -219,7 +219,7 @@ def test_prefills_are_dispatched_as_for_the_base_class(make: Any) -> None:
 )
 @pytest.mark.parametrize("arguments", [stand_in_sglang.ServerArgs, stand_in_sglang.OlderServerArgs])
 def test_defaults_of_a_server(
-    monkeypatch: pytest.MonkeyPatch, arguments: type, given: dict[str, Any], settled: tuple[int, str | None]
+    monkeypatch: pytest.MonkeyPatch, arguments: type, given: dict[str, Any], resolved: tuple[int, str | None]
 ) -> None:
     """Pages of 64 and a backend that can make drafts, where the user says nothing; nothing for other backends."""
     stand_in_sglang.install(monkeypatch, arguments)
@@ -228,7 +228,7 @@ def test_defaults_of_a_server(
     made: Any = arguments(**given)
     if arguments is stand_in_sglang.ServerArgs:
         made.resolve_once()
-    assert (made.page_size, made.speculative_draft_attention_backend) == settled
+    assert (made.page_size, made.speculative_draft_attention_backend) == resolved
 
 
 def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:

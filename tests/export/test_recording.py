@@ -13,8 +13,8 @@ from mla_cupy.export import explore
 from mla_cupy.export import expressions as ex
 from mla_cupy.export.apart import Apart
 from mla_cupy.export.explore import NEVER, Branch, Leaf, Reducer
-from mla_cupy.export.lending import lent
 from mla_cupy.export.numbers import CannotRecordError, Integer, Real, expression_of, pieces
+from mla_cupy.export.patching import patched_builtins
 from mla_cupy.kernels import choice
 from mla_cupy.ops import checks
 
@@ -129,7 +129,7 @@ def test_builtins_are_lent_and_given_back() -> None:
         least = choice.__dict__["min"](X, 3, Y)
         return expression_of(least)
 
-    with lent(Apart(str)):
+    with patched_builtins(Apart(str)):
         assert diagram(outcome) == Leaf(ex.make(ex.LEAST, ex.make(ex.LEAST, X.expression, ex.integer(3)), Y.expression))
         assert choice.__dict__["max"]([4, 7, 5], key=lambda x: -x) == 4
         assert checks.check_factor("scale", 2) == 2.0
@@ -147,7 +147,7 @@ def test_checks_apart_are_rules() -> None:
         apart.end()
         return "fine"
 
-    with lent(apart):
+    with patched_builtins(apart):
         assert diagram(outcome) == Leaf("fine")
     (rule,) = apart.rules
     found = Reducer().diagram(rule)
@@ -164,5 +164,5 @@ def test_checks_apart_are_made_on_every_path() -> None:
         apart.end()
         return "fine"
 
-    with lent(apart), pytest.raises(CannotRecordError, match="some paths only"):
+    with patched_builtins(apart), pytest.raises(CannotRecordError, match="some paths only"):
         explore.explore(outcome)

@@ -1,7 +1,7 @@
-"""Builtins that know recorded numbers, lent to the modules that decide about calls for the time of a recording.
+"""Builtins that take recorded numbers, patched into the modules that decide about calls while a call is recorded.
 
-`min(b, 8)` of Python would compare, and a comparison is a fork of the path; `float(scale)` would want a value. Lent,
-the first becomes one expression, and the second leaves a recorded number as it is. The rest goes to Python's own.
+Python's `min(b, 8)` would compare, and a comparison forks the path; `float(scale)` would need a value. Patched, the
+first becomes one expression, and the second returns a recorded number as it is. Everything else goes to Python's own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mla_cupy.export.numbers import Integer, Number, Real, Truth
 from mla_cupy.ops import checks
 
 _MISSING = object()
-_BORROWERS = ("mla_cupy.arrays.view", "mla_cupy.kernels", "mla_cupy.ops", "mla_cupy.runtime.tensormap")
+_PATCHED_MODULES = ("mla_cupy.arrays.view", "mla_cupy.kernels", "mla_cupy.ops", "mla_cupy.runtime.tensormap")
 
 
-class _Lent(type):
-    """A class that passes for a builtin one: its own is asked about everything but recorded numbers."""
+class _Replacement(type):
+    """The type of classes that stand for builtin ones: `own` decides about everything but recorded numbers."""
 
     own: Any
     recorded: type
@@ -32,7 +32,7 @@ class _Lent(type):
         return builtins.isinstance(x, (cls.own, cls.recorded))
 
 
-class _Int(metaclass=_Lent):
+class _Int(metaclass=_Replacement):
     own, recorded = builtins.int, Integer
 
     def __new__(cls, x: Any = 0, *more: Any) -> Any:
@@ -43,14 +43,14 @@ class _Int(metaclass=_Lent):
         return builtins.int(x, *more)
 
 
-class _Float(metaclass=_Lent):
+class _Float(metaclass=_Replacement):
     own, recorded = builtins.float, Real
 
     def __new__(cls, x: Any = 0.0) -> Any:
         return numbers.to_real(x) if isinstance(x, (Number, Truth)) else builtins.float(x)
 
 
-class _Bool(metaclass=_Lent):
+class _Bool(metaclass=_Replacement):
     own, recorded = builtins.bool, Truth
 
     def __new__(cls, x: Any = False) -> Any:
@@ -87,24 +87,24 @@ _BUILTINS = {
 
 
 @contextmanager
-def lent(apart: Apart) -> Iterator[None]:
-    """Lend the builtins, and some checks as rules apart, to the modules that are loaded, within a with statement.
+def patched_builtins(apart: Apart) -> Iterator[None]:
+    """Patch the builtins, and some checks as rules apart, into the loaded modules, within a with statement.
 
     No other thread may call the package meanwhile.
     """
     given = dict(_BUILTINS)
     checks_apart = {name: (own, apart.of(own)) for name in CHECKS if (own := getattr(checks, name))}
-    borrowed: list[tuple[Any, str, Any]] = []
+    replaced: list[tuple[Any, str, Any]] = []
     for name, module in list(sys.modules.items()):
-        if any(name == each or name.startswith(f"{each}.") for each in _BORROWERS):
+        if any(name == each or name.startswith(f"{each}.") for each in _PATCHED_MODULES):
             names = vars(module)
-            borrowed += [(module, builtin, _MISSING) for builtin in given if builtin not in names]
-            borrowed += [(module, check, own) for check, (own, _) in checks_apart.items() if names.get(check) is own]
+            replaced += [(module, builtin, _MISSING) for builtin in given if builtin not in names]
+            replaced += [(module, check, own) for check, (own, _) in checks_apart.items() if names.get(check) is own]
     given |= {name: check for name, (_, check) in checks_apart.items()}
-    for module, name, _ in borrowed:
+    for module, name, _ in replaced:
         setattr(module, name, given[name])
     try:
         yield
     finally:
-        for module, name, own in borrowed:
+        for module, name, own in replaced:
             delattr(module, name) if own is _MISSING else setattr(module, name, own)
