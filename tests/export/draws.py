@@ -79,8 +79,8 @@ def _strides(call: Call, array: Array, rng: random.Random, aligned: bool) -> Val
     return {f"{array.name}_strides[{axis}]": stride for axis, stride in enumerate(strides)}
 
 
-def spoil(subject: Subject, values: Values, rng: random.Random) -> int:
-    """Put a mistake into the arguments of a call that has an element to compute; returns what is added to the size."""
+def spoil(subject: Subject, values: Values, rng: random.Random) -> None:
+    """Put a mistake into the arguments of a call that has an element to compute."""
     for size in subject.free_sizes:
         values[size.name] = max(values[size.name], 2)
     values |= _respaced(subject, values)
@@ -102,7 +102,6 @@ def spoil(subject: Subject, values: Values, rng: random.Random) -> int:
         bad = {"real": (math.nan,), "integer": (-1, 1 << 30)}[option.kind] if option.name != "empty_lse" else (1e39,)
         mistakes.append({option.name: rng.choice(bad)})
     values |= rng.choice(mistakes)
-    return 0
 
 
 def _respaced(subject: Subject, values: Values) -> Values:

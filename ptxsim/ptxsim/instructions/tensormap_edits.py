@@ -108,9 +108,9 @@ def edited(W: Warp, address: int) -> None:
 def check_fenced(W: Warp, ins: Instr, address: int) -> None:
     """Refuse the use of a map in global memory that was edited since the last acquiring fence on it before this.
 
-    The fence may be another warp's of the block, if a barrier or the like orders it before the use: it lies on the
-    base causality path from the edit to the use then, and more the ISA does not ask (8.9.5, proxy-preserved base
-    causality order). In another block it does not count: proxies belong to a block.
+    The fence may be another warp's of the block, if a barrier or the like orders it before the use. It then lies on the
+    path of base causality order from the edit to the use, which is all that the ISA's memory consistency model asks of
+    a fence between proxies. In another block it does not count: proxies belong to a block.
     """
     version = W.launch.maps.get(address, 0)
     if not version:
