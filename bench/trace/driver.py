@@ -32,9 +32,11 @@ RECORD = np.dtype([("end", "u4"), ("cycles", "u4"), ("site", "u4"), ("barrier", 
 MOMENT = np.dtype([("nanoseconds", "u8"), ("clock", "u4"), ("sm", "u4")])
 """`Moment`."""
 MOMENTS = 2
-TARGET = np.dtype([(name, "u8") for name in ("records", "moments", "counts")] + [
-    (name, "u4") for name in ("blocks", "warps", "capacity", "min_cycles")
-])  # fmt: skip
+TARGET = np.dtype(
+    [(name, "u8") for name in ("records", "moments", "counts", "capacity")]
+    + [(name, "u4") for name in ("blocks", "warps", "min_cycles")],
+    align=True,
+)
 """`TraceTarget`."""
 
 Array = npt.NDArray[Any]

@@ -38,10 +38,10 @@ struct TraceTarget {
     WaitRecord* records;  // [blocks * warps][capacity]
     Moment* moments;      // [blocks * warps][2], when a warp began, and when it let the next kernel begin
     u32* counts;          // [blocks * warps], also of records for which there was no room
+    u64 capacity;         // records of a warp; as wide as the offset that it is a factor of
     u32 blocks;           // blocks behind these leave no records
     u32 warps;            // of a block
-    u32 capacity;
-    u32 min_cycles;
+    u32 min_cycles;       // shorter waits leave none
 };
 extern "C" __constant__ TraceTarget mla_trace_target = {};
 
@@ -70,7 +70,7 @@ MLA_DEVICE void record_wait(u32 begin, Site site, u32 barrier) {
     const u32 count = mla_trace_target.counts[row];
     mla_trace_target.counts[row] = count + 1;
     if (count >= mla_trace_target.capacity) return;
-    auto* to = reinterpret_cast<uint4*>(mla_trace_target.records + (u64)row * mla_trace_target.capacity + count);
+    auto* to = reinterpret_cast<uint4*>(mla_trace_target.records + row * mla_trace_target.capacity + count);
     *to = uint4{end, end - begin, site.value, barrier};
 }
 

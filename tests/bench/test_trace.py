@@ -180,6 +180,26 @@ def test_a_simulated_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(bar["dur"] >= 0 for bar in bars)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "case"),
+    [
+        ("sparse-forward", "sq2-skv100-hq8-topk32"),
+        ("sparse-backward", "sq2-skv100-hq128-topk70"),
+        ("sparse-decode", "b1-sq1-hq16-topk64"),
+        ("dense-decode-fp8", "b1-sq1-hq16-skv130-fp8-math"),
+        ("prefill", "b1-sq70-skv70-hq1"),
+        ("prefill-backward", "b1-sq70-skv70-hq1"),
+        ("indexer-logits", "sq8-skv130-h8"),
+        ("indexer-loss", "b1-s40-h8x64-i4x32"),
+    ],
+)
+def test_other_operations_simulated(operation: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every family's kernels take the header before them, and compute what they do without it."""
+    assert main(["trace", operation, case, "--simulate", "1"]) == 0
+    assert "equal to the oracle's" in capsys.readouterr().out
+
+
 def test_wrong_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "decode", "b1", "--simulate", "1"]) == 2
     assert "expected b<N>-sq<N>" in capsys.readouterr().err
