@@ -11,8 +11,10 @@ from mla_cupy.dtypes import round_to
 
 Array = npt.NDArray[Any]
 
-#: The rounding mode keeps its running maximum over blocks of this many tokens, as the kernels do.
+#: The rounding mode keeps its running maximum over blocks of this many tokens, as the kernels do, and lets it follow
+#: only a score that is so much larger: a weight above 1 is rounded where 1 itself would not be.
 BLOCK_TOKENS = 64
+LAZY_MAX_LOG2 = np.float32(8.0)
 
 
 class Attended(NamedTuple):
@@ -48,21 +50,22 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
     """Attention in the kernels' arithmetic: float32, online softmax in base 2, rounded weights."""
     rows, keys, values = (x.astype(np.float32) for x in (rows, keys, values))
     scale_log2 = np.float32(scale * np.log2(np.e))
-    top = np.full(len(rows), -np.inf, np.float32)
+    top = largest = np.full(len(rows), -np.inf, np.float32)
     total = np.zeros(len(rows), np.float32)
     out: Array = np.zeros((len(rows), values.shape[1]), np.float32)
     for start in range(0, len(keys), BLOCK_TOKENS):
         block = keys[start : start + BLOCK_TOKENS]
         scores = (rows @ block.T) * scale_log2
-        new_top = np.maximum(top, scores.max(axis=1))
+        of_block = scores.max(axis=1)
+        new_top = np.where(of_block > top + LAZY_MAX_LOG2, of_block, top)
         shift = _shift(new_top)
         weights = np.exp2(scores - shift[:, None])
         decay = np.exp2(top - shift)
         total = total * decay + weights.sum(axis=1)
         out = out * decay[:, None] + round_to(weights, rounding) @ values[start : start + BLOCK_TOKENS]
-        top = new_top
+        top, largest = new_top, np.maximum(largest, of_block)
     ln2 = np.float32(np.log(2.0))
-    return Attended(_normalise(out, total), (_shift(top) + np.log2(total)) * ln2, top * ln2)
+    return Attended(_normalise(out, total), (_shift(top) + np.log2(total)) * ln2, largest * ln2)
 
 
 def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float) -> Attended:

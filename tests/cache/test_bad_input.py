@@ -200,7 +200,7 @@ GATHER_KEYS = [
     ),
 ]
 #: Uploading would undo them.
-OF_THE_HOST = ("odd pages", "planes apart", "tokens apart", "cache overlaps latent")
+OF_THE_HOST = ("odd pages", "planes apart", "tokens apart", "cache overlaps latent", "results overlap")
 TABLES = {
     "cache_append": APPEND,
     "cache_gather": GATHER,

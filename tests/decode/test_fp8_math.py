@@ -572,6 +572,6 @@ def test_sums_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
     exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8)
     rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8, rounding="bfloat16")
     bias, rms = errors(cupy.asnumpy(out), exact[0])
-    bias_of_p, rms_of_p = errors(rounded[0], exact[0])
-    assert abs(bias - bias_of_p) <= 7e-4
+    _, rms_of_p = errors(rounded[0], exact[0])
+    assert abs(bias) <= 7e-4, bias
     assert rms <= 1.5 * rms_of_p + 7e-4
