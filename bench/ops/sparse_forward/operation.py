@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.samples import judge
@@ -10,7 +12,7 @@ from ...peers.tilelang import tilelang
 from ..sparse import check, inputs
 from ..sparse.cases import CASE_OPTIONS, FORM
 from . import cases
-from .own import GENERIC, SparseForward
+from .own import GENERIC, NAMED, SparseForward
 
 EXAMPLES = """examples:
   run sparse-forward --peers-dir peers                 all cases with FlashMLA beside us
@@ -24,6 +26,7 @@ def implementations(choices: Choices) -> Known:
     return {
         OWN: lambda: SparseForward(choices.kernel),
         "generic": lambda: SparseForward(GENERIC, "generic"),
+        **{name: partial(SparseForward, name, name) for name in NAMED},
         "flashmla": lambda: FlashMlaSparse(choices.directory("flashmla")),
         "tilelang": tilelang,
     }
@@ -33,7 +36,7 @@ SPARSE_FORWARD = BenchOperation(
     name="sparse-forward",
     title="sparse forward: each query attends to the rows that its indices select",
     examples=EXAMPLES,
-    peers="flashmla (imports torch and needs --peers-dir), tilelang, generic; or none. "
+    peers=f"flashmla (imports torch and needs --peers-dir), tilelang, generic, {', '.join(NAMED)}; or none. "
     "Default: flashmla where --peers-dir is given",
     suites=cases.SUITES,
     case_form=FORM,

@@ -15,6 +15,7 @@ from ..sparse.inputs import SparseInputs, SparseOutputs
 from .cases import SparseForwardCase
 
 GENERIC = "attention_generic"  # without tensor cores
+NAMED = ("attention_mma_163kb", "attention_mma")  # of GPUs without WGMMA
 
 
 class SparseForward:
