@@ -135,7 +135,7 @@ def test_what_cannot_run_says_why(arguments, text, capsys):
     [
         ("sparse-forward", ["--case", "sq1"], "-topk<N>"),
         ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
-        ("sparse-forward", ["--peers", "cudnn"], "generic, flashmla, tilelang"),
+        ("sparse-forward", ["--peers", "cudnn"], "generic, attention_mma_163kb, attention_mma, flashmla"),
         ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
         ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, sparse_backward_mma_163kb, "),
     ],
@@ -173,7 +173,7 @@ def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
     from bench.ops.decode.own import INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
     from bench.ops.sparse_backward import own as backwards
-    from bench.ops.sparse_forward.own import SparseForward
+    from bench.ops.sparse_forward import own as forwards
     from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
     from bench.peers.fa3 import FlashAttention3
@@ -184,7 +184,7 @@ def test_adapters_meet_the_protocol():
     own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
     own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
-    forward = {"mla_cupy": SparseForward, "generic": SparseForward}
+    forward = dict.fromkeys(("mla_cupy", "generic", *forwards.NAMED), forwards.SparseForward)
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic", *backwards.NAMED), backwards.SparseBackward)
     adapters = {
         DECODE: {**decode, "fa3": FlashAttention3, "triton": TritonMla},
