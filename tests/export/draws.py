@@ -83,7 +83,7 @@ def spoil(subject: Subject, values: Values, rng: random.Random) -> None:
     """Put a mistake into the arguments of a call that has an element to compute."""
     for size in subject.free_sizes:
         values[size.name] = max(values[size.name], 2)
-    values |= _respaced(subject, values)
+    values |= respaced(subject, values)
     array = rng.choice(subject.arrays)
     written = rng.choice([each for each in subject.arrays if each.written])
     stride = rng.randrange(max(1, array.num_strides))
@@ -104,7 +104,7 @@ def spoil(subject: Subject, values: Values, rng: random.Random) -> None:
     values |= rng.choice(mistakes)
 
 
-def _respaced(subject: Subject, values: Values) -> Values:
+def respaced(subject: Subject, values: Values) -> Values:
     """Contiguous strides for the sizes."""
     call, found = Call(subject, values), dict[str, Any]()
     for array in subject.arrays:

@@ -190,13 +190,13 @@ class Call:
         request, operation = self.request(), self.subject.operation
         return operation.pipeline.workspace(operation.configure(request, request.problem, None, gpu)).nbytes
 
-    def run(self, gpu: DeviceInfo) -> None:
+    def run(self, gpu: DeviceInfo, stream: int = STREAM) -> None:
         """Check, prepare and enqueue."""
         request, operation = self.request(), self.subject.operation
         config = operation.configure(request, request.problem, None, gpu)
         self.check_workspace(operation.pipeline.workspace(config).nbytes)
-        prepared = operation.pipeline.prepare(config, request, operation.names, gpu, STREAM)
-        prepared.enqueue(self.addresses(), self.values["workspace"], STREAM)
+        prepared = operation.pipeline.prepare(config, request, operation.names, gpu, stream)
+        prepared.enqueue(self.addresses(), self.values["workspace"], stream)
 
     def check_workspace(self, nbytes: int) -> None:
         """Check the workspace as `ops.call` does."""

@@ -1,8 +1,11 @@
-"""Exported modules on a GPU: bit-equal with the package's calls, in CUDA graphs and on two streams."""
+"""Exported modules on a GPU: bit-equal with the package's calls, every operation; in CUDA graphs and on two streams."""
 
 from __future__ import annotations
 
 import ctypes
+import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,13 @@ import pytest
 
 import mla_cupy
 from mla_cupy import cli
+from mla_cupy.export.operations import subject_of
 from mla_cupy.export.subject import Subject
 from mla_cupy.runtime.device import DeviceInfo
-from tests.export import modules
+from tests.export import contents, modules
 from tests.export.library import RealLibrary, filled
+from tests.export.package import Call
+from tests.export.test_operations import CASES
 
 pytestmark = pytest.mark.gpu
 CALLS = 50
@@ -147,6 +153,46 @@ def test_two_streams(half: RealLibrary) -> None:
     half.function("close")(handle)
 
 
+@pytest.mark.perf
+def test_host_time(half: RealLibrary) -> None:
+    """A planned call, which is two launches, enqueued from C in at most 5 us; the package's beside it."""
+    import cupy as cp
+
+    handle, batch = half.open(), Batch(np.random.default_rng(39))
+    plan = filled(half.Plan, {"max_b": batch.b, "max_pages": batch.max_pages, "cp_world": 1, "cp_rank": 0})
+    plan.workspace, plan.workspace_bytes = batch.workspace.data.ptr, batch.workspace.nbytes
+    lengths = half.Lengths(ctypes.sizeof(half.Lengths), batch.b, batch.seqlens.data.ptr, (ctypes.c_int64 * 1)(1))
+    stream = cp.cuda.get_current_stream().ptr
+    assert half.call("plan_make", handle, plan) == 0, half.why()
+    assert half.call("plan_update", handle, plan, lengths, stream) == 0, half.why()
+    function, args = half.function("call_planned"), batch.args(half)
+    given = handle, ctypes.byref(args), ctypes.byref(plan), ctypes.c_void_p(stream)
+    planned = mla_cupy.plan_decode(
+        max_b=batch.b, s_q=1, h_q=_HEADS, max_pages=batch.max_pages, page_size=_PAGE, dtype="float16"
+    )
+    planned.update(batch.seqlens)
+    arrays, results = (batch.q, batch.cache, batch.table, batch.seqlens), {"out": batch.out, "lse": batch.lse}
+    exported = enqueued(lambda: function(*given))
+    own = enqueued(lambda: mla_cupy.mla_decode(*arrays, **results, plan=planned))
+    print(f"host time of a planned call: exported {exported:.2f} us through ctypes, the package's {own:.2f} us")
+    assert exported <= 5
+    half.function("close")(handle)
+
+
+def enqueued(call: Any, calls: int = 20, batches: int = 50) -> float:
+    """Microseconds of host time of a call: the median over batches that the launch queue has room for."""
+    import cupy as cp
+
+    found = []
+    for _ in range(batches):
+        cp.cuda.Device().synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append(1e6 * (time.perf_counter() - begun) / calls)
+    return statistics.median(found)
+
+
 def test_refusals_launch_nothing(library: RealLibrary, tmp_path: Path) -> None:
     handle = library.open()
     batch = Batch(np.random.default_rng(37))
@@ -155,4 +201,56 @@ def test_refusals_launch_nothing(library: RealLibrary, tmp_path: Path) -> None:
     assert library.call("call", handle, args, 0) == -1
     assert library.why() == "lse: got NULL, expected an address"
     assert np.isnan(batch.out.get()).all()
+    library.function("close")(handle)
+
+
+# ---- Every operation -------------------------------------------------------------------------------------------
+class OnGpu:
+    """A random call with its arrays on the GPU. What it writes is as it was before each run."""
+
+    def __init__(self, drawn: Call, rng: np.random.Generator) -> None:
+        import cupy as cp
+
+        self.before, self.arrays, given = dict[str, Any](), dict[str, Any](), dict(drawn.values)
+        for array in drawn.subject.arrays:
+            found = contents.contents(drawn, array, rng).view(np.uint8).reshape(-1)
+            if array.written and array.name != "cache":
+                found = np.full_like(found, 0xFF)
+            self.arrays[array.name] = cp.asarray(np.concatenate([found, np.zeros(256, np.uint8)]))
+            given[array.name] = self.arrays[array.name].data.ptr
+            if array.written:
+                self.before[array.name] = self.arrays[array.name].copy()
+        self.workspace = cp.full(64 << 20, 0xFF, cp.uint8)
+        given |= {"workspace": self.workspace.data.ptr, "workspace_bytes": self.workspace.nbytes}
+        self.call = Call(drawn.subject, given)
+
+    def results(self) -> dict[str, Any]:
+        """What has been written since, which is undone."""
+        found = {name: self.arrays[name].copy() for name in self.before}
+        for name, before in self.before.items():
+            self.arrays[name][:] = before
+        self.workspace[:] = 0xFF
+        return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_operation_is_bit_equal(case: str, hopper: DeviceInfo, tmp_path: Path) -> None:
+    import cupy as cp
+
+    operation, given = CASES[case]
+    options = {name: value for name, value in given.items() if name != "arrays"}
+    flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    flags += [word for name in given.get("arrays", ()) for word in ("--with", name)]
+    folder = tmp_path / "module"
+    assert cli.main(["export", "--op", operation, *flags, "--arch", "sm_90a", "--out", str(folder)]) == 0
+    subject = subject_of(operation, options, given.get("arrays", ()))
+    library, draw, rng = RealLibrary(folder, subject), random.Random(38), np.random.default_rng(38)
+    handle, stream = library.open(), cp.cuda.get_current_stream().ptr
+    for _ in range(CALLS):
+        made = OnGpu(contents.call_of(subject, draw), rng)
+        made.call.run(hopper, stream)
+        expected = made.results()
+        assert library.call("call", handle, filled(library.Args, made.call.values), stream) == 0, library.why()
+        for name, got in made.results().items():
+            assert cp.array_equal(got, expected[name]), (name, made.call.values)
     library.function("close")(handle)
