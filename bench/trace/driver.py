@@ -22,6 +22,7 @@ from mla_cupy.simulation import SimDriver
 from ..core.errors import BenchError
 
 PRELUDE = "trace/waits.cuh"
+OPENING = "const mla::TracedWarp mla_traced_warp;"
 SYMBOL = "mla_trace_target"
 WARP_THREADS = 32
 SPILL_BYTES = 1 << 16
@@ -33,11 +34,13 @@ MOMENT = np.dtype([("nanoseconds", "u8"), ("clock", "u4"), ("sm", "u4")])
 """`Moment`."""
 MOMENTS = 2
 TARGET = np.dtype(
-    [(name, "u8") for name in ("records", "moments", "counts", "capacity")]
-    + [(name, "u4") for name in ("blocks", "warps", "min_cycles")],
+    [(name, "u8") for name in ("records", "moments", "ends")]
+    + [(name, "u4") for name in ("rows", "slots", "warps", "min_cycles")],
     align=True,
 )
 """`TraceTarget`."""
+NO_SLOT = 0x7FFFFFFF
+"""`kNoSlot`: indices of records are below it."""
 
 Array = npt.NDArray[Any]
 
@@ -125,7 +128,7 @@ class Recorded:
         Records that each warp has made, also those for which there was no room.
     records : ndarray, (blocks, warps, capacity), `RECORD`
     moments : ndarray, (blocks, warps, 2), `MOMENT`
-        When the warp began, and when it let the next kernel begin; zeros where it did not say.
+        When the warp began, and when it ended.
     """
 
     entry: str
@@ -150,10 +153,13 @@ class _Traced:
         """Take zeroed memory for so many warps of a block; returns the target's bytes."""
         self.warps = warps
         rows = limits.blocks * warps
+        slots = limits.capacity * rows
+        if slots >= NO_SLOT:
+            raise BenchError(f"--capacity {limits.capacity} of {rows} warps: got {slots} records, expected < {NO_SLOT}")
         sizes = {
-            "records": rows * limits.capacity * RECORD.itemsize,
+            "records": slots * RECORD.itemsize,
             "moments": rows * MOMENTS * MOMENT.itemsize,
-            "counts": rows * 4,
+            "ends": rows * 4,
         }
         family = arrays.cupy_family()
         target = np.zeros((), TARGET)
@@ -162,9 +168,8 @@ class _Traced:
             family.write(memory.ptr, np.zeros(nbytes, np.uint8), self.kernel.device)
             self.places[name] = memory, nbytes
             target[name] = memory.ptr
-        for name, value in dataclasses.asdict(limits).items():
-            target[name] = value
-        target["warps"] = warps
+        target["rows"], target["slots"], target["warps"] = rows, slots, warps
+        target["min_cycles"] = limits.min_cycles
         return target.tobytes()
 
 
@@ -201,19 +206,27 @@ class TracingDriver:
         return [self._read(each) for each in self._kernels.values() if each.places]
 
     def _read(self, kernel: _Traced) -> Recorded:
-        limits, blocks = self._limits, min(self._limits.blocks, kernel.grid_blocks)
-        shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
-            "counts": (np.dtype("u4"), ()),
-            "records": (RECORD, (limits.capacity,)),
-            "moments": (MOMENT, (MOMENTS,)),
-        }
-        found = {}
-        for name, (kind, inner) in shapes.items():
-            memory, nbytes = kernel.places[name]
-            raw = np.frombuffer(self._access.read(memory.ptr, nbytes), kind)
-            found[name] = raw.reshape(limits.blocks, kernel.warps, *inner)[:blocks]
+        limits, warps = self._limits, kernel.warps
+        blocks = min(limits.blocks, kernel.grid_blocks)
+        rows = limits.blocks * warps
+        ends = self._array(kernel, "ends", np.dtype("u4"))
+        counts = (ends - np.arange(rows, dtype="u4")) // np.uint32(rows)
+        records = self._array(kernel, "records", RECORD).reshape(limits.capacity, limits.blocks, warps)
+        moments = self._array(kernel, "moments", MOMENT).reshape(limits.blocks, warps, MOMENTS)
         info = kernel.build.info
-        return Recorded(info["entry"], info["label"], sources.gather(info["source"]), info["spill_stores"], **found)
+        return Recorded(
+            info["entry"],
+            info["label"],
+            sources.gather(info["source"]),
+            info["spill_stores"],
+            counts.reshape(limits.blocks, warps)[:blocks],
+            np.moveaxis(records, 0, -1)[:blocks],
+            moments[:blocks],
+        )
+
+    def _array(self, kernel: _Traced, name: str, kind: np.dtype[Any]) -> Array:
+        memory, nbytes = kernel.places[name]
+        return np.frombuffer(self._access.read(memory.ptr, nbytes), kind)
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         """See `Driver.encode_tiled`."""
@@ -238,4 +251,4 @@ class TracingDriver:
 
 def traced(request: BuildRequest) -> BuildRequest:
     """Return the request of a traced build of the same kernel."""
-    return dataclasses.replace(request, spill_bytes=SPILL_BYTES, prelude=PRELUDE)
+    return dataclasses.replace(request, spill_bytes=SPILL_BYTES, prelude=PRELUDE, opening=OPENING)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .driver import Recorded
 from .sites import UNKNOWN, Site, sites
 
-_BEGINS, _DEPENDENTS = 0, 1
+_BEGINS, _ENDS = 0, 1
 _LONG_ENOUGH_NS = 1000
 """Shortest time between two moments that tells a clock rate: the timer has steps of 32 ns or more."""
 
@@ -45,7 +45,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Warp:
-    """One warp of one block, from its beginning to its last sign of life."""
+    """One warp of one block, from its beginning to its end, or to its last record if others had no room."""
 
     block: int
     warp: int
@@ -71,7 +71,7 @@ class Trace:
     ghz : float
         Rate of the SM's clock.
     warps : tuple of Warp
-        Those that have left something and whose time is known.
+        Those of blocks that were launched.
     dropped : int
         Records for which there was no room.
     spills : int
@@ -125,16 +125,16 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> 
         Unit of the reports.
     """
     ghz = clock_rate(recorded.moments) or clock_ghz
-    begun = recorded.moments[..., _BEGINS]["nanoseconds"]
-    first = int(begun[begun > 0].min(initial=np.iinfo(np.uint64).max))
+    launched = recorded.moments[..., _ENDS]["nanoseconds"] > 0
+    first = int(recorded.moments[launched][:, _BEGINS]["nanoseconds"].min(initial=np.iinfo(np.uint64).max))
     known = sites(recorded.files)
     room = recorded.records.shape[-1]
     return Trace(
         recorded.entry.removeprefix("mla_"),
         recorded.label,
         ghz,
-        tuple(_warps(recorded, known, ghz, first)),
-        int(np.maximum(recorded.counts.astype(np.int64) - room, 0).sum()),
+        tuple(_warps(recorded, launched, known, ghz, first)),
+        int(np.maximum(recorded.counts[launched].astype(np.int64) - room, 0).sum()),
         recorded.spills,
         unit,
     )
@@ -143,42 +143,38 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> 
 def clock_rate(moments: Array) -> float | None:
     """Return cycles per nanosecond, the median over warps that tell of two moments far enough apart."""
     both = moments[(moments["nanoseconds"] > 0).all(axis=-1)]
-    nanoseconds = both["nanoseconds"][:, _DEPENDENTS].astype(np.int64) - both["nanoseconds"][:, _BEGINS].astype(
-        np.int64
-    )
+    nanoseconds = both["nanoseconds"][:, _ENDS].astype(np.int64) - both["nanoseconds"][:, _BEGINS].astype(np.int64)
     cycles = np.diff(both["clock"], axis=-1)[:, 0].astype(np.int64)  # modulo 2^32, like the clock
     far = nanoseconds >= _LONG_ENOUGH_NS
     return float(np.median(cycles[far] / nanoseconds[far])) if far.any() else None
 
 
-def _warps(recorded: Recorded, known: Mapping[int, Site], ghz: float, first: int) -> Iterator[Warp]:
-    for block in range(len(recorded.counts)):
-        own = recorded.moments[block]
-        timed = np.flatnonzero(own[:, _BEGINS]["nanoseconds"])
-        if not timed.size:
-            continue  # not launched, or without a sign of when
-        for warp in range(own.shape[0]):
-            count = int(recorded.counts[block, warp])
-            if count or warp in timed:
-                start = own[warp if warp in timed else timed[0], _BEGINS]  # one clock for all warps of an SM
-                records = recorded.records[block, warp, :count]
-                yield _warp(block, warp, start, own[warp, _DEPENDENTS], records, known, ghz, first)
+def _warps(recorded: Recorded, launched: Array, known: Mapping[int, Site], ghz: float, first: int) -> Iterator[Warp]:
+    for block, warp in np.argwhere(launched).tolist():
+        count = int(recorded.counts[block, warp])
+        records = recorded.records[block, warp, :count]
+        yield _warp(block, warp, recorded.moments[block, warp], records, len(records) == count, known, ghz, first)
 
 
 def _warp(
-    block: int, warp: int, start: Any, last: Any, records: Array, known: Mapping[int, Site], ghz: float, first: int
+    block: int,
+    warp: int,
+    moments: Array,
+    records: Array,
+    complete: bool,
+    known: Mapping[int, Site],
+    ghz: float,
+    first: int,
 ) -> Warp:
+    start, last = moments[_BEGINS], moments[_ENDS]
     start_ns = float(int(start["nanoseconds"]) - first)
-    ends = start_ns + unwrapped(records["end"], int(start["clock"])) / ghz
+    clocks = np.append(records["end"], last["clock"]) if complete else records["end"]
+    ends = (start_ns + unwrapped(clocks, int(start["clock"])) / ghz).tolist()
     waits = tuple(
         Wait(end - cycles / ghz, end, cycles, known.get(site, UNKNOWN), barrier)
-        for end, cycles, site, barrier in zip(
-            ends.tolist(), *(records[name].tolist() for name in ("cycles", "site", "barrier")), strict=True
-        )
+        for end, (_, cycles, site, barrier) in zip(ends, records.tolist(), strict=False)
     )
-    said = float(int(last["nanoseconds"]) - first) if last["nanoseconds"] else start_ns
-    times = [start_ns, said, *(wait.begin for wait in waits), *ends.tolist()]  # some let the next kernel begin at once
-    return Warp(block, warp, int(start["sm"]), min(times), max(times), waits)
+    return Warp(block, warp, int(start["sm"]), start_ns, ends[-1], waits)
 
 
 def unwrapped(clocks: Array, start: int) -> Array:

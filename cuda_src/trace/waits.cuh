@@ -1,12 +1,13 @@
 // Records of when each warp waits, and for what.
 //
 // No kernel includes this file. A traced build is compiled from a text of two lines, this file and then the kernel, and
-// the names of whatever waits stand for the functions below from here on: so a trace needs no change of a kernel, and a
-// build without it is the same to the last bit.
+// the names of whatever waits stand for the functions below from here on. The entry gets one statement more, a
+// `TracedWarp` behind its brace. So a trace needs no change of a kernel, and a build without it is the same to the last
+// bit.
 //
-// A record has the clock at the end of a wait, how long it took, where in the source it is, and the barrier. The warp's
-// lowest active lane writes it. Waits below the host's limit leave none: a warp that finds its data there pays for two
-// readings of the clock.
+// A record has the clock at the end of a wait, how long it took, where in the source it is, and the barrier. It takes
+// ten instructions, none of which waits for memory, and ptxas puts the kernel's own between them. A wait below the
+// host's limit takes the same ones and leaves no record.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/barrier.cuh"
@@ -15,6 +16,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/tcgen05.cuh"
 #include "ptx/timer.cuh"
+#include "ptx/trace.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/ring.cuh"
 
@@ -35,15 +37,17 @@ struct Moment {
 
 // Where records go. The host writes it into the loaded module. Rows are those of warps: block * warps + warp.
 struct TraceTarget {
-    WaitRecord* records;  // [blocks * warps][capacity]
-    Moment* moments;      // [blocks * warps][2], when a warp began, and when it let the next kernel begin
-    u32* counts;          // [blocks * warps], also of records for which there was no room
-    u64 capacity;         // records of a warp; as wide as the offset that it is a factor of
-    u32 blocks;           // blocks behind these leave no records
+    WaitRecord* records;  // [capacity][rows]: one limit holds for all warps
+    Moment* moments;      // [rows][2], when a warp began, and when it ended
+    u32* ends;            // [rows], index of the record that would have been the next one, had there been room
+    u32 rows;             // blocks that are traced * warps
+    u32 slots;            // capacity * rows
     u32 warps;            // of a block
-    u32 min_cycles;       // shorter waits leave none
+    u32 min_cycles;       // shorter waits leave no record
 };
 extern "C" __constant__ TraceTarget mla_trace_target = {};
+
+constexpr u32 kNoSlot = 0x7fffffff;  // index of lanes that leave no records, and the highest one of all
 
 // Place of a call in the sources: a hash of file and line, which the host computes of all lines that there are.
 struct Site {
@@ -55,45 +59,48 @@ struct Site {
     }
 };
 
-MLA_DEVICE u32 trace_row() {
-    const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    return block < mla_trace_target.blocks ? block * mla_trace_target.warps + threadIdx.x / kWarpThreads : ~0u;
+MLA_DEVICE u32 trace_row() { return own_block() * mla_trace_target.warps + own_thread() / kWarpThreads; }
+
+// Lane 0 of a warp in the first blocks leaves records. A wait that this lane does not come to leaves none: where one
+// lane works for its warp, it is this one, also as hardware elects it.
+MLA_DEVICE bool leaves_records(u32 row) { return row < mla_trace_target.rows && own_lane() == 0; }
+
+enum MomentOf : u32 { kBegins, kEnds, kMoments };
+
+MLA_DEVICE void record_moment(u32 row, MomentOf which) {
+    mla_trace_target.moments[row * kMoments + which] = Moment{global_timer(), sm_clock(), sm_id()};
 }
 
-MLA_DEVICE bool is_lowest_active_lane() { return (__activemask() & ((1u << own_lane()) - 1)) == 0; }
+// Stands first in an entry, and so lives as long as the warp does.
+struct TracedWarp {
+    MLA_DEVICE TracedWarp() {
+        const u32 row = trace_row();
+        const bool leaves = leaves_records(row);
+        declare_next_record(leaves ? row : kNoSlot);
+        if (leaves) record_moment(row, kBegins);
+    }
+
+    MLA_DEVICE ~TracedWarp() {
+        const u32 row = trace_row();
+        if (!leaves_records(row)) return;
+        mla_trace_target.ends[row] = next_record();
+        record_moment(row, kEnds);
+    }
+};
 
 MLA_DEVICE void record_wait(u32 begin, Site site, u32 barrier) {
-    const u32 end = sm_clock();
-    if (end - begin < mla_trace_target.min_cycles || !is_lowest_active_lane()) return;
-    const u32 row = trace_row();
-    if (row == ~0u) return;
-    const u32 count = mla_trace_target.counts[row];
-    mla_trace_target.counts[row] = count + 1;
-    if (count >= mla_trace_target.capacity) return;
-    auto* to = reinterpret_cast<uint4*>(mla_trace_target.records + row * mla_trace_target.capacity + count);
-    *to = uint4{end, end - begin, site.value, barrier};
-}
-
-enum MomentOf : u32 { kBegins, kDependents, kMoments };
-
-MLA_DEVICE void record_moment(MomentOf which) {
-    const u32 row = trace_row();
-    if (row == ~0u || !is_lowest_active_lane()) return;
-    mla_trace_target.moments[row * kMoments + which] = Moment{global_timer(), sm_clock(), sm_id()};
-    if (which == kBegins) mla_trace_target.counts[row] = 0;  // the last launch is the one that is kept
+    static_assert(sizeof(WaitRecord) == sizeof(uint4), "what is stored at once");
+    const u32 end = sm_clock(), cycles = end - begin;
+    const TraceTarget& target = mla_trace_target;
+    store_record<kNoSlot>(target.records, uint4{end, cycles, site.value, barrier}, cycles >= target.min_cycles,
+                          target.slots, target.rows);
 }
 
 // ---- What waits, under the same names with "traced_" before them ------------------------------------------------
 MLA_DEVICE void traced_griddepcontrol_wait(Site site = Site()) {
-    record_moment(kBegins);
     const u32 begin = sm_clock();
     griddepcontrol_wait();
     record_wait(begin, site, 0);
-}
-
-MLA_DEVICE void traced_griddepcontrol_launch_dependents() {
-    record_moment(kDependents);
-    griddepcontrol_launch_dependents();
 }
 
 MLA_DEVICE void traced_mbarrier_wait(MBarrier& barrier, u32 parity, Site site = Site()) {
@@ -161,7 +168,6 @@ struct TracedRingCount : RingCount<kStages> {
 
 #define RingPosition TracedRingPosition
 #define RingCount TracedRingCount
-#define griddepcontrol_launch_dependents traced_griddepcontrol_launch_dependents
 #define griddepcontrol_wait traced_griddepcontrol_wait
 #define mbarrier_wait traced_mbarrier_wait
 #define bar_sync traced_bar_sync

@@ -45,7 +45,8 @@ class BuildRequest:
 
     `label` is the variant's canonical name; `arch` a target such as "sm_90a", or "compute_90a" for the PTX alone that a
     simulator runs. `spill_bytes` is what it may spill: of stores, as ptxas counts them. `prelude` is a header that is
-    compiled before the source, which does not include it.
+    compiled before the source, which does not include it; `opening` a statement that is put first in the entry, on the
+    line of its brace.
     """
 
     entry: str
@@ -55,6 +56,7 @@ class BuildRequest:
     label: str
     spill_bytes: int = 0
     prelude: str = ""
+    opening: str = ""
 
     @property
     def name(self) -> str:
@@ -68,10 +70,19 @@ class BuildRequest:
     def files(self) -> dict[str, bytes]:
         """Name and text of every file that it is made of; the first one is compiled, and includes the others."""
         own = sources.gather(self.source)
+        if self.opening:
+            own[self.source] = _opened(own[self.source], self.entry, self.opening)
         if not self.prelude:
             return own
         both = "".join(f'#include "{name}"\n' for name in (self.prelude, self.source))
         return {"with_prelude.cu": both.encode(), **sources.gather(self.prelude), **own}
+
+
+def _opened(text: bytes, entry: str, statement: str) -> bytes:
+    opened, count = re.subn(rb"\b%s\([^{]*\{" % entry.encode(), rb"\g<0> %s" % statement.encode(), text)
+    if count != 1:
+        raise KernelCompileError(explain(f"places where {entry} opens", count, "1"))
+    return opened
 
 
 class Resources(TypedDict):

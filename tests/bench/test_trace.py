@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ import pytest
 from bench.cli import main
 from bench.core.errors import BenchError
 from bench.trace import report
-from bench.trace.driver import MOMENT, PRELUDE, RECORD, TARGET, Recorded, traced
+from bench.trace.driver import MOMENT, NO_SLOT, OPENING, PRELUDE, RECORD, TARGET, Recorded, traced
 from bench.trace.sites import UNKNOWN, number, sites
 from bench.trace.waits import BASIC_BLOCK, clock_rate, trace_of, unwrapped
+from mla_cupy.errors import KernelCompileError
 from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import cache, sources
+from mla_cupy.runtime.build import compile_kernel
 
 GHZ = 2.0
 #: Stands for a kernel: what counts are its lines.
@@ -30,14 +34,18 @@ TEXT = b"""MLA_DEVICE void run_load_role(Block& block) {
 
 
 def recorded(waits: dict[tuple[int, int], list[tuple[int, int, int]]], shape: tuple[int, int] = (2, 3)) -> Recorded:
-    """Waits (end, cycles, line) by block and warp; every warp with waits begins at 1,000 ns and clock 2^32 - 100."""
+    """Waits (end, cycles, line) by block and warp; every warp with waits begins at 1,000 ns and clock 2^32 - 100.
+
+    It ends 10 cycles after its last wait.
+    """
     room = 4
     counts = np.zeros(shape, "u4")
     records = np.zeros((*shape, room), RECORD)
     moments = np.zeros((*shape, 2), MOMENT)
     for place, each in waits.items():
         counts[place] = len(each)
-        moments[place][0] = (1000 + 10 * place[0], 2**32 - 100, 7)
+        last = max(end for end, *_ in each) + 10
+        moments[place] = [(1000 + 10 * place[0], 2**32 - 100, 7), (1020, (2**32 - 100 + last) % 2**32, 7)]
         for index, (end, cycles, line) in enumerate(each[:room]):
             records[place][index] = ((2**32 - 100 + end) % 2**32, cycles, number("toy/a.cu", line), 64)
     return Recorded("mla_toy", "plain", {"toy/a.cu": TEXT}, 0, counts, records, moments)
@@ -61,7 +69,7 @@ def test_clocks_wrap() -> None:
     assert unwrapped(np.array([2**32 - 1, 4, 4, 2], "u4"), 2**32 - 6).tolist() == [5, 10, 10, 10 + 2**32 - 2]
     moments = np.zeros((3, 2), MOMENT)
     moments[0] = [(5000, 2**32 - 1000, 0), (7000, 2500, 0)]
-    moments[1] = [(5000, 10, 0), (0, 0, 0)]  # never said when it let the next kernel begin
+    moments[1] = [(5000, 10, 0), (0, 0, 0)]  # not launched
     moments[2] = [(5000, 10, 0), (5032, 10_000, 0)]  # too close
     assert clock_rate(moments) == 1.75
     assert clock_rate(moments[1:]) is None
@@ -74,22 +82,19 @@ def test_waits_lie_on_one_axis() -> None:
     assert [(w.begin, w.end, w.cycles) for w in first.waits] == [(75.0, 100.0, 50)]
     assert [(w.begin, w.end) for w in second.waits] == [(160.0, 210.0), (250.0, 260.0)]
     assert second.waits[1].site == UNKNOWN
-    assert list(report.running(second)) == [(10.0, 160.0), (210.0, 250.0)]
+    assert list(report.running(second)) == [(10.0, 160.0), (210.0, 250.0), (260.0, 265.0)]
+    assert (first.end, second.end) == (105.0, 265.0)
     assert second.waiting == 60.0
 
 
-def test_a_warp_that_did_not_say_when_it_began_has_its_blocks_clock() -> None:
-    given = recorded({(0, 1): [(200, 50, 2)], (0, 2): [(300, 10, 3)]})
-    given.moments[0, 2] = 0
-    given.counts[1, 0] = 3  # of a block whose time nobody knows
-    assert [(warp.block, warp.warp, warp.end) for warp in trace_of(given, GHZ).warps] == [(0, 1, 100.0), (0, 2, 150.0)]
-
-
-def test_a_next_kernel_may_begin_before_this_one() -> None:
-    given = recorded({(0, 0): [(200, 50, 2)]})
-    given.moments[0, 0, 1] = (960, 2**32 - 180, 7)
-    (warp,) = trace_of(given, GHZ).warps
-    assert (warp.begin, warp.end) == (-40.0, 100.0)
+def test_warps_without_a_wait_run_and_blocks_that_were_not_launched_do_not() -> None:
+    given = recorded({(0, 1): [(200, 50, 2)]})
+    given.moments[0, 2] = [(1010, 0, 7), (1020, 20, 7)]
+    trace = trace_of(given, GHZ)
+    assert [(warp.block, warp.warp, warp.begin, warp.end) for warp in trace.warps] == [
+        (0, 1, 0.0, 105.0),
+        (0, 2, 10.0, 20.0),
+    ]
 
 
 def test_roles_are_neighbours_that_wait_at_one_place() -> None:
@@ -105,6 +110,7 @@ def test_shares_add_up_and_what_had_no_room_is_counted() -> None:
     given = recorded({(0, 0): [(100 * n, 40, 2 + n % 2) for n in range(1, 7)]})
     trace = trace_of(given, GHZ)
     assert trace.dropped == 2
+    assert [warp.end for warp in trace.warps] == [200.0]  # nobody knows what it waited for after that
     rows = report.rows(trace)
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
     assert [row["waits_per_warp"] for row in rows] == [0, 2, 2]
@@ -147,6 +153,17 @@ def test_plain_builds_know_nothing_of_it() -> None:
     assert traced(request).name == f"{request.name}-trace-waits"
 
 
+def test_every_entry_opens_once() -> None:
+    for spec in KERNELS.values():
+        request = traced(spec.request(spec.variants[0], "sm_90a"))
+        plain, opened = sources.gather(spec.source)[spec.source], request.files()[spec.source]
+        (line,) = (line for line in opened.decode().splitlines() if OPENING in line)
+        assert line.endswith(f"{{ {OPENING}"), spec.name
+        assert opened.replace(f" {OPENING}".encode(), b"") == plain, spec.name
+    with pytest.raises(KernelCompileError, match="places where mla_decode_sm90_seesaw opens: got 0, expected 1"):
+        dataclasses.replace(request, entry="mla_decode_sm90_seesaw").files()
+
+
 def test_structs_are_those_of_the_header() -> None:
     """A pointer has 8 bytes, everything else in them 4, in the order of the header."""
     header = sources.gather(PRELUDE)[PRELUDE].decode()
@@ -156,6 +173,7 @@ def test_structs_are_those_of_the_header() -> None:
         members = [line.partition("//")[0].split() for line in body.splitlines() if ";" in line]
         expected = [(words[-1].rstrip(";"), 8 if "*" in words[0] else sizes[words[0]]) for words in members]
         assert [(n, layout.fields[n][0].itemsize) for n in layout.names] == expected, name
+    assert f"kNoSlot = {NO_SLOT:#x};" in header
 
 
 def simulated(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -178,6 +196,31 @@ def test_a_simulated_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(row["unit"] == BASIC_BLOCK.name and row["share"] >= 0 for each in kernels.values() for row in each)
     bars = [e for e in json.loads((tmp_path / "p.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert all(bar["dur"] >= 0 for bar in bars)
+
+
+def test_what_has_no_room_is_counted_and_written_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The simulator refuses stores behind an array; the waits that there is no room for are those that are missing."""
+    waits = {}
+    for capacity in (1024, 3):
+        path = tmp_path / f"{capacity}.json"
+        assert simulated(tmp_path, "--min-cycles", "0", "--perfetto", str(path), "--capacity", str(capacity))[0] == 0
+        bars = [bar for bar in json.loads(path.read_text())["traceEvents"] if bar.get("cat") == "wait"]
+        waits[capacity] = len(bars)
+    lost = re.findall(r"(\d+) records had no room", capsys.readouterr().out)
+    assert waits[1024] - waits[3] == sum(map(int, lost)) > 0
+
+
+def test_too_many_records() -> None:
+    assert main(["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1", "--capacity", str(NO_SLOT)]) == 2
+
+
+@pytest.mark.slow
+def test_traced_builds_do_not_spill() -> None:
+    """The time of math roles is what a trace is to measure; these kernels do not spill in any role."""
+    for name in ("decode_sm90_seesaw", "decode_sm90_fp8", "dense_sm90", "sparse_forward_sm90", "sparse_backward_sm90"):
+        spec = KERNELS[name]
+        build = compile_kernel(traced(spec.request(spec.variants[0], "sm_90a")))
+        assert build.info["spill_stores"] == 0, name
 
 
 @pytest.mark.slow
