@@ -50,6 +50,7 @@ class Nvrtc:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
+            self._builtins = _builtins_beside(path)
             self._library = ctypes.CDLL(path)
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
@@ -231,6 +232,12 @@ def _system(lines: Sequence[int]) -> Iterator[str]:
         for name in _SYSTEM_NAMES:
             if path := _linked(name.format(major=major)):
                 yield path
+
+
+def _builtins_beside(path: str) -> list[ctypes.CDLL]:
+    """Load the libraries that NVRTC opens by name: the wheel of 13.0 does not find those in its own folder."""
+    folder = Path(path).parent
+    return [ctypes.CDLL(str(found)) for found in folder.glob("libnvrtc-builtins.so.*")] if folder.is_absolute() else []
 
 
 def _linked(name: str) -> str:
