@@ -28,7 +28,7 @@ z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
 z ^= z >> 31;
 const float uniform = ((unsigned int)z + 1.0f) * 2.3283064e-10f;  // in (0, 1]
 const float angle = (unsigned int)(z >> 32) * 4.6566129e-10f;     // in [0, 2), in units of pi
-const float x = scale * sqrtf(-2.0f * logf(uniform)) * cospif(angle);
+const float x = scale * sqrtf(-2.0f * logf(uniform)) * cospif(angle) + mean;
 """
 # Round to nearest even by hand: CuPy's own bfloat16 arithmetic is experimental.
 ROUND_TO_BFLOAT16 = "bits = (unsigned short)((__float_as_uint(x) + 0x7FFF + ((__float_as_uint(x) >> 16) & 1)) >> 16);"
@@ -53,8 +53,8 @@ class Device(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        """Normal random values."""
+    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0, mean: float = 0.0) -> Any:
+        """Normal random values of this deviation and mean."""
 
     def upload(self, array: Array) -> Any: ...
 
@@ -108,10 +108,16 @@ class CudaDevice:
         self._clock: CudaClock | None = None
         self._normal: dict[str, Callable[..., Any]] = {
             "bfloat16": cupy.ElementwiseKernel(
-                "uint64 seed, float32 scale", "uint16 bits", _NORMAL + ROUND_TO_BFLOAT16, "bench_normal_bfloat16"
+                "uint64 seed, float32 scale, float32 mean",
+                "uint16 bits",
+                _NORMAL + ROUND_TO_BFLOAT16,
+                "bench_normal_bfloat16",
             ),
             "float16": cupy.ElementwiseKernel(
-                "uint64 seed, float32 scale", "float16 value", _NORMAL + "value = x;", "bench_normal_float16"
+                "uint64 seed, float32 scale, float32 mean",
+                "float16 value",
+                _NORMAL + "value = x;",
+                "bench_normal_float16",
             ),
         }
 
@@ -130,9 +136,9 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._cupy.cuda.Device().synchronize()
 
-    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
+    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0, mean: float = 0.0) -> Any:
         raw = self._cupy.empty(tuple(shape), dtype="uint16" if dtype == "bfloat16" else "float16")
-        self._normal[dtype](np.uint64(seed * 0x5851F42D4C957F2D % 2**64), np.float32(scale), raw)
+        self._normal[dtype](np.uint64(seed * 0x5851F42D4C957F2D % 2**64), np.float32(scale), np.float32(mean), raw)
         return raw.view(np.dtype(dtype))
 
     def upload(self, array: Array) -> Any:

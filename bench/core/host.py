@@ -48,8 +48,8 @@ class HostDevice:
     def release(self) -> None:
         """Nothing is kept."""
 
-    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Array:
-        values: Array = (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.dtype(dtype))
+    def normal(self, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0, mean: float = 0.0) -> Array:
+        values: Array = (mean + scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.dtype(dtype))
         return values
 
     def upload(self, array: Array) -> Array:

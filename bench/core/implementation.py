@@ -15,7 +15,7 @@ from .recorders import Call, Recorder
 Result = TypeVar("Result")
 
 OWN = "mla_cupy"
-EXTERNAL = ("flashmla", "fa3", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
+EXTERNAL = ("flashmla", "flashmla_fp8", "fa3", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
 BASELINES = ("generic", "cupy")
 
 
@@ -30,6 +30,7 @@ class Prepared:
     includes: str = ""  # what its time includes, and what was done before, where implementations differ
     figures: Mapping[str, Sequence[Call]] = field(default_factory=dict)  # further things to time, by name
     workspace_bytes: Callable[[], int] | None = None  # the peak that a call allocates besides its results
+    excuse: Callable[[Any], str] = lambda verdict: ""  # why a result that misses the tolerance is timed; "": it is not
 
 
 class Implementation(Protocol):

@@ -19,6 +19,8 @@ from .timer import Timing
 
 SCHEMA_VERSION = 5
 OK, WRONG, UNSUPPORTED, ERROR = "ok", "wrong", "unsupported", "error"
+INEXACT = "inexact"  # misses the tolerance, for a reason that is known of this peer, and is timed all the same
+TIMED = OK, INEXACT
 NUMBER = (int, float)
 OPTIONAL_NUMBER = (int, float, type(None))
 
@@ -139,7 +141,7 @@ def _rates(cost: Cost, limits: Limits, timing: Timing | None) -> dict[str, float
 
 def microseconds(row: Mapping[str, Any]) -> float | None:
     """The median of a timed row, else None."""
-    return float(row["timing"]["us_median"]) if row["status"] == OK and row["timing"] else None
+    return float(row["timing"]["us_median"]) if row["status"] in TIMED and row["timing"] else None
 
 
 def relate(rows: Sequence[dict[str, Any]]) -> None:
@@ -169,7 +171,7 @@ def validate(row: object) -> None:
     for key, types in SCHEMA.items():
         if not isinstance(row[key], types) or isinstance(row[key], bool):
             raise BenchError(f"{key}: got {row[key]!r}, expected {' or '.join(t.__name__ for t in types)}")
-    if row["status"] == OK and (row["timing"] is None or set(TIMING_KEYS) != row["timing"].keys()):
+    if row["status"] in TIMED and (row["timing"] is None or set(TIMING_KEYS) != row["timing"].keys()):
         raise BenchError(f"timing: got {row['timing']!r}, expected the keys {', '.join(TIMING_KEYS)}")
 
 

@@ -13,7 +13,7 @@ from .implementation import Implementation, Prepared
 from .limits import Limits
 from .operation import BenchOperation, Case, Verdict
 from .recorders import Call
-from .report import ERROR, OK, UNSUPPORTED, WRONG, make_row, relate
+from .report import ERROR, INEXACT, OK, UNSUPPORTED, WRONG, make_row, relate
 from .timer import host_us, rotation, sample, set_count, summarise
 
 ROUNDS = 4  # the implementations take turns, so that clock drift affects all alike
@@ -156,7 +156,11 @@ def _check(entry: Entry, run: _Run) -> None:
         return
     outputs = entry.prepared.outputs(0)
     entry.verdict = run.operation.judge(run.expected, outputs, run.options.dtype, run.device)
-    if not entry.verdict.ok:
+    if entry.verdict.ok:
+        return
+    if excuse := entry.prepared.excuse(entry.verdict):
+        entry.reason = f"{entry.verdict.reason}; timed all the same: {excuse}"
+    else:
         entry.fail(WRONG, entry.verdict.reason)
 
 
@@ -208,6 +212,7 @@ def _host_us(calls: Sequence[Call], gpu_us: float, device: Device) -> float:
 
 def _row(entry: Entry, operation: BenchOperation, case: Case, sets: int, options: Options) -> dict[str, Any]:
     timed = entry.status == OK and entry.prepared is not None
+    inexact = timed and entry.verdict is not None and not entry.verdict.ok
     return make_row(
         case,
         options.dtype,
@@ -216,7 +221,7 @@ def _row(entry: Entry, operation: BenchOperation, case: Case, sets: int, options
         limits=options.limits,
         env=options.env,
         repro=options.repro,
-        status=entry.status,
+        status=INEXACT if inexact else entry.status,
         reason=entry.reason,
         kernel=entry.prepared.kernel if entry.prepared else "",
         includes=entry.prepared.includes if entry.prepared else "",

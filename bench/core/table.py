@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .report import OK
+from .report import TIMED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,7 @@ COLUMNS = (
     "method",
 )
 SPARSE_COLUMNS = ("L2 TB/s", "workspace MB")
+ERROR_COLUMNS = ("rms error", "bias")
 
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[Ratio] = ()) -> None:
@@ -36,10 +37,12 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[R
 
     table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
     sparse = rows[0]["l2_bytes"] is not None
-    for index, column in enumerate(COLUMNS + SPARSE_COLUMNS if sparse else COLUMNS):
+    errors = any("out_rms" in (row["check"] or ()) for row in rows)
+    columns = COLUMNS + (SPARSE_COLUMNS if sparse else ()) + (ERROR_COLUMNS if errors else ())
+    for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*cells(row), *(sparse_cells(row) if sparse else ()))
+        table.add_row(*cells(row), *(sparse_cells(row) if sparse else ()), *(error_cells(row) if errors else ()))
     console.print(table)
     for row in rows:
         if row["reason"]:
@@ -56,7 +59,7 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[R
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A row as the texts of the table."""
     label = row["implementation"] + (f" ({row['kernel']})" if row["kernel"] else "")
-    if row["status"] != OK:
+    if row["status"] not in TIMED:
         return [label, row["status"], *[""] * (len(COLUMNS) - 2)]
     timing = row["timing"]
     return [
@@ -76,6 +79,13 @@ def sparse_cells(row: Mapping[str, Any]) -> list[str]:
     """The further columns of a sparse case."""
     rate, workspace = row["l2_tbps"], row["workspace_bytes"]
     return ["" if rate is None else f"{rate:.2f}", "" if workspace is None else f"{workspace / 1e6:.1f}"]
+
+
+def error_cells(row: Mapping[str, Any]) -> list[str]:
+    """The further columns of an operation whose check tells relative errors of the result."""
+    check = row["check"] or {}
+    rms, bias = (check.get(name) for name in ("out_rms", "out_bias"))
+    return ["" if rms is None else f"{rms:.2e}", "" if bias is None else f"{bias:+.2e}"]
 
 
 def _microseconds(us: float | None) -> str:

@@ -19,6 +19,7 @@ FIGURES_OF = (
 OWN = "mla_cupy"
 NAMES = {
     "flashmla": "FlashMLA",
+    "flashmla_fp8": "FlashMLA in FP8",
     "fa3": "FA3",
     "cudnn": "cudnn-frontend",
     "deep_gemm": "DeepGEMM",

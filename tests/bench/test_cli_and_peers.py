@@ -10,7 +10,7 @@ import pytest
 from bench.cli import build_parser, main
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, Implementation, make
-from bench.operations import DECODE, OPERATIONS, SPARSE_BACKWARD, SPARSE_FORWARD
+from bench.operations import DECODE, DENSE_DECODE_FP8, OPERATIONS, SPARSE_BACKWARD, SPARSE_FORWARD
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,13 +134,19 @@ def test_what_cannot_run_says_why(arguments, text, capsys):
     ("operation", "arguments", "text"),
     [
         ("sparse-forward", ["--case", "sq1"], "-topk<N>"),
+        ("dense-decode-fp8", ["--quick", "--peers", "flashmla_fp8"], "--peers-dir"),
+        (
+            "dense-decode-fp8",
+            ["--quick", "--peers", "flashmla_fp8", "--peers-dir", "/nowhere"],
+            "_flashmla_extension_C",
+        ),
         ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
         ("sparse-forward", ["--peers", "cudnn"], "generic, attention_mma_163kb, attention_mma, flashmla"),
         ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
         ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, sparse_backward_mma_163kb, "),
     ],
 )
-def test_what_a_sparse_run_cannot_do(operation, arguments, text, capsys, monkeypatch):
+def test_what_another_run_cannot_do(operation, arguments, text, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["run", operation, *arguments]) == 2
     assert text in capsys.readouterr().err
@@ -172,22 +178,32 @@ def test_nothing_heavy_is_imported_for_list():
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
     from bench.ops.decode.own import INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
+    from bench.ops.dense_decode_fp8 import own as records
     from bench.ops.sparse_backward import own as backwards
     from bench.ops.sparse_forward import own as forwards
     from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
     from bench.peers.fa3 import FlashAttention3
     from bench.peers.flashmla import FlashMla
+    from bench.peers.flashmla_fp8 import FlashMlaFp8
     from bench.peers.flashmla_sparse import FlashMlaSparse
     from bench.peers.triton_mla import TritonMla
 
     own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
     own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
+    over_records = {
+        **dict.fromkeys(("mla_cupy", records.EXACT, "generic", *records.NAMED), records.Fp8Decode),
+        **dict.fromkeys(("rows", *NAMED), Decode),
+        "flashmla": FlashMla,
+        "flashmla_fp8": FlashMlaFp8,
+        "fa3": FlashAttention3,
+    }
     forward = dict.fromkeys(("mla_cupy", "generic", *forwards.NAMED), forwards.SparseForward)
     backward = dict.fromkeys(("mla_cupy", "deterministic", "generic", *backwards.NAMED), backwards.SparseBackward)
     adapters = {
         DECODE: {**decode, "fa3": FlashAttention3, "triton": TritonMla},
+        DENSE_DECODE_FP8: over_records,
         SPARSE_FORWARD: {**forward, "flashmla": FlashMlaSparse},
         SPARSE_BACKWARD: {**backward, "cudnn": CudnnSparse},
     }

@@ -13,21 +13,24 @@ from ...core.errors import BenchError
 from ..decode import cases as rows
 from ..decode.cases import DecodeCase
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8[-math]]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8[-math]][-mean1]"
 
 _SUFFIX, _MATH_SUFFIX = f"-{FP8.name}", f"-{FP8.name}-math"
+_MEAN_SUFFIX = "-mean1"
 
 
 @dataclass(frozen=True)
 class Fp8DecodeCase(DecodeCase):
     """Case over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token.
 
-    With `fp8_math`, too, our own call has both products in FP8. The queries are numbers of e4m3, so that all compute
-    the same.
+    With `fp8_math`, too, our own call has both products in FP8. The queries of `one_scale` are numbers of e4m3, so that
+    all compute the same. `mean1`: the latents have mean 1 and deviation 0.5, which shows what sums lose of terms of one
+    sign.
     """
 
     one_scale: bool = False
     fp8_math: bool = False
+    mean1: bool = False
 
     @property
     def math(self) -> str:
@@ -41,7 +44,8 @@ class Fp8DecodeCase(DecodeCase):
 
     @property
     def name(self) -> str:
-        return super().name + (_MATH_SUFFIX if self.fp8_math else _SUFFIX * self.one_scale)
+        suffix = _MATH_SUFFIX if self.fp8_math else _SUFFIX * self.one_scale
+        return super().name + suffix + _MEAN_SUFFIX * self.mean1
 
     @property
     def cost(self) -> Cost:
@@ -51,7 +55,8 @@ class Fp8DecodeCase(DecodeCase):
         return Cost(super().cost.flops, tokens * self.record.token_bytes + queries_and_out)
 
     def shape(self) -> dict[str, Any]:
-        return {**super().shape(), "record": self.record.name, **({"math": self.math} if self.fp8_math else {})}
+        special = {**({"math": self.math} if self.fp8_math else {}), **({"mean": 1} if self.mean1 else {})}
+        return {**super().shape(), "record": self.record.name, **special}
 
 
 CASES: tuple[Fp8DecodeCase, ...] = (
@@ -67,16 +72,22 @@ CASES: tuple[Fp8DecodeCase, ...] = (
     Fp8DecodeCase(128, 1, 128, 4096, one_scale=True, fp8_math=True),
     Fp8DecodeCase(64, 1, 128, 16384, one_scale=True, fp8_math=True),
     *(Fp8DecodeCase(b, 1, 128, 8192, one_scale=True, fp8_math=True) for b in (16, 4, 1)),
+    *(
+        Fp8DecodeCase(b, 1, h_q, 8192, one_scale=True, fp8_math=True, mean1=True)
+        for b, h_q in ((128, 16), (128, 128), (16, 128))
+    ),
 )
 SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CASES[:2]}
 
 
 def parse(name: str) -> Fp8DecodeCase:
     """The case of that name: one of `CASES`, or any other shape written in the same form."""
-    rest = name.removesuffix(_MATH_SUFFIX)
-    fp8_math = rest != name
+    shape = name.removesuffix(_MEAN_SUFFIX)
+    rest = shape.removesuffix(_MATH_SUFFIX)
+    fp8_math = rest != shape
     rest = rest.removesuffix(_SUFFIX)
-    case = Fp8DecodeCase(**vars(rows.parse(rest)), one_scale=rest != name, fp8_math=fp8_math)
+    kind = {"one_scale": rest != shape, "fp8_math": fp8_math, "mean1": shape != name}
+    case = Fp8DecodeCase(**vars(rows.parse(rest)), **kind)
     if case.h_kv != 1 or case.d_qk != D_QK:
         raise BenchError(f"case {name!r}: records have one KV head, and keys of {D_QK}; expected {FORM}")
     return next((known for known in CASES if known == case), case)

@@ -29,7 +29,7 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
     tokens = case.num_pages * case.page_size
     records = device.empty((case.num_pages, case.page_size, case.record.token_bytes), "uint8")
     slots = device.upload(np.arange(tokens, dtype=np.int32))
-    latent = device.normal((tokens, D_V), dtype, 3 * seed + 2)
+    latent = device.normal((tokens, D_V), dtype, 3 * seed + 2, *((0.5, 1.0) if case.mean1 else ()))
     rope = device.normal((tokens, D_ROPE), dtype, 3 * seed + 3)
     with device.current():
         mla_cupy.cache_append(latent, rope, records, slots, record=case.record.name)
@@ -46,10 +46,10 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
 
 
 def _queries(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Any:
-    """Random queries; for products in FP8 numbers of e4m3, rounded as the tokens of a cache are."""
+    """Random queries; over "fp8" numbers of e4m3, rounded as the tokens of a cache are."""
     shape = (case.b, case.s_q, case.h_q, D_QK)
     queries = device.normal(shape, dtype, seed)
-    if not case.fp8_math:
+    if not case.one_scale:
         return queries
     rows = case.b * case.s_q * case.h_q
     flat = queries.reshape(rows, D_QK)

@@ -8,19 +8,23 @@ from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla
-from ..decode import check
+from ...peers.flashmla_fp8 import FlashMlaFp8
+from ..decode.check import expect
 from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import Decode
-from . import cases, inputs
+from . import cases, check, inputs
 from .own import EXACT, GENERIC, NAMED, Fp8Decode
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
+  run dense-decode-fp8 --case b128-sq1-hq16-skv8192-fp8-math-mean1 --peers flashmla_fp8 --peers-dir peers
   run dense-decode-fp8 --quick --peers rows
   run dense-decode-fp8 --case b128-sq1-hq16-skv8192-fp8   records with one scale for all
   run dense-decode-fp8 --case b128-sq1-hq128-skv8192-fp8-math --peers exact,rows   products in FP8 beside conversion
   run dense-decode-fp8 --case b64-sq1-hq24-skv4096     any other shape, named in the same form
 """
+
+PEERS = "flashmla", "flashmla_fp8", "fa3"
 
 
 def implementations(choices: Choices) -> Known:
@@ -33,6 +37,7 @@ def implementations(choices: Choices) -> Known:
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
         **{name: partial(Fp8Decode, name, name) for name in NAMED},
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
+        "flashmla_fp8": lambda: FlashMlaFp8(choices.directory("flashmla_fp8")),
         "fa3": lambda: FlashAttention3(choices.directory("fa3")),
     }
 
@@ -41,18 +46,19 @@ DENSE_DECODE_FP8 = BenchOperation(
     name="dense-decode-fp8",
     title="dense paged decode from FP8 records; the peers read 16-bit rows of the same numbers",
     examples=EXAMPLES,
-    peers="rows (our own over 16-bit rows), flashmla, fa3 (they import torch and need --peers-dir), "
+    peers="rows (our own over 16-bit rows), flashmla, flashmla_fp8 (of records with one scale), fa3 (the three import "
+    "torch and need --peers-dir), "
     "exact (our own with conversion, of cases with products in FP8), generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
-    "Default: rows, and flashmla,fa3 where --peers-dir is given",
+    f"Default: rows, and {','.join(PEERS)} where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,
     inputs=inputs.make_inputs,
-    expect=check.expect,
+    expect=expect,
     judge=check.judge,
     results=("out",),
     implementations=implementations,
-    default_peers=lambda choices: ["rows", *(["flashmla", "fa3"] if choices.peers_dir else [])],
+    default_peers=lambda choices: ["rows", *(PEERS if choices.peers_dir else ())],
     peers_dir=True,
 )
