@@ -24,7 +24,7 @@
 
 namespace mla::decode {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Element = MLA_DTYPE;
+using Query = MLA_DTYPE;
 using BlockStorage = Fp8Storage<MLA_BLOCK_ROWS, MLA_TREE_MASK>;
 using OwnBlock = Fp8Block<BlockStorage>;
 
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     const i32 warp = uniform_warp();
     if (warp < kLoadWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_fp8_side<Element>(block, warp);
+        run_fp8_side<Query>(block, warp);
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp == kLoadWarp) run_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});

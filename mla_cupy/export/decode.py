@@ -77,7 +77,7 @@ def subject(
         OPERATION,
         {**sizes, "d_kv": FORMATS[record].width if record else d_qk},
         dtypes,
-        fixed={"d_v": D_V, "math": "exact", "out_dtype": None, "lse_base": "e", "kernel": None},
+        fixed={"d_v": D_V, "q_scale": 1.0, "math": "exact", "out_dtype": None, "lse_base": "e", "kernel": None},
         free={
             "scale": "real",
             "causal": "integer",

@@ -45,7 +45,7 @@ def cascade_decode(
     q, kv_cache, block_table, seqlens, scale, causal, math, lse_base, empty_lse, out, lse, out_dtype, stream
         As for `mla_decode`. The page tables of a group's sequences begin with the same pages, and every query token
         sees all of these; `shared_prefixes` finds such groups on the host. Queries of a group whose first two axes do
-        not step evenly are copied.
+        not step evenly are copied. With queries in e4m3, `scale` has their scale in it.
     groups : sequence of PrefixGroup
         Disjoint, in the order of the batch. Without groups this is a call of `mla_decode`.
     plan : CascadePlan, optional
@@ -131,7 +131,7 @@ def _examine(views: Views, options: CascadeOptions) -> Examined:
 
 def _of_decode(options: CascadeOptions) -> Any:
     numbers = {name: value for name, value in options._asdict().items() if name not in ("groups", "kernel")}
-    others = {"d_v": D_V, "cp_world": 1, "cp_rank": 0, "kv_scale": 1.0, "kernel": None}
+    others = {"d_v": D_V, "cp_world": 1, "cp_rank": 0, "kv_scale": 1.0, "q_scale": 1.0, "kernel": None}
     return decode_operation.OPERATION.options(**numbers, **others)
 
 

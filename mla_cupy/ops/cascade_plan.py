@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays.view import HOST
+from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import PlanError, ShapeError, explain
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops import backend
@@ -66,7 +67,7 @@ def divided(call: Call, planned: Sequence[Section]) -> Division:
         return Division({}, steps)
     b = max(section.group.sequences for section in planned if section.group)
     copied = any(isinstance(step, Assignment) and step.out.name == "queries" for step in steps)
-    q = rows * call.view("q").shape[-1] * 2 if copied else 0
+    q = rows * call.view("q").shape[-1] * TABLE[call.view("q").dtype].nbytes if copied else 0
     return Division({"outs": 8 * rows * D_V, "lses": 8 * rows, "lengths": 4 * b, "queries": q}, steps)
 
 
@@ -148,6 +149,7 @@ class _Batch:
                 cp_world=1,
                 cp_rank=0,
                 kv_scale=1.0,
+                q_scale=1.0,
                 math=options.math,
                 out_dtype=None,
                 lse_base=options.lse_base,

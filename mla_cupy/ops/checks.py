@@ -9,6 +9,7 @@ import numpy as np
 
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
@@ -81,6 +82,13 @@ def check_math_of_record(math: str, record: str) -> None:
     what = f"the record {record}" if record else "16-bit rows"
     remedy = 'leave math out, or keep the cache in the record "fp8", see cache_append'
     raise ArgumentError(explain("math", repr(math), f'"exact" for {what}', remedy))
+
+
+def check_math_of_queries(math: str, dtype: str) -> None:
+    """Check that queries of this dtype can be multiplied so."""
+    if math == "exact" and dtype in BYTE_DTYPES:
+        remedy = 'pass math="fp8", with a cache in the record "fp8", or convert the queries to bfloat16'
+        raise ArgumentError(explain("math", repr(math), '"fp8" for queries in e4m3', remedy))
 
 
 def check_empty_lse(empty_lse: Any) -> float:

@@ -71,8 +71,9 @@ class Part(NamedTuple):
         return 0 in self.view.shape or 1 in (first, second) or outer == second * inner
 
     def as_words(self) -> Part:
-        """View an array of a 16-bit type as words, which every library can copy."""
-        return self._replace(view=self.view._replace(dtype="float16"))
+        """View an array of an 8-bit or 16-bit type as bytes or words, which every library can copy."""
+        seen = "uint8" if TABLE[self.view.dtype].nbytes == 1 else "float16"
+        return self._replace(view=self.view._replace(dtype=seen))
 
     def with_axis(self) -> Part:
         """View with a first axis of size 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,13 @@ from mla_cupy.ops.checks import (
     check_flag,
     check_lse_base,
     check_math,
+    check_math_of_queries,
     check_math_of_record,
     check_shard,
     resolve_scale,
 )
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
-from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_float32, present
+from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
 
@@ -47,6 +48,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1.0,
+    q_scale: float = 1.0,
     math: str = "exact",
     plan: DecodePlan | None = None,
     out: Any = None,
@@ -65,9 +67,10 @@ def mla_decode(
 
     Parameters
     ----------
-    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
         Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
-        are free (multiples of 16 bytes are fastest).
+        are free (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for
+        libraries without that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
@@ -99,12 +102,14 @@ def mla_decode(
         `empty_lse`.
     kv_scale : float
         Scale of the record "fp8", by which its numbers are multiplied.
+    q_scale : float
+        Scale of queries in e4m3, by which they are multiplied.
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper,
-        multiplies in e4m3: queries and weights are rounded to it, see the notes.
+        multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
-    out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
+    out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
         JAX, whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
@@ -113,7 +118,7 @@ def mla_decode(
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_decode, ...)` bytes. Not with a plan,
         which has its own.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged; default: the dtype of `out`, or of q.
+        "float32" for results to be merged; default: the dtype of `out`, or of q, or bfloat16 where that is e4m3.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -152,12 +157,13 @@ def mla_decode(
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster.
 
-    With math="fp8", a row of q is divided by the smallest power of two, of at least 2^-100, that brings its largest
-    magnitude to 448 or below, and rounded to e4m3, ties to even; its scores are multiplied by that power. A row with
-    NaN or infinity is NaN, and so are its results. In each tile of 64 tokens the weights are rounded to e4m3, the
-    largest one being 256: those below 2^-18 of it become 0. `out` is divided by the sum of the rounded weights, `lse`
-    is of the weights before. Sums of e4m3 products lose low bits in the tensor cores, so each tile's is added in
-    float32: values of one sign come out up to 0.07 % too small, and so do scores, up to 0.1 %.
+    With math="fp8", queries in e4m3 are multiplied as they are. A row of q in 16 bits is divided by the smallest power
+    of two, of at least 2^-100, that brings its largest magnitude to 448 or below, and rounded to e4m3, ties to even;
+    its scores are multiplied by that power. A row with NaN or infinity is NaN, and so are its results. In each tile of
+    64 tokens the weights are rounded to e4m3, the largest one being 256: those below 2^-18 of it become 0. `out` is
+    divided by the sum of the rounded weights, `lse` is of the weights before. Sums of e4m3 products lose low bits in
+    the tensor cores, so each tile's is added in float32: values of one sign come out up to 0.07 % too small, and so do
+    scores, up to 0.1 %.
 
     Examples
     --------
@@ -168,7 +174,7 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
@@ -191,7 +197,7 @@ def decode_unmerged(
 
     `arrays` are q, kv_cache, block_table, seqlens, out and lse.
     """
-    options = (D_V, scale, causal, cp_world, cp_rank, 1.0, "exact", None, lse_base, -inf, kernel)
+    options = (D_V, scale, causal, cp_world, cp_rank, 1.0, 1.0, "exact", None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
     arrays_of_call = (*inputs, None, *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
@@ -211,6 +217,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         cp_world=cp_world,
         cp_rank=cp_rank,
         kv_scale=check_factor("kv_scale", given.kv_scale),
+        q_scale=check_factor("q_scale", given.q_scale),
         math=check_math(given.math),
     )
     if h_q % h_kv:
@@ -227,10 +234,12 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         expected = f"at most {MAX_TOKENS} = 2^31 - 64"
         raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
     record = _record(kv_cache, q)
-    _check_kv_scale(record, options)
+    _check_scales(record, q.dtype, options)
+    check_math_of_queries(options.math, q.dtype)
     check_math_of_record(options.math, record)
     aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
-    problem = DecodeProblem(s_q, h_q, h_kv, q.dtype, aligned, d_qk, record, tree_mask, options.math, Batch(b, tokens))
+    dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
+    problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, Batch(b, tokens))
     return Examined(problem, options)
 
 
@@ -249,14 +258,16 @@ def _record(kv_cache: View, q: View) -> str:
     return record.name
 
 
-def _check_kv_scale(record: str, options: DecodeOptions) -> None:
-    """Only a record without scales of its own has one for the whole cache."""
-    if options.kv_scale == 1:
-        return
-    if not record or "tensor" not in FORMATS[record].scales:
+def _check_scales(record: str, q_dtype: str, options: DecodeOptions) -> None:
+    """Only a record without scales of its own has one for the whole cache, and only e4m3 codes one for all queries."""
+    if options.kv_scale != 1 and (not record or "tensor" not in FORMATS[record].scales):
         what = f"{record}: its scales are in the record" if record else "16-bit rows"
         raise ArgumentError(explain("kv_scale", options.kv_scale, f"1 for {what}"))
-    check_factor("scale * kv_scale", options.scale * options.kv_scale)
+    if options.q_scale != 1 and q_dtype not in BYTE_DTYPES:
+        remedy = "it is the scale of queries in e4m3; multiply scale by it"
+        raise ArgumentError(explain("q_scale", options.q_scale, f"1 for queries in {q_dtype}", remedy))
+    factors = ["scale", *(name for name in ("kv_scale", "q_scale") if getattr(options, name) != 1)]
+    check_factor(" * ".join(factors), prod(getattr(options, name) for name in factors))
 
 
 def _without_heads(cache: View) -> View:
@@ -295,14 +306,14 @@ def check_values(arrays: Arrays, world: int, rank: int) -> None:
 OPERATION = Operation(
     "mla_decode",
     inputs=(
-        Input("q", "b s_q h_q d_qk", HALF, contiguous=True),
+        Input("q", "b s_q h_q d_qk", (*HALF, *reversed(BYTE_DTYPES)), contiguous=True),
         Input("kv_cache", "num_pages page_size h_kv? d_kv", ("=q", *BYTE_DTYPES), contiguous=True),
         Input("block_table", "b max_pages", ("int32",)),
         Input("seqlens", "b", ("int32",)),
         Input("tree_mask", "b s_q", ("uint64", "int64"), optional=True),
     ),
     outputs=(
-        Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide"),
+        Output("out", "b s_q h_q d_v", like_queries_or_float32, "out_dtype", "wide"),
         Output("lse", "b h_q s_q"),
     ),
     sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)},

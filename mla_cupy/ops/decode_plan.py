@@ -11,8 +11,7 @@ import numpy as np
 
 from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
-from mla_cupy.dtypes import HALF
-from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, either, explain
 from mla_cupy.kernels.attention.records import DENSE_RECORDS as RECORDS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
@@ -20,6 +19,7 @@ from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
+from mla_cupy.kernels.decode.sm90_fp8 import QUERIES
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, Step, load
 from mla_cupy.ops import backend
@@ -28,6 +28,7 @@ from mla_cupy.ops.checks import (
     check_drafts,
     check_flag,
     check_math,
+    check_math_of_queries,
     check_math_of_record,
     check_memory,
     check_shard,
@@ -310,7 +311,7 @@ def plan_decode(
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
-        "bfloat16" or "float16", or a dtype of that name.
+        That of the calls' queries: "bfloat16" or "float16", or with math="fp8" "float8_e4m3fn"; or a dtype of that name.
     cp_world, cp_rank : int
         As in the calls.
     tree_mask : bool
@@ -428,8 +429,10 @@ def examine_plan(
     check_drafts(masked, s_q)
     chosen = _record(record, d_qk, h_kv)
     arithmetic = check_math(math)
+    queries = _dtype(dtype)
+    check_math_of_queries(arithmetic, queries)
     check_math_of_record(arithmetic, chosen)
-    problem = DecodeProblem(s_q, h_q, h_kv, _half(dtype), d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic)
+    problem = DecodeProblem(s_q, h_q, h_kv, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic)
     if not batch_invariant:  # with it, results must not depend on these sizes
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
     return problem, Limits(max_b, max_pages, page_size, *shard), pieces
@@ -482,8 +485,8 @@ def _workspace_address(workspace: Any, nbytes: int, device: int) -> int:
     return view.ptr
 
 
-def _half(dtype: Any) -> str:
+def _dtype(dtype: Any) -> str:
     name = dtypes.name_of(dtype)
-    if name not in HALF:
-        raise DTypeError(explain("dtype", dtype, "bfloat16 or float16"))
+    if name not in QUERIES:
+        raise DTypeError(explain("dtype", dtype, either(QUERIES)))
     return name

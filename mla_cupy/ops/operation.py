@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.pipeline import Call, Pipeline
 from mla_cupy.runtime.device import DeviceInfo
@@ -71,6 +72,11 @@ class Input:
 def like_first_or_float32(first: str) -> tuple[str, ...]:
     """The dtypes of most results: that of the first input, or float32."""
     return (first, "float32") if first != "float32" else (first,)
+
+
+def like_queries_or_float32(first: str) -> tuple[str, ...]:
+    """The dtypes of results of queries that may be e4m3 codes: their results are bfloat16, or float32."""
+    return like_first_or_float32("bfloat16" if first in BYTE_DTYPES else first)
 
 
 def only_like_first(first: str) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1.0,
+    q_scale: float = 1.0,
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
@@ -46,7 +47,7 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk)
-        Absorbed queries: d_qk is 576 in DeepSeek-V3.
+        Absorbed queries: d_qk is 576 in DeepSeek-V3. float8_e4m3fn or uint8 are e4m3 codes.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk)
         The pool of pages. The values are the first `d_v` elements of the keys. Query head h reads head
         h // (h_q // h_kv). Or the pages of an FP8 record, "v32", "v4" or "fp8": see `cache_append`.
@@ -70,15 +71,17 @@ def mla_decode(
         tokens of the whole sequence.
     kv_scale : float
         Scale of the record "fp8".
+    q_scale : float
+        Scale of queries in e4m3.
     math : str
-        "exact", or "fp8": queries as `quantise_queries` leaves them.
+        "exact", or "fp8": queries that are no e4m3 codes as `quantise_queries` leaves them.
     lse_base : str
         "e" or "2".
     empty_lse : float
         The `lse` of a row that sees no token.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
-        against the running maximum, and `out` to the dtype of `q`; of records the keys, too. The difference from the
+        against the running maximum, and `out` to the dtype of `q`, or bfloat16; of records the keys, too. The difference from the
         exact result is the error that a correct kernel may have. With math="fp8" weights are
         rounded to e4m3, whatever the name.
 
@@ -103,7 +106,9 @@ def mla_decode(
         raise ShapeError(explain("q", f"{h_q} heads", f"a multiple of the cache's {h_kv}"))
     group = h_q // h_kv
     scale = d_qk**-0.5 if scale is None else scale
-    queries = dequantised(q) if math == "fp8" else q
+    coded = str(q.dtype) in BYTE_DTYPES
+    queries = dequantised(q) if math == "fp8" or coded else q
+    scale *= q_scale
     weights, factor = rounding, 1.0
     if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored
         weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
@@ -125,7 +130,7 @@ def mla_decode(
                 out[i, tokens, heads] = factor * row_out.reshape(*rows.shape[:2], d_v)
                 lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
     if rounding is not None:
-        out = round_to(out, dtype_name(q.dtype))
+        out = round_to(out, "bfloat16" if coded else dtype_name(q.dtype))
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.cache_formats import MAX_E4M3
+from mla_cupy.cache_formats import BYTE_DTYPES, MAX_E4M3
 from mla_cupy.dtypes import numpy_dtype
 
 Array = npt.NDArray[Any]
@@ -47,10 +47,13 @@ def quantise_queries(q: npt.ArrayLike) -> tuple[Array, Array]:
 
 
 def dequantised(q: npt.ArrayLike) -> Array:
-    """Return the rows that products in FP8 multiply, in float64."""
-    codes, scales = quantise_queries(q)
-    rows: Array = _values()[codes] * scales[..., None]
-    return rows
+    """Return the rows that products in FP8 multiply, in float64: the numbers of e4m3 codes, or rounded ones."""
+    rows = np.asarray(q)
+    if rows.dtype.name in BYTE_DTYPES:
+        return _values()[rows.view(np.uint8)]
+    codes, scales = quantise_queries(rows)
+    rounded: Array = _values()[codes] * scales[..., None]
+    return rounded
 
 
 def _nearest(x: Array) -> Array:

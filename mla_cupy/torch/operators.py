@@ -115,6 +115,7 @@ def _mla_decode(
     cp_world: Any = 1,
     cp_rank: Any = 0,
     kv_scale: Any = 1,
+    q_scale: Any = 1,
     math: Any = "exact",
     out_dtype: Any = None,
     lse_base: Any = "e",
@@ -127,7 +128,7 @@ def _mla_decode(
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     return Invocation(BOUND_OPERATIONS["mla_decode"], arrays, options, workspace)
 
 
@@ -137,8 +138,8 @@ MLA_DECODE = Operators(
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, int d_v=512, "
         "float? scale=None, bool causal=True, int cp_world=1, int cp_rank=0, float kv_scale=1.0, "
-        'str math="exact", ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, '
-        "str? kernel=None"
+        'float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, str lse_base="e", '
+        "float? empty_lse=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, PlanError, UnsupportedDeviceError, dtypes, reference
+from mla_cupy import ArgumentError, DTypeError, PlanError, UnsupportedDeviceError, dtypes, reference
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import kv_maps
@@ -46,6 +46,12 @@ CASES = (
     fp8(b=1, seqlens=400, h_q=16),  # split
     fp8(b=2, seqlens=(3, 130), s_q=2, h_q=40, page_size=16, missing_pages=1),  # the causal edge; two blocks of rows
     fp8(b=1, seqlens=66, h_q=64, head_axis=False, causal=False),
+)
+CODED = (
+    fp8(b=2, seqlens=(129, 1), h_q=16, queries="float8_e4m3fn", q_scale=0.02),
+    fp8(b=2, seqlens=(3, 130), s_q=3, h_q=5, page_size=16, missing_pages=1, queries="uint8"),
+    fp8(b=1, seqlens=66, h_q=3, page_size=1, strides="odd", queries="float8_e4m3fn"),  # rows at any byte
+    fp8(b=1, seqlens=200, s_q=2, h_q=40, queries="float8_e4m3fn", q_scale=3.0, kv_scale=1.0),  # two blocks; split
 )
 #: In all modes, and with other types and widths: where builds are many.
 MORE_CASES = (
@@ -122,9 +128,21 @@ def test_the_oracle_attends_with_rounded_queries(case: DecodeCase) -> None:
     assert np.abs(plain[0] - expected[0]).max() > 1e-3
 
 
-def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CODED, ids=lambda case: case.id)
+def test_the_oracle_attends_with_queries_in_e4m3(case: DecodeCase) -> None:
+    """As with their numbers times their scale."""
+    inputs = make(case)
+    numbers = E4M3[inputs.q.view(np.uint8)] * case.q_scale
+    options = {**case.options, "math": "exact", "q_scale": 1.0}
+    expected = reference.mla_decode(numbers, *inputs.arguments[1:], **options)
+    for mine, other in zip(inputs.exact, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [CASES[3], *CODED[:2]], ids=lambda case: case.id)
+def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    inputs = make(CASES[3])
+    inputs = make(case)
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
     for given in (None, plan):
@@ -152,6 +170,58 @@ def test_other_caches_are_refused(case: DecodeCase, match: str, recorder: Record
     with pytest.raises(ArgumentError, match=match):
         plan_of(inputs, math="fp8", device=0)
     assert recorder.launches == []
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "error", "match"),
+    [
+        (
+            CODED[0],
+            {"math": "exact"},
+            ArgumentError,
+            r'math: got .exact., expected "fp8" for queries in e4m3; pass math=',
+        ),
+        (
+            CODED[1],
+            {"math": "exact"},
+            ArgumentError,
+            r'math: got .exact., expected "fp8" for queries in e4m3; pass math=',
+        ),
+        (CASES[0], {"q_scale": 2.0}, ArgumentError, "q_scale: got 2.0, expected 1 for queries in bfloat16; .*multiply"),
+        (CODED[0], {"q_scale": 1e-30, "scale": 1e-30}, ArgumentError, r"scale \* kv_scale \* q_scale: got .*e-6"),
+        (CODED[0], {"out_dtype": "float16"}, DTypeError, "out_dtype: got float16, expected bfloat16 or float32"),
+    ],
+    ids=["exact", "exact-bytes", "scale", "product", "out"],
+)
+def test_what_queries_in_e4m3_cannot_have(
+    case: DecodeCase, options: dict[str, Any], error: type[Exception], match: str, recorder: Recorder
+) -> None:
+    inputs = make(case)
+    with pytest.raises(error, match=match):
+        mla_cupy.mla_decode(*inputs.arguments, **{**case.options, **options})
+    assert recorder.launches == []
+
+
+def test_queries_in_e4m3_over_other_caches_are_refused(recorder: Recorder) -> None:
+    queries = {"queries": "float8_e4m3fn", "math": "fp8"}
+    for record, match in (("v32", "for the record v32"), ("", "kv_cache.dtype: got bfloat16, expected float8_e4m3fn")):
+        case = DecodeCase(b=1, seqlens=5, record=record, **queries)
+        with pytest.raises((ArgumentError, DTypeError), match=match):
+            mla_cupy.mla_decode(*make(case).arguments, math="fp8")
+    assert recorder.launches == []
+
+
+def test_plans_for_queries_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    coded, plain = make(CODED[0]), make(replace(CODED[0], queries="", q_scale=1.0))
+    with pytest.raises(ArgumentError, match=r"math: got 'exact', expected \"fp8\" for queries in e4m3"):
+        plan_of(coded, math="exact")
+    with pytest.raises(DTypeError, match="dtype: got float8_e5m2, expected bfloat16, float16 or float8_e4m3fn"):
+        plan_of(coded, dtype="float8_e5m2")
+    plan = plan_of(plain)
+    plan.update(plain.seqlens)
+    with pytest.raises(PlanError, match="plan: got dtype='bfloat16', expected dtype='float8_e4m3fn'"):
+        mla_cupy.mla_decode(*coded.arguments, **coded.case.options, plan=plan)
 
 
 def test_other_kernels_are_refused(recorder: Recorder) -> None:
@@ -234,9 +304,17 @@ def test_kernel(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.parametrize("case", CODED, ids=lambda case: case.id)
+def test_queries_in_e4m3(case: DecodeCase) -> None:
+    inputs, number = make(case), CODED.index(case)
+    got = run(inputs, (1, 3)[number % 2], MODES[number % len(MODES)])
+    assert got[0].dtype == ml_dtypes.bfloat16
+    check(got, inputs.exact, inputs.rounded, case.dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *CODED, *MORE_CASES], ids=lambda case: case.id)
 def test_kernel_in_all_modes(case: DecodeCase, mode: tuple[str, int]) -> None:
     inputs = make(case)
     for sm_count in (1, 3, 5):
@@ -257,6 +335,29 @@ def test_hostile_queries() -> None:
     rounded = dequantised(inputs.q[0, 0])[:, columns].T
     assert np.isnan(rounded).all(axis=0).sum() == 2
     np.testing.assert_allclose(lse[:, :, 0], rounded / 8, rtol=1e-6, atol=1e-6)
+
+
+def test_every_code_of_a_query() -> None:
+    """Each code beside a key of a single 1: `lse` is then its number; NaN makes its own row NaN, and no other."""
+    inputs = make(fp8(b=1, seqlens=1, h_q=256, kv_scale=1.0, queries="uint8", strides="dense"))
+    inputs.q[...] = 0
+    inputs.q[0, 0, :, 300] = np.arange(256)
+    inputs.kv_cache[inputs.block_table[0, 0], 0] = 0
+    inputs.kv_cache[inputs.block_table[0, 0], 0, 0, 300] = 0x38
+    out, lse = run(inputs, 2, ("random", 3), scale=0.125)
+    np.testing.assert_allclose(lse[0, :, 0], E4M3 / 8, rtol=1e-6, atol=1e-6)
+    assert (np.isnan(out[0, 0].astype(np.float32)).any(axis=-1) == np.isnan(E4M3)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_e4m3_give_the_same_bits_in_16_bits(dtype: str) -> None:
+    """Where a row's largest number is 448, its scale is 1."""
+    inputs = make(fp8(b=2, seqlens=(130, 65), h_q=5, queries="float8_e4m3fn"))
+    inputs.q[..., 9] = -448
+    got = run(inputs, 1, ("late", 1), out_dtype="float32")
+    expected = run(replace(inputs, q=inputs.q.astype(dtypes.numpy_dtype(dtype))), 1, ("late", 1), out_dtype="float32")
+    for mine, other in zip(got, expected, strict=True):
+        assert_same(mine, other)
 
 
 def test_results_in_float32() -> None:
@@ -300,6 +401,7 @@ def test_scores_of_all_sizes(rising: bool) -> None:
 def test_trees_of_drafts() -> None:
     for case in (
         fp8(b=2, s_q=5, h_q=3, seqlens=(3, 70), page_size=16, missing_pages=1),
+        fp8(b=1, s_q=5, h_q=3, seqlens=70, page_size=16, queries="float8_e4m3fn", q_scale=0.5),
         fp8(b=1, s_q=7, h_q=2, seqlens=201, cp_world=3, cp_rank=1),
     ):
         inputs = tree_inputs(case)
@@ -307,9 +409,10 @@ def test_trees_of_drafts() -> None:
         check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
+@pytest.mark.parametrize("queries", ["", "float8_e4m3fn"])
+def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
     """Pieces of 64 tokens, three of the same sequence in different batches."""
-    inputs = make(fp8(b=3, seqlens=(130, 0, 129), h_q=3))
+    inputs = make(fp8(b=3, seqlens=(130, 0, 129), h_q=3, queries=queries))
     with simulated(2):
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
         plan.update(inputs.seqlens)
@@ -324,20 +427,23 @@ def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
     assert (got[0].tobytes(), got[1].tobytes()) == (out[2:].tobytes(), lse[2:].tobytes())
 
 
-def test_a_shared_prefix() -> None:
-    inputs = make(fp8(b=2, seqlens=(100, 90), h_q=4, page_size=32, kv_scale=1.0))
+@pytest.mark.parametrize("queries", ["", "float8_e4m3fn", "uint8"])
+def test_a_shared_prefix(queries: str) -> None:
+    """With two query tokens, whose sequences do not step evenly: queries of the group are copied."""
+    inputs = make(fp8(b=2, s_q=2, seqlens=(100, 90), h_q=4, page_size=32, kv_scale=1.0, queries=queries))
     inputs.block_table[1, 0] = inputs.block_table[0, 0]
     groups = (mla_cupy.PrefixGroup(0, 2, 1),)
     with simulated(1) as target:
         plan = mla_cupy.plan_cascade(
             groups,
             b=2,
+            s_q=2,
             h_q=4,
             record="fp8",
             math="fp8",
             max_pages=inputs.block_table.shape[1],
             page_size=32,
-            dtype="bfloat16",
+            dtype="float8_e4m3fn" if queries else "bfloat16",
             device=0,
         )
         plan.update(inputs.seqlens)
@@ -485,6 +591,10 @@ MUTANTS = (
         "        bar_sync(Fp8BothSides, kFp8MathThreads);\n        math.reset",
         "        math.reset",
     ),
+    Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),
+    Mutant(
+        "codes in another place", QUERY, "Fp8QueryRow::offset(row, 2 * at)", "Fp8QueryRow::offset(row, 2 * (at ^ 1))"
+    ),
     Mutant("448 taken for 256", QUERY, "kAbove = 0x1fffff", "kAbove = 0"),
     Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
     Mutant(
@@ -495,7 +605,7 @@ MUTANTS = (
     ),
 )
 #: Tiles more than stages; hidden tokens with NaN; a page of one token, missing pages; scores that rise.
-CASES_OF_MUTANTS = (CASES[0], CASES[2], CASES[3], CASES[5], fp8(b=2, seqlens=(700, 70), h_q=3))
+CASES_OF_MUTANTS = (CASES[0], CASES[2], CASES[3], CASES[5], fp8(b=2, seqlens=(700, 70), h_q=3), CODED[2])
 
 
 @as_verdict
@@ -550,6 +660,8 @@ ON_GPU = (
     fp8(b=1, h_q=64, seqlens=9000),
     fp8(b=300, h_q=8, seqlens="ragged-200", kv_scale=1.0),
     fp8(b=4, missing_pages=2, page_size=16, seqlens="ragged-300"),
+    *CODED,
+    *(fp8(b=len(EDGES), seqlens=EDGES, h_q=h_q, queries="float8_e4m3fn", q_scale=0.1) for h_q in (16, 128)),
 )
 
 

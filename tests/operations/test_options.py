@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "reference_rounding": (NO_FLAGS, ArgumentError),
     "scales": (("", "power_of_two", 2, None, [], True, np.array("plain"), object()), ArgumentError),
     "kv_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),
+    "q_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),
     "math": (("FP8", "", 3, True, None, [], ["fp8"], np.array("fp8"), object()), ArgumentError),
     "page_size": ((*NO_COUNTS, 0), ArgumentError),
     "keep_first": (NO_COUNTS, ArgumentError),

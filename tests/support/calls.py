@@ -42,7 +42,7 @@ def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
         "max_pages": inputs.block_table.shape[1],
         "page_size": case.page_size,
         "d_qk": case.d_qk,
-        "dtype": case.dtype,
+        "dtype": "float8_e4m3fn" if case.queries else case.dtype,
         "record": case.record or None,
         "math": case.math,
     }

@@ -22,6 +22,7 @@ Array = npt.NDArray[Any]
 D_QK, D_V = 576, 512
 #: Page ids that are in no pool.
 GARBAGE_PAGES = (2147480000, -7)
+_E4M3 = "float8_e4m3fn"
 _NAN_BYTE = 0xFF  # of e4m3, e8m0, bfloat16 and float32
 _GAP_OF_ROW = {"padded": 8, "odd": 1, "dense": 0}
 
@@ -45,6 +46,8 @@ class DecodeCase:
         "v32", "v4" or "fp8" for a cache of FP8 records, and the rule of its scales; needs h_kv 1, "v4" a d_qk of 512.
     kv_scale, math
         Of "fp8".
+    queries, q_scale
+        "float8_e4m3fn" or "uint8" for queries in e4m3, and their scale; `dtype` is then that of the results.
     """
 
     b: int = 3
@@ -67,6 +70,8 @@ class DecodeCase:
     scales: str | None = None
     kv_scale: float = 1.0
     math: str = "exact"
+    queries: str = ""
+    q_scale: float = 1.0
 
     @property
     def id(self) -> str:
@@ -83,6 +88,8 @@ class DecodeCase:
             self.scales or "",
             f"scale{self.kv_scale:g}" if self.kv_scale != 1 else "",
             self.math if self.math != "exact" else "",
+            self.queries,
+            f"qscale{self.q_scale:g}" if self.q_scale != 1 else "",
             f"seed{self.seed}" if self.seed else "",
         ]
         return "-".join(part for part in parts if part)
@@ -91,7 +98,7 @@ class DecodeCase:
     def options(self) -> dict[str, Any]:
         """The options of `mla_decode` that say which tokens there are and who sees them."""
         options = {"causal": self.causal, "cp_world": self.cp_world, "cp_rank": self.cp_rank}
-        others = {"kv_scale": (self.kv_scale, 1.0), "math": (self.math, "exact")}
+        others = {"kv_scale": (self.kv_scale, 1.0), "q_scale": (self.q_scale, 1.0), "math": (self.math, "exact")}
         return options | {name: value for name, (value, usual) in others.items() if value != usual}
 
     def lengths(self) -> Array:
@@ -156,8 +163,12 @@ def make(case: DecodeCase) -> DecodeInputs:
     local = np.array([len(range(case.cp_rank, n, case.cp_world)) for n in lengths], np.int32)
     pages_of = -(-local // case.page_size)
 
-    q = poisoned((case.b, case.s_q, case.h_q, case.d_qk), dtype, case.strides)
-    q[...] = values(rng, q.shape, loud=(0.5, 1.0, 4.0))
+    q = poisoned(
+        (case.b, case.s_q, case.h_q, case.d_qk), dtypes.numpy_dtype(_E4M3) if case.queries else dtype, case.strides
+    )
+    q[...] = values(rng, q.shape, loud=(0.5, 1.0, 4.0)) / case.q_scale
+    if case.queries == "uint8":
+        q = q.view(np.uint8)
 
     num_pages = int(pages_of.sum()) + case.spare_pages
     kv_cache = (

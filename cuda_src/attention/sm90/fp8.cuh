@@ -121,20 +121,20 @@ MLA_DEVICE void store_fp8_tree_words(const Block& block, const WorkItem& item, i
 }
 
 // A math warpgroup, by its warp of both.
-template <class Element, class Block>
+template <class Query, class Block>
 MLA_DEVICE void run_fp8_side(const Block& block, i32 warp) {
     Fp8Math<Block> math(block, warp);
     i32 stage = 0;
     WorkItem item;
     for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
         if (item.tile_begin < item.tile_end) {
-            load_fp8_query<Element>(block, item.request, warp, own_lane());
+            load_fp8_query<Query>(block, item.request, warp, own_lane());
             if (math.side == 0) store_fp8_tree_words(block, item, math.thread());
         }
         bar_sync(Fp8BothSides, kFp8MathThreads);
         math.reset();
         stage = add_fp8_tiles(math, item, stage);
-        finish_fp8_item<Element>(math, item);
+        finish_fp8_item<typename Fp8QueryType<Query>::Element>(math, item);
     }
 }
 }  // namespace mla::attention::sm90

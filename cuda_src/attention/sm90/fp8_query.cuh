@@ -1,7 +1,8 @@
-// Query rows in e4m3, for products in FP8: the rule of mla_cupy/reference/fp8_queries.py.
+// Query rows in e4m3, for products in FP8: as they come, or from 16 bits by the rule of
+// mla_cupy/reference/fp8_queries.py.
 //
-// A row is divided by the smallest power of two, of at least 2^-100, that leaves no magnitude above 448, and rounded to
-// nearest, ties to even. A row with NaN or Inf is NaN throughout.
+// A row in 16 bits is divided by the smallest power of two, of at least 2^-100, that leaves no magnitude above 448, and
+// rounded to nearest, ties to even. A row with NaN or Inf is NaN throughout.
 #pragma once
 #include "attention/sm90/fp8_block.cuh"
 #include "ptx/fp8.cuh"
@@ -90,23 +91,75 @@ struct Fp8QueryRow {
     }
 };
 
+// A lane's pieces of a row that is in e4m3 already, of 16 codes each: lane and, of the first four lanes, lane + 32.
+struct Fp8CodedRow {
+    static constexpr i32 kCodes = sizeof(uint4), kPieces = kMaxHeadDimQk / kCodes;
+    static constexpr i32 kOfLane = ceil_div(kPieces, kWarpThreads);
+    uint4 piece[kOfLane];
+
+    // Null becomes zeros. A row may start at any byte.
+    MLA_DEVICE void load(const u8* from, i32 lane) {
+        const bool aligned = reinterpret_cast<u64>(from) % sizeof(uint4) == 0;
+#pragma unroll
+        for (i32 i = 0; i < kOfLane; ++i) {
+            const i32 at = lane + i * kWarpThreads;
+            piece[i] = make_uint4(0, 0, 0, 0);
+            if (from == nullptr || at >= kPieces) continue;
+            const u8* codes = from + at * kCodes;
+            if (aligned) {
+                piece[i] = *reinterpret_cast<const uint4*>(codes);
+            } else {
+                u32* words = &piece[i].x;
+#pragma unroll
+                for (i32 j = 0; j < kCodes; ++j) words[j / 4] |= (u32)codes[j] << j % 4 * 8;
+            }
+        }
+    }
+
+    // Stores the row as row `row` of the operand; its scores have no factor but that of the launch.
+    template <class Query>
+    MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
+#pragma unroll
+        for (i32 i = 0; i < kOfLane; ++i) {
+            const i32 at = lane + i * kWarpThreads;
+            if (at < kPieces) *reinterpret_cast<uint4*>(q + Fp8QueryRow::offset(row, 2 * at)) = piece[i];
+        }
+        return 1.f;
+    }
+};
+
+// Of queries of a type: a lane's share of a row, how their memory is seen, and the 16-bit type of results.
+template <class Query>
+struct Fp8QueryType {
+    using Row = Fp8QueryRow;
+    using Stored = u16;
+    using Element = Query;
+};
+template <>
+struct Fp8QueryType<float8_e4m3fn> {
+    using Row = Fp8CodedRow;
+    using Stored = u8;
+    using Element = bfloat16;
+};
+
 // By the math warps, each kRows / 8 rows: all of them are in flight before the first one is stored.
-template <class Element, class Block>
+template <class Query, class Block>
 MLA_DEVICE void load_fp8_query(const Block& block, i32 request, i32 warp, i32 lane) {
     constexpr i32 kRows = Block::kRows, kOfWarp = kRows / (2 * kWarpgroupWarps);
     const DecodeParams& p = block.p;
     const i32 first = warp * kOfWarp, group = p.h_q / p.h_kv;
-    Fp8QueryRow rows[kOfWarp];
+    const auto* const q = reinterpret_cast<const typename Fp8QueryType<Query>::Stored*>(p.q);
+    typename Fp8QueryType<Query>::Row rows[kOfWarp];
 #pragma unroll
     for (i32 i = 0; i < kOfWarp; ++i) {
         const i32 row = block.row0 + first + i;
-        const u16* from = p.q + request * p.q_stride_b_elems + row / group * p.q_stride_s_elems +
-                          (i64)(block.kv_head * group + row % group) * p.q_stride_h_elems;
+        const auto* from = q + request * p.q_stride_b_elems + row / group * p.q_stride_s_elems +
+                           (i64)(block.kv_head * group + row % group) * p.q_stride_h_elems;
         rows[i].load(row < block.s.rows ? from : nullptr, lane);
     }
 #pragma unroll
     for (i32 i = 0; i < kOfWarp; ++i) {
-        const float factor = rows[i].template store<Element>(block.s.q, first + i, lane);
+        const float factor = rows[i].template store<Query>(block.s.q, first + i, lane);
         if (lane == 0) block.s.q_factors[first + i] = factor;
     }
     fence_proxy_async();

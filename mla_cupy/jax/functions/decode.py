@@ -27,6 +27,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1,
+    q_scale: float = 1,
     math: str = "exact",
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
@@ -44,9 +45,10 @@ def mla_decode(
 
     Parameters
     ----------
-    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+    q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
         Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
-        are free (multiples of 16 bytes are fastest).
+        are free (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for
+        libraries without that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
@@ -78,15 +80,17 @@ def mla_decode(
         of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has `empty_lse`.
     kv_scale : float
         Scale of the record "fp8", by which its numbers are multiplied.
+    q_scale : float
+        Scale of queries in e4m3, by which they are multiplied.
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper,
-        multiplies in e4m3: queries and weights are rounded to it, see the notes.
-    out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
+        multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
+    out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Whose memory the result takes over.
     lse : array, (b, h_q, s_q), float32, optional
         Whose memory the result takes over.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged; default: the dtype of `out`, or of q.
+        "float32" for results to be merged; default: the dtype of `out`, or of q, or bfloat16 where that is e4m3.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -126,6 +130,6 @@ def mla_decode(
     ((1, 1, 16, 512), 1.0, 28.605)
     """
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     out, lse = run(OPERATION, arrays, options, exportable)
     return out, lse

@@ -136,7 +136,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         return steps
 
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
-        rows, dtype = config.problem.s_q * config.problem.h_q, config.problem.dtype
+        rows, dtype = config.problem.s_q * config.problem.h_q, config.problem.half
         if config.pieces:
             return combine_pieces.launch(dtype, config.combine_blocks, b * rows, config.pieces.max_pieces, args)
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
@@ -154,7 +154,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             (cut, PLAIN[0]),
             (config.kernel, config.kernel.variant(problem)),
         ]
-        return [*found, (merge, Variant(dtype=problem.dtype))] if config.combine_blocks else found
+        return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
 
     def schedule(
         self, config: DecodeConfig, stride: int, max_tokens: int, b: int, shard: tuple[int, int] = (1, 0)
@@ -217,7 +217,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             unit_tiles=0,
             cp_world=options.cp_world,
             cp_rank=options.cp_rank,
-            scale_log2=options.scale * options.kv_scale * LOG2_E,
+            scale_log2=options.scale * options.kv_scale * options.q_scale * LOG2_E,
             lse_factor=from_log2(options.lse_base),
             empty_lse=options.empty_lse,
             value_scale=options.kv_scale,

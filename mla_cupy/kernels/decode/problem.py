@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import key_variant, narrowest
 from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
 from mla_cupy.kernels.spec import Variant
@@ -25,7 +26,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
     FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8".
@@ -52,6 +53,11 @@ class DecodeProblem:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def half(self) -> str:
+        """The 16-bit dtype of results: that of the queries, or bfloat16 of queries in e4m3."""
+        return self.dtype if self.dtype in HALF else "bfloat16"
+
+    @property
     def rows(self) -> int:
         """Query rows of one KV head."""
         return self.s_q * self.h_q // self.h_kv
@@ -66,6 +72,7 @@ class DecodeOptions(NamedTuple):
     cp_world: int
     cp_rank: int
     kv_scale: float
+    q_scale: float
     math: str
     out_dtype: str | None
     lse_base: str

@@ -12,6 +12,8 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_ROPE, TILE_TOKENS
 
+QUERIES = (*HALF, "float8_e4m3fn")
+"""Dtypes of queries: what is in 16 bits is rounded on its way into shared memory."""
 BLOCK_ROWS = (16, 32, 64)
 """Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
 PANEL_COLUMNS = 128
@@ -66,8 +68,8 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     DecodeParams,
     HOPPER,
     (
-        *variants(dtype=HALF, block_rows=BLOCK_ROWS),
-        *variants(dtype=HALF, block_rows=BLOCK_ROWS[-1:], tree_mask=(1,)),
+        *variants(dtype=QUERIES, block_rows=BLOCK_ROWS),
+        *variants(dtype=QUERIES, block_rows=BLOCK_ROWS[-1:], tree_mask=(1,)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
     facts_of=lambda build: {"block_m": build.block_rows},

@@ -31,6 +31,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1,
+    q_scale: float = 1,
     math: str = "exact",
     plan: TorchDecodePlan | None = None,
     out: torch.Tensor | None = None,
@@ -49,9 +50,10 @@ def mla_decode(
 
     Parameters
     ----------
-    q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16
+    q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
         Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
-        are free (multiples of 16 bytes are fastest).
+        are free (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for
+        libraries without that dtype.
     kv_cache : tensor, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
@@ -82,12 +84,14 @@ def mla_decode(
         of all ranks are to be merged, see `merge_states`; a row that sees none of a rank's tokens has `empty_lse`.
     kv_scale : float
         Scale of the record "fp8", by which its numbers are multiplied.
+    q_scale : float
+        Scale of queries in e4m3, by which they are multiplied.
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper,
-        multiplies in e4m3: queries and weights are rounded to it, see the notes.
+        multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
     plan : TorchDecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
-    out : tensor, (b, s_q, h_q, 512), dtype of q or float32, optional
+    out : tensor, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes.
     lse : tensor, (b, h_q, s_q), float32, optional
         Memory for the log-sum-exp; any strides.
@@ -95,7 +99,7 @@ def mla_decode(
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_decode, ...)` bytes. Not with a plan,
         which has its own.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged; default: the dtype of `out`, or of q.
+        "float32" for results to be merged; default: the dtype of `out`, or of q, or bfloat16 where that is e4m3.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -134,7 +138,7 @@ def mla_decode(
     ((1, 1, 16, 512), 1.0, 28.605)
     """
     arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     if is_plain_call(q) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace, plan=plan_of(plan)))
     elif plan is not None:
