@@ -149,11 +149,11 @@ def flash_mla_with_kvcache(
     arrays = (q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink)
     schedule = tile_scheduler_metadata
     try:
-        _check_decode(schedule, num_splits, head_dim_v)
+        check_decode(schedule, num_splits, head_dim_v)
         causal, fp8 = check_flag("causal", causal), check_flag("is_fp8_kvcache", is_fp8_kvcache)
         return _decode(schedule, arrays, extra, softmax_scale, causal, fp8, check_flag("strict", strict))
     except MlaError as error:
-        raise _renamed(error, _OF_DECODE) from error
+        raise renamed(error, OF_DECODE) from error
 
 
 def flash_mla_sparse_fwd(
@@ -228,7 +228,7 @@ def flash_mla_sparse_fwd(
             _check_strict_sparse(q, kv, indices, first)
         return _sparse_forward((q, kv, indices), first, sm_scale, d_v, attn_sink, topk_length)
     except MlaError as error:
-        raise _renamed(error, _OF_SPARSE) from error
+        raise renamed(error, _OF_SPARSE) from error
 
 
 def _sparse_forward(
@@ -282,7 +282,7 @@ def _decode(
     return results
 
 
-_OF_DECODE = {
+OF_DECODE = {
     "kv_cache": "k_cache",
     "kv": "k_cache",
     "seqlens": "cache_seqlens",
@@ -294,7 +294,7 @@ _OF_DECODE = {
 _OF_SPARSE = {"scale": "sm_scale"}
 
 
-def _renamed(error: MlaError, names: dict[str, str]) -> MlaError:
+def renamed(error: MlaError, names: dict[str, str]) -> MlaError:
     """Rename an error's argument to FlashMLA's."""
     subject, colon, rest = str(error).partition(": ")
     return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)
@@ -361,7 +361,8 @@ def _sparse_decode(
     return out.reshape(b, s_q, h_q, D_V), lse.reshape(b, s_q, h_q).swapaxes(1, 2)
 
 
-def _check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
+def check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
+    """Check what both forms of dense decode take beside the arrays."""
     if not isinstance(schedule, FlashMLASchedMeta):
         remedy = "pass get_mla_metadata()[0] of this module"
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))

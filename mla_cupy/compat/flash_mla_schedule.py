@@ -31,10 +31,18 @@ class Form(NamedTuple):
     record: str
     extra_page_size: int | None
     extra_topk: int | None
+    math: str = "exact"
 
 
 def form_of(
-    q: Any, k_cache: Any, block_table: Any, causal: bool, indices: Any, fp8: bool, extra: tuple[Any, Any]
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    causal: bool,
+    indices: Any,
+    fp8: bool,
+    extra: tuple[Any, Any],
+    math: str = "exact",
 ) -> Form:
     """The form of a call; `extra` are the second cache and its indices, or None.
 
@@ -59,7 +67,12 @@ def form_of(
     if not fp8 and dtype in BYTE_DTYPES:
         raise DTypeError(explain("k_cache.dtype", dtype, "q's dtype", "pass is_fp8_kvcache=True with an FP8 cache"))
     record = _record_of(dtype, width) if fp8 else ""
-    return Form(b, s_q, h_q, page_size, h_kv, d_qk, max_pages, bool(causal), topk, record, extra_page_size, extra_topk)
+    queries = dtypes.name_of(q.dtype)
+    if math == "exact" and queries in BYTE_DTYPES:
+        remedy = "flash_mla_with_kvcache_fp8 takes queries in e4m3"
+        raise DTypeError(explain("q.dtype", queries, "bfloat16 or float16", remedy))
+    sizes = (b, s_q, h_q, page_size, h_kv, d_qk, max_pages)
+    return Form(*sizes, bool(causal), topk, record, extra_page_size, extra_topk, math)
 
 
 def _record_of(dtype: str, width: int) -> str:
@@ -164,9 +177,10 @@ def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
     """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
     names = ("s_q", "h_q", "h_kv", "d_qk", "max_pages", "page_size")
     sizes: dict[str, Any] = {name: getattr(form, name) for name in names}
-    sizes["record"] = form.record or None
+    sizes |= {"record": form.record or None, "math": form.math}
+    sizes["dtype"] = "float8_e4m3fn" if view.dtype in BYTE_DTYPES else view.dtype
     if not family.on_gpu:
-        return plan_decode(max_b=form.b, **sizes, dtype=view.dtype)
+        return plan_decode(max_b=form.b, **sizes)
     stream = family.native.current_stream(view.device)
 
     def allocate(nbytes: int) -> Any:
@@ -174,4 +188,4 @@ def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
         first = -family.native.address(memory) % WORKSPACE_ALIGNMENT
         return memory[first : first + nbytes]
 
-    return plan_decode(max_b=form.b, **sizes, dtype=view.dtype, device=view.device, workspace=allocate)
+    return plan_decode(max_b=form.b, **sizes, device=view.device, workspace=allocate)

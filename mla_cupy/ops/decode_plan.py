@@ -311,7 +311,7 @@ def plan_decode(
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
-        That of the calls' queries: "bfloat16" or "float16", or with math="fp8" "float8_e4m3fn"; or a dtype of that name.
+        Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; with math="fp8" "float8_e4m3fn", too.
     cp_world, cp_rank : int
         As in the calls.
     tree_mask : bool

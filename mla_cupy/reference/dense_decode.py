@@ -81,9 +81,9 @@ def mla_decode(
         The `lse` of a row that sees no token.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
-        against the running maximum, and `out` to the dtype of `q`, or bfloat16; of records the keys, too. The difference from the
-        exact result is the error that a correct kernel may have. With math="fp8" weights are
-        rounded to e4m3, whatever the name.
+        against the running maximum, and `out` to the dtype of `q`, or of e4m3 codes to bfloat16; of records the keys,
+        too. The difference from the exact result is the error that a correct kernel may have. With math="fp8" weights
+        are rounded to e4m3, whatever the name.
 
     Returns
     -------

@@ -76,6 +76,15 @@ def decode(h_q: int = 4, **options: Any) -> BoundCall:
     return BoundCall(_id("decode", options), "mla_decode", arrays, options)
 
 
+def decode_in_fp8(queries: str, **options: Any) -> BoundCall:
+    changes: dict[str, Any] = {"record": "fp8", "math": "fp8", "kv_scale": 0.1, "queries": queries}
+    inputs = cases.make(cases.DecodeCase(b=2, s_q=2, h_q=4, seqlens=(70, 3), dtype="bfloat16", **changes))
+    names = ("q", "kv_cache", "block_table", "seqlens")
+    arrays = _dense(**dict(zip(names, inputs.arguments, strict=True)))
+    options = {"kv_scale": 0.1, "math": "fp8", **options}
+    return BoundCall(_id(f"decode-{queries or 'half'}", options), "mla_decode", arrays, options)
+
+
 def decode_with_drafts() -> BoundCall:
     masks = np.array([[1, 2], [1, 3], [0, 2]], np.int64)
     return replace(decode(), id="decode-drafts", arrays={**decode().arrays, "tree_mask": masks})
@@ -250,6 +259,9 @@ CALLS = [
     decode(),
     decode(out_dtype="float32", lse_base="2", empty_lse=-7.0, causal=False, scale=0.02),
     decode(cp_world=3, cp_rank=1),
+    decode_in_fp8(""),
+    decode_in_fp8("uint8", q_scale=0.5),
+    decode_in_fp8("float8_e4m3fn", q_scale=2.0, out_dtype="float32"),
     decode_with_drafts(),
     forward(),
     forward({**ALL, "causal": True}, out_dtype="float32", lse_base="2"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Before JAX counts its devices: two of them, for shard_map.
@@ -32,3 +34,17 @@ def of_torch(torch: Any) -> Any:  # noqa: F811
 def of_jax(jax: Any) -> Any:  # noqa: F811
     """`mla_cupy.jax`."""
     return importlib.import_module("mla_cupy.jax")
+
+
+@pytest.fixture(params=["numpy", "jax", "torch"])
+def library(request: pytest.FixtureRequest) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How to make arrays of a library of NumPy's, and back."""
+    if request.param == "numpy":
+        return lambda x: x, np.asarray
+    from tests.interop.test_jax import put
+    from tests.interop.test_torch import array, tensor
+
+    module = request.getfixturevalue(request.param)
+    if request.param == "jax":
+        return lambda x: put(module, [x], "cpu")[0], np.asarray
+    return lambda x: tensor(module, x), lambda x: array(module, x)

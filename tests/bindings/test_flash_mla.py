@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -21,8 +20,6 @@ from mla_cupy.compat.flash_mla import (
     get_mla_metadata,
 )
 from tests.bindings.test_doctests import REPOSITORY
-from tests.interop.test_jax import put
-from tests.interop.test_torch import array, tensor
 from tests.sparse_decode.runs import SparseDecodeCase
 from tests.sparse_decode.runs import make as records_call
 from tests.support import cases
@@ -33,17 +30,6 @@ pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
 PAGES, PAGE, B, S_Q, HEADS, TOPK = 5, 16, 3, 2, 4, 9
 SCALE = 192**-0.5
-
-
-@pytest.fixture(params=["numpy", "jax", "torch"])
-def library(request: pytest.FixtureRequest) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """How to make arrays of a library of NumPy's, and back."""
-    if request.param == "numpy":
-        return lambda x: x, np.asarray
-    module = request.getfixturevalue(request.param)
-    if request.param == "jax":
-        return lambda x: put(module, [x], "cpu")[0], np.asarray
-    return lambda x: tensor(module, x), lambda x: array(module, x)
 
 
 def decode_inputs(**changes: Any) -> cases.DecodeInputs:
