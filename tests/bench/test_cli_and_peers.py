@@ -194,6 +194,7 @@ def test_adapters_meet_the_protocol():
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     over_records = {
         **dict.fromkeys(("mla_cupy", records.EXACT, "generic", *records.NAMED), records.Fp8Decode),
+        records.E4M3: records.CodedQueries,
         **dict.fromkeys(("rows", *NAMED), Decode),
         "flashmla": FlashMla,
         "flashmla_fp8": FlashMlaFp8,

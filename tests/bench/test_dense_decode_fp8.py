@@ -71,8 +71,9 @@ def test_ours_and_ours_over_rows(rows_of, name):
 def test_products_in_fp8_beside_conversion(rows_of, device, numpy_backend):
     """Queries are numbers of e4m3, which rounding leaves as they are: all compute the same."""
     name = "b1-sq1-hq2-skv9-page16-fp8-math"
-    rows = rows_of(DENSE_DECODE_FP8, name, ["exact", "rows"])
-    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 3
+    rows = rows_of(DENSE_DECODE_FP8, name, ["exact", "rows", "e4m3_queries"])
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 4
+    assert rows["e4m3_queries"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
     assert {row["shape"]["math"] for row in rows.values()} == {"fp8"}
     q = DENSE_DECODE_FP8.inputs(DENSE_DECODE_FP8.parse(name), "bfloat16", 1, device).q
     np.testing.assert_array_equal(dequantised(q), q.astype(np.float64))

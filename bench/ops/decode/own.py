@@ -56,8 +56,7 @@ class Decode:
             h_kv=case.h_kv,
             max_pages=case.max_pages,
             page_size=case.page_size,
-            dtype=dtype,
-            **self.plan_options(case),
+            **{"dtype": dtype, **self.plan_options(case)},
         )
         plan.update(sets[0].seqlens)  # all sets have the same lengths
         results = [make_outputs(case, dtype, device) for _ in sets]

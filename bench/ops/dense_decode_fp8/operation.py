@@ -13,7 +13,7 @@ from ..decode.check import expect
 from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import Decode
 from . import cases, check, inputs
-from .own import EXACT, GENERIC, NAMED, Fp8Decode
+from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
@@ -33,6 +33,7 @@ def implementations(choices: Choices) -> Known:
         OWN: lambda: Fp8Decode(choices.kernel),
         "rows": lambda: Decode(None, "rows"),
         **{name: partial(Decode, name, name) for name in NAMED_ROWS},
+        E4M3: CodedQueries,
         EXACT: lambda: Fp8Decode(None, EXACT),
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
         **{name: partial(Fp8Decode, name, name) for name in NAMED},
@@ -48,7 +49,8 @@ DENSE_DECODE_FP8 = BenchOperation(
     examples=EXAMPLES,
     peers="rows (our own over 16-bit rows), flashmla, flashmla_fp8 (of records with one scale), fa3 (the three import "
     "torch and need --peers-dir), "
-    "exact (our own with conversion, of cases with products in FP8), generic, "
+    "exact (our own with conversion, of cases with products in FP8), e4m3_queries (our own with queries in e4m3, of "
+    "the same cases), generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     f"Default: rows, and {','.join(PEERS)} where --peers-dir is given",
     suites=cases.SUITES,

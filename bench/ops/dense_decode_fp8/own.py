@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from ..decode.cases import DecodeCase
@@ -14,6 +17,7 @@ from ..decode.own import Decode
 from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
+E4M3 = "e4m3_queries"  # our own with queries that are in e4m3 already
 EXACT = "exact"  # our own with conversion, where the case has products in FP8
 GENERIC = "decode_generic_records"  # without tensor cores
 NAMED = "decode_mma_records", "decode_mma_records_163kb"  # of GPUs without WGMMA
@@ -34,7 +38,7 @@ class Fp8Decode(Decode):
 
     def _math(self, case: DecodeCase) -> dict[str, Any]:
         """Arithmetic of a call: that of the case, but of a peer that converts; older trees know one."""
-        return {"math": case.math} if self.name == OWN and case.math != "exact" else {}
+        return {"math": case.math} if self.name in (OWN, E4M3) and case.math != "exact" else {}
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         def over_records(inputs: InputSet) -> InputSet:
@@ -42,3 +46,26 @@ class Fp8Decode(Decode):
             return replace(inputs, kv_cache=inputs.records)
 
         return super().prepare(case, dtype, [over_records(inputs) for inputs in sets], device)
+
+
+class CodedQueries(Fp8Decode):
+    """The same call with queries in e4m3, as FlashMLA in FP8 gets them."""
+
+    def __init__(self) -> None:
+        super().__init__(None, E4M3)
+
+    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        assert isinstance(case, Fp8DecodeCase)
+        if not case.fp8_math:
+            return "products in FP8 only: cases -fp8-math"
+        return None if dtype == "bfloat16" else "results are bfloat16"
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "dtype": "float8_e4m3fn"}
+
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+        def coded(inputs: InputSet) -> InputSet:
+            numbers = device.to_host(inputs.q).astype(ml_dtypes.float8_e4m3fn)  # which they are
+            return replace(inputs, q=device.upload(numbers.view(np.uint8)))
+
+        return super().prepare(case, dtype, [coded(inputs) for inputs in sets], device)
