@@ -49,7 +49,7 @@ class Fp8Decode(Decode):
 
 
 class CodedQueries(Fp8Decode):
-    """The same call with queries in e4m3, as FlashMLA in FP8 gets them."""
+    """Call with queries in e4m3, as FlashMLA in FP8 gets them."""
 
     def __init__(self) -> None:
         super().__init__(None, E4M3)
