@@ -131,13 +131,13 @@ struct Fp8CodedRow {
 // Of queries of a type: a lane's share of a row, how their memory is seen, and the 16-bit type of results.
 template <class Query>
 struct Fp8QueryType {
-    using Row = Fp8QueryRow;
+    using RowOfLane = Fp8QueryRow;
     using Stored = u16;
     using Element = Query;
 };
 template <>
 struct Fp8QueryType<float8_e4m3fn> {
-    using Row = Fp8CodedRow;
+    using RowOfLane = Fp8CodedRow;
     using Stored = u8;
     using Element = bfloat16;
 };
@@ -149,7 +149,7 @@ MLA_DEVICE void load_fp8_query(const Block& block, i32 request, i32 warp, i32 la
     const DecodeParams& p = block.p;
     const i32 first = warp * kOfWarp, group = p.h_q / p.h_kv;
     const auto* const q = reinterpret_cast<const typename Fp8QueryType<Query>::Stored*>(p.q);
-    typename Fp8QueryType<Query>::Row rows[kOfWarp];
+    typename Fp8QueryType<Query>::RowOfLane rows[kOfWarp];
 #pragma unroll
     for (i32 i = 0; i < kOfWarp; ++i) {
         const i32 row = block.row0 + first + i;
