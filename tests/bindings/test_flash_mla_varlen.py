@@ -15,7 +15,6 @@ from mla_cupy.compat.flash_mla import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from tests.bindings.test_flash_mla import library  # noqa: F401 (fixture)
 from tests.interop.test_torch import tensor
 from tests.support.dense_cases import DenseCase, DenseInputs, make
 from tests.support.tolerance import check
@@ -31,7 +30,7 @@ def starts_of(inputs: DenseInputs) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", [GROUPED, SQUARE], ids=lambda case: case.id)
-def test_forward(library: Any, case: DenseCase) -> None:  # noqa: F811
+def test_forward(library: Any, case: DenseCase) -> None:
     """The first case has queries that see no key."""
     make_array, back = library
     inputs = make(case)
@@ -41,7 +40,7 @@ def test_forward(library: Any, case: DenseCase) -> None:  # noqa: F811
     check((back(out), back(lse)), inputs.exact, inputs.rounded, case.dtype)
 
 
-def test_packed_forms(library: Any) -> None:  # noqa: F811
+def test_packed_forms(library: Any) -> None:
     make_array, back = library
     inputs = make(SQUARE)
     q, k, v = (np.ascontiguousarray(x) for x in (inputs.q, inputs.k, inputs.v))
