@@ -56,7 +56,8 @@ def contents(call: Call, array: Array, rng: np.random.Generator) -> Numbers:
     if array.dtype == "uint8":
         return _bytes(array.name, shape, rng)
     if array.dtype.startswith(("int", "uint")):
-        return _INTEGERS[array.name](call, shape, rng).astype(array.dtype)
+        draw = _INTEGERS[array.name] if not array.written else lambda *_: np.zeros(shape)
+        return draw(call, shape, rng).astype(array.dtype)
     return np.asarray(dtypes.round_to(rng.standard_normal(shape), array.dtype)).astype(dtypes.numpy_dtype(array.dtype))
 
 
