@@ -68,8 +68,8 @@ class CudnnBackward:
             return x.view(case.b, -1, *x.shape[1:]).transpose(1, 2)
 
         q, kv, dout = (heads_first(tensor(x)) for x in (inputs.q, inputs.kv, inputs.dout))
-        k_rope = tensor(inputs.k_rope)
-        keys, values = heads_first(whole_keys(torch, case, tensor(inputs.kv), k_rope)), kv[..., width:]
+        rows, k_rope = tensor(inputs.kv), tensor(inputs.k_rope)  # here: DLPack may not synchronise in a capture
+        keys, values = heads_first(whole_keys(torch, case, rows, k_rope)), kv[..., width:]
         forward = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, starts_q, starts_k, longest_q, longest_k, seed, offset, _ = forward(
             q, keys, values, None, True, 0.0, case.causal, False, scale=case.scale
@@ -87,7 +87,7 @@ class CudnnBackward:
             latest[index] = with_keys(keys)
 
         def whole() -> None:
-            dq, dk, dv = with_keys(heads_first(whole_keys(torch, case, tensor(inputs.kv), k_rope)))
+            dq, dk, dv = with_keys(heads_first(whole_keys(torch, case, rows, k_rope)))
             latest[index] = dq, dk, dv, dk[..., width:].sum(dim=1)
 
         return alone, whole
