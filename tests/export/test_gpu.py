@@ -257,12 +257,32 @@ def test_every_operation_is_bit_equal(case: str, hopper: DeviceInfo, tmp_path: P
     assert cli.main(["export", "--op", operation, *flags, "--arch", "sm_90a", "--out", str(folder)]) == 0
     subject = subject_of(operation, options, given.get("arrays", ()))
     library, draw, rng = RealLibrary(folder, subject), random.Random(38), np.random.default_rng(38)
-    handle, stream = library.open(), cp.cuda.get_current_stream().ptr
-    for _ in range(CALLS):
-        made = OnGpu(contents.call_of(subject, draw), rng)
-        made.call.run(hopper, stream)
-        expected = made.results()
-        assert library.call("call", handle, filled(library.Args, made.call.values), stream) == 0, library.why()
-        for name, got in made.results().items():
-            assert cp.array_equal(got, expected[name]), (name, made.call.values)
+    handle, streams = library.open(), [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for number in range(CALLS):
+        pair = [OnGpu(contents.call_of(subject, draw), rng) for _ in streams]
+        cp.cuda.Device().synchronize()
+        graphs = [  # both in flight at once
+            enqueue(library, handle, made, stream, captured=number % 2 == 1)
+            for made, stream in zip(pair, streams, strict=True)
+        ]
+        cp.cuda.Device().synchronize()
+        del graphs
+        for made in pair:
+            found = made.results()
+            made.call.run(hopper, cp.cuda.get_current_stream().ptr)
+            for name, expected in made.results().items():
+                assert cp.array_equal(found[name], expected), (name, made.call.values)
     library.function("close")(handle)
+
+
+def enqueue(library: RealLibrary, handle: Any, made: OnGpu, stream: Any, *, captured: bool) -> Any:
+    """Call a module on a stream, or replay a graph that has the call, and return that."""
+    args = filled(library.Args, made.call.values)
+    with stream:
+        if captured:
+            stream.begin_capture()
+        assert library.call("call", handle, args, stream.ptr) == 0, library.why()
+        graph = stream.end_capture() if captured else None
+        if graph is not None:
+            graph.launch(stream)
+    return graph
