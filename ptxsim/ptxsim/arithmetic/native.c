@@ -1,4 +1,4 @@
-/* Hot arithmetic as inner loops of NumPy's universal functions: what numeric.py and mma_sync.py say, bit for bit.
+/* Hot arithmetic as inner loops of NumPy's universal functions: what numeric.py and mma_form.py say, bit for bit.
  *
  * A loop gets the addresses of its operands (inputs, then the output), the number of elements, and the operands'
  * strides. Nothing of Python or NumPy is included: of both, only the form of a loop is used.
@@ -121,7 +121,7 @@ static uint32_t rounded(Form* form, double sum) {
 
 #define WORD(k) (*(uint32_t*)(args[k] + lane * core[k]))
 
-/* Operands: A's, B's and C's registers, then D's; each is the words of 32 lanes. _MmaForm in mma_sync.py has the
+/* Operands: A's, B's and C's registers, then D's; each is the words of 32 lanes. WarpMma in mma_form.py has the
  * layouts. The strides of lanes come after those of whole operands, of which there is one each.
  */
 LOOP(mma) {

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..arithmetic import native
-from ..arithmetic.formats import to_f16
-from ..arithmetic.native import MmaForm
 from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
 from ..errors import MemoryFault
 from ..memory.spaces import GENERIC_BASE
@@ -19,7 +15,8 @@ from ..parsing.ir import Instr, Vec
 from ..state.warp import Warp
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
-from .operand import widen
+from . import mma_sparse
+from .mma_form import WarpMma, warp_mma
 
 
 def _row_chunks(W: Warp, ins: Instr, L: LaneSet, a: np.ndarray, qa: Poison, rows: int) -> np.ndarray:
@@ -191,9 +188,6 @@ def _movmatrix(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.call(run, [(a, "b32")], [(dst, "b32")])
 
 
-#: Bits of an element and how registers hold it.
-_MMA_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1,
-             "f64": 64}  # fmt: skip
 _MMA_SHAPES = {
     "f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32), "s8": (16, 32), "u8": (16, 32),
     "s4": (32, 64), "u4": (32, 64), "b1": (128, 256), "f64": (4, 8, 16),
@@ -202,13 +196,17 @@ _SMALL_SHAPES = {"f64": 4, "s8": 16, "u8": 16, "s4": 32, "u4": 32, "b1": 128}
 """Depths of the shapes with eight rows."""
 _ACCUMULATORS = {"f16": ("f16", "f32"), "e4m3": ("f16", "f32"), "e5m2": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",),
                  "s4": ("s32",), "u4": ("s32",), "b1": ("s32",), "f64": ("f64",)}  # fmt: skip
+_MIXED = ({"e4m3", "e5m2"}, {"s8", "u8"}, {"s4", "u4"})
+"""Types of A and B that may meet."""
 
 
 @op("mma", "call", collective=True)
 def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    """Emit ``mma.sync.aligned.shape.row.col.d.a.b.c`` without sparsity or scales."""
-    if any(m.startswith(("sp", "kind")) for m in mods.left):
-        mods.fail("sparse and block-scaled forms are not modelled")
+    """Emit ``mma{.sp}.sync.aligned.shape.row.col.d.a.b.c`` without scales."""
+    if any(m.startswith("kind") for m in mods.left):
+        mods.fail("block-scaled forms and those of .kind are not modelled")
+    ordered = mods.flag("sp::ordered_metadata")
+    sparse = mods.flag("sp") or ordered
     mods.choose("sync")
     mods.choose("aligned")
     shape = next((m for m in mods.left if re.fullmatch(r"m(8|16)n8k\d+", m)), None)
@@ -224,17 +222,25 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
         mods.choose("popc")
     types, mods.left = mods.left, []
     rows, depth = (int(v) for v in re.findall(r"[mk](\d+)", shape))
-    if len(types) != 4 or {types[1], types[2]} - set(_MMA_BITS):
+    shapes = mma_sparse.SHAPES if sparse else _MMA_SHAPES
+    if len(types) != 4 or {types[1], types[2]} - set(shapes):
         mods.fail("operand types are not modelled")
     out, kind_a, kind_b, _ = types
-    small = rows == 8 and _SMALL_SHAPES.get(kind_a) == depth
-    if not small and (rows == 8 or depth not in _MMA_SHAPES[kind_a]):
+    small = not sparse and rows == 8 and _SMALL_SHAPES.get(kind_a) == depth
+    if not small and (rows == 8 or depth not in shapes[kind_a]):
         mods.fail(f"shape {shape} of .{kind_a} is not modelled")
-    if types[3] != out or out not in _ACCUMULATORS.get(kind_a, ("f32",)) or _MMA_BITS[kind_a] != _MMA_BITS[kind_b]:
+    same = kind_a == kind_b or {kind_a, kind_b} in _MIXED
+    clamped = clamp and (kind_a == "b1" or out != "s32")
+    if types[3] != out or out not in _ACCUMULATORS.get(kind_a, ("f32",)) or not same or clamped:
         mods.fail("this combination of types is not modelled")
-    if (kind_a == "b1") != (kind_b == "b1") or (clamp and kind_a == "b1"):
-        mods.fail("this combination of types is not modelled")
-    form = _form_of(rows, depth, kind_a, kind_b, out, clamp, bitwise == "xor")
+    if sparse:
+        return mma_sparse.emit(cg, ins, mods, depth, types[:3], clamp, ordered)
+    return _dense(cg, ins, mods, warp_mma(rows, depth, kind_a, kind_b, out, clamp, bitwise == "xor"))
+
+
+def _dense(cg: Codegen, ins: Instr, mods: Mods, form: WarpMma) -> None:
+    """Emit a dense mma whose modifiers have been taken."""
+    kind, flops = form.kinds[0], 2 * form.rows * 8 * form.depth
     d, a, b, c = mods.args(4)
     counts = [len(v.items) for v in (d, a, b, c)]
     if counts != [form.outputs, form.a_count, form.b_count, form.outputs]:
@@ -243,122 +249,9 @@ def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     def run(W: Warp, L: LaneSet, *values: Any) -> tuple:
         if L is not None:
             W.sync_error(ins, "mma needs all 32 lanes of the warp", L)
-        W.launch.counters[f"flops mma {kind_a}"] += 2 * rows * 8 * depth
+        W.launch.counters[f"flops mma {kind}"] += flops
         return form.multiply(list(values[::2]), list(values[1::2]))
 
-    wide = "b64" if kind_a == "f64" else "b32"
+    wide = "b64" if kind == "f64" else "b32"
     sources = [(v, wide) for v in (*a.items, *b.items, *c.items)]
-    return cg.call(run, sources, [(v, wide) for v in d.items])
-
-
-class _MmaForm:
-    """Shape and types of an mma, and its fragment layouts.
-
-    Lane (g, c) = (lane / 4, lane % 4). Register i of A holds row g + 8 (i % (M/8)) and ``e`` neighbouring columns from
-    4e (i / (M/8)) + e c; register i of B holds ``e`` neighbouring rows from 4e i + e c of column g; C and D hold row
-    g + 8 (j / 2) and column 2c + j % 2 (ISA: matrix fragments of mma).
-    """
-
-    def __init__(
-        self, rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool, differing: bool = False
-    ) -> None:
-        self.rows, self.depth, self.kinds, self.out, self.clamp = rows, depth, (kind_a, kind_b), out, clamp
-        self.differing = differing  # single bits are counted where they differ, not where both are set
-        self.wide = kind_a == "f64"
-        self.per_register = max(1, 32 // _MMA_BITS[kind_a])
-        self.b_count = depth // (4 * self.per_register)
-        self.a_count = self.b_count * rows // 8
-        self.outputs = rows // 8 * (1 if out == "f16" else 2)
-
-        self.native = self._native()
-
-    def _native(self) -> tuple[Callable, MmaForm] | None:
-        """Return the product in C and what it is told of the form; None: it is left to NumPy."""
-        bits = _MMA_BITS[self.kinds[0]]
-        if not native.available() or self.out not in ("f32", "s32") or not 8 <= bits <= 32:
-            return None
-        form = MmaForm(self.rows, self.depth, bits, self.out == "s32", self.clamp)
-        tables = [widen(np.arange(1 << bits, dtype=f"u{bits // 8}"), kind) for kind in self.kinds] if bits < 32 else []
-        return native.mma(form, tables, self.a_count + self.b_count + self.outputs, self.outputs), form
-
-    def multiply(self, words: list[np.ndarray], masks: list[np.ndarray | None]) -> tuple:
-        """Return D's registers and their poison, in turns."""
-        registers = self._product(words)
-        bad = self._poison(masks)
-        return tuple(x for k in range(self.outputs) for x in (registers[k], None if bad is None else bad[:, k]))
-
-    def _product(self, words: list[np.ndarray]) -> Sequence[np.ndarray]:
-        """Return D's registers."""
-        if self.native is None:
-            return self._by_numpy(words)
-        function, form = self.native
-        found = function(*words)
-        if form.nan:  # whose bits are NumPy's
-            form.nan = 0
-            return self._by_numpy(words)
-        return found
-
-    def _unpack(self, words: list[np.ndarray], kind: str) -> np.ndarray:
-        """Return [lane, register, element] numbers."""
-        raw = np.ascontiguousarray(np.stack(words, 1))
-        if kind == "f64":
-            return raw.view("f8")[..., None]
-        bits = _MMA_BITS[kind]
-        if bits < 8:
-            values = raw[..., None] >> (bits * np.arange(self.per_register)).astype("u4") & ((1 << bits) - 1)
-            numbers = values.astype("f8")
-            return np.where(numbers > 7, numbers - 16, numbers) if kind == "s4" else numbers
-        values = raw.view(f"u{bits // 8}").reshape(32, len(words), self.per_register)
-        return widen(values, kind).astype("f8")
-
-    def _a(self, lanes: np.ndarray) -> np.ndarray:
-        """Arrange [lane, register, element] of A as [row, column]."""
-        part = lanes.reshape(8, 4, self.b_count, self.rows // 8, lanes.shape[-1])
-        return part.transpose(3, 0, 2, 1, 4).reshape(self.rows, -1)
-
-    def _b(self, lanes: np.ndarray) -> np.ndarray:
-        """Arrange [lane, register, element] of B as [row, column]."""
-        return lanes.reshape(8, 4, self.b_count, lanes.shape[-1]).transpose(2, 1, 3, 0).reshape(-1, 8)
-
-    def _c(self, lanes: np.ndarray) -> np.ndarray:
-        """Arrange [lane, element] of C as [row, column]."""
-        return lanes.reshape(8, 4, self.rows // 8, 2).transpose(2, 0, 1, 3).reshape(self.rows, 8)
-
-    def _by_numpy(self, words: list[np.ndarray]) -> list[np.ndarray]:
-        na, nb = self.a_count, self.b_count
-        a = self._a(self._unpack(words[:na], self.kinds[0]))
-        b = self._b(self._unpack(words[na : na + nb], self.kinds[1]))
-        raw = np.ascontiguousarray(np.stack(words[na + nb :], 1))
-        code = {"f32": "f4", "s32": "i4", "f64": "f8", "f16": "f2"}[self.out]
-        products = a @ b
-        if self.differing:
-            products = a.sum(1)[:, None] + b.sum(0) - 2 * products
-        total = products + self._c(raw.view(code).astype("f8"))
-        if self.out == "s32":
-            total = np.clip(total, -(2**31), 2**31 - 1) if self.clamp else total
-            total = total.astype("i8")
-        result = to_f16(total) if self.out == "f16" else total.astype(code)
-        lanes = np.ascontiguousarray(result.reshape(self.rows // 8, 8, 4, 2).transpose(1, 2, 0, 3)).reshape(32, -1)
-        out = lanes.view("u8" if self.wide else "u4")
-        return [out[:, k].copy() for k in range(self.outputs)]
-
-    def _poison(self, masks: list[np.ndarray | None]) -> np.ndarray | None:
-        """Return poison per lane and D register: rows of A, columns of B and elements of C pass it on."""
-        if all(m is None or not count_nonzero(m) for m in masks):
-            return None
-        na, nb = self.a_count, self.b_count
-        known = [np.zeros(32, bool) if m is None else m for m in masks]
-        a, b = (np.stack(known[k], 1)[..., None] for k in (slice(na), slice(na, na + nb)))
-        c = np.stack(known[na + nb :], 1)
-        c = c.repeat(2, axis=1) if self.out == "f16" else c
-        bad = np.any(self._a(a), axis=1)[:, None] | np.any(self._b(b), axis=0)[None, :] | self._c(c)
-        lanes = bad.reshape(self.rows // 8, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, -1)
-        return lanes.reshape(32, -1, 2).any(2) if self.out == "f16" else lanes
-
-
-@functools.cache
-def _form_of(
-    rows: int, depth: int, kind_a: str, kind_b: str, out: str, clamp: bool, differing: bool = False
-) -> _MmaForm:
-    """Return the one object of a form, which all its instructions share."""
-    return _MmaForm(rows, depth, kind_a, kind_b, out, clamp, differing)
+    cg.call(run, sources, [(v, wide) for v in d.items])

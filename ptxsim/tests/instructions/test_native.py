@@ -12,7 +12,7 @@ import pytest
 
 import ptxsim
 from ptxsim.arithmetic import native
-from ptxsim.tensor_cores.mma_sync import _form_of
+from ptxsim.tensor_cores.mma_form import warp_mma
 
 needs_library = pytest.mark.skipif(not native.available(), reason="no C compiler, or PTXSIM_NATIVE=0")
 #: Zeros, subnormals, ones, the largest, infinities, NaNs of both kinds, ties and their neighbours.
@@ -73,7 +73,7 @@ def test_integers(name: str, kind: str) -> None:
 @pytest.mark.parametrize("form", MMA_FORMS, ids=str)
 def test_products(form: tuple) -> None:
     """Sums of every size of term; registers with gaps between lanes; a NaN leaves the product to NumPy."""
-    rng, product = np.random.default_rng(3), _form_of(*form)
+    rng, product = np.random.default_rng(3), warp_mma(*form)
     assert product.native is not None
     compared = 0
     for spread in [0, 3, 30] * 10:
