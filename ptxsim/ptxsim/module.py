@@ -37,7 +37,7 @@ from .state.jobs import run as run_in_processes
 from .state.machine import Launch
 from .state.report import BankCounter, Report
 from .state.watch import Watch
-from .tensor_cores import mma_sync, tcgen05_forms, wgmma_forms  # noqa: F401
+from .tensor_cores import mma_sync, tcgen05_forms, wgmma_forms, wmma  # noqa: F401
 from .translation.program import Program, constant_image, place
 
 Dims = int | Sequence[int]

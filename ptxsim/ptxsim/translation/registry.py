@@ -44,7 +44,6 @@ UNMODELLED = {
     "tex tld4 txq istypep": "textures are not modelled",
     "suld sust sured suq": "surfaces are not modelled",
     "multimem": "multicast memory of several GPUs is not modelled",
-    "wmma": "the wmma instructions are not modelled (mma.sync and wgmma are)",
     "alloca stacksave stackrestore": "stack allocation at run time is not modelled",
     "vadd vsub vabsdiff vmin vmax vshl vshr vmad vset vadd2 vsub2 vavrg2 vabsdiff2 vmin2 vmax2 vset2 vadd4 vsub4 vavrg4"
     " vabsdiff4 vmin4 vmax4 vset4": "video instructions are not modelled",
