@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the table of instructions)
-"""Every golden case: single instructions, the tables of rows.py, matrices.py, copies.py and the compiled test kernels."""
+"""Every golden case: single instructions, the tables of rows.py, matrices.py, warp_products.py, copies.py and the compiled test kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from simtest.golden import copies, matrices, more_copies
+from simtest.golden import copies, matrices, more_copies, warp_products
 from simtest.golden.case import Case, Map
 from simtest.golden.rows import LANES, TABLES, given, inputs, kernel, rows
 from simtest.nvrtc import KERNELS
@@ -52,6 +52,7 @@ def cases() -> Iterator[Case]:
     yield from matrices.cases()
     yield from copies.cases()
     yield from more_copies.cases()
+    yield from warp_products.cases()
     yield from compiled()
 
 
