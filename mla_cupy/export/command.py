@@ -12,7 +12,7 @@ from typing import Any
 
 from mla_cupy.compiling import compile_all
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
-from mla_cupy.export import c_module, interface, manifest, module
+from mla_cupy.export import c_module, interface, manifest, module, rust
 from mla_cupy.export.module import Module
 from mla_cupy.export.numbers import CannotRecordError
 from mla_cupy.export.operations import OPERATIONS, exported, subject_of
@@ -54,6 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go; it is made")
     command.add_argument("--prefix", default="mla_", help="of the names of functions and files (default: mla_)")
+    command.add_argument("--rust", action="store_true", help="bindings for Rust, too")
     command.add_argument("--ptx", action="store_true", help="PTX in place of machine code: for the simulator")
 
 
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace, archs: Sequence[str], jobs: int) -> int:
     targets = tuple(_recorded(operation.record, subject, arch) for arch in archs)
     builds = _compiled([request for *_, request in module.requests(targets)], jobs, quiet=options.json)
     made = module.built(options.prefix, subject, targets, builds.__getitem__, ptx=options.ptx)
-    paths = write(made, options.out)
+    paths = write(made, options.out, rust_too=options.rust)
     if options.json:
         print(json.dumps({"files": [str(path) for path in paths], "kernels": _rows(made)}, indent=1))
         return 0
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace, archs: Sequence[str], jobs: int) -> int:
     return 0
 
 
-def texts(made: Module) -> dict[str, str]:
+def texts(made: Module, *, rust_too: bool = False) -> dict[str, str]:
     """The files of a module: name -> text."""
     name = made.name
     told = manifest.manifest(made, c_module.image_names(made))
@@ -86,14 +87,15 @@ def texts(made: Module) -> dict[str, str]:
         f"{name}.c": c_module.source(made),
         f"{name}_images.c": c_module.images(made),
         f"{name}.json": json.dumps(told, separators=(",", ":")) + "\n",
+        **({f"{name}.rs": rust.bindings(told)} if rust_too else {}),
     }
 
 
-def write(made: Module, folder: Path) -> list[Path]:
+def write(made: Module, folder: Path, *, rust_too: bool = False) -> list[Path]:
     """Write the files of a module into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, text in texts(made).items():
+    for name, text in texts(made, rust_too=rust_too).items():
         path = folder / name
         path.write_text(text)
         paths.append(path)

@@ -1,4 +1,4 @@
-"""The examples in C and C++, exported, compiled, and run by the simulator with the real kernels: no GPU, no Python."""
+"""The examples in C, C++ and Rust, exported, compiled, and run by the simulator with the real kernels: no Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,21 @@ from tests.export.library import FLAGS, compiled, compiler
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BATCH = (EXAMPLES / "c" / "batch.h").read_text()
-COMMAND = ("export", "--op", "decode", "--h-q", "16", "--page-size", "64", "--arch", "sm_90a", "--ptx", "--out")
+BATCH_OF_RUST = (EXAMPLES / "rust" / "src" / "batch.rs").read_text()
+COMMAND = (
+    "export",
+    "--op",
+    "decode",
+    "--h-q",
+    "16",
+    "--page-size",
+    "64",
+    "--arch",
+    "sm_90a",
+    "--ptx",
+    "--rust",
+    "--out",
+)
 _IMAGE_BYTES = 2_000_000
 """The goal for the kernels of one model's decode."""
 
@@ -61,6 +75,23 @@ def test_cpp(folder: Path) -> None:
     assert simulated(program).endswith("all as expected\n")
 
 
+def test_rust(folder: Path) -> None:
+    """Built by cargo without a warning and without a network; the linker puts the C sources in."""
+    cargo = [compiler("cargo"), "build", "--offline", "--locked", "-q", "--target-dir", str(folder / "target")]
+    environment = {**os.environ, "MLA_EXPORT": str(folder)}
+    done = subprocess.run(
+        [*cargo, "--manifest-path", str(EXAMPLES / "rust" / "Cargo.toml")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = simulated(folder / "target" / "debug" / "mla-decode-example")
+    assert "refused: kv_cache: got NULL, expected an address" in printed
+    assert printed.endswith("all as expected\n")
+
+
 def test_the_manifest_is_read(folder: Path) -> None:
     """The files are those that it names, and the images are small."""
     found = Manifest.read(folder / "mla_decode.json")
@@ -90,3 +121,8 @@ def test_the_expected_numbers_are_the_oracles() -> None:
     assert len(rows) == 3
     for i, h, number in rows:
         assert float(number) == pytest.approx(float(lse[int(i), int(h), 0]), abs=1e-6)
+
+
+def test_rust_expects_the_same_numbers() -> None:
+    for pattern in (r"(\d+), (\d+), (\d+), (-?[\d.]+)", r"(\d+), (\d+), (-?\d+\.\d+)"):
+        assert re.findall(rf"\({pattern}\)", BATCH_OF_RUST) == re.findall(rf"\{{{pattern}f\}}", BATCH)
