@@ -46,9 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def simulated(program: Path) -> str:
+def simulated(*program: str | Path) -> str:
     """What a program prints whose CUDA calls go to the simulator; the simulator must find nothing wrong."""
-    command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", str(program)]
+    command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", *map(str, program)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,6 +88,19 @@ def test_rust(folder: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     printed = simulated(folder / "target" / "debug" / "mla-decode-example")
+    assert "refused: kv_cache: got NULL, expected an address" in printed
+    assert printed.endswith("all as expected\n")
+
+
+def test_cuda_bindings(folder: Path) -> None:
+    """By the manifest alone: neither this package nor CuPy is imported."""
+    pytest.importorskip("cuda.bindings.driver")
+    example = EXAMPLES / "cuda_bindings_decode.py"
+    code = (
+        f"import runpy, sys; sys.argv[1:] = ['{folder / 'mla_decode.json'}']; "
+        f"runpy.run_path('{example}', run_name='__main__'); assert not {{'mla_cupy', 'cupy'}} & set(sys.modules)"
+    )
+    printed = simulated(sys.executable, "-c", code)
     assert "refused: kv_cache: got NULL, expected an address" in printed
     assert printed.endswith("all as expected\n")
 
