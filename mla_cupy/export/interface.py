@@ -131,6 +131,7 @@ def header(module: Module, banner: list[str]) -> str:
         *(f"    {name.upper()}_{status_name(kind)} = {code}," for kind, code in STATUSES.items()),
         "};",
         "",
+        *_sizes(module),
         *_args_struct(module),
         *(_plan_structs(name) if module.is_planned else ()),
         "// Load the kernels for the current context, which must be current in later calls, too; not during a capture.",
@@ -152,6 +153,17 @@ def header(module: Module, banner: list[str]) -> str:
     for procedure in module.targets[0].procedures:
         lines += _declarations(name, procedure)
     return "\n".join([*lines, "#ifdef __cplusplus", "}", "#endif", f"#endif  // {guard}"]) + "\n"
+
+
+def _sizes(module: Module) -> Iterator[str]:
+    """The sizes that are fixed, as constants."""
+    yield "// What the export fixed."
+    yield "enum {"
+    for axis, size in module.subject.sizes.items():
+        if axis.isidentifier():
+            yield f"    {module.name.upper()}_{axis.upper()} = {size},"
+    yield "};"
+    yield ""
 
 
 def _args_struct(module: Module) -> Iterator[str]:

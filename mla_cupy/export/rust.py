@@ -75,6 +75,9 @@ def bindings(told: Mapping[str, Any]) -> str:
         "// SPDX-FileCopyrightText: The mla_cupy authors",
         *_PRELUDE.splitlines(),
         "",
+        "// What the export fixed.",
+        *(f"pub const {axis.upper()}: i64 = {size};" for axis, size in told["sizes"].items() if axis.isidentifier()),
+        "",
         *_struct("Args", "The arguments of a call. Strides are in elements.", _call_members(told)),
     ]
     if planned:

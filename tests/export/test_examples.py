@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from mla_cupy import cli, reference
+from mla_cupy.export import rust
 from mla_cupy.export.manifest import SCHEMA, Manifest
 from tests.export.library import FLAGS, compiled, compiler
 
@@ -90,6 +92,24 @@ def test_rust(folder: Path) -> None:
     printed = simulated(folder / "target" / "debug" / "mla-decode-example")
     assert "refused: kv_cache: got NULL, expected an address" in printed
     assert printed.endswith("all as expected\n")
+
+
+def test_bindings_for_rust(folder: Path) -> None:
+    """A C compiler finds every member where they have it, and they have all functions of the header but the version."""
+    told = json.loads((folder / "mla_decode.json").read_text())
+    lines = ['#include "mla_decode.h"']
+    for struct, (offsets, size) in rust.layouts(told).items():
+        kind = f"mla_decode_{struct}"
+        lines.append(f'_Static_assert(sizeof({kind}) == {size}, "size");')
+        lines += [f'_Static_assert(offsetof({kind}, {name}) == {at}, "{name}");' for name, at in offsets.items()]
+    assert len(lines) > 30
+    (folder / "check.h").write_text("\n".join(lines))
+    subprocess.run([compiler(), "-std=c11", "-fsyntax-only", str(folder / "check.h")], check=True)
+    declared = set(re.findall(r"\bmla_decode_(\w+)\(", (folder / "mla_decode.h").read_text()))
+    text = (folder / "mla_decode.rs").read_text()
+    linked = re.findall(r'link_name = "mla_decode_(\w+)"\]\n        pub fn (\w+)\(', text)
+    assert {name for name, _ in linked} == declared - {"version"}
+    assert all(name == own for name, own in linked)
 
 
 def test_cuda_bindings(folder: Path) -> None:
