@@ -6,13 +6,13 @@ import argparse
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mla_cupy.compiling import compile_all
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
-from mla_cupy.export import c_module, interface, manifest, module, rust
+from mla_cupy.export import c_module, interface, manifest, module, rust, xla
 from mla_cupy.export.module import Module
 from mla_cupy.export.numbers import CannotRecordError
 from mla_cupy.export.operations import OPERATIONS, exported, subject_of
@@ -30,6 +30,11 @@ _INTEGERS = {
     "topk": "selected tokens of each query",
     "d_index": "width of the indexer's keys (default: 128)",
 }
+_FURTHER: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, str]]]] = {
+    "rust": ("bindings for Rust", lambda told: {f"{told['name']}.rs": rust.bindings(told)}),
+    "xla": ("a handler of XLA's foreign function interface", lambda told: {f"{told['name']}_xla.c": xla.source(told)}),
+}
+"""Files that are written on request, from the manifest."""
 _TEXTS = {
     "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16",
     "records": "FP8 record of the cache, such as v32; default: 16-bit rows",
@@ -54,7 +59,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go; it is made")
     command.add_argument("--prefix", default="mla_", help="of the names of functions and files (default: mla_)")
-    command.add_argument("--rust", action="store_true", help="bindings for Rust, too")
+    for name, (says, _) in _FURTHER.items():
+        command.add_argument(f"--{name}", action="store_true", help=f"{says}, too")
     command.add_argument("--ptx", action="store_true", help="PTX in place of machine code: for the simulator")
 
 
@@ -67,7 +73,7 @@ def run(options: argparse.Namespace, archs: Sequence[str], jobs: int) -> int:
     targets = tuple(_recorded(operation.record, subject, arch) for arch in archs)
     builds = _compiled([request for *_, request in module.requests(targets)], jobs, quiet=options.json)
     made = module.built(options.prefix, subject, targets, builds.__getitem__, ptx=options.ptx)
-    paths = write(made, options.out, rust_too=options.rust)
+    paths = write(made, options.out, [name for name in _FURTHER if getattr(options, name)])
     if options.json:
         print(json.dumps({"files": [str(path) for path in paths], "kernels": _rows(made)}, indent=1))
         return 0
@@ -78,24 +84,26 @@ def run(options: argparse.Namespace, archs: Sequence[str], jobs: int) -> int:
     return 0
 
 
-def texts(made: Module, *, rust_too: bool = False) -> dict[str, str]:
-    """The files of a module: name -> text."""
+def texts(made: Module, further: Sequence[str] = ()) -> dict[str, str]:
+    """The files of a module: name -> text. `further` are "rust" and "xla"."""
     name = made.name
     told = manifest.manifest(made, c_module.image_names(made))
-    return {
+    found = {
         f"{name}.h": interface.header(made, c_module.banner(made, "Interface")),
         f"{name}.c": c_module.source(made),
         f"{name}_images.c": c_module.images(made),
         f"{name}.json": json.dumps(told, separators=(",", ":")) + "\n",
-        **({f"{name}.rs": rust.bindings(told)} if rust_too else {}),
     }
+    for each in further:
+        found |= _FURTHER[each][1](told)
+    return found
 
 
-def write(made: Module, folder: Path, *, rust_too: bool = False) -> list[Path]:
+def write(made: Module, folder: Path, further: Sequence[str] = ()) -> list[Path]:
     """Write the files of a module into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, text in texts(made, rust_too=rust_too).items():
+    for name, text in texts(made, further).items():
         path = folder / name
         path.write_text(text)
         paths.append(path)

@@ -65,6 +65,7 @@ def manifest(module: Module, image_names: Sequence[str]) -> dict[str, Any]:
                 "dtype": array.dtype,
                 "strides": array.num_strides,
                 "written": array.written,
+                "input": array.name in {each.name for each in subject.operation.inputs},
             }
             for array in subject.arrays
         ],

@@ -20,6 +20,7 @@ This package needs JAX 0.5 or newer. `import mla_cupy` does not import it.
 """
 
 # ---- Written by `python -m tests.generate`: names of the modules
+from mla_cupy.jax.exported import ExportedCall
 from mla_cupy.jax.ffi import disabled_checks
 from mla_cupy.jax.functions.cache import cache_append, cache_gather
 from mla_cupy.jax.functions.cache_pages import cache_copy_pages, cache_slots
@@ -41,6 +42,7 @@ from mla_cupy.jax.functions.topk import indexer_topk
 from mla_cupy.jax.functions.warmup_loss import indexer_warmup_loss, indexer_warmup_objective
 
 __all__ = [
+    "ExportedCall",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",

@@ -24,7 +24,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "ops": {"arrays", "kernels", "runtime.device", "runtime.driver", "runtime.env"},
     "cache": {"arrays", "ops", "reference", "runtime.device"},
     # Only who wants them imports these: nothing else knows them.
-    "jax": {"arrays", "ops"},
+    "jax": {"arrays", "export.manifest", "export.xla", "ops"},
     "torch": {"arrays", "ops"},
     "compat": {"arrays", "ops", "torch"},
     "integrations": {"runtime.env", "terminal", "torch"},
