@@ -107,7 +107,7 @@ def structs(module: Module) -> list[str]:
 
 def header(module: Module, banner: list[str]) -> str:
     """The header, for C11 and C++."""
-    name, guard = module.name, f"{module.name.upper()}_H"
+    name, guard = module.name, f"{module.name.upper()}_INCLUDED"
     lines = [
         *banner,
         "//",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from mla_cupy.export.subject import PLAN_ARGUMENTS, Argument, Subject
 from mla_cupy.runtime.device import DeviceInfo
 from tests.export import package
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).with_name("stub.c")
 FLAGS = ("-Wall", "-Wextra", "-Werror")
 _LOG_BYTES = 1 << 20
@@ -37,6 +40,16 @@ def compiled(output: Path, sources: Sequence[Path], *options: str) -> Path:
     command = [compiler(), "-std=c11", *FLAGS, *options, *map(str, sources), "-o", str(output)]
     subprocess.run(command, check=True)
     return output
+
+
+def simulated(*program: str | Path) -> str:
+    """What a program prints whose CUDA calls go to the simulator; the simulator must find nothing wrong."""
+    command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", *map(str, program)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing found" in done.stderr
+    return done.stdout
 
 
 @functools.cache

@@ -43,7 +43,7 @@ static size_t device_memory;
 static unsigned char written[kLogBytes];
 static size_t length;
 static char context_one, context_two;
-static void* current = &context_one;
+static void *current = &context_one, *before;
 
 static void put(const void* data, size_t bytes) {
     if (length + bytes > sizeof written) abort();
@@ -77,6 +77,20 @@ EXPORT size_t stub_log(void* out, size_t room) {
 // ---- The driver ----------------------------------------------------------------------------------------------------
 EXPORT int cuCtxGetCurrent(void** out) {
     *out = current;
+    return 0;
+}
+EXPORT int cuStreamGetCtx(void* stream, void** out) {
+    *out = &context_one;
+    return stream == NULL;
+}
+EXPORT int cuCtxPushCurrent_v2(void* context) {
+    before = current;
+    current = context;
+    return 0;
+}
+EXPORT int cuCtxPopCurrent_v2(void** out) {
+    *out = current;
+    current = before;
     return 0;
 }
 EXPORT int cuCtxGetDevice(int* out) {

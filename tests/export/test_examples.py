@@ -16,7 +16,7 @@ import pytest
 from mla_cupy import cli, reference
 from mla_cupy.export import rust
 from mla_cupy.export.manifest import SCHEMA, Manifest
-from tests.export.library import FLAGS, compiled, compiler
+from tests.export.library import FLAGS, compiled, compiler, simulated
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -46,16 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("examples") / "decode"
     assert cli.main([*COMMAND, str(made)]) == 0
     return made
-
-
-def simulated(*program: str | Path) -> str:
-    """What a program prints whose CUDA calls go to the simulator; the simulator must find nothing wrong."""
-    command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", *map(str, program)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing found" in done.stderr
-    return done.stdout
 
 
 def test_c(folder: Path) -> None:

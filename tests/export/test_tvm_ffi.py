@@ -17,9 +17,9 @@ import pytest
 
 from mla_cupy import cli
 from tests.export import modules, package
-from tests.export.library import Library, compiled, compiler
+from tests.export.library import Library, compiled, compiler, simulated
 from tests.export.package import Call
-from tests.export.test_examples import COMMAND, EXAMPLES, simulated
+from tests.export.test_examples import COMMAND, EXAMPLES
 
 SHAPES = {"q": (3, 1, 16, 576), "kv_cache": (5, 64, 576), "block_table": (3, 4), "seqlens": (3,)}
 SHAPES |= {"out": (3, 1, 16, 512), "lse": (3, 16, 1)}
