@@ -326,12 +326,19 @@ static XLA_FFI_Error* stream_of(const XLA_FFI_CallFrame* frame, void** stream) {
 #endif
 }
 
-// Loads the kernels: before a capture, in which that is not allowed.
+// Loads the kernels: before a capture, in which that is not allowed. Where there is no stream yet, the first call does.
 static XLA_FFI_Error* initialize(const XLA_FFI_CallFrame* frame) {
     void* stream;
     module* module;
     XLA_FFI_Error* wrong = stream_of(frame, &stream);
-    if (wrong != NULL) return wrong;
+    if (wrong != NULL) {
+        XLA_FFI_Error_Destroy_Args args;
+        memset(&args, 0, sizeof args);
+        args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+        args.error = wrong;
+        frame->api->XLA_FFI_Error_Destroy(&args);
+        return NULL;
+    }
     int entered = enter(stream);
     wrong = checked(frame->api, module_of_context(&module));
     leave(entered);

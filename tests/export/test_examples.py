@@ -22,20 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BATCH = (EXAMPLES / "c" / "batch.h").read_text()
 BATCH_OF_RUST = (EXAMPLES / "rust" / "src" / "batch.rs").read_text()
-COMMAND = (
-    "export",
-    "--op",
-    "decode",
-    "--h-q",
-    "16",
-    "--page-size",
-    "64",
-    "--arch",
-    "sm_90a",
-    "--ptx",
-    "--rust",
-    "--out",
-)
+WANTED = ("--op", "decode", "--h-q", "16", "--page-size", "64")
+COMMAND = ("export", *WANTED, "--arch", "sm_90a", "--ptx", "--rust", "--out")
 _IMAGE_BYTES = 2_000_000
 """The goal for the kernels of one model's decode."""
 
