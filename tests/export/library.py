@@ -45,7 +45,7 @@ def compiled(output: Path, sources: Sequence[Path], *options: str) -> Path:
 def simulated(*program: str | Path) -> str:
     """What a program prints whose CUDA calls go to the simulator; the simulator must find nothing wrong."""
     command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", *map(str, program)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim")}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing found" in done.stderr

@@ -258,18 +258,36 @@ def test_exported_calls_are_checked_while_jax_traces(jax: Any, decode: Handler) 
         exported(*given, scale=-1)
 
 
-@pytest.mark.slow
-def test_the_example(jax: Any, tmp_path: Path) -> None:
-    """A process without this package runs a program in the simulator, whose GPU gets copies of the CPU's buffers."""
+@pytest.fixture(scope="module")
+def for_the_host(jax: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Decode as PTX, compiled with a handler that copies the CPU's buffers to the simulator's GPU and back."""
+    folder = tmp_path_factory.mktemp("host")
     wanted = ("--op", "decode", "--h-q", "16", "--page-size", "64", "--arch", "sm_90a", "--ptx", "--xla")
-    assert cli.main(["export", *wanted, "--out", str(tmp_path)]) == 0
+    assert cli.main(["export", *wanted, "--out", str(folder)]) == 0
     options = ("-shared", "-fPIC", "-DMLA_XLA_HOST", "-isystem", jax.ffi.include_dir(), "-ldl", "-lm")
-    library = compiled(tmp_path / "libmla_decode.so", sorted(tmp_path.glob("*.c")), *options)
-    program = tmp_path / "program"
-    writing = [sys.executable, str(EXAMPLES / "export_program.py"), str(tmp_path / "mla_decode.json"), str(program)]
+    compiled(folder / "libmla_decode.so", sorted(folder.glob("*.c")), *options)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_example(for_the_host: Path) -> None:
+    """A process without this package runs the program."""
+    program, manifest = for_the_host / "program", for_the_host / "mla_decode.json"
+    writing = [sys.executable, str(EXAMPLES / "export_program.py"), str(manifest), str(program)]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1]), "JAX_PLATFORMS": "cpu"}
     subprocess.run([*writing, "--platform", "cpu", "--sm-count", "2"], env=environment, check=True, timeout=120)
-    printed = simulated(sys.executable, EXAMPLES / "run_program.py", library, program)
+    running = EXAMPLES / "run_program.py"
+    printed = simulated(sys.executable, running, for_the_host / "libmla_decode.so", program)
+    assert printed.endswith("all as expected\n")
+
+
+@pytest.mark.slow
+def test_heads_over_devices(jax: Any, for_the_host: Path) -> None:
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("JAX has no jax.shard_map")
+    code = f"import sys; sys.path.insert(0, '{EXAMPLES.parents[1]}'); from tests.export.sharded_program import main; "
+    code += f"main('{for_the_host / 'mla_decode.json'}', '{for_the_host / 'libmla_decode.so'}')"
+    printed = simulated(sys.executable, "-c", code)
     assert printed.endswith("all as expected\n")
 
 

@@ -1,0 +1,55 @@
+"""A host program for `ptxsim run-host`: decode with its heads over two devices of JAX's CPU client.
+
+    python -m tests.export.sharded_program MANIFEST LIBRARY
+
+Every device calls the module for its heads; the cache is on both, and is never gathered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mla_cupy import reference
+from mla_cupy.jax import ExportedCall
+
+SCALE = 192**-0.5
+
+
+def main(manifest: str, library: str) -> None:
+    """Run one call."""
+    decode = ExportedCall(manifest, sm_count=2)
+    handler = ctypes.cast(ctypes.CDLL(library).mla_decode_xla, ctypes.c_void_p).value
+    stages = dict.fromkeys(("instantiate", "prepare", "initialize", "execute"), jax.ffi.pycapsule(handler))
+    jax.ffi.register_ffi_target(decode.target, stages, platform="cpu")
+    rng = np.random.default_rng(0)
+    q, cache = (rng.integers(-8, 9, shape) / 8 for shape in ((2, 1, 32, 576), (4, 64, 576)))
+    table, seqlens = np.array([[3, 0], [2, 0]], np.int32), np.array([70, 5], np.int32)
+    shard_map = jax.shard_map(
+        lambda *arrays: decode(*arrays, scale=SCALE),
+        mesh=Mesh(np.array(jax.devices()), ("heads",)),
+        in_specs=(P(None, None, "heads"), P(), P(), P()),
+        out_specs=(P(None, None, "heads"), P(None, "heads")),
+        check_vma=False,
+    )
+    arrays = jnp.asarray(q, jnp.bfloat16), jnp.asarray(cache, jnp.bfloat16), table, seqlens
+    program = jax.jit(shard_map).lower(*arrays).compile()
+    assert "all-gather" not in program.as_text()
+    out, lse = map(np.asarray, program(*arrays))
+    exact, exact_lse = reference.mla_decode(q, cache, table, seqlens, scale=SCALE)
+    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=1e-2, atol=2e-3)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-4)
+    print("all as expected")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
