@@ -41,7 +41,7 @@ _BITS = {**MMA_BITS, "f32": 32, "s32": 32}
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the product of a shape is made of those of mma.sync."""
+    """Making of a shape's product from those of mma.sync."""
 
     m: int
     n: int
@@ -49,18 +49,18 @@ class Tiles:
 
     @property
     def swapped(self) -> bool:
-        """Whether the transposed product is computed."""
+        """True if the transposed product is computed."""
         return self.m < self.n
 
     @property
     def left(self) -> tuple[int, int]:
-        """How many matrices take A's place, and their rows."""
+        """Number of matrices that take A's place, and their rows."""
         rows = max(self.m, self.n) if self.swapped else self.m
         return max(1, rows // 16), min(16, rows)
 
     @property
     def right(self) -> int:
-        """How many matrices of 8 columns take B's place."""
+        """Number of matrices of 8 columns that take B's place."""
         return (self.m if self.swapped else self.n) // 8
 
 
@@ -105,7 +105,7 @@ def registers(role: str, shape: str, kind: str) -> int:
 
 
 class Access:
-    """Where a fragment's registers lie in memory: pieces of one access each, and how they are put together."""
+    """Places of a fragment's registers in memory: pieces of one access each, and their order."""
 
     def __init__(self, role: str, shape: str, kind: str, layout: str) -> None:
         self.bits, at = _BITS[kind], places(role, shape, kind)
