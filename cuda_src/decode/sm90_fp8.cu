@@ -14,7 +14,7 @@
 // own (cuda_src/decode/fp8.md).
 #include "attention/sm90/fp8.cuh"
 #include "attention/token_record.cuh"
-#include "decode/sm90_load.cuh"
+#include "decode/sm90_lean_load.cuh"
 #include "tile/warp.cuh"
 
 // A mask says which drafts a query sees, if a variant says so.
@@ -29,14 +29,17 @@ using BlockStorage = Fp8Storage<MLA_BLOCK_ROWS, MLA_TREE_MASK>;
 using OwnBlock = Fp8Block<BlockStorage>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-// role      warps    regs   does
-// left      0..3     232    even tiles: scores, weights; O[:, :256]
-// right     4..7     232    odd tiles;  O[:, 256:]
-// load      8        40     tiles, page by page; 9..11 have nothing to do
+// role      warps    regs, of 64 rows   does
+// left      0..3     232   240          even tiles: scores, weights; O[:, :256]
+// right     4..7     232   240          odd tiles;  O[:, 256:]
+// load      8        40    24           tiles, page by page; 9..11 have nothing to do
+//
+// Of 64 rows, O, two sums under way, their operands and factors are 224 numbers of a math thread.
 constexpr i32 kBlockThreads = 3 * kWarpgroupThreads;
 constexpr i32 kLoadWarp = 2 * kWarpgroupWarps;
-constexpr i32 kRegsMath = 232;
-constexpr i32 kRegsLoad = 40;
+constexpr bool kWide = MLA_BLOCK_ROWS == kFp8MmaRows;
+constexpr i32 kRegsMath = kWide ? 240 : 232;
+constexpr i32 kRegsLoad = kWide ? 24 : 40;
 static_assert(2 * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kBlockThreads), "what the block has at entry");
 static_assert(sizeof(BlockStorage) <= kMaxDynamicSmem, "shared memory");
 
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         run_fp8_side<Query>(block, warp);
     } else {
         setmaxnreg_dec<kRegsLoad>();
-        if (warp == kLoadWarp) run_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});
+        if (warp == kLoadWarp) run_lean_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});
     }
     griddepcontrol_launch_dependents();
 }

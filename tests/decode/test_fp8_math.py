@@ -478,26 +478,67 @@ def errors(got: Array, exact: Array) -> tuple[float, float]:
     return size - 1, float(np.sqrt(((mine - exact) ** 2).sum() / (exact * exact).sum()))
 
 
+def with_rounded_weights(inputs: DecodeInputs, scale: float) -> Array:
+    """The result of one sequence in float64, of weights in e4m3, tile by tile: what the kernel's sums stand for."""
+    positions = np.arange(int(inputs.seqlens[0]))
+    rows = inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0]
+    keys = E4M3[rows.view(np.uint8)]
+    scores = dequantised(inputs.q[0, 0]) @ keys.T * (scale / np.log(2))
+    values = weights = np.zeros(())
+    for first in range(0, len(keys), 64):
+        tile = scores[:, first : first + 64]
+        top = tile.max(axis=1, keepdims=True)
+        rounded = np.exp2(8 + tile - top).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        rounded *= np.exp2(top - scores.max(axis=1, keepdims=True))
+        values = values + rounded @ keys[first : first + 64, :512]
+        weights = weights + rounded.sum(axis=1, keepdims=True)
+    return np.asarray(values / weights)[None, None]
+
+
 def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
-    """Scores of deviation `spread`: the bias is at most 7e-4, unless the rounding of P has more, as may the error."""
+    """Scores of deviation `spread`: the bias is at most 5e-4, beside the result of rounded weights.
+
+    Or 6e-4 where a sequence is cut: pieces are merged by the sums of weights before they are rounded.
+    """
     scale = spread / 8
     out, lse = run(inputs, sm_count, ("early", 0), scale=scale, out_dtype="float32")
     exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=scale)
     rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=scale, rounding="bfloat16")
-    bias, rms = errors(out, exact[0])
-    bias_of_p, rms_of_p = errors(rounded[0], exact[0])
-    assert abs(bias - bias_of_p) <= 7e-4, (bias, bias_of_p)
+    bias, _ = errors(out, with_rounded_weights(inputs, scale))
+    assert abs(bias) <= (5e-4 if sm_count == 1 else 6e-4), bias
+    _, rms = errors(out, exact[0])
+    _, rms_of_p = errors(rounded[0], exact[0])
     assert rms <= 1.5 * rms_of_p + 7e-4, (rms, rms_of_p)
     check_lse(lse, exact[1], rounded[1])
 
 
+REGAIN = 1.00045
 MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
 
 
-def test_sums_are_not_shortened() -> None:
-    """Values of mean 1, which the tensor cores' own sums over 1,024 tokens would leave at 0.986 of their size."""
-    inputs = with_values(1024, 1.0, 0.5)
-    check_bias(inputs, 1.0)
+@pytest.mark.parametrize("mean", MEANS)
+def test_sums_are_not_shortened(mean: str) -> None:
+    """Values of mean 1, say, which the tensor cores' own sums over 1,024 tokens would leave at 0.986 of their size."""
+    check_bias(with_values(2048, *MEANS[mean]), 1.0)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 33, 64, 96, 97])
+def test_what_is_given_back(tokens: int) -> None:
+    """Of equal tokens, whose sums lose nothing: 4.5e-4, in tiles of more than 32."""
+    inputs = with_values(tokens, 1.0, 0.0)
+    inputs.q[...] = 0
+    out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")
+    of_tiles = np.array([min(64, tokens - first) for first in range(0, tokens, 64)])
+    back = (of_tiles * np.where(of_tiles > 32, REGAIN, 1)).sum() / tokens
+    np.testing.assert_allclose(out, back, rtol=1e-6)
+
+
+def test_a_token_that_the_first_query_sees_alone_is_exact() -> None:
+    """In a tile of 40, which its last query sees in whole."""
+    inputs = make(fp8(b=1, s_q=40, h_q=1, seqlens=40, kv_scale=1.0))
+    out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")
+    first = E4M3[inputs.kv_cache[inputs.block_table[0, 0], 0, 0, :512].view(np.uint8)]
+    np.testing.assert_allclose(out[0, 0, 0], first, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -519,7 +560,10 @@ def test_sums_over_8192_tokens() -> None:
 
 
 def test_the_common_part_of_weights_cancels() -> None:
-    """In each tile one token's weight is 256 and those of the others 242, of which rounding makes 240."""
+    """In each tile one token's weight is 256 and those of the others 242, of which rounding makes 240.
+
+    Its sum is a number that needs no rounding; tiles are full.
+    """
     inputs = with_values(192, 1.0, 0.0)
     inputs.q[..., :575] = 0
     inputs.q[..., 575] = 1
@@ -527,7 +571,7 @@ def test_the_common_part_of_weights_cancels() -> None:
     tokens = np.arange(192)
     inputs.kv_cache[inputs.block_table[0, tokens // 64], tokens % 64, 0, 575] = np.where(tokens % 64, zero, one)
     out, lse = run(inputs, 1, ("late", 0), out_dtype="float32", scale=0.08 * np.log(2))
-    np.testing.assert_allclose(out, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(out, REGAIN, rtol=1e-6)
     np.testing.assert_allclose(lse, np.log(3 * 2**0.08 + 189), rtol=1e-6)
 
 
@@ -554,11 +598,20 @@ BLOCK, MATH, QUERY, BYTES = (
     "tile/byte_fragments.cuh",
 )
 ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
+P_FULL = "        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));\n"
 MUTANTS = (
     Mutant("P without a proxy fence", BYTES, "    fence_proxy_async();\n", ""),
     Mutant("queries without a proxy fence", QUERY, "    fence_proxy_async();\n}\n\n// Rows", "}\n\n// Rows"),
     Mutant("P overwritten early", MATH, "mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));", ""),
-    Mutant("P read early", MATH, "mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));", ""),
+    Mutant(
+        "P read early", MATH, f"{P_FULL}        phases.advance(kPFull + of);", "        phases.advance(kPFull + of);"
+    ),
+    Mutant(
+        "values sanitized before they are scored",
+        MATH,
+        f"{P_FULL}        for (i32 i = thread()",
+        "        for (i32 i = thread()",
+    ),
     Mutant(
         "scores before the tile",
         MATH,
@@ -572,7 +625,7 @@ MUTANTS = (
         "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
     ),
     Mutant("tiles overwritten", LOADER, "mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));", ""),
-    Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, s.kv + offset);\n", ""),
+    Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, of, s.kv + offset);\n", ""),
     Mutant("tokens of other positions", BYTES, "pairs[2], pairs[3], 0x6420", "pairs[2], pairs[3], 0x6240"),
     Mutant(
         "factors of a row's neighbour",
@@ -580,6 +633,9 @@ MUTANTS = (
         "factors[warp][lane + i * kWarpThreads] = values[i]",
         "factors[warp][(lane ^ 2) + i * kWarpThreads] = values[i]",
     ),
+    Mutant("the last block's sums read early", MATH, "if (last && !kThenScore) {", "if (false) {"),
+    Mutant("what is lost given back twice", MATH, "? kFp8Regain : 1.f", "? kFp8Regain * kFp8Regain : 1.f"),
+    Mutant("what a token has not lost given back", MATH, "tokens > kMmaKBytes ?", "tokens > 0 ?"),
     Mutant("sums not rescaled", MATH, "            rescale_out();\n", ""),
     Mutant(
         "references of the left side", ROLES, "fmaxf(left.reference[row], right.reference[row])", "left.reference[row]"
@@ -624,6 +680,7 @@ def verdict_of_special_cases() -> None:
     test_scores_of_all_sizes(rising=True)
     test_hostile_queries()
     test_the_common_part_of_weights_cancels()
+    test_what_is_given_back(tokens=1)
 
 
 @pytest.mark.slow
@@ -683,7 +740,8 @@ def test_sums_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
     out, _ = mla_cupy.mla_decode(*uploaded(inputs), math="fp8", out_dtype="float32", scale=1 / 8)
     exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8)
     rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8, rounding="bfloat16")
-    bias, rms = errors(cupy.asnumpy(out), exact[0])
-    _, rms_of_p = errors(rounded[0], exact[0])
+    bias, _ = errors(cupy.asnumpy(out), with_rounded_weights(inputs, 1 / 8))
     assert abs(bias) <= 7e-4, bias
+    _, rms = errors(cupy.asnumpy(out), exact[0])
+    _, rms_of_p = errors(rounded[0], exact[0])
     assert rms <= 1.5 * rms_of_p + 7e-4

@@ -1,10 +1,10 @@
 // Attention in FP8 on Hopper: the roles of two math warpgroups, which score tiles in turn and own half of the columns.
 //
-// Each scores its own tile, leaves P, and then adds the other's tile before its own: while one of them has products to
-// issue, the other has weights to compute.
+// Each scores its own tile, leaves P, adds the other's tile, and then its own, beside which the next one's scores
+// begin: while one of them has weights to compute, the other has products to issue.
 //
-//   left     | S0 | weights 0 | O_L += P0 V0_L |    S2     | weights 2 | O_L += P1 V1_L | O_L += P2 V2_L | S4 ...
-//   right    | S1 |    weights 1   | O_R += P0 V0_R | O_R += P1 V1_R | S3 | weights 3  | O_R += P2 V2_R | ...
+//   left    | S0 | weights 0 | O_L += P0 V0_L, S2 | weights 2 | O_L += P1 V1_L | O_L += P2 V2_L, S4 | ...
+//   right   | S1 |   weights 1   | O_R += P0 V0_R | O_R += P1 V1_R, S3 | weights 3 | O_R += P2 V2_R | ...
 //
 // The sums in registers are of float32, and so is their merge: see attention/sm90/fp8_math.cuh.
 #pragma once
@@ -91,20 +91,26 @@ MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
 // A work item's tiles, the first one in `stage`; returns the stage after the last one.
 template <class Math>
 MLA_DEVICE i32 add_fp8_tiles(Math& math, const WorkItem& item, i32 stage) {
-    i32 next = item.tile_begin;  // to be added; lies in `stage`
+    const auto& ring = math.block.ring;
+    i32 next = item.tile_begin;              // to be added; lies in `stage`
+    i32 tile = item.tile_begin + math.side;  // to be scored, or scored
+    auto step = [&] { ++next, stage = ring.next(stage); };
+    if (tile < item.tile_end) {
+        math.score(math.side == 0 ? stage : ring.next(stage));
 #pragma unroll 1
-    for (i32 tile = item.tile_begin + math.side; next < item.tile_end; tile += 2) {
-        if (tile < item.tile_end) {
-            const i32 scored = tile > next ? math.block.ring.next(stage) : stage;
-            math.score(scored);
-            math.publish(item, tile, scored);
-        }
-        const i32 end = min(tile + 1, item.tile_end);
-#pragma unroll 1
-        for (; next < end; ++next, stage = math.block.ring.next(stage)) {
-            math.add_values(item, next, stage, (next - item.tile_begin) & 1);
+        for (;; tile += 2) {
+            math.publish(item, tile, tile > next ? ring.next(stage) : stage);
+            if (next < tile) {  // the other side's
+                math.add_values(item, next, stage, 1 - math.side);
+                step();
+            }
+            if (tile + 2 >= item.tile_end) break;
+            math.add_values_and_score(item, next, stage, ring.next(ring.next(stage)));
+            step();
         }
     }
+#pragma unroll 1
+    for (; next < item.tile_end; step()) math.add_values(item, next, stage, (next - item.tile_begin) & 1);
     return stage;
 }
 

@@ -6,7 +6,8 @@
 //
 // The tensor cores cut sums of e4m3 products off after 13 fraction bits, towards zero, after each 32 terms: sums over a
 // whole sequence would shrink. So a tile's sum is theirs, and is added in float32, by the factor f = 2^(m - reference)
-// of its row: a tile's weights have its own maximum, whatever came before.
+// of its row: a tile's weights have its own maximum, whatever came before. What a tile's sum has lost is given back by
+// half: see kFp8Regain.
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "attention/sm90/fp8_query.cuh"
@@ -14,6 +15,15 @@
 #include "ptx/wgmma.cuh"
 
 namespace mla::attention::sm90 {
+// A tile's sum is two products of 32 tokens. Where all terms have one sign, those of the second one are cut off beside
+// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some half of the
+// most is given back, so that what remains lies on either side (cuda_src/decode/fp8.md has a table).
+constexpr float kFp8Regain = 1.00045f;
+
+// Of a tile with so many tokens that all rows of the block see. What the first product holds loses little: so attention
+// to a few tokens, and to a single one above all, is left as it is. It is the same for all rows: a factor of the tile.
+MLA_DEVICE float fp8_regain(i32 tokens) { return tokens > kMmaKBytes ? kFp8Regain : 1.f; }
+
 // A reference after a tile: see kFp8ReferenceLog2.
 MLA_DEVICE float moved_reference(float reference, float tile_max) {
     return tile_max > reference + kFp8ReferenceLog2 ? tile_max : reference;
@@ -42,7 +52,9 @@ struct Fp8Math {
     const Owner& block;
     Memory& s;
     i32 side, warp;  // 0: left, 1: right; of the side's warps. Both sides run the same instructions.
-    float scores[kScores];
+    // Of the tile to be scored next or just scored. Sums of values take the place of both, as long as nothing is
+    // scored.
+    float scores[kScores], spare[kScores];
     float out[kBlocks][kSums];  // O^T: see `head_of`
     // Of the rows of scores, what this side has scored. The lanes of a quad share a register: the sum of the weights,
     // that of the rounded weights, and (twice) the reference of both.
@@ -102,8 +114,7 @@ struct Fp8Math {
         wgmma_commit_group();
     }
 
-    MLA_DEVICE void finish_scores(float (&part)[kScores]) {
-        wgmma_wait_group<0>();
+    MLA_DEVICE void add_to_scores(float (&part)[kScores]) {
         pin(scores);
         pin(part);
 #pragma unroll
@@ -111,16 +122,27 @@ struct Fp8Math {
     }
 
     // In three sums of 192 columns, added in float32: of terms of one sign, the tensor cores' own sum of all 576 would
-    // lose 0.5 %, these lose 0.1 % at most. There are registers for two at a time.
-    MLA_DEVICE void score(i32 stage) {
+    // lose 0.5 %, these lose 0.1 % at most. The first one needs no registers but those of `scores`.
+    MLA_DEVICE void begin_scores(i32 stage) {
         const ScoreOperands operands(s, block.ring, stage);
-        float part[kScores];
         mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
         start_scores(scores, operands, 0);
-        start_scores(part, operands, 1);
-        finish_scores(part);
-        start_scores(part, operands, 2);
-        finish_scores(part);
+    }
+
+    MLA_DEVICE void end_scores(i32 stage) {
+        const ScoreOperands operands(s, block.ring, stage);
+        float last[kScores];
+        start_scores(spare, operands, 1);
+        start_scores(last, operands, 2);
+        wgmma_wait_group<1>();
+        add_to_scores(spare);
+        wgmma_wait_group<0>();
+        add_to_scores(last);
+    }
+
+    MLA_DEVICE void score(i32 stage) {
+        begin_scores(stage);
+        end_scores(stage);
     }
 
     // Most tiles hide nothing.
@@ -148,26 +170,57 @@ struct Fp8Math {
     }
 
     // ---- Weights -----------------------------------------------------------------------------------------------
-    // P of row r, four tokens a word. Returns the tile's sum for the row: in even lanes of the weights, in odd ones of
-    // the rounded weights, added in f16: eight numbers of four bits each, so what is lost is below 2^-10 of a sum.
-    MLA_DEVICE float weights(u32 (&words)[8], i32 r, float scale_log2, float tile_max, i32 lane) {
-        const float shift = kFp8WeightLog2 - tile_max;
-        u32 halves = 0;
-        float before = 0.f;
+    // The rows' maxima over the tile, in base 2: `tile_max` with four chains a row, and both rows' shuffles in turn.
+    // Those of one chain are what the whole of `publish` would wait for.
+    MLA_DEVICE void find_tops(float (&tops)[kFragmentRows], const float (&scale_log2)[kFragmentRows]) const {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            float chain[4];
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                const float* of = scores + 8 * i + 2 * r;
+                chain[i] = fmaxf(fmaxf(of[0], of[1]), fmaxf(of[4], of[5]));
+            }
+            tops[r] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+        }
+#pragma unroll
+        for (i32 step = 1; step < 4; step *= 2) {
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                tops[r] = fmaxf(tops[r], __shfl_xor_sync(kFullWarp, tops[r], step));
+            }
+        }
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) tops[r] = fmaxf(tops[r] * scale_log2[r], kLowestMax);
+    }
+
+    // P of row r, four tokens a word. Returns the thread's sum of the weights before they are rounded.
+    MLA_DEVICE float weights(u32 (&words)[8], i32 r, float scale_log2, float top) const {
+        const float shift = kFp8WeightLog2 - top;
+        float sum[2] = {0.f, 0.f};
 #pragma unroll
         for (i32 i = 0; i < kTileTokens / 16; ++i) {
             float x[4];
 #pragma unroll
             for (i32 k = 0; k < 4; ++k) {
                 x[k] = ex2_approx(fmaf(scores[8 * i + k / 2 * 4 + 2 * r + k % 2], scale_log2, shift));
-                before += x[k];
             }
-            const u32 word = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
-            halves = add_x2(float16{}, halves, cvt_f16_x2_e4m3(word));
-            halves = add_x2(float16{}, halves, cvt_f16_x2_e4m3_high(word));
-            words[2 * i + r] = word;
+            sum[0] += x[0] + x[1], sum[1] += x[2] + x[3];
+            words[2 * i + r] = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
         }
-        const float2 pair = unpack<float16>(halves);
+        return sum[0] + sum[1];
+    }
+
+    // The tile's sum for row r: in even lanes of the weights, in odd ones of the rounded weights, added in f16: eight
+    // numbers of four bits each, so what is lost is below 2^-10 of a sum.
+    MLA_DEVICE float sum_of_row(const u32 (&words)[8], float before, i32 r, i32 lane) const {
+        u32 low = 0, high = 0;
+#pragma unroll
+        for (i32 i = 0; i < kTileTokens / 16; ++i) {
+            low = add_x2(float16{}, low, cvt_f16_x2_e4m3(words[2 * i + r]));
+            high = add_x2(float16{}, high, cvt_f16_x2_e4m3_high(words[2 * i + r]));
+        }
+        const float2 pair = unpack<float16>(add_x2(float16{}, low, high));
         const float after = pair.x + pair.y;
         const bool odd = lane % 2 != 0;
         const float own = odd ? after : before, others = odd ? before : after;
@@ -175,11 +228,24 @@ struct Fp8Math {
         return of_two + __shfl_xor_sync(kFullWarp, of_two, 2);
     }
 
-    // Leaves P and the tile's maxima for both sides.
+    // Adds the tile's sums to the rows', by the tile's maxima.
+    MLA_DEVICE void add_sums(const u32 (&words)[8], const float (&before)[kFragmentRows],
+                             const float (&tops)[kFragmentRows], i32 lane) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const float tile_sum = sum_of_row(words, before[r], r, lane);
+            const float reference = __shfl_sync(kFullWarp, quad_state[r], lane | 2);
+            const float moved = moved_reference(reference, tops[r]);
+            const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
+            quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : moved;
+        }
+    }
+
+    // Leaves P and the tile's maxima for both sides. What they do not wait for comes after.
     MLA_DEVICE void publish(const WorkItem& item, i32 tile, i32 stage) {
         const i32 lane = own_lane();
         u32 words[8];
-        float tops[kFragmentRows];
+        float tops[kFragmentRows], before[kFragmentRows];
         if (active()) {
             mask(item, tile, stage);
             float scale_log2[kFragmentRows];
@@ -187,16 +253,9 @@ struct Fp8Math {
             for (i32 r = 0; r < kFragmentRows; ++r) {
                 scale_log2[r] = block.p.scale_log2 * s.q_factors[score_row() + 8 * r];
             }
-            tile_max(tops, scores, scale_log2);
+            find_tops(tops, scale_log2);
 #pragma unroll
-            for (i32 r = 0; r < kFragmentRows; ++r) {
-                tops[r] = fmaxf(tops[r], kLowestMax);
-                const float tile_sum = weights(words, r, scale_log2[r], tops[r], lane);
-                const float reference = __shfl_sync(kFullWarp, quad_state[r], lane | 2);
-                const float moved = moved_reference(reference, tops[r]);
-                const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
-                quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : moved;
-            }
+            for (i32 r = 0; r < kFragmentRows; ++r) before[r] = weights(words, r, scale_log2[r], tops[r]);
         }
         mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));  // no earlier: the other side may still add it
         phases.advance(kPEmpty);
@@ -205,6 +264,7 @@ struct Fp8Math {
             store_byte_words(smem_addr(s.p[side]), words, warp, lane);
         }
         release(s.p_full[side], lane);
+        if (active()) add_sums(words, before, tops, lane);
     }
 
     // ---- Values ------------------------------------------------------------------------------------------------
@@ -244,8 +304,8 @@ struct Fp8Math {
         return kRowsOfLane > 1 && warp > 0 ? out_reference[kRowsOfLane - 1] : out_reference[0];
     }
 
-    // The factors of a tile of side `of` become the warp's.
-    MLA_DEVICE void take_factors(i32 of) {
+    // The factors of a tile of side `of`, times `regain`, become the warp's.
+    MLA_DEVICE void take_factors(i32 of, float regain) {
         const i32 lane = own_lane();
         float moved[kRowsOfLane], factors[kRowsOfLane];
         bool any = false;
@@ -254,7 +314,7 @@ struct Fp8Math {
             const i32 row = kRows % kWarpThreads == 0 ? lane + i * kWarpThreads : lane % kRows;
             const float top = s.tile_max[of][row];
             moved[i] = moved_reference(out_reference[i], top);
-            factors[i] = ex2_approx(top - moved[i]);
+            factors[i] = ex2_approx(top - moved[i]) * regain;
             any |= moved[i] != out_reference[i];
         }
         if (__any_sync(kFullWarp, any)) {
@@ -271,9 +331,11 @@ struct Fp8Math {
     }
 
     // 0 * NaN is not 0: NaN becomes 0 in what not every row of the block sees. A row that sees it is NaN by its score.
-    MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, u8* values) {
+    // Not before side `of` has scored it, since its values are its keys.
+    MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, i32 of, u8* values) {
         const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
         if (first >= kTileTokens) return;
+        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
         for (i32 i = thread(); i < (kTileTokens - first) * kSw128Chunks; i += kWarpgroupThreads) {
             const i32 row = first + i / kSw128Chunks;
 #pragma unroll
@@ -292,12 +354,16 @@ struct Fp8Math {
         sync_side();
     }
 
-    // Starts a tile's sum for 64 columns.
-    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], SmemAddr values, SmemDesc p, i32 b) {
+    // The operand of 64 columns.
+    MLA_DEVICE void load_values(u32 (&a)[2][4], SmemAddr values, i32 b) {
 #pragma unroll
         for (i32 step = 0; step < 2; ++step) {
             load_bytes_transposed(a[step], values + b / 2 * kSw128Bytes, step, b % 2 != 0);
         }
+    }
+
+    // Starts a tile's sum for 64 columns.
+    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], SmemDesc p) {
         pin(sums);
         wgmma_fence();
 #pragma unroll
@@ -307,43 +373,81 @@ struct Fp8Math {
         wgmma_commit_group();
     }
 
-    MLA_DEVICE void add_sum(float (&to)[kSums], float (&sums)[kSums]) {
+    // The warp's factors of a thread's rows of O, in pairs: all blocks have the same.
+    static constexpr i32 kFactorPairs = kSums / 4;
+
+    MLA_DEVICE void load_factors(float2 (&to)[kFactorPairs]) const {
         const float* factors = s.side[side].factors[warp] + head_of(0);
+#pragma unroll
+        for (i32 i = 0; i < kFactorPairs; ++i) to[i] = *reinterpret_cast<const float2*>(factors + 8 * i);
+    }
+
+    MLA_DEVICE void add_sum(float (&to)[kSums], float (&sums)[kSums], const float2 (&factors)[kFactorPairs]) {
         pin(sums);
 #pragma unroll
         for (i32 i = 0; i < kSums; i += 4) {
-            const float2 by = *reinterpret_cast<const float2*>(factors + 2 * i);
+            const float2 by = factors[i / 4];
             to[i] = fmaf(by.x, sums[i], to[i]), to[i + 1] = fmaf(by.y, sums[i + 1], to[i + 1]);
             to[i + 2] = fmaf(by.x, sums[i + 2], to[i + 2]), to[i + 3] = fmaf(by.y, sums[i + 3], to[i + 3]);
         }
     }
 
-    // Adds what a tile, scored by side `of`, has for this side's columns: two blocks of 64 are under way at a time.
+    // Adds what a tile, scored by side `of`, has for this side's columns.
     MLA_DEVICE void add_values(const WorkItem& item, i32 tile, i32 stage, i32 of) {
-        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
-        phases.advance(kPFull + of);
+        add_values_of<false>(item, tile, stage, of, 0);
+    }
+
+    // The same of a tile of this side, which then scores the tile in stage `then`.
+    MLA_DEVICE void add_values_and_score(const WorkItem& item, i32 tile, i32 stage, i32 then) {
+        add_values_of<true>(item, tile, stage, side, then);
+    }
+
+    // Two blocks of 64 columns are under way at a time, and beside the last one the first part of the scores: the
+    // tensor cores have work while results are added. Operands are read, and factors found, before what they wait for.
+    template <bool kThenScore>
+    MLA_DEVICE void add_values_of(const WorkItem& item, i32 tile, i32 stage, i32 of, i32 then) {
         mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
         phases.advance(stage);
         const u32 offset = stage * block.ring.tile_bytes + side * kFp8PanelsOfSide * kSw128Bytes;
-        sanitize(item, tile, s.kv + offset);
-        take_factors(of);
+        sanitize(item, tile, of, s.kv + offset);
         const SmemAddr values = smem_addr(s.kv) + offset + byte_matrix_offset(warp, own_lane());
         const SmemDesc p = uniform(sw64_desc(smem_addr(s.p[of])));
-        float sums[2][kSums];
+        float narrow[2][kSums];
+        auto sums_of = [&](i32 b) -> float (&)[kSums] {
+            if constexpr (kSums == kScores) {
+                return b % 2 == 0 ? scores : spare;
+            } else {
+                return narrow[b % 2];
+            }
+        };
         u32 a[2][2][4];
-        start_sum(sums[0], a[0], values, p, 0);
+        load_values(a[0], values, 0);
+        load_values(a[1], values, 1);
+        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
+        phases.advance(kPFull + of);
+        take_factors(of, fp8_regain(item.seen_by_all - tile * kTileTokens));
+        float2 factors[kFactorPairs];
+        load_factors(factors);
+        start_sum(sums_of(0), a[0], p);
+        start_sum(sums_of(1), a[1], p);
 #pragma unroll
         for (i32 b = 0; b < kBlocks; ++b) {
-            if (b + 1 < kBlocks) {
-                start_sum(sums[(b + 1) % 2], a[(b + 1) % 2], values, p, b + 1);
-                wgmma_wait_group<1>();
-            } else {
+            const bool last = b + 1 == kBlocks;
+            if (last && kThenScore) begin_scores(then);
+            if (last && !kThenScore) {
                 wgmma_wait_group<0>();
+            } else {
+                wgmma_wait_group<1>();
             }
-            add_sum(out[b], sums[b % 2]);
+            add_sum(out[b], sums_of(b), factors);
+            if (b + 2 < kBlocks) {
+                load_values(a[b % 2], values, b + 2);
+                start_sum(sums_of(b), a[b % 2], p);
+            }
         }
         release(s.p_empty[of], own_lane());
         release(s.kv_empty[stage], own_lane());
+        if (kThenScore) end_scores(then);
     }
 };
 }  // namespace mla::attention::sm90
