@@ -580,7 +580,7 @@ MLA_DEVICE void step(const PrefillBackwardParams& p, Storage& s, Math& math, i32
     opaque(math.index);  // as above
     wgmma_wait_group<2>();
     if (!first) finish_dk(s, math, before);
-    opaque(math.index);
+    opaque(math.index);  // as above: NVRTC 13.0 spills otherwise
     float2 delta[2];
     load_delta(s, math, delta, 0, stage);
     wgmma_wait_group<1>();

@@ -162,8 +162,8 @@ def mla_decode(
     its scores are multiplied by that power. A row with NaN or infinity is NaN, and so are its results. In each tile of
     64 tokens the weights are rounded to e4m3, the largest one being 256: those below 2^-18 of it become 0. `out` is
     divided by the sum of the rounded weights, `lse` is of the weights before. Sums of e4m3 products lose low bits in
-    the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small or too
-    large, and scores lose up to 0.1 %.
+    the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small or too large, and scores lose
+    up to 0.1 %.
 
     Examples
     --------

@@ -70,6 +70,11 @@ def _products(rng: np.random.Generator) -> Iterator[Case]:
                 yield Case(f"wmma {shape} {types} {first} {second} {third}", text, "k", 1, 32, args, data, outputs=[3])
 
 
+def _of_two_arrays(name: str, text: str, data: list[np.ndarray]) -> Case:
+    """Return a case of one warp that reads the first array and writes the second."""
+    return Case(name, text, "k", 1, 32, [("array", 0), ("array", 1)], data, outputs=[1])
+
+
 def _fragments() -> Iterator[Case]:
     """Yield loads of numbered bytes, whose registers are stored as they are."""
     roles = set()
@@ -89,16 +94,7 @@ def _fragments() -> Iterator[Case]:
             image = np.random.default_rng(3).permutation(1024).astype("u2")
             data = [image, np.zeros((32, count), f"u{size}")]
             text = entry(".param .u64 a, .param .u64 out", code)
-            yield Case(
-                f"wmma {role} {layout} {shape} {kind}",
-                text,
-                "k",
-                1,
-                32,
-                [("array", 0), ("array", 1)],
-                data,
-                outputs=[1],
-            )
+            yield _of_two_arrays(f"wmma {role} {layout} {shape} {kind}", text, data)
 
 
 def _sparse(rng: np.random.Generator) -> Iterator[Case]:
@@ -124,16 +120,7 @@ def _sparse(rng: np.random.Generator) -> Iterator[Case]:
             )
             text = entry(".param .u64 a, .param .u64 out", code)
             data = [given, np.zeros((32, nc), "u4")]
-            yield Case(
-                f"mma.{head} k{depth} {types} {selector}",
-                text,
-                "k",
-                1,
-                32,
-                [("array", 0), ("array", 1)],
-                data,
-                outputs=[1],
-            )
+            yield _of_two_arrays(f"mma.{head} k{depth} {types} {selector}", text, data)
 
 
 def cases() -> Iterator[Case]:
