@@ -7,6 +7,7 @@ the context. Here attention is peaked and logits are spread, so that a wrong row
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,5 +141,7 @@ def build(folder: Path, **options: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         config = configuration(**options)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
-        save_file(weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+        written = folder / f"weights-{os.getpid()}"  # others may be at the same
+        save_file(weights(config), written, metadata={"format": "pt"})
+        written.replace(folder / "model.safetensors")
     return folder

@@ -9,8 +9,9 @@
 With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runner loses cached prefixes, whatever the
 backend.
 
-Each backend runs in a process of its own; the first of the list is the reference, which is named twice to see whether
-it agrees with itself. Results and logs are in --out. With --cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
+Each backend runs in a process of its own, one after another, or several --at-once where only tokens count; the first of
+the list is the reference, which is named twice to see whether it agrees with itself. Results and logs are in --out. With
+--cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 257, 500, 777, 1024, 1500, 2048, 3
 """Of prompts: around the pages' sizes, and longer than a chunk."""
 MEMORY = 0.6
 """Share of the GPU's: room for the allocator of a process that ends while the next one starts."""
+GIB = 1 << 30
 SHORT, LONG = 32, 160
 """Tokens that are generated, less and more: a step's time is the difference of two generations."""
 
@@ -57,6 +60,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
     parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
+    parser.add_argument("--cache", type=int, default=0, metavar="GIB", help="of cache (default: what is free)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="backends (default 1)")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
     parser.add_argument("--timeout", type=int, default=280, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("engines-out"))
@@ -75,7 +80,9 @@ def engine_options(options: argparse.Namespace, sequences: int) -> dict[str, Any
     """Those of vLLM's `LLM` that depend on what is asked for."""
     made: dict[str, Any] = {"enable_prefix_caching": not options.no_prefix_cache}
     if not options.cpu:
-        made["gpu_memory_utilization"] = MEMORY
+        made["gpu_memory_utilization"] = 0.01 if options.cache else MEMORY
+    if options.cache:
+        made["kv_cache_memory_bytes"] = options.cache * GIB
     if options.block:
         made["block_size"] = options.block
     if options.drafts:
@@ -216,7 +223,9 @@ def main(given: list[str]) -> int:
     status = 0
     for heads in map(int, options.heads.split(",")):
         names = options.backends.split(",")
-        results = [process(options, given, name, heads, number) for number, name in enumerate(names)]
+        with ThreadPoolExecutor(options.at_once) as pool:
+            runs = [pool.submit(process, options, given, name, heads, number) for number, name in enumerate(names)]
+        results = [run.result() for run in runs]
         status |= any(x is None for x in results)
         for name, found in zip(names, results, strict=True):
             if found and options.what == "speed":
