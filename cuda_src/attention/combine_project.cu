@@ -12,7 +12,10 @@ namespace mla::attention {
 using Config = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes {};
+struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes {
+    i32 has_pieces;  // whether the schedule is one in pieces (attention/pieces.cuh)
+    i32 padding;
+};
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(CombineProjectParams, q_stride_b_elems), MLA_OFFSET(CombineProjectParams, b),
               MLA_OFFSET(CombineProjectParams, scale_log2), MLA_OFFSET(CombineProjectParams, w_uv_stride_h_elems),
@@ -32,7 +35,6 @@ struct SplitRows {
     // The attention kernel has waited for what was before it before it lets this kernel start.
     static constexpr bool kWeightsAreOlder = true;
 
-    MLA_DEVICE i32 tokens() const { return p.b * p.s_q; }
     MLA_DEVICE i32 queries() const { return p.s_q; }
     MLA_DEVICE bool is_fp32() const { return true; }
     MLA_DEVICE i64 lse_step() const { return (i64)p.s_q * p.h_q; }
@@ -47,12 +49,14 @@ struct SplitRows {
     // which is older than the attention kernel.
     MLA_DEVICE void find_cuts(ProjectionStorage<Config>& s, i32 first_request, i32 requests) const {
         const i32 thread = threadIdx.x;
+        // Neither a schedule nor even cuts: the attention kernel has merged what it has split.
+        const i32 num_splits = p.schedule == nullptr && p.request_units == 0 ? 1 : p.num_splits;
         if (thread < Config::kTokens) {
-            s.first_cut[thread] = p.num_splits;
+            s.first_cut[thread] = num_splits;
             s.cuts[thread] = 0;
         }
         __syncthreads();
-        for (i32 i = 1 + thread; i < p.num_splits; i += kProjectionThreads) {
+        for (i32 i = 1 + thread; i < num_splits; i += kProjectionThreads) {
             const SchedulePoint cut = split_begin(p, i);
             const i32 request = cut.request - first_request;
             if (cut.tile <= 0 || request < 0 || request >= requests) continue;

@@ -59,8 +59,7 @@ struct ProjectionSizes {
     i64 w_uv_stride_h_elems, w_uv_stride_d_elems;
     i64 gate_stride_b_elems, gate_stride_s_elems, gate_stride_h_elems;
     i64 projected_stride_b_elems, projected_stride_s_elems, projected_stride_h_elems;
-    i32 d_head, parts, projected_is_fp32;
-    i32 has_pieces;  // whether the schedule is one in pieces (attention/pieces.cuh)
+    i32 tokens, d_head, parts, projected_is_fp32;
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -401,7 +400,7 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
     } else {
         prefetch_w_uv(block);
     }
-    const i32 tokens = source.tokens();
+    const i32 tokens = block.n.tokens;
     for (i32 first = 0; first < tokens; first += C::kTokens) {
         const i32 count = min(C::kTokens, tokens - first);
         source.find(block, first, count);

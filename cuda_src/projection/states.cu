@@ -19,8 +19,7 @@ struct MergeProjectParams : ProjectionAddresses, StatesAddresses, ProjectionSize
     i64 outs_stride_n_elems, outs_stride_b_elems, outs_stride_s_elems, outs_stride_h_elems;
     i64 lses_stride_n_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;
     i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
-    i32 states, b, s_q, h_q;
-    i32 outs_are_fp32;
+    i32 states, s_q, outs_are_fp32;
     float to_log2;     // from the caller's base to base 2
     float lse_factor;  // and back
     float empty_lse;
@@ -42,7 +41,6 @@ struct StateRows {
 
     static constexpr bool kWeightsAreOlder = false;
 
-    MLA_DEVICE i32 tokens() const { return p.b * p.s_q; }
     MLA_DEVICE i32 queries() const { return p.s_q; }
     MLA_DEVICE bool is_fp32() const { return p.outs_are_fp32; }
     MLA_DEVICE i64 lse_step() const { return p.lses_stride_n_elems; }

@@ -85,7 +85,8 @@ def check_outputs(
             views[output.name] = None
             continue
         shape = _shape(operation, output, given, sizes)
-        dtype = _output_dtype(operation, output, view, first, getattr(options, output.dtype_option or "_", None))
+        like = output.dtype_of or operation.inputs[0].name
+        dtype = _output_dtype(output, view, like, given[like], getattr(options, output.dtype_option or "_", None))
         if view is None:
             missing[output.name] = shape, dtype
             view = contiguous_view(shape, dtype, first.device)
@@ -271,9 +272,9 @@ def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:
     return sizes[name] if name in sizes else operation.sizes[name][0]
 
 
-def _output_dtype(operation: Operation, output: Output, view: View | None, first: View, chosen: Any) -> str:
+def _output_dtype(output: Output, view: View | None, like: str, first: View | None, chosen: Any) -> str:
+    assert first is not None
     allowed = output.dtypes(first.dtype)
-    like = operation.inputs[0].name
     same = [f"{dtype}, like {like}" for dtype in allowed if dtype == first.dtype]
     expected = either([*(dtype for dtype in allowed if dtype != first.dtype), *same])
     chosen = check_dtype(output.dtype_option, chosen)

@@ -109,6 +109,8 @@ def _mla_decode(
     block_table: Any,
     seqlens: Any,
     tree_mask: Any = None,
+    w_uv: Any = None,
+    gate: Any = None,
     d_v: Any = 512,
     scale: Any = None,
     causal: Any = True,
@@ -127,7 +129,7 @@ def _mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     return Invocation(BOUND_OPERATIONS["mla_decode"], arrays, options, workspace)
 
@@ -136,10 +138,10 @@ MLA_DECODE = Operators(
     BOUND_OPERATIONS["mla_decode"],
     _mla_decode,
     arguments=(
-        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, int d_v=512, "
-        "float? scale=None, bool causal=True, int cp_world=1, int cp_rank=0, float kv_scale=1.0, "
-        'float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, str lse_base="e", '
-        "float? empty_lse=None, str? kernel=None"
+        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, "
+        "Tensor? w_uv=None, Tensor? gate=None, int d_v=512, float? scale=None, bool causal=True, "
+        'int cp_world=1, int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, str math="exact", '
+        'ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -277,6 +279,53 @@ MLA_PREFILL_BACKWARD = Operators(
     ),
     results="Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dq_rope=None, Tensor(e!)? dk_rope=None",
     returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _absorb(q_nope: Any, w_uk: Any, q_rope: Any = None, *, out: Any = None, workspace: Any = None) -> Invocation:
+    arrays = (q_nope, w_uk, q_rope, out)
+    options = ()
+    return Invocation(BOUND_OPERATIONS["absorb"], arrays, options, workspace)
+
+
+ABSORB = Operators(
+    BOUND_OPERATIONS["absorb"],
+    _absorb,
+    arguments="Tensor q_nope, Tensor w_uk, Tensor? q_rope=None",
+    results="Tensor(a!) out",
+    returns="(Tensor)",
+)
+
+
+def _merge_project(
+    outs: Any,
+    w_uv: Any,
+    lses: Any = None,
+    gate: Any = None,
+    lse_base: Any = "e",
+    empty_lse: Any = None,
+    out_dtype: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    empty_lse = -inf if empty_lse is None else empty_lse
+    arrays = (outs, w_uv, lses, gate, out, lse)
+    options = (lse_base, empty_lse, out_dtype)
+    return Invocation(BOUND_OPERATIONS["merge_project"], arrays, options, workspace)
+
+
+MERGE_PROJECT = Operators(
+    BOUND_OPERATIONS["merge_project"],
+    _merge_project,
+    arguments=(
+        'Tensor outs, Tensor w_uv, Tensor? lses=None, Tensor? gate=None, str lse_base="e", '
+        "float? empty_lse=None, ScalarType? out_dtype=None"
+    ),
+    results="Tensor(a!) out, Tensor(b!)? lse=None",
+    returns="(Tensor, Tensor)",
+    unwritten=("empty_lse",),
 )
 
 

@@ -87,7 +87,6 @@ def axes_of(array: Input | Output) -> list[str]:
 def good_call(operation: Operation, seed: int = 0) -> Call:
     """All arrays of a call, outputs included, which are full of sevens. Every array is contiguous."""
     rng = np.random.default_rng(seed)
-    first = operation.inputs[0].dtypes[0]
     call: Call = {}
     for array in operation.inputs:
         shape = tuple(size_of(operation, axis) for axis in axes_of(array))
@@ -101,7 +100,7 @@ def good_call(operation: Operation, seed: int = 0) -> Call:
             call[array.name] = rng.standard_normal(shape, np.float32).astype(dtypes.numpy_dtype(dtype))
     for output in operation.outputs:
         shape = tuple(size_of(operation, axis) for axis in axes_of(output))
-        call[output.name] = np.full(shape, 7, dtypes.numpy_dtype(output.dtypes(first)[0]))
+        call[output.name] = np.full(shape, 7, dtypes.numpy_dtype(_dtype_of(operation, output)))
     return call
 
 
@@ -175,7 +174,7 @@ def _resized(at: int, more: int | None) -> Callable[[Array], Array]:
 def _dtypes(operation: Operation, array: Input | Output) -> Iterator[Bad]:
     first = operation.inputs[0].dtypes[0]
     other = "float16" if first != "float16" else "bfloat16"
-    allowed = array.dtypes if isinstance(array, Input) else array.dtypes(first)
+    allowed = array.dtypes if isinstance(array, Input) else array.dtypes(_giving(operation, array))
     if isinstance(array, Input) and "int32" in allowed:
         allowed = (*allowed, "int64")
     wrong = [dtype for dtype in FOREIGN_DTYPES if dtype not in allowed]
@@ -206,10 +205,15 @@ def _strides(operation: Operation, array: Input | Output) -> Iterator[Bad]:
 
 def _dtype_of(operation: Operation, array: Input | Output) -> str:
     """In `good_call`."""
-    first = operation.inputs[0].dtypes[0]
     if isinstance(array, Output):
-        return array.dtypes(first)[0]
+        return array.dtypes(_giving(operation, array))[0]
+    first = operation.inputs[0].dtypes[0]
     return first if array.dtypes[0].startswith("=") else array.dtypes[0]
+
+
+def _giving(operation: Operation, output: Output) -> str:
+    """The dtype that decides about a result's, in `good_call`."""
+    return next(x.dtypes[0] for x in operation.inputs if x.name == (output.dtype_of or operation.inputs[0].name))
 
 
 def _libraries(operation: Operation, array: Input | Output) -> Iterator[Bad]:
