@@ -397,6 +397,8 @@ def _sparse_mla_decode(
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
     extra_topk_length: Any = None,
+    w_uv: Any = None,
+    gate: Any = None,
     scale: Any = None,
     lse_base: Any = "e",
     empty_lse: Any = None,
@@ -408,7 +410,20 @@ def _sparse_mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        attn_sink,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
@@ -419,8 +434,8 @@ SPARSE_MLA_DECODE = Operators(
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor indices, Tensor? topk_length=None, Tensor? attn_sink=None, "
         "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-        'float? scale=None, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
-        "str? kernel=None"
+        'Tensor? w_uv=None, Tensor? gate=None, float? scale=None, str lse_base="e", float? empty_lse=None, '
+        "ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

@@ -32,13 +32,21 @@ def latents_strides(s_q: int, h_q: int) -> tuple[int, int, int]:
 
 
 def combine(
-    build: tuple[KernelSpec[object], Variant], call: Call, params: DecodeParams, has_pieces: bool = False
+    build: tuple[KernelSpec[object], Variant],
+    call: Call,
+    params: DecodeParams,
+    *,
+    has_pieces: bool = False,
+    by_query: bool = False,
 ) -> Launch:
-    """Merge and project what the attention kernel of the same parameters leaves: its `out` is `LATENTS`."""
+    """Merge and project what the attention kernel of the same parameters leaves: its `out` is `LATENTS`.
+
+    `has_pieces` says that the schedule is batch-invariant; for `by_query` see `sizes`.
+    """
     projected = CombineProjectParams(
         projection_addresses=addresses(call),
         decode_params=params,
-        projection_sizes=sizes(call, build[1]),
+        projection_sizes=sizes(call, build[1], by_query),
         has_pieces=has_pieces,
     )
     h_q, d_head, _ = call.view("w_uv").shape

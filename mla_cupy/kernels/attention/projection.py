@@ -70,13 +70,19 @@ def addresses(call: Call) -> ProjectionAddresses:
     return ProjectionAddresses(w_uv="w_uv", gate=call.name("gate"), projected="out")
 
 
-def sizes(call: Call, variant: Variant) -> ProjectionSizes:
-    """What is behind the addresses."""
+def sizes(call: Call, variant: Variant, by_query: bool = False) -> ProjectionSizes:
+    """What is behind the addresses; `by_query` if the kernel takes the axes b and s_q, which step evenly, as one."""
     d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
+
+    def strides(name: str) -> tuple[int, int, int]:
+        if by_query:
+            return call.stride(name, 1 if s_q > 1 else 0), 0, call.stride(name, 2)
+        return call.strides(name, 3)
+
     return ProjectionSizes(
         w_uv_stride_h_d_elems=call.strides("w_uv", 2),
-        gate_stride_b_s_h_elems=call.strides("gate", 3),
-        projected_stride_b_s_h_elems=call.strides("out", 3),
+        gate_stride_b_s_h_elems=strides("gate"),
+        projected_stride_b_s_h_elems=strides("out"),
         tokens=b * s_q,
         d_head=d_head,
         parts=parts(variant, d_head),

@@ -146,8 +146,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             shard = (call.options.cp_world, call.options.cp_rank)
             steps[:0] = self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard)
         if config.projection:
-            pieces = config.pieces is not None
-            steps.append(combine_project.combine(config.projection, call, self._params(config, call, splits), pieces))
+            params, has_pieces = self._params(config, call, splits), config.pieces is not None
+            steps.append(combine_project.combine(config.projection, call, params, has_pieces=has_pieces))
         elif config.combine_blocks and config.merged:
             steps.append(self._combine(config, b, args))
         return steps
