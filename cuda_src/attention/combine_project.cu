@@ -9,7 +9,7 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Config = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
+using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes {
@@ -22,9 +22,9 @@ MLA_FACT_LIST(params_layout, MLA_OFFSET(CombineProjectParams, q_stride_b_elems),
               MLA_OFFSET(CombineProjectParams, d_head), (int)sizeof(CombineProjectParams));
 MLA_FACT(tile_tokens, kTileTokens);
 MLA_FACT(threads, kProjectionThreads);
-MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Config>));
-MLA_FACT(cluster, Config::kShare);
-MLA_FACT(columns, Config::kColumns);
+MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Projected>));
+MLA_FACT(cluster, Projected::kShare);
+MLA_FACT(columns, Projected::kColumns);
 static_assert(kMaxSplits <= kMaxRowPieces, "a request may have a piece in every split");
 
 // ---- Source ----------------------------------------------------------------------------------------------------
@@ -47,11 +47,11 @@ struct SplitRows {
 
     // The cuts within each request of these tokens: the first one, and how many there are. Only the schedule is read,
     // which is older than the attention kernel.
-    MLA_DEVICE void find_cuts(ProjectionStorage<Config>& s, i32 first_request, i32 requests) const {
+    MLA_DEVICE void find_cuts(ProjectionStorage<Projected>& s, i32 first_request, i32 requests) const {
         const i32 thread = threadIdx.x;
         // Neither a schedule nor even cuts: the attention kernel has merged what it has split.
         const i32 num_splits = p.schedule == nullptr && p.request_units == 0 ? 1 : p.num_splits;
-        if (thread < Config::kTokens) {
+        if (thread < Projected::kTokens) {
             s.first_cut[thread] = num_splits;
             s.cuts[thread] = 0;
         }
@@ -66,8 +66,8 @@ struct SplitRows {
         __syncthreads();
     }
 
-    MLA_DEVICE void find(const ProjectionBlock<Config>& block, i32 first_token, i32 count) const {
-        ProjectionStorage<Config>& s = block.s;
+    MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
+        ProjectionStorage<Projected>& s = block.s;
         const i32 first_request = first_token / p.s_q, last_request = (first_token + count - 1) / p.s_q;
         if (!p.has_pieces) find_cuts(s, first_request, last_request - first_request + 1);
         if (threadIdx.x < count) {
@@ -108,7 +108,7 @@ struct SplitRows {
 extern "C" __global__ void __launch_bounds__(kProjectionThreads, 2)
     mla_attention_combine_project(const __grid_constant__ CombineProjectParams p) {
     extern __shared__ __align__(16) u8 smem[];
-    const ProjectionBlock<Config> block(p, p, *reinterpret_cast<ProjectionStorage<Config>*>(smem));
+    const ProjectionBlock<Projected> block(p, p, *reinterpret_cast<ProjectionStorage<Projected>*>(smem));
     run_projection(block, SplitRows{p});
 }
 }  // namespace mla::attention

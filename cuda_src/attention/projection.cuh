@@ -391,8 +391,9 @@ MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token,
 }
 
 // ---- Block -----------------------------------------------------------------------------------------------------
-// `source` says what the rows are made of, and may read for that what is older than the kernel before this one. W_UV is
-// as old where kWeightsAreOlder.
+// `source` says what the rows are made of, and may read for that what is older than the kernel before this one; its
+// `find` ends with a barrier of the block, before which the latents of the tokens before have been read. W_UV is as old
+// where kWeightsAreOlder.
 template <class C, class Source>
 MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& source) {
     if constexpr (Source::kWeightsAreOlder) {
@@ -416,7 +417,6 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
         }
         project_tokens(block, first, count, source.queries());
         if constexpr (C::kShare > 1) cluster_wait();  // the peers have read this block's share
-        __syncthreads();
     }
 }
 }  // namespace mla::attention

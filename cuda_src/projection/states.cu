@@ -7,7 +7,7 @@ namespace mla::projection {
 using namespace attention;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Config = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
+using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct StatesAddresses {
@@ -30,9 +30,9 @@ MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeProjectParams, w_uv_stride_h_elems)
               MLA_OFFSET(MergeProjectParams, states), MLA_OFFSET(MergeProjectParams, to_log2),
               (int)sizeof(MergeProjectParams));
 MLA_FACT(threads, kProjectionThreads);
-MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Config>));
-MLA_FACT(cluster, Config::kShare);
-MLA_FACT(columns, Config::kColumns);
+MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Projected>));
+MLA_FACT(cluster, Projected::kShare);
+MLA_FACT(columns, Projected::kColumns);
 MLA_FACT(max_states, kMaxRowPieces);
 
 // ---- Source ----------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ struct StateRows {
         return sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
     }
 
-    MLA_DEVICE void find(const ProjectionBlock<Config>& block, i32 first_token, i32 count) const {
+    MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
         if (threadIdx.x < count) {
             const i64 token = first_token + threadIdx.x, b = token / p.s_q, query = token % p.s_q, head = block.head;
             const i64 at = b * p.outs_stride_b_elems + query * p.outs_stride_s_elems + head * p.outs_stride_h_elems;
@@ -74,7 +74,7 @@ struct StateRows {
 extern "C" __global__ void __launch_bounds__(kProjectionThreads, 2)
     mla_projection_states(const __grid_constant__ MergeProjectParams p) {
     extern __shared__ __align__(16) u8 smem[];
-    const ProjectionBlock<Config> block(p, p, *reinterpret_cast<ProjectionStorage<Config>*>(smem));
+    const ProjectionBlock<Projected> block(p, p, *reinterpret_cast<ProjectionStorage<Projected>*>(smem));
     run_projection(block, StateRows{p});
 }
 }  // namespace mla::projection

@@ -9,7 +9,7 @@ from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.shapes import D_V, TILE_TOKENS
 
 PROJECTION = Projection(
-    "attention_combine_project",
+    ("attention_combine_project", "attention_combine_project_clusters"),
     "merges the partial results of decode, and multiplies them by W_UV",
     "attention/combine_project.cu",
     CombineProjectParams,

@@ -21,15 +21,20 @@ SHARES = 2, 4, 8
 
 
 class Projection:
-    """The two builds of a kernel that projects: with clusters, and for GPUs without."""
+    """A kernel that projects, as two: for GPUs without clusters, and with them."""
 
     def __init__(
-        self, name: str, about: str, source: str, params: type[Params], facts: Mapping[str, int] | None = None
+        self,
+        names: tuple[str, str],
+        about: str,
+        source: str,
+        params: type[Params],
+        facts: Mapping[str, int] | None = None,
     ) -> None:
-        def spec(clusters: bool, **options: object) -> KernelSpec[object]:
+        def spec(clusters: bool) -> KernelSpec[object]:
             builds = variants(dtype=HALF, share=SHARES if clusters else (1,))
             return KernelSpec(
-                name + "_clusters" * clusters,
+                names[clusters],
                 about + ", by clusters of blocks" * clusters,
                 source,
                 params,

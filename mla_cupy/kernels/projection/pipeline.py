@@ -24,7 +24,7 @@ MAX_D_NOPE = 128, max(D_HEADS)
 """Rows of W_UK that the builds have room for."""
 
 STATES = Projection(
-    "projection_states",
+    ("projection_states", "projection_states_clusters"),
     "merges partial results over disjoint sets of keys, and multiplies them by W_UV",
     "projection/states.cu",
     MergeProjectParams,
