@@ -14,6 +14,7 @@ from mla_cupy.ops import (
     merge,
     prefill,
     prefill_backward,
+    preparation,
     sparse_backward,
     sparse_decode,
     sparse_forward,
@@ -54,6 +55,7 @@ from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prefill import mla_prefill
 from mla_cupy.ops.prefill_backward import mla_prefill_backward
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
+from mla_cupy.ops.preparation import mla_prepare
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
@@ -88,6 +90,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "plan_cascade",
     "plan_decode",
     "prefill_mask",
@@ -110,6 +113,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     merge.OPERATION,
     prefill.OPERATION,
     prefill_backward.OPERATION,
+    preparation.OPERATION,
     sparse_backward.OPERATION,
     sparse_decode.OPERATION,
     sparse_forward.OPERATION,

@@ -120,6 +120,8 @@ class Output:
         An option that must be true, or there is no such result.
     may_be : str
         An input in whose place it may be: the same memory, laid out alike.
+    coded : str
+        An option that, if true, makes its elements e4m3 codes, in bytes by default.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Output:
     even: bool = False
     when: str = ""
     may_be: str = ""
+    coded: str = ""
 
 
 class Examined(NamedTuple):
