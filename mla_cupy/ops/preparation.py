@@ -176,13 +176,16 @@ def _with_record(views: Views, options: MlaPrepareOptions) -> MlaPrepareOptions:
         if options.return_rope and not FORMATS[record].d_rope:
             raise ArgumentError(explain("return_rope", True, f"False: {record} has no RoPE part"))
         return options._replace(record=record, scales=scales, kv_scale=kv_scale)
-    for name, default in (("record", None), ("scales", None), ("kv_scale", 1.0)):
-        if getattr(options, name) != default:
-            raise ArgumentError(explain(name, repr(getattr(options, name)), f"{default} without a cache"))
+    for name in ("record", "scales"):
+        if getattr(options, name) is not None:
+            raise ArgumentError(explain(name, repr(getattr(options, name)), "None without a cache"))
+    kv_scale = check_factor("kv_scale", options.kv_scale)
+    if kv_scale != 1:
+        raise ArgumentError(explain("kv_scale", kv_scale, "1 without a cache"))
     if views["rope"] is not None and not options.return_rope:
         remedy = "give latent, cache and slots, or set return_rope"
         raise ArgumentError(explain("rope", "an array", "None without a cache", remedy))
-    return options
+    return options._replace(kv_scale=kv_scale)
 
 
 OPERATION = Operation(

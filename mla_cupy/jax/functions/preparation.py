@@ -34,7 +34,7 @@ def mla_prepare(
     q_scales: jax.Array | None = None,
     rope_out: jax.Array | None = None,
     exportable: bool = False,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Make queries and keys ready for decode, in one launch: RoPE of both, queries in e4m3, tokens in the cache.
 
     Each part is optional; `cache_append` is the form for keys alone.
@@ -89,7 +89,7 @@ def mla_prepare(
         With `quantise`: what each row's codes are to be multiplied by.
     rope_out : array, (n, 64), or None
         With `return_rope`.
-    cache : array
+    cache : array, or None
         With the changes; in the old one's memory if that is donated.
 
     Raises
