@@ -33,6 +33,7 @@ from mla_cupy.jax.functions.masks import prefill_mask
 from mla_cupy.jax.functions.merge import merge_states
 from mla_cupy.jax.functions.prefill import mla_prefill
 from mla_cupy.jax.functions.prefill_backward import mla_prefill_backward
+from mla_cupy.jax.functions.preparation import mla_prepare
 from mla_cupy.jax.functions.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.jax.functions.projection import absorb, merge_project
 from mla_cupy.jax.functions.sparse_backward import sparse_mla_backward
@@ -67,6 +68,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "prefill_mask",
     "sparse_mla_backward",
     "sparse_mla_decode",

@@ -228,6 +228,94 @@ class CacheGatherParams(Params):
     kv_scale: F32
 
 
+class CachePrepareParams(Params):
+    """Struct of `cache/prepare.cu`."""
+
+    q: Address
+    q_rope: Address
+    out: Address
+    q_scales: Address
+    rope_out: Address
+    latent: Address
+    rope: Address
+    cache: Address
+    slots: Address
+    cos: Address
+    sin: Address
+    positions: Address
+    frequencies: tuple[
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+    ]
+    q_stride_n_h_bytes: tuple[I64, I64]
+    q_rope_stride_n_h_bytes: tuple[I64, I64]
+    out_stride_n_h_bytes: tuple[I64, I64]
+    q_scales_stride_n_h_elems: tuple[I64, I64]
+    rope_out_stride_bytes: I64
+    latent_stride_bytes: I64
+    rope_stride_bytes: I64
+    slots_stride_bytes: I64
+    positions_stride_bytes: I64
+    cos_stride_elems: I64
+    sin_stride_elems: I64
+    page_stride_bytes: I64
+    token_stride_bytes: I64
+    n: I32
+    num_pages: I32
+    page_size: I32
+    max_position: I32
+    element: I32
+    slots_are_64: I32
+    positions_are_64: I32
+    interleaved: I32
+    power_of_2: I32
+    kind: I32
+    rope_kind: I32
+    latent_chunks: I32
+    rope_chunks: I32
+    group_chunks: I32
+    scale_kind: I32
+    rope_offset: I32
+    scales_offset: I32
+    scales_stride: I32
+    h: I32
+    pieces: I32
+    token_blocks: I32
+    own_scale: I32
+    kv_scale: F32
+    q_scale: F32
+
+
 class CacheSlotsParams(Params):
     """Struct of `cache/slots.cu`."""
 

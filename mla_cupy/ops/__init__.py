@@ -14,6 +14,7 @@ from mla_cupy.ops import (
     merge,
     prefill,
     prefill_backward,
+    preparation,
     projection,
     sparse_backward,
     sparse_decode,
@@ -55,6 +56,7 @@ from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prefill import mla_prefill
 from mla_cupy.ops.prefill_backward import mla_prefill_backward
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
+from mla_cupy.ops.preparation import mla_prepare
 from mla_cupy.ops.projection import absorb, merge_project
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
@@ -92,6 +94,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "plan_cascade",
     "plan_decode",
     "prefill_mask",
@@ -114,6 +117,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     merge.OPERATION,
     prefill.OPERATION,
     prefill_backward.OPERATION,
+    preparation.OPERATION,
     projection.ABSORB_OPERATION,
     projection.MERGE_OPERATION,
     sparse_backward.OPERATION,

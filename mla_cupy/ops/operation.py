@@ -122,6 +122,8 @@ class Output:
         An input in whose place it may be: the same memory, laid out alike.
     dtype_of : str
         The input whose dtype says what it may be, where that is not the first one.
+    coded : str
+        An option that, if true, makes its elements e4m3 codes, in bytes by default.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Output:
     when: str = ""
     may_be: str = ""
     dtype_of: str = ""
+    coded: str = ""
 
 
 class Examined(NamedTuple):

@@ -24,6 +24,7 @@ from mla_cupy.torch.functions.masks import prefill_mask
 from mla_cupy.torch.functions.merge import merge_states
 from mla_cupy.torch.functions.prefill import mla_prefill
 from mla_cupy.torch.functions.prefill_backward import mla_prefill_backward
+from mla_cupy.torch.functions.preparation import mla_prepare
 from mla_cupy.torch.functions.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.torch.functions.projection import absorb, merge_project
 from mla_cupy.torch.functions.sparse_backward import sparse_mla_backward
@@ -58,6 +59,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "plan_decode",
     "prefill_mask",
     "sparse_mla_backward",

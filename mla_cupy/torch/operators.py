@@ -282,6 +282,49 @@ MLA_PREFILL_BACKWARD = Operators(
 )
 
 
+def _mla_prepare(
+    q: Any,
+    latent: Any = None,
+    rope: Any = None,
+    cache: Any = None,
+    slots: Any = None,
+    q_rope: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    theta: Any = None,
+    interleaved: Any = True,
+    quantise: Any = False,
+    q_scale: Any = None,
+    return_rope: Any = False,
+    record: Any = None,
+    scales: Any = None,
+    kv_scale: Any = 1,
+    *,
+    out: Any = None,
+    q_scales: Any = None,
+    rope_out: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, latent, rope, cache, slots, q_rope, cos, sin, positions, out, q_scales, rope_out)
+    options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
+    return Invocation(BOUND_OPERATIONS["mla_prepare"], arrays, options, workspace)
+
+
+MLA_PREPARE = Operators(
+    BOUND_OPERATIONS["mla_prepare"],
+    _mla_prepare,
+    arguments=(
+        "Tensor q, Tensor? latent=None, Tensor? rope=None, Tensor(n!)? cache=None, Tensor? slots=None, "
+        "Tensor? q_rope=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, float? theta=None, "
+        "bool interleaved=True, bool quantise=False, float? q_scale=None, bool return_rope=False, "
+        "str? record=None, str? scales=None, float kv_scale=1.0"
+    ),
+    results="Tensor(a!) out, Tensor(b!)? q_scales=None, Tensor(c!)? rope_out=None",
+    returns="(Tensor, Tensor, Tensor)",
+)
+
+
 def _absorb(q_nope: Any, w_uk: Any, q_rope: Any = None, *, out: Any = None, workspace: Any = None) -> Invocation:
     arrays = (q_nope, w_uk, q_rope, out)
     options = ()
