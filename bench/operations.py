@@ -14,6 +14,7 @@ from .ops.indexer_logits.operation import INDEXER_LOGITS
 from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
+from .ops.layer.operation import LAYER
 from .ops.prefill.operation import PREFILL
 from .ops.prefill_backward.operation import PREFILL_BACKWARD
 from .ops.projection.operation import PROJECTION
@@ -32,6 +33,7 @@ _KNOWN = (
     INDEXER_LOSS,
     INDEXER_PREPARE,
     INDEXER_TOPK,
+    LAYER,
     PREFILL,
     PREFILL_BACKWARD,
     PROJECTION,
